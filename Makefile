@@ -1,0 +1,33 @@
+# One way in: `make demo`, `make test`, `make bench`. Each sets up .venv by itself on a fresh machine.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint types unit bench clean
+.DEFAULT_GOAL := test
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: .venv/.installed
+	$(BIN)/python -m benchmarks.demo
+
+test: lint types unit
+
+lint: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: .venv/.installed
+	$(BIN)/mypy
+
+unit: .venv/.installed
+	$(BIN)/pytest --numprocesses 2
+
+bench: .venv/.installed
+	$(BIN)/python -m benchmarks.observe
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,56 @@
+"""The one file format: a folder a run, JSONL inside, one file a rank.
+
+    RUN/
+      rank-00000.jsonl        RunInfo first, then Steps, Windows and Notes as they happened
+      rank-00000.summary.json totals of that rank, small, rewritten in place while the run goes on
+      hardware-HOST.jsonl     RunInfo first, then hardware Samples of one machine (the launcher's, or `flatout top`'s)
+
+Times are seconds of CLOCK_MONOTONIC, the clock all processes of a machine share; `RunInfo` holds the pair of clock
+readings that ties it to the calendar. A file cut off in mid-line is read up to there; unknown keys are ignored;
+another schema version is refused. A trace of any length stays below 64 MB a file: see `writer`.
+
+    records  what is stored         sketch  quantiles that merge
+    writer   a run → a folder       reader  a folder → a Trace
+"""
+
+from flatout.trace.reader import RankTrace, Trace, merge, read, read_summaries
+from flatout.trace.records import (
+    SCHEMA,
+    DiskSample,
+    GpuProcess,
+    GpuSample,
+    HostSample,
+    Note,
+    ProcessSample,
+    RunInfo,
+    Sample,
+    Span,
+    Step,
+    Summary,
+    Window,
+)
+from flatout.trace.sketch import Sketch
+from flatout.trace.writer import TraceWriter
+
+__all__ = [
+    "SCHEMA",
+    "DiskSample",
+    "GpuProcess",
+    "GpuSample",
+    "HostSample",
+    "Note",
+    "ProcessSample",
+    "RankTrace",
+    "RunInfo",
+    "Sample",
+    "Sketch",
+    "Span",
+    "Step",
+    "Summary",
+    "Trace",
+    "TraceWriter",
+    "Window",
+    "merge",
+    "read",
+    "read_summaries",
+]

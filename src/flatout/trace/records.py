@@ -1,0 +1,275 @@
+"""What a trace is made of: plain values, and how they become JSON and back.
+
+Every record is frozen. Units stand in the names. What was not measured is None and is not written at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, TypeVar, Union
+
+from flatout.trace.sketch import Sketch
+
+SCHEMA = 1
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """Who wrote a file of the trace: one rank of a training, or the hardware sampler of one machine."""
+
+    name: str
+    command: tuple[str, ...] = ()
+    host: str = ""
+    rank: int | None = None
+    world_size: int = 1
+    pid: int = 0
+    started_unix_s: float = 0.0
+    started_s: float = 0.0
+    versions: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One stretch of a step: what the host did, and what the GPU did meanwhile."""
+
+    name: str
+    start_ms: float
+    host_ms: float
+    gpu_idle_ms: float | None = None
+    gpu_busy_ms: float | None = None
+    where: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One optimizer step, from the end of the one before to its own end."""
+
+    index: int
+    start_s: float
+    wall_ms: float
+    spans: tuple[Span, ...] = ()
+    samples: int | None = None
+    loss: float | None = None
+    micro_steps: int = 1
+    kind: str = "train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Many steps in one record: a sketch of their wall times, and of their spans by name."""
+
+    first_index: int
+    last_index: int
+    start_s: float
+    wall_ms: Sketch
+    spans_ms: dict[str, Sketch] = field(default_factory=dict)
+    gpu_idle_ms: dict[str, float] = field(default_factory=dict)
+    samples: int | None = None
+    loss: Sketch = field(default_factory=Sketch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Something a person should know about the run, said once."""
+
+    time_s: float
+    text: str
+    where: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Totals of one file, small enough to read a thousand of them."""
+
+    info: RunInfo
+    steps: int = 0
+    wall_ms: Sketch = field(default_factory=Sketch)
+    spans_ms: dict[str, Sketch] = field(default_factory=dict)
+    gpu_idle_ms: dict[str, float] = field(default_factory=dict)
+    samples: int | None = None
+    hardware_samples: int = 0
+    dropped: int = 0
+    notes: tuple[Note, ...] = ()
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuProcess:
+    """A process that holds memory on a card."""
+
+    pid: int
+    used_bytes: int | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSample:
+    """One card over one interval. `pulses`: what `activity` says, at up to 8 Hz, since the sample before."""
+
+    index: int
+    uuid: str
+    name: str
+    gpu_util_pct: float | None = None
+    sm_active_pct: float | None = None
+    sm_occupancy_pct: float | None = None
+    tensor_active_pct: float | None = None
+    dram_active_pct: float | None = None
+    pcie_rx_bytes_s: float | None = None
+    pcie_tx_bytes_s: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    energy_j: float | None = None
+    temperature_c: float | None = None
+    sm_clock_mhz: float | None = None
+    sm_clock_max_mhz: float | None = None
+    memory_clock_mhz: float | None = None
+    throttle: tuple[str, ...] | None = None
+    decoder_util_pct: float | None = None
+    jpeg_util_pct: float | None = None
+    processes: tuple[GpuProcess, ...] | None = None
+    pulses: tuple[float, ...] = ()
+
+    @property
+    def power_share_pct(self) -> float | None:
+        """Power drawn, in per cent of the limit."""
+        if self.power_w is None or not self.power_limit_w:
+            return None
+        return 100 * self.power_w / self.power_limit_w
+
+    @property
+    def memory_pct(self) -> float | None:
+        """Memory in use, in per cent of the card's."""
+        if self.memory_used_bytes is None or not self.memory_total_bytes:
+            return None
+        return 100 * self.memory_used_bytes / self.memory_total_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSample:
+    """One process of a training over one interval. `role`: trainer, worker (of its loader) or other."""
+
+    pid: int
+    role: str
+    name: str
+    cpu_pct: float | None = None
+    run_delay_pct: float | None = None
+    rss_bytes: int | None = None
+    pss_bytes: int | None = None
+    read_bytes_s: float | None = None
+    switches_s: float | None = None
+    threads: int | None = None
+    state: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskSample:
+    """One disk over one interval."""
+
+    name: str
+    read_bytes_s: float
+    write_bytes_s: float
+    busy_pct: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSample:
+    """The machine over one interval; the memory figures are the cgroup's where it has a limit."""
+
+    cpu_pct: float | None = None
+    cores_pct: tuple[float, ...] | None = None
+    iowait_pct: float | None = None
+    run_queue: int | None = None
+    switches_s: float | None = None
+    pressure_cpu_pct: float | None = None
+    pressure_io_pct: float | None = None
+    pressure_memory_pct: float | None = None
+    throttled_pct: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    page_cache_bytes: int | None = None
+    swap_used_bytes: int | None = None
+    shm_used_bytes: int | None = None
+    shm_total_bytes: int | None = None
+    disks: tuple[DiskSample, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Everything the sampler saw between two ticks: the machine, its cards, the training's processes."""
+
+    time_s: float
+    interval_s: float
+    host: HostSample
+    gpus: tuple[GpuSample, ...] = ()
+    processes: tuple[ProcessSample, ...] = ()
+
+
+Record = RunInfo | Step | Window | Note | Sample
+
+KINDS: dict[str, type[Any]] = {"run": RunInfo, "step": Step, "window": Window, "note": Note, "sample": Sample}
+_NAMES = {record: kind for kind, record in KINDS.items()}
+
+
+def encode(record: Record) -> dict[str, Any]:
+    """A record as JSON-ready data, tagged with its kind."""
+    data = {"kind": _NAMES[type(record)], **to_json(record)}
+    if isinstance(record, RunInfo):
+        data["schema"] = SCHEMA
+    return data
+
+
+def to_json(value: Any) -> Any:
+    """Any value of this module as JSON-ready data: None left out, floats cut to what they mean."""
+    if isinstance(value, float):
+        return round(value, 6)
+    if isinstance(value, Sketch):
+        return value.to_json()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        pairs = ((name, getattr(value, name)) for name in _field_types(type(value)))
+        return {name: to_json(item) for name, item in pairs if item is not None and item != ()}
+    if isinstance(value, dict):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [to_json(item) for item in value]
+    return value
+
+
+def from_json(kind: Callable[..., R], data: dict[str, Any]) -> R:
+    """A record of class `kind` from what `to_json` gave; keys it does not know are ignored."""
+    known = _field_types(kind)
+    return kind(**{name: _revive(known[name], item) for name, item in data.items() if name in known})
+
+
+@cache
+def _field_types(kind: Callable[..., Any]) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {f.name: _without_none(hints[f.name]) for f in dataclasses.fields(typing.cast("type[Any]", kind))}
+
+
+def _without_none(hint: Any) -> Any:
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return next(arm for arm in typing.get_args(hint) if arm is not type(None))
+    return hint
+
+
+def _revive(hint: Any, data: Any) -> Any:
+    if data is None or hint in (int, float, str, bool, Any):
+        return data
+    if hint is Sketch:
+        return Sketch.from_json(data)
+    if dataclasses.is_dataclass(hint):
+        return from_json(typing.cast("type[Any]", hint), data)
+    arms = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        return tuple(_revive(arms[0], item) for item in data)
+    return {key: _revive(arms[1], item) for key, item in data.items()}

@@ -1,0 +1,111 @@
+"""Quantiles of a stream in bounded memory, which can be added together.
+
+Values fall into buckets that grow by 2%, so a quantile is right to about 1% of its value (zero and below share one
+bucket). Mean and standard deviation are exact. Two sketches merge without loss: that is what lets a window, a rank
+and a run be summed up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+_GROWTH = math.log(1.02)
+_TINY = 1e-6
+
+
+@dataclass(slots=True)
+class Sketch:
+    """A distribution: count, mean, standard deviation, extremes and quantiles."""
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    low: float = math.inf
+    high: float = -math.inf
+    buckets: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Sketch:
+        """A sketch of the values that are there."""
+        sketch = cls()
+        for value in values:
+            if value is not None:
+                sketch.add(value)
+        return sketch
+
+    def add(self, value: float, times: int = 1) -> None:
+        """Count `value`, `times` over; what is not a finite number is passed over."""
+        if not math.isfinite(value):
+            return
+        self.count += times
+        self.total += value * times
+        self.squares += value * value * times
+        self.low = min(self.low, value)
+        self.high = max(self.high, value)
+        bucket = math.ceil(math.log(value / _TINY) / _GROWTH) if value > _TINY else 0
+        self.buckets[bucket] = self.buckets.get(bucket, 0) + times
+
+    def merge(self, other: Sketch) -> None:
+        """Add another sketch's values to this one."""
+        self.count += other.count
+        self.total += other.total
+        self.squares += other.squares
+        self.low = min(self.low, other.low)
+        self.high = max(self.high, other.high)
+        for bucket, times in other.buckets.items():
+            self.buckets[bucket] = self.buckets.get(bucket, 0) + times
+
+    @property
+    def mean(self) -> float | None:
+        """The arithmetic mean, or None of nothing."""
+        return self.total / self.count if self.count else None
+
+    @property
+    def deviation(self) -> float | None:
+        """The standard deviation of the population, or None of nothing."""
+        if not self.count:
+            return None
+        mean = self.total / self.count
+        return math.sqrt(max(0.0, self.squares / self.count - mean * mean))
+
+    def quantile(self, q: float) -> float | None:
+        """The value below which a share `q` of all values lie."""
+        if not self.count:
+            return None
+        rank = q * (self.count - 1)
+        seen = 0
+        for bucket in sorted(self.buckets):
+            seen += self.buckets[bucket]
+            if seen > rank:
+                middle = _TINY * math.exp((bucket - 0.5) * _GROWTH) if bucket else self.low
+                return min(max(middle, self.low), self.high)
+        return self.high
+
+    def coarse(self, most: int = 128) -> Sketch:
+        """The same with at most `most` buckets, each as much wider as that takes."""
+        buckets, width = self.buckets, 1
+        while len(buckets) > most:
+            width *= 2
+            buckets = {}
+            for bucket, times in self.buckets.items():
+                wide = -(-bucket // width) * width
+                buckets[wide] = buckets.get(wide, 0) + times
+        return replace(self, buckets=buckets)
+
+    def to_json(self) -> list[object]:
+        """[count, total, squares, low, high, [bucket, times, bucket, times, …]]"""
+        pairs = [n for bucket in sorted(self.buckets) for n in (bucket, self.buckets[bucket])]
+        if not self.count:
+            return [0]
+        return [self.count, self.total, self.squares, self.low, self.high, pairs]
+
+    @classmethod
+    def from_json(cls, data: list[object]) -> Sketch:
+        """The inverse of `to_json`."""
+        if data[0] == 0:
+            return cls()
+        count, total, squares, low, high, pairs = data
+        buckets = dict(zip(pairs[::2], pairs[1::2], strict=True))  # type: ignore[index]
+        return cls(int(count), float(total), float(squares), float(low), float(high), buckets)  # type: ignore[call-overload,arg-type]
