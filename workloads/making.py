@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 MANIFEST = "dataset.json"
 UNFINISHED = "dataset.json.part"
@@ -172,20 +171,6 @@ def write(path: Path, content: bytes) -> None:
     part = path.with_name(path.name + ".part")
     part.write_bytes(content)
     part.replace(path)
-
-
-def texture(rng: np.random.Generator, height: int, width: int, roughness: float = 0.55) -> np.ndarray[Any, Any]:
-    """Noise in octaves, float32 in 0…1: coarse shades down to grain, so that it compresses as a photograph does."""
-    shades = np.zeros((height, width), np.float32)
-    cells, weight = 2, 1.0
-    while cells < 2 * max(height, width):
-        grid = rng.random((min(cells, height), min(cells, width)), dtype=np.float32)
-        octave = Image.fromarray(grid).resize((width, height), Image.Resampling.BICUBIC)
-        shades += np.float32(weight) * np.asarray(octave)
-        cells, weight = cells * 2, weight * roughness
-    shades -= shades.min()
-    shades /= shades.max()
-    return shades
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""A CNN on 128×128 grayscale PNG files."""
