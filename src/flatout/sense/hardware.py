@@ -1,0 +1,101 @@
+"""One sampler for everything outside the training process: the cards, the machine, the training's processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from flatout.errors import UsageError
+from flatout.sense.gpu import Cards
+from flatout.sense.host import Host
+from flatout.sense.process import Tree, find_trainings
+from flatout.trace import Sample
+
+_FIND_TRAININGS_EVERY_S = 10.0
+
+
+class Sampler:
+    """Call `read` at the pace you want, and `pulse` in between at up to 8 Hz; `close` when done.
+
+    Without `pids` it follows whoever holds memory on the cards, or else has loader workers.
+    `root` and `nvml` are for tests with recorded data.
+    """
+
+    def __init__(
+        self,
+        *,
+        gpus: Sequence[int] | None = None,
+        pids: Sequence[int] = (),
+        clock: Callable[[], float] = time.monotonic,
+        root: Path = Path("/"),
+        nvml: Any = None,
+    ) -> None:
+        for pid in pids:
+            if not (root / "proc" / str(pid)).exists() and not _is_alive(pid):
+                raise UsageError(f"there is no process {pid}")
+        self.notes: list[str] = []
+        self._clock = clock
+        self._root = root
+        self._pids = tuple(pids)
+        self._found: tuple[int, ...] = ()
+        self._found_s = float("-inf")
+        self._read_s: float | None = None
+        self._cards = Cards(gpus, self._note, nvml)
+        self._host = Host(root)
+        self._tree = Tree(root)
+
+    def pulse(self) -> None:
+        """Look at the cards' activity only; it comes out as `GpuSample.pulses` of the next read."""
+        self._cards.pulse(self._clock())
+
+    def read(self) -> Sample:
+        """Everything since the last read. The first one has levels, but no rates yet."""
+        now_s = self._clock()
+        gpus = self._cards.read(now_s)
+        holders = {process.pid for gpu in gpus for process in gpu.processes or ()}
+        sample = Sample(
+            time_s=now_s,
+            interval_s=now_s - self._read_s if self._read_s is not None else 0.0,
+            host=self._host.read(now_s),
+            gpus=gpus,
+            processes=self._tree.read(now_s, self._followed(now_s, holders), holders),
+        )
+        self._read_s = now_s
+        return sample
+
+    def close(self) -> None:
+        """Let go of the driver and of every open file."""
+        self._cards.close()
+        self._host.close()
+        self._tree.close()
+
+    def __enter__(self) -> Sampler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _followed(self, now_s: float, holders: set[int]) -> tuple[int, ...]:
+        if self._pids:
+            return self._pids
+        if now_s - self._found_s >= _FIND_TRAININGS_EVERY_S:
+            self._found_s = now_s
+            self._found = find_trainings(self._root / "proc") if not holders else ()
+        return tuple(sorted(holders)) or self._found
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return True

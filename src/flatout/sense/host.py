@@ -1,0 +1,208 @@
+"""The machine: cores, pressure, memory, disks. /proc and cgroup on Linux; what psutil has elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from flatout.budget import CgroupFiles
+from flatout.trace import DiskSample, HostSample
+
+_SECTOR_BYTES = 512
+_NOT_DISKS = ("loop", "ram", "zram", "sr", "fd")
+
+
+class ProcFile:
+    """A /proc file kept open: reading it again costs a third of opening it again."""
+
+    __slots__ = ("_fd",)
+
+    def __init__(self, path: Path | str) -> None:
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self._fd = -1
+
+    def read(self) -> bytes:
+        """What the file says now; empty when it cannot be read."""
+        if self._fd < 0:
+            return b""
+        try:
+            return os.pread(self._fd, 65536, 0)
+        except OSError:
+            return b""
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Host:
+    """Reads the machine; rates are over the time since the read before."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._files = {name: ProcFile(root / "proc" / name) for name in ("stat", "meminfo", "diskstats")}
+        self._pressure = {name: ProcFile(root / "proc/pressure" / name) for name in ("cpu", "io", "memory")}
+        self._disks = _whole_disks(root)
+        self._cgroup = CgroupFiles(root)
+        self._before: _Counters | None = None
+
+    def read(self, now_s: float) -> HostSample:
+        """The machine since the last read; what is a rate is None the first time."""
+        if sys.platform != "linux":
+            return _elsewhere()
+        now = _Counters(
+            now_s=now_s,
+            cores=_cpu_ticks(stat := self._files["stat"].read()),
+            switches=_counter(stat, b"\nctxt "),
+            pressure_us={name: _counter(file.read(), b"total=") for name, file in self._pressure.items()},
+            throttled_us=self._cgroup.throttled_us(),
+            disks=_disk_counters(self._files["diskstats"].read(), self._disks),
+        )
+        before, self._before = self._before, now
+        rates = now.since(before) if before is not None and now_s > before.now_s else {}
+        return HostSample(run_queue=_counter(stat, b"\nprocs_running "), **self._levels(), **rates)
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        for file in (*self._files.values(), *self._pressure.values()):
+            file.close()
+
+    def _levels(self) -> dict[str, Any]:
+        info = self._files["meminfo"].read()
+        total, available = _kibibytes(info, b"MemTotal:"), _kibibytes(info, b"MemAvailable:")
+        used = total - available if total is not None and available is not None else None
+        limited = self._cgroup.memory()
+        if limited is not None and (total is None or limited[0] < total):
+            total, used = limited
+        swap_total, swap_free = _kibibytes(info, b"SwapTotal:"), _kibibytes(info, b"SwapFree:")
+        levels: dict[str, Any] = {
+            "memory_total_bytes": total,
+            "memory_used_bytes": used,
+            "page_cache_bytes": _kibibytes(info, b"\nCached:"),
+            "swap_used_bytes": swap_total - swap_free if swap_total is not None and swap_free is not None else None,
+        }
+        try:
+            shm = os.statvfs(self._root / "dev/shm")
+        except OSError:
+            return levels
+        return levels | {
+            "shm_total_bytes": shm.f_frsize * shm.f_blocks,
+            "shm_used_bytes": shm.f_frsize * (shm.f_blocks - shm.f_bfree),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Counters:
+    """What only counts up, at one moment."""
+
+    now_s: float
+    cores: list[tuple[int, int, int]]
+    switches: int | None
+    pressure_us: dict[str, int | None]
+    throttled_us: int | None
+    disks: dict[str, tuple[int, int, int]]
+
+    def since(self, before: _Counters) -> dict[str, Any]:
+        seconds = self.now_s - before.now_s
+
+        def share_pct(now_us: int | None, before_us: int | None) -> float | None:
+            if now_us is None or before_us is None:
+                return None
+            return min(100.0, max(0.0, (now_us - before_us) / seconds / 1e4))
+
+        busy = [_busy_pct(now, was) for now, was in zip(self.cores, before.cores, strict=False)]
+        waits = [_wait_pct(now, was) for now, was in zip(self.cores[:1], before.cores[:1], strict=False)]
+        switches = None
+        if self.switches is not None and before.switches is not None:
+            switches = (self.switches - before.switches) / seconds
+        return {
+            "cpu_pct": busy[0] if busy else None,
+            "cores_pct": tuple(busy[1:]),
+            "iowait_pct": waits[0] if waits else None,
+            "switches_s": switches,
+            "pressure_cpu_pct": share_pct(self.pressure_us["cpu"], before.pressure_us["cpu"]),
+            "pressure_io_pct": share_pct(self.pressure_us["io"], before.pressure_us["io"]),
+            "pressure_memory_pct": share_pct(self.pressure_us["memory"], before.pressure_us["memory"]),
+            "throttled_pct": share_pct(self.throttled_us, before.throttled_us),
+            "disks": tuple(
+                DiskSample(
+                    name=name,
+                    read_bytes_s=(now[0] - before.disks[name][0]) * _SECTOR_BYTES / seconds,
+                    write_bytes_s=(now[1] - before.disks[name][1]) * _SECTOR_BYTES / seconds,
+                    busy_pct=min(100.0, (now[2] - before.disks[name][2]) / seconds / 10),
+                )
+                for name, now in self.disks.items()
+                if name in before.disks
+            ),
+        }
+
+
+def _cpu_ticks(stat: bytes) -> list[tuple[int, int, int]]:
+    """(all, idle, waiting for disks) ticks: first of the whole machine, then of each core."""
+    found = []
+    for line in stat.split(b"\n"):
+        if not line.startswith(b"cpu"):
+            break
+        ticks = [int(word) for word in line.split()[1:9]]  # guest time is part of user time already
+        found.append((sum(ticks), ticks[3], ticks[4]))
+    return found
+
+
+def _busy_pct(now: tuple[int, int, int], before: tuple[int, int, int]) -> float:
+    ticks = now[0] - before[0]
+    idle = now[1] + now[2] - before[1] - before[2]
+    return min(100.0, max(0.0, 100 * (1 - idle / ticks))) if ticks > 0 else 0.0
+
+
+def _wait_pct(now: tuple[int, int, int], before: tuple[int, int, int]) -> float:
+    ticks = now[0] - before[0]
+    return min(100.0, max(0.0, 100 * (now[2] - before[2]) / ticks)) if ticks > 0 else 0.0
+
+
+def _counter(text: bytes, label: bytes) -> int | None:
+    """The whole number right behind the first `label`."""
+    at = text.find(label)
+    if at < 0:
+        return None
+    return int(text[at + len(label) :].split(None, 1)[0])
+
+
+def _kibibytes(meminfo: bytes, label: bytes) -> int | None:
+    value = _counter(meminfo, label)
+    return value * 1024 if value is not None else None
+
+
+def _whole_disks(root: Path) -> set[str]:
+    """Disks, not their partitions, so that nothing counts twice."""
+    try:
+        names = [path.name for path in (root / "sys/block").iterdir()]
+    except OSError:
+        return set()
+    return {name for name in names if not name.startswith(_NOT_DISKS)}
+
+
+def _disk_counters(diskstats: bytes, disks: set[str]) -> dict[str, tuple[int, int, int]]:
+    """(sectors read, sectors written, milliseconds busy) by disk."""
+    rows = (line.split() for line in diskstats.decode("ascii", "replace").splitlines())
+    return {row[2]: (int(row[5]), int(row[9]), int(row[12])) for row in rows if len(row) > 12 and row[2] in disks}
+
+
+def _elsewhere() -> HostSample:
+    memory = psutil.virtual_memory()
+    cores = tuple(psutil.cpu_percent(percpu=True))
+    return HostSample(
+        cpu_pct=sum(cores) / len(cores) if cores else None,
+        cores_pct=cores,
+        memory_total_bytes=memory.total,
+        memory_used_bytes=memory.total - memory.available,
+        swap_used_bytes=psutil.swap_memory().used,
+    )
