@@ -15,6 +15,7 @@ from flatout.trace import GpuProcess, GpuSample
 
 _PULSE_EVERY_S = 0.12  # GPM wants 100 ms between samples
 _SLOW_EVERY_S = 5.0
+_ENERGY_EVERY_S = 30.0  # the driver takes 4 ms of CPU time to answer this one
 
 # NVML's reasons for holding the clocks down, in words. The bits are fixed by its header.
 THROTTLE_REASONS = {
@@ -93,6 +94,8 @@ class _Card:
         self._limits: dict[str, float | None] = {}
         self._processes: tuple[GpuProcess, ...] | None = None
         self._slow_s = -_SLOW_EVERY_S
+        self._energy_j: float | None = None
+        self._energy_s = -_ENERGY_EVERY_S
         self._pulses: list[float] = []
         self._last_util_us = 0
         self._gpm = _Gpm.on(nvml, self._handle)
@@ -107,6 +110,9 @@ class _Card:
         if now_s - self._slow_s >= _SLOW_EVERY_S:
             self._slow_s = now_s
             self._read_slow()
+        if now_s - self._energy_s >= _ENERGY_EVERY_S:
+            self._energy_s = now_s
+            self._energy_j = _scaled(self._ask("nvmlDeviceGetTotalEnergyConsumption"), 1e-3)
         self.pulse(now_s)
         activity = self._gpm.since_last_read() if self._gpm is not None else {}
         if self._gpm is None:
@@ -123,7 +129,7 @@ class _Card:
             memory_used_bytes=int(memory.used) if memory is not None else None,
             memory_total_bytes=int(memory.total) if memory is not None else None,
             power_w=_scaled(self._ask("nvmlDeviceGetPowerUsage"), 1e-3),
-            energy_j=_scaled(self._ask("nvmlDeviceGetTotalEnergyConsumption"), 1e-3),
+            energy_j=self._energy_j,
             temperature_c=_scaled(self._ask("nvmlDeviceGetTemperature", 0), 1),
             sm_clock_mhz=_scaled(self._ask("nvmlDeviceGetClockInfo", 1), 1),
             memory_clock_mhz=_scaled(self._ask("nvmlDeviceGetClockInfo", 2), 1),
