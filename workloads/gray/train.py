@@ -145,7 +145,7 @@ def main():
     options = dict(
         batch_size=args.batch_size,
         num_workers=args.num_workers,
-        pin_memory=args.pin_memory,
+        pin_memory=args.pin_memory and device.type == "cuda",
         persistent_workers=args.persistent_workers and args.num_workers > 0,
         prefetch_factor=args.prefetch if args.num_workers > 0 else None,
     )

@@ -1,0 +1,1 @@
+"""An LSTM on windows of daily features in parquet files."""
