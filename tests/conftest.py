@@ -1,0 +1,190 @@
+"""What every test gets: a watch for leaks, samples to feed, and a skip for what needs a GPU.
+
+A test that leaves a thread, a child process, a shared-memory segment or an environment variable behind fails.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from flatout.trace import GpuProcess, GpuSample, HostSample, ProcessSample, Sample
+
+LEAVE_S = 5.0  # how long what is ending anyway may take to end
+SHM = Path("/dev/shm")
+
+# Set once for the whole process by pytest, by torch's compiler and by libraries when first imported.
+NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "TRITON_", "KMP_", "QT_", "CUDA_MODULE_LOADING", "TF2_BEHAVIOR")
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left_behind() -> Iterator[None]:
+    """Fails a test whose threads outlive it."""
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        thread.join(LEAVE_S)
+        assert not thread.is_alive(), f"the test left a thread behind: {thread.name}"
+
+
+@pytest.fixture(autouse=True)
+def no_process_left_behind() -> Iterator[None]:
+    """Fails a test whose child processes outlive it, and ends them."""
+    before = _children()
+    yield
+    left = _children() - before
+    _, alive = psutil.wait_procs(left, timeout=LEAVE_S) if left else ((), ())
+    names = [_command(process) for process in alive]
+    for process in alive:
+        process.kill()
+    psutil.wait_procs(alive, timeout=LEAVE_S)
+    assert not names, f"the test left processes behind: {names}"
+
+
+@pytest.fixture(autouse=True)
+def no_shared_memory_left_behind() -> Iterator[None]:
+    """Fails a test after which /dev/shm holds something new, unless another program has it open."""
+    before = _segments()
+    yield
+    left = _segments() - before
+    left -= _held_by_others(left) if left else set()
+    assert not left & _segments(), f"the test left shared memory behind: {sorted(left)}"
+
+
+@pytest.fixture(autouse=True)
+def no_environment_left_behind() -> Iterator[None]:
+    """Fails a test that changes the environment for the next one, and puts it right again."""
+    before = dict(os.environ)
+    yield
+    names = {name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name)}
+    changed = sorted(name for name in names if not name.startswith(NOT_OURS))
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    assert not changed, f"the test changed the environment: {changed}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything in tests/gpu needs a GPU; without one it is skipped, not left out."""
+    for item in items:
+        if Path(__file__).parent / "gpu" in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+    needy = [item for item in items if item.get_closest_marker("gpu")]
+    missing = _why_no_gpu() if needy else None
+    if missing:
+        for item in needy:
+            item.add_marker(pytest.mark.skip(reason=missing))
+
+
+@pytest.fixture
+def make_sample() -> Callable[..., Sample]:
+    """Builds a Sample of one card: `make_sample(3.0, sm=80, util=95, cpu=40)`."""
+    return build_sample
+
+
+def build_sample(
+    time_s: float = 1.0,
+    *,
+    interval_s: float = 1.0,
+    sm: float | None = None,
+    util: float | None = None,
+    pulses: tuple[float, ...] = (),
+    cpu: float | None = 10.0,
+    workers: int = 0,
+    trainer_cpu: float | None = None,
+    gpu: dict[str, Any] | None = None,
+    host: dict[str, Any] | None = None,
+    cards: int = 1,
+) -> Sample:
+    """One second of a machine with a card half full of memory; `gpu` and `host` set any other field."""
+    card: dict[str, Any] = {
+        "name": "NVIDIA H200",
+        "sm_active_pct": sm,
+        "gpu_util_pct": util,
+        "pulses": pulses,
+        "memory_used_bytes": 70 << 30,
+        "memory_total_bytes": 140 << 30,
+        "power_w": 350.0,
+        "power_limit_w": 700.0,
+        "temperature_c": 60.0,
+        "sm_clock_mhz": 1980.0,
+        "sm_clock_max_mhz": 1980.0,
+        "throttle": (),
+        "processes": (GpuProcess(pid=100, used_bytes=60 << 30),),
+    }
+    machine: dict[str, Any] = {
+        "cpu_pct": cpu,
+        "cores_pct": (cpu,) * 16 if cpu is not None else None,
+        "iowait_pct": 0.0,
+        "memory_used_bytes": 32 << 30,
+        "memory_total_bytes": 128 << 30,
+    }
+    processes = []
+    if trainer_cpu is not None:
+        processes.append(ProcessSample(pid=100, role="trainer", name="python", cpu_pct=trainer_cpu, rss_bytes=1 << 30))
+    for place in range(workers):
+        processes.append(ProcessSample(pid=101 + place, role="worker", name="pt_data_worker", cpu_pct=50.0))
+    return Sample(
+        time_s=time_s,
+        interval_s=interval_s,
+        host=HostSample(**(machine | (host or {}))),
+        gpus=tuple(GpuSample(index=i, uuid=f"GPU-{i}", **(card | (gpu or {}))) for i in range(cards)),
+        processes=tuple(processes),
+    )
+
+
+def _children() -> set[psutil.Process]:
+    """Children of this process; multiprocessing's own book-keeper lives on by design."""
+    return {child for child in psutil.Process().children() if "multiprocessing.resource_tracker" not in _command(child)}
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {' '.join(process.cmdline())}"
+    except psutil.Error:
+        return f"{process.pid}"
+
+
+def _segments() -> set[str]:
+    return {path.name for path in SHM.iterdir()} if SHM.is_dir() else set()
+
+
+def _held_by_others(names: set[str]) -> set[str]:
+    """Those that a process outside this test run has open or mapped: other programs use /dev/shm too."""
+    family = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    held = set()
+    for process in psutil.process_iter():
+        if process.pid in family:
+            continue
+        try:
+            paths = {file.path for file in process.open_files()} | {entry.path for entry in process.memory_maps()}
+        except (psutil.Error, OSError):
+            continue
+        held |= {name for name in names if f"{SHM}/{name}" in paths}
+    return held
+
+
+@functools.cache
+def _why_no_gpu() -> str | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+        pynvml.nvmlShutdown()
+    except Exception as problem:  # no driver, no library: whatever it is, it is the reason
+        return f"no NVIDIA driver answers: {problem}"
+    if count == 0:
+        return "there is no NVIDIA GPU"
+    import torch
+
+    return None if torch.cuda.is_available() else "this torch has no CUDA"
