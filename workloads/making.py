@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,16 +63,26 @@ def clear_errors() -> Iterator[None]:
 def require(data: str | Path, name: str) -> dict[str, Any]:
     """The manifest of the data set `name` at `data`, or `Refused` with the command that makes it."""
     folder, command = Path(data), f"python -m workloads.{name}.make --size small --out {data}"
-    try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        if (folder / UNFINISHED).exists():
-            size = json.loads((folder / UNFINISHED).read_text())["size"]
-            command = command.replace("small", size, 1)
-            raise Refused(f"the {name} data at {data} is half made: finish it with  {command}") from None
-        raise Refused(f"no {name} data at {data}: make it with  {command}") from None
+    manifest = read_manifest(folder / MANIFEST)
+    if manifest is None:
+        unfinished = read_manifest(folder / UNFINISHED)
+        if unfinished is None:
+            raise Refused(f"no {name} data at {data}: make it with  {command}")
+        again = f"python -m workloads.{unfinished['name']}.make --size {unfinished['size']} --seed {unfinished['seed']}"
+        raise Refused(f"the data at {data} is half made: finish it with  {again} --out {data}")
     if manifest["name"] != name:
         raise Refused(f"{data} holds the data of {manifest['name']}, not of {name}: make that with  {command}-{name}")
+    return manifest
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """What a manifest says, or None where there is none."""
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError:
+        raise Refused(f"{path} is damaged: delete {path.parent} and make the data again") from None
     return manifest
 
 
@@ -108,13 +119,12 @@ def make_all(out: Path, manifest: dict[str, Any], recipe: Recipe, paths: Paths, 
 def claim(out: Path, manifest: dict[str, Any]) -> None:
     """Say in the folder what is being made there; refuse one that holds anything else."""
     wanted = json.loads(json.dumps(manifest))
-    for known in (out / MANIFEST, out / UNFINISHED):
-        if known.exists():
-            found = json.loads(known.read_text())
-            if found != wanted:
-                was = " ".join(f"{key} {found.get(key)}" for key in ("name", "size", "seed", "version"))
-                raise Refused(f"{out} was made from another recipe ({was}): choose another folder or delete that one")
-            return
+    found = read_manifest(out / MANIFEST) or read_manifest(out / UNFINISHED)
+    if found == wanted:
+        return
+    if found is not None:
+        was = " ".join(f"{key} {found.get(key)}" for key in ("name", "size", "seed", "version"))
+        raise Refused(f"{out} was made from another recipe ({was}): choose another folder or delete that one")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise Refused(f"{out} exists and is not a data set: choose an empty or a new folder")
     try:
@@ -151,7 +161,9 @@ def make_missing(
         print(f"\nstopped at {done} of {len(missing)}: the same command goes on from there", file=sys.stderr)
         raise SystemExit(130) from None
     except OSError as error:
-        raise Refused(f"{error.filename or out}: {error.strerror}") from None
+        raise Refused(f"{error.filename or out}: {error.strerror or error}") from None
+    except BrokenProcessPool:
+        raise Refused("a worker process died (out of memory?): the same command goes on from there") from None
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-from workloads.making import Refused, clear_errors, require  # noqa: E402
+from workloads.making import Refused, clear_errors, require
 
 WINDOW = 60  # days
 
@@ -142,13 +142,13 @@ def main():
     if args.batch_size * world > len(train_set):
         raise Refused(f"--batch-size {args.batch_size} x {world} is more than the {len(train_set)} training windows")
     sampler = DistributedSampler(train_set, seed=args.seed) if world > 1 else None
-    options = dict(
-        batch_size=args.batch_size,
-        num_workers=args.num_workers,
-        pin_memory=args.pin_memory and device.type == "cuda",
-        persistent_workers=args.persistent_workers and args.num_workers > 0,
-        prefetch_factor=args.prefetch if args.num_workers > 0 else None,
-    )
+    options = {
+        "batch_size": args.batch_size,
+        "num_workers": args.num_workers,
+        "pin_memory": args.pin_memory and device.type == "cuda",
+        "persistent_workers": args.persistent_workers and args.num_workers > 0,
+        "prefetch_factor": args.prefetch if args.num_workers > 0 else None,
+    }
     train_loader = DataLoader(train_set, shuffle=sampler is None, sampler=sampler, drop_last=True, **options)
     val_loader = DataLoader(val_set, **options)
 

@@ -1,0 +1,201 @@
+"""Runs a training script unchanged and times its steps: `python timed.py --out FILE --seconds 20 -- train.py ARGS`.
+
+    DataLoader.__iter__, the iterator's __next__   how long the training process stands and waits for data
+    Tensor.backward                                another batch has been learned from
+    the global optimizer-step hook                 a step has ended: the host clock, and an event in the GPU's queue
+
+Nothing waits for the GPU except once when the measured window opens and once when it closes. The window opens after a
+warm-up; when it closes the figures are written and the process ends on the spot, in the middle of the script.
+With `--supply` the script's first training loader is drained instead, and not one step is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import resource
+import runpy
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+WARM_UP_STEPS = 10
+WARM_UP_S = 2.0  # after the first step: kernels chosen, memory claimed, batches made ahead of time used up
+WARM_UP_SHARE = 0.25  # of the window, where that is less
+
+
+class Window:
+    """The stretch of a run that is measured."""
+
+    def __init__(self, out: Path, seconds: float, epochs: int) -> None:
+        self.out, self.seconds, self.epochs = out, seconds, epochs
+        self.warm_up_s = min(WARM_UP_S, WARM_UP_SHARE * seconds)
+        self.cuda = False  # known once the script has taken its first steps
+        self.batch = 0  # samples in the batch fetched last
+        self.steps_before = 0
+        self.first_step_s: float | None = None
+        self.last_step_s: float | None = None
+        self.start_s: float | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self.wait_s = self.pause_s = 0.0
+        self.samples = self.epochs_begun = 0
+        self.step_ends: list[Any] = []
+
+    def install(self) -> None:
+        """Hook torch's classes, so that loaders, tensors and optimizers made at any time are seen."""
+        begin, fetch, backward = DataLoader.__iter__, _BaseDataLoaderIter.__next__, torch.Tensor.backward
+
+        def timed_begin(loader: Any) -> Any:
+            if torch.is_grad_enabled():
+                self.epochs_begun += 1
+                self.pause_s += time.monotonic() - (self.last_step_s or time.monotonic())
+            return self._waited(begin, loader)
+
+        def timed_fetch(iterator: Any) -> Any:
+            batch = self._waited(fetch, iterator)
+            if torch.is_grad_enabled():
+                self.batch = samples_in(batch)
+            return batch
+
+        def counted_backward(tensor: Any, *args: Any, **kwargs: Any) -> None:
+            self.samples += self.batch
+            backward(tensor, *args, **kwargs)
+
+        DataLoader.__iter__ = timed_begin
+        _BaseDataLoaderIter.__next__ = timed_fetch
+        torch.Tensor.backward = counted_backward
+        register_optimizer_step_post_hook(self._step_ended)
+
+    def _waited(self, call: Any, argument: Any) -> Any:
+        """What `call` returns; its time is a wait for data while training, and part of a pause in an evaluation."""
+        start = time.monotonic()
+        try:
+            return call(argument)
+        finally:
+            if torch.is_grad_enabled():
+                self.wait_s += time.monotonic() - start
+
+    def _step_ended(self, *_: Any) -> None:
+        now = self.last_step_s = time.monotonic()
+        if self.start_s is None:
+            self.steps_before += 1
+            self.first_step_s = self.first_step_s or now
+            if self.steps_before >= WARM_UP_STEPS and now - self.first_step_s >= self.warm_up_s:
+                self._open()
+            return
+        self.step_ends.append(self._mark())
+        if now - self.start_s >= self.seconds and self.epochs_begun >= self.epochs:
+            self.close()
+
+    def _open(self) -> None:
+        self._clear()
+        self.cuda = torch.cuda.is_initialized()
+        if self.cuda:
+            torch.cuda.synchronize()
+        self.start_s = time.monotonic()
+        self.step_ends.append(self._mark())
+
+    def _mark(self) -> Any:
+        if not self.cuda:
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def close(self) -> NoReturn:
+        """Write the figures and end the process, whatever the script was about to do."""
+        if self.start_s is None or len(self.step_ends) < 2:
+            sys.exit(f"only {self.steps_before} steps: too few to measure")
+        if self.cuda:
+            torch.cuda.synchronize()
+        end_s = time.monotonic()
+        ends = self.step_ends
+        step_ms = [a.elapsed_time(b) if self.cuda else 1000 * (b - a) for a, b in itertools.pairwise(ends)]
+        figures = {
+            "start_s": self.start_s,
+            "end_s": end_s,
+            "samples": self.samples,
+            "samples_per_s": self.samples / (end_s - self.start_s),
+            "batch_size": self.batch,
+            "step_ms": step_ms,
+            "data_wait_share": self.wait_s / (end_s - self.start_s),
+            "pause_share": self.pause_s / (end_s - self.start_s),  # between epochs: evaluation, checkpoint
+            "epochs_begun": self.epochs_begun,
+        }
+        finish(self.out, figures)
+
+
+def drain(out: Path, seconds: float) -> None:
+    """Make the first loader that a training iterates yield all it can, to nobody."""
+    begin = DataLoader.__iter__
+
+    def endless(loader: Any) -> Iterator[Any]:
+        while True:
+            yield from begin(loader)
+
+    def drained(loader: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return begin(loader)
+        batches = endless(loader)
+        next(batches)
+        first_s = time.monotonic()
+        while time.monotonic() - first_s < min(WARM_UP_S, WARM_UP_SHARE * seconds):
+            next(batches)
+        start_s, samples = time.monotonic(), 0
+        while time.monotonic() - start_s < seconds:
+            samples += samples_in(next(batches))
+        end_s = time.monotonic()
+        figures = {"start_s": start_s, "end_s": end_s, "samples": samples}
+        return finish(out, figures | {"samples_per_s": samples / (end_s - start_s), "num_workers": loader.num_workers})
+
+    DataLoader.__iter__ = drained
+
+
+def samples_in(batch: Any) -> int:
+    """The length of the first tensor in a batch."""
+    while not isinstance(batch, torch.Tensor):
+        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
+    return len(batch)
+
+
+def finish(out: Path, figures: dict[str, Any]) -> NoReturn:
+    figures["peak_gpu_bytes"] = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
+    figures["peak_rss_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    part = out.with_name(out.name + ".part")
+    part.write_text(json.dumps(figures))
+    part.replace(out)
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--epochs", type=int, default=0, help="keep the window open until so many epochs have begun")
+    parser.add_argument("--supply", action="store_true")
+    parser.add_argument("script", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    sys.argv = options.script[1:] if options.script[0] == "--" else options.script
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    window = Window(options.out, options.seconds, options.epochs)
+    if options.supply:
+        drain(options.out, options.seconds)
+    else:
+        window.install()
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    window.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""The five workloads before, at their ceiling and mended by hand: the ground every later gain is counted from.
+
+    python benchmarks/workloads.py gray stock --data DIR --size full --out results.json [--seconds 12] [-- FLAGS]
+
+| variant        | the script as its author wrote it, and                                                  |
+|----------------|-----------------------------------------------------------------------------------------|
+| before         | nothing else                                                                            |
+| before ceiling | fed from batches already on the device: what the GPU can do in these settings           |
+| mended         | the mistakes put right: see mended.py                                                   |
+| mended ceiling | mended, fed from the device                                                             |
+| supply         | the mended loader drained by nobody, a worker for each core: what the cores can produce |
+
+Data that is missing is made first (and so lies in the page cache). Each variant is a process of its own, measured
+over a window after a warm-up (see timed.py); the hardware is sampled from here. Flags after `--` go to every variant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = Path(__file__).resolve().parent
+ROOT = BENCHMARKS.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+from benchmarks.mended import MENDED, WHOLE_EPOCH, Edit, Flags  # noqa: E402
+from flatout.sense.hardware import Sampler  # noqa: E402
+from flatout.trace import Sample  # noqa: E402
+
+CORES = len(os.sched_getaffinity(0))
+SAMPLE_EVERY_S = 0.5
+GRACE_S = 180  # for starting, compiling and warming up
+KNOWN_VERSIONS = ("torch", "numpy", "pillow", "simplejpeg", "av", "pyarrow")
+
+
+class Failed(Exception):
+    """A variant did not come to its figures."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="+", choices=list(MENDED), metavar="NAME", help=", ".join(MENDED))
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="where NAME-SIZE lies or will be made")
+    parser.add_argument("--size", choices=["tiny", "small", "full"], default="full")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="figures of other workloads are kept")
+    parser.add_argument("--seconds", type=float, default=12, help="a window lasts; ceilings and supply a third of it")
+    parser.add_argument("--device", default="cuda")
+    own, extra = _split_at_dashes(sys.argv[1:])
+    options = parser.parse_args(own)
+
+    results = load(options.out)
+    failed = False
+    print(", ".join(f"{key} {value}" for key, value in results["machine"].items()), flush=True)
+    for name in options.names:
+        try:
+            result = benchmark(name, options, extra)
+        except Failed as error:
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
+            failed = True
+            continue
+        results["workloads"][name] = result
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        print(table(name, result), flush=True)
+    sys.exit(failed)
+
+
+def benchmark(name: str, options: argparse.Namespace, extra: Sequence[str]) -> dict[str, Any]:
+    """Every variant of one workload, and what they say about each other."""
+    data = options.data.resolve() / f"{name}-{options.size}"
+    make_data(name, options.size, data)
+    long, short = options.seconds, options.seconds / 3
+    changes = [mend.flags for mend in MENDED[name] if isinstance(mend, Flags)]
+    flags = " ".join(changes).format(spare=max(1, CORES - 2)).split()
+    edits = [mend for mend in MENDED[name] if isinstance(mend, Edit)]
+    epochs = 1 if name in WHOLE_EPOCH else 0
+    with contextlib.ExitStack() as stack:
+        before = stack.enter_context(copied(()))
+        mended = stack.enter_context(copied([(name, edit) for edit in edits]))
+        common = ["--data", str(data), "--device", options.device, "--epochs", "1000000", *extra]
+        variants = {
+            "before": measure(before, name, common, long, epochs=epochs),
+            "before ceiling": measure(before, name, ["--resident", *common], short),
+            "mended": measure(mended, name, [*flags, *common], long),
+            "mended ceiling": measure(mended, name, ["--resident", *flags, *common], short),
+            "supply": measure(mended, name, [*flags, "--num-workers", str(CORES), *common], short, supply=True),
+        }
+    speed = {variant: figures["samples_per_s"] for variant, figures in variants.items()}
+    return {
+        "size": options.size,
+        "seconds": options.seconds,
+        "extra_flags": list(extra),
+        "mends": [dataclasses.asdict(mend) for mend in MENDED[name]],
+        "variants": variants,
+        "ratios": {
+            "before / mended": speed["before"] / speed["mended"],
+            "before / its ceiling": speed["before"] / speed["before ceiling"],
+            "mended / its ceiling": speed["mended"] / speed["mended ceiling"],
+            "supply / mended ceiling": speed["supply"] / speed["mended ceiling"],
+        },
+    }
+
+
+def make_data(name: str, size: str, data: Path) -> None:
+    """Have the workload's own maker make its data, or find it made."""
+    command = [sys.executable, "-m", f"workloads.{name}.make", "--size", size, "--out", str(data)]
+    start = time.monotonic()
+    if subprocess.run(command, cwd=ROOT, env=environment(ROOT)).returncode:
+        raise Failed("its data could not be made")
+    print(f"{name}: data at hand after {time.monotonic() - start:.1f} s", flush=True)
+
+
+@contextlib.contextmanager
+def copied(edits: Sequence[tuple[str, Edit]]) -> Iterator[Path]:
+    """A copy of all workloads with these edits made: what runs is never the original."""
+    with tempfile.TemporaryDirectory(prefix="workloads-") as folder:
+        shutil.copytree(ROOT / "workloads", Path(folder, "workloads"), ignore=shutil.ignore_patterns("__pycache__"))
+        for name, edit in edits:
+            file = Path(folder, "workloads", name, edit.file)
+            text = file.read_text()
+            if text.count(edit.old) != 1:
+                raise Failed(f"{edit.file} holds {edit.old!r} {text.count(edit.old)} times, not once: mend mended.py")
+            file.write_text(text.replace(edit.old, edit.new))
+        yield Path(folder)
+
+
+def measure(
+    root: Path, name: str, flags: Sequence[str], seconds: float, *, epochs: int = 0, supply: bool = False
+) -> dict[str, Any]:
+    """Run one variant as a person would start it, with a `python` on its path that times it; then end its tree."""
+    with tempfile.TemporaryDirectory(prefix="run-") as folder:
+        figures_file, log = Path(folder, "figures.json"), Path(folder, "log.txt")
+        timed = [sys.executable, str(BENCHMARKS / "timed.py"), "--out", str(figures_file), "--seconds", str(seconds)]
+        timed += ["--epochs", str(epochs), *(["--supply"] if supply else []), "--"]
+        python = Path(folder, "python")
+        python.write_text(f'#!/bin/sh\nexec {shlex.join(timed)} "$@"\n')
+        python.chmod(0o755)
+
+        script = root / "workloads" / name
+        command: list[str | Path]
+        command = ["bash", script / "train.sh"] if (script / "train.sh").exists() else ["python", script / "train.py"]
+        command += [*flags, "--out", Path(folder, "run")]
+        env = environment(root) | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+        with log.open("w") as output:
+            child = subprocess.Popen(
+                command, cwd=folder, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            samples = watch(child, deadline=time.monotonic() + seconds + 60 * epochs + GRACE_S)
+        if not figures_file.exists():
+            tail = "\n  ".join(log.read_text().strip().splitlines()[-8:])
+            raise Failed(f"no figures (exit code {child.returncode}) from  {shlex.join(map(str, command))}\n  {tail}")
+        return summary(json.loads(figures_file.read_text()), samples)
+
+
+def watch(child: subprocess.Popen[bytes], deadline: float) -> list[Sample]:
+    """Sample the hardware until the child ends or its time is up; leave nothing of its process group behind."""
+    samples = []
+    try:
+        with Sampler(pids=[child.pid]) as sampler:
+            while child.poll() is None and time.monotonic() < deadline:
+                samples.append(sampler.read())
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(SAMPLE_EVERY_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    return samples
+
+
+def summary(figures: dict[str, Any], samples: Sequence[Sample]) -> dict[str, Any]:
+    """The child's figures with its steps summed up, and the hardware's over the same window."""
+    start_s, end_s = figures.pop("start_s"), figures.pop("end_s")
+    step_ms = figures.pop("step_ms", None)
+    inside = [sample for sample in samples if start_s + sample.interval_s <= sample.time_s <= end_s]
+    figures |= {"window_s": end_s - start_s, **hardware_means(inside)}
+    if step_ms:
+        twentieths = statistics.quantiles(step_ms, n=20) if len(step_ms) > 1 else step_ms * 19
+        figures |= {"steps": len(step_ms), "step_ms_median": statistics.median(step_ms)}
+        figures |= {"step_ms_p25": twentieths[4], "step_ms_p75": twentieths[14], "step_ms_p95": twentieths[18]}
+    return figures
+
+
+def hardware_means(samples: Sequence[Sample]) -> dict[str, float | None]:
+    """What the first card and the machine did on average; None where nothing could be read."""
+    cards = [sample.gpus[0] for sample in samples if sample.gpus]
+    fields = ("gpu_util_pct", "sm_active_pct", "tensor_active_pct", "dram_active_pct", "power_w")
+    means = {field: _mean([getattr(card, field) for card in cards]) for field in fields}
+    return means | {"cpu_pct": _mean([sample.host.cpu_pct for sample in samples]), "hardware_samples": len(samples)}
+
+
+def environment(root: Path) -> dict[str, str]:
+    """This environment, in which `import workloads` finds those at `root`."""
+    path = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
+
+
+def load(out: Path) -> dict[str, Any]:
+    """The results file to add to. One file is one machine: figures of two do not belong side by side."""
+    here = machine()
+    if not out.exists():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        return {"machine": here, "workloads": {}}
+    results: dict[str, Any] = json.loads(out.read_text())
+    if results["machine"] != here:
+        sys.exit(f"{out} holds the figures of another machine: choose another file")
+    return results
+
+
+def machine() -> dict[str, Any]:
+    """Where these figures come from."""
+    gpu, driver = None, None
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
+        gpu, driver = [part.strip() for part in answer[0].split(",")] if answer else (None, None)
+    versions = {}
+    for package in KNOWN_VERSIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {"gpu": gpu, "driver": driver, "cores": CORES, "python": platform.python_version(), **versions}
+
+
+COLUMNS = {
+    "samples/s": ("samples_per_s", "{:.0f}"),
+    "step ms": ("step_ms_median", "{:.2f}"),
+    "p95": ("step_ms_p95", "{:.2f}"),
+    "GPU-Util %": ("gpu_util_pct", "{:.0f}"),
+    "SM active %": ("sm_active_pct", "{:.0f}"),
+    "power W": ("power_w", "{:.0f}"),
+    "data wait": ("data_wait_share", "{:.0%}"),
+    "pauses": ("pause_share", "{:.0%}"),
+    "GPU GB": ("peak_gpu_bytes", None),
+    "steps": ("steps", "{:d}"),
+}
+
+
+def table(name: str, result: dict[str, Any]) -> str:
+    """The figures of one workload as text."""
+    rows = [[name, *COLUMNS]]
+    for variant, figures in result["variants"].items():
+        cells = []
+        for field, form in COLUMNS.values():
+            value = figures.get(field)
+            cells.append("–" if value is None else form.format(value) if form else f"{value / 1e9:.2f}")
+        rows.append([variant, *cells])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    ratios = "   ".join(f"{pair}: {value:.2f}" for pair, value in result["ratios"].items())
+    return "\n".join(["", *lines, ratios])
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _split_at_dashes(words: list[str]) -> tuple[list[str], list[str]]:
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], words[at + 1 :]
+
+
+if __name__ == "__main__":
+    main()
