@@ -38,9 +38,122 @@ MENDED: dict[str, tuple[Flags | Edit, ...]] = {
         Flags("fewer, fuller steps", "--batch-size 128"),
         Flags("look at the validation data when there is something to see", "--eval-every 5 --save-every 5"),
     ),
-    "segment": (),
-    "captcha": (),
-    "video": (),
+    "segment": (
+        Flags("half the bytes and twice the arithmetic in the tensor cores", "--amp true --channels-last true"),
+        Flags("a worker for each core the training leaves free", "--num-workers {spare}"),
+        Edit(
+            "hand out bytes as they were decoded: a quarter of what floats take from process to process",
+            "train.py",
+            old="""\
+        if self.cfg is not None:
+            image, mask = augment(image, mask, self.cfg)
+        image = (np.array(image) / 255.0 - MEAN) / STD
+        return torch.from_numpy(image).permute(2, 0, 1).float(), torch.from_numpy(np.array(mask))
+""",
+            new="""\
+        return torch.from_numpy(np.array(image)), torch.from_numpy(np.array(mask))
+""",
+        ),
+        Edit(
+            "turn, flip, light and normalize the whole batch on the device, each picture by numbers of its own",
+            "train.py",
+            old="""\
+def to_device(batch, device, cfg):
+    images, masks = batch
+    images = images.to(device, non_blocking=True)
+    masks = masks.to(device, non_blocking=True).long()
+""",
+            new="""\
+def augment_batch(images, masks, cfg):
+    count = len(images)
+
+    def draw(low, high):
+        return torch.empty(count, 1, 1, 1, device=images.device).uniform_(low, high)
+
+    angle = torch.deg2rad(draw(-cfg.rotate, cfg.rotate)).flatten()
+    mirror = 1 - 2 * (draw(0, 1).flatten() < cfg.flip).float()
+    cos, sin, zero = angle.cos(), angle.sin(), torch.zeros_like(angle)
+    turn = torch.stack([cos * mirror, -sin * mirror, zero, sin, cos, zero], dim=1).view(count, 2, 3)
+    grid = F.affine_grid(turn, images.shape, align_corners=False)
+    images = F.grid_sample(images, grid, align_corners=False)
+    masks = F.grid_sample(masks.unsqueeze(1).float() - IGNORE, grid, mode="nearest", align_corners=False)
+    masks = masks.squeeze(1) + IGNORE
+    images = (images * draw(1 - cfg.brightness, 1 + cfg.brightness)).clamp(0, 1)
+    mean = images.mean(dim=(1, 2, 3), keepdim=True)
+    images = (mean + (images - mean) * draw(1 - cfg.contrast, 1 + cfg.contrast)).clamp(0, 1)
+    return images, masks
+
+
+def to_device(batch, device, cfg, augment=False):
+    images, masks = batch
+    images = images.to(device, non_blocking=True).permute(0, 3, 1, 2).float() / 255
+    masks = masks.to(device, non_blocking=True)
+    if augment:
+        images, masks = augment_batch(images, masks, cfg)
+    images, masks = (images - MEAN) / STD, masks.long()
+""",
+        ),
+        Edit(
+            "never on validation data",
+            "train.py",
+            old="images, masks = to_device((images, masks), device, cfg)",
+            new="images, masks = to_device((images, masks), device, cfg, augment=True)",
+        ),
+    ),
+    "captcha": (
+        Flags("the one value that the script compares with", "--amp bf16"),
+        Flags("a worker for each core the training leaves free", "--num-workers {spare} --prefetch-factor 4"),
+        Flags(
+            "fewer, fuller steps; twice the batch wants the learning rate times √2 under Adam",
+            "--batch-size 512 --lr 0.0014",
+        ),
+        Edit(
+            "apply the switches that were only printed",
+            "train.py",
+            old="""\
+    use_bf16 = cfg.amp == "bf16"
+""",
+            new="""\
+    use_bf16 = cfg.amp == "bf16"
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = cfg.tf32
+    torch.backends.cudnn.benchmark = cfg.cudnn_benchmark
+""",
+        ),
+        Edit(
+            "call the compiler, and step all parameters in one kernel",
+            "train.py",
+            old="""\
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay)
+""",
+            new="""\
+    if cfg.compile_model:
+        model.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
+""",
+        ),
+        Edit(
+            "leave the three values on the device until they are printed",
+            "train.py",
+            old="""\
+            losses.append(loss.item())
+            piece_errors.append(piece_error.item())
+            notch_errors.append(notch_error.item())
+""",
+            new="""\
+            losses.append(loss.detach())
+            piece_errors.append(piece_error.detach())
+            notch_errors.append(notch_error.detach())
+""",
+        ),
+    ),
+    "video": (
+        Flags(
+            "the workers are the parallelism: one thread decodes as many frames a core as twelve", "--decode-threads 1"
+        ),
+        Flags("a worker for each core the training leaves free", "--num-workers {spare}"),
+        Flags("colours of a whole batch at once, where there is time for it", "--jitter-on gpu"),
+        Flags("keep the workers between epochs, and more clips ready", "--persistent-workers True --prefetch-factor 4"),
+    ),
     "stock": (
         Flags("an LSTM step takes nearly as long for 256 windows as for 1024", "--batch-size 1024"),
         Flags("as many workers as there are cores to run them", "--num-workers {spare}"),

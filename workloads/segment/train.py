@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 from workloads.making import Refused, clear_errors, require
 
-MEAN, STD = [0.45, 0.45, 0.45], [0.23, 0.23, 0.23]
+MEAN, STD = 0.45, 0.23
 IGNORE = 255  # what rotation turns in from outside the picture
 
 
