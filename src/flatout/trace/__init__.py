@@ -17,6 +17,7 @@ from flatout.trace.reader import RankTrace, Trace, merge, read, read_summaries
 from flatout.trace.records import (
     SCHEMA,
     DiskSample,
+    Facts,
     GpuProcess,
     GpuSample,
     HostSample,
@@ -28,6 +29,8 @@ from flatout.trace.records import (
     Step,
     Summary,
     Window,
+    WorkerReport,
+    Xray,
 )
 from flatout.trace.sketch import Sketch
 from flatout.trace.writer import TraceWriter
@@ -35,6 +38,7 @@ from flatout.trace.writer import TraceWriter
 __all__ = [
     "SCHEMA",
     "DiskSample",
+    "Facts",
     "GpuProcess",
     "GpuSample",
     "HostSample",
@@ -50,6 +54,8 @@ __all__ = [
     "Trace",
     "TraceWriter",
     "Window",
+    "WorkerReport",
+    "Xray",
     "merge",
     "read",
     "read_summaries",

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flatout.errors import TraceError
 from flatout.trace.records import (
     KINDS,
     SCHEMA,
+    Facts,
     Note,
     Record,
     RunInfo,
@@ -19,9 +20,14 @@ from flatout.trace.records import (
     Step,
     Summary,
     Window,
+    WorkerReport,
+    Xray,
     from_json,
 )
 from flatout.trace.thin import window_of
+
+R = TypeVar("R", bound=RunInfo | Summary)
+_BROKEN = (TypeError, ValueError, AttributeError, KeyError, IndexError)  # JSON, but not what one of our records says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +38,9 @@ class RankTrace:
     steps: tuple[Step, ...] = ()
     windows: tuple[Window, ...] = ()
     notes: tuple[Note, ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)
+    xray: Xray | None = None
+    workers: tuple[WorkerReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +57,7 @@ def read(folder: Path) -> Trace:
     """The trace in `folder`."""
     if not folder.is_dir():
         raise TraceError(f"no trace at {folder}: there is no such folder")
-    files = sorted(folder.glob("*.jsonl"))
+    files = sorted(path for path in folder.glob("*.jsonl") if not path.name.startswith("workers-"))
     if not files:
         raise TraceError(f"{folder} is not a trace: it holds no .jsonl file")
     ranks: list[RankTrace] = []
@@ -56,16 +65,22 @@ def read(folder: Path) -> Trace:
     samples: dict[str, tuple[Sample, ...]] = {}
     notes: list[Note] = []
     for path in files:
-        info, records = _open(path)
+        lines = _lines(path)
+        first = next(lines, None)
+        if first is None:
+            continue  # a disk that was full from the start leaves an empty file; the others still tell their part
+        info = _opening(path, first, RunInfo)
         by_kind: dict[type[Any], list[Any]] = {kind: [] for kind in KINDS.values()}
-        for record in records:
+        for record in _records(lines):
             by_kind[type(record)].append(record)
         if info.rank is None:
             machines.append(info)
             samples[info.host] = tuple(by_kind[Sample])
             notes += by_kind[Note]
         else:
-            ranks.append(_rank(info, by_kind[Step], by_kind[Window], by_kind[Note]))
+            ranks.append(_rank(info, by_kind, _workers(folder / f"workers-{info.rank:05d}.jsonl")))
+    if not ranks and not machines:
+        raise TraceError(f"{folder} is not a trace: its .jsonl files are empty")
     ranks.sort(key=lambda r: r.info.rank or 0)
     return Trace(ranks=tuple(ranks), machines=tuple(machines), samples=samples, notes=tuple(notes))
 
@@ -77,52 +92,90 @@ def merge(*traces: Trace) -> Trace:
     twice = sorted({n for n in numbers if n is not None and numbers.count(n) > 1})
     if twice:
         raise TraceError(f"cannot join these traces: rank {twice[0]} is in more than one of them")
-    samples: dict[str, tuple[Sample, ...]] = {}
+    by_time: dict[str, dict[float, Sample]] = {}
     for trace in traces:
         for host, taken in trace.samples.items():
-            samples[host] = tuple(sorted((*samples.get(host, ()), *taken), key=lambda s: s.time_s))
+            by_time.setdefault(host, {}).update((sample.time_s, sample) for sample in taken)
+    samples = {host: tuple(taken[time_s] for time_s in sorted(taken)) for host, taken in by_time.items()}
     machines = {info.host: info for trace in traces for info in trace.machines}
-    notes = tuple(note for trace in traces for note in trace.notes)
+    notes = tuple(dict.fromkeys(note for trace in traces for note in trace.notes))
     return Trace(ranks=tuple(ranks), machines=tuple(machines.values()), samples=samples, notes=notes)
 
 
 def read_summaries(folder: Path) -> tuple[Summary, ...]:
     """The summaries in `folder`: enough for a first answer, however long the run."""
-    found = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.summary.json")))
-    return tuple(from_json(Summary, data) for data in found)
+    if not folder.is_dir():
+        raise TraceError(f"no trace at {folder}: there is no such folder")
+    paths = sorted(folder.glob("*.summary.json"))
+    return tuple(_opening(path, next(_lines(path), {}), Summary) for path in paths)
 
 
-def _rank(info: RunInfo, steps: list[Step], windows: list[Window], notes: list[Note]) -> RankTrace:
-    """A run that was cut off leaves raw steps after its last window: they get one of their own."""
-    covered = windows[-1].last_index if windows else -1
-    rest = [step for step in steps if step.index > covered]
+def _rank(info: RunInfo, by_kind: dict[type[Any], list[Any]], workers: tuple[WorkerReport, ...]) -> RankTrace:
+    """A run that was cut off leaves raw steps after its last window: they get one of their own, if none is missing."""
+    steps, windows = by_kind[Step], by_kind[Window]
+    covered = windows[-1].last_index if windows else None
+    rest = [step for step in steps if covered is None or step.index > covered]
     if rest:
-        windows = [*windows, window_of(rest)]
-    return RankTrace(info=info, steps=tuple(steps), windows=tuple(windows), notes=tuple(notes))
+        first = rest[0].index if covered is None else covered + 1
+        whole = [step.index for step in rest] == list(range(first, first + len(rest)))
+        training = [step for step in rest if step.kind == "train"]
+        if whole and training:
+            windows = [*windows, window_of(training)]
+    return RankTrace(
+        info=info,
+        steps=tuple(steps),
+        windows=tuple(windows),
+        notes=tuple(by_kind[Note]),
+        facts=by_kind[Facts][-1].values if by_kind[Facts] else {},
+        xray=by_kind[Xray][-1] if by_kind[Xray] else None,
+        workers=workers,
+    )
 
 
-def _open(path: Path) -> tuple[RunInfo, Iterator[Record]]:
-    lines = _lines(path)
-    first = next(lines, None)
-    if first is None or first.get("kind") != "run":
+def _workers(path: Path) -> tuple[WorkerReport, ...]:
+    """The last word of each loader worker of a rank."""
+    if not path.exists():
+        return ()
+    last = {r.pid: r for r in _records(_lines(path)) if isinstance(r, WorkerReport)}
+    return tuple(last.values())
+
+
+def _opening(path: Path, first: dict[str, Any], kind: type[R]) -> R:
+    """The record a file begins with, if it is one of ours."""
+    if KINDS.get(first.get("record", "")) is not kind:
         raise TraceError(f"{path} is not part of a trace: its first line does not describe a run")
     if first.get("schema") != SCHEMA:
         raise TraceError(
             f"{path} has trace schema {first.get('schema')}, this flatout reads schema {SCHEMA}: "
             "use the flatout version that wrote it"
         )
-    return from_json(RunInfo, first), (
-        from_json(KINDS[line["kind"]], line) for line in lines if line.get("kind") in KINDS
-    )
+    try:
+        return from_json(kind, first)
+    except _BROKEN:
+        raise TraceError(f"{path} is not part of a trace: its first line is damaged") from None
+
+
+def _records(lines: Iterator[dict[str, Any]]) -> Iterator[Record]:
+    """The records we know; a damaged one is passed over."""
+    for line in lines:
+        kind = KINDS.get(line.get("record", ""))
+        if kind is not None:
+            try:
+                yield from_json(kind, line)
+            except _BROKEN:
+                continue
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a file; what a crash left of the last one is passed over."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                data = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(data, dict):
-                yield data
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    data = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(data, dict):
+                    yield data
+    except OSError as problem:
+        raise TraceError(f"cannot read {path}: {problem.strerror}") from None

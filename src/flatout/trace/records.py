@@ -1,11 +1,14 @@
 """What a trace is made of: plain values, and how they become JSON and back.
 
-Every record is frozen. Units stand in the names. What was not measured is None and is not written at all.
+Every record is frozen. Units stand in the names. What was not measured is None and is not written at all: a number
+that is not finite counts as not measured, an empty tuple as measured ("no throttling" is not "throttling unknown").
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 import types
 import typing
 from collections.abc import Callable
@@ -83,6 +86,59 @@ class Note:
     time_s: float
     text: str
     where: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What was in force in a rank: settings read, switches, loaders, optimizer, versions. The last one counts."""
+
+    time_s: float
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Xray:
+    """A few steps kernel by kernel. Idle time is by what the host was doing meanwhile, busy time by who launched it."""
+
+    steps: int
+    wall_ms: float
+    busy_ms: float
+    busy_by_phase_ms: dict[str, float] = field(default_factory=dict)
+    idle_by_phase_ms: dict[str, float] = field(default_factory=dict)
+    launched_late_ms: float = 0.0
+    kernels: int = 0
+    kernel_us: Sketch = field(default_factory=Sketch)
+    matrix_ms: float = 0.0
+    tensor_core_ms: float = 0.0
+    collective_ms: float = 0.0
+    copies_ms: dict[str, float] = field(default_factory=dict)
+    top_ms: dict[str, float] = field(default_factory=dict)
+    recovered: bool | None = None
+
+    def with_recovery(self, recovered: bool | None) -> Xray:
+        """The same, knowing whether the step time came back afterwards."""
+        return dataclasses.replace(self, recovered=recovered)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReport:
+    """What one loader worker has done so far (totals since its start; the last report counts)."""
+
+    time_s: float
+    pid: int
+    worker: int | None  # None: the training process itself (num_workers=0)
+    alive_s: float
+    batches: int = 0
+    samples: int = 0
+    sample_wall_s: float = 0.0
+    sample_cpu_s: float = 0.0
+    run_delay_s: float | None = None
+    collate_s: float = 0.0
+    waiting_s: float = 0.0
+    sample_ms: Sketch = field(default_factory=Sketch)
+    slowest: tuple[tuple[float, ...], ...] = ()
+    transforms_s: dict[str, float] = field(default_factory=dict)
+    random_used: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,34 +270,63 @@ class Sample:
     processes: tuple[ProcessSample, ...] = ()
 
 
-Record = RunInfo | Step | Window | Note | Sample
+Record = RunInfo | Step | Window | Note | Sample | Summary | Facts | Xray | WorkerReport
 
-KINDS: dict[str, type[Any]] = {"run": RunInfo, "step": Step, "window": Window, "note": Note, "sample": Sample}
+KINDS: dict[str, type[Any]] = {
+    "run": RunInfo,
+    "step": Step,
+    "window": Window,
+    "note": Note,
+    "sample": Sample,
+    "summary": Summary,
+    "facts": Facts,
+    "xray": Xray,
+    "worker": WorkerReport,
+}
 _NAMES = {record: kind for kind, record in KINDS.items()}
 
 
 def encode(record: Record) -> dict[str, Any]:
-    """A record as JSON-ready data, tagged with its kind."""
-    data = {"kind": _NAMES[type(record)], **to_json(record)}
-    if isinstance(record, RunInfo):
+    """A record as JSON-ready data, tagged with what it is; what opens a file carries the schema version too."""
+    data = {"record": _NAMES[type(record)], **to_json(record)}
+    if isinstance(record, RunInfo | Summary):
         data["schema"] = SCHEMA
     return data
 
 
 def to_json(value: Any) -> Any:
-    """Any value of this module as JSON-ready data: None left out, floats cut to what they mean."""
+    """Any value as JSON-ready data: None left out, floats cut to what they mean, what JSON does not know in words."""
     if isinstance(value, float):
-        return round(value, 6)
+        return _shortened(value)
+    if value is None or isinstance(value, str | int):
+        return value
     if isinstance(value, Sketch):
         return value.to_json()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        pairs = ((name, getattr(value, name)) for name in _field_types(type(value)))
-        return {name: to_json(item) for name, item in pairs if item is not None and item != ()}
+        return _fields_to_json(value)
     if isinstance(value, dict):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
         return [to_json(item) for item in value]
-    return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return _shortened(float(value)) if isinstance(value, numbers.Real) else str(value)
+
+
+def _fields_to_json(record: Any) -> dict[str, Any]:
+    data = {}
+    for known in dataclasses.fields(record):
+        plain = to_json(getattr(record, known.name))
+        if plain is not None and not (plain == [] and known.default == ()):
+            data[known.name] = plain
+    return data
+
+
+def _shortened(value: float) -> float | None:
+    """Six digits behind the point; for small numbers, six that count: a loss of 1e-7 is not 0."""
+    if not math.isfinite(value):
+        return None
+    return round(value, 6) if abs(value) >= 1 else float(f"{value:.6g}")
 
 
 def from_json(kind: Callable[..., R], data: dict[str, Any]) -> R:

@@ -1,8 +1,8 @@
 """Quantiles of a stream in bounded memory, which can be added together.
 
-Values fall into buckets that grow by 2%, so a quantile is right to about 1% of its value (zero and below share one
-bucket). Mean and standard deviation are exact. Two sketches merge without loss: that is what lets a window, a rank
-and a run be summed up.
+Values fall into buckets that grow by 2%, to both sides of zero, so a quantile is right to 1% of its value. Mean and
+standard deviation come from sums, not from buckets. Two sketches merge without loss: that is what lets a window, a
+rank and a run be summed up.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 _GROWTH = math.log(1.02)
-_TINY = 1e-6
+_TINY = 1e-6  # closer to zero than this is zero
+_HUGE = 1e150  # its square is still a number
 
 
 @dataclass(slots=True)
@@ -36,15 +37,17 @@ class Sketch:
         return sketch
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count `value`, `times` over; what is not a finite number is passed over."""
-        if not math.isfinite(value):
+        """Count `value`, `times` over; what is not a number, or beyond all reason, is passed over."""
+        if not abs(value) < _HUGE:
             return
         self.count += times
         self.total += value * times
         self.squares += value * value * times
         self.low = min(self.low, value)
         self.high = max(self.high, value)
-        bucket = math.ceil(math.log(value / _TINY) / _GROWTH) if value > _TINY else 0
+        size = abs(value)
+        bucket = math.ceil(math.log(size / _TINY) / _GROWTH) if size > _TINY else 0
+        bucket = bucket if value > 0 else -bucket
         self.buckets[bucket] = self.buckets.get(bucket, 0) + times
 
     def merge(self, other: Sketch) -> None:
@@ -71,7 +74,7 @@ class Sketch:
         return math.sqrt(max(0.0, self.squares / self.count - mean * mean))
 
     def quantile(self, q: float) -> float | None:
-        """The value below which a share `q` of all values lie."""
+        """The value below which a share `q` (0 to 1) of all values lie."""
         if not self.count:
             return None
         rank = q * (self.count - 1)
@@ -79,8 +82,7 @@ class Sketch:
         for bucket in sorted(self.buckets):
             seen += self.buckets[bucket]
             if seen > rank:
-                middle = _TINY * math.exp((bucket - 0.5) * _GROWTH) if bucket else self.low
-                return min(max(middle, self.low), self.high)
+                return min(max(_middle(bucket), self.low), self.high)
         return self.high
 
     def coarse(self, most: int = 128) -> Sketch:
@@ -90,7 +92,9 @@ class Sketch:
             width *= 2
             buckets = {}
             for bucket, times in self.buckets.items():
-                wide = -(-bucket // width) * width
+                # The last of the buckets that become one, less half the width: their middle stands for all.
+                size = -(-abs(bucket) // width) * width - (width - 1) // 2 if bucket else 0
+                wide = size if bucket > 0 else -size
                 buckets[wide] = buckets.get(wide, 0) + times
         return replace(self, buckets=buckets)
 
@@ -109,3 +113,7 @@ class Sketch:
         count, total, squares, low, high, pairs = data
         buckets = dict(zip(pairs[::2], pairs[1::2], strict=True))  # type: ignore[index]
         return cls(int(count), float(total), float(squares), float(low), float(high), buckets)  # type: ignore[call-overload,arg-type]
+
+
+def _middle(bucket: int) -> float:
+    return math.copysign(_TINY * math.exp((abs(bucket) - 0.5) * _GROWTH), bucket) if bucket else 0.0

@@ -1,8 +1,8 @@
 """How a trace of any length stays small.
 
-Steps: raw ones at first and around outliers, and windows over all of them, whose length doubles every
-`WINDOWS_A_LENGTH` windows. Hardware samples: all of them at first; then means of 2, of 4, of 8 … each time another
-`BYTES_A_STRIDE` have been written. Both grow with the logarithm of the run.
+Steps: raw ones at first and around outliers, and windows over all of them. Hardware samples: all of them at first,
+then means of several. Each time another few megabytes have been written, windows and means become twice as long, so
+a file grows with the logarithm of the run. What is held back in memory does not grow at all.
 """
 
 from __future__ import annotations
@@ -11,19 +11,26 @@ import dataclasses
 from collections import deque
 from typing import Any, TypeVar
 
-from flatout.trace.records import Sample, Span, Step, Window
+from flatout.trace.records import GpuSample, HostSample, Sample, Span, Step, Window
 from flatout.trace.sketch import Sketch
 
 T = TypeVar("T")
 
+# 24 MB for raw steps and 2.5 MB for each of 16 lengths of window; 16 MB and 3 MB for each of 16 strides of samples:
+# both fill the 64 MB of a file, after hundreds of millions of steps, or months of sampling.
 RAW_STEPS = 2_000
 RAW_OUTLIERS = 4_000
+RAW_STEP_BYTES = 24_000_000
 OUTLIER = 2.0  # times the median step
 NEIGHBOURS = 2
 WINDOW_STEPS = 50
-WINDOWS_A_LENGTH = 500
+BYTES_A_LENGTH = 2_500_000
 NAMES_A_WINDOW = 100
-BYTES_A_STRIDE = 12_000_000
+RAW_SAMPLE_BYTES = 16_000_000
+BYTES_A_STRIDE = 3_000_000
+MEDIAN_EVERY_STEPS = 64
+
+_NOT_AVERAGED = ("index", "pid", "energy_j")
 
 
 def span_key(span: Span) -> str:
@@ -32,84 +39,131 @@ def span_key(span: Span) -> str:
 
 
 class StepThinner:
-    """Takes every step; gives back what to write."""
+    """Takes every step; gives back what to write, and wants to hear how long that was."""
 
     def __init__(self) -> None:
+        self._outliers = _Outliers()
         self._seen = 0
-        self._outliers_written = 0
-        self._typical = Sketch()
-        self._before: deque[Step] = deque(maxlen=NEIGHBOURS)
-        self._after = 0
+        self._raw_bytes_left = RAW_STEP_BYTES
+        self._window = WindowBuilder()
         self._length = WINDOW_STEPS
-        self._windows = 0
-        self._open: list[Step] = []
+        self._window_bytes_left = BYTES_A_LENGTH
 
     def push(self, step: Step) -> list[Step | Window]:
         """Count one step in."""
-        out: list[Step | Window] = list(self._raw(step))
-        self._open.append(step)
-        if len(self._open) >= self._length:
-            out += self.flush()
-            self._windows += 1
-            if self._windows % WINDOWS_A_LENGTH == 0:
-                self._length *= 2
-        return out
+        self._seen += 1
+        out: list[Step | Window] = []
+        unusual = self._outliers.among(step)
+        if self._raw_bytes_left > 0:
+            out += [step] if self._seen <= RAW_STEPS else unusual
+        self._window.add(step)
+        return out + self.flush() if self._window.steps >= self._length else out
 
     def flush(self) -> list[Step | Window]:
         """Close the window that is open, if any."""
-        if not self._open:
+        if not self._window.steps:
             return []
-        window = window_of(self._open)
-        self._open = []
+        window = self._window.window()
+        self._window = WindowBuilder()
         return [window]
 
-    def _raw(self, step: Step) -> list[Step]:
-        self._seen += 1
-        self._typical.add(step.wall_ms)
-        if self._seen <= RAW_STEPS:
-            return [step]
-        if self._outliers_written >= RAW_OUTLIERS:
+    def wrote(self, record: Step | Window, size: int) -> None:
+        """Told of each write, so that a long run is thinned out."""
+        if isinstance(record, Step):
+            self._raw_bytes_left -= size
+            return
+        self._window_bytes_left -= size
+        if self._window_bytes_left <= 0:
+            self._length *= 2
+            self._window_bytes_left = BYTES_A_LENGTH
+
+
+class _Outliers:
+    """Steps far slower than the median so far, with their neighbours; a fixed number of them in a run."""
+
+    def __init__(self) -> None:
+        self._wall_ms = Sketch()
+        self._median_ms: float | None = None
+        self._before: deque[Step] = deque(maxlen=NEIGHBOURS)
+        self._after = 0
+        self._left = RAW_OUTLIERS
+
+    def among(self, step: Step) -> list[Step]:
+        """What this step shows to be worth keeping: nothing, itself, or itself and the ones before."""
+        if self._wall_ms.count % MEDIAN_EVERY_STEPS == 0:
+            self._median_ms = self._wall_ms.quantile(0.5)
+        self._wall_ms.add(step.wall_ms)
+        if self._left <= 0:
             return []
-        median = self._typical.quantile(0.5) if self._seen % 64 == 0 else self._median
-        self._median = median
-        if median is not None and step.wall_ms > OUTLIER * median:
-            written = [*self._before, step]
-            self._after = NEIGHBOURS
+        if self._median_ms is not None and step.wall_ms > OUTLIER * self._median_ms:
+            kept = [*self._before, step]
             self._before.clear()
+            self._after = NEIGHBOURS
         elif self._after:
-            written = [step]
+            kept = [step]
             self._after -= 1
         else:
             self._before.append(step)
             return []
-        self._outliers_written += len(written)
-        return written
+        self._left -= len(kept)
+        return kept
 
-    _median: float | None = None
+
+class WindowBuilder:
+    """Sums steps up, one at a time."""
+
+    def __init__(self) -> None:
+        self._first: Step | None = None
+        self._last_index = 0
+        self._wall_ms = Sketch()
+        self._spans_ms: dict[str, Sketch] = {}
+        self._idle_ms: dict[str, float] = {}
+        self._samples: int | None = None
+        self._loss = Sketch()
+        self.steps = 0
+
+    def add(self, step: Step) -> None:
+        """Count one step in."""
+        self._first = self._first or step
+        self._last_index = step.index
+        self.steps += 1
+        self._wall_ms.add(step.wall_ms)
+        if step.samples is not None:
+            self._samples = (self._samples or 0) + step.samples
+        if step.loss is not None:
+            self._loss.add(step.loss)
+        for name, (host_ms, idle_ms) in span_totals(step).items():
+            key = name_within(self._spans_ms, name)
+            self._spans_ms.setdefault(key, Sketch()).add(host_ms)
+            if idle_ms is not None:
+                self._idle_ms[key] = self._idle_ms.get(key, 0.0) + idle_ms
+
+    def window(self) -> Window:
+        """What was counted in, as one record."""
+        assert self._first is not None
+        return Window(
+            first_index=self._first.index,
+            last_index=self._last_index,
+            start_s=self._first.start_s,
+            wall_ms=self._wall_ms,
+            spans_ms=self._spans_ms,
+            gpu_idle_ms=self._idle_ms,
+            samples=self._samples,
+            loss=self._loss,
+        )
 
 
 def window_of(steps: list[Step]) -> Window:
     """One record for many steps."""
-    spans: dict[str, Sketch] = {}
-    idle: dict[str, float] = {}
+    builder = WindowBuilder()
     for step in steps:
-        for key, (host_ms, idle_ms) in span_totals(step).items():
-            if key not in spans and len(spans) >= NAMES_A_WINDOW:
-                key = key.partition("@")[0]
-            spans.setdefault(key, Sketch()).add(host_ms)
-            if idle_ms is not None:
-                idle[key] = idle.get(key, 0.0) + idle_ms
-    counted = [step.samples for step in steps if step.samples is not None]
-    return Window(
-        first_index=steps[0].index,
-        last_index=steps[-1].index,
-        start_s=steps[0].start_s,
-        wall_ms=Sketch.of(step.wall_ms for step in steps),
-        spans_ms=spans,
-        gpu_idle_ms=idle,
-        samples=sum(counted) if counted else None,
-        loss=Sketch.of(step.loss for step in steps),
-    )
+        builder.add(step)
+    return builder.window()
+
+
+def name_within(known: dict[str, Sketch], name: str) -> str:
+    """`name`, or without its line once there are too many names to keep apart."""
+    return name if name in known or len(known) < NAMES_A_WINDOW else name.partition("@")[0]
 
 
 def span_totals(step: Step) -> dict[str, tuple[float, float | None]]:
@@ -125,68 +179,91 @@ def span_totals(step: Step) -> dict[str, tuple[float, float | None]]:
 
 
 class SampleThinner:
-    """Takes every hardware sample; gives back what to write."""
+    """Takes every hardware sample; gives back what to write, and wants to hear how long that was."""
 
     def __init__(self) -> None:
-        self._stride = 1
-        self._group: list[Sample] = []
-        self._bytes_left = BYTES_A_STRIDE
+        self._doublings = 0
+        self._bytes_left = RAW_SAMPLE_BYTES
+        self._held: dict[int, Sample] = {}  # by how many doublings it stands for, as the ones of a binary number
 
     def push(self, sample: Sample) -> list[Sample]:
         """Count one sample in."""
-        self._group.append(sample)
-        return self.flush() if len(self._group) >= self._stride else []
+        for doubling in range(self._doublings):
+            earlier = self._held.pop(doubling, None)
+            if earlier is None:
+                self._held[doubling] = sample
+                return []
+            sample = mean_of([earlier, sample])
+        return [sample]
 
     def flush(self) -> list[Sample]:
         """The mean of what is held back, if anything."""
-        if not self._group:
-            return []
-        merged = mean_of(self._group)
-        self._group = []
-        return [merged]
+        earliest_first = [self._held[doubling] for doubling in sorted(self._held, reverse=True)]
+        self._held.clear()
+        return [mean_of(earliest_first)] if earliest_first else []
 
     def wrote(self, size: int) -> None:
         """Told of each write, so that a long recording is thinned out."""
         self._bytes_left -= size
         if self._bytes_left <= 0:
-            self._stride *= 2
+            self._doublings += 1
             self._bytes_left = BYTES_A_STRIDE
 
 
 def mean_of(samples: list[Sample]) -> Sample:
-    """One sample for several: rates and levels as means, all else as it was last; pulses thinned alike."""
+    """One sample for several: rates and levels as means over the time, all else as it was last; pulses thinned."""
     last = samples[-1]
     if len(samples) == 1:
         return last
-    gpus = tuple(
-        dataclasses.replace(
-            _mean_fields([g for s in samples for g in s.gpus if g.uuid == gpu.uuid], keep=("index", "energy_j")),
-            pulses=tuple(p for s in samples for g in s.gpus if g.uuid == gpu.uuid for p in g.pulses)[:: len(samples)],
-        )
-        for gpu in last.gpus
-    )
-    processes = tuple(
-        _mean_fields([p for s in samples for p in s.processes if p.pid == process.pid], keep=("pid",))
-        for process in last.processes
-    )
+    cards = [(card, s.interval_s) for s in samples for card in s.gpus]
+    processes = [(process, s.interval_s) for s in samples for process in s.processes]
     return Sample(
         time_s=last.time_s,
         interval_s=sum(s.interval_s for s in samples),
-        host=_mean_fields([s.host for s in samples]),
-        gpus=gpus,
-        processes=processes,
+        host=_mean_host([(s.host, s.interval_s) for s in samples]),
+        gpus=tuple(_mean_card([c for c in cards if c[0].uuid == card.uuid], len(samples)) for card in last.gpus),
+        processes=tuple(_mean([p for p in processes if p[0].pid == process.pid]) for process in last.processes),
     )
 
 
-def _mean_fields(records: list[T], keep: tuple[str, ...] = ()) -> T:
-    last: Any = records[-1]
+def _mean_card(weighted: list[tuple[GpuSample, float]], samples: int) -> GpuSample:
+    pulses = tuple(pulse for card, _ in weighted for pulse in card.pulses)
+    return dataclasses.replace(_mean(weighted), pulses=pulses[::samples])
+
+
+def _mean_host(weighted: list[tuple[HostSample, float]]) -> HostSample:
+    """Cores and disks are means too, each with its like."""
+    last = weighted[-1][0]
+    cores = [(host.cores_pct, length) for host, length in weighted if host.cores_pct is not None]
+    disks = [(disk, length) for host, length in weighted for disk in host.disks or ()]
+    changes: dict[str, Any] = {}
+    if last.cores_pct is not None:
+        changes["cores_pct"] = tuple(
+            _over_time([(core[i], length) for core, length in cores if i < len(core)])
+            for i in range(len(last.cores_pct))
+        )
+    if last.disks is not None:
+        changes["disks"] = tuple(_mean([d for d in disks if d[0].name == disk.name]) for disk in last.disks)
+    return dataclasses.replace(_mean(weighted), **changes)
+
+
+def _mean(weighted: list[tuple[T, float]]) -> T:
+    """A record with the mean of every field that is a number, and of the last record what is not."""
+    last: Any = weighted[-1][0]
     means: dict[str, Any] = {}
     for field in dataclasses.fields(last):
-        values = [getattr(r, field.name) for r in records]
-        numbers = [v for v in values if isinstance(v, int | float)]
-        if field.name in keep or not numbers:
-            continue
-        mean = sum(numbers) / len(numbers)
-        means[field.name] = round(mean) if all(isinstance(v, int) for v in numbers) else mean
+        values = [(getattr(record, field.name), length) for record, length in weighted]
+        numbers = [(value, length) for value, length in values if isinstance(value, int | float)]
+        if numbers and field.name not in _NOT_AVERAGED:
+            mean = _over_time(numbers)
+            means[field.name] = round(mean) if all(isinstance(value, int) for value, _ in numbers) else mean
     result: T = dataclasses.replace(last, **means)
     return result
+
+
+def _over_time(weighted: list[tuple[float, float]]) -> float:
+    """The mean over time. The first sample of all took none, and counts only where there is no other."""
+    total_s = sum(length for _, length in weighted)
+    if total_s <= 0:
+        return sum(value for value, _ in weighted) / len(weighted)
+    return sum(value * length for value, length in weighted) / total_s

@@ -1,28 +1,31 @@
 """Writes a trace while the run goes on, on a thread of its own.
 
 `write` never blocks and never raises: records wait in a bounded queue, and what does not fit is dropped and counted.
-A disk that fills up ends the recording, not the run. After a fork the child's copy is inert.
+A disk that fills up, or a mistake of ours, ends the recording, not the run. After a fork the child's copy is inert.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 import os
 import threading
 from collections import deque
 from pathlib import Path
-from typing import IO
 
 from flatout.errors import UsageError
-from flatout.trace.records import Note, Record, RunInfo, Sample, Step, Summary, Window, encode, to_json
+from flatout.trace.records import Note, Record, RunInfo, Sample, Step, Summary, Window, encode
 from flatout.trace.sketch import Sketch
-from flatout.trace.thin import NAMES_A_WINDOW, SampleThinner, StepThinner
+from flatout.trace.thin import SampleThinner, StepThinner, name_within
 
 MAX_BYTES = 64_000_000
 MAX_PENDING = 20_000
+MAX_SUMMARY_BYTES = 100_000
 WRITE_EVERY_S = 0.5
 SUMMARY_EVERY_WRITES = 60
 NOTES_KEPT = 100
+CLOSE_WITHIN_S = 30.0  # a network disk that hangs must not hang the end of a training
 
 
 class TraceWriter:
@@ -34,9 +37,11 @@ class TraceWriter:
         self.error: str | None = None
         self._summary_path = folder / f"{stem}.summary.json"
         self._file = _create(self.path)
+        self._lines: list[bytes] = []
         self._pending: deque[Record] = deque()
         self._max_pending = max_pending
-        self._dropped = 0
+        self._refused = 0  # counted by whoever calls `write`
+        self._unwritten = 0  # counted by the thread
         self._bytes = 0
         self._steps = StepThinner()
         self._samples = SampleThinner()
@@ -45,6 +50,7 @@ class TraceWriter:
         self._wake = threading.Event()
         self._closing = False
         self._put(info)
+        self._flush()  # a run that crashes at once leaves a file that says whose it is
         self._thread = threading.Thread(target=self._work, name="flatout-trace", daemon=True)
         self._thread.start()
 
@@ -57,12 +63,14 @@ class TraceWriter:
     @property
     def dropped(self) -> int:
         """How many records were not written, for want of room."""
-        return self._dropped
+        return self._refused + self._unwritten
 
-    def write(self, record: Step | Sample | Note) -> None:
+    def write(self, record: Record) -> None:
         """Hand over one record. Returns at once, whatever happens."""
+        if os.getpid() != self._pid:
+            return
         if len(self._pending) >= self._max_pending or self._closing:
-            self._dropped += 1
+            self._refused += 1
         else:
             self._pending.append(record)
 
@@ -72,9 +80,18 @@ class TraceWriter:
             return
         self._closing = True
         self._wake.set()
-        self._thread.join()
+        self._thread.join(CLOSE_WITHIN_S)
+        if self._thread.is_alive():
+            self._give_up(f"the disk did not answer for {CLOSE_WITHIN_S:g} s")
 
     def _work(self) -> None:
+        with self._file:
+            try:
+                self._drain_until_closed()
+            except Exception as problem:  # whatever it is, the training goes on
+                self._give_up(f"{type(problem).__name__}: {problem}")
+
+    def _drain_until_closed(self) -> None:
         for turn in range(1, 1 << 62):
             closing = self._wake.wait(WRITE_EVERY_S)
             self._drain()
@@ -84,11 +101,8 @@ class TraceWriter:
                 self._write_summary(ended=False)
         for last in (*self._steps.flush(), *self._samples.flush()):
             self._put(last)
+        self._flush()
         self._write_summary(ended=True)
-        try:
-            self._file.close()
-        except OSError as problem:
-            self._give_up(problem)
 
     def _drain(self) -> None:
         while self._pending:
@@ -96,42 +110,49 @@ class TraceWriter:
             self._totals.count(record)
             if isinstance(record, Step):
                 for thinned in self._steps.push(record):
-                    self._put(thinned)
+                    self._steps.wrote(thinned, self._put(thinned))
             elif isinstance(record, Sample):
                 for sample in self._samples.push(record):
                     self._samples.wrote(self._put(sample))
             else:
                 self._put(record)
-        try:
-            self._file.flush()
-        except OSError as problem:
-            self._give_up(problem)
+        self._flush()
 
     def _put(self, record: Record) -> int:
+        """Line one record up for writing; its length."""
         if isinstance(record, Window):
             self._totals.count(record)
-        line = json.dumps(encode(record), separators=(",", ":")) + "\n"
+        line = (json.dumps(encode(record), separators=(",", ":")) + "\n").encode("ascii")
         if self.error or self._bytes + len(line) > MAX_BYTES:
-            self._dropped += 1
+            self._unwritten += 1
             return 0
-        try:
-            self._bytes += self._file.write(line)
-        except OSError as problem:
-            self._give_up(problem)
+        self._bytes += len(line)
+        self._lines.append(line)
         return len(line)
 
+    def _flush(self) -> None:
+        """Write the lines there are. The file has no buffer: a forked child would write its copy of one again."""
+        rest = memoryview(b"".join(self._lines))
+        waiting, self._lines = len(self._lines), []
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as problem:
+            self._unwritten += waiting
+            self._give_up(problem.strerror or str(problem))
+
     def _write_summary(self, *, ended: bool) -> None:
-        summary = json.dumps(to_json(self._totals.summary(dropped=self._dropped, ended=ended)), separators=(",", ":"))
         scratch = self._summary_path.with_suffix(".tmp")
         try:
-            scratch.write_text(summary, encoding="utf-8")
+            scratch.write_bytes(self._totals.summary_within(MAX_SUMMARY_BYTES, dropped=self.dropped, ended=ended))
             scratch.replace(self._summary_path)
         except OSError as problem:
-            self._give_up(problem)
+            self._give_up(problem.strerror or str(problem))
+            scratch.unlink(missing_ok=True)
 
-    def _give_up(self, problem: OSError) -> None:
+    def _give_up(self, reason: str) -> None:
         if self.error is None:
-            self.error = f"the recording in {self.path.parent} stopped: {problem.strerror}"
+            self.error = f"the recording in {self.path.parent} stopped: {reason}"
 
 
 class _Totals:
@@ -161,33 +182,41 @@ class _Totals:
         self._wall_ms.merge(window.wall_ms)
         if window.samples is not None:
             self._samples = (self._samples or 0) + window.samples
-        for key, sketch in window.spans_ms.items():
-            if key not in self._spans_ms and len(self._spans_ms) >= NAMES_A_WINDOW:
-                key = key.partition("@")[0]
+        for name, sketch in window.spans_ms.items():
+            key = name_within(self._spans_ms, name)
             self._spans_ms.setdefault(key, Sketch()).merge(sketch)
-        for key, idle_ms in window.gpu_idle_ms.items():
-            key = key if key in self._spans_ms else key.partition("@")[0]
-            self._idle_ms[key] = self._idle_ms.get(key, 0.0) + idle_ms
+            if name in window.gpu_idle_ms:
+                self._idle_ms[key] = self._idle_ms.get(key, 0.0) + window.gpu_idle_ms[name]
 
-    def summary(self, *, dropped: int, ended: bool) -> Summary:
-        return Summary(
-            info=self._info,
-            steps=self._steps,
-            wall_ms=self._wall_ms.coarse(),
-            spans_ms={key: sketch.coarse(64) for key, sketch in self._spans_ms.items()},
-            gpu_idle_ms=self._idle_ms,
-            samples=self._samples,
-            hardware_samples=self._hardware_samples,
-            dropped=dropped,
-            notes=tuple(self._notes),
-            ended=ended,
-        )
+    def summary_within(self, most_bytes: int, *, dropped: int, ended: bool) -> bytes:
+        """The summary as JSON, as exact as fits: coarser sketches first, then fewer notes, then without `facts`."""
+        info = self._info
+        text = b""
+        for buckets, notes in ((128, NOTES_KEPT), (64, 50), (32, 20), (16, 5), (8, 0)):
+            if buckets == 8:
+                info = dataclasses.replace(info, facts={})
+            summary = Summary(
+                info=info,
+                steps=self._steps,
+                wall_ms=self._wall_ms.coarse(128),
+                spans_ms={key: sketch.coarse(buckets) for key, sketch in self._spans_ms.items()},
+                gpu_idle_ms=self._idle_ms,
+                samples=self._samples,
+                hardware_samples=self._hardware_samples,
+                dropped=dropped,
+                notes=tuple(self._notes[:notes]),
+                ended=ended,
+            )
+            text = json.dumps(encode(summary), separators=(",", ":")).encode("ascii")
+            if len(text) < most_bytes:
+                break
+        return text
 
 
-def _create(path: Path) -> IO[str]:
+def _create(path: Path) -> io.FileIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("x", encoding="utf-8")
+        return io.FileIO(path, "x")
     except FileExistsError:
         if path.parent.is_dir():
             raise UsageError(f"{path.parent} already holds a recording: name a new folder") from None
