@@ -1,0 +1,160 @@
+"""The command line: one function a verb. A verb imports what it needs inside, so that --help is quick.
+
+Whatever goes wrong by the person's mistake is one line on stderr and exit code 2; a gate that said no, exit code 1.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+from typer.core import TyperGroup
+
+from flatout import __version__
+from flatout.errors import FlatoutError
+
+INTERRUPTED = 130
+READER_LEFT = 141
+
+# The base of all complaints about arguments: click's, until typer took it over; the family tree stayed the same.
+_ArgumentError: type[Exception] = cast("type[Exception]", typer.BadParameter.__mro__[2])
+
+
+class _Verbs(TyperGroup):
+    """Runs a verb; `flatout top | head` is no accident."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb that was asked for."""
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # Python would complain once more when it flushes stdout at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(READER_LEFT) from None
+        return result
+
+
+app = typer.Typer(
+    name="flatout",
+    cls=_Verbs,
+    invoke_without_command=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Finds out why a GPU sits idle during PyTorch training, fixes it, and proves it.",
+    epilog="Exit codes: 0 done, 1 a gate such as --fail-below said no, 2 a mistake in the command.",
+)
+
+
+def main() -> None:
+    """The `flatout` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that knows no × shows ? instead of a traceback
+    try:
+        code = app(prog_name="flatout", standalone_mode=False)
+    except FlatoutError as problem:
+        _complain(str(problem), problem.exit_code)
+    except _ArgumentError as problem:
+        _complain(getattr(problem, "format_message", problem.__str__)(), 2)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(INTERRUPTED)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complain(text: str, code: int) -> None:
+    print(f"flatout: {' '.join(text.split())}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"flatout {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def top(
+    interval: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Time between samples, 0.05 to 60. Default: 1.")
+    ] = None,
+    duration: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Measure so long without the live view, then sum up.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Take one reading and exit.")] = False,
+    gpu: Annotated[
+        list[int] | None,
+        typer.Option(metavar="INDEX", help="Watch this card only (may be given again). Default: all."),
+    ] = None,
+    pid: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="PID",
+            help="Follow this training and its loader workers (may be given again). Default: whoever uses the cards.",
+        ),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME=BOUND,…",
+            help="Targets for the summary: sm, util, power (at least); fluctuation, temperature, cpu (at most); "
+            "memory (a range). Example: sm=85,memory=70-90",
+        ),
+    ] = None,
+    fail_below: Annotated[
+        float | None, typer.Option(metavar="PCT", help="Exit with 1 when a card's mean SM active is below this.")
+    ] = None,
+    json: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the summary (or the one reading) as JSON; - is stdout.")
+    ] = None,
+    csv: Annotated[str | None, typer.Option(metavar="FILE", help="Write a row a sample; - is stdout.")] = None,
+    record: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Record every sample into this new folder.")
+    ] = None,
+    replay: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Show a recording instead of this machine.")
+    ] = None,
+    speed: Annotated[
+        float | None, typer.Option(metavar="TIMES", help="How fast to play a recording in the live view. Default: 1.")
+    ] = None,
+) -> None:
+    """See what the GPU really does: live, or over a while with a verdict.
+
+    GPU-Util says only that some kernel was there. Here you see what share of the card really worked (SM active), how
+    it swings, and whether the CPU, the disk or the loader's workers hold it up.
+
+    In a terminal this is a live view; q ends it with a summary. Piped or with --duration it prints a line a sample.
+    """
+    from flatout.top.session import TopOptions, run
+
+    run(
+        TopOptions(
+            interval_s=interval,
+            duration_s=duration,
+            once=once,
+            gpus=tuple(gpu) if gpu else None,
+            pids=tuple(pid or ()),
+            json_to=json,
+            csv_to=csv,
+            record_to=record,
+            replay_from=replay,
+            speed=speed,
+            target=target,
+            fail_below_pct=fail_below,
+        )
+    )

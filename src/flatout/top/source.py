@@ -1,0 +1,157 @@
+"""Where samples come from: the machine now, or a recording. Both look the same to the rest of `flatout top`."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from flatout.errors import TraceError, UsageError
+from flatout.trace import RunInfo, Sample, read
+
+__all__ = ["Live", "Reader", "Replay", "Source", "Stop"]
+
+PULSE_EVERY_S = 0.125
+
+
+class Stop:
+    """Asks a loop to end, or to hold. Plain flags: a signal handler may set them at any moment; a lock could jam."""
+
+    def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.asked = False
+        self.held = False
+        self._sleep = sleep
+
+    def wait(self, seconds: float) -> bool:
+        """Let at most a pulse's time pass; True when one should end."""
+        if not self.asked and seconds > 0:
+            self._sleep(min(seconds, PULSE_EVERY_S))
+        return self.asked
+
+
+class Reader(Protocol):
+    """What a hardware sampler must do; `flatout.sense.hardware.Sampler` does."""
+
+    notes: list[str]
+
+    def read(self) -> Sample:
+        """Everything since the last read."""
+
+    def pulse(self) -> None:
+        """Look at the cards' activity."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+class Source(Protocol):
+    """A stream of samples, and what one must know to read them."""
+
+    info: RunInfo
+
+    @property
+    def notes(self) -> list[str]:
+        """What a person should know about these samples."""
+
+    def samples(self, stop: Stop) -> Iterator[Sample]:
+        """The samples, as they come."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+class Live:
+    """This machine: a sample every `interval_s`, pulses in between."""
+
+    def __init__(
+        self,
+        sampler: Reader,
+        *,
+        interval_s: float,
+        duration_s: float | None,
+        cores_allowed: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sampler = sampler
+        self._interval_s = interval_s
+        self._duration_s = duration_s
+        self._clock = clock
+        self.info = RunInfo(
+            name="top",
+            host=socket.gethostname(),
+            started_unix_s=time.time(),
+            started_s=clock(),
+            facts={"cores_allowed": cores_allowed, "interval_s": interval_s},
+        )
+
+    @property
+    def notes(self) -> list[str]:
+        """What the sampler could not read."""
+        return self._sampler.notes
+
+    def samples(self, stop: Stop) -> Iterator[Sample]:
+        """A sample an interval, until the duration is over or one is asked to stop."""
+        self._sampler.read()  # rates need a start
+        start_s = self._clock()
+        due_s = start_s + self._interval_s
+        last_s = start_s + self._duration_s if self._duration_s is not None else float("inf")
+        while not stop.wait(due_s - self._clock()):
+            if self._clock() < due_s:
+                self._sampler.pulse()
+                continue
+            yield self._sampler.read()
+            if self._clock() + self._interval_s / 2 > last_s:
+                return
+            due_s = max(due_s + self._interval_s, self._clock())  # a machine that fell behind does not hurry after
+
+    def close(self) -> None:
+        """Let go of the driver."""
+        self._sampler.close()
+
+
+class Replay:
+    """A recording, at `speed` times its own pace, or all at once."""
+
+    def __init__(self, folder: Path, *, gpus: tuple[int, ...] | None, speed: float | None) -> None:
+        trace = read(folder)
+        if len(trace.machines) > 1:
+            names = ", ".join(info.host for info in trace.machines)
+            raise UsageError(
+                f"{folder} holds {len(trace.machines)} machines ({names}): keep one hardware-*.jsonl in it"
+            )
+        if not any(trace.samples.values()):
+            raise TraceError(f"{folder} holds no hardware samples: nothing to replay")
+        self.info = trace.machines[0]
+        self.notes = [note.text for note in trace.notes]
+        self._samples = trace.samples[self.info.host]
+        self._speed = speed
+        if gpus is not None:
+            self._samples = tuple(_only(sample, gpus) for sample in self._samples)
+            there = {gpu.index for sample in self._samples for gpu in sample.gpus}
+            missing = [index for index in gpus if index not in there]
+            if missing:
+                raise UsageError(f"there is no GPU {missing[0]} in {folder}")
+
+    def samples(self, stop: Stop) -> Iterator[Sample]:
+        """The recorded samples, in order."""
+        for sample in self._samples:
+            if self._speed is not None and self._pass(sample.interval_s / self._speed, stop):
+                return
+            yield sample
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _pass(self, seconds: float, stop: Stop) -> bool:
+        end_s = time.monotonic() + seconds
+        while stop.held or time.monotonic() < end_s:
+            if stop.wait(PULSE_EVERY_S if stop.held else end_s - time.monotonic()):
+                return True
+        return stop.asked
+
+
+def _only(sample: Sample, gpus: tuple[int, ...]) -> Sample:
+    return dataclasses.replace(sample, gpus=tuple(gpu for gpu in sample.gpus if gpu.index in gpus))
