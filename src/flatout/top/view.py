@@ -1,0 +1,279 @@
+"""The live view. It only draws: samples come from a thread of its own, and `panels` says what stands where."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal
+from textual.events import Resize
+from textual.message import Message
+from textual.theme import Theme
+from textual.widgets import Footer, Static
+
+from flatout.top import panels
+from flatout.top.draw import DARK, LIGHT, Palette
+from flatout.top.panels import Drawing, Scene
+from flatout.top.source import Source, Stop
+from flatout.top.summary import summarize
+from flatout.top.text import duration_text
+from flatout.top.verdict import Verdict
+from flatout.trace import Sample
+
+__all__ = ["TopView"]
+
+KEPT_SAMPLES = 600
+VERDICT_OVER_S = 60.0
+VERDICT_EVERY_S = 1.0
+TALL_LINES = 36
+
+_THEMES = {
+    True: Theme(
+        name="flatout-dark",
+        primary=DARK.cool,
+        accent=DARK.work,
+        foreground="#c9d1d9",
+        background="#0d1117",
+        surface="#0d1117",
+        panel="#161b22",
+        dark=True,
+    ),
+    False: Theme(
+        name="flatout-light",
+        primary=LIGHT.cool,
+        accent=LIGHT.work,
+        foreground=LIGHT.bold,
+        background="#ffffff",
+        surface="#ffffff",
+        panel="#eaeef2",
+        dark=False,
+    ),
+}
+
+
+class TopView(App[None]):
+    """`flatout top` in a terminal."""
+
+    CSS = """
+    Screen { background: $background; color: $foreground; }
+    #title, #verdict { height: 1; padding: 0 1; }
+    .panel {
+        border: round $primary 50%; border-title-color: $foreground; border-title-style: bold;
+        border-subtitle-color: $foreground 70%; padding: 0 1;
+    }
+    #cards { height: 10; }
+    #middle { height: 5; }
+    #cpu, #storage { width: 1fr; height: 100%; }
+    #processes { height: 1fr; }
+    .tall #cards { height: 1fr; }
+    .tall #middle { height: 9; }
+    .tall #processes { height: auto; }
+    .hostonly #cards { height: 3; }
+    .hostonly #middle { height: 1fr; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "leave", "Quit"),
+        Binding("ctrl+c", "leave", "Quit", show=False, priority=True),
+        Binding("p,space", "hold", "Pause", key_display="p"),
+        Binding("t", "light_or_dark", "Light/dark"),
+        Binding("right,tab", "next_card(1)", "Next card", key_display="→"),
+        Binding("left,shift+tab", "next_card(-1)", "Card before", key_display="←", show=False),
+    ]
+    ENABLE_COMMAND_PALETTE = False
+
+    class Taken(Message):
+        """A sample came in."""
+
+        def __init__(self, sample: Sample) -> None:
+            super().__init__()
+            self.sample = sample
+
+    class Ended(Message):
+        """No more samples will come."""
+
+    def __init__(self, *, source: Source, stop: Stop, take: Callable[[Sample], None]) -> None:
+        # Textual answers NO_COLOR with shades of grey; told to use the terminal's own colours, it leaves all out.
+        super().__init__(ansi_color=True if os.environ.get("NO_COLOR") else None)
+        self.samples: deque[Sample] = deque(maxlen=KEPT_SAMPLES)
+        self.card = 0
+        self.ended = False
+        self._source = source
+        self._stop = stop
+        self._take = take
+        self._problem: BaseException | None = None
+        self._thread = threading.Thread(target=self._measure, name="flatout-top", daemon=True)
+        self._cards = 0
+        self._verdict: Verdict | None = None
+        self._verdict_s = 0.0
+
+    def show(self) -> None:
+        """Draw until the person has seen enough."""
+        self.run()
+        if self._problem is not None:
+            raise self._problem
+
+    def compose(self) -> ComposeResult:
+        """The panels, from top to bottom."""
+        yield Static(id="title")
+        yield Static("waiting for the first sample …", id="verdict")
+        yield _Panel(panels.cards, id="cards")
+        with Horizontal(id="middle"):
+            yield _Panel(panels.cpu, id="cpu")
+            yield _Panel(panels.storage, id="storage")
+        yield _Panel(panels.processes, id="processes")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        """Set the colours, start measuring."""
+        for theme in _THEMES.values():
+            self.register_theme(theme)
+        self.theme = _THEMES[not _terminal_is_light()].name
+        self._thread.start()
+
+    def on_unmount(self) -> None:
+        """End the measuring, however the view came to its end."""
+        self._stop.asked = True
+        self._thread.join()
+
+    def on_resize(self, event: Resize) -> None:
+        """Give the panels more room where there is more."""
+        self.screen.set_class(event.size.height >= TALL_LINES, "tall")
+        self.call_after_refresh(self._draw)
+
+    def on_top_view_taken(self, message: Taken) -> None:
+        """Draw a new sample."""
+        self.samples.append(message.sample)
+        if not self._stop.held:
+            self._draw()
+
+    def on_top_view_ended(self) -> None:
+        """A recording stays on the screen at its end; anything else is over."""
+        self.ended = True
+        if self._stop.asked or self._problem is not None:
+            self.exit()
+        self._draw()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """There is a next card only where there are several."""
+        return action != "next_card" or self._cards > 1
+
+    def action_leave(self) -> None:
+        """End the view."""
+        self._stop.asked = True
+        self.exit()
+
+    def action_hold(self) -> None:
+        """Hold the picture, and a recording; measuring goes on."""
+        self._stop.held = not self._stop.held
+        self._draw()
+
+    def action_next_card(self, step: int) -> None:
+        """Look at another card."""
+        self.card = (self.card + step) % self._cards
+        self._draw()
+
+    def action_light_or_dark(self) -> None:
+        """Change the colours."""
+        self.theme = _THEMES[not self.current_theme.dark].name
+        self._draw()
+
+    def _measure(self) -> None:
+        try:
+            for sample in self._source.samples(self._stop):
+                self._take(sample)
+                self.post_message(self.Taken(sample))
+        except BaseException as problem:  # `show` raises it again, once the terminal is a terminal again
+            self._problem = problem
+        finally:
+            self.post_message(self.Ended())
+
+    @property
+    def _palette(self) -> Palette:
+        return DARK if self.current_theme.dark else LIGHT
+
+    def _draw(self) -> None:
+        if not self.samples:
+            return
+        now = self.samples[-1]
+        self.card = min(self.card, max(0, len(now.gpus) - 1))
+        cores_allowed = self._source.info.facts.get("cores_allowed")
+        scene = Scene(
+            samples=self.samples,
+            card=self.card,
+            palette=self._palette,
+            cores_allowed=cores_allowed,
+            notes=self._source.notes,
+        )
+        self.screen.set_class(not now.gpus, "hostonly")
+        self.query_one("#title", Static).update(self._title())
+        self.query_one("#verdict", Static).update(self._verdict_line(cores_allowed))
+        for panel in self.query(_Panel):
+            panel.show(scene)
+        if self.screen.has_class("tall"):
+            most = self.size.height * 2 // 5
+            self.query_one("#processes").styles.height = min(panels.process_count(now) + 2, most)
+        if len(now.gpus) != self._cards:
+            self._cards = len(now.gpus)
+            self.refresh_bindings()
+
+    def _title(self) -> Text:
+        palette, info = self._palette, self._source.info
+        now = self.samples[-1]
+        elapsed_s = now.time_s - info.started_s
+        text = Text.assemble(("flatout top", f"bold {palette.work}"), (f"  {info.host}", f"bold {palette.bold}"))
+        text.append(f"  every {self.samples[0].interval_s:.2g} s, {duration_text(elapsed_s)} so far", palette.dim)
+        state = "END OF THE RECORDING" if self.ended else "PAUSED" if self._stop.held else ""
+        clock = time.strftime("%H:%M:%S", time.localtime(info.started_unix_s + elapsed_s))
+        room = max(0, self.size.width - 2 - text.cell_len)
+        text.append(f"  {state}  {clock}".rjust(room), f"bold {palette.warm}" if state else palette.dim)
+        return _cut(text, self.size.width - 2)
+
+    def _verdict_line(self, cores_allowed: float | None) -> Text:
+        """The verdict on the last minute."""
+        now_s = self.samples[-1].time_s
+        if self._verdict is None or now_s - self._verdict_s >= VERDICT_EVERY_S:
+            recent = [sample for sample in self.samples if now_s - sample.time_s < VERDICT_OVER_S]
+            self._verdict, self._verdict_s = summarize(recent, cores_allowed=cores_allowed).verdict, now_s
+        palette = self._palette
+        colours = {
+            "healthy": palette.work,
+            "no GPU": palette.dim,
+            "idle": palette.dim,
+            "not enough samples": palette.dim,
+        }
+        word, reason = self._verdict.word, self._verdict.reason
+        text = Text.assemble((word, f"bold {colours.get(word, palette.warm)}"), (f"  {reason}", palette.dim))
+        return _cut(text, self.size.width - 2)
+
+
+class _Panel(Static):
+    """A framed part of the screen, drawn anew for each scene in the size it has."""
+
+    def __init__(self, draw: Callable[[Scene, int, int], Drawing], *, id: str) -> None:
+        super().__init__(id=id, classes="panel")
+        self._draw_scene = draw
+
+    def show(self, scene: Scene) -> None:
+        """Draw this scene."""
+        width, height = self.content_size
+        drawing = self._draw_scene(scene, width, height)
+        self.border_title, self.border_subtitle = drawing.title, drawing.subtitle
+        self.update(Text("\n").join(_cut(line, width) for line in drawing.lines[:height]))
+
+
+def _cut(line: Text, width: int) -> Text:
+    line.no_wrap = True
+    line.truncate(width, overflow="ellipsis")
+    return line
+
+
+def _terminal_is_light() -> bool:
+    """Some terminals say so: COLORFGBG is `foreground;background`, and 7 and 15 are the light ones."""
+    return os.environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")
