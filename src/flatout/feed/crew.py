@@ -1,0 +1,203 @@
+"""The workers as the parent sees them: who is there, what each has to do, and who has just died.
+
+A worker's death is the end of its wire, whatever the cause. Its board then says which task and which sample it was at.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from socket import socket
+from typing import Any
+
+from flatout.feed import wire
+from flatout.feed.nursery import Starter, starter_for
+from flatout.feed.slots import Slot
+from flatout.feed.table import Part
+from flatout.feed.worker import Birth, NewSlot, OldSlot, Recipe
+
+__all__ = ["Assignment", "Crew", "Hand"]
+
+
+@dataclass(slots=True)
+class Assignment:
+    """A part given to a worker, and the slot it may write to until it answers."""
+
+    part: Part
+    slot: Slot | None
+
+
+@dataclass(slots=True, eq=False)
+class Hand:
+    """One worker. `post` is the number that user code sees where numbers have a meaning, else 0."""
+
+    number: int
+    post: int
+    wire: socket
+    board: memoryview
+    tasks: dict[int, Assignment] = field(default_factory=dict)
+    slots: set[int] = field(default_factory=set)
+    retiring: bool = False
+    answered: bool = False
+    hung: bool = False
+    pid: int | None = None
+    seen: tuple[int, int] = (0, 0)
+    seen_at: float = 0.0
+
+    def at(self) -> tuple[int, int]:
+        """The ticket and the row it is at, or was at when it died."""
+        return self.board[0], self.board[1]
+
+
+class Crew:
+    """All workers of one loader."""
+
+    def __init__(self, recipe: Recipe, context: Any) -> None:
+        self._recipe = recipe
+        self._context = context
+        self._starter: Starter | None = None
+        self._hands: dict[int, Hand] = {}  # by the descriptor of the wire
+        self._poll = select.poll()
+        self._hired = 0
+        self._ends: dict[int, int] = {}  # worker number: exit status
+
+    def __iter__(self) -> Iterator[Hand]:
+        return iter(self._hands.values())
+
+    def __len__(self) -> int:
+        return len(self._hands)
+
+    def hire(self, birth: Birth) -> Hand:
+        """One more worker."""
+        self._hired += 1
+        try:
+            near = self._start().start(self._hired)
+        except OSError:  # the nursery died unnoticed
+            self._starter = None
+            near = self._start().start(self._hired)
+        near.setblocking(False)
+        board = wire.memory_file(16)
+        try:
+            hand = Hand(self._hired, birth.number, near, memoryview(mmap.mmap(board, 16)).cast("q"))
+            self._hands[near.fileno()] = hand
+            self._poll.register(near, select.POLLIN)
+            self.tell(hand, birth, board)
+        finally:
+            os.close(board)
+        return hand
+
+    def ready(self) -> None:
+        """Have the nursery forked now, while the caller is where stock would fork."""
+        self._start()
+
+    def _start(self) -> Starter:
+        if self._starter is None or not self._starter.alive():
+            if self._starter is not None:
+                self._starter.close()
+            self._starter = starter_for(self._recipe, self._context)
+        return self._starter
+
+    def tell(self, hand: Hand, message: object, *fds: int) -> bool:
+        """Send; False when the worker's wire is full. That of a dead one swallows the message: its end comes next."""
+        try:
+            wire.send(hand.wire, message, fds)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True
+
+    def show(self, hand: Hand, slot: Slot) -> bool:
+        """Make sure that a worker has a slot's memory."""
+        if slot.number not in hand.slots:
+            if not self.tell(hand, NewSlot(slot.number), slot.fd):
+                return False
+            hand.slots.add(slot.number)
+        return True
+
+    def forget(self, slots: list[Slot]) -> None:
+        """Have every worker let go of slots that are closed."""
+        for slot in slots:
+            for hand in self:
+                if slot.number in hand.slots:
+                    hand.slots.discard(slot.number)
+                    self.tell(hand, OldSlot(slot.number))
+
+    def listen(self, timeout_s: float) -> list[tuple[Hand, Any, list[int]]]:
+        """What workers said; a message of None is a worker's death. Waits for the first for `timeout_s`."""
+        heard: list[tuple[Hand, Any, list[int]]] = []
+        for descriptor, _ in self._poll.poll(timeout_s * 1000):
+            hand = self._hands[descriptor]
+            try:
+                while True:
+                    message, fds = wire.receive(hand.wire, wait=False)
+                    hand.answered = True
+                    heard.append((hand, message, fds))
+            except BlockingIOError:
+                pass
+            except (EOFError, OSError):
+                heard.append((hand, None, []))
+                self._part_with(hand)
+        return heard
+
+    def dismiss(self, hand: Hand) -> None:
+        """Let a worker go; it ends by itself when it sees its wire closed."""
+        self._part_with(hand)
+
+    def kill(self, hand: Hand) -> None:
+        """End a worker that no longer answers."""
+        if self._starter is not None:
+            self._starter.kill(hand.number)
+
+    def news(self) -> None:
+        """Take in births and exits."""
+        if self._starter is None:
+            return
+        by_number = {hand.number: hand for hand in self}
+        for event in self._starter.events():
+            if event.status is not None:
+                self._ends[event.worker] = event.status
+            elif event.worker in by_number:
+                by_number[event.worker].pid = event.pid
+
+    def cause_of_death(self, hand: Hand, patience_s: float = 0.5) -> str:
+        """In words, how a worker ended."""
+        deadline = time.monotonic() + patience_s
+        self.news()
+        while hand.number not in self._ends and time.monotonic() < deadline:
+            time.sleep(0.005)
+            self.news()
+        status = self._ends.get(hand.number)
+        if status is None:
+            return "was lost"
+        if status >= 0:
+            return f"exited with code {status}"
+        try:
+            return f"was killed by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"was killed by signal {-status}"
+
+    def pids(self) -> list[int]:
+        """Process ids of the living workers that have reported theirs."""
+        self.news()
+        return [hand.pid for hand in self if hand.pid is not None]
+
+    def close(self) -> None:
+        for hand in list(self):
+            self._part_with(hand)
+        if self._starter is not None:
+            self._starter.close()
+            self._starter = None
+
+    def _part_with(self, hand: Hand) -> None:
+        descriptor = hand.wire.fileno()
+        if descriptor in self._hands and self._hands[descriptor] is hand:
+            del self._hands[descriptor]
+            self._poll.unregister(descriptor)
+            wire.keep_from_children(descriptor, False)
+            hand.wire.close()

@@ -1,0 +1,572 @@
+"""One loader's feed: hands out the parts of batches, takes in results, redoes what died, and keeps the order.
+
+It is driven by the consumer alone: there is no thread. Enough work for the time of a training step lies with the
+workers whenever a batch is handed over, so they go on while the parent is away.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import default_collate
+
+from flatout.budget import Budget
+from flatout.feed import packing
+from flatout.feed.bad import BadSample, BadSampleError, name_of, out_of_memory_kills
+from flatout.feed.controller import Controller, Observation
+from flatout.feed.crew import Assignment, Crew, Hand
+from flatout.feed.randomness import CHUNK, Key
+from flatout.feed.slots import Slots
+from flatout.feed.table import Batch, Layout, Part, cut
+from flatout.feed.worker import Birth, Cancel, Done, Ended, Failed, NewEpoch, Recipe, Task
+
+__all__ = ["Account", "Epoch", "Feed", "Post", "all_feeds"]
+
+log = logging.getLogger("flatout.feed")
+
+LETHAL = 4  # workers that have to die over a sample before it is blamed
+STILLBORN = 50  # workers in a row that die without having answered at all
+WORTH_CUTTING_S = 0.03  # a batch that takes a worker less is not divided
+PIECE_S = 0.01
+WINDOW_S, WINDOW_BATCHES = 1.0, 8
+
+_feeds: weakref.WeakSet[Feed] = weakref.WeakSet()  # of this process: they share its cores
+
+
+@dataclass(slots=True, eq=False)
+class Post:
+    """A worker number with a meaning: where its stream of random numbers or of data has got to."""
+
+    number: int
+    hand: Hand | None = None
+    active: bool = True
+    birth: Birth | None = None  # what a successor is told
+    random_state: Any = None  # the latest known
+
+
+@dataclass(slots=True, kw_only=True)
+class Epoch:
+    """One pass over the data."""
+
+    key: Key
+    pull: Callable[[], Any]  # the next batch's indices, or StopIteration
+    ahead: int | None  # how many batches may be pulled before they are asked for; None: the feed decides
+    in_order: bool = True
+    next_number: int = 0
+    exhausted: bool = False
+
+
+@dataclass(slots=True)
+class _Window:
+    since: float
+    batches: int = 0
+    waited_s: float = 0.0
+    busy_s: float = 0.0
+    cpu_s: float = 0.0
+    memory_kills: int = 0
+
+
+@dataclass(slots=True)
+class Account:
+    """What became of a loader so far."""
+
+    batches: int = 0
+    waited_s: float = 0.0
+    deaths: int = 0
+    redone: int = 0
+    drew: bool = False
+    bad: list[BadSample] = field(default_factory=list)
+    slowest_s: float = 0.0
+    busy_s: float = 0.0
+
+    def tiny(self, batch_s: float) -> bool:
+        """Whether batches are seen to take the workers less than that."""
+        return self.batches >= 8 and self.busy_s / self.batches < batch_s
+
+
+class Feed:
+    """Workers, slots and the table of one loader, kept from epoch to epoch."""
+
+    def __init__(
+        self, recipe: Recipe, context: Any, budget: Budget, *, workers: int, page_locked: bool, hang_timeout: float
+    ) -> None:
+        self.recipe = recipe
+        self.crew = Crew(recipe, context)
+        self.slots = Slots(budget.memory_available_bytes // 8, page_locked=page_locked)
+        self.account = Account()
+        self.pid = os.getpid()
+        self.closed = False
+        self._bound = recipe.streams
+        self._budget = budget
+        self._hang_timeout = hang_timeout
+        self._controller = Controller(workers, cores=budget.cores_allowed)
+        self.posts = [Post(number) for number in range(recipe.declared)] if self._bound else []
+        self._turn = 0
+        self._table: deque[Batch] = deque()
+        self._waiting: deque[Part] = deque()
+        self._epoch: Epoch | None = None
+        self._tickets = 0
+        self._layout: Layout | None = None
+        self._misfits = 0
+        self._cuttable = (
+            not self._bound
+            and recipe.auto_collation
+            and recipe.collate_fn is default_collate
+            and not getattr(recipe.dataset, "__getitems__", None)
+            and packing.splits()
+        )
+        self._row_s = 0.0
+        self._window = _Window(time.monotonic())
+        self._used_at = time.monotonic()
+        self._stillborn = 0
+        self._memory_kills = out_of_memory_kills()
+        _feeds.add(self)
+
+    # --- epochs -----------------------------------------------------------------------------------------------------
+
+    def begin(self, epoch: Epoch, births: list[Birth] | None = None, *, turn: int = 0) -> None:
+        """Start a pass. `births` tells numbered workers where to begin; without it those of the last pass go on."""
+        self.leave()
+        self._epoch = epoch
+        self._turn = turn
+        if self._bound:
+            for post in self.posts:
+                post.active = True
+                if births is not None:
+                    if post.hand is not None:
+                        self.crew.dismiss(post.hand)
+                        post.hand = None
+                    post.birth = births[post.number]
+                elif self.recipe.iterable and post.hand is not None and post.birth is not None:
+                    post.birth = Birth(post.number, post.birth.base_seed, post.random_state)
+                    self.crew.tell(post.hand, NewEpoch())
+            for post in self.posts:
+                self._man(post)
+        self._window = _Window(time.monotonic())
+        self._scale()
+        self.fill()
+
+    def leave(self) -> None:
+        """Give up what is left of the present pass; workers and slots stay."""
+        for batch in self._table:
+            self._drop(batch)
+        self._table.clear()
+        self._waiting.clear()
+        self._epoch = None
+
+    def close(self) -> None:
+        """End all workers and give all memory back. In a forked child, leave them to the parent."""
+        if self.closed or os.getpid() != self.pid:
+            return
+        self.closed = True
+        _feeds.discard(self)
+        self.leave()
+        self.crew.close()
+        self.slots.close()
+
+    def _drop(self, batch: Batch) -> None:
+        batch.dropped = True
+        if not self._bound:  # stock's workers finish what they were sent, and their random streams with it
+            self._call_off(batch)
+        self._let_go(batch)
+
+    def _call_off(self, batch: Batch) -> None:
+        for hand in self.crew:
+            for ticket, assignment in hand.tasks.items():
+                if assignment.part.batch is batch:
+                    self.crew.tell(hand, Cancel(ticket))
+
+    def _let_go(self, batch: Batch) -> None:
+        batch.release()
+        if batch.slot is not None:
+            batch.slot.writers -= 1
+            self.slots.give_back(batch.slot)
+            batch.slot = None
+
+    __del__ = close
+
+    # --- the consumer's side ----------------------------------------------------------------------------------------
+
+    def next(self, timeout_s: float) -> Batch | None:
+        """The next finished batch, None at the end; refills what it leaves behind."""
+        began = time.monotonic()
+        self._used_at = began
+        self.slots.collect()
+        self._hear(0)
+        batch = self._finished()
+        while batch is None:
+            self.fill()
+            if not self._table:
+                return None
+            waited = time.monotonic() - began
+            if timeout_s and waited >= timeout_s:
+                raise RuntimeError(f"DataLoader timed out after {timeout_s:g} seconds")
+            self._steal()
+            self._hear(min(1.0, timeout_s - waited) if timeout_s else 1.0)
+            self._look_for_hung()
+            batch = self._finished()
+        self._table.remove(batch)
+        self._note_wait(time.monotonic() - began)
+        self.fill()
+        return batch
+
+    def _finished(self) -> Batch | None:
+        assert self._epoch is not None
+        if not self._table:
+            return None
+        if self._epoch.in_order:
+            return self._table[0] if self._table[0].finished else None
+        return next((batch for batch in self._table if batch.finished), None)
+
+    def fill(self) -> None:
+        """Pull indices as far ahead as is allowed, and see that every part waiting is with a worker."""
+        epoch = self._epoch
+        assert epoch is not None
+        ahead = epoch.ahead or self._depth()
+        while not epoch.exhausted and len(self._table) < ahead:
+            post = self._next_post()
+            if post is None:
+                break
+            try:
+                indices = epoch.pull()
+            except StopIteration:
+                epoch.exhausted = True
+                break
+            batch = Batch(epoch.next_number, indices, post)
+            epoch.next_number += 1
+            self._cut(batch)
+            self._table.append(batch)
+            self._waiting.extend(batch.parts)
+        for _ in range(len(self._waiting)):
+            part = self._waiting.popleft()
+            if part.batch.dropped or part.finished:
+                continue
+            hand = self._choose(part)
+            if hand is None or not self._give(part, hand):
+                self._waiting.appendleft(part)
+                break
+
+    def _depth(self) -> int:
+        """Batches under way: enough for every worker, however few pieces a batch is cut into."""
+        pieces = max(1, len(self._table[-1].parts)) if self._table else 1
+        return max(3, round(self._controller.depth * self._controller.workers / pieces) + 1)
+
+    def _next_post(self) -> int | None:
+        """Whose turn it is, where workers have numbers: stock's order, round and round those that have data left."""
+        if not self._bound:
+            return 0
+        for _ in self.posts:
+            post = self.posts[self._turn % len(self.posts)]
+            self._turn += 1
+            if post.active:
+                return post.number
+        return None
+
+    def _cut(self, batch: Batch) -> None:
+        pieces = 1
+        if self._cuttable and self._layout is not None and self._misfits < 3:
+            rows = len(batch.indices)
+            seconds = rows * self._row_s
+            if rows <= self._layout.rows and rows > CHUNK and seconds > WORTH_CUTTING_S:
+                pieces = min(self._controller.workers, int(seconds / PIECE_S))
+        if pieces > 1:
+            batch.slot = self.slots.take()
+            if batch.slot is None:
+                pieces = 1
+            else:
+                batch.slot.writers += 1  # the batch's own hold on it, while parts come and go
+        cut(batch, pieces)
+
+    # --- handing out ------------------------------------------------------------------------------------------------
+
+    def _choose(self, part: Part) -> Hand | None:
+        if self._bound:
+            return self.posts[part.batch.post].hand
+        return min((hand for hand in self.crew if not hand.retiring), key=lambda hand: len(hand.tasks), default=None)
+
+    def _give(self, part: Part, hand: Hand, *, again: bool = False) -> bool:
+        assert self._epoch is not None
+        batch = part.batch
+        in_parts = len(batch.parts) > 1
+        if in_parts:
+            slot = None if again else batch.slot  # the first worker may yet write there
+        else:
+            slot = self.slots.take()
+        task = Task(
+            self._tickets + 1, self._epoch.key, batch.number, part.first_row, part.indices, part.leave_out,
+            slot.number if slot else None, self._layout.regions if in_parts and self._layout else None,
+        )  # fmt: skip
+        if (slot is not None and not self.crew.show(hand, slot)) or not self.crew.tell(hand, task):
+            if slot is not None and not in_parts:
+                self.slots.give_back(slot)
+            return False
+        self._tickets += 1
+        hand.tasks[self._tickets] = Assignment(part, slot)
+        part.given += 1
+        if slot is not None:
+            slot.writers += 1
+        return True
+
+    def _steal(self) -> None:
+        """Give what lies behind a slow sample to workers that have nothing to do."""
+        if self._bound or self._waiting:
+            return
+        for idle in [hand for hand in self.crew if not hand.tasks and not hand.retiring]:
+            stuck = [
+                (assignment.part.batch.number, ticket, hand, assignment.part)
+                for hand in self.crew
+                for ticket, assignment in list(hand.tasks.items())[1:]
+                if assignment.part.given == 1 and not assignment.part.finished and not assignment.part.batch.dropped
+            ]
+            if not stuck:
+                return
+            _, ticket, owner, part = min(stuck, key=lambda one: one[:2])
+            if self._give(part, idle, again=True):
+                self.crew.tell(owner, Cancel(ticket))
+
+    # --- taking in --------------------------------------------------------------------------------------------------
+
+    def _hear(self, timeout_s: float) -> None:
+        for hand, message, fds in self.crew.listen(timeout_s):
+            if message is None:
+                self._on_death(hand)
+                continue
+            self._stillborn = 0
+            assignment = hand.tasks.pop(message.ticket)
+            part, slot = assignment.part, assignment.slot
+            part.given -= 1
+            if slot is not None:
+                slot.writers -= 1
+            if self._bound:
+                self._track(self.posts[hand.post], part.batch, message)
+            wanted = not part.batch.dropped and not part.finished and part in part.batch.parts
+            if isinstance(message, Done):
+                fds = self._on_done(assignment, message, fds) if wanted else fds
+            elif wanted and isinstance(message, Failed):
+                part.problem = message.error
+            elif wanted and isinstance(message, Ended):
+                self._on_end(self.posts[hand.post])
+            elif wanted and not part.given:  # a cancelled part that turns out to be wanted
+                self._waiting.appendleft(part)
+            for fd in fds:
+                os.close(fd)
+            if slot is not None:
+                self.slots.give_back(slot)
+            if hand.retiring and not hand.tasks:
+                self.crew.dismiss(hand)
+
+    def _on_done(self, assignment: Assignment, done: Done, fds: list[int]) -> list[int]:
+        """Take a result in; the descriptors that are left to close."""
+        part, slot = assignment.part, assignment.slot
+        batch = part.batch
+        in_parts = len(batch.parts) > 1
+        if in_parts and slot is not None and done.misfit:
+            self._misfits += 1
+            self._remake_whole(batch)
+            return fds
+        if fds:
+            part.memory, fds = packing.map_file(fds[0]), fds[1:]
+        elif slot is not None and in_parts:
+            if batch.memory is None:
+                batch.memory = self.slots.lease(slot)
+            part.memory = batch.memory
+        elif slot is not None:
+            part.memory = self.slots.lease(slot)
+        part.done = done
+        self._learn(done, in_parts=in_parts, rows=done.timing.rows)
+        return fds
+
+    def _track(self, post: Post, batch: Batch, message: Done | Failed | Ended) -> None:
+        """Keep what a successor of this worker has to be told."""
+        assert post.birth is not None
+        if isinstance(message, Failed):
+            return
+        if message.random_state is not None:
+            post.random_state = message.random_state
+        if isinstance(message, Done) and not batch.dropped:
+            post.birth = _after(post.birth, message, post.random_state, replays=self.recipe.iterable)
+            batch.after = post.birth
+
+    def _learn(self, done: Done, *, in_parts: bool, rows: int) -> None:
+        timing = done.timing
+        self._window.busy_s += timing.wall_s
+        self.account.busy_s += timing.wall_s
+        self._window.cpu_s += timing.cpu_s
+        self.account.drew |= bool(done.drew)
+        self.account.slowest_s = max(self.account.slowest_s, timing.slowest_s)
+        per_row = timing.wall_s / max(1, timing.rows)
+        self._row_s = per_row if not self._row_s else 0.9 * self._row_s + 0.1 * per_row
+        if in_parts:
+            return
+        if done.needs > self.slots.size:
+            self._layout = None
+            self.crew.forget(self.slots.fit(done.needs))
+        elif self._cuttable and done.in_slot and (self._layout is None or self._layout.rows < rows):
+            self._layout = Layout.of(done, rows) or self._layout
+
+    def _remake_whole(self, batch: Batch) -> None:
+        """Parts that do not go together: let one worker make the batch, as stock would."""
+        self._call_off(batch)
+        self._let_go(batch)
+        cut(batch, 1)
+        self._waiting.appendleft(batch.parts[0])
+
+    def _on_end(self, post: Post) -> None:
+        post.active = False
+        for batch in [batch for batch in self._table if batch.post == post.number and not batch.finished]:
+            self._table.remove(batch)
+            self._drop(batch)
+
+    # --- deaths -----------------------------------------------------------------------------------------------------
+
+    def _on_death(self, hand: Hand) -> None:
+        self.account.deaths += 1
+        if not hand.answered:
+            self._stillborn += 1
+        kills = out_of_memory_kills()
+        self._window.memory_kills += max(0, kills - self._memory_kills)
+        self._memory_kills = kills
+        self._blame(hand)
+        for assignment in reversed(list(hand.tasks.values())):
+            part, slot = assignment.part, assignment.slot
+            part.given -= 1
+            if slot is not None:
+                slot.writers -= 1
+                self.slots.give_back(slot)
+            if part in part.batch.parts and not part.batch.dropped and not part.finished and not part.given:
+                self.account.redone += 1
+                self._waiting.appendleft(part)
+        hand.tasks.clear()
+        if self._stillborn >= STILLBORN:
+            raise RuntimeError(f"DataLoader workers die before their first batch: the last {self._cause(hand)}")
+        if self._bound:
+            post = self.posts[hand.post]
+            if post.hand is hand:
+                post.hand = None
+                if self._epoch is not None:
+                    self._man(post)
+        elif self._epoch is not None:
+            self._scale()
+
+    def _blame(self, hand: Hand) -> None:
+        """Count a death against the sample the worker was at, and give up on that one after a few."""
+        ticket, row = hand.at()
+        assignment = hand.tasks.get(ticket)
+        if assignment is None:
+            return
+        part = assignment.part
+        place = part.first_row + row if row >= 0 else -1
+        deaths = part.batch.deaths
+        deaths[place] = deaths.get(place, 0) + 1
+        if deaths[place] < LETHAL or part.finished:
+            return
+        index = part.indices if row < 0 or not self.recipe.auto_collation else part.indices[row]
+        cause = f"{LETHAL} workers died over it; the last one {self._cause(hand)}"
+        bad = BadSample(index=index, name=name_of(self.recipe.dataset, index) if row >= 0 else None, why=cause)
+        if self.recipe.skip_bad and row >= 0 and self.recipe.auto_collation:
+            self.account.bad.append(bad)
+            part.leave_out |= {row}
+        else:
+            part.problem = BadSampleError(bad)
+
+    def _cause(self, hand: Hand) -> str:
+        return f"stood still for over {self._hang_timeout:g} s" if hand.hung else self.crew.cause_of_death(hand)
+
+    def _look_for_hung(self) -> None:
+        now = time.monotonic()
+        for hand in self.crew:
+            at = hand.at()
+            if not hand.tasks or at != hand.seen or not hand.seen_at:
+                hand.seen, hand.seen_at = at, now
+                continue
+            assignment = hand.tasks.get(at[0])
+            before = sum(assignment.part.batch.deaths.values()) if assignment else 0
+            if now - hand.seen_at > self._hang_timeout * 2**before and not hand.hung:
+                hand.hung = True
+                self.crew.kill(hand)
+
+    # --- how many ---------------------------------------------------------------------------------------------------
+
+    def _man(self, post: Post) -> None:
+        if post.hand is None:
+            assert post.birth is not None
+            post.hand = self.crew.hire(post.birth)
+
+    def _scale(self) -> None:
+        """Bring the number of workers to what the controller wants."""
+        if self._bound:
+            return
+        assert self._epoch is not None
+        working = [hand for hand in self.crew if not hand.retiring]
+        for _ in range(self._controller.workers - len(working)):
+            self.crew.hire(Birth(0, self._epoch.key[0]))
+        for hand in sorted(working, key=lambda hand: len(hand.tasks))[: len(working) - self._controller.workers]:
+            hand.retiring = True
+            if not hand.tasks:
+                self.crew.dismiss(hand)
+
+    def _note_wait(self, waited_s: float) -> None:
+        window, now = self._window, time.monotonic()
+        window.batches += 1
+        window.waited_s += waited_s
+        self.account.batches += 1
+        self.account.waited_s += waited_s
+        seconds = now - window.since
+        if seconds < WINDOW_S or window.batches < WINDOW_BATCHES:
+            return
+        self._window = _Window(now)
+        self.crew.news()
+        if self._bound:
+            return
+        before = self._controller.workers
+        decision = self._controller.observe(
+            Observation(
+                seconds=seconds, batches=window.batches, waited_s=window.waited_s,
+                workers=sum(not hand.retiring for hand in self.crew), busy_s=window.busy_s, cpu_s=window.cpu_s,
+                cores=self._cores(now), memory_kills=window.memory_kills,
+            )
+        )  # fmt: skip
+        if decision.workers != before:
+            log.info("%d → %d workers: %s", before, decision.workers, decision.why)
+            self._scale()
+        self.crew.forget(self.slots.trim(keep=4))
+
+    def _cores(self, now: float) -> float:
+        """This loader's share of the cores: those that were in use lately divide them."""
+        others = sum(1 for feed in _feeds if feed is not self and now - feed._used_at < 5)
+        return max(1.0, self._budget.cores_allowed / (1 + others))
+
+    def resize(self, workers: int) -> None:
+        """Change the number of workers now (the controller goes on from there)."""
+        self._controller.workers = workers
+        if self._epoch is not None:
+            self._scale()
+
+    @property
+    def workers(self) -> int:
+        """How many workers are wanted at present."""
+        return len(self.posts) if self._bound else self._controller.workers
+
+    @property
+    def why(self) -> str:
+        """Why that many."""
+        return "as declared: their number has a meaning" if self._bound else self._controller.why
+
+
+def _after(birth: Birth, done: Done, random_state: Any, *, replays: bool) -> Birth:
+    """What a successor has to be told when this worker dies after the batch it has just finished."""
+    if replays and done.data_state is None:  # from the beginning of the pass, with the state of that time
+        return birth._replace(replay=birth.replay + 1, checksum=done.checksum)
+    return birth._replace(random_state=random_state or birth.random_state, data_state=done.data_state)
+
+
+def all_feeds() -> list[Feed]:
+    """The feeds of this process."""
+    return list(_feeds)

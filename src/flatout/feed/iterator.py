@@ -1,0 +1,164 @@
+"""The iterator a training loop sees: stock's, as far as the loop and the main process's random stream can tell.
+
+It draws what stock draws when it is made (the sampler's iterator, the base seed), asks the sampler for indices no
+earlier than stock would wherever that could be noticed, and leaves the making of batches to the loader's `Feed`.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
+from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data.dataloader import DataLoader as StockLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from flatout.feed import randomness
+from flatout.feed.bad import BadSample, name_of
+from flatout.feed.feed import Epoch, Feed
+from flatout.feed.table import Batch
+from flatout.feed.worker import Birth
+
+__all__ = ["FeedIterator", "Position"]
+
+
+@dataclass(slots=True, eq=False)
+class Position:
+    """How far a pass over the data has got, and what it takes to come back here."""
+
+    base_seed: int
+    epoch: int
+    random: dict[str, Any]  # before the sampler drew anything for this pass
+    generators: list[torch.Tensor]
+    yielded: int = 0
+    finished: bool = False
+    births: collections.deque[tuple[int, list[Birth | None]]] = field(
+        default_factory=lambda: collections.deque(maxlen=16)
+    )
+
+
+class FeedIterator(_BaseDataLoaderIter):
+    """One pass (with persistent workers: pass after pass) over a loader's batches."""
+
+    def __init__(self, loader: StockLoader[Any], feed: Feed, resume: dict[str, Any] | None = None) -> None:
+        super().__init__(loader)
+        self._feed = feed
+        self._prefetch_factor = loader.prefetch_factor or 2
+        self._in_order = getattr(loader, "in_order", True)
+        self._epoch_number = 0
+        self._generators = _generators_of(loader)
+        self._pure_sampler = _is_pure(loader)
+        if resume is not None:
+            self._base_seed = resume["base_seed"]
+            self._epoch_number = resume["epoch"]
+            randomness.restore(resume["random"])
+            for generator, state in zip(self._generators, resume["generators"], strict=True):
+                generator.set_state(state)
+        self._begin(loader, first=True, births=self._births(resume), skip=resume["yielded"] if resume else 0)
+
+    def _reset(self, loader: StockLoader[Any], first_iter: bool = False) -> None:
+        """Stock's way to say: persistent workers, next epoch."""
+        self._epoch_number += 1
+        self._begin(loader, first=False, births=None, skip=0)
+
+    def _begin(self, loader: StockLoader[Any], *, first: bool, births: list[Birth] | None, skip: int) -> None:
+        self.position = Position(
+            self._base_seed, self._epoch_number, randomness.capture(), [g.get_state() for g in self._generators]
+        )
+        if loader.num_workers > 0 or not first:  # stock with workers asks the sampler twice at the start
+            super()._reset(loader, first)
+        for _ in range(skip if not self._feed.recipe.iterable else 0):
+            next(self._sampler_iter)
+        self._num_yielded = self.position.yielded = skip
+        self._yielded_births: list[Birth | None] = [None] * len(self._feed.posts) if births is None else list(births)
+        ahead = None if self._pure_sampler else self._prefetch_factor * max(1, self._num_workers)
+        self._feed.begin(
+            Epoch(
+                key=(self._base_seed, self._epoch_number),
+                pull=functools.partial(next, self._sampler_iter),
+                ahead=ahead,
+                in_order=self._in_order,
+                next_number=skip,
+            ),
+            births,
+            turn=skip,
+        )
+
+    def _births(self, resume: dict[str, Any] | None) -> list[Birth] | None:
+        if not self._feed.posts:
+            return None
+        saved = resume["workers"] if resume else None
+        fresh = [Birth(post.number, self._base_seed) for post in self._feed.posts]
+        return fresh if saved is None else [new._replace(**old) if old else new for new, old in zip(fresh, saved)]
+
+    def _next_data(self) -> Any:
+        while True:
+            batch = self._feed.next(self._timeout)
+            if batch is None:
+                self.position.finished = True
+                raise StopIteration
+            self._step(batch)
+            problem = batch.problem()
+            if isinstance(problem, ExceptionWrapper):
+                problem.reraise()
+            if problem is not None:
+                raise problem
+            empty = self._note_bad(batch)
+            data = None if empty else batch.open()
+            batch.release()
+            if empty:
+                continue  # every sample of it is bad
+            return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
+
+    def _step(self, batch: Batch) -> None:
+        self.position.yielded += 1
+        if batch.after is not None:
+            self._yielded_births[batch.post] = batch.after
+            self.position.births.append((self.position.yielded, list(self._yielded_births)))
+
+    def _note_bad(self, batch: Batch) -> bool:
+        """Count samples that were left out; whether none is left."""
+        left_out = 0
+        for part in batch.parts:
+            assert part.done is not None
+            left_out += len(part.done.bad) + len(part.leave_out)
+            for row, why in part.done.bad:
+                index = part.indices[row]
+                name = name_of(self._feed.recipe.dataset, index)
+                self._feed.account.bad.append(BadSample(index=index, name=name, why=why))
+        return left_out > 0 and left_out == len(batch.indices)
+
+    def __del__(self) -> None:
+        feed = getattr(self, "_feed", None)
+        if feed is not None and os.getpid() == feed.pid and not feed.closed:
+            feed.leave()
+
+
+def _generators_of(loader: StockLoader[Any]) -> list[torch.Generator]:
+    """The generators a pass draws from, each once."""
+    found: list[torch.Generator] = []
+    for owner in (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)):
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator) and not any(generator is known for known in found):
+            found.append(generator)
+    return found
+
+
+def _is_pure(loader: StockLoader[Any]) -> bool:
+    """Whether asking the sampler early cannot be noticed: torch's own, which draw only when they are started."""
+
+    def pure(sampler: Any) -> bool:
+        if type(sampler) is BatchSampler:
+            return pure(sampler.sampler)
+        if type(sampler) is RandomSampler:
+            return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
+        return type(sampler) in (SequentialSampler, SubsetRandomSampler, DistributedSampler)
+
+    return pure(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)
+

@@ -1,0 +1,265 @@
+"""`DataLoader`: stock's, with the workers taken care of."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import multiprocessing
+from torch.utils.data import IterDataPipe, MapDataPipe, _DatasetKind
+from torch.utils.data.dataloader import DataLoader as StockLoader
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+
+from flatout import budget
+from flatout.feed import randomness
+from flatout.feed.feed import Feed, all_feeds
+from flatout.feed.fingerprint import fingerprint
+from flatout.feed.iterator import FeedIterator, Position
+from flatout.feed.worker import Recipe
+
+__all__ = ["DataLoader", "Options", "feed_of", "iterator_for"]
+
+log = logging.getLogger("flatout.feed")
+T_co = TypeVar("T_co", covariant=True)
+
+TINY_BATCH_S = 300e-6  # a batch made in less than this is made faster in the training process itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What our loader can do that stock's arguments do not say."""
+
+    workers: int | Literal["auto"] | None = None  # None: as many as the loader declares, to begin with
+    rng: Literal["position", "stock"] = "position"
+    on_bad_sample: Literal["raise", "skip"] = "raise"
+    hang_timeout: float = 600.0
+    page_locked: bool | None = None  # None: as the loader's pin_memory says
+
+
+class DataLoader(StockLoader[T_co]):
+    """`torch.utils.data.DataLoader`, with workers that tune themselves, keep order and survive each other.
+
+    Takes the same arguments. `num_workers` is where the number of workers starts, "auto" leaves it to us; 0 loads in
+    the training process, as in stock. `rng="stock"` keeps stock's random stream a worker. `on_bad_sample="skip"` leaves
+    samples out that raise or kill. A worker that stands still for `hang_timeout` seconds is replaced.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        num_workers: int | Literal["auto"] = "auto",
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        rng: Literal["position", "stock"] = "position",
+        on_bad_sample: Literal["raise", "skip"] = "raise",
+        hang_timeout: float = 600.0,
+        **stock: Any,
+    ) -> None:
+        for name, value, known in (
+            ("rng", rng, ("position", "stock")), ("on_bad_sample", on_bad_sample, ("raise", "skip")),
+        ):  # fmt: skip
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)} (got {value!r})")
+        self._options = Options(
+            workers="auto" if num_workers == "auto" else None,
+            rng=rng,
+            on_bad_sample=on_bad_sample,
+            hang_timeout=hang_timeout,
+        )
+        self._position: Position | None = None
+        self._resume: dict[str, Any] | None = None
+        super().__init__(
+            dataset, batch_size, shuffle, sampler, batch_sampler,
+            budget.measure().cores if num_workers == "auto" else num_workers,
+            collate_fn, pin_memory, drop_last, timeout, worker_init_fn, multiprocessing_context, generator, **stock,
+        )  # fmt: skip
+
+    def _get_iterator(self) -> Any:
+        resume, self._resume = self._resume, None
+        users_random = randomness.capture() if resume else None
+        iterator, reason = iterator_for(self, self._options, resume)
+        if iterator is None:
+            log.info("stock loader: %s", reason)
+            iterator = self._stock_iterator(reason, resume)
+        if users_random is not None:
+            randomness.restore(users_random)
+        return iterator
+
+    def __iter__(self) -> Any:
+        iterator = super().__iter__()
+        self._position = getattr(iterator, "position", None)
+        return iterator
+
+    def _stock_iterator(self, reason: str, resume: dict[str, Any] | None) -> Any:
+        if resume is not None:
+            raise RuntimeError(f"this loader cannot resume in mid-epoch: {reason}")
+        if reason is not _TINY:
+            return super()._get_iterator()
+        declared, self.num_workers = self.num_workers, 0
+        try:
+            return _SingleProcessDataLoaderIter(self)
+        finally:
+            self.num_workers = declared
+
+    def state_dict(self, *, behind: int = 0) -> dict[str, Any]:
+        """Where the present pass is; `behind` batches were fetched but not used yet."""
+        position = self._position
+        if position is None or position.finished:
+            return {"version": 1, "yielded": 0}
+        yielded = max(0, position.yielded - behind)
+        workers = next((births for at, births in reversed(position.births) if at <= yielded), None)
+        return {
+            "version": 1,
+            "yielded": yielded,
+            "base_seed": position.base_seed,
+            "epoch": position.epoch,
+            "random": position.random,
+            "generators": position.generators,
+            "workers": workers and [birth and birth._asdict() for birth in workers],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next `iter()` go on from there; the number of workers may be another."""
+        if state.get("version") != 1:
+            raise ValueError(f"not a state of this DataLoader (version {state.get('version')!r}, expected 1)")
+        self._resume = state if "base_seed" in state else None
+
+    @property
+    def feed(self) -> Feed | None:
+        """The workers behind this loader, once it was iterated: how many, why, and what happened to them."""
+        return feed_of(self)
+
+
+# --- building a feed from any stock loader ----------------------------------------------------------------------------
+
+_kept: weakref.WeakKeyDictionary[StockLoader[Any], _Kept] = weakref.WeakKeyDictionary()
+_TINY = "a batch takes less time to make than to hand over: loading in the training process"
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A loader's feed from epoch to epoch, and what it was built from."""
+
+    feed: Feed
+    shipped: int | None  # fingerprint of the dataset that the workers have
+    user: weakref.ref[FeedIterator] | None = None
+
+
+def iterator_for(
+    loader: StockLoader[Any], options: Options = Options(), resume: dict[str, Any] | None = None
+) -> tuple[FeedIterator | None, str]:
+    """Our iterator for any loader, or None and the reason why stock's has to do."""
+    reason = _why_not(loader, options)
+    if reason:
+        return None, reason
+    workers = loader.num_workers
+    if options.workers is not None or workers == 0:
+        workers = budget.measure().cores if options.workers in ("auto", None) else int(options.workers)
+    recipe = Recipe(
+        dataset=loader.dataset,
+        collate_fn=loader.collate_fn,
+        iterable=loader._dataset_kind == _DatasetKind.Iterable,
+        auto_collation=loader._auto_collation,
+        drop_last=loader.drop_last,
+        worker_init_fn=loader.worker_init_fn,
+        batch_size=loader.batch_size,
+        declared=loader.num_workers or workers,
+        streams=_numbered(loader, options),
+        skip_bad=options.on_bad_sample == "skip",
+    )
+    kept = _kept.get(loader)
+    if kept is not None and _is_tiny(kept.feed, options):
+        return None, _TINY
+    lone = kept is not None and kept.user is not None and _in_use(kept.user())
+    if lone or kept is None or kept.feed.closed or not _still_true(kept, recipe, loader):
+        shipped = fingerprint(loader.dataset)
+        feed = Feed(
+            recipe,
+            loader.multiprocessing_context,
+            budget.measure(),
+            workers=workers,
+            page_locked=_page_locked(loader, options),
+            hang_timeout=options.hang_timeout,
+        )
+        if kept is not None and not lone:
+            kept.feed.close()
+        kept = _Kept(feed, shipped)
+        if not lone:
+            _kept[loader] = kept
+    iterator = FeedIterator(loader, kept.feed, resume)
+    kept.user = weakref.ref(iterator)
+    return iterator, ""
+
+
+def feed_of(loader: StockLoader[Any]) -> Feed | None:
+    """The feed a loader has, if it was iterated through ours."""
+    kept = _kept.get(loader)
+    return kept.feed if kept is not None else None
+
+
+def _why_not(loader: StockLoader[Any], options: Options) -> str:
+    if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
+        return "this system has no memfd or pidfd"
+    if loader.num_workers == 0 and options.workers is None:
+        return "num_workers=0"
+    if loader.num_workers == 0 and _numbered(loader, options):
+        return "num_workers=0, and the workers' number has a meaning here"
+    if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
+        return "DataPipes share random seeds in a way of their own"
+    if multiprocessing.current_process().daemon:
+        return "a daemonic process may have no workers"
+    accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+    if loader.pin_memory and accelerator is not None and accelerator.type != "cuda":
+        return f"page-locked memory for {accelerator.type} is stock's business"
+    return ""
+
+
+def _numbered(loader: StockLoader[Any], options: Options) -> bool:
+    """Whether user code can tell workers apart, so that their number and stock's order of tasks are kept."""
+    return options.rng == "stock" or loader.worker_init_fn is not None or loader._dataset_kind == _DatasetKind.Iterable
+
+
+def _page_locked(loader: StockLoader[Any], options: Options) -> bool:
+    wanted = loader.pin_memory if options.page_locked is None else options.page_locked
+    return bool(wanted) and torch.cuda.is_available()
+
+
+def _in_use(iterator: FeedIterator | None) -> bool:
+    return iterator is not None and not iterator.position.finished
+
+
+def _still_true(kept: _Kept, recipe: Recipe, loader: StockLoader[Any]) -> bool:
+    """Whether the workers have what they would be given now. Persistent ones keep what they have, as in stock."""
+    had = kept.feed.recipe
+    if replace(had, dataset=None) != replace(recipe, dataset=None) or had.dataset is not recipe.dataset:
+        return False
+    if loader.persistent_workers:
+        return True
+    return kept.shipped is not None and kept.shipped == fingerprint(loader.dataset)
+
+
+def _is_tiny(feed: Feed, options: Options) -> bool:
+    account = feed.account
+    return options.workers == "auto" and not feed.posts and not account.drew and account.tiny(TINY_BATCH_S)
+
+
+@atexit.register
+def _close_all() -> None:
+    for feed in all_feeds():
+        feed.close()

@@ -1,0 +1,305 @@
+"""Where workers come from.
+
+    training process ──fork──► nursery (one thread, no CUDA) ──fork──► worker, worker, …      start method fork
+    training process ──the context's own Process──► worker                                   spawn, forkserver
+
+A replacement in mid-training must not be forked from a process with CUDA and threads in it, so a nursery with the
+dataset in its memory stands by. It ends with the training process (it watches its pidfd), and its workers end with it
+(`PR_SET_PDEATHSIG`): nothing survives a SIGKILL of any of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import warnings
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import multiprocessing
+
+from flatout.feed import wire, worker
+
+__all__ = ["Event", "Nursery", "Starter", "context_starter", "starter_for"]
+
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_fork_lock = threading.Lock()  # a fork between the making of a wire and its hand-over would keep the wire's far end
+
+
+class Event(NamedTuple):
+    """News of a worker: its pid at birth, its exit status (negative: a signal) at its end."""
+
+    worker: int
+    pid: int
+    status: int | None
+
+
+class Starter(Protocol):
+    """Starts workers, says what became of them, and ends them."""
+
+    def start(self, number: int) -> socket.socket: ...
+    def events(self) -> list[Event]: ...
+    def kill(self, number: int) -> None: ...
+    def close(self) -> None: ...
+    def alive(self) -> bool: ...
+
+
+def starter_for(recipe: worker.Recipe, context: Any) -> Starter:
+    """The way to start workers under a multiprocessing context (None: the process-wide one)."""
+    method = multiprocessing.get_start_method() if context is None else context.get_start_method()
+    if method == "fork":
+        return Nursery(recipe)
+    return context_starter(recipe, multiprocessing.get_context(method) if context is None else context)
+
+
+class Nursery:
+    """A small process that forks workers on demand; this is the training process's handle of it."""
+
+    def __init__(self, recipe: worker.Recipe) -> None:
+        with _fork_lock, _quiet_fork():
+            self._wire, far = wire.pair()
+            self._process = multiprocessing.get_context("fork").Process(
+                target=_nursery_main, args=(recipe, far, os.getpid()), daemon=True, name="flatout-nursery"
+            )
+            try:
+                self._process.start()
+            finally:
+                far.close()
+            self._wire.setblocking(False)
+            wire.keep_from_children(self._wire.fileno())
+        self.pid = self._process.pid
+
+    def start(self, number: int) -> socket.socket:
+        with _fork_lock:
+            near, far = wire.pair()
+            try:
+                wire.send(self._wire, ("fork", number), [far.fileno()])
+            except OSError:
+                near.close()
+                raise
+            finally:
+                far.close()
+            wire.keep_from_children(near.fileno())
+        return near
+
+    def events(self) -> list[Event]:
+        found = []
+        try:
+            while True:
+                message, _ = wire.receive(self._wire, wait=False)
+                found.append(message)
+        except (BlockingIOError, EOFError):
+            return found
+
+    def kill(self, number: int) -> None:
+        try:
+            wire.send(self._wire, ("kill", number))
+        except OSError:
+            pass  # a dead nursery has taken its workers with it
+
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    def close(self) -> None:
+        if self._wire.fileno() < 0:
+            return
+        wire.keep_from_children(self._wire.fileno(), False)
+        self._wire.close()
+        self._process.join(5)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._process.close()
+
+
+class context_starter:  # noqa: N801  (used like a function)
+    """Workers started one by one through a context's own `Process`, as stock starts them."""
+
+    def __init__(self, recipe: worker.Recipe, context: Any) -> None:
+        self._recipe = recipe
+        self._context = context
+        self._processes: dict[int, Any] = {}
+        self._news: list[Event] = []
+
+    def start(self, number: int) -> socket.socket:
+        with _fork_lock:
+            near, far = wire.pair()
+            process = self._context.Process(target=_spawned_main, args=(self._recipe, far, os.getpid()), daemon=True)
+            try:
+                process.start()
+            except BaseException:
+                near.close()
+                raise
+            finally:
+                far.close()
+            wire.keep_from_children(near.fileno())
+        self._processes[number] = process
+        self._news.append(Event(number, process.pid, None))
+        return near
+
+    def events(self) -> list[Event]:
+        for number, process in list(self._processes.items()):
+            if process.exitcode is not None:
+                self._news.append(Event(number, process.pid, process.exitcode))
+                del self._processes[number]
+                process.close()
+        news, self._news = self._news, []
+        return news
+
+    def kill(self, number: int) -> None:
+        if number in self._processes:
+            self._processes[number].kill()
+
+    def alive(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        self._processes.clear()
+
+
+# --- inside the nursery -----------------------------------------------------------------------------------------------
+
+
+def _nursery_main(recipe: worker.Recipe, far: socket.socket, parent: int) -> None:
+    wire.close_inherited()
+    _behave("flatout-nursery")
+    _one_thread_each()
+    multiprocessing.current_process()._config["daemon"] = False  # or it may have no children
+    context = multiprocessing.get_context("fork")
+    pidfd_of_parent = os.pidfd_open(parent)
+    poll = select.poll()
+    poll.register(far, select.POLLIN)
+    poll.register(pidfd_of_parent, select.POLLIN)
+    children: dict[int, tuple[int, Any]] = {}  # pidfd: worker number, process
+    while True:
+        ready = {fd for fd, _ in poll.poll()}
+        if pidfd_of_parent in ready:
+            break
+        for pidfd in ready & children.keys():
+            number, process = children.pop(pidfd)
+            poll.unregister(pidfd)
+            os.close(pidfd)
+            process.join()
+            _tell(far, Event(number, process.pid, process.exitcode))
+            process.close()
+        if far.fileno() in ready:
+            try:
+                (order, number), fds = wire.receive(far)
+            except EOFError:
+                break
+            if order == "fork":
+                end = socket.socket(fileno=fds[0])
+                process = context.Process(target=_forked_main, args=(recipe, end, far, os.getpid()), daemon=True)
+                process.start()
+                end.close()
+                pidfd = os.pidfd_open(process.pid)
+                children[pidfd] = (number, process)
+                poll.register(pidfd, select.POLLIN)
+                _tell(far, Event(number, process.pid, None))
+            else:
+                for known, process in children.values():
+                    if known == number:
+                        process.kill()
+    for _, process in children.values():
+        process.kill()
+    os._exit(0)
+
+
+def _forked_main(recipe: worker.Recipe, end: socket.socket, nursery_wire: socket.socket, nursery: int) -> None:
+    nursery_wire.close()
+    _libc().prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != nursery:
+        os._exit(0)
+    _behave("flatout-worker")
+    worker.main(recipe, end)
+
+
+def _spawned_main(recipe: worker.Recipe, end: socket.socket, parent: int) -> None:
+    _behave("flatout-worker")
+    _one_thread_each()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    worker.main(recipe, end)
+
+
+def _end_with(parent: int) -> None:
+    try:
+        select.select([os.pidfd_open(parent)], [], [])
+    except ProcessLookupError:
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _tell(far: socket.socket, event: Event) -> None:
+    try:
+        wire.send(far, event)
+    except OSError:
+        pass  # the training process is gone; the loop finds out by itself
+
+
+def _behave(name: str) -> None:
+    """Leave Ctrl-C to the training process, and the user's signal handlers out of its children."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _libc().prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+def _one_thread_each() -> None:
+    """Keep BLAS, OpenMP and OpenCV from starting a thread a core in every worker."""
+    torch.set_num_threads(1)
+    for name in ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "OPENCV_FOR"):
+        os.environ[f"{name}_NUM_THREADS" if name != "OPENCV_FOR" else "OPENCV_FOR_THREADS_NUM"] = "1"
+    if "cv2" in sys.modules:
+        sys.modules["cv2"].setNumThreads(1)
+    with open("/proc/self/maps") as maps:  # noqa: PTH123
+        loaded = {line.split(maxsplit=5)[5].strip() for line in maps if ".so" in line}
+    for path in loaded:
+        base = os.path.basename(path)
+        for library, functions in _THREAD_SWITCHES.items():
+            if base.startswith(library):
+                _switch(path, functions)
+
+
+_THREAD_SWITCHES = {
+    "libscipy_openblas": ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads"),
+    "libopenblas": ("openblas_set_num_threads", "openblas_set_num_threads64_"),
+    "libmkl_rt": ("MKL_Set_Num_Threads",),
+    "libgomp": ("omp_set_num_threads",),
+    "libiomp5": ("omp_set_num_threads",),
+    "libomp": ("omp_set_num_threads",),
+}
+
+
+def _switch(path: str, functions: tuple[str, ...]) -> None:
+    try:
+        library = ctypes.CDLL(path)
+    except OSError:
+        return
+    for function in functions:
+        if hasattr(library, function):
+            getattr(library, function)(1)
+            return
+
+
+def _libc() -> Any:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+class _quiet_fork(warnings.catch_warnings):  # type: ignore[type-arg]  # noqa: N801
+    """Python 3.12 warns of forking with threads about; the nursery never touches what they hold."""
+
+    def __enter__(self) -> Any:
+        entered = super().__enter__()
+        warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
+        return entered

@@ -1,0 +1,115 @@
+"""Random numbers that belong to a place in the epoch, not to a worker.
+
+torch, numpy and `random` are seeded anew for every `CHUNK` samples of a batch from (seed, epoch, batch, chunk), so a
+sample's augmentation is the same whoever computes it, and when it is computed again. The other way, stock's stream a
+worker, is here too, with the means to take a stream from a dead worker to its successor.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data._utils.worker import _generate_state
+
+__all__ = ["CHUNK", "Key", "capture", "generators_in", "restore", "seed_chunk", "seed_stream", "same"]
+
+CHUNK = 8
+Key = tuple[int, int]  # the loader's base seed, the epoch
+_MASK = (1 << 64) - 1
+
+
+def seed_chunk(key: Key, batch: int, chunk: int, private: list[Any]) -> None:
+    """Seed every generator for one chunk of one batch."""
+    seed = _mix(_mix(_mix(key[0] & _MASK, key[1]), batch), chunk)
+    torch.default_generator.manual_seed(seed >> 1)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    for number, generator in enumerate(private, 1):
+        _seed_private(generator, _mix(seed, number))
+
+
+def seed_stream(base_seed: int, worker: int) -> None:
+    """Seed this process as stock seeds its worker of that number."""
+    torch.manual_seed(base_seed + worker)
+    random.seed(base_seed + worker)
+    np.random.seed(_generate_state(base_seed, worker))
+
+
+def capture() -> dict[str, Any]:
+    """The state of torch's, numpy's and Python's generators, in types that `torch.load` takes without question."""
+    name, keys, position, has_gauss, gauss = np.random.get_state()
+    version, words, next_gauss = random.getstate()
+    return {
+        "torch": torch.default_generator.get_state(),
+        "numpy": [str(name), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)],
+        "python": [version, torch.tensor(words, dtype=torch.int64), next_gauss],
+    }
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Put back what `capture` took."""
+    torch.default_generator.set_state(state["torch"])
+    name, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    version, words, next_gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), next_gauss))
+
+
+def snapshot() -> tuple[Any, ...]:
+    """The generators' states in the form that is quickest to compare with `same`."""
+    return torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+
+
+def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether nothing was drawn between two snapshots."""
+    numpy_one, numpy_other = one[2], other[2]
+    return (
+        torch.equal(one[0], other[0])
+        and one[1] == other[1]
+        and numpy_one[2:] == numpy_other[2:]
+        and np.array_equal(numpy_one[1], numpy_other[1])
+    )
+
+
+def generators_in(dataset: object) -> list[Any]:
+    """Generators the dataset (or a transform in it) keeps to itself, in a fixed order."""
+    return list(_search(dataset, set(), depth=5))
+
+
+def _search(thing: Any, seen: set[int], depth: int) -> Iterator[Any]:
+    if depth == 0 or id(thing) in seen or isinstance(thing, (str, bytes, int, float, torch.Tensor, np.ndarray, type)):
+        return
+    seen.add(id(thing))
+    if isinstance(thing, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
+        yield thing
+        return
+    if isinstance(thing, dict):
+        inner = list(thing.values())
+    elif isinstance(thing, (list, tuple)):
+        inner = list(thing)
+    else:
+        inner = list(getattr(thing, "__dict__", {}).values())
+    if len(inner) <= 256:  # a transform list or a set of attributes, not a table of samples
+        for value in inner:
+            yield from _search(value, seen, depth - 1)
+
+
+def _seed_private(generator: Any, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed >> 1)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    else:
+        generator.seed(seed & 0xFFFFFFFF)
+
+
+def _mix(value: int, other: int) -> int:
+    """A well-stirred 64-bit number of two (splitmix64)."""
+    value = (value ^ (other * 0x9E3779B97F4A7C15)) + 0x9E3779B97F4A7C15 & _MASK
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
+    return value ^ value >> 31

@@ -1,0 +1,185 @@
+"""The ring: slots of shared memory that the parent owns and workers build batches in.
+
+    free ──take──► being written ──lease──► the user's batch ──dropped──► copy still running? ──► free
+
+A slot goes round again only when nothing lies over it any more (the lease, an array under all the batch's tensors, was
+collected), no worker may still write to it, and the work that was queued on the GPU when we saw that is over. A user
+who keeps every batch is never waited for: without a free slot a batch travels in memory of its own.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from flatout.feed import wire
+from flatout.feed.packing import Bytes
+
+__all__ = ["Slot", "Slots"]
+
+_PAGE = 4096
+_lingering: set[Slot] = set()
+
+
+class Slot:
+    """One piece of the ring. `writers` counts the tasks that may write to it."""
+
+    def __init__(self, number: int, size: int, *, page_locked: bool) -> None:
+        self.number = number
+        self.size = size
+        self.fd = wire.memory_file(size)
+        wire.keep_from_children(self.fd)
+        self.writers = 0
+        self.leased = False
+        self.free = False
+        self._lease: weakref.ref[Bytes] | None = None
+        self._map = mmap.mmap(self.fd, size)
+        self._map.madvise(mmap.MADV_DONTFORK)
+        self._address = np.frombuffer(self._map, np.uint8).ctypes.data
+        self._locked = page_locked and _page_lock(self._address, size)
+
+    def lease(self, dropped: deque[Slot]) -> Bytes:
+        """The slot's bytes for one batch; when the last tensor over them is gone, the slot appears in `dropped`."""
+        memory = np.frombuffer(self._map, np.uint8)
+        self.leased = True
+
+        def on_drop(_: object) -> None:
+            if self in _lingering:
+                _lingering.discard(self)
+                self._unlock()
+            else:
+                dropped.append(self)
+
+        self._lease = weakref.ref(memory, on_drop)
+        return memory
+
+    def close(self) -> None:
+        """Give the memory back; a batch that still lies over it keeps it, page-locked, until it is dropped."""
+        wire.keep_from_children(self.fd, False)
+        os.close(self.fd)
+        if self._lease is not None and self._lease() is not None:
+            _lingering.add(self)
+        else:
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._locked:
+            _page_unlock(self._address)
+
+
+class Slots:
+    """All slots of one loader."""
+
+    def __init__(self, most_bytes: int, *, page_locked: bool) -> None:
+        self.size = 0
+        self._most_bytes = most_bytes
+        self._page_locked = page_locked
+        self._all: dict[int, Slot] = {}
+        self._free: deque[Slot] = deque()
+        self._dropped: deque[Slot] = deque()
+        self._cooling: deque[tuple[Any, Slot]] = deque()
+        self._made = 0
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self._all.values())
+
+    def fit(self, needs: int) -> list[Slot]:
+        """Make new slots large enough for a batch of `needs` bytes; the outgrown ones, for workers to forget."""
+        if needs <= self.size:
+            return []
+        self.size = -(-(needs + needs // 8) // _PAGE) * _PAGE
+        return self._retire(list(self._free))
+
+    def take(self) -> Slot | None:
+        """A slot nobody uses, or None when the ring may not grow further."""
+        while self._free:
+            slot = self._free.popleft()
+            slot.free = False
+            if slot.size >= self.size:
+                return slot
+            self._retire([slot])
+        if not self.size or (len(self._all) + 1) * self.size > self._most_bytes:
+            return None
+        self._made += 1
+        slot = self._all[self._made] = Slot(self._made, self.size, page_locked=self._page_locked)
+        return slot
+
+    def lease(self, slot: Slot) -> Bytes:
+        return slot.lease(self._dropped)
+
+    def give_back(self, slot: Slot) -> None:
+        """Free a slot, unless a batch lies over it or somebody may still write to it."""
+        if not slot.leased and not slot.writers and not slot.free and slot.number in self._all:
+            slot.free = True
+            self._free.append(slot)
+
+    def collect(self) -> None:
+        """Bring back the slots of dropped batches; called from the training thread only, as it records events."""
+        for _ in range(len(self._dropped)):
+            slot = self._dropped.popleft()
+            event = _mark() if slot._locked else None
+            if event is _CAPTURING:
+                self._dropped.append(slot)
+            elif event is None:
+                self._rest(slot)
+            else:
+                self._cooling.append((event, slot))
+        while self._cooling and self._cooling[0][0].query():
+            self._rest(self._cooling.popleft()[1])
+
+    def trim(self, keep: int) -> list[Slot]:
+        """Close free slots beyond `keep`; those closed, for workers to forget."""
+        spare = max(0, len(self._free) - keep)
+        return self._retire([self._free[-1 - place] for place in range(spare)])
+
+    def close(self) -> None:
+        self._retire(list(self._all.values()))
+
+    def _rest(self, slot: Slot) -> None:
+        slot.leased = False
+        self.give_back(slot)
+
+    def _retire(self, slots: list[Slot]) -> list[Slot]:
+        for slot in slots:
+            del self._all[slot.number]
+            if slot in self._free:
+                self._free.remove(slot)
+            slot.close()
+        return slots
+
+
+# --- the GPU's side ---------------------------------------------------------------------------------------------------
+
+_CAPTURING = object()
+
+
+def _mark() -> Any:
+    """An event behind everything queued so far; None without CUDA, `_CAPTURING` while a graph is being captured."""
+    if not torch.cuda.is_initialized():
+        return None
+    if torch.cuda.is_current_stream_capturing():
+        return _CAPTURING
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def _page_lock(address: int, size: int) -> bool:
+    try:
+        return int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0
+    except Exception:  # without page-locking the batch is pinned by a copy, as stock does it
+        return False
+
+
+def _page_unlock(address: int) -> None:
+    try:
+        torch.cuda.cudart().cudaHostUnregister(address)
+    except Exception:
+        pass

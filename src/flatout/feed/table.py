@@ -1,0 +1,109 @@
+"""The table of tasks: every batch that is under way, cut into the parts that workers are given.
+
+    Batch 41  indices …   Part rows 0–31   done (worker 3)
+                          Part rows 32–63  with worker 1
+    Batch 42  indices …   Part rows 0–63   waiting
+
+The parent owns it. A part that a worker died over goes back to waiting; a part that two workers did counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flatout.feed import packing
+from flatout.feed.packing import Bytes
+from flatout.feed.randomness import CHUNK
+from flatout.feed.slots import Slot
+from flatout.feed.worker import Birth, Done
+
+__all__ = ["Batch", "Layout", "Part", "cut"]
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """Rows of a batch that one worker makes. `problem` is what to raise instead."""
+
+    batch: Batch
+    first_row: int
+    indices: Any
+    leave_out: frozenset[int] = frozenset()
+    done: Done | None = None
+    memory: Bytes | None = None
+    problem: BaseException | Any = None
+    given: int = 0  # to how many workers it is given right now
+
+    @property
+    def finished(self) -> bool:
+        return self.done is not None or self.problem is not None
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """One batch in the making. `slot` is shared by its parts when it has several."""
+
+    number: int
+    indices: Any
+    post: int
+    parts: list[Part] = field(default_factory=list)
+    slot: Slot | None = None
+    memory: Bytes | None = None
+    after: Birth | None = None  # where its numbered worker has got to with it
+    dropped: bool = False  # its epoch was left, or its worker had nothing more
+    deaths: dict[int, int] = field(default_factory=dict)  # row: workers that died over it
+
+    @property
+    def finished(self) -> bool:
+        return all(part.finished for part in self.parts)
+
+    def problem(self) -> Any:
+        """What went wrong in the earliest rows, if anything did."""
+        return next((part.problem for part in self.parts if part.problem is not None), None)
+
+    def open(self) -> Any:
+        """The finished batch as the user gets it."""
+        if len(self.parts) == 1:
+            return _open(self.parts[0])
+        return packing.join([_open(part) for part in self.parts], _NOTHING if self.memory is None else self.memory)
+
+    def release(self) -> None:
+        """Let go of the memory: batch and parts refer to each other, and a slot must not wait for that to be found."""
+        self.memory = None
+        for part in self.parts:
+            part.memory = part.done = None
+
+
+@dataclass(slots=True)
+class Layout:
+    """Where the rows of every tensor of a batch lie in a slot, learned from one made whole."""
+
+    rows: int
+    regions: Sequence[tuple[int, int]]  # offset, bytes a row
+
+    @classmethod
+    def of(cls, done: Done, rows: int) -> Layout | None:
+        if done.regions is None or done.misfit or rows == 0 or any(size % rows for _, size in done.regions):
+            return None
+        return cls(rows, [(offset, size // rows) for offset, size in done.regions])
+
+
+def cut(batch: Batch, pieces: int) -> None:
+    """Divide a batch among about `pieces` workers, at borders of chunks (those have the random seeds)."""
+    rows = len(batch.indices) if pieces > 1 else 1
+    chunks = -(-rows // CHUNK)
+    if pieces <= 1 or chunks <= 1:
+        batch.parts = [Part(batch, 0, batch.indices)]
+        return
+    step = -(-chunks // pieces) * CHUNK
+    batch.parts = [Part(batch, start, batch.indices[start : start + step]) for start in range(0, rows, step)]
+
+
+def _open(part: Part) -> Any:
+    assert part.done is not None
+    memory = part.memory if part.memory is not None else _NOTHING
+    return packing.unpack(part.done.skeleton, part.done.spans, memory)
+
+
+_NOTHING = packing.empty()

@@ -1,0 +1,414 @@
+"""The worker process: takes tasks from its wire one by one, answers each exactly once, and keeps nothing.
+
+It first writes on its board (a few bytes shared with the parent) which sample it is at, so that after its death the
+parent knows where it stood. Everything it is told and says is one of the named tuples below.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from socket import socket
+from typing import Any, NamedTuple
+
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import _DatasetKind, default_collate
+from torch.utils.data._utils import collate as stock_collate
+from torch.utils.data._utils import worker as stock_worker
+
+from flatout.feed import packing, randomness, wire
+
+__all__ = ["Birth", "Cancel", "Done", "Ended", "Failed", "NewEpoch", "NewSlot", "OldSlot", "Recipe", "Task", "main"]
+
+NOT_IN_A_SAMPLE = -1
+_LOOK_ALWAYS_S = 2e-3  # a chunk that takes this long does not notice the 60 µs of looking whether it drew numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What every worker of a loader knows: how a list of indices becomes a batch."""
+
+    dataset: Any
+    collate_fn: Callable[[Any], Any]
+    iterable: bool
+    auto_collation: bool
+    drop_last: bool
+    worker_init_fn: Callable[[int], None] | None
+    batch_size: int | None
+    declared: int  # the number of workers that user code is told
+    streams: bool  # stock's random stream a worker, instead of seeds by position; workers have numbers
+    skip_bad: bool
+
+
+class Birth(NamedTuple):
+    """First message to a worker; its board comes along. The last four let it go on where a dead one stopped."""
+
+    number: int
+    base_seed: int
+    random_state: dict[str, Any] | None = None
+    replay: int = 0
+    checksum: int = 0
+    data_state: Any = None
+
+
+class NewEpoch(NamedTuple):
+    """An iterable dataset starts from its beginning (persistent workers only)."""
+
+
+class NewSlot(NamedTuple):
+    """Memory to build batches in; its descriptor comes along."""
+
+    slot: int
+
+
+class OldSlot(NamedTuple):
+    slot: int
+
+
+class Task(NamedTuple):
+    ticket: int
+    key: randomness.Key
+    batch: int
+    first_row: int
+    indices: Any
+    leave_out: frozenset[int] = frozenset()  # rows known to be bad
+    slot: int | None = None
+    regions: Sequence[tuple[int, int]] | None = None  # set: build only these rows of a batch that others build too
+
+
+class Cancel(NamedTuple):
+    ticket: int
+
+
+class Timing(NamedTuple):
+    rows: int
+    wall_s: float
+    cpu_s: float
+    run_delay_s: float
+    slowest_s: float
+    slowest_row: int
+
+
+class Done(NamedTuple):
+    ticket: int
+    skeleton: bytes
+    spans: list[packing.Span]
+    in_slot: bool
+    needs: int
+    regions: list[packing.Span] | None
+    misfit: bool
+    bad: list[tuple[int, str]]
+    drew: bool | None  # None: did not look this time
+    timing: Timing
+    random_state: dict[str, Any] | None = None
+    data_state: Any = None
+    checksum: int = 0
+
+
+class Failed(NamedTuple):
+    ticket: int
+    error: ExceptionWrapper
+
+
+class Skipped(NamedTuple):
+    """A cancelled task that was not begun."""
+
+    ticket: int
+
+
+class Ended(NamedTuple):
+    """This worker's share of an iterable dataset is used up."""
+
+    ticket: int
+    random_state: dict[str, Any] | None
+
+
+class ReplayDiffers(RuntimeError):
+    """A dead worker's stream came out differently the second time."""
+
+
+def main(recipe: Recipe, connection: socket) -> None:
+    """Work until the parent hangs up."""
+    try:
+        birth, (board,) = wire.receive(connection)
+        worker = _Worker(recipe, birth, connection, board)
+        while True:
+            worker.step()
+    except (EOFError, BrokenPipeError):
+        pass
+
+
+class _Worker:
+    def __init__(self, recipe: Recipe, birth: Birth, connection: socket, board: int) -> None:
+        self._recipe = recipe
+        self._birth = birth
+        self._wire = connection
+        self._board = memoryview(mmap.mmap(board, 16)).cast("q")
+        self._slots: dict[int, packing.Bytes] = {}
+        self._queue: deque[Task | NewEpoch] = deque()
+        self._cancelled: set[int] = set()
+        self._schedstat = os.open("/proc/self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        self._looks = 0
+        self._chunk_s = 0.0
+        self._checksum = 0
+        self._drawn_to: tuple[Any, ...] | None = None
+        self._init_error: ExceptionWrapper | None = None
+        self._private: list[Any] = []
+        self._fetcher: Any = None
+        self._info = stock_worker.WorkerInfo(
+            id=birth.number, num_workers=recipe.declared, seed=birth.base_seed + birth.number, dataset=recipe.dataset
+        )
+        stock_worker._worker_info = self._info
+        self._arena = packing.Arena(None)
+        if stock_collate.default_collate_fn_map[torch.Tensor] is packing._stock_tensor:
+            # A custom collate_fn that ends in default_collate stacks into the slot too, and not into /dev/shm.
+            stock_collate.default_collate_fn_map[torch.Tensor] = lambda batch, **kw: self._arena.stack(batch, **kw)
+        self._begin()
+
+    # --- starting -------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        recipe, birth = self._recipe, self._birth
+        randomness.seed_stream(birth.base_seed, birth.number)
+        try:
+            if recipe.worker_init_fn is not None:
+                recipe.worker_init_fn(birth.number)
+            if birth.random_state is not None:
+                randomness.restore(birth.random_state)
+            if recipe.iterable:
+                self._open_stream()
+        except Exception:
+            self._init_error = ExceptionWrapper(where=f"in DataLoader worker process {birth.number}")
+        if recipe.streams:
+            self._drawn_to = randomness.snapshot()
+        else:
+            self._private = randomness.generators_in(recipe.dataset)
+
+    def _open_stream(self) -> None:
+        recipe, birth = self._recipe, self._birth
+        if birth.data_state is not None and hasattr(recipe.dataset, "load_state_dict"):
+            recipe.dataset.load_state_dict(birth.data_state)
+        self._fetcher = _DatasetKind.create_fetcher(
+            _DatasetKind.Iterable, recipe.dataset, recipe.auto_collation, recipe.collate_fn, recipe.drop_last
+        )
+        if birth.data_state is not None and not hasattr(recipe.dataset, "load_state_dict"):
+            self._fetcher.dataset_iter.load_state_dict(birth.data_state)
+        if birth.data_state is not None:
+            return
+        for _ in range(birth.replay):
+            packed = packing.pack(self._fetcher.fetch([None] * (recipe.batch_size or 0)), packing.Arena(None))
+            memory = packing.map_file(packed.file) if packed.file is not None else None
+            self._checksum = _checksum(self._checksum, packed.skeleton, packed.spans, memory)
+        if self._checksum != birth.checksum:
+            raise ReplayDiffers(
+                f"worker {birth.number} of the IterableDataset died, and repeating its first {birth.replay} batches "
+                "gave other data: give the dataset state_dict()/load_state_dict(), or make its order repeatable"
+            )
+
+    # --- listening ------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One task, and whatever the parent said in the meantime."""
+        self._listen(wait=not self._queue)
+        if not self._queue:
+            return
+        task = self._queue.popleft()
+        if isinstance(task, NewEpoch):
+            self._birth = self._birth._replace(random_state=None, replay=0, checksum=0, data_state=None)
+            self._checksum = 0
+            self._open_stream()
+            return
+        if task.ticket in self._cancelled:
+            self._cancelled.discard(task.ticket)
+            wire.send(self._wire, Skipped(task.ticket))
+            return
+        self._board[0], self._board[1] = task.ticket, NOT_IN_A_SAMPLE
+        self._answer(task)
+        self._board[0] = 0
+
+    def _listen(self, *, wait: bool) -> None:
+        while True:
+            try:
+                message, fds = wire.receive(self._wire, wait=wait)
+            except BlockingIOError:
+                return
+            wait = False
+            if isinstance(message, (Task, NewEpoch)):
+                self._queue.append(message)
+            elif isinstance(message, Cancel):
+                if any(isinstance(task, Task) and task.ticket == message.ticket for task in self._queue):
+                    self._cancelled.add(message.ticket)
+            elif isinstance(message, NewSlot):
+                self._slots[message.slot] = packing.map_file(fds[0])
+            elif isinstance(message, OldSlot):
+                self._slots.pop(message.slot, None)
+
+    # --- working --------------------------------------------------------------------------------------------------
+
+    def _answer(self, task: Task) -> None:
+        fds: list[int] = []
+        try:
+            answer: Any = self._work(task, fds)
+        except Exception as error:
+            if self._recipe.iterable and isinstance(error, StopIteration):
+                answer = Ended(task.ticket, randomness.capture())
+            else:
+                where = f"in DataLoader worker process {self._info.id}"
+                answer = Failed(task.ticket, _sendable(self._init_error or ExceptionWrapper(where=where)))
+        wire.send(self._wire, answer, fds)
+        for fd in fds:
+            os.close(fd)
+
+    def _work(self, task: Task, fds: list[int]) -> Done:
+        if self._init_error is not None:
+            self._init_error.reraise()
+        watch = _Watch(self._schedstat)
+        memory = self._slots.get(task.slot) if task.slot is not None else None
+        self._arena = arena = packing.Arena(memory, task.regions, task.first_row)
+        bad: list[tuple[int, str]] = []
+        if self._recipe.iterable:
+            drew = None
+            batch = self._fetcher.fetch(task.indices)
+        else:
+            samples, drew = self._samples(task, bad, watch)
+            self._board[1] = NOT_IN_A_SAMPLE
+            batch = self._collate(samples, task)
+        packed = packing.pack(batch, arena)
+        if packed.file is not None:
+            fds.append(packed.file)
+        state, data_state = None, None
+        if self._recipe.streams:
+            state, drew = self._state_if_drawn()
+        if self._recipe.iterable:
+            data_state = _data_state(self._fetcher.dataset_iter, self._recipe.dataset)
+            if data_state is None:
+                self._sum_up(packed, memory)
+        rows = 1 if isinstance(task.indices, int) or not hasattr(task.indices, "__len__") else len(task.indices)
+        return Done(
+            ticket=task.ticket, skeleton=packed.skeleton, spans=packed.spans, in_slot=packed.file is None,
+            needs=packed.needs, regions=packed.regions, misfit=arena.misfit or bool(bad), bad=bad, drew=drew,
+            timing=watch.read(rows), random_state=state, data_state=data_state, checksum=self._checksum,
+        )  # fmt: skip
+
+    def _samples(self, task: Task, bad: list[tuple[int, str]], watch: _Watch) -> tuple[Any, bool | None]:
+        """The samples of a task, each chunk of them with its own seed; and whether any drew a random number."""
+        recipe = self._recipe
+        if not recipe.streams:
+            number = task.batch % recipe.declared  # the worker that stock would have asked
+            object.__setattr__(self._info, "id", number)
+            object.__setattr__(self._info, "seed", task.key[0] + number)
+        if not recipe.auto_collation or getattr(recipe.dataset, "__getitems__", None):
+            seeded = self._seed(task, 0)
+            if recipe.auto_collation:
+                return recipe.dataset.__getitems__(task.indices), self._drew(seeded)
+            self._board[1] = 0
+            return recipe.dataset[task.indices], self._drew(seeded)
+        samples: list[Any] = []
+        drew: bool | None = None
+        for start in range(0, len(task.indices), randomness.CHUNK):
+            seeded = self._seed(task, start)
+            began = time.perf_counter()
+            for row in range(start, min(start + randomness.CHUNK, len(task.indices))):
+                if row in task.leave_out:
+                    continue
+                self._board[1] = row
+                sample_began = time.perf_counter()
+                try:
+                    samples.append(recipe.dataset[task.indices[row]])
+                except Exception as error:
+                    if not recipe.skip_bad:
+                        raise
+                    bad.append((row, f"{type(error).__name__}: {error}"))
+                watch.sample(time.perf_counter() - sample_began, row)
+            self._chunk_s = time.perf_counter() - began
+            drew = _either(drew, self._drew(seeded))
+        return samples, drew
+
+    def _seed(self, task: Task, row: int) -> tuple[Any, ...] | None:
+        """Seed a chunk; the generators' state, if it is worth looking whether the chunk changes it."""
+        if self._recipe.streams:
+            return None
+        randomness.seed_chunk(task.key, task.batch, (task.first_row + row) // randomness.CHUNK, self._private)
+        self._looks += 1
+        look = self._chunk_s > _LOOK_ALWAYS_S or self._looks <= 16 or self._looks % 16 == 0
+        return randomness.snapshot() if look else None
+
+    @staticmethod
+    def _drew(seeded: tuple[Any, ...] | None) -> bool | None:
+        return None if seeded is None else not randomness.same(seeded, randomness.snapshot())
+
+    def _collate(self, samples: Any, task: Task) -> Any:
+        recipe = self._recipe
+        if recipe.skip_bad and recipe.auto_collation and not samples:
+            return None
+        if recipe.collate_fn is not default_collate:
+            return recipe.collate_fn(samples)
+        return (packing.collate_whole if task.regions is None else packing.collate_parts)(samples, self._arena)
+
+    def _state_if_drawn(self) -> tuple[dict[str, Any] | None, bool]:
+        now = randomness.snapshot()
+        if self._drawn_to is not None and randomness.same(self._drawn_to, now):
+            return None, False
+        self._drawn_to = now
+        return randomness.capture(), True
+
+    def _sum_up(self, packed: packing.Packed, memory: packing.Bytes | None) -> None:
+        if packed.file is not None:
+            memory = packing.map_file(os.dup(packed.file))
+        self._checksum = _checksum(self._checksum, packed.skeleton, packed.spans, memory)
+
+
+class _Watch:
+    """Wall time, CPU time and time spent runnable but not running, since it was made."""
+
+    def __init__(self, schedstat: int) -> None:
+        self._schedstat = schedstat
+        self._wall, self._cpu, self._delay = time.perf_counter(), time.thread_time(), self._run_delay_s()
+        self._slowest = (0.0, 0)
+
+    def sample(self, seconds: float, row: int) -> None:
+        if seconds > self._slowest[0]:
+            self._slowest = (seconds, row)
+
+    def read(self, rows: int) -> Timing:
+        wall, cpu = time.perf_counter() - self._wall, time.thread_time() - self._cpu
+        return Timing(rows, wall, cpu, self._run_delay_s() - self._delay, *self._slowest)
+
+    def _run_delay_s(self) -> float:
+        return int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
+
+
+def _data_state(iterator: Any, dataset: Any) -> Any:
+    for keeper in (iterator, dataset):
+        if hasattr(keeper, "state_dict") and hasattr(keeper, "load_state_dict"):
+            return keeper.state_dict()
+    return None
+
+
+def _checksum(so_far: int, skeleton: bytes, spans: Sequence[packing.Span], memory: packing.Bytes | None) -> int:
+    """A running sum over a look at each batch: all of a small buffer, four windows of a large one."""
+    total = zlib.crc32(skeleton, so_far)
+    for start, size in spans:
+        if memory is not None:
+            for window in range(0, size, max(1024, size // 4)):
+                total = zlib.crc32(memory[start + window : start + min(window + 1024, size)], total)
+    return total
+
+
+def _sendable(error: ExceptionWrapper) -> ExceptionWrapper:
+    try:
+        pickle.dumps(error)
+    except Exception:  # an exception class that cannot leave this process: its text can
+        error.exc_type = RuntimeError
+    return error
+
+
+def _either(one: bool | None, other: bool | None) -> bool | None:
+    return one if other is None else other or bool(one)
