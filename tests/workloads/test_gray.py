@@ -1,0 +1,93 @@
+"""gray, end to end on a CPU."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from running import ROOT, losses, run
+
+from workloads.gray import train as gray
+
+SMALL = ("--width", "8", "--device", "cpu")
+
+
+def test_learns_and_saves_what_it_learned(gray_data: Path, tmp_path: Path) -> None:
+    # GIVEN the script started by its path, from anywhere
+    script = ROOT / "workloads" / "gray" / "train.py"
+    flags = ["--data", gray_data, "--out", "run", "--epochs", "8", "--batch-size", "32", "--lr", "3e-3"]
+    ended = run("python", script, *flags, *SMALL, "--log-every", "1", "--eval-every", "4", cwd=tmp_path)
+
+    # THEN the loss falls, the metric is told when asked for, and the checkpoint holds the trained network
+    assert ended.returncode == 0, ended.stderr
+    seen = losses(ended.stdout)
+    assert len(seen) == 8 * 192 // 32
+    assert sum(seen[-6:]) < 0.85 * sum(seen[:6])
+    assert [line.split("  ")[0] for line in ended.stdout.splitlines() if "val accuracy" in line] == [
+        "epoch 4",
+        "epoch 8",
+    ]
+    saved = torch.load(tmp_path / "run" / "last.pt")
+    assert saved["epoch"] == 8
+    gray.StampNet(8, width=8).load_state_dict(saved["model"])
+
+
+def test_the_same_seed_gives_the_same_losses(gray_data: Path, train: Callable[..., str]) -> None:
+    flags = ("--data", gray_data, *SMALL, "--max-steps", "3", "--log-every", "1")
+    first = losses(train(gray, *flags))
+    assert len(first) == 3
+    assert losses(train(gray, *flags)) == first
+    assert losses(train(gray, *flags, "--seed", "1")) != first
+
+
+def test_two_processes_train_one_network(gray_data: Path, tmp_path: Path) -> None:
+    launcher = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    flags = ("--data", gray_data, "--out", tmp_path, "--batch-size", "16", "--log-every", "2", "--max-steps", "4")
+    ended = run(*launcher, "-m", "workloads.gray.train", *flags, *SMALL)
+    assert ended.returncode == 0, ended.stderr
+    assert len(losses(ended.stdout)) == 2  # of one rank only
+    assert ended.stdout.count("val accuracy") == 1
+    assert (tmp_path / "last.pt").exists()
+
+
+def test_resident_training_loads_a_few_batches_and_no_more(
+    gray_data: Path, tmp_path: Path, train: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = []
+    original = gray.Stamps.__getitem__
+    monkeypatch.setattr(gray.Stamps, "__getitem__", lambda self, i: (loaded.append(i), original(self, i))[1])
+    log = train(gray, "--data", gray_data, *SMALL, "--batch-size", "8", "--resident", "--max-steps", "10")
+    assert len(loaded) == 4 * 8
+    assert "val accuracy" not in log
+    assert not (tmp_path / "run" / "last.pt").exists()
+
+
+def test_a_damaged_image_is_named_also_when_a_worker_meets_it(
+    gray_data: Path, tmp_path: Path, refusal: Callable[..., str]
+) -> None:
+    shutil.copytree(gray_data, tmp_path / "gray")
+    victim = tmp_path / "gray" / "train" / "disc" / "000011.png"
+    victim.write_bytes(victim.read_bytes()[:5000])
+    message = f"{victim} cannot be read: image file is truncated"
+
+    flags = ("--data", tmp_path / "gray", *SMALL, "--epochs", "1")
+    assert refusal(gray, *flags) == message
+    ended = run("python", "-m", "workloads.gray.train", *flags, "--out", tmp_path / "run", "--num-workers", "1")
+    assert (ended.returncode, ended.stderr) == (2, message + "\n")
+
+
+def test_refuses_what_cannot_work(
+    gray_data: Path, stock_data: Path, tmp_path: Path, refusal: Callable[..., str]
+) -> None:
+    assert "python -m workloads.gray.make" in refusal(gray, "--data", tmp_path / "none")
+    assert "holds the data of stock" in refusal(gray, "--data", stock_data)
+    too_many = refusal(gray, "--data", gray_data, *SMALL, "--batch-size", "193")
+    assert too_many == "--batch-size 193 x 1 is more than the 192 training images"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_refuses_a_gpu_that_is_not_there(gray_data: Path, refusal: Callable[..., str]) -> None:
+    assert "no GPU" in refusal(gray, "--data", gray_data, "--device", "cuda")
