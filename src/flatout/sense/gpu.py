@@ -7,6 +7,7 @@ had work; two readings of them, at least 100 ms apart, give the mean between. No
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,30 @@ THROTTLE_REASONS = {
     0x100: "display clocks",
 }
 
+# What we ask each card, as a person would call it when there is no answer.
+_WORDS = {
+    "nvmlDeviceGetName": "the name",
+    "nvmlDeviceGetUUID": "the UUID",
+    "nvmlDeviceGetUtilizationRates": "GPU-Util",
+    "nvmlDeviceGetMemoryInfo": "memory in use",
+    "nvmlDeviceGetPowerUsage": "power",
+    "nvmlDeviceGetEnforcedPowerLimit": "the power limit",
+    "nvmlDeviceGetTotalEnergyConsumption": "energy",
+    "nvmlDeviceGetTemperature": "temperature",
+    "nvmlDeviceGetClockInfo": "a clock",
+    "nvmlDeviceGetMaxClockInfo": "the highest clock",
+    "nvmlDeviceGetCurrentClocksThrottleReasons": "what holds the clocks down",
+    "nvmlDeviceGetDecoderUtilization": "use of the video decoder",
+    "nvmlDeviceGetJpgUtilization": "use of the JPEG engine",
+    "nvmlDeviceGetComputeRunningProcesses": "its processes",
+    "nvmlDeviceGetSamples": "the history of GPU-Util",
+}
+
+# NVML's error numbers, by what they mean for us. Any other error may pass: one asks again the next time.
+_NEVER = (2, 3, 4, 13, 26)  # bad argument, not supported, no permission, no such function, deprecated
+_NOTHING_NEW = (6, 21, 27)  # not found, no data, not ready
+_LOST = (1, 9, 15, 16, 28)  # driver gone, card lost, reset required, no such card
+
 # GPM metric numbers (fixed by NVML's header) by the field they fill, and the factor to our unit.
 _GPM_METRICS = {
     "sm_active_pct": (2, 1.0),
@@ -39,6 +64,7 @@ _GPM_METRICS = {
     "pcie_tx_bytes_s": (20, 2.0**20),
     "pcie_rx_bytes_s": (21, 2.0**20),
 }
+_GPM_FIELDS = {number: (name, factor) for name, (number, factor) in _GPM_METRICS.items()}
 
 
 class Cards:
@@ -49,19 +75,22 @@ class Cards:
         self._nvml = nvml or importlib.import_module("pynvml")
         try:
             self._nvml.nvmlInit()
+            count = int(self._nvml.nvmlDeviceGetCount())
         except self._nvml.NVMLError as problem:
             self._nvml = None
             if indices:
                 raise UsageError(f"there is no GPU {indices[0]}: no NVIDIA driver answers ({problem})") from None
             note(f"no NVIDIA driver answers ({problem}): only the host is shown")
             return
-        count = int(self._nvml.nvmlDeviceGetCount())
-        for index in range(count) if indices is None else indices:
+        for index in dict.fromkeys(range(count) if indices is None else indices):
             if not 0 <= index < count:
                 self.close()
                 there = "there is none" if count == 0 else f"there are 0 to {count - 1}" if count > 1 else "only 0"
                 raise UsageError(f"there is no GPU {index}: {there}")
-            self._cards.append(_Card(self._nvml, index, note))
+            try:
+                self._cards.append(_Card(self._nvml, index, note))
+            except self._nvml.NVMLError as problem:
+                note(f"GPU {index} does not answer ({problem}): it is left out")
 
     def pulse(self, now_s: float) -> None:
         """Note how busy each card has been since the last pulse."""
@@ -74,12 +103,16 @@ class Cards:
 
     def close(self) -> None:
         """Let go of the driver."""
+        if self._nvml is None:
+            return
         for card in self._cards:
             card.close()
         self._cards.clear()
-        if self._nvml is not None:
+        try:
             self._nvml.nvmlShutdown()
-            self._nvml = None
+        except self._nvml.NVMLError:
+            pass  # it is gone already
+        self._nvml = None
 
 
 class _Card:
@@ -87,7 +120,8 @@ class _Card:
         self._nvml = nvml
         self._index = index
         self._note = note
-        self._unsupported: set[str] = set()
+        self._never: set[tuple[object, ...]] = set()
+        self._lost = False
         self._handle = nvml.nvmlDeviceGetHandleByIndex(index)
         self._name = str(self._ask("nvmlDeviceGetName") or "unknown card")
         self._uuid = str(self._ask("nvmlDeviceGetUUID") or f"index-{index}")
@@ -103,8 +137,12 @@ class _Card:
             note(f"GPU {index} ({self._name}) has no GPM counters: power share and clocks stand in for SM active")
 
     def pulse(self, now_s: float) -> None:
-        if self._gpm is not None:
+        if self._gpm is None or self._lost:
+            return
+        try:
             self._pulses += self._gpm.pulse(now_s)
+        except self._nvml.NVMLError as problem:
+            self._note(f"GPU {self._index}: its GPM counters cannot be read ({problem})")
 
     def read(self, now_s: float) -> GpuSample:
         if now_s - self._slow_s >= _SLOW_EVERY_S:
@@ -121,7 +159,7 @@ class _Card:
         util, memory = self._ask("nvmlDeviceGetUtilizationRates"), self._ask("nvmlDeviceGetMemoryInfo")
         reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")
         decoder, jpeg = self._ask("nvmlDeviceGetDecoderUtilization"), self._ask("nvmlDeviceGetJpgUtilization")
-        return GpuSample(
+        sample = GpuSample(
             index=self._index,
             uuid=self._uuid,
             name=self._name,
@@ -141,6 +179,8 @@ class _Card:
             **self._limits,
             **activity,
         )
+        # Half a reading of a card that went away meanwhile is worth nothing.
+        return GpuSample(index=self._index, uuid=self._uuid, name=self._name) if self._lost else sample
 
     def close(self) -> None:
         if self._gpm is not None:
@@ -156,7 +196,15 @@ class _Card:
         if found is None:
             self._processes = None
         else:
-            self._processes = tuple(GpuProcess(pid=p.pid, used_bytes=p.usedGpuMemory) for p in found)
+            self._processes = tuple(
+                GpuProcess(pid=p.pid, used_bytes=p.usedGpuMemory, name=self._process_name(p.pid)) for p in found
+            )
+
+    def _process_name(self, pid: int) -> str | None:
+        try:
+            return str(self._nvml.nvmlSystemGetProcessName(pid)).rsplit("/", 1)[-1] or None
+        except self._nvml.NVMLError:
+            return None  # it has ended, or a container hides it
 
     def _util_history(self) -> list[float]:
         """GPU-Util at the driver's own pace (a few a second), for cards without GPM."""
@@ -171,15 +219,22 @@ class _Card:
 
     def _ask(self, function: str, *arguments: object) -> Any:
         """What NVML answers, or None; what it will never answer is not asked again."""
-        if function in self._unsupported:
+        if self._lost or (function, *arguments) in self._never:
             return None
         try:
             return getattr(self._nvml, function)(self._handle, *arguments)
-        except (self._nvml.NVMLError, AttributeError) as problem:
-            self._unsupported.add(function)
-            what = function.removeprefix("nvmlDeviceGet")
-            self._note(f"GPU {self._index}: {what} is not known ({problem})")
-            return None
+        except AttributeError:
+            self._never.add((function, *arguments))
+            self._note(f"GPU {self._index}: {_WORDS[function]} is not known (this nvidia-ml-py is too old)")
+        except self._nvml.NVMLError as problem:
+            if problem.value in _LOST:
+                self._lost = True
+                self._note(f"GPU {self._index} is gone ({problem}): its figures end here")
+            elif problem.value not in _NOTHING_NEW:
+                if problem.value in _NEVER:
+                    self._never.add((function, *arguments))
+                self._note(f"GPU {self._index}: {_WORDS[function]} is not known ({problem})")
+        return None
 
 
 class _Gpm:
@@ -202,8 +257,12 @@ class _Gpm:
             if not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
                 return None
             gpm = cls(nvml, handle)
-            nvml.nvmlGpmSampleGet(handle, gpm._latest)
         except (nvml.NVMLError, AttributeError):
+            return None
+        try:
+            nvml.nvmlGpmSampleGet(handle, gpm._latest)
+        except nvml.NVMLError:
+            gpm.close()
             return None
         return gpm
 
@@ -216,7 +275,9 @@ class _Gpm:
         try:
             self._nvml.nvmlGpmSampleGet(self._handle, free)
         except self._nvml.NVMLError:
-            return []
+            self._values = {}  # yesterday's activity is not today's
+            self._latest_s = None
+            raise
         self._latest, self._latest_s = free, now_s
         if before_s is None:
             self._at_read = free
@@ -232,7 +293,10 @@ class _Gpm:
 
     def close(self) -> None:
         for buffer in self._buffers:
-            self._nvml.nvmlGpmSampleFree(buffer)
+            try:
+                self._nvml.nvmlGpmSampleFree(buffer)
+            except self._nvml.NVMLError:
+                pass  # it goes with the card
         self._buffers = []
 
     def _between(self, start: Any, end: Any, query: Any) -> dict[str, float]:
@@ -241,9 +305,13 @@ class _Gpm:
             self._nvml.nvmlGpmMetricsGet(query)
         except self._nvml.NVMLError:
             return {}
-        names = {number: (name, factor) for name, (number, factor) in _GPM_METRICS.items()}
-        answers = (query.metrics[i] for i in range(query.numMetrics))
-        return {names[a.metricId][0]: a.value * names[a.metricId][1] for a in answers if a.nvmlReturn == 0}
+        found = {}
+        for slot in range(query.numMetrics):
+            answer = query.metrics[slot]
+            if answer.nvmlReturn == 0 and math.isfinite(answer.value):
+                name, factor = _GPM_FIELDS[answer.metricId]
+                found[name] = answer.value * factor
+        return found
 
 
 def _query(nvml: Any, names: tuple[str, ...]) -> Any:
