@@ -51,6 +51,10 @@ class Sampler:
         """Look at the cards' activity only; it comes out as `GpuSample.pulses` of the next read."""
         self._cards.pulse(self._clock())
 
+    def due(self, interval_s: float) -> bool:
+        """Whether a read is due, when one wants them `interval_s` apart."""
+        return self._read_s is None or self._clock() - self._read_s >= interval_s - 0.01
+
     def read(self) -> Sample:
         """Everything since the last read. The first one has levels, but no rates yet."""
         now_s = self._clock()

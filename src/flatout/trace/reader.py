@@ -136,7 +136,7 @@ def _workers(path: Path) -> tuple[WorkerReport, ...]:
     """The last word of each loader worker of a rank."""
     if not path.exists():
         return ()
-    last = {r.pid: r for r in _records(_lines(path)) if isinstance(r, WorkerReport)}
+    last = {(r.pid, r.born_s): r for r in _records(_lines(path)) if isinstance(r, WorkerReport)}
     return tuple(last.values())
 
 

@@ -41,7 +41,11 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One stretch of a step: what the host did, and what the GPU did meanwhile."""
+    """One stretch of a step: what the host did, and what the GPU did meanwhile.
+
+    Where nothing is launched the GPU's time is idleness (`gpu_idle_ms`). Where kernels are launched it is their work
+    and the gaps between them (`gpu_busy_ms`); the X-ray tells the two apart.
+    """
 
     name: str
     start_ms: float
@@ -67,14 +71,19 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Many steps in one record: a sketch of their wall times, and of their spans by name."""
+    """Many steps in one record: a sketch of their wall times, and of their spans by name.
+
+    The GPU's milliseconds are sums over the `gpu_steps` of them that carried events.
+    """
 
     first_index: int
     last_index: int
     start_s: float
     wall_ms: Sketch
     spans_ms: dict[str, Sketch] = field(default_factory=dict)
+    gpu_steps: int = 0
     gpu_idle_ms: dict[str, float] = field(default_factory=dict)
+    gpu_busy_ms: dict[str, float] = field(default_factory=dict)
     samples: int | None = None
     loss: Sketch = field(default_factory=Sketch)
 
@@ -126,8 +135,10 @@ class WorkerReport:
 
     time_s: float
     pid: int
-    worker: int | None  # None: the training process itself (num_workers=0)
-    alive_s: float
+    born_s: float
+    dataset: str
+    length: int | None = None
+    worker: int | None = None  # None: the training process itself (num_workers=0)
     batches: int = 0
     samples: int = 0
     sample_wall_s: float = 0.0

@@ -50,7 +50,9 @@ class StepThinner:
         self._window_bytes_left = BYTES_A_LENGTH
 
     def push(self, step: Step) -> list[Step | Window]:
-        """Count one step in."""
+        """Count one step in. What is not plain training (set-up, X-ray, the tail) stays raw and out of the windows."""
+        if step.kind != "train":
+            return [step]
         self._seen += 1
         out: list[Step | Window] = []
         unusual = self._outliers.among(step)
@@ -118,6 +120,8 @@ class WindowBuilder:
         self._wall_ms = Sketch()
         self._spans_ms: dict[str, Sketch] = {}
         self._idle_ms: dict[str, float] = {}
+        self._busy_ms: dict[str, float] = {}
+        self._gpu_steps = 0
         self._samples: int | None = None
         self._loss = Sketch()
         self.steps = 0
@@ -132,11 +136,15 @@ class WindowBuilder:
             self._samples = (self._samples or 0) + step.samples
         if step.loss is not None:
             self._loss.add(step.loss)
-        for name, (host_ms, idle_ms) in span_totals(step).items():
+        on_gpu = False
+        for name, (host_ms, idle_ms, busy_ms) in span_totals(step).items():
             key = name_within(self._spans_ms, name)
             self._spans_ms.setdefault(key, Sketch()).add(host_ms)
-            if idle_ms is not None:
-                self._idle_ms[key] = self._idle_ms.get(key, 0.0) + idle_ms
+            for sums, ms in ((self._idle_ms, idle_ms), (self._busy_ms, busy_ms)):
+                if ms is not None:
+                    on_gpu = True
+                    sums[key] = sums.get(key, 0.0) + ms
+        self._gpu_steps += on_gpu
 
     def window(self) -> Window:
         """What was counted in, as one record."""
@@ -147,7 +155,9 @@ class WindowBuilder:
             start_s=self._first.start_s,
             wall_ms=self._wall_ms,
             spans_ms=self._spans_ms,
+            gpu_steps=self._gpu_steps,
             gpu_idle_ms=self._idle_ms,
+            gpu_busy_ms=self._busy_ms,
             samples=self._samples,
             loss=self._loss,
         )
@@ -166,15 +176,17 @@ def name_within(known: dict[str, Sketch], name: str) -> str:
     return name if name in known or len(known) < NAMES_A_WINDOW else name.partition("@")[0]
 
 
-def span_totals(step: Step) -> dict[str, tuple[float, float | None]]:
-    """Host and GPU-idle milliseconds of a step by span name, so that twenty small copies count as one."""
-    totals: dict[str, tuple[float, float | None]] = {}
+def span_totals(step: Step) -> dict[str, tuple[float, float | None, float | None]]:
+    """Host, GPU-idle and GPU-busy milliseconds of a step by span name, so that twenty small copies count as one."""
+    totals: dict[str, tuple[float, float | None, float | None]] = {}
     for span in step.spans:
         key = span_key(span)
-        host_ms, idle_ms = totals.get(key, (0.0, None))
+        host_ms, idle_ms, busy_ms = totals.get(key, (0.0, None, None))
         if span.gpu_idle_ms is not None:
             idle_ms = (idle_ms or 0.0) + span.gpu_idle_ms
-        totals[key] = (host_ms + span.host_ms, idle_ms)
+        if span.gpu_busy_ms is not None:
+            busy_ms = (busy_ms or 0.0) + span.gpu_busy_ms
+        totals[key] = (host_ms + span.host_ms, idle_ms, busy_ms)
     return totals
 
 

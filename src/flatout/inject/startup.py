@@ -1,0 +1,148 @@
+"""Runs in every Python process of a launched command, before the user's code. Standard library only until torch is in.
+
+A finder at the head of `sys.meta_path` waits for a few imports; nothing else happens in a process that never trains.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from flatout.sense.options import Options
+from flatout.sense.settings import Settings
+
+settings = Settings()
+_finder: _AfterImport | None = None
+
+
+def start() -> None:
+    """Wait for torch (once a process). `FLATOUT=off` and processes not launched by flatout are left alone."""
+    global _finder
+    options = Options.from_environment(os.environ)
+    if _finder is not None or options is None:
+        return
+    _finder = _AfterImport()
+    _finder.when("torch", lambda _: _torch_is_here(options))
+    _finder.when("argparse", _record_arguments)
+    _finder.when("yaml", _record_yaml)
+    _finder.when("json", _record_json)
+
+
+def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
+    """Call `action` once `name` has been imported, now if it has been already."""
+    if _finder is not None:
+        _finder.when(name, action)
+    elif name in sys.modules:
+        action(sys.modules[name])
+
+
+def _torch_is_here(options: Options) -> None:
+    from flatout.inject.session import begin
+
+    begin(options, settings)
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls actions right after certain modules have been executed."""
+
+    def __init__(self) -> None:
+        self._actions: dict[str, list[Callable[[ModuleType], None]]] = {}
+        self._finding = False
+        sys.meta_path.insert(0, self)
+
+    def when(self, name: str, action: Callable[[ModuleType], None]) -> None:
+        module = sys.modules.get(name)
+        if module is not None and not getattr(module.__spec__, "_initializing", False):
+            _safely(action, module)
+        else:
+            self._actions.setdefault(name, []).append(action)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in self._actions or self._finding:
+            return None
+        self._finding = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._finding = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._actions.pop(name))
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    """The real loader, and then the actions."""
+
+    def __init__(self, loader: Any, actions: list[Callable[[ModuleType], None]]) -> None:
+        self._loader = loader
+        self._actions = actions
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        created: ModuleType | None = self._loader.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        for action in self._actions:
+            _safely(action, module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def _safely(action: Callable[[ModuleType], None], module: ModuleType) -> None:
+    try:
+        action(module)
+    except Exception as problem:
+        print(f"flatout: not measuring this process ({type(problem).__name__}: {problem})", file=sys.stderr)
+
+
+def _record_arguments(argparse: Any) -> None:
+    parse = argparse.ArgumentParser.parse_known_args
+
+    def parse_known_args(parser: Any, *args: Any, **kwargs: Any) -> Any:
+        result = parse(parser, *args, **kwargs)
+        _quietly(settings.note_arguments, parser, result[0])
+        return result
+
+    argparse.ArgumentParser.parse_known_args = parse_known_args
+
+
+def _record_yaml(yaml: Any) -> None:
+    load = yaml.load
+
+    def load_and_note(stream: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load(stream, *args, **kwargs)
+        _quietly(settings.note, "yaml", getattr(stream, "name", None), result)
+        return result
+
+    yaml.load = load_and_note
+
+
+def _record_json(json: Any) -> None:
+    load = json.load
+
+    def load_and_note(stream: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load(stream, *args, **kwargs)
+        _quietly(settings.note, "json", getattr(stream, "name", None), result)
+        return result
+
+    json.load = load_and_note
+
+
+def _quietly(function: Callable[..., None], *args: Any) -> None:
+    try:
+        function(*args)
+    except Exception:
+        pass

@@ -1,0 +1,76 @@
+"""Marks in the GPU's queue: CUDA events from a pool, and loss values that travel beside them.
+
+Only the training thread comes here, never during a graph capture, and nothing ever waits for the GPU.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+_LOSSES_IN_FLIGHT = 128
+
+
+class CudaClock:
+    """Drops events into the current stream, and reads the time between neighbours once they have passed."""
+
+    def __init__(self) -> None:
+        self._pool: list[Any] = []
+        self._stream: Any = None
+        self._raw_stream: tuple[int, int] | None = None
+
+    def mark(self) -> Any:
+        """An event in the current stream, or None where there is no CUDA in use or a graph is being captured."""
+        if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+            return None
+        device = torch._C._cuda_getDevice()
+        raw = (device, torch._C._cuda_getCurrentRawStream(device))
+        if raw != self._raw_stream:  # looking the stream up costs more than recording into it
+            self._raw_stream, self._stream = raw, torch.cuda.current_stream()
+        event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+    def between(self, marks: list[Any]) -> list[float] | None:
+        """Milliseconds between neighbours; None while the GPU has not come to the last."""
+        if torch.cuda.is_current_stream_capturing() or not marks[-1].query():
+            return None
+        times = [max(0.0, a.elapsed_time(b)) for a, b in pairwise(marks)]
+        self._pool += marks
+        marks.clear()
+        return times
+
+
+class LossReader:
+    """Copies scalar losses to the host without waiting for them."""
+
+    def __init__(self) -> None:
+        self._slots: Any = None
+        self._next = 0
+
+    def take(self, loss: Any) -> Any:
+        """A ticket for the value of `loss`, or None where it is not one number."""
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            return None
+        loss = loss.detach()
+        if not loss.is_cuda:
+            return float(loss)
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        if self._slots is None:
+            self._slots = torch.zeros(_LOSSES_IN_FLIGHT, pin_memory=True)
+        slot = self._slots[self._next % _LOSSES_IN_FLIGHT]
+        self._next += 1
+        slot.copy_(loss.reshape(()), non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return slot, event
+
+    def read(self, ticket: Any) -> float | None:
+        """The value behind a ticket, if it has arrived."""
+        if isinstance(ticket, float):
+            return ticket
+        slot, event = ticket
+        return float(slot) if event.query() else None

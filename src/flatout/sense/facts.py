@@ -1,0 +1,106 @@
+"""What is in force in this run: switches, loaders, optimizer, model, versions. Taken by looking; nothing is changed."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from typing import Any
+
+import torch
+
+
+def loader_facts(loader: Any) -> dict[str, Any]:
+    """A DataLoader's settings as they are in force."""
+    dataset = loader.dataset
+    context = loader.multiprocessing_context
+    method = context.get_start_method() if context is not None else torch.multiprocessing.get_start_method(True)
+    return {
+        "dataset": f"{type(dataset).__module__}.{type(dataset).__qualname__}",
+        "length": length_of(dataset),
+        "iterable": isinstance(dataset, torch.utils.data.IterableDataset),
+        "batch_size": loader.batch_size,
+        "num_workers": loader.num_workers,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+        "pin_memory": loader.pin_memory,
+        "drop_last": loader.drop_last,
+        "sampler": type(getattr(loader, "sampler", None)).__name__,
+        "collate": getattr(loader.collate_fn, "__name__", type(loader.collate_fn).__name__),
+        "start_method": method,
+    }
+
+
+def in_force(optimizer: Any) -> dict[str, Any]:
+    """Switches, optimizer, model and machine, as they are now."""
+    groups = optimizer.param_groups
+    parameters = [p for group in groups for p in group["params"]]
+    facts: dict[str, Any] = {
+        "optimizer": type(optimizer).__name__,
+        "optimizer_fused": groups[0].get("fused"),
+        "optimizer_foreach": groups[0].get("foreach"),
+        "learning_rate": float(groups[0]["lr"]) if "lr" in groups[0] else None,
+        "parameters": sum(p.numel() for p in parameters),
+        "parameter_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
+        "devices": sorted({str(p.device) for p in parameters}),
+        "channels_last": _channels_last(parameters),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "tf32_convolutions": _guarded(lambda: torch.backends.cudnn.allow_tf32),
+        "tf32_matmul": _guarded(lambda: torch.backends.cuda.matmul.allow_tf32),
+        "compiled": _compiled_frames() > 0,
+        "threads": torch.get_num_threads(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        facts["distributed"] = {
+            "backend": torch.distributed.get_backend(),
+            "world_size": torch.distributed.get_world_size(),
+        }
+    if torch.cuda.is_initialized():
+        device = torch.cuda.current_device()
+        facts |= {
+            "gpu": torch.cuda.get_device_name(device),
+            "gpus_visible": torch.cuda.device_count(),
+            "gpu_index": device,
+            "memory_peak_bytes": torch.cuda.max_memory_allocated(device),
+            "memory_reserved_bytes": torch.cuda.max_memory_reserved(device),
+            "cuda": torch.version.cuda,
+        }
+    return facts
+
+
+def autocast_dtype() -> str | None:
+    """The dtype autocast is using right here, or None where it is off."""
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device):
+            return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+    return None
+
+
+def _compiled_frames() -> int:
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["frames"]["ok"]) if dynamo is not None else 0
+
+
+def _channels_last(parameters: list[Any]) -> bool | None:
+    """Whether convolution weights are in channels_last; None without convolutions that could tell."""
+    weights = [p for p in parameters if p.dim() == 4 and p.shape[1] > 1 and p.shape[2] * p.shape[3] > 1]
+    if not weights:
+        return None
+    return all(w.is_contiguous(memory_format=torch.channels_last) for w in weights)
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+
+
+def _guarded(read: Any) -> Any:
+    """Some switches refuse to be read once the user has used the newer interface."""
+    try:
+        return read()
+    except RuntimeError:
+        return None

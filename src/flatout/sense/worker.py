@@ -1,0 +1,223 @@
+"""What a loader worker does with its time: the user's `__getitem__`, the transforms in it, collate, and waiting.
+
+Wall time, CPU time and run delay together tell a slow disk from too many workers. The measuring wraps the dataset
+where torch builds its fetcher, in the worker (or in the training process, with num_workers=0). Each worker appends
+its totals to a file of its own rank now and then: one short write, atomic, nothing shared that a kill could corrupt.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from flatout.sense.facts import length_of
+from flatout.trace import Sketch, WorkerReport
+from flatout.trace.records import encode
+
+_SLOWEST_KEPT = 8
+_RANDOM_CHECKS = 16
+_FIRST_REPORT_S = 0.5
+_LAST_REPORT_S = 120.0
+
+
+class Meter:
+    """Totals of one worker."""
+
+    def __init__(self, dataset: Any, worker: int | None, path: Path | None) -> None:
+        self._path = path
+        self._worker = worker
+        self._dataset = type(dataset).__name__
+        self._length = length_of(dataset)
+        self._born_s = time.monotonic()
+        self._idle_since = self._born_s
+        self._report_every_s = _FIRST_REPORT_S
+        self._reported_s = self._born_s
+        self._batches = self._samples = 0
+        self._wall_s = self._cpu_s = self._collate_s = self._waiting_s = 0.0
+        self._sample_ms = Sketch()
+        self._slowest: list[tuple[float, int]] = []
+        self._random: set[str] = set()
+        self._random_checks = 0
+        self.transforms_s: dict[str, float] = {}
+
+    def load(self, get: Callable[[], Any], index: Any) -> Any:
+        """Time one sample's way out of the dataset."""
+        checking = self._random_checks < _RANDOM_CHECKS
+        before = _random_states() if checking else None
+        wall, cpu = time.perf_counter(), time.thread_time()
+        try:
+            return get()
+        finally:
+            seconds = time.perf_counter() - wall
+            self._cpu_s += time.thread_time() - cpu
+            self._wall_s += seconds
+            self._samples += 1
+            self._sample_ms.add(seconds * 1e3)
+            if isinstance(index, int) and (len(self._slowest) < _SLOWEST_KEPT or seconds > self._slowest[0][0]):
+                heapq.heappush(self._slowest, (seconds, index))
+                del self._slowest[: max(0, len(self._slowest) - _SLOWEST_KEPT)]
+                heapq.heapify(self._slowest)
+            if before is not None:
+                self._random_checks += 1
+                self._random |= {name for name, state in _random_states().items() if state != before[name]}
+
+    def batch_begins(self) -> None:
+        """A batch was asked for: the worker has been waiting until now."""
+        self._waiting_s += time.monotonic() - self._idle_since
+
+    def collated(self, seconds: float) -> None:
+        """The batch is put together; now and then, report."""
+        self._collate_s += seconds
+        self._batches += 1
+        self._idle_since = now_s = time.monotonic()
+        if now_s - self._reported_s >= self._report_every_s:
+            self._reported_s = now_s
+            self._report_every_s = min(_LAST_REPORT_S, self._report_every_s * 1.5)
+            self.write()
+
+    def report(self) -> WorkerReport:
+        """The totals as they stand."""
+        now_s = time.monotonic()
+        return WorkerReport(
+            time_s=now_s,
+            pid=os.getpid(),
+            born_s=self._born_s,
+            dataset=self._dataset,
+            length=self._length,
+            worker=self._worker,
+            batches=self._batches,
+            samples=self._samples,
+            sample_wall_s=self._wall_s,
+            sample_cpu_s=self._cpu_s,
+            run_delay_s=_run_delay_s(),
+            collate_s=self._collate_s,
+            waiting_s=self._waiting_s,
+            sample_ms=self._sample_ms.coarse(48),
+            slowest=tuple((seconds * 1e3, index) for seconds, index in sorted(self._slowest, reverse=True)),
+            transforms_s=dict(self.transforms_s),
+            random_used=tuple(sorted(self._random)),
+        )
+
+    def write(self) -> None:
+        """Append the totals to the rank's file of worker reports."""
+        if self._path is None:
+            return
+        line = json.dumps(encode(self.report()), separators=(",", ":")) + "\n"
+        try:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            try:
+                os.write(descriptor, line.encode())
+            finally:
+                os.close(descriptor)
+        except OSError:
+            self._path = None
+
+
+def measure_fetcher(fetcher: Any, meter: Meter) -> None:
+    """Put `meter` around the dataset and the collate function of torch's fetcher."""
+    collate = fetcher.collate_fn
+
+    def timed_collate(samples: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return collate(samples)
+        finally:
+            meter.collated(time.perf_counter() - start)
+
+    fetcher.collate_fn = timed_collate
+    _time_transforms(fetcher.dataset, meter)
+    if hasattr(fetcher, "dataset_iter"):
+        fetcher.dataset_iter = _TimedIterator(fetcher.dataset_iter, meter)
+    else:
+        fetcher.dataset = _TimedDataset(fetcher.dataset, meter)
+    fetch = fetcher.fetch
+
+    def timed_fetch(indices: Any) -> Any:
+        meter.batch_begins()
+        return fetch(indices)
+
+    fetcher.fetch = timed_fetch
+
+
+class _TimedDataset:
+    """Stands before the dataset inside the fetcher only; everything else still sees the user's own."""
+
+    def __init__(self, dataset: Any, meter: Meter) -> None:
+        self._dataset = dataset
+        self._meter = meter
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._meter.load(lambda: self._dataset[index], index)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._dataset, name)
+        if name == "__getitems__" and value:
+            return lambda indices: self._meter.load(lambda: value(indices), indices)
+        return value
+
+
+class _TimedIterator:
+    def __init__(self, iterator: Iterator[Any], meter: Meter) -> None:
+        self._iterator = iterator
+        self._meter = meter
+
+    def __iter__(self) -> _TimedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return self._meter.load(lambda: next(self._iterator), None)
+
+
+class _TimedTransform:
+    def __init__(self, transform: Any, name: str, meter: Meter) -> None:
+        self._transform = transform
+        self._name = name
+        self._meter = meter
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return self._transform(*args, **kwargs)
+        finally:
+            spent = self._meter.transforms_s
+            spent[self._name] = spent.get(self._name, 0.0) + time.perf_counter() - start
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transform, name)
+
+
+def _time_transforms(dataset: Any, meter: Meter) -> None:
+    """Time each step of a Compose the dataset holds. Only in a worker, whose dataset is a copy of its own."""
+    if torch.utils.data.get_worker_info() is None:
+        return
+    for holder in (dataset, getattr(dataset, "dataset", None)):
+        for compose in list(getattr(holder, "__dict__", {}).values()):
+            steps = getattr(compose, "transforms", None)
+            if type(compose).__name__ == "Compose" and isinstance(steps, list):
+                compose.transforms = [_TimedTransform(s, type(s).__name__, meter) for s in steps]
+
+
+def _random_states() -> dict[str, Any]:
+    numpy_state: Any = np.random.get_state()
+    return {
+        "torch": hash(torch.default_generator.get_state().numpy().tobytes()),
+        "numpy": (hash(numpy_state[1].tobytes()), numpy_state[2]),
+        "random": hash(random.getstate()),
+    }
+
+
+def _run_delay_s() -> float | None:
+    """How long this thread has been ready to run but had no core."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return None

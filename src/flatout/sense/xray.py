@@ -1,0 +1,180 @@
+"""A few steps under the kernel profiler, once, then off: what the GPU really did, kernel by kernel.
+
+CUDA activities only (the launches on the host, the kernels and copies on the card). Gaps between kernels are laid
+over the training thread's phases, which says what the host was doing while the GPU had nothing to do.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.trace import Sketch, Step, Xray
+
+_MATRIX = re.compile(r"gemm|conv|xmma|cutlass|cudnn|wgrad|dgrad|fprop|flash|fmha|nvjet|attention|wgmma|matmul", re.I)
+_TENSOR_CORES = re.compile(
+    r"tensorop|hmma|wgmma|s16816|s1688|h16816|h1688|bf16|f16f16|tf32|_f16|nvjet|flash|fmha|s884|sm90_xmma_gemm_(?!f32f32_f32f32_f32)",
+    re.I,
+)
+_COPY = re.compile(r"^Memcpy (?P<way>\w+) \((?P<source>\w+) ->")
+_TOP = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One stretch of work on the card: a kernel, a copy or a fill."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    launched_ns: int | None
+
+
+class Profiler:
+    """The kernel profiler, on for a few steps and then torn down. Touch it from the training thread only."""
+
+    def __init__(self) -> None:
+        self._profile: Any = None
+        self._clocks = (0.0, 0)
+
+    def start(self) -> None:
+        """Switch it on. `TEARDOWN_CUPTI` makes the driver let go of its hooks afterwards."""
+        from torch.profiler import ProfilerActivity, profile
+
+        os.environ.setdefault("TEARDOWN_CUPTI", "1")
+        self._clocks = (time.monotonic(), time.time_ns())
+        self._profile = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
+        self._profile.__enter__()
+
+    def stop(self) -> Any:
+        """Switch it off; the raw results, for `kernels` to read at leisure."""
+        self._profile.__exit__(None, None, None)
+        results = self._profile.profiler.kineto_results
+        self._profile = None
+        return results
+
+    def kernels(self, results: Any) -> list[Kernel]:
+        """What ran on the card, in the order of its start, on CLOCK_MONOTONIC in nanoseconds."""
+        events = results.events()
+        shift_ns = round(self._clocks[0] * 1e9) - self._clocks[1]
+        launches: dict[int, int] = {}
+        work: list[tuple[str, int, int, int]] = []
+        for event in events:
+            if str(event.device_type()) == "DeviceType.CUDA":
+                work.append((event.name(), event.start_ns(), event.duration_ns(), event.correlation_id()))
+            else:
+                launches[event.correlation_id()] = event.start_ns() + shift_ns
+        work.sort(key=lambda item: item[1])
+        return [
+            Kernel(name, start + shift_ns, start + duration + shift_ns, launches.get(correlation))
+            for name, start, duration, correlation in work
+        ]
+
+
+def read_kernels(kernels: Sequence[Kernel], steps: Sequence[Step]) -> Xray | None:
+    """What the kernels of these steps say. None when nothing ran on a card."""
+    phases = [
+        (span.name, start_s, start_s + span.host_ms / 1e3)
+        for step in steps
+        for span in step.spans
+        for start_s in [step.start_s + span.start_ms / 1e3]
+    ]
+    if not phases or not kernels:
+        return None
+    first_ns, last_ns = round(phases[0][1] * 1e9), round(phases[-1][2] * 1e9)
+    inside = [k for k in kernels if k.end_ns > first_ns and k.start_ns < last_ns]
+    if not inside:
+        return None
+    host = _HostPhases(phases)
+    busy_by_phase: dict[str, float] = {}
+    for kernel in inside:
+        phase = host.at(kernel.launched_ns if kernel.launched_ns is not None else kernel.start_ns)
+        busy_by_phase[phase] = busy_by_phase.get(phase, 0.0) + (kernel.end_ns - kernel.start_ns) / 1e6
+    idle_by_phase: dict[str, float] = {}
+    late_ms = 0.0
+    for start_ns, end_ns, following in _gaps(inside, first_ns, last_ns):
+        for phase, ns in host.over(start_ns, end_ns):
+            idle_by_phase[phase] = idle_by_phase.get(phase, 0.0) + ns / 1e6
+        if following is not None and following.launched_ns is not None and following.launched_ns > start_ns:
+            late_ms += (end_ns - start_ns) / 1e6
+    window_ms = (last_ns - first_ns) / 1e6
+    copies = _copies(inside)
+    compute = [k for k in inside if not k.name.startswith(("Memcpy", "Memset"))]
+    matrix = [k for k in compute if _MATRIX.search(k.name)]
+    return Xray(
+        steps=len(steps),
+        wall_ms=window_ms,
+        busy_ms=window_ms - sum(idle_by_phase.values()),
+        busy_by_phase_ms=busy_by_phase,
+        idle_by_phase_ms=idle_by_phase,
+        launched_late_ms=late_ms,
+        kernels=len(compute),
+        kernel_us=Sketch.of((k.end_ns - k.start_ns) / 1e3 for k in compute),
+        matrix_ms=_total_ms(matrix),
+        tensor_core_ms=_total_ms(k for k in matrix if _TENSOR_CORES.search(k.name)),
+        collective_ms=_total_ms(k for k in compute if "nccl" in k.name.lower()),
+        copies_ms=copies,
+        top_ms=_top(inside),
+    )
+
+
+class _HostPhases:
+    """The training thread's phases on a time line, for looking up."""
+
+    def __init__(self, phases: list[tuple[str, float, float]]) -> None:
+        self._names = [name for name, _, _ in phases]
+        self._starts = [round(start * 1e9) for _, start, _ in phases]
+        self._end = round(phases[-1][2] * 1e9)
+
+    def at(self, ns: int) -> str:
+        return self._names[max(0, bisect_right(self._starts, ns) - 1)]
+
+    def over(self, start_ns: int, end_ns: int) -> Iterable[tuple[str, int]]:
+        """How a stretch of time is shared among the phases."""
+        at = max(0, bisect_right(self._starts, start_ns) - 1)
+        while start_ns < end_ns:
+            until = self._starts[at + 1] if at + 1 < len(self._starts) else end_ns
+            until = min(max(until, start_ns), end_ns)
+            yield self._names[at], until - start_ns
+            start_ns, at = until, at + 1
+            if at >= len(self._names):
+                return
+
+
+def _gaps(kernels: Sequence[Kernel], first_ns: int, last_ns: int) -> Iterable[tuple[int, int, Kernel | None]]:
+    """Where nothing ran on any stream, and the kernel that ended it."""
+    reached = first_ns
+    for kernel in kernels:
+        if kernel.start_ns > reached:
+            yield reached, kernel.start_ns, kernel
+        reached = max(reached, kernel.end_ns)
+    if reached < last_ns:
+        yield reached, last_ns, None
+
+
+def _copies(kernels: Iterable[Kernel]) -> dict[str, float]:
+    """Milliseconds of copies by way and kind of host memory, such as "HtoD Pageable"."""
+    copies: dict[str, float] = {}
+    for kernel in kernels:
+        match = _COPY.match(kernel.name)
+        if match:
+            key = f"{match['way']} {match['source']}"
+            copies[key] = copies.get(key, 0.0) + (kernel.end_ns - kernel.start_ns) / 1e6
+    return copies
+
+
+def _total_ms(kernels: Iterable[Kernel]) -> float:
+    return sum(k.end_ns - k.start_ns for k in kernels) / 1e6
+
+
+def _top(kernels: Iterable[Kernel]) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for kernel in kernels:
+        name = kernel.name[:120]
+        totals[name] = totals.get(name, 0.0) + (kernel.end_ns - kernel.start_ns) / 1e6
+    return dict(sorted(totals.items(), key=lambda item: -item[1])[:_TOP])
