@@ -100,6 +100,9 @@ def test_an_interrupted_maker_says_how_to_go_on(tmp_path: Path, ending: signal.S
     assert "the same command goes on from there" in last_words
     assert "Traceback" not in last_words
     assert not (tmp_path / "gray" / MANIFEST).exists()
+    made = len(list((tmp_path / "gray").rglob("*.png")))
+    assert 0 < made < 2800
+    assert made % making.ITEMS_A_TASK == 0  # what was in hand was finished
     assert not list((tmp_path / "gray").rglob("*.png.part"))
 
 

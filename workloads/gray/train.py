@@ -62,7 +62,8 @@ class Stamps(Dataset):
     def __getitem__(self, index):
         path, label = self.samples[index]
         try:
-            image = Image.open(path).convert("L")
+            with Image.open(path) as file:
+                image = file.convert("L")
         except (OSError, SyntaxError, ValueError) as error:
             raise Refused(f"{path} cannot be read: {error}") from error
         if self.train:
