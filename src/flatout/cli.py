@@ -6,6 +6,7 @@ Whatever goes wrong by the person's mistake is one line on stderr and exit code 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -14,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from flatout import __version__
-from flatout.errors import FlatoutError
+from flatout.errors import FlatoutError, UsageError
 
 INTERRUPTED = 130
 READER_LEFT = 141
@@ -158,3 +159,76 @@ def top(
             fail_below_pct=fail_below,
         )
     )
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+def run(
+    context: typer.Context,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Record into this new folder. Default: flatout-runs/<time>-<name>."),
+    ] = None,
+    max_steps: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Stop after N training steps, then measure the ceiling. For trying out."),
+    ] = None,
+    xray: Annotated[bool, typer.Option("--xray/--no-xray", help="Take a few steps under the kernel profiler.")] = True,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No summary at the end.")] = False,
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the account as JSON; - is stdout.")] = None,
+) -> None:
+    """Run a training command and say where every second of GPU time went. The script stays as it is.
+
+    `flatout run -- python train.py --epochs 3`, or your own launcher, word for word: torchrun, accelerate launch,
+    bash train.sh, make train. `flatout run train.py` is short for `-- python train.py`.
+
+    Output, signals and exit code are the command's own; the summary comes after it. FLATOUT=off switches it all off.
+    """
+    from flatout import launch
+
+    _linux_only("run")
+    command = list(context.args)
+    if command[:1] == ["--"]:
+        command = command[1:]
+    if command and command[0].endswith(".py"):
+        command = ["python" if shutil.which("python") else sys.executable, *command]
+    folder = trace or launch.default_folder(command or ["run"])
+    code = launch.run(command, folder=folder, max_steps=max_steps, xray=xray)
+    if os.environ.get("FLATOUT") != "off" and folder.is_dir():
+        _account_for(folder, quiet=quiet, json_to=json)
+    raise typer.Exit(code)
+
+
+def _account_for(folder: Path, *, quiet: bool, json_to: str | None) -> None:
+    """The summary after a run, on stderr; what is wrong with it never changes the run's exit code."""
+    from rich.console import Console
+
+    from flatout import trace
+    from flatout.report.account import account
+    from flatout.report.terminal import show
+
+    try:
+        result = account(trace.read(folder), str(folder))
+    except FlatoutError as problem:
+        print(f"flatout: {problem}", file=sys.stderr)
+        return
+    if not quiet:
+        show(result, Console(stderr=True, highlight=False))
+    if json_to is not None:
+        _write_json(json_to, result.to_json())
+
+
+def _write_json(target: str, data: Any) -> None:
+    import json
+
+    text = json.dumps(data, indent=2, default=str) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+    else:
+        Path(target).write_text(text, encoding="utf-8")
+
+
+def _linux_only(verb: str) -> None:
+    if sys.platform != "linux":
+        raise UsageError(f"flatout {verb} is Linux only; flatout top and flatout doctor work here")

@@ -20,14 +20,14 @@ class Ceiling:
     """Keeps the last few batches, and gives them back when their time comes."""
 
     def __init__(self) -> None:
-        self._kept: deque[Any] = deque(maxlen=_KEPT)
+        self._kept: dict[int, deque[Any]] = {}
         self._copies: dict[int, Any] = {}
         self._kind = "train"
         self._turn = 0
 
-    def keep(self, batch: Any) -> None:
-        """Remember a batch that came from the loader."""
-        self._kept.append(_apart(batch))
+    def keep(self, loader: int, batch: Any) -> None:
+        """Remember a batch that came from a loader."""
+        self._kept.setdefault(loader, deque(maxlen=_KEPT)).append(_apart(batch))
 
     def kind_of_step(self, beyond: int) -> str | None:
         """What the next step is, `beyond` the measured ones; None when it is all over."""
@@ -39,19 +39,21 @@ class Ceiling:
             return None
         return self._kind
 
-    def batch(self) -> Any:
-        """A kept batch, while replaying; None otherwise."""
-        if self._kind == "train" or not self._kept:
+    def batch(self, loader: int) -> Any:
+        """A kept batch of that loader, while replaying; None otherwise."""
+        kept = self._kept.get(loader)
+        if self._kind == "train" or not kept:
             return None
         self._turn += 1
-        return _apart(self._kept[self._turn % len(self._kept)])
+        return _apart(kept[self._turn % len(kept)])
 
     def copy_of(self, tensor: Any, copy: Callable[[], Any]) -> Any:
         """The device copy of a kept tensor, made once."""
         key = id(tensor)
         if key not in self._copies:
             made = copy()
-            if made is tensor or not any(tensor is kept for batch in self._kept for kept in _tensors(batch)):
+            batches = [batch for kept in self._kept.values() for batch in kept]
+            if made is tensor or not any(tensor is kept for batch in batches for kept in _tensors(batch)):
                 return made
             self._copies[key] = made
         return self._copies[key]

@@ -84,12 +84,12 @@ class Session(Listener):
     def loader_seen(self, loader: Any) -> None:
         self._loaders[id(loader)] = look.loader_facts(loader)
 
-    def fetched(self, iterator: Any, batch: Any) -> None:
+    def fetched(self, loader: int, batch: Any) -> None:
         if self._ceiling is not None:
-            self._ceiling.keep(batch)
+            self._ceiling.keep(loader, batch)
 
-    def replayed_batch(self, iterator: Any) -> Any:
-        return self._ceiling.batch() if self._ceiling is not None else None
+    def replayed_batch(self, loader: int) -> Any:
+        return self._ceiling.batch(loader) if self._ceiling is not None else None
 
     def resident_copy(self, tensor: Any, copy: Callable[[], Any]) -> Any:
         return self._ceiling.copy_of(tensor, copy) if self._ceiling is not None else copy()

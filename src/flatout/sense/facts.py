@@ -91,7 +91,8 @@ def _channels_last(parameters: list[Any]) -> bool | None:
     return all(w.is_contiguous(memory_format=torch.channels_last) for w in weights)
 
 
-def _length(dataset: Any) -> int | None:
+def length_of(dataset: Any) -> int | None:
+    """How many samples a dataset says it has."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError, AttributeError):

@@ -142,7 +142,7 @@ class _Card:
         try:
             self._pulses += self._gpm.pulse(now_s)
         except self._nvml.NVMLError as problem:
-            self._note(f"GPU {self._index}: its GPM counters cannot be read ({problem})")
+            self._explain("its GPM counters are not known", problem)
 
     def read(self, now_s: float) -> GpuSample:
         if now_s - self._slow_s >= _SLOW_EVERY_S:
@@ -227,14 +227,18 @@ class _Card:
             self._never.add((function, *arguments))
             self._note(f"GPU {self._index}: {_WORDS[function]} is not known (this nvidia-ml-py is too old)")
         except self._nvml.NVMLError as problem:
-            if problem.value in _LOST:
-                self._lost = True
-                self._note(f"GPU {self._index} is gone ({problem}): its figures end here")
-            elif problem.value not in _NOTHING_NEW:
-                if problem.value in _NEVER:
-                    self._never.add((function, *arguments))
-                self._note(f"GPU {self._index}: {_WORDS[function]} is not known ({problem})")
+            if problem.value in _NEVER:
+                self._never.add((function, *arguments))
+            if problem.value not in _NOTHING_NEW:
+                self._explain(f"{_WORDS[function]} is not known", problem)
         return None
+
+    def _explain(self, loss: str, problem: Any) -> None:
+        if problem.value in _LOST:
+            self._lost = True
+            self._note(f"GPU {self._index} is gone ({problem}): its figures end here")
+        else:
+            self._note(f"GPU {self._index}: {loss} ({problem})")
 
 
 class _Gpm:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from flatout.errors import UsageError
 from flatout.sense.gpu import Cards
@@ -34,7 +36,7 @@ class Sampler:
         nvml: Any = None,
     ) -> None:
         for pid in pids:
-            if not (root / "proc" / str(pid)).exists() and not _is_alive(pid):
+            if not _is_there(root, pid):
                 raise UsageError(f"there is no process {pid}")
         self.notes: list[str] = []
         self._clock = clock
@@ -85,21 +87,20 @@ class Sampler:
     def _followed(self, now_s: float, holders: set[int]) -> tuple[int, ...]:
         if self._pids:
             return self._pids
+        seen = sorted(pid for pid in holders if _is_there(self._root, pid))
+        if seen:
+            return tuple(seen)
+        if holders:
+            self._note("this container does not show the processes that use the cards: looking for loader workers instead")
         if now_s - self._found_s >= _FIND_TRAININGS_EVERY_S:
             self._found_s = now_s
-            self._found = find_trainings(self._root / "proc") if not holders else ()
-        return tuple(sorted(holders)) or self._found
+            self._found = find_trainings(self._root)
+        return self._found
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except OSError:
-        return False
-    return True
+def _is_there(root: Path, pid: int) -> bool:
+    return (root / "proc" / str(pid)).exists() if sys.platform == "linux" else psutil.pid_exists(pid)

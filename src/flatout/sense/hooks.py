@@ -140,15 +140,15 @@ class Hooks:
         def next_batch(iterator: Any) -> Any:
             if self.off or recorder.is_elsewhere():
                 return fetch(iterator)
-            replayed = self.guarded(listener.replayed_batch, iterator)
-            if replayed is not None:
-                return replayed
-            self.guarded(recorder.fetching, getattr(iterator, "_flatout_loader", id(iterator)))
+            loader = getattr(iterator, "_flatout_loader", id(iterator))
+            self.guarded(recorder.fetching, loader)
             samples = None
             try:
-                batch = fetch(iterator)
+                batch = self.guarded(listener.replayed_batch, loader)
+                if batch is None:
+                    batch = fetch(iterator)
+                    self.guarded(listener.fetched, loader, batch)
                 samples = self.guarded(batch_size, batch) or 0
-                self.guarded(listener.fetched, iterator, batch)
                 return batch
             finally:
                 if not self.off:
@@ -287,10 +287,10 @@ class Listener:
     def loader_seen(self, loader: Any) -> None:
         """A DataLoader has built an iterator."""
 
-    def fetched(self, iterator: Any, batch: Any) -> None:
+    def fetched(self, loader: int, batch: Any) -> None:
         """A batch has come out of a loader."""
 
-    def replayed_batch(self, iterator: Any) -> Any:
+    def replayed_batch(self, loader: int) -> Any:
         """A batch to give instead of fetching one, or None."""
 
     def resident_copy(self, tensor: Any, copy: Callable[[], Any]) -> Any:

@@ -13,6 +13,7 @@ import psutil
 from flatout.budget import CgroupFiles
 from flatout.trace import DiskSample, HostSample
 
+_LONGEST_BYTES = 1 << 18  # /proc/stat lists every interrupt of a large machine
 _SECTOR_BYTES = 512
 _NOT_DISKS = ("loop", "ram", "zram", "sr", "fd")
 
@@ -24,7 +25,7 @@ class ProcFile:
 
     def __init__(self, path: Path | str) -> None:
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = os.open(path, os.O_RDONLY)
         except OSError:
             self._fd = -1
 
@@ -33,7 +34,7 @@ class ProcFile:
         if self._fd < 0:
             return b""
         try:
-            return os.pread(self._fd, 65536, 0)
+            return os.pread(self._fd, _LONGEST_BYTES, 0)
         except OSError:
             return b""
 
@@ -64,7 +65,7 @@ class Host:
             cores=_cpu_ticks(stat := self._files["stat"].read()),
             switches=_counter(stat, b"\nctxt "),
             pressure_us={name: _counter(file.read(), b"total=") for name, file in self._pressure.items()},
-            throttled_us=self._cgroup.throttled_us(),
+            quota_periods=self._cgroup.quota_periods(),
             disks=_disk_counters(self._files["diskstats"].read(), self._disks),
         )
         before, self._before = self._before, now
@@ -108,7 +109,7 @@ class _Counters:
     cores: list[tuple[int, int, int]]
     switches: int | None
     pressure_us: dict[str, int | None]
-    throttled_us: int | None
+    quota_periods: tuple[int, int] | None
     disks: dict[str, tuple[int, int, int]]
 
     def since(self, before: _Counters) -> dict[str, Any]:
@@ -132,7 +133,7 @@ class _Counters:
             "pressure_cpu_pct": share_pct(self.pressure_us["cpu"], before.pressure_us["cpu"]),
             "pressure_io_pct": share_pct(self.pressure_us["io"], before.pressure_us["io"]),
             "pressure_memory_pct": share_pct(self.pressure_us["memory"], before.pressure_us["memory"]),
-            "throttled_pct": share_pct(self.throttled_us, before.throttled_us),
+            "throttled_pct": _held_back_pct(self.quota_periods, before.quota_periods),
             "disks": tuple(
                 DiskSample(
                     name=name,
@@ -168,6 +169,14 @@ def _wait_pct(now: tuple[int, int, int], before: tuple[int, int, int]) -> float:
     return min(100.0, max(0.0, 100 * (now[2] - before[2]) / ticks)) if ticks > 0 else 0.0
 
 
+def _held_back_pct(now: tuple[int, int] | None, before: tuple[int, int] | None) -> float | None:
+    """In what share of its periods the quota held the group back; 0 when the group did not run at all."""
+    if now is None or before is None:
+        return None
+    periods = now[1] - before[1]
+    return min(100.0, max(0.0, 100 * (now[0] - before[0]) / periods)) if periods > 0 else 0.0
+
+
 def _counter(text: bytes, label: bytes) -> int | None:
     """The whole number right behind the first `label`."""
     at = text.find(label)
@@ -182,12 +191,12 @@ def _kibibytes(meminfo: bytes, label: bytes) -> int | None:
 
 
 def _whole_disks(root: Path) -> set[str]:
-    """Disks, not their partitions, so that nothing counts twice."""
+    """Disks; not their partitions, and not what is built upon other disks (RAID, LVM): nothing counts twice."""
     try:
-        names = [path.name for path in (root / "sys/block").iterdir()]
+        blocks = [path for path in (root / "sys/block").iterdir() if not path.name.startswith(_NOT_DISKS)]
+        return {path.name for path in blocks if not any((path / "slaves").glob("*"))}
     except OSError:
         return set()
-    return {name for name in names if not name.startswith(_NOT_DISKS)}
 
 
 def _disk_counters(diskstats: bytes, disks: set[str]) -> dict[str, tuple[int, int, int]]:
@@ -196,6 +205,13 @@ def _disk_counters(diskstats: bytes, disks: set[str]) -> dict[str, tuple[int, in
     return {row[2]: (int(row[5]), int(row[9]), int(row[12])) for row in rows if len(row) > 12 and row[2] in disks}
 
 
+class _Elsewhere:
+    """Other systems, through psutil."""
+
+    def __init__(self) -> None:
+        psutil.cpu_percent(percpu=True)  # the first call has nothing to compare with
+
+    def read(self, now_s: float) -> HostSample:
 def _elsewhere() -> HostSample:
     memory = psutil.virtual_memory()
     cores = tuple(psutil.cpu_percent(percpu=True))

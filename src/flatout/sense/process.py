@@ -1,7 +1,8 @@
 """The processes of a training: the trainers, their loader workers, and the rest of the tree.
 
-A loader worker is known by the name torch gives it, by being a fork of its parent (the same command line), or by
-multiprocessing's own marks on a spawned one. A trainer is a process that holds memory on a card, or has workers.
+A loader worker is known by the name torch gives it. Where nothing in the tree bears that name (an older torch), it is
+a fork of its parent (the same command line) or a child that multiprocessing spawned, unless it holds memory on a card
+or has such children itself. A trainer holds memory on a card, or has workers. Read from /proc on Linux, else by psutil.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
@@ -19,14 +21,16 @@ from flatout.trace import ProcessSample
 _LOOK_FOR_NEW_S = 5.0
 _PSS_EVERY_S = 30.0
 _WORKER_NAME = "pt_data_worker"
-_SPAWN_MARKS = ("multiprocessing.spawn", "multiprocessing.forkserver", "--multiprocessing-fork")
+_SPAWN_MARKS = ("multiprocessing.spawn", "--multiprocessing-fork")
+_FORK_SERVER = "multiprocessing.forkserver"
+_NOT_LOADERS = ("multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
 
 
 class Tree:
     """The process trees below `roots`; processes come and go between reads."""
 
     def __init__(self, root: Path = Path("/")) -> None:
-        self._proc = root / "proc"
+        self._system = _system(root)
         self._known: dict[int, _Process] = {}
         self._roots: frozenset[int] = frozenset()
         self._holders: frozenset[int] = frozenset()
@@ -55,66 +59,144 @@ class Tree:
         self._known.clear()
 
     def _look_for_new(self) -> None:
-        parents = parents_of_all(self._proc) if self._roots else {}
+        parents = self._system.parents() if self._roots else {}
         tree = _below(self._roots, parents)
-        for pid in set(self._known) - set(tree):
+        for pid in self._known.keys() - tree.keys():
             self._known.pop(pid).close()
-        workers = {pid for pid in tree if pid not in self._roots and _is_worker(self._proc, pid, parents.get(pid))}
-        trainers = (self._holders | {parents[pid] for pid in workers if pid in parents}) & set(tree) - workers
-        trainers = trainers or self._roots & set(tree)
-        for pid in tree:
-            role = "worker" if pid in workers else "trainer" if pid in trainers else "other"
+        for pid, role in _roles(self._system, tree, self._roots, self._holders).items():
             if pid in self._known:
                 self._known[pid].role = role
             else:
-                self._known[pid] = _Process(self._proc, pid, role)
+                self._known[pid] = self._system.process(pid, role)
 
 
-def parents_of_all(proc: Path = Path("/proc")) -> dict[int, int]:
-    """The parent of every process there is."""
-    if sys.platform != "linux":
-        return {p.pid: p.info["ppid"] for p in psutil.process_iter(["ppid"])}
-    parents = {}
-    for name in os.listdir(proc):  # noqa: PTH208 - a Path for each of a thousand processes is slow
-        if name.isdigit():
-            fields = _after_name(_read_once(proc / name / "stat"))
-            if fields:
-                parents[int(name)] = int(fields[1])
-    return parents
-
-
-def find_trainings(proc: Path = Path("/proc")) -> tuple[int, ...]:
+def find_trainings(root: Path = Path("/")) -> tuple[int, ...]:
     """Processes that have loader workers: the trainings one can see without asking a card."""
-    parents = parents_of_all(proc)
-    return tuple(sorted({parents[pid] for pid in parents if _read_once(proc / str(pid) / "comm") == _WORKER_NAME}))
+    system = _system(root)
+    parents = system.parents()
+    workers = [pid for pid in parents if system.name(pid) == _WORKER_NAME]
+    return tuple(sorted({_owner(system, pid, parents) for pid in workers}))
 
 
-class _Process:
-    """One process, its files kept open between reads."""
+def _below(roots: frozenset[int], parents: dict[int, int]) -> dict[int, int]:
+    """The processes in the trees below `roots`, each with its parent."""
+    children: dict[int, list[int]] = {}
+    for pid, parent in parents.items():
+        children.setdefault(parent, []).append(pid)
+    tree: dict[int, int] = {}
+    todo = sorted(roots & parents.keys(), reverse=True)
+    while todo:
+        pid = todo.pop()
+        if pid not in tree:
+            tree[pid] = parents[pid]
+            todo += sorted(children.get(pid, ()), reverse=True)
+    return tree
 
-    __slots__ = ("_before", "_io", "_pid", "_proc", "_pss", "_pss_s", "_schedstat", "_stat", "role")
 
-    def __init__(self, proc: Path, pid: int, role: str) -> None:
+def _roles(system: _System, tree: dict[int, int], roots: frozenset[int], holders: frozenset[int]) -> dict[int, str]:
+    workers = {pid for pid in tree if pid not in roots and system.name(pid) == _WORKER_NAME}
+    if not workers:
+        alike = {pid for pid in tree.keys() - roots - holders if _looks_like_worker(system, pid, tree[pid])}
+        workers = alike - {tree[pid] for pid in alike}
+    trainers = (holders | {_owner(system, pid, tree) for pid in workers}) & tree.keys() - workers
+    trainers = trainers or roots & tree.keys()
+    return {pid: "worker" if pid in workers else "trainer" if pid in trainers else "other" for pid in tree}
+
+
+def _looks_like_worker(system: _System, pid: int, parent: int) -> bool:
+    command = system.command(pid)
+    if "python" not in command or any(mark in command for mark in _NOT_LOADERS):
+        return False
+    return any(mark in command for mark in _SPAWN_MARKS) or command == system.command(parent)
+
+
+def _owner(system: _System, worker: int, parents: dict[int, int]) -> int:
+    """Whose worker it is: its parent, or behind multiprocessing's fork server the process that started that."""
+    owner = parents[worker]
+    while owner in parents and _FORK_SERVER in system.command(owner):
+        owner = parents[owner]
+    return owner
+
+
+class _Process(Protocol):
+    role: str
+
+    def read(self, now_s: float) -> ProcessSample | None:
+        """What it did since the last read; None when it has ended."""
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+
+
+class _System(Protocol):
+    def parents(self) -> dict[int, int]:
+        """The parent of every process there is."""
+
+    def name(self, pid: int) -> str:
+        """The short name of a process; empty when it is not to be seen."""
+
+    def command(self, pid: int) -> str:
+        """The command line of a process; empty when it is not to be seen."""
+
+    def process(self, pid: int, role: str) -> _Process:
+        """One process, to be read again and again."""
+
+
+def _system(root: Path) -> _System:
+    return _Proc(root / "proc") if sys.platform == "linux" else _Elsewhere()
+
+
+class _Proc:
+    """Linux."""
+
+    def __init__(self, proc: Path) -> None:
+        self._proc = proc
+
+    def parents(self) -> dict[int, int]:
+        parents = {}
+        for name in os.listdir(self._proc):  # noqa: PTH208 - a Path for each of a thousand processes is slow
+            if name.isdigit():
+                fields = _after_name(_text(f"{self._proc}/{name}/stat"))
+                if fields:
+                    parents[int(name)] = int(fields[1])
+        return parents
+
+    def name(self, pid: int) -> str:
+        return _text(f"{self._proc}/{pid}/comm").strip()
+
+    def command(self, pid: int) -> str:
+        return _text(f"{self._proc}/{pid}/cmdline")
+
+    def process(self, pid: int, role: str) -> _ProcProcess:
+        return _ProcProcess(self._proc / str(pid), pid, role)
+
+
+class _ProcProcess:
+    """One process on Linux, its files kept open between reads."""
+
+    __slots__ = ("_before", "_folder", "_io", "_pid", "_pss", "_pss_s", "_schedstat", "_stat", "role")
+
+    def __init__(self, folder: Path, pid: int, role: str) -> None:
         self.role = role
         self._pid = pid
-        self._proc = proc
-        self._stat = ProcFile(proc / str(pid) / "stat")
-        self._schedstat = ProcFile(proc / str(pid) / "schedstat")
-        self._io = ProcFile(proc / str(pid) / "io")
+        self._folder = folder
+        self._stat = ProcFile(folder / "stat")
+        self._schedstat = ProcFile(folder / "schedstat")
+        self._io = ProcFile(folder / "io")
         self._before: tuple[float, int, int | None, int | None, int | None] | None = None
         self._pss: int | None = None
         self._pss_s = -_PSS_EVERY_S
 
     def read(self, now_s: float) -> ProcessSample | None:
-        stat = self._stat.read().decode("ascii", "replace")
+        stat = self._stat.read().decode("utf-8", "replace")
         fields = _after_name(stat)
         if not fields or fields[0] in "ZX":
             return None
         if now_s - self._pss_s >= _PSS_EVERY_S:
             self._pss_s = now_s
-            self._pss = _pss_bytes(self._proc / str(self._pid) / "smaps_rollup")
+            self._pss = _pss_bytes(_text(f"{self._folder}/smaps_rollup"))
         ticks = int(fields[11]) + int(fields[12])
-        waits = self._schedstat.read().split()
+        waits = self._schedstat.read().split()  # of the main thread alone: the one that trains, or loads
         delay_ns, switches = (int(waits[1]), int(waits[2])) if len(waits) == 3 else (None, None)
         read_bytes = _read_counter(self._io.read())
         before, self._before = self._before, (now_s, ticks, delay_ns, switches, read_bytes)
@@ -147,38 +229,17 @@ _TICKS_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
-def _rate(now: int | None, before: int | None, divisor: float) -> float | None:
-    return (now - before) / divisor if now is not None and before is not None else None
+def _text(path: str) -> str:
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - read a thousand times a look, and this is the fast way
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 def _after_name(stat: str) -> list[str]:
     """The fields of /proc/PID/stat behind the name, which may itself hold spaces and brackets."""
     return stat[stat.rfind(")") + 2 :].split() if ")" in stat else []
-
-
-def _below(roots: frozenset[int], parents: dict[int, int]) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for pid, parent in parents.items():
-        children.setdefault(parent, []).append(pid)
-    tree: list[int] = []
-    todo = sorted(roots & parents.keys(), reverse=True)
-    while todo:
-        pid = todo.pop()
-        if pid not in tree:
-            tree.append(pid)
-            todo += sorted(children.get(pid, ()), reverse=True)
-    return tree
-
-
-def _is_worker(proc: Path, pid: int, parent: int | None) -> bool:
-    if _read_once(proc / str(pid) / "comm") == _WORKER_NAME:
-        return True
-    command = _read_once(proc / str(pid) / "cmdline")
-    if "python" not in command or "resource_tracker" in command:
-        return False
-    if any(mark in command for mark in _SPAWN_MARKS):
-        return True
-    return parent is not None and command == _read_once(proc / str(parent) / "cmdline")
 
 
 def _read_counter(io: bytes) -> int | None:
@@ -187,15 +248,57 @@ def _read_counter(io: bytes) -> int | None:
     return int(io[at + 7 :].split(None, 1)[0]) if at >= 0 else None
 
 
-def _pss_bytes(rollup: Path) -> int | None:
-    for line in _read_once(rollup).splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    return None
+def _pss_bytes(rollup: str) -> int | None:
+    lines = (line.split() for line in rollup.splitlines() if line.startswith("Pss:"))
+    return next((int(words[1]) * 1024 for words in lines), None)
 
 
-def _read_once(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
+def _rate(now: int | None, before: int | None, divisor: float) -> float | None:
+    return (now - before) / divisor if now is not None and before is not None else None
+
+
+class _Elsewhere:
+    """Other systems, through psutil."""
+
+    def parents(self) -> dict[int, int]:
+        return {p.pid: p.info["ppid"] for p in psutil.process_iter(["ppid"]) if p.info["ppid"] is not None}
+
+    def name(self, pid: int) -> str:
+        try:
+            return psutil.Process(pid).name()
+        except psutil.Error:
+            return ""
+
+    def command(self, pid: int) -> str:
+        try:
+            return "\0".join(psutil.Process(pid).cmdline())
+        except psutil.Error:
+            return ""
+
+    def process(self, pid: int, role: str) -> _PsutilProcess:
+        return _PsutilProcess(pid, role)
+
+
+class _PsutilProcess:
+    def __init__(self, pid: int, role: str) -> None:
+        self.role = role
+        self._pid = pid
+        self._process: psutil.Process | None = None
+        self._before: tuple[float, float] | None = None
+
+    def read(self, now_s: float) -> ProcessSample | None:
+        try:
+            self._process = self._process or psutil.Process(self._pid)
+            with self._process.oneshot():
+                times, name = self._process.cpu_times(), self._process.name()
+                rss, threads = self._process.memory_info().rss, self._process.num_threads()
+        except psutil.Error:
+            return None
+        before, self._before = self._before, (now_s, times.user + times.system)
+        cpu_pct = None
+        if before is not None and now_s > before[0]:
+            cpu_pct = 100 * (self._before[1] - before[1]) / (now_s - before[0])
+        return ProcessSample(pid=self._pid, role=self.role, name=name, rss_bytes=rss, threads=threads, cpu_pct=cpu_pct)
+
+    def close(self) -> None:
+        """Nothing is held open."""

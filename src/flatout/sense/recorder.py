@@ -131,7 +131,9 @@ class Recorder:
         return self._marking
 
     def push(self, name: str, where: str | None = None) -> None:
-        """The thread enters a phase."""
+        """The thread enters a phase; the first that belongs to training ends the set-up."""
+        if self._open.kind == "setup" and name in (START, DATA, FORWARD):
+            self._begin_training()
         if self._evaluating and name in (BACKWARD, OPTIMIZER):
             self._evaluating = False
         self._cut()
@@ -202,7 +204,7 @@ class Recorder:
         """Close the step here (also where a GradScaler skipped its optimizer)."""
         self._cut()
         self._open.claim()
-        self._close()
+        self._close(self.steps)
         self.steps += 1
         self._evaluating = False
         self._marking = self._gpu is not None and self.steps % self._mark_every == 0
@@ -211,14 +213,14 @@ class Recorder:
         self._send()
 
     def set_kind(self, kind: str) -> None:
-        """Say what the open step is: train, xray, replay, resident."""
+        """Say what the open step is, when it is not plain training: xray, replay, resident …"""
         self._open.kind = kind
 
     def finish(self) -> None:
         """Close the books: what came after the last step becomes a step of kind `tail`."""
         self._cut()
         self._open.kind = "tail"
-        self._close()
+        self._close(self.steps)
         self._send(all_of_them=True)
 
     def _cut(self) -> None:
@@ -248,6 +250,12 @@ class Recorder:
         marks.append(mark)
         return len(marks) - 1
 
+    def _begin_training(self) -> None:
+        """What came before is the set-up; the first step, with all that happens in it only once, is the warm-up."""
+        self._cut()
+        self._close(index=-1)
+        self._open.kind = "warmup"
+
     def _begin_evaluation(self) -> None:
         """It began when training's last phase ended: at the first batch asked of the other loader."""
         self._cut()
@@ -257,10 +265,10 @@ class Recorder:
             if piece.name in _PART_OF_EVALUATION:
                 piece.name = EVALUATION
 
-    def _close(self) -> None:
+    def _close(self, index: int) -> None:
         step = self._open
         self._open = _OpenStep(self._cut_s)
-        self._waiting.append((step, self.steps, self._cut_s))
+        self._waiting.append((step, index, self._cut_s))
         wall_s = self._cut_s - step.start_s
         if step.marks and wall_s > 0:
             events_s = 4e-6 * len(step.marks)

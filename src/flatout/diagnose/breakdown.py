@@ -1,0 +1,115 @@
+"""Trace → Breakdown: the wall time of a rank in parts that add up to it.
+
+Training's own phases come from the windows, which cover every training step. What is not plain training (set-up, the
+X-ray, a trial's replays, the tail) comes from the raw steps. GPU idle time is what the marked steps showed, scaled to
+all steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flatout.trace import RankTrace, Sketch, Step
+
+REST = "rest"
+_KINDS = {
+    "setup": "set-up",
+    "warmup": "first step",
+    "xray": "X-ray",
+    "after xray": "X-ray",
+    "replay": "ceiling",
+    "resident": "ceiling",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One cause's share of the wall time. `gpu_idle_ms`: how long the GPU stood idle meanwhile, where known."""
+
+    name: str
+    ms: float
+    share: float
+    gpu_idle_ms: float | None = None
+    where: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """Where one rank's time went. `parts` add up to `wall_ms`; `training` are the parts of the training steps alone."""
+
+    wall_ms: float
+    parts: tuple[Part, ...]
+    training_ms: float
+    training: tuple[Part, ...]
+    steps: int
+    step_ms: Sketch
+    samples: int | None
+    samples_per_s: float | None
+    ceiling_samples_per_s: float | None = None
+    replay_samples_per_s: float | None = None
+    losses: Sketch = field(default_factory=Sketch)
+
+    def share_of(self, name: str) -> float:
+        """The share of training time a phase takes, all its lines together."""
+        return sum(part.share for part in self.training if part.name == name)
+
+
+def breakdown(rank: RankTrace) -> Breakdown:
+    """The account of one rank."""
+    wall, spans, idle = Sketch(), {}, {}  # type: tuple[Sketch, dict[str, float], dict[str, float]]
+    gpu_steps, samples, losses = 0, None, Sketch()
+    for window in rank.windows:
+        wall.merge(window.wall_ms)
+        losses.merge(window.loss)
+        gpu_steps += window.gpu_steps
+        samples = (samples or 0) + window.samples if window.samples is not None else samples
+        for key, sketch in window.spans_ms.items():
+            spans[key] = spans.get(key, 0.0) + sketch.total
+        for key, ms in window.gpu_idle_ms.items():
+            idle[key] = idle.get(key, 0.0) + ms
+    scale = wall.count / gpu_steps if gpu_steps else None
+    training_ms = wall.total
+    special: dict[str, float] = {}
+    for step in rank.steps:
+        if step.kind == "tail":
+            for span in step.spans:
+                special[span.name] = special.get(span.name, 0.0) + span.host_ms
+        elif step.kind != "train":
+            special[_KINDS.get(step.kind, step.kind)] = (
+                special.get(_KINDS.get(step.kind, step.kind), 0.0) + step.wall_ms
+            )
+    wall_ms = training_ms + sum(special.values())
+    whole: dict[str, float] = dict(special)
+    for key, ms in spans.items():
+        whole[key] = whole.get(key, 0.0) + ms
+    return Breakdown(
+        wall_ms=wall_ms,
+        parts=_parts(whole, wall_ms, idle, scale),
+        training_ms=training_ms,
+        training=_parts(spans, training_ms, idle, scale),
+        steps=wall.count,
+        step_ms=wall,
+        samples=samples,
+        samples_per_s=samples / training_ms * 1e3 if samples and training_ms else None,
+        ceiling_samples_per_s=_speed(rank.steps, "resident"),
+        replay_samples_per_s=_speed(rank.steps, "replay"),
+        losses=losses,
+    )
+
+
+def _parts(spans: dict[str, float], total_ms: float, idle: dict[str, float], scale: float | None) -> tuple[Part, ...]:
+    parts = []
+    for key, ms in sorted(spans.items(), key=lambda item: -item[1]):
+        name, _, where = key.partition("@")
+        idle_ms = idle[key] * scale if scale is not None and key in idle else None
+        share = ms / total_ms if total_ms else 0.0
+        parts.append(Part(name=name, ms=ms, share=share, gpu_idle_ms=idle_ms, where=where or None))
+    return tuple(parts)
+
+
+def _speed(steps: tuple[Step, ...], kind: str) -> float | None:
+    """Samples a second over the steps of a kind, the first few left out as warm-up."""
+    chosen = [s for s in steps if s.kind == kind and s.samples][3:]
+    times = Sketch.of(s.wall_ms for s in chosen)
+    median, per_step = times.quantile(0.5), chosen[0].samples if chosen else None
+    return per_step / median * 1e3 if median and per_step else None

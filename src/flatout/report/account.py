@@ -1,0 +1,172 @@
+"""Trace → Account: everything a summary of one run may show, as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from flatout.diagnose.breakdown import Breakdown, breakdown
+from flatout.errors import TraceError
+from flatout.trace import Note, RankTrace, Sample, Sketch, Trace, WorkerReport, Xray
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workers:
+    """What the loader workers of one dataset did, all together."""
+
+    dataset: str
+    workers: int
+    samples: int
+    sample_ms: Sketch
+    busy_share: float
+    cpu_share: float
+    run_delay_share: float | None
+    collate_share: float
+    transforms_ms: dict[str, float] = field(default_factory=dict)
+    slowest: tuple[tuple[float, int], ...] = ()
+    random_used: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """One rank's account, and what lies beside it. The rank shown is the first; the others are summed up by theirs."""
+
+    name: str
+    folder: str
+    command: tuple[str, ...]
+    ranks: int
+    breakdown: Breakdown
+    by_rank: tuple[Breakdown, ...]
+    xray: Xray | None
+    workers: tuple[Workers, ...]
+    facts: dict[str, Any]
+    own_us_per_step: float | None
+    gpu: dict[str, float]
+    notes: tuple[Note, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON of `flatout run --json`."""
+        b = self.breakdown
+        return {
+            "schema": SCHEMA,
+            "name": self.name,
+            "trace": self.folder,
+            "ranks": self.ranks,
+            "breakdown": {"wall_ms": b.wall_ms, "parts": [_part(p) for p in b.parts]},
+            "training": {"wall_ms": b.training_ms, "parts": [_part(p) for p in b.training]},
+            "facts": {
+                "steps": b.steps,
+                "samples_per_s": b.samples_per_s,
+                "step_ms": {"median": b.step_ms.quantile(0.5), "p95": b.step_ms.quantile(0.95)},
+                "ceiling_samples_per_s": b.ceiling_samples_per_s,
+                "replay_samples_per_s": b.replay_samples_per_s,
+                **self.facts,
+            },
+            "xray": _plain(self.xray) if self.xray is not None else None,
+            "workers": [_plain(w) for w in self.workers],
+            "hardware": self.gpu,
+            "overhead": {"us_per_step": self.own_us_per_step, "share": self._own_share()},
+            "notes": [note.text for note in self.notes],
+        }
+
+    def _own_share(self) -> float | None:
+        mean = self.breakdown.step_ms.mean
+        return self.own_us_per_step / 1e3 / mean if self.own_us_per_step is not None and mean else None
+
+
+def account(trace: Trace, folder: str) -> Account:
+    """The account of a run."""
+    if not trace.ranks:
+        raise TraceError(
+            f"no optimizer step was seen in {folder}: nothing to account for. flatout counts calls of "
+            "torch.optim.Optimizer.step; did the script train, and did it run with the Python it was started with?"
+        )
+    first = trace.ranks[0]
+    facts = dict(first.facts)
+    own = facts.pop("own_cost", {})
+    return Account(
+        name=first.info.name,
+        folder=folder,
+        command=first.info.command,
+        ranks=len(trace.ranks),
+        breakdown=breakdown(first),
+        by_rank=tuple(breakdown(rank) for rank in trace.ranks),
+        xray=first.xray,
+        workers=_workers(first),
+        facts=facts,
+        own_us_per_step=own.get("us_per_step"),
+        gpu=_hardware(trace.samples.get(first.info.host, ())),
+        notes=(*trace.notes, *first.notes),
+    )
+
+
+def _workers(rank: RankTrace) -> tuple[Workers, ...]:
+    groups: dict[tuple[str, int | None], list[WorkerReport]] = {}
+    for report in rank.workers:
+        groups.setdefault((report.dataset, report.length), []).append(report)
+    return tuple(
+        _together(dataset, reports) for (dataset, _), reports in groups.items() if any(r.samples for r in reports)
+    )
+
+
+def _together(dataset: str, reports: list[WorkerReport]) -> Workers:
+    times = Sketch()
+    for report in reports:
+        times.merge(report.sample_ms)
+    alive = sum(r.time_s - r.born_s for r in reports) or 1.0
+    wall = sum(r.sample_wall_s for r in reports) or 1e-9
+    delays = [r.run_delay_s for r in reports if r.run_delay_s is not None]
+    samples = sum(r.samples for r in reports)
+    transforms: dict[str, float] = {}
+    for report in reports:
+        for name, seconds in report.transforms_s.items():
+            transforms[name] = transforms.get(name, 0.0) + seconds * 1e3 / samples
+    slowest = sorted(((ms, int(index)) for r in reports for ms, index in r.slowest), reverse=True)
+    return Workers(
+        dataset=dataset,
+        workers=len({r.worker for r in reports if r.worker is not None}),
+        samples=samples,
+        sample_ms=times,
+        busy_share=(wall + sum(r.collate_s for r in reports)) / alive,
+        cpu_share=sum(r.sample_cpu_s for r in reports) / wall,
+        run_delay_share=sum(delays) / alive if delays else None,
+        collate_share=sum(r.collate_s for r in reports) / (wall + sum(r.collate_s for r in reports)),
+        transforms_ms=transforms,
+        slowest=tuple(slowest[:5]),
+        random_used=tuple(sorted({name for r in reports for name in r.random_used})),
+    )
+
+
+def _hardware(samples: tuple[Sample, ...]) -> dict[str, float]:
+    """Means over the run, of the busiest card and of the host."""
+    if not samples:
+        return {}
+    cards: dict[str, list[Any]] = {}
+    for sample in samples:
+        for gpu in sample.gpus:
+            cards.setdefault(gpu.uuid, []).append(gpu)
+    means: dict[str, float | None] = {"cpu_pct": Sketch.of(s.host.cpu_pct for s in samples).mean}
+    if cards:
+        busiest = max(cards.values(), key=lambda card: Sketch.of(g.power_w for g in card).mean or 0.0)
+        for name in ("gpu_util_pct", "sm_active_pct", "tensor_active_pct", "dram_active_pct", "power_w"):
+            means[name] = Sketch.of(getattr(g, name) for g in busiest).mean
+        means["memory_used_bytes"] = Sketch.of(g.memory_used_bytes for g in busiest).high
+    return {name: value for name, value in means.items() if value is not None}
+
+
+def _part(part: Any) -> dict[str, Any]:
+    return {k: v for k, v in dataclasses.asdict(part).items() if v is not None}
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    """A record with its sketches as a few quantiles."""
+    data = {}
+    for entry in dataclasses.fields(value):
+        item = getattr(value, entry.name)
+        if isinstance(item, Sketch):
+            item = {"mean": item.mean, "p50": item.quantile(0.5), "p95": item.quantile(0.95), "max": item.quantile(1.0)}
+        data[entry.name] = item
+    return data

@@ -1,0 +1,149 @@
+"""An Account as text for a terminal: 80 columns, no colour when piped."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flatout.diagnose.breakdown import Breakdown, Part
+from flatout.report.account import Account, Workers
+from flatout.trace import Xray
+
+_IN_WORDS = {
+    "data": "waiting for data",
+    "loader start": "starting loader workers",
+    "copy": "copying to the GPU",
+    "forward": "forward",
+    "loss": "loss and glue",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "sync": "waiting for the GPU",
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoint",
+    "logging": "logging",
+    "gc": "garbage collection",
+    "flatout": "flatout itself",
+    "rest": "everything else",
+}
+_BAR = 22
+_SMALL = 0.002
+
+
+def show(account: Account, console: Console) -> None:
+    """Print the account."""
+    b = account.breakdown
+    console.print(_headline(account))
+    console.print(_table(b))
+    for line in _remarks(account):
+        console.print(line)
+
+
+def _headline(account: Account) -> Text:
+    b = account.breakdown
+    median, p95 = b.step_ms.quantile(0.5), b.step_ms.quantile(0.95)
+    words = [f"{b.steps:,} steps in {duration(b.training_ms)} (of {duration(b.wall_ms)})"]
+    if median is not None and p95 is not None:
+        words.append(f"a step {ms(median)}, p95 {ms(p95)}")
+    if b.samples_per_s is not None:
+        words.append(f"{b.samples_per_s:,.0f} samples/s")
+    if account.ranks > 1:
+        words.append(f"rank 0 of {account.ranks}")
+    return Text.assemble(("flatout  ", "bold"), "; ".join(words))
+
+
+def _table(b: Breakdown) -> Table:
+    table = Table(box=None, padding=(0, 1), show_edge=False, header_style="dim")
+    on_gpu = any(part.gpu_idle_ms is not None for part in b.training)
+    table.add_column("where training's time went")
+    table.add_column("", width=_BAR)
+    table.add_column("share", justify="right")
+    table.add_column("a step", justify="right")
+    if on_gpu:
+        table.add_column("GPU idle", justify="right")
+    shown = [p for p in b.training if p.share >= _SMALL]
+    for part in shown:
+        cells: list[Text | str] = [_name(part), _bar(part.share), f"{part.share:6.1%}", ms(part.ms / max(1, b.steps))]
+        if on_gpu:
+            cells.append(ms(part.gpu_idle_ms / max(1, b.steps)) if part.gpu_idle_ms is not None else "")
+        table.add_row(*cells)
+    small = sum(p.ms for p in b.training if p.share < _SMALL)
+    if small:
+        table.add_row("smaller parts", "", f"{small / b.training_ms:6.1%}", ms(small / max(1, b.steps)))
+    return table
+
+
+def _name(part: Part) -> str:
+    name = _IN_WORDS.get(part.name, part.name)
+    return f"{name}  {part.where}" if part.where else name
+
+
+def _bar(share: float) -> Text:
+    full = round(share * _BAR)
+    return Text("█" * full or "▏", style="cyan")
+
+
+def _remarks(account: Account) -> list[str]:
+    b = account.breakdown
+    lines = []
+    if b.ceiling_samples_per_s is not None and b.samples_per_s:
+        ratio = b.ceiling_samples_per_s / b.samples_per_s
+        lines.append(f"ceiling  {b.ceiling_samples_per_s:,.0f} samples/s with the data already there ({ratio:.1f}×)")
+    elif b.replay_samples_per_s is not None and b.samples_per_s:
+        ratio = b.replay_samples_per_s / b.samples_per_s
+        lines.append(f"ceiling  {b.replay_samples_per_s:,.0f} samples/s without the loader ({ratio:.1f}×)")
+    if account.gpu.get("sm_active_pct") is not None:
+        active, util, power = (account.gpu.get(n, 0.0) for n in ("sm_active_pct", "gpu_util_pct", "power_w"))
+        lines.append(f"GPU      SM active {active:.0f}%, GPU-Util {util:.0f}%, {power:.0f} W: means over the whole run")
+    if account.xray is not None:
+        lines.append(_xray(account.xray))
+    lines += [_worker_line(workers) for workers in account.workers]
+    if account.own_us_per_step is not None and b.step_ms.mean:
+        share = account.own_us_per_step / 1e3 / b.step_ms.mean
+        lines.append(f"cost     measuring took about {account.own_us_per_step:.0f} µs a step ({share:.2%})")
+    lines += [f"note     {note.text}" for note in account.notes]
+    lines.append(f"trace    {account.folder}")
+    return lines
+
+
+def _xray(xray: Xray) -> str:
+    words = [f"X-ray    GPU busy {xray.busy_ms / xray.wall_ms:.0%} in {xray.steps} steps"]
+    median = xray.kernel_us.quantile(0.5)
+    words.append(f"{xray.kernels / max(1, xray.steps):,.0f} kernels a step, half below {median or 0:.0f} µs")
+    if xray.matrix_ms:
+        words.append(f"tensor cores in {xray.tensor_core_ms / xray.matrix_ms:.0%} of matrix time")
+    if "HtoD Pageable" in xray.copies_ms:
+        words.append("copies from pageable memory")
+    if xray.recovered is False:
+        words.append("the step time did not recover afterwards")
+    return "; ".join(words)
+
+
+def _worker_line(w: Workers) -> str:
+    who = f"{w.workers} workers" if w.workers else "the training process"
+    median, worst = w.sample_ms.quantile(0.5) or 0.0, w.sample_ms.quantile(1.0) or 0.0
+    words = [f"loading  {who} on {w.dataset}: {median:.2f} ms a sample (worst {worst:.0f} ms)"]
+    if w.workers:
+        words.append(f"busy {w.busy_share:.0%}")
+    words.append(f"on a core {w.cpu_share:.0%} of that")
+    if w.transforms_ms:
+        name, spent = max(w.transforms_ms.items(), key=lambda item: item[1])
+        words.append(f"{name} takes {spent:.2f} ms")
+    return ", ".join(words)
+
+
+def ms(value: float) -> str:
+    """Milliseconds with as many digits as mean something."""
+    if value < 0.0995:
+        return f"{value * 1e3:.0f} µs"
+    return f"{value:.2f} ms" if value < 10 else f"{value:.1f} ms" if value < 1000 else f"{value / 1e3:.2f} s"
+
+
+def duration(value_ms: float) -> str:
+    """A length of time in words."""
+    seconds = value_ms / 1e3
+    if seconds < 90:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
