@@ -213,10 +213,10 @@ def _account_for(folder: Path, *, quiet: bool, json_to: str | None) -> None:
     except FlatoutError as problem:
         print(f"flatout: {problem}", file=sys.stderr)
         return
-    if not quiet:
-        show(result, Console(stderr=True, highlight=False))
     if json_to is not None:
         _write_json(json_to, result.to_json())
+    if not quiet:
+        show(result, Console(stderr=True, highlight=False))
 
 
 def _write_json(target: str, data: Any) -> None:
