@@ -108,7 +108,7 @@ class SliderNet(nn.Module):
 
     def forward(self, images):
         x = images.permute(0, 3, 1, 2).float() / 127.5 - 1
-        columns = self.head(self.body(x).amax(dim=2)).float().softmax(dim=2)
+        columns = self.head(self.body(x).mean(dim=2)).float().softmax(dim=2)
         centres = torch.linspace(0, images.shape[2], columns.shape[2], device=images.device)
         return (columns * centres).sum(dim=2)
 
