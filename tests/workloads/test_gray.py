@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,25 +19,22 @@ SMALL = ("--width", "8", "--device", "cpu")
 def test_learns_and_saves_what_it_learned(gray_data: Path, tmp_path: Path) -> None:
     # GIVEN the script started by its path, from anywhere
     script = ROOT / "workloads" / "gray" / "train.py"
-    flags = ["--data", gray_data, "--out", "run", "--epochs", "8", "--batch-size", "32", "--lr", "3e-3"]
-    ended = run("python", script, *flags, *SMALL, "--log-every", "1", "--eval-every", "4", cwd=tmp_path)
+    flags = ["--data", gray_data, "--out", "run", "--epochs", "6", "--batch-size", "16", "--lr", "3e-3"]
+    ended = run("python", script, *flags, *SMALL, "--log-every", "1", "--eval-every", "3", cwd=tmp_path)
 
     # THEN the loss falls, the metric is told when asked for, and the checkpoint holds the trained network
     assert ended.returncode == 0, ended.stderr
     seen = losses(ended.stdout)
-    assert len(seen) == 8 * 192 // 32
-    assert sum(seen[-6:]) < 0.85 * sum(seen[:6])
-    assert [line.split("  ")[0] for line in ended.stdout.splitlines() if "val accuracy" in line] == [
-        "epoch 4",
-        "epoch 8",
-    ]
+    assert len(seen) == 6 * 192 // 16
+    assert sum(seen[-12:]) < 0.9 * sum(seen[:12])
+    assert re.findall(r"epoch (\d+)  val accuracy [01]\.\d+", ended.stdout) == ["3", "6"]
     saved = torch.load(tmp_path / "run" / "last.pt")
-    assert saved["epoch"] == 8
+    assert saved["epoch"] == 6
     gray.StampNet(8, width=8).load_state_dict(saved["model"])
 
 
 def test_the_same_seed_gives_the_same_losses(gray_data: Path, train: Callable[..., str]) -> None:
-    flags = ("--data", gray_data, *SMALL, "--max-steps", "3", "--log-every", "1")
+    flags = ("--data", gray_data, *SMALL, "--batch-size", "8", "--max-steps", "3", "--log-every", "1")
     first = losses(train(gray, *flags))
     assert len(first) == 3
     assert losses(train(gray, *flags)) == first
