@@ -7,6 +7,7 @@ and advice that overlooks them ("48 workers" on 2 cores) is worse than none.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,22 @@ import psutil
 __all__ = ["Budget", "CgroupFiles", "measure"]
 
 # Launchers that say how many ranks share the node, in the order in which they are believed.
-_RANKS_ON_NODE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
+_RANKS_ON_NODE = (
+    "LOCAL_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_NTASKS_PER_NODE",
+)
 _NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What one rank may use. `cores` is for loading data: what is left beside training itself and the system."""
+    """What one rank may use. `cores` is for loading data: what is left beside training itself and the system.
+
+    `memory_bytes` and `shm_bytes` are the node's; of what is available, a rank may have its share.
+    """
 
     cores: int
     cores_allowed: float
@@ -37,34 +47,34 @@ class Budget:
 
 def measure(root: Path = Path("/"), environ: Mapping[str, str] = os.environ, affinity: int | None = None) -> Budget:
     """The budget of this process. `root` holds /proc, /sys and /dev; tests give a recorded one."""
-    machine = os.cpu_count() or 1
+    machine, cgroup, ranks = _cores_of_machine(root), CgroupFiles(root), _ranks_on_node(environ)
     reasons: list[str] = []
-    cores = float(machine)
     if affinity is None:
         affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else machine
-    if affinity < cores:
-        cores = float(affinity)
+    if affinity < machine:
         reasons.append(f"the affinity mask allows {affinity} of {machine} cores")
-    cgroup = CgroupFiles(root)
     quota = cgroup.cpu_quota()
-    if quota is not None and quota < cores:
-        cores = quota
+    if quota is not None and quota < affinity:
         reasons.append(f"the cgroup's CPU quota is {quota:g} cores")
-
-    ranks = _ranks_on_node(environ)
-    share = cores
+    # A mask that all ranks share is that of their cgroup; one that is tighter was set for each rank. A quota is shared.
+    own_mask = affinity * ranks <= (cgroup.cpuset_cores() or machine)
     if ranks > 1:
-        if affinity * ranks <= machine:
-            reasons.append(f"each of the {ranks} ranks on this node has cores of its own")
-        else:
-            share = cores / ranks
-            reasons.append(f"{ranks} ranks share the node's cores")
+        reasons.append(
+            f"each of the {ranks} ranks on this node has cores of its own"
+            if own_mask
+            else f"{ranks} ranks share the node's cores"
+        )
+    share = affinity if own_mask else affinity / ranks
+    share = min(share, quota / ranks) if quota is not None else share
 
-    total, available = _memory(cgroup, reasons)
+    for_loading = max(1, int(share - 1 - share / 16))
+    if share >= 2:
+        reasons.append(f"{share - for_loading:g} of {share:g} cores are left to the training process and the system")
+    total, available = _memory(root, cgroup, reasons)
     shm = _shm(root)
     return Budget(
-        cores=max(1, int(share - 1 - share / 16)),
-        cores_allowed=share,
+        cores=for_loading,
+        cores_allowed=float(share),
         cores_of_machine=machine,
         ranks_on_node=ranks,
         memory_bytes=total,
@@ -85,25 +95,34 @@ class CgroupFiles:
         """Cores this group may use on average, or None without a quota."""
         quotas: list[float] = []
         for folder in self._v2:
-            quota, _, period = (_text(folder / "cpu.max") or "max").partition(" ")
-            if quota != "max":
-                quotas.append(int(quota) / int(period or 100_000))
+            words = (_text(folder / "cpu.max") or "").split()
+            if len(words) == 2 and words[0].isdigit() and words[1].isdigit():
+                quotas.append(int(words[0]) / int(words[1]))
         for folder in self._v1.get("cpu", []):
             quota_us, period_us = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
             if quota_us is not None and period_us and quota_us > 0:
                 quotas.append(quota_us / period_us)
         return min(quotas, default=None)
 
-    def throttled_us(self) -> int | None:
-        """Microseconds for which the quota has held this group back, so far."""
-        for folder, key, scale in [
-            *((f, "throttled_usec", 1) for f in self._v2[:1]),
-            *((f, "throttled_time", 1000) for f in self._v1.get("cpu", [])[:1]),
+    def cpuset_cores(self) -> int | None:
+        """How many cores the group is pinned to, or None where that is not said."""
+        for folder, name in [
+            *((folder, "cpuset.cpus.effective") for folder in self._v2),
+            *((folder, "cpuset.effective_cpus") for folder in self._v1.get("cpuset", [])),
         ]:
-            value = _table(folder / "cpu.stat").get(key)
-            if value is not None:
-                return value // scale
+            text = _text(folder / name)
+            if text:
+                return _count_of(text)
         return None
+
+    def quota_periods(self) -> tuple[int, int] | None:
+        """(periods in which the quota held the group back, all periods it ran in), so far; of the group held most."""
+        found = []
+        for folder in (*self._v2, *self._v1.get("cpu", [])):
+            stat = _table(folder / "cpu.stat")
+            if stat.get("nr_periods"):
+                found.append((stat.get("nr_throttled", 0), stat["nr_periods"]))
+        return max(found, default=None)
 
     def memory(self) -> tuple[int, int] | None:
         """(limit, in use) of the tightest group, without the page cache it can give back; None without a limit."""
@@ -120,17 +139,32 @@ class CgroupFiles:
         return min(found, default=None)
 
 
+def _cores_of_machine(root: Path) -> int:
+    listed = re.findall(r"^cpu\d+ ", _text(root / "proc/stat") or "", re.MULTILINE)
+    return len(listed) or os.cpu_count() or 1
+
+
+def _count_of(cpus: str) -> int:
+    """How many are in a list such as "0-3,8"."""
+    ends = (part.partition("-") for part in cpus.split(","))
+    return sum(int(last or first) - int(first) + 1 for first, _, last in ends)
+
+
 def _ranks_on_node(environ: Mapping[str, str]) -> int:
     for name in _RANKS_ON_NODE:
-        digits = environ.get(name, "").partition("(")[0]  # Slurm may write "4(x2)"
-        if digits.isdigit() and int(digits) > 0:
-            return int(digits)
+        digits = re.match(r"\d+", environ.get(name, ""))  # Slurm may write "4(x2)"
+        if digits and int(digits[0]) > 0:
+            return int(digits[0])
     return 1
 
 
-def _memory(cgroup: CgroupFiles, reasons: list[str]) -> tuple[int, int]:
-    machine = psutil.virtual_memory()
-    total, available = int(machine.total), int(machine.available)
+def _memory(root: Path, cgroup: CgroupFiles, reasons: list[str]) -> tuple[int, int]:
+    info = _table(root / "proc/meminfo")
+    if "MemTotal:" in info and "MemAvailable:" in info:
+        total, available = info["MemTotal:"] * 1024, info["MemAvailable:"] * 1024
+    else:
+        machine = psutil.virtual_memory()
+        total, available = int(machine.total), int(machine.available)
     limited = cgroup.memory()
     if limited is not None and limited[0] < total:
         total = limited[0]
@@ -174,9 +208,9 @@ def _cgroup_folders(root: Path) -> tuple[list[Path], dict[str, list[Path]]]:
 
 def _up_from(mount: Path, path: str, mounted_part: str) -> list[Path]:
     """The group's folder and its parents up to the mount; in a container only the mount itself may be visible."""
-    inside = path[len(mounted_part) :] if mounted_part != "/" and path.startswith(mounted_part) else path
+    inside = path.removeprefix(mounted_part) if f"{path}/".startswith(f"{mounted_part}/") else path
     folder = mount / inside.lstrip("/")
-    if not folder.is_dir():
+    if ".." in folder.parts or not folder.is_dir():
         folder = mount
     return [folder, *(parent for parent in folder.parents if parent.is_relative_to(mount))]
 
@@ -194,6 +228,6 @@ def _number(path: Path) -> int | None:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """A file of "name number" lines."""
-    pairs = (line.split() for line in (_text(path) or "").splitlines())
-    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+    """A file of "name number" lines, perhaps with a unit behind."""
+    rows = (line.split() for line in (_text(path) or "").splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}

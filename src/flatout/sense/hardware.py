@@ -91,7 +91,9 @@ class Sampler:
         if seen:
             return tuple(seen)
         if holders:
-            self._note("this container does not show the processes that use the cards: looking for loader workers instead")
+            self._note(
+                "this container does not show the processes that use the cards: looking for loader workers instead"
+            )
         if now_s - self._found_s >= _FIND_TRAININGS_EVERY_S:
             self._found_s = now_s
             self._found = find_trainings(self._root)

@@ -13,7 +13,7 @@ import psutil
 from flatout.budget import CgroupFiles
 from flatout.trace import DiskSample, HostSample
 
-_LONGEST_BYTES = 1 << 18  # /proc/stat lists every interrupt of a large machine
+_LONG_BYTES = 1 << 18  # /proc/stat lists every interrupt of a large machine
 _SECTOR_BYTES = 512
 _NOT_DISKS = ("loop", "ram", "zram", "sr", "fd")
 
@@ -29,12 +29,12 @@ class ProcFile:
         except OSError:
             self._fd = -1
 
-    def read(self) -> bytes:
-        """What the file says now; empty when it cannot be read."""
+    def read(self, longest: int = 4096) -> bytes:
+        """What the file says now, up to `longest` bytes; empty when it cannot be read."""
         if self._fd < 0:
             return b""
         try:
-            return os.pread(self._fd, _LONGEST_BYTES, 0)
+            return os.pread(self._fd, longest, 0)
         except OSError:
             return b""
 
@@ -55,18 +55,19 @@ class Host:
         self._disks = _whole_disks(root)
         self._cgroup = CgroupFiles(root)
         self._before: _Counters | None = None
+        self._elsewhere = _Elsewhere() if sys.platform != "linux" else None
 
     def read(self, now_s: float) -> HostSample:
         """The machine since the last read; what is a rate is None the first time."""
-        if sys.platform != "linux":
-            return _elsewhere()
+        if self._elsewhere is not None:
+            return self._elsewhere.read(now_s)
         now = _Counters(
             now_s=now_s,
-            cores=_cpu_ticks(stat := self._files["stat"].read()),
+            cores=_cpu_ticks(stat := self._files["stat"].read(_LONG_BYTES)),
             switches=_counter(stat, b"\nctxt "),
             pressure_us={name: _counter(file.read(), b"total=") for name, file in self._pressure.items()},
             quota_periods=self._cgroup.quota_periods(),
-            disks=_disk_counters(self._files["diskstats"].read(), self._disks),
+            disks=_disk_counters(self._files["diskstats"].read(_LONG_BYTES), self._disks),
         )
         before, self._before = self._before, now
         rates = now.since(before) if before is not None and now_s > before.now_s else {}
@@ -209,16 +210,32 @@ class _Elsewhere:
     """Other systems, through psutil."""
 
     def __init__(self) -> None:
-        psutil.cpu_percent(percpu=True)  # the first call has nothing to compare with
+        self._before: tuple[float, dict[str, Any]] | None = None
 
     def read(self, now_s: float) -> HostSample:
-def _elsewhere() -> HostSample:
-    memory = psutil.virtual_memory()
-    cores = tuple(psutil.cpu_percent(percpu=True))
-    return HostSample(
-        cpu_pct=sum(cores) / len(cores) if cores else None,
-        cores_pct=cores,
-        memory_total_bytes=memory.total,
-        memory_used_bytes=memory.total - memory.available,
-        swap_used_bytes=psutil.swap_memory().used,
-    )
+        memory = psutil.virtual_memory()
+        cores = tuple(psutil.cpu_percent(percpu=True))  # since the call before; the first says nothing
+        counters = psutil.disk_io_counters(perdisk=True) or {}
+        before, self._before = self._before, (now_s, counters)
+        rates: dict[str, Any] = {}
+        if before is not None and now_s > before[0]:
+            seconds = now_s - before[0]
+            rates = {
+                "cpu_pct": sum(cores) / len(cores) if cores else None,
+                "cores_pct": cores,
+                "disks": tuple(
+                    DiskSample(
+                        name=name,
+                        read_bytes_s=(now.read_bytes - before[1][name].read_bytes) / seconds,
+                        write_bytes_s=(now.write_bytes - before[1][name].write_bytes) / seconds,
+                    )
+                    for name, now in counters.items()
+                    if name in before[1]
+                ),
+            }
+        return HostSample(
+            memory_total_bytes=memory.total,
+            memory_used_bytes=memory.total - memory.available,
+            swap_used_bytes=psutil.swap_memory().used,
+            **rates,
+        )
