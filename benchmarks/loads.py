@@ -140,7 +140,7 @@ def train(workers: int) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = nn.Sequential(nn.Conv2d(3, 16, 3, 2), nn.ReLU(), nn.Conv2d(16, 32, 3, 2), nn.Flatten(), nn.LazyLinear(10))
     model.to(device)
-    loader = DataLoader(Pictures(), batch_size=16, num_workers=workers, persistent_workers=workers > 0)
+    loader: Any = DataLoader(Pictures(), batch_size=16, num_workers=workers)
     optimizer: Any = None
     steps = 0
     while True:
