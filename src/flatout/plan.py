@@ -1,0 +1,150 @@
+"""What to change in a run, and what became of each change. Data only: it is found, tried and applied elsewhere.
+
+A `Plan` is a small YAML file that a person can read and edit; inside a process it travels as JSON. A key that is
+misspelt is refused with its place and the nearest right one: a change that is silently not made would be believed in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+
+from flatout.errors import PlanError
+
+__all__ = ["Change", "Figure", "Outcome", "Plan", "Safety", "Verdict"]
+
+VERSION = 1
+Safety = Literal["identical", "reseeded", "equivalent", "semantic"]
+Verdict = Literal["kept", "undone", "unsafe", "not applicable"]
+
+HEADER = """\
+# What flatout changes in a training; each entry is one change. Delete an entry and it is not made; edit a value freely.
+# safety says what a change does to the result:
+#   identical   the same batches and arithmetic, bit for bit
+#   reseeded    the same samples in the same order; random augmentation draws other numbers
+#   equivalent  the same mathematics, other rounding
+#   semantic    changes what is learned
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One reversible alteration of a run. `note` says in words why it is there."""
+
+    name: str
+    value: Any
+    safety: Safety
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A measured quantity: the median of `n` measurements, and how far they spread."""
+
+    median: float
+    spread: float
+    n: int
+    unit: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A change that was tried: before and after, what proves it harmless, and what was decided."""
+
+    change: Change
+    verdict: Verdict
+    before: Figure | None = None
+    after: Figure | None = None
+    proof: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The changes to apply, in this order."""
+
+    changes: tuple[Change, ...] = ()
+
+    def save(self, path: Path) -> None:
+        """Write it for people."""
+        text = HEADER + yaml.safe_dump(self._data(), sort_keys=False, allow_unicode=True, width=120)
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as problem:
+            raise PlanError(f"cannot write {path}: {problem.strerror}") from None
+
+    @classmethod
+    def load(cls, path: Path) -> Plan:
+        """Read what `save` wrote, or a person."""
+        try:
+            return _plan(yaml.safe_load(path.read_text(encoding="utf-8")), str(path))
+        except OSError as problem:
+            raise PlanError(f"cannot read {path}: {problem.strerror}") from None
+        except UnicodeDecodeError:
+            raise PlanError(f"{path} is not a plan: it is not text") from None
+        except yaml.YAMLError as problem:
+            mark = getattr(problem, "problem_mark", None)
+            where = f" line {mark.line + 1}:" if mark is not None else ""
+            raise PlanError(f"{path}:{where} this is not YAML: {getattr(problem, 'problem', problem)}") from None
+
+    def to_json(self) -> str:
+        """For another process."""
+        return json.dumps(self._data())
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """What `to_json` gave."""
+        return _plan(json.loads(text), "the plan")
+
+    def _data(self) -> dict[str, Any]:
+        entries = (dataclasses.asdict(change) for change in self.changes)
+        return {"plan": VERSION, "changes": [{k: v for k, v in e.items() if k != "note" or v} for e in entries]}
+
+
+def _plan(data: Any, where: str) -> Plan:
+    if not isinstance(data, dict):
+        raise PlanError(f"{where} is not a plan: it should begin with 'plan: {VERSION}' and 'changes:'")
+    _check_keys(data, ("plan", "changes"), (), where)
+    if data["plan"] != VERSION:
+        raise PlanError(f"{where}: plan version {data['plan']!r}, this flatout reads version {VERSION}")
+    entries = data["changes"] or []
+    if not isinstance(entries, list):
+        raise PlanError(f"{where}: changes must be a list, each entry beginning with '- name:'")
+    changes = tuple(_change(entry, f"{where}: change {number}") for number, entry in enumerate(entries, 1))
+    names = [change.name for change in changes]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise PlanError(f"{where}: {twice} is changed more than once")
+    return Plan(changes=changes)
+
+
+def _change(entry: Any, where: str) -> Change:
+    if not isinstance(entry, dict):
+        raise PlanError(f"{where} must have a name, a value and a safety (got {entry!r})")
+    _check_keys(entry, ("name", "value", "safety"), ("note",), where)
+    if not isinstance(entry["name"], str):
+        raise PlanError(f"{where}: name must be text (got {entry['name']!r})")
+    where = f"{where} ({entry['name']})"
+    classes = get_args(Safety)
+    if entry["safety"] not in classes:
+        raise PlanError(f"{where}: safety must be one of {', '.join(classes)} (got {entry['safety']!r})")
+    return Change(name=entry["name"], value=entry["value"], safety=entry["safety"], note=str(entry.get("note") or ""))
+
+
+def _check_keys(data: dict[Any, Any], needed: Iterable[str], other: Iterable[str], where: str) -> None:
+    known = [*needed, *other]
+    for key in data:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise PlanError(f"{where}: unknown key {key!r} ({hint})")
+    missing = next((key for key in needed if key not in data), None)
+    if missing is not None:
+        raise PlanError(f"{where}: {missing!r} is missing")
