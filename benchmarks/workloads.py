@@ -205,8 +205,9 @@ def hardware_means(samples: Sequence[Sample]) -> dict[str, float | None]:
 
 
 def environment(root: Path) -> dict[str, str]:
-    """This environment, in which `import workloads` finds those at `root`."""
-    path = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    """This environment, in which `import workloads` finds those at `root`, whatever folder a command runs in."""
+    inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    path = [str(root), *(str(Path(entry).resolve()) for entry in inherited)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
 
 

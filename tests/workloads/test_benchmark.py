@@ -85,6 +85,14 @@ def test_every_edit_of_the_table_fits_its_workload(name: str) -> None:
         pass
 
 
+def test_what_was_importable_from_here_stays_importable_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "src:.")
+    assert workloads.environment(ROOT)["PYTHONPATH"] == f"{ROOT}:{tmp_path}/src:{tmp_path}"
+
+
 def test_hardware_counts_only_inside_the_window() -> None:
     def sample(time_s: float, power_w: float | None) -> Sample:
         gpu = GpuSample(index=0, uuid="", name="", power_w=power_w)
