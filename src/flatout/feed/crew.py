@@ -78,7 +78,7 @@ class Crew:
         try:
             near = self._start().start(self._hired)
         except OSError:  # the nursery died unnoticed
-            self._starter = None
+            self._stop()
             near = self._start().start(self._hired)
         near.setblocking(False)
         board = wire.memory_file(16)
@@ -97,10 +97,14 @@ class Crew:
 
     def _start(self) -> Starter:
         if self._starter is None or not self._starter.alive():
-            if self._starter is not None:
-                self._starter.close()
+            self._stop()
             self._starter = starter_for(self._recipe, self._context)
         return self._starter
+
+    def _stop(self) -> None:
+        if self._starter is not None:
+            self._starter.close()
+            self._starter = None
 
     def tell(self, hand: Hand, message: object, *fds: int) -> bool:
         """Send; False when the worker's wire is full. That of a dead one swallows the message: its end comes next."""
@@ -190,9 +194,7 @@ class Crew:
     def close(self) -> None:
         for hand in list(self):
             self._part_with(hand)
-        if self._starter is not None:
-            self._starter.close()
-            self._starter = None
+        self._stop()
 
     def _part_with(self, hand: Hand) -> None:
         descriptor = hand.wire.fileno()

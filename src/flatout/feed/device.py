@@ -1,2 +1,5 @@
 """placeholder"""
-def to_device(loader, device): return loader
+
+
+def to_device(loader, device):
+    return loader

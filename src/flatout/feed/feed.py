@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 
 from flatout.budget import Budget
 from flatout.feed import packing
-from flatout.feed.bad import BadSample, BadSampleError, name_of, out_of_memory_kills
+from flatout.feed.bad import BadSample, name_of, out_of_memory_kills
 from flatout.feed.controller import Controller, Observation
 from flatout.feed.crew import Assignment, Crew, Hand
 from flatout.feed.randomness import CHUNK, Key
@@ -32,7 +32,7 @@ __all__ = ["Account", "Epoch", "Feed", "Post", "all_feeds"]
 log = logging.getLogger("flatout.feed")
 
 LETHAL = 4  # workers that have to die over a sample before it is blamed
-STILLBORN = 50  # workers in a row that die without having answered at all
+STILLBORN, STILLBORN_S = 50, 30.0  # so many workers in a row, for so long, that die without having answered at all
 WORTH_CUTTING_S = 0.03  # a batch that takes a worker less is not divided
 PIECE_S = 0.01
 WINDOW_S, WINDOW_BATCHES = 1.0, 8
@@ -125,7 +125,7 @@ class Feed:
         self._row_s = 0.0
         self._window = _Window(time.monotonic())
         self._used_at = time.monotonic()
-        self._stillborn = 0
+        self._stillborn, self._answered_at = 0, 0.0
         self._memory_kills = out_of_memory_kills()
         _feeds.add(self)
 
@@ -150,6 +150,7 @@ class Feed:
             for post in self.posts:
                 self._man(post)
         self._window = _Window(time.monotonic())
+        self._answered_at = self._window.since
         self._scale()
         self.fill()
 
@@ -338,7 +339,7 @@ class Feed:
             if message is None:
                 self._on_death(hand)
                 continue
-            self._stillborn = 0
+            self._stillborn, self._answered_at = 0, time.monotonic()
             assignment = hand.tasks.pop(message.ticket)
             part, slot = assignment.part, assignment.slot
             part.given -= 1
@@ -428,8 +429,7 @@ class Feed:
 
     def _on_death(self, hand: Hand) -> None:
         self.account.deaths += 1
-        if not hand.answered:
-            self._stillborn += 1
+        self._stillborn += not hand.answered
         kills = out_of_memory_kills()
         self._window.memory_kills += max(0, kills - self._memory_kills)
         self._memory_kills = kills
@@ -444,7 +444,7 @@ class Feed:
                 self.account.redone += 1
                 self._waiting.appendleft(part)
         hand.tasks.clear()
-        if self._stillborn >= STILLBORN:
+        if self._stillborn >= STILLBORN and time.monotonic() - self._answered_at > STILLBORN_S:
             raise RuntimeError(f"DataLoader workers die before their first batch: the last {self._cause(hand)}")
         if self._bound:
             post = self.posts[hand.post]
@@ -474,7 +474,7 @@ class Feed:
             self.account.bad.append(bad)
             part.leave_out |= {row}
         else:
-            part.problem = BadSampleError(bad)
+            part.problem = bad
 
     def _cause(self, hand: Hand) -> str:
         return f"stood still for over {self._hang_timeout:g} s" if hand.hung else self.crew.cause_of_death(hand)

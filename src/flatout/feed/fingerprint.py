@@ -71,15 +71,17 @@ class _Walk:
             return self._sequence(thing)
         if isinstance(thing, dict):
             return hash((len(thing), self._sequence(list(thing)), self._sequence(list(thing.values()))))
-        if isinstance(thing, (torch.Generator,)):
-            return zlib.crc32(thing.get_state().numpy())
+        if isinstance(thing, torch.Generator):
+            return zlib.crc32(thing.get_state().numpy().data)
         return self._object(thing)
 
     def _array(self, array: np.ndarray[Any, Any]) -> int:
         self._bytes += array.nbytes
         if array.dtype.hasobject or self._bytes > _MOST_BYTES:
             raise _CannotTell
-        return hash((array.shape, str(array.dtype), zlib.crc32(np.ascontiguousarray(array).view(np.uint8))))
+        return hash(
+            (array.shape, str(array.dtype), zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data))
+        )
 
     def _sequence(self, things: Any) -> int:
         kinds = set(map(type, things))

@@ -20,7 +20,7 @@ from torch.utils.data.dataloader import DataLoader as StockLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.feed import randomness
-from flatout.feed.bad import BadSample, name_of
+from flatout.feed.bad import BadSample, BadSampleError, name_of
 from flatout.feed.feed import Epoch, Feed
 from flatout.feed.table import Batch
 from flatout.feed.worker import Birth
@@ -49,13 +49,14 @@ class FeedIterator(_BaseDataLoaderIter):
     def __init__(self, loader: StockLoader[Any], feed: Feed, resume: dict[str, Any] | None = None) -> None:
         super().__init__(loader)
         self._feed = feed
+        self._seed = int(self._base_seed)
         self._prefetch_factor = loader.prefetch_factor or 2
         self._in_order = getattr(loader, "in_order", True)
         self._epoch_number = 0
         self._generators = _generators_of(loader)
         self._pure_sampler = _is_pure(loader)
         if resume is not None:
-            self._base_seed = resume["base_seed"]
+            self._seed = resume["base_seed"]
             self._epoch_number = resume["epoch"]
             randomness.restore(resume["random"])
             for generator, state in zip(self._generators, resume["generators"], strict=True):
@@ -69,7 +70,7 @@ class FeedIterator(_BaseDataLoaderIter):
 
     def _begin(self, loader: StockLoader[Any], *, first: bool, births: list[Birth] | None, skip: int) -> None:
         self.position = Position(
-            self._base_seed, self._epoch_number, randomness.capture(), [g.get_state() for g in self._generators]
+            self._seed, self._epoch_number, randomness.capture(), [g.get_state() for g in self._generators]
         )
         if loader.num_workers > 0 or not first:  # stock with workers asks the sampler twice at the start
             super()._reset(loader, first)
@@ -77,10 +78,11 @@ class FeedIterator(_BaseDataLoaderIter):
             next(self._sampler_iter)
         self._num_yielded = self.position.yielded = skip
         self._yielded_births: list[Birth | None] = [None] * len(self._feed.posts) if births is None else list(births)
-        ahead = None if self._pure_sampler else self._prefetch_factor * max(1, self._num_workers)
+        free = self._pure_sampler and not self._feed.posts  # nobody can tell how far ahead we look
+        ahead = None if free else self._prefetch_factor * max(1, self._num_workers)
         self._feed.begin(
             Epoch(
-                key=(self._base_seed, self._epoch_number),
+                key=(self._seed, self._epoch_number),
                 pull=functools.partial(next, self._sampler_iter),
                 ahead=ahead,
                 in_order=self._in_order,
@@ -93,9 +95,15 @@ class FeedIterator(_BaseDataLoaderIter):
     def _births(self, resume: dict[str, Any] | None) -> list[Birth] | None:
         if not self._feed.posts:
             return None
-        saved = resume["workers"] if resume else None
-        fresh = [Birth(post.number, self._base_seed) for post in self._feed.posts]
-        return fresh if saved is None else [new._replace(**old) if old else new for new, old in zip(fresh, saved)]
+        fresh = [Birth(post.number, self._seed) for post in self._feed.posts]
+        if resume is None or resume["workers"] is None:
+            return fresh
+        if len(resume["workers"]) != len(fresh):
+            raise ValueError(
+                f"this state was saved with {len(resume['workers'])} numbered workers and cannot go on with "
+                f"{len(fresh)}: their number is part of the data's order here"
+            )
+        return [new._replace(**old) if old else new for new, old in zip(fresh, resume["workers"], strict=True)]
 
     def _next_data(self) -> Any:
         while True:
@@ -107,8 +115,8 @@ class FeedIterator(_BaseDataLoaderIter):
             problem = batch.problem()
             if isinstance(problem, ExceptionWrapper):
                 problem.reraise()
-            if problem is not None:
-                raise problem
+            if isinstance(problem, BadSample):
+                raise BadSampleError(problem)
             empty = self._note_bad(batch)
             data = None if empty else batch.open()
             batch.release()
@@ -161,4 +169,3 @@ def _is_pure(loader: StockLoader[Any]) -> bool:
         return type(sampler) in (SequentialSampler, SubsetRandomSampler, DistributedSampler)
 
     return pure(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)
-

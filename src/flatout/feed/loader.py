@@ -106,6 +106,9 @@ class DataLoader(StockLoader[T_co]):
         self._position = getattr(iterator, "position", None)
         return iterator
 
+    def check_worker_number_rationality(self) -> None:
+        """No warning of too many workers: they are brought down to what the cores can do."""
+
     def _stock_iterator(self, reason: str, resume: dict[str, Any] | None) -> Any:
         if resume is not None:
             raise RuntimeError(f"this loader cannot resume in mid-epoch: {reason}")
@@ -162,9 +165,10 @@ class _Kept:
 
 
 def iterator_for(
-    loader: StockLoader[Any], options: Options = Options(), resume: dict[str, Any] | None = None
+    loader: StockLoader[Any], options: Options | None = None, resume: dict[str, Any] | None = None
 ) -> tuple[FeedIterator | None, str]:
     """Our iterator for any loader, or None and the reason why stock's has to do."""
+    options = options or Options()
     reason = _why_not(loader, options)
     if reason:
         return None, reason

@@ -10,6 +10,7 @@ dataset in its memory stands by. It ends with the training process (it watches i
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -18,14 +19,17 @@ import socket
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import psutil
 import torch
 from torch import multiprocessing
 
 from flatout.feed import wire, worker
 
-__all__ = ["Event", "Nursery", "Starter", "context_starter", "starter_for"]
+__all__ = ["ContextStarter", "Event", "Nursery", "Starter", "starter_for"]
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _fork_lock = threading.Lock()  # a fork between the making of a wire and its hand-over would keep the wire's far end
@@ -54,7 +58,7 @@ def starter_for(recipe: worker.Recipe, context: Any) -> Starter:
     method = multiprocessing.get_start_method() if context is None else context.get_start_method()
     if method == "fork":
         return Nursery(recipe)
-    return context_starter(recipe, multiprocessing.get_context(method) if context is None else context)
+    return ContextStarter(recipe, multiprocessing.get_context(method) if context is None else context)
 
 
 class Nursery:
@@ -63,6 +67,8 @@ class Nursery:
     def __init__(self, recipe: worker.Recipe) -> None:
         with _fork_lock, _quiet_fork():
             self._wire, far = wire.pair()
+            self._wire.setblocking(False)
+            wire.keep_from_children(self._wire.fileno())
             self._process = multiprocessing.get_context("fork").Process(
                 target=_nursery_main, args=(recipe, far, os.getpid()), daemon=True, name="flatout-nursery"
             )
@@ -70,9 +76,9 @@ class Nursery:
                 self._process.start()
             finally:
                 far.close()
-            self._wire.setblocking(False)
-            wire.keep_from_children(self._wire.fileno())
         self.pid = self._process.pid
+        self._ended = False
+        self._unread: list[Event] = []
 
     def start(self, number: int) -> socket.socket:
         with _fork_lock:
@@ -88,13 +94,16 @@ class Nursery:
         return near
 
     def events(self) -> list[Event]:
-        found = []
+        found, self._unread = self._unread, []
         try:
             while True:
                 message, _ = wire.receive(self._wire, wait=False)
                 found.append(message)
-        except (BlockingIOError, EOFError):
-            return found
+        except BlockingIOError:
+            pass
+        except EOFError:
+            self._ended = True
+        return found
 
     def kill(self, number: int) -> None:
         try:
@@ -103,21 +112,16 @@ class Nursery:
             pass  # a dead nursery has taken its workers with it
 
     def alive(self) -> bool:
-        return self._process.is_alive()
+        self._unread = self.events()  # by its wire: somebody else may reap our children
+        return not self._ended
 
     def close(self) -> None:
-        if self._wire.fileno() < 0:
-            return
         wire.keep_from_children(self._wire.fileno(), False)
         self._wire.close()
-        self._process.join(5)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-        self._process.close()
+        _end(self._process)
 
 
-class context_starter:  # noqa: N801  (used like a function)
+class ContextStarter:
     """Workers started one by one through a context's own `Process`, as stock starts them."""
 
     def __init__(self, recipe: worker.Recipe, context: Any) -> None:
@@ -160,22 +164,28 @@ class context_starter:  # noqa: N801  (used like a function)
 
     def close(self) -> None:
         for process in self._processes.values():
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
-            process.close()
+            _end(process)
         self._processes.clear()
+
+
+def _end(process: Any, patience_s: float = 5) -> None:
+    """Wait for a process whose wire is closed, for a while; it may have been reaped by somebody else."""
+    process.join(patience_s)
+    if process.is_alive() and psutil.pid_exists(process.pid):
+        process.kill()
+        process.join(patience_s)
+    if process.exitcode is not None:
+        process.close()
 
 
 # --- inside the nursery -----------------------------------------------------------------------------------------------
 
 
 def _nursery_main(recipe: worker.Recipe, far: socket.socket, parent: int) -> None:
-    wire.close_inherited()
+    wire.close_inherited(but=[far.fileno()])
     _behave("flatout-nursery")
     _one_thread_each()
-    multiprocessing.current_process()._config["daemon"] = False  # or it may have no children
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # or no children
     context = multiprocessing.get_context("fork")
     pidfd_of_parent = os.pidfd_open(parent)
     poll = select.poll()
@@ -203,6 +213,7 @@ def _nursery_main(recipe: worker.Recipe, far: socket.socket, parent: int) -> Non
                 process = context.Process(target=_forked_main, args=(recipe, end, far, os.getpid()), daemon=True)
                 process.start()
                 end.close()
+                assert process.pid is not None
                 pidfd = os.pidfd_open(process.pid)
                 children[pidfd] = (number, process)
                 poll.register(pidfd, select.POLLIN)
@@ -258,16 +269,14 @@ def _behave(name: str) -> None:
 def _one_thread_each() -> None:
     """Keep BLAS, OpenMP and OpenCV from starting a thread a core in every worker."""
     torch.set_num_threads(1)
-    for name in ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "OPENCV_FOR"):
-        os.environ[f"{name}_NUM_THREADS" if name != "OPENCV_FOR" else "OPENCV_FOR_THREADS_NUM"] = "1"
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENCV_FOR_THREADS_NUM"):
+        os.environ[name] = "1"
     if "cv2" in sys.modules:
         sys.modules["cv2"].setNumThreads(1)
-    with open("/proc/self/maps") as maps:  # noqa: PTH123
-        loaded = {line.split(maxsplit=5)[5].strip() for line in maps if ".so" in line}
-    for path in loaded:
-        base = os.path.basename(path)
+    maps = Path("/proc/self/maps").read_text()
+    for path in {line.split(maxsplit=5)[5] for line in maps.splitlines() if ".so" in line}:
         for library, functions in _THREAD_SWITCHES.items():
-            if base.startswith(library):
+            if Path(path).name.startswith(library):
                 _switch(path, functions)
 
 
@@ -296,10 +305,9 @@ def _libc() -> Any:
     return ctypes.CDLL(None, use_errno=True)
 
 
-class _quiet_fork(warnings.catch_warnings):  # type: ignore[type-arg]  # noqa: N801
+@contextlib.contextmanager
+def _quiet_fork() -> Iterator[None]:
     """Python 3.12 warns of forking with threads about; the nursery never touches what they hold."""
-
-    def __enter__(self) -> Any:
-        entered = super().__enter__()
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
-        return entered
+        yield

@@ -216,7 +216,7 @@ class _Packer(pickle.Pickler):
             return NotImplemented
         stride = None if obj.is_contiguous() else _dense_stride(obj)
         flat = obj.reshape(-1) if stride is None else obj.as_strided((obj.numel(),), (1,))
-        return _rebuild, (pickle.PickleBuffer(flat.view(torch.uint8).numpy()), obj.dtype, tuple(obj.shape), stride)
+        return _rebuild, (pickle.PickleBuffer(flat.view(torch.uint8).numpy().data), obj.dtype, tuple(obj.shape), stride)
 
 
 def _rebuild(data: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...] | None) -> torch.Tensor:
@@ -267,7 +267,7 @@ def _spill(buffers: Sequence[Bytes]) -> tuple[list[Span], int]:
     fd = wire.memory_file(max(end, 1))
     with mmap.mmap(fd, 0) as file:
         for buffer, (start, size) in zip(buffers, spans, strict=True):
-            file[start : start + size] = memoryview(buffer)
+            file[start : start + size] = buffer.data
     return spans, fd
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils.worker import _generate_state
 
-__all__ = ["CHUNK", "Key", "capture", "generators_in", "restore", "seed_chunk", "seed_stream", "same"]
+__all__ = ["CHUNK", "Key", "capture", "generators_in", "restore", "same", "seed_chunk", "seed_stream"]
 
 CHUNK = 8
 Key = tuple[int, int]  # the loader's base seed, the epoch
@@ -41,7 +41,7 @@ def seed_stream(base_seed: int, worker: int) -> None:
 
 def capture() -> dict[str, Any]:
     """The state of torch's, numpy's and Python's generators, in types that `torch.load` takes without question."""
-    name, keys, position, has_gauss, gauss = np.random.get_state()
+    name, keys, position, has_gauss, gauss = _numpy_state()
     version, words, next_gauss = random.getstate()
     return {
         "torch": torch.default_generator.get_state(),
@@ -57,6 +57,12 @@ def restore(state: dict[str, Any]) -> None:
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     version, words, next_gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), next_gauss))
+
+
+def _numpy_state() -> tuple[Any, ...]:
+    state = np.random.get_state(legacy=True)
+    assert isinstance(state, tuple)
+    return state
 
 
 def snapshot() -> tuple[Any, ...]:

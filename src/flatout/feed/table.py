@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch._utils import ExceptionWrapper
+
 from flatout.feed import packing
+from flatout.feed.bad import BadSample
 from flatout.feed.packing import Bytes
 from flatout.feed.randomness import CHUNK
 from flatout.feed.slots import Slot
@@ -24,7 +27,7 @@ __all__ = ["Batch", "Layout", "Part", "cut"]
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """Rows of a batch that one worker makes. `problem` is what to raise instead."""
+    """Rows of a batch that one worker makes. `problem` is what there is to raise instead."""
 
     batch: Batch
     first_row: int
@@ -32,7 +35,7 @@ class Part:
     leave_out: frozenset[int] = frozenset()
     done: Done | None = None
     memory: Bytes | None = None
-    problem: BaseException | Any = None
+    problem: ExceptionWrapper | BadSample | None = None
     given: int = 0  # to how many workers it is given right now
 
     @property
@@ -58,7 +61,7 @@ class Batch:
     def finished(self) -> bool:
         return all(part.finished for part in self.parts)
 
-    def problem(self) -> Any:
+    def problem(self) -> ExceptionWrapper | BadSample | None:
         """What went wrong in the earliest rows, if anything did."""
         return next((part.problem for part in self.parts if part.problem is not None), None)
 

@@ -398,7 +398,7 @@ def _checksum(so_far: int, skeleton: bytes, spans: Sequence[packing.Span], memor
     for start, size in spans:
         if memory is not None:
             for window in range(0, size, max(1024, size // 4)):
-                total = zlib.crc32(memory[start + window : start + min(window + 1024, size)], total)
+                total = zlib.crc32(memory[start + window : start + min(window + 1024, size)].data, total)
     return total
 
 

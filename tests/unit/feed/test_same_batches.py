@@ -1,0 +1,258 @@
+"""Against the stock loader: the same batches in the same order, and the same random stream left behind."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from feed_samples import SHAPES, Drawing, Things, as_list, padded, same
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data import DataLoader as Stock
+
+from flatout.feed import DataLoader, feed_of, iterator_for
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # stock's, on a small machine
+
+
+class EagerSampler(Sampler[int]):
+    """Draws when `iter()` is called, not at the first `next()`: stock calls it twice."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.length).tolist())
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class DrawsAsItGoes(EagerSampler):
+    """Takes from the main process's stream at every step."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.length):
+            yield int(torch.randint(self.length, ()))
+
+
+def sampling(kind: str, length: int) -> dict[str, Any]:
+    """Arguments for one way of choosing samples; built anew for each loader."""
+    things = range(length)
+    return {
+        "in order": {},
+        "shuffled": {"shuffle": True},
+        "own generator": {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
+        "with replacement": {"sampler": RandomSampler(things, replacement=True, num_samples=length + 3)},
+        "subset": {"sampler": SubsetRandomSampler(things[::2])},
+        "weighted": {"sampler": WeightedRandomSampler([1.0 + i % 3 for i in things], length)},
+        "distributed": {"sampler": DistributedSampler(things, num_replicas=2, rank=1, seed=5)},
+        "eager": {"sampler": EagerSampler(length)},
+        "as it goes": {"sampler": DrawsAsItGoes(length)},
+        "batches": {"batch_sampler": BatchSampler(SequentialSampler(things), 3, drop_last=True)},
+    }[kind]
+
+
+def epochs(loader: Stock[Any], stops: tuple[int | None, ...]) -> list[Any]:
+    """The batches of a few epochs, each left after so many; a mark of the random stream after every batch."""
+    seen: list[Any] = []
+    for stop in stops:
+        if isinstance(loader.sampler, DistributedSampler):
+            loader.sampler.set_epoch(len(seen))
+        for number, batch in enumerate(loader):
+            seen.append((batch, torch.rand(()).item()))
+            if number == stop:
+                break
+    return seen
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_combination_of_arguments_gives_what_stock_gives(data: st.DataObject) -> None:
+    length = data.draw(st.integers(2, 40), label="length")
+    kind = data.draw(st.sampled_from(
+        ["in order", "shuffled", "own generator", "with replacement", "subset", "weighted", "distributed", "eager",
+         "as it goes", "batches"]), label="sampling")  # fmt: skip
+    shape = data.draw(st.sampled_from(sorted(SHAPES)), label="shape")
+    arguments: dict[str, Any] = {
+        "num_workers": data.draw(st.integers(1, 3), label="workers"),
+        "prefetch_factor": data.draw(st.sampled_from([None, 1, 3]), label="prefetch"),
+        "persistent_workers": data.draw(st.booleans(), label="persistent"),
+    }
+    if kind != "batches":
+        arguments["batch_size"] = data.draw(st.sampled_from([None, 1, 4, 9, 17]), label="batch size")
+        if arguments["batch_size"] is not None:
+            arguments["drop_last"] = data.draw(st.booleans(), label="drop last")
+    collate = data.draw(st.sampled_from([None, as_list]), label="collate")
+    if collate and arguments.get("batch_size", 1) is not None:
+        arguments["collate_fn"] = collate
+    stops = (data.draw(st.sampled_from([None, 0, 2]), label="stop"), None)
+
+    torch.manual_seed(11)
+    expected = epochs(Stock(Things(length, shape), **arguments, **sampling(kind, length)), stops)
+    torch.manual_seed(11)
+    found = epochs(DataLoader(Things(length, shape), **arguments, **sampling(kind, length)), stops)
+
+    assert len(found) == len(expected)
+    for (batch, mark), (stock_batch, stock_mark) in zip(found, expected, strict=True):
+        assert same(batch, stock_batch), (batch, stock_batch)
+        assert mark == stock_mark
+
+
+def test_batches_of_uneven_size_from_a_custom_collate() -> None:
+    expected = list(Stock(Things(50), 4, num_workers=1, collate_fn=padded))
+    found = list(DataLoader(Things(50), 4, num_workers=2, collate_fn=padded))
+    assert all(map(same, found, expected))
+    assert len(found) == len(expected)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_stock_streams_draw_what_stock_draws(persistent: bool) -> None:
+    """GIVEN a dataset that draws random numbers, WHEN rng='stock', THEN every bit is stock's, epoch after epoch."""
+    arguments: dict[str, Any] = {"num_workers": 3, "persistent_workers": persistent, "shuffle": True}
+    torch.manual_seed(5)
+    expected = epochs(Stock(Drawing(25), 2, **arguments), (None, 1, None))
+    torch.manual_seed(5)
+    found = epochs(DataLoader(Drawing(25), 2, rng="stock", **arguments), (None, 1, None))
+    assert same(found, expected)
+
+
+def seed_by_number(worker: int) -> None:
+    """What people write."""
+    import numpy as np
+
+    np.random.seed(100 + worker)
+
+
+def test_worker_init_fn_keeps_the_declared_workers_and_their_streams() -> None:
+    arguments: dict[str, Any] = {"num_workers": 3, "worker_init_fn": seed_by_number}
+    torch.manual_seed(5)
+    expected = epochs(Stock(Drawing(25), 2, **arguments), (None, None))
+    torch.manual_seed(5)
+    loader = DataLoader(Drawing(25), 2, **arguments)
+    found = epochs(loader, (None, None))
+    assert same(found, expected)
+    assert loader.feed is not None
+    assert loader.feed.workers == 3
+
+
+class WhoAmI(Things):
+    def __getitem__(self, index: int) -> Any:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        return info.id, info.num_workers, info.seed
+
+
+def test_worker_info_is_what_stock_would_say() -> None:
+    torch.manual_seed(2)
+    expected = list(Stock(WhoAmI(30), 2, num_workers=3))
+    torch.manual_seed(2)
+    found = list(DataLoader(WhoAmI(30), 2, num_workers=3))
+    assert same(found, expected)
+
+
+def test_changes_between_epochs_are_seen_as_in_stock() -> None:
+    for loader_class in (Stock, DataLoader):
+        for persistent, expected in ((False, 9), (True, 5)):
+            dataset = Things(5, "scalar")
+            loader = loader_class(dataset, 1, num_workers=1, persistent_workers=persistent, sampler=range(9))
+            first = len(list(zip(loader, range(5), strict=False)))
+            dataset.length, dataset.shape = 9, "bool"
+            kinds = {batch.dtype for batch, _ in zip(loader, range(5), strict=False)}
+            assert first == 5
+            assert kinds == ({torch.bool} if not persistent else {torch.int64}), (loader_class, expected)
+
+
+def test_workers_stay_from_epoch_to_epoch() -> None:
+    loader = DataLoader(Things(40), 4, num_workers=2)
+    list(loader)
+    assert loader.feed is not None
+    before = sorted(loader.feed.crew.pids())
+    list(loader)
+    assert before
+    assert sorted(loader.feed.crew.pids()) == before
+
+
+def test_two_passes_at_once_do_not_disturb_each_other() -> None:
+    loader = DataLoader(Things(20, "scalar"), 4, num_workers=1)
+    pairs = list(zip(loader, loader, strict=True))
+    assert len(pairs) == 5
+    assert all(same(one, other) for one, other in pairs)
+
+
+def test_a_loader_that_is_only_a_temporary_lives_as_long_as_its_pass() -> None:
+    assert sum(len(batch) for batch in DataLoader(Things(20, "scalar"), 4, num_workers=1)) == 20
+
+
+def test_errors_are_stocks_and_the_pass_goes_on_after_one() -> None:
+    class Breaks(Things):
+        def __getitem__(self, index: int) -> Any:
+            if index == 5:
+                raise KeyError("no such thing")
+            return index
+
+    for loader_class in (Stock, DataLoader):
+        found = iter(loader_class(Breaks(12), 4, num_workers=1))
+        assert next(found).tolist() == [0, 1, 2, 3]
+        with pytest.raises(KeyError, match="Caught KeyError in DataLoader worker process 0"):
+            next(found)
+        assert next(found).tolist() == [8, 9, 10, 11]
+        del found
+    gc.collect()  # an exception holds the frames it went through, and they the iterator
+
+
+def test_samples_of_unequal_size_get_stocks_error() -> None:
+    class Uneven(Things):
+        def __getitem__(self, index: int) -> Any:
+            return torch.zeros(index % 3)
+
+    with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
+        list(DataLoader(Uneven(12), 4, num_workers=1))
+    gc.collect()
+
+
+def test_timeout_raises_as_in_stock() -> None:
+    class Slow(Things):
+        def __getitem__(self, index: int) -> Any:
+            import time
+
+            time.sleep(30)
+
+    with pytest.raises(RuntimeError, match="DataLoader timed out after"):
+        next(iter(DataLoader(Slow(4), 2, num_workers=1, timeout=0.2)))
+    gc.collect()
+
+
+def test_a_stock_loader_gets_our_iterator_and_reasons_when_not() -> None:
+    stock = Stock(Things(10, "scalar"), 2, num_workers=1)
+    iterator, reason = iterator_for(stock)
+    assert reason == ""
+    assert iterator is not None
+    assert len(iterator) == 5
+    assert torch.cat(list(iterator)).tolist() == list(range(10))
+    assert feed_of(stock) is not None
+    assert iterator_for(Stock(Things(10), 2)) == (None, "num_workers=0")
+
+
+def test_length_and_type_are_those_of_a_stock_loader() -> None:
+    loader = DataLoader(Things(10), 4, num_workers=2)
+    assert isinstance(loader, Stock)
+    assert len(loader) == 3
+    assert len(iter(loader)) == 3
+
+
+def test_a_wrong_argument_is_refused() -> None:
+    with pytest.raises(ValueError, match="rng must be one of position, stock"):
+        DataLoader(Things(3), rng="stok")  # type: ignore[arg-type]
