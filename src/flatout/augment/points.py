@@ -1,0 +1,251 @@
+"""The operations that change values: the formula of each, in plain PyTorch. Part of the specification, with `ops`.
+
+A picture is float32 in [0, 1], B×C×H×W. An operation that torchvision has too is torchvision's on floats.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .ops import BoxDraw, Draw, Interval, Operation, Size, between, require
+from .philox import normal, philox
+
+__all__ = [
+    "Blur", "Brightness", "ColorJitter", "Contrast", "Erase", "Gamma", "Grayscale", "Hue", "Invert", "Noise",
+    "Normalize", "Point", "Saturation", "gray",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Point(Operation):
+    """Changes values; `colour` ones want R, G, B and leave a single channel as it is."""
+
+    colour: ClassVar[bool] = False
+
+    def apply(self, x: Tensor, *drawn: Tensor) -> Tensor:
+        """The new B×C×H×W; each drawn number is B×1×1×1."""
+        raise NotImplementedError
+
+
+def gray(x: Tensor) -> Tensor:
+    """0.2989 R + 0.587 G + 0.114 B; the mean of the channels where there are not three."""
+    if x.shape[1] != 3:
+        return x.mean(1, keepdim=True)
+    return 0.2989 * x[:, 0:1] + 0.587 * x[:, 1:2] + 0.114 * x[:, 2:3]
+
+
+def _blend(x: Tensor, other: Tensor, factor: Tensor) -> Tensor:
+    return (factor * x + (1 - factor) * other).clamp(0, 1)
+
+
+@dataclass(frozen=True)
+class Brightness(Point):
+    """x · factor, held within 0..1; an amount `a` stands for factors of 1 − a to 1 + a."""
+
+    amount: float | Interval
+    p: float = 1.0
+
+    def draws(self, size: Size) -> tuple[Draw, ...]:
+        what = f"{type(self).__name__}.amount"
+        return (between("factor", what, self.amount, around=1, low=0, high=1000, neutral=1),)
+
+    def apply(self, x: Tensor, *drawn: Tensor) -> Tensor:
+        return (x * drawn[0]).clamp(0, 1)
+
+
+@dataclass(frozen=True)
+class Contrast(Brightness):
+    """Blended with the mean gray of the sample as it is by now: factor · x + (1 − factor) · mean."""
+
+    def apply(self, x: Tensor, *drawn: Tensor) -> Tensor:
+        return _blend(x, gray(x).mean((2, 3), keepdim=True), drawn[0])
+
+
+@dataclass(frozen=True)
+class Saturation(Brightness):
+    """Blended with the pixel's own gray."""
+
+    colour: ClassVar[bool] = True
+
+    def apply(self, x: Tensor, *drawn: Tensor) -> Tensor:
+        return _blend(x, gray(x), drawn[0])
+
+
+@dataclass(frozen=True)
+class Gamma(Brightness):
+    """x to the power of the factor."""
+
+    def draws(self, size: Size) -> tuple[Draw, ...]:
+        return (between("gamma", "Gamma.amount", self.amount, around=1, low=0.01, high=100, neutral=1),)
+
+    def apply(self, x: Tensor, *drawn: Tensor) -> Tensor:
+        return x.pow(drawn[0])
+
+
+@dataclass(frozen=True)
+class Hue(Brightness):
+    """The hue of HSV turned by a part of the circle, −0.5 to 0.5."""
+
+    colour: ClassVar[bool] = True
+
+    def draws(self, size: Size) -> tuple[Draw, ...]:
+        return (between("turn", "Hue.amount", self.amount, around=0, low=-0.5, high=0.5, neutral=0),)
+
+    def apply(self, x: Tensor, *drawn: Tensor) -> Tensor:
+        r, g, b = x[:, 0:1], x[:, 1:2], x[:, 2:3]
+        low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+        chroma = high - low
+        scale = 1 / torch.where(chroma > 0, chroma, 1)
+        hue = torch.where(high == g, (b - r) * scale + 2, (r - g) * scale + 4)
+        hue = torch.where(high == r, (g - b) * scale, hue)
+        hue = (hue + 6 * drawn[0]) % 6  # in sixths of the circle: red at 0, green at 2, blue at 4
+        shares = (hue - 3).abs() - 1, 2 - (hue - 2).abs(), 2 - (hue - 4).abs()
+        return torch.cat([low + chroma * share.clamp(0, 1) for share in shares], 1)
+
+
+@dataclass(frozen=True)
+class Grayscale(Point):
+    """Every channel becomes the gray of the pixel."""
+
+    p: float = 0.1
+    colour: ClassVar[bool] = True
+
+    def draws(self, size: Size) -> tuple[Draw, ...]:
+        return (Draw("on", 1.0),)
+
+    def apply(self, x: Tensor, *drawn: Tensor) -> Tensor:
+        return torch.where(drawn[0] > 0, gray(x), x)
+
+
+@dataclass(frozen=True)
+class Invert(Grayscale):
+    """1 − x."""
+
+    p: float = 0.5
+    colour: ClassVar[bool] = False
+
+    def apply(self, x: Tensor, *drawn: Tensor) -> Tensor:
+        return torch.where(drawn[0] > 0, 1 - x, x)
+
+
+@dataclass(frozen=True)
+class Noise(Point):
+    """x + sigma · a standard normal number for every value, held within 0..1."""
+
+    sigma: float | Interval = 0.1
+    p: float = 1.0
+
+    def draws(self, size: Size) -> tuple[Draw, ...]:
+        sigma = between("sigma", "Noise.sigma", self.sigma, around=None, low=0, high=1000, neutral=0)
+        return sigma, *(Draw(name, 0.0, 2.0**24, whole=True) for name in ("key_low", "key_high"))
+
+    def apply(self, x: Tensor, *drawn: Tensor) -> Tensor:
+        sigma, key_low, key_high = drawn
+        pixel = torch.arange(x[0, 0].numel(), device=x.device).view(1, 1, *x.shape[2:]).expand(len(x), -1, -1, -1)
+        words = philox(pixel, 0, key_low.long() + (key_high.long() << 24))
+        grain = torch.cat(normal(words[0], words[1]) + normal(words[2], words[3]), 1)
+        return (x + sigma * grain[:, : x.shape[1]]).clamp(0, 1)
+
+
+@dataclass(frozen=True)
+class Erase(Point):
+    """A rectangle of random area and shape (height / width) set to `value`; masks keep what they have."""
+
+    p: float = 0.5
+    scale: Interval = (0.02, 0.33)
+    ratio: Interval = (0.3, 3.3)
+    value: float = 0.0
+
+    def draws(self, size: Size) -> BoxDraw:
+        height, width = size
+        require(0 <= self.scale[0] <= self.scale[1] <= 1, "Erase.scale", "a part of the area, 0 to 1", self.scale)
+        require(0 < self.ratio[0] <= self.ratio[1], "Erase.ratio", "above 0, the lower end first", self.ratio)
+        area = self.scale[0] * height * width, self.scale[1] * height * width
+        log_ratio = -math.log(self.ratio[1]), -math.log(self.ratio[0])
+        return BoxDraw(area, log_ratio, (height - 1, width - 1), size, (0, 0, 0, 0))
+
+    def apply(self, x: Tensor, *drawn: Tensor) -> Tensor:
+        top, left, height, width = drawn
+        row = torch.arange(x.shape[2], device=x.device).view(-1, 1)
+        column = torch.arange(x.shape[3], device=x.device)
+        inside = (row >= top) & (row < top + height) & (column >= left) & (column < left + width)
+        return torch.where(inside, self.value, x)
+
+
+@dataclass(frozen=True)
+class Blur(Point):
+    """A Gaussian of `kernel_size` taps each way, weights exp(−½ (i / sigma)²) summing to one, edges reflected."""
+
+    kernel_size: int
+    sigma: float | Interval = (0.1, 2.0)
+    p: float = 1.0
+
+    @property
+    def radius(self) -> int:
+        """Taps on either side of the middle one."""
+        return self.kernel_size // 2
+
+    def draws(self, size: Size) -> tuple[Draw, ...]:
+        require(self.kernel_size % 2 == 1, "Blur.kernel_size", "odd", self.kernel_size)
+        require(0 <= self.radius < min(size), "Blur.kernel_size", f"1 to {2 * min(size) - 1} here", self.kernel_size)
+        return (between("sigma", "Blur.sigma", self.sigma, around=None, low=0.001, high=1000, neutral=0),)
+
+    def apply(self, x: Tensor, *drawn: Tensor) -> Tensor:
+        taps = torch.arange(-self.radius, self.radius + 1, device=x.device, dtype=torch.float32)
+        weights = torch.exp(-0.5 * (taps / drawn[0].clamp(min=1e-6)) ** 2)  # a sigma of 0 leaves the middle tap alone
+        weights = weights / weights.sum(-1, keepdim=True)
+        for axis in (2, 3):
+            margins = (0, 0, self.radius, self.radius) if axis == 2 else (self.radius, self.radius, 0, 0)
+            padded = torch.nn.functional.pad(x, margins, mode="reflect")
+            shifted = (padded.narrow(axis, i, x.shape[axis]) for i in range(self.kernel_size))
+            x = torch.stack([w[..., None] * part for w, part in zip(weights.unbind(-1), shifted, strict=True)]).sum(0)
+        return x
+
+
+@dataclass(frozen=True)
+class Normalize(Point):
+    """(x − mean) / std, one of each a channel or one for all."""
+
+    mean: Sequence[float]
+    std: Sequence[float]
+
+    def draws(self, size: Size) -> tuple[Draw, ...]:
+        require(len(self.mean) == len(self.std) > 0, "Normalize.std", "as many numbers as mean", self.std)
+        require(min(self.std) > 0, "Normalize.std", "above 0", self.std)
+        return ()
+
+    def per_channel(self, channels: int) -> list[tuple[float, float]]:
+        """(mean, std) of each channel."""
+        require(len(self.mean) in (1, channels), "Normalize.mean", f"1 number or {channels}", self.mean)
+        return list(zip(self.mean, self.std, strict=True)) * (channels // len(self.mean))
+
+    def apply(self, x: Tensor, *drawn: Tensor) -> Tensor:
+        numbers = torch.tensor(self.per_channel(x.shape[1]), device=x.device).T.reshape(2, 1, -1, 1, 1)
+        return (x - numbers[0]) / numbers[1]
+
+
+@dataclass(frozen=True)
+class ColorJitter(Operation):
+    """Brightness, contrast, saturation and hue in this order, all of them or none."""
+
+    brightness: float | Interval = 0.0
+    contrast: float | Interval = 0.0
+    saturation: float | Interval = 0.0
+    hue: float | Interval = 0.0
+    p: float = 1.0
+
+    def draws(self, size: Size) -> tuple[Draw, ...]:
+        self.parts()
+        return ()
+
+    def parts(self) -> list[Point]:
+        """Its operations, without those of amount 0."""
+        amounts = self.brightness, self.contrast, self.saturation, self.hue
+        kinds = Brightness, Contrast, Saturation, Hue
+        return [kind(amount, self.p) for kind, amount in zip(kinds, amounts, strict=True) if amount != 0]

@@ -1,0 +1,266 @@
+"""From a list of operations to plain data for one input size, and the numbers it draws.
+
+    operations ──► Program ──► draw(index, epoch, seed) ──► a row of float32 a sample
+                   table of draws, geometry codes,          the drawn numbers, the inverse matrix, the source box
+                   point operations and their columns
+
+The row is all that the reference and the kernel need to know about a sample; kept, it replays the same pictures.
+Everything in a row is computed in float64 and rounded once, from integers, so CPU and GPU agree on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .ops import (
+    Affine,
+    BoxDraw,
+    Crop,
+    Draw,
+    Geometry,
+    HFlip,
+    Operation,
+    Resize,
+    ResizedCrop,
+    Rotate,
+    Size,
+    VFlip,
+    require,
+)
+from .philox import philox, uniform
+from .points import ColorJitter, Erase, Normalize, Point
+
+__all__ = ["ATTEMPTS", "TABLE_WIDTH", "Fold", "Program", "Step", "draw", "steps"]
+
+ATTEMPTS = 10  # of a box, as in torchvision
+TABLE_WIDTH = 18
+_DERIVED = (*(f"matrix.{i}" for i in range(6)), "box.left", "box.top", "box.right", "box.bottom")
+
+
+class Step(NamedTuple):
+    """An operation at its place; `gate` is the place whose coin decides whether a sample gets it."""
+
+    slot: int
+    gate: int
+    operation: Operation
+
+
+class Fold(NamedTuple):
+    """One geometric operation as numbers: the size before, the size after, and the first of its draws in the table."""
+
+    kind: int
+    entry: int
+    height: int
+    width: int
+    new_height: int
+    new_width: int
+    narrows: int  # what follows must not see the source outside of this window
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is to be done to pictures of one size."""
+
+    size: Size
+    out_size: Size
+    columns: tuple[str, ...]
+    table: tuple[tuple[float, ...], ...]
+    folds: tuple[Fold, ...]
+    points: tuple[tuple[Point, range], ...]  # with the columns of a row that it takes
+    sampling: str  # "pixel": whole pixels only; "bilinear"; "tent": bilinear, widened where the picture shrinks
+    filled: bool  # the source can be left: those places take the fill
+
+    @property
+    def matrix_column(self) -> int:
+        """Where a row's matrix starts; the box follows it."""
+        return len(self.columns) - len(_DERIVED)
+
+    @staticmethod
+    def build(steps: Sequence[Step], size: Size, channels: int) -> Program:
+        """Lay out the draws and fold the sizes for pictures of `size`."""
+        columns: list[str] = []
+        table: list[tuple[float, ...]] = []
+        folds: list[Fold] = []
+        points: list[tuple[Point, range]] = []
+        now, antialias = size, False
+        for place, step in enumerate(steps):
+            operation, entry, column = step.operation, len(table), len(columns)
+            if isinstance(operation, Resize) and operation.out_size(now) == now:
+                continue
+            drawn = operation.draws(now)
+            names = ("top", "left", "height", "width") if isinstance(drawn, BoxDraw) else tuple(d.name for d in drawn)
+            columns += [f"{step.slot}.{type(operation).__name__}.{name}" for name in names]
+            table += _rows(step, column, drawn)
+            if isinstance(operation, Geometry):
+                after = operation.out_size(now)
+                if isinstance(operation, (Resize, ResizedCrop)):
+                    antialias |= operation.antialias and (now[0] > after[0] or now[1] > after[1])
+                folds.append(Fold(operation.kind, entry, *now, *after, _narrows(steps, place)))
+                now = after
+            elif isinstance(operation, Point):
+                if operation.colour:
+                    require(channels in (1, 3), f"channels for {type(operation).__name__}", "1 or 3", channels)
+                if not (operation.colour and channels == 1):
+                    points.append((operation, range(column, len(columns))))
+        kinds = {type(step.operation) for step in steps}
+        whole = all(fold.kind <= Crop.kind for fold in folds)
+        return Program(
+            size=size,
+            out_size=now,
+            columns=(*columns, *_DERIVED),
+            table=tuple(table),
+            folds=tuple(folds),
+            points=tuple(points),
+            sampling="pixel" if whole else "tent" if antialias else "bilinear",
+            filled=bool(kinds & {Rotate, Affine}) or any(getattr(s.operation, "padding", 0) for s in steps),
+        )
+
+
+def steps(operations: Sequence[Operation]) -> tuple[Step, ...]:
+    """Number the operations, take ColorJitter apart, and refuse an order that cannot be folded into one pass."""
+    numbered: list[Step] = []
+    for operation in operations:
+        require(isinstance(operation, Operation), "operations", "a list of augment operations", operation)
+        parts = operation.parts() if isinstance(operation, ColorJitter) else [operation]
+        gate = len(numbered)
+        numbered += [Step(gate + i, gate, part) for i, part in enumerate(parts)]
+    seen: list[Operation] = []
+    for _, _, operation in numbered:
+        name = type(operation).__name__
+        if isinstance(operation, Geometry) and not isinstance(operation, HFlip) and seen:  # flips commute with points
+            raise ValueError(f"{name} must stand before {type(seen[0]).__name__}: geometry is done first, in one go")
+        if isinstance(operation, Point):
+            if not isinstance(operation, Erase) and any(isinstance(o, Normalize) for o in seen):
+                raise ValueError(f"{name} must stand before Normalize: it takes values from 0 to 1")
+            seen.append(operation)
+    turns = [i for i, step in enumerate(numbered) if isinstance(step.operation, (Rotate, Affine))]
+    for step in numbered[turns[0] : turns[-1]] if turns else []:
+        if isinstance(step.operation, (Crop, ResizedCrop)):
+            name = type(step.operation).__name__
+            raise ValueError(f"{name} must not stand between two of Rotate and Affine: put it before or after both")
+    return tuple(numbered)
+
+
+def _narrows(steps: Sequence[Step], place: int) -> int:
+    """Whether a window hides the rest of the source: only if what follows interpolates or leaves the window."""
+    before, operation, after = steps[:place], steps[place].operation, steps[place + 1 :]
+    if any(isinstance(step.operation, (Rotate, Affine)) for step in before):
+        return 0  # a turned window is no box
+    resamples = (Resize, ResizedCrop, Rotate, Affine)
+    later = any(isinstance(s.operation, resamples) or getattr(s.operation, "padding", 0) for s in after)
+    return int(isinstance(operation, ResizedCrop) or (isinstance(operation, Crop) and later))
+
+
+def _rows(step: Step, column: int, drawn: tuple[Draw, ...] | BoxDraw) -> Iterator[tuple[float, ...]]:
+    """The table's rows for one operation: is it a box, slot, gate, word, column, p; then the numbers of the draw."""
+    p = step.operation.probability
+    if isinstance(drawn, BoxDraw):
+        ranges = [_single(low, high - low) for low, high in (drawn.area, drawn.log_ratio)]
+        numbers = (*ranges[0], *ranges[1], *drawn.limit, *drawn.within, *drawn.fallback)
+        yield _padded(1, step.slot, step.gate, 0, column, p, *numbers)
+    else:
+        for i, (_, low, span, neutral, whole) in enumerate(drawn):
+            yield _padded(0, step.slot, step.gate, i + 1, column + i, p, *_single(low, span), neutral, whole)
+
+
+def _single(*numbers: float) -> list[float]:
+    """Rounded to float32: so `low + span·u` is rounded just once in float64, with a fused multiply-add or without."""
+    return [float(np.float32(number)) for number in numbers]
+
+
+def _padded(*numbers: float) -> tuple[float, ...]:
+    return tuple(map(float, numbers)) + (0.0,) * (TABLE_WIDTH - len(numbers))
+
+
+def draw(program: Program, index: Tensor, epoch: int, seed: int) -> Tensor:
+    """One row a sample: its numbers, its matrix, its box."""
+
+    def words(slot: float, block: int) -> list[Tensor]:
+        return [uniform(w) for w in philox(index, (int(slot) << 8 | block) << 32 | epoch, seed)]
+
+    numbers: list[Tensor] = []
+    for is_box, slot, gate, word, _, p, *rest in program.table:
+        on = words(gate, 0)[0] < p
+        if is_box:
+            numbers += _draw_box(on, [words(slot, 1 + attempt) for attempt in range(ATTEMPTS)], rest)
+        else:
+            low, span, neutral, whole = rest[:4]
+            number = low + span * words(slot, int(word) // 4)[int(word) % 4]
+            numbers.append(torch.where(on, number.floor() if whole else number, neutral))
+    nothing = torch.zeros(len(index), dtype=torch.float64, device=index.device)
+    return torch.stack([*numbers, *_fold(program, numbers, nothing)], 1).float()
+
+
+def _draw_box(on: Tensor, attempts: list[list[Tensor]], numbers: list[float]) -> list[Tensor]:
+    """Top, left, height and width of the first attempt that fits."""
+    area, area_span, ratio, ratio_span, most_height, most_width, within_height, within_width, *fallback = numbers
+    box = [torch.full_like(on, value, dtype=torch.float64) for value in fallback]
+    for u in attempts:
+        size, shape = area + area_span * u[0], torch.exp(ratio + ratio_span * u[1])
+        height, width = ((size / shape).sqrt() + 0.5).floor(), ((size * shape).sqrt() + 0.5).floor()
+        top, left = (u[2] * (within_height - height + 1)).floor(), (u[3] * (within_width - width + 1)).floor()
+        fits = on & (height >= 1) & (width >= 1) & (height <= most_height) & (width <= most_width)
+        box = [torch.where(fits, new, old) for new, old in zip((top, left, height, width), box, strict=True)]
+        on = on & ~fits
+    return box
+
+
+def _fold(program: Program, numbers: list[Tensor], nothing: Tensor) -> list[Tensor]:
+    """The matrix from output to source, row by row, and the box of the source that may be seen."""
+    a, b, c, d, e, f = nothing + 1, nothing, nothing, nothing, nothing + 1, nothing
+    left, top, right, bottom = nothing, nothing, nothing + program.size[1], nothing + program.size[0]
+    for fold in program.folds:
+        drawn = numbers[int(program.table[fold.entry][4]) :] if fold.entry < len(program.table) else []
+        p, q, r, s, t, u = _one_fold(fold, drawn, nothing)
+        a, b, c = a * p + b * s, a * q + b * t, a * r + b * u + c
+        d, e, f = d * p + e * s, d * q + e * t, d * r + e * u + f
+        if fold.narrows:
+            across, down = (c, c + a * fold.new_width), (f, f + e * fold.new_height)
+            left, right = torch.maximum(left, torch.minimum(*across)), torch.minimum(right, torch.maximum(*across))
+            top, bottom = torch.maximum(top, torch.minimum(*down)), torch.minimum(bottom, torch.maximum(*down))
+    return [a, b, c, d, e, f, *_pixels(left, right, top, bottom)]
+
+
+def _one_fold(fold: Fold, drawn: list[Tensor], nothing: Tensor) -> tuple[Tensor, ...]:
+    """The matrix of one operation: x = p·x' + q·y' + r, y = s·x' + t·y' + u."""
+    one, width, height = nothing + 1, nothing + fold.width, nothing + fold.height
+    if fold.kind == HFlip.kind:
+        return 1 - 2 * drawn[0], nothing, drawn[0] * width, nothing, one, nothing
+    if fold.kind == VFlip.kind:
+        return one, nothing, nothing, nothing, 1 - 2 * drawn[0], drawn[0] * height
+    if fold.kind == Crop.kind:
+        return one, nothing, drawn[1], nothing, one, drawn[0]
+    if fold.kind == Resize.kind:
+        return width / fold.new_width, nothing, nothing, nothing, height / fold.new_height, nothing
+    if fold.kind == ResizedCrop.kind:
+        return drawn[3] / fold.new_width, nothing, drawn[1], nothing, drawn[2] / fold.new_height, drawn[0]
+    if fold.kind == Rotate.kind:  # torchvision turns the other way in `rotate` than in `affine`
+        return _affine([-drawn[0], nothing, nothing, one, nothing, nothing], width / 2, height / 2)
+    return _affine(drawn, width / 2, height / 2)
+
+
+def _affine(drawn: list[Tensor], middle_x: Tensor, middle_y: Tensor) -> tuple[Tensor, ...]:
+    """The inverse of: shear, scale and turn about the middle, then move (torchvision's matrix)."""
+    angle, right, down, scale, shear_x, shear_y = drawn[:6]
+    turn, lean_x, lean_y = (torch.deg2rad(value) for value in (angle, shear_x, shear_y))
+    along, across = torch.cos(turn - lean_y) / torch.cos(lean_y), torch.sin(turn - lean_y) / torch.cos(lean_y)
+    p, q = (torch.cos(turn) - across * torch.tan(lean_x)) / scale, (torch.sin(turn) + along * torch.tan(lean_x)) / scale
+    s, t = -across / scale, along / scale
+    x, y = middle_x + right, middle_y + down
+    return p, q, middle_x - p * x - q * y, s, t, middle_y - s * x - t * y
+
+
+def _pixels(left: Tensor, right: Tensor, top: Tensor, bottom: Tensor) -> list[Tensor]:
+    """The pixels whose centres lie in the box, from first to one past the last; one at least."""
+    edges = []
+    for low, high in ((left, right), (top, bottom)):
+        first, end = (low - 0.5).ceil(), (high + 0.5).floor()
+        middle = ((low + high) / 2).floor()
+        edges.append((torch.where(end > first, first, middle), torch.where(end > first, end, middle + 1)))
+    return [edges[0][0], edges[1][0], edges[0][1], edges[1][1]]
