@@ -1,0 +1,185 @@
+"""The kernels: the source is read where the matrix says, every operation is done in registers, the result written once.
+
+    draw_kernel   index, epoch, seed ──► a row a sample (`program`)
+    pass_kernel   source ──► gather or load ──► point operations ──► store; on the way the sum of the gray values
+    mask_kernel   the nearest pixel of any type
+
+A program is one pass. Contrast wants a mean first, a blur its neighbours: each ends a pass that leaves its result in a
+buffer. Nothing here waits for the GPU or allocates on the host, so all of it can be captured in a CUDA graph. Sizes,
+strides and operations are compile-time constants: a new image size or another list of operations compiles once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from .kernel_pixels import BILINEAR, BLUR_X, BLUR_Y, BUFFER, CONTRAST, PIXEL, TENT, WORDS, mask_kernel, pass_kernel
+from .kernel_rows import draw_kernel
+from .points import (
+    Blur,
+    Brightness,
+    Contrast,
+    Erase,
+    Gamma,
+    Grayscale,
+    Hue,
+    Invert,
+    Noise,
+    Normalize,
+    Point,
+    Saturation,
+)  # fmt: skip
+from .program import Program
+
+__all__ = ["Plan", "Tile"]
+
+POINTS = (Brightness, Contrast, Saturation, Hue, Gamma, Grayscale, Invert, Noise, Erase, Normalize)
+
+
+class Tile(NamedTuple):
+    """The pixels of one program and their order."""
+
+    width: int
+    height: int
+    patch_width: int  # what 32 consecutive pixels cover
+    patch_height: int
+    wide: bool  # several neighbours a thread, stored together
+    bits: bool
+    warps: int
+
+
+GATHER = Tile(32, 16, 16, 2, False, True, 4)
+STREAM = Tile(32, 32, 32, 1, True, True, 4)
+KEEP = True
+
+
+def in_words(images: Tensor) -> bool:
+    """Whether whole words may be read: three channels side by side, every line at a multiple of four bytes."""
+    strides = images.stride()
+    return strides[1:] == (1, strides[2], 3) and not (strides[0] | strides[2] | images.data_ptr()) & 3
+
+
+class Plan:
+    """A program made ready for one kind of input: the constants of each launch, and the table on the device."""
+
+    def __init__(self, program: Program, images: Tensor, *, dtype: torch.dtype, channels_last: bool, fill: int) -> None:
+        channels, device, strides = images.shape[1], images.device, tuple(images.stride()[1:])
+        self.program, self.channels, self.dtype = program, channels, dtype
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        self.packed = channels == 3 and dtype != torch.float32
+        self.table = torch.tensor(program.table, dtype=torch.float64, device=device)
+        self.folds = tuple(tuple(fold) for fold in program.folds)
+        bilinear = WORDS if in_words(images) else BILINEAR
+        gather = {"pixel": PIXEL, "tent": TENT, "bilinear": bilinear}[program.sampling].value
+        self.passes, self.sums = _passes(program, gather, channels, self.packed)
+        height, width = program.out_size
+        planes = (height * width, width, 1)
+        for constants in self.passes:
+            last = constants is self.passes[-1]
+            constants |= {
+                "C": channels,
+                "STRIDES": strides,
+                "OUT": program.out_size,
+                "OUT_STRIDES": (1, width * channels, channels) if last and channels_last else planes,
+                "COLUMNS": len(program.columns),
+                "FILLED": program.filled,
+                "FILL": fill,
+                "num_warps": constants["TILE"].warps,
+                "enable_fp_fusion": True,
+            }
+            constants["TILE"] = tuple(constants["TILE"])[:6]
+
+    def draw(self, index: Tensor, epoch: int, seed: int) -> tuple[Tensor, Tensor]:
+        """A row a sample, and zeroes for the sums of `apply`."""
+        n, program = len(index), self.program
+        rows = torch.empty(n, len(program.columns), device=index.device)
+        sums = torch.empty(self.sums, n, dtype=torch.int64, device=index.device)
+        draw_kernel[(triton.cdiv(n, 32), len(program.table) + 1)](
+            index, rows, sums, self.table, n, epoch, seed, SIZE=program.size, COLUMNS=len(program.columns),
+            ENTRIES=len(program.table), FOLDS=self.folds, SUMS=self.sums, BLOCK=32, num_warps=1, enable_fp_fusion=True,
+        )  # fmt: skip
+        return rows, sums
+
+    def no_sums(self, rows: Tensor) -> Tensor:
+        """The zeroes that `draw` would have left."""
+        return torch.zeros(self.sums, len(rows), dtype=torch.int64, device=rows.device)
+
+    def apply(self, images: Tensor, rows: Tensor, sums: Tensor) -> Tensor:
+        """uint8 B×C×H×W of any strides to the augmented pictures."""
+        n, (height, width) = len(images), self.program.out_size
+        source, stride = images, images.stride(0)
+        for constants in self.passes:
+            if constants is self.passes[-1]:
+                size = (n, self.channels, height, width)
+                sink = torch.empty(size, dtype=self.dtype, device=images.device, memory_format=self.memory_format)
+            elif not constants["STORE"]:
+                sink = rows
+            elif self.packed:
+                sink = torch.empty(n, 1, height, width, dtype=torch.uint32, device=images.device)
+            else:
+                kept = torch.float32 if self.dtype == torch.float32 else torch.float16
+                sink = torch.empty(n, self.channels, height, width, dtype=kept, device=images.device)
+            tile_width, tile_height = constants["TILE"][:2]
+            grid = (n * triton.cdiv(width, tile_width) * triton.cdiv(height, tile_height),)
+            pass_kernel[grid](source, rows, sums, sink, n, stride, **constants)
+            if constants["STORE"]:
+                source, stride = sink, sink.stride(0)
+        return sink
+
+    def apply_masks(self, masks: Tensor, rows: Tensor, fill: int) -> Tensor:
+        """B×K×H×W of any type and strides, the nearest pixel by the same geometry."""
+        n, planes = masks.shape[:2]
+        height, width = self.program.out_size
+        sink = torch.empty(n, planes, height, width, dtype=masks.dtype, device=masks.device)
+        mask_kernel[(n * triton.cdiv(height * width, 1024),)](
+            masks, rows, sink, masks.stride(0), K=planes, STRIDES=tuple(masks.stride()[1:]), OUT=self.program.out_size,
+            COLUMNS=len(self.program.columns), FILL=fill, BLOCK=1024,
+        )  # fmt: skip
+        return sink
+
+
+def _passes(program: Program, gather: int, channels: int, packed: bool) -> tuple[list[dict[str, Any]], int]:
+    """The launches, and how many sums they take between them."""
+    passes: list[dict[str, Any]] = []
+    source: dict[str, Any] = {"SOURCE": gather, "PACKED_SOURCE": False, "RADIUS": 0, "SIGMA": 0, "TILE": GATHER}
+    if gather == PIXEL.value:
+        source["TILE"] = STREAM
+    buffer = {"SOURCE": BUFFER.value, "PACKED_SOURCE": packed, "RADIUS": 0, "SIGMA": 0, "TILE": STREAM}
+    points: list[tuple[float, ...]] = []
+    sums = 0
+
+    def launch(sum_: int = -1, store: bool = True, last: bool = False) -> None:
+        chosen = {"POINTS": tuple(points), "SUM": sum_, "STORE": store, "PACKED_SINK": packed and not last}
+        passes.append(source | chosen)
+
+    for operation, columns in program.points:
+        if isinstance(operation, Blur):
+            launch()
+            points = []
+            source = buffer | {"SOURCE": BLUR_X.value, "RADIUS": operation.radius, "SIGMA": columns.start}
+            launch()
+            source = source | {"SOURCE": BLUR_Y.value}
+            continue
+        if isinstance(operation, Contrast):
+            again = source["SOURCE"] in (PIXEL.value, BUFFER.value) or not KEEP  # reading it once more costs little
+            launch(sums, store=not again)
+            if not again:
+                source, points = buffer, []
+            points.append((CONTRAST.value, columns.start, sums))
+            sums += 1
+        else:
+            points.append((POINTS.index(type(operation)), columns.start, *_constants(operation, channels)))
+    launch(last=True)
+    return passes, sums
+
+
+def _constants(operation: Point, channels: int) -> list[float]:
+    if isinstance(operation, Erase):
+        return [float(operation.value)]
+    if isinstance(operation, Normalize):
+        return [number for mean, std in operation.per_channel(channels) for number in (1 / std, -mean / std)]
+    return []

@@ -1,0 +1,391 @@
+"""What happens to a pixel on the GPU: read where the matrix says, changed in registers, written once."""
+# mypy: ignore-errors
+# ruff: noqa: RUF005, SIM109, B007
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = [
+    "BILINEAR", "BLUR_X", "BLUR_Y", "BUFFER", "CONTRAST", "PIXEL", "TENT", "WORDS", "mask_kernel", "pass_kernel",
+]  # fmt: skip
+
+BRIGHTNESS, CONTRAST, SATURATION, HUE, GAMMA = (tl.constexpr(i) for i in range(5))
+GRAYSCALE, INVERT, NOISE, ERASE, NORMALIZE = (tl.constexpr(i) for i in range(5, 10))
+
+PIXEL, BILINEAR, WORDS, TENT = (tl.constexpr(i) for i in range(4))  # the images, by the matrix
+BUFFER, BLUR_X, BLUR_Y = (tl.constexpr(i) for i in range(4, 7))  # what an earlier pass left
+_ONE = tl.constexpr(1 << 24)  # of the fixed-point sums: integers add up to the same in any order
+
+
+@triton.jit
+def _unit(word, BYTE: tl.constexpr, BITS: tl.constexpr):
+    """1 + byte / 256, put together from bits: the conversion proper runs at a fraction of the speed of the rest."""
+    if not BITS:
+        return ((word >> (8 * BYTE)) & 0xFF).to(tl.float32) * (1 / 256) + 1.0
+    shifted = word << (15 - 8 * BYTE) if BYTE < 2 else word >> (8 * BYTE - 15)
+    return ((shifted & 0x7F8000) | 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _whole(place):
+    """The nearest whole number as a float and an int, by rounding in the adder: slower ways are a fifth of the work."""
+    rounded = place + 12582912.0  # 1.5 · 2²³
+    return rounded - 12582912.0, rounded.to(tl.int32, bitcast=True) - 0x4B400000
+
+
+@triton.jit
+def _bilinear(
+    source, x, y, left, top, right, bottom,
+    C: tl.constexpr, STRIDES: tl.constexpr, FILLED: tl.constexpr, FILL: tl.constexpr, IN_WORDS: tl.constexpr,
+    INSIDE: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Four pixels around a place weighed; INSIDE: all of them are known to be in the box."""
+    x -= 0.5
+    y -= 0.5
+    floor_x, column = _whole(x)
+    floor_y, row = _whole(y)
+    part_x = (x - floor_x) + 0.5
+    part_y = (y - floor_y) * (256 / 255) + 128 / 255
+    w11 = part_x * part_y
+    w01 = part_x * (256 / 255) - w11
+    w10 = part_y - w11
+    w00 = 256 / 255 - part_y - w01
+    px = ()
+    if INSIDE and IN_WORDS:  # three channels side by side: six bytes of a row lie in three aligned words
+        place = row * STRIDES[1] + column * 3
+        shift = ((place & 3) * 8).to(tl.uint64)
+        word = source.to(tl.pointer_type(tl.uint32)) + (place >> 2)
+        a0, a1, a2 = tl.load(word), tl.load(word + 1), tl.load(word + 2)
+        word += STRIDES[1] // 4
+        b0, b1, b2 = tl.load(word), tl.load(word + 1), tl.load(word + 2)
+        a_low = (((a1.to(tl.uint64) << 32) | a0) >> shift).to(tl.uint32)
+        a_high = (((a2.to(tl.uint64) << 32) | a1) >> shift).to(tl.uint32)
+        b_low = (((b1.to(tl.uint64) << 32) | b0) >> shift).to(tl.uint32)
+        b_high = (((b2.to(tl.uint64) << 32) | b1) >> shift).to(tl.uint32)
+        taps = ((a_low, 0, a_low, 3, b_low, 0, b_low, 3), (a_low, 1, a_high, 0, b_low, 1, b_high, 0),
+                (a_low, 2, a_high, 1, b_low, 2, b_high, 1))  # fmt: skip
+        for c in tl.static_range(3):
+            px = px + (
+                w00 * _unit(taps[c][0], taps[c][1], BITS)
+                + w01 * _unit(taps[c][2], taps[c][3], BITS)
+                + w10 * _unit(taps[c][4], taps[c][5], BITS)
+                + w11 * _unit(taps[c][6], taps[c][7], BITS),
+            )
+    else:
+        if INSIDE or FILLED:
+            p00 = source + (row * STRIDES[1] + column * STRIDES[2])
+            p01, p10, p11 = p00 + STRIDES[2], p00 + STRIDES[1], p00 + (STRIDES[1] + STRIDES[2])
+        else:
+            x0, x1 = tl.clamp(column, left, right - 1), tl.clamp(column + 1, left, right - 1)
+            y0, y1 = tl.clamp(row, top, bottom - 1), tl.clamp(row + 1, top, bottom - 1)
+            p00, p01 = source + (y0 * STRIDES[1] + x0 * STRIDES[2]), source + (y0 * STRIDES[1] + x1 * STRIDES[2])
+            p10, p11 = source + (y1 * STRIDES[1] + x0 * STRIDES[2]), source + (y1 * STRIDES[1] + x1 * STRIDES[2])
+        if INSIDE or not FILLED:
+            m00, m01, m10, m11, other = None, None, None, None, None
+        else:
+            x0, x1 = (column >= left) & (column < right), (column + 1 >= left) & (column + 1 < right)
+            y0, y1 = (row >= top) & (row < bottom), (row + 1 >= top) & (row + 1 < bottom)
+            m00, m01, m10, m11, other = x0 & y0, x1 & y0, x0 & y1, x1 & y1, FILL
+        for c in tl.static_range(C):
+            px = px + (
+                w00 * _unit(tl.load(p00 + c * STRIDES[0], m00, other).to(tl.uint32), 0, BITS)
+                + w01 * _unit(tl.load(p01 + c * STRIDES[0], m01, other).to(tl.uint32), 0, BITS)
+                + w10 * _unit(tl.load(p10 + c * STRIDES[0], m10, other).to(tl.uint32), 0, BITS)
+                + w11 * _unit(tl.load(p11 + c * STRIDES[0], m11, other).to(tl.uint32), 0, BITS),
+            )
+    return [value - 256 / 255 for value in px]
+
+
+@triton.jit
+def _tent(
+    source, x, y, reach_x, reach_y, left, top, right, bottom,
+    C: tl.constexpr, STRIDES: tl.constexpr, FILLED: tl.constexpr, FILL: tl.constexpr,
+):  # fmt: skip
+    """All pixels within reach weighed: `reference._sample`."""
+    first_x = tl.floor(x - reach_x) + 1
+    first_y = tl.floor(y - reach_y) + 1
+    weight = tl.zeros_like(x)
+    px = ()
+    for c in tl.static_range(C):
+        px = px + (tl.zeros_like(x),)
+    for i in range(tl.ceil(2 * reach_y).to(tl.int32)):
+        for j in range(tl.ceil(2 * reach_x).to(tl.int32)):
+            at_x, at_y = first_x + j, first_y + i
+            tap = tl.maximum(1 - tl.abs(at_x - x) / reach_x, 0.0) * tl.maximum(1 - tl.abs(at_y - y) / reach_y, 0.0)
+            column, row = at_x.to(tl.int32), at_y.to(tl.int32)
+            inside = (column >= left) & (column < right) & (row >= top) & (row < bottom)
+            if not FILLED:
+                tap = tl.where(inside, tap, 0.0)
+            place = source + (row * STRIDES[1] + column * STRIDES[2])
+            weight += tap
+            new = ()
+            for k in tl.static_range(C):
+                value = tl.load(place + k * STRIDES[0], mask=inside, other=FILL)
+                new = new + (px[k] + tap * value.to(tl.float32),)
+            px = new
+    weight = 255 * tl.maximum(weight, 0.001)  # only pixels past the edge of the output weigh less
+    return [value / weight for value in px]
+
+
+@triton.jit
+def _kept(buffer, place, live, C: tl.constexpr, PLANE: tl.constexpr, PACKED: tl.constexpr):
+    """A pixel that an earlier pass left."""
+    px = ()
+    if PACKED:
+        word = tl.load(buffer + place, mask=live)
+        px = (
+            (word & 0x7FF).to(tl.float32) * (1 / 2047),
+            ((word >> 11) & 0x7FF).to(tl.float32) * (1 / 2047),
+            (word >> 22).to(tl.float32) * (1 / 1023),
+        )
+    else:
+        for c in tl.static_range(C):
+            px = px + (tl.load(buffer + (place + c * PLANE), mask=live).to(tl.float32),)
+    return px
+
+
+@triton.jit
+def _blurred(
+    buffer, x, y, live, sigma,
+    C: tl.constexpr, OUT: tl.constexpr, PACKED: tl.constexpr, RADIUS: tl.constexpr, DOWN: tl.constexpr,
+):  # fmt: skip
+    """One direction of a blur: `points.Blur`."""
+    px = _kept(buffer, y * OUT[1] + x, live, C, OUT[0] * OUT[1], PACKED)
+    if sigma > 0:
+        fall = -0.5 * 1.4426950408889634 / (sigma * sigma)
+        total = 1.0
+        for i in tl.static_range(1, RADIUS + 1):
+            weight = tl.exp2(fall * (i * i))
+            total += 2 * weight
+            for side in tl.static_range(-1, 2, 2):
+                if DOWN:
+                    row = tl.abs(y + side * i)
+                    place = (OUT[0] - 1 - tl.abs(OUT[0] - 1 - row)) * OUT[1] + x
+                else:
+                    column = tl.abs(x + side * i)
+                    place = y * OUT[1] + (OUT[1] - 1 - tl.abs(OUT[1] - 1 - column))
+                tap = _kept(buffer, place, live, C, OUT[0] * OUT[1], PACKED)
+                new = ()
+                for c in tl.static_range(C):
+                    new = new + (px[c] + weight * tap[c],)
+                px = new
+        px = [value / total for value in px]
+    return px
+
+
+# --- point operations ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _gray(px):
+    if len(px) == 3:
+        value = 0.2989 * px[0] + 0.587 * px[1] + 0.114 * px[2]
+    else:
+        value = px[0]
+        for c in tl.static_range(1, len(px)):
+            value += px[c]
+        value = value * (1.0 / len(px))
+    return value
+
+
+@triton.jit
+def _hue(px, turn):
+    r, g, b = px[0], px[1], px[2]
+    low = tl.minimum(r, tl.minimum(g, b))
+    high = tl.maximum(r, tl.maximum(g, b))
+    chroma = high - low
+    scale = 1 / tl.where(chroma > 0, chroma, 1.0)
+    hue = tl.where(high == g, (b - r) * scale + 2, (r - g) * scale + 4)
+    hue = tl.where(high == r, (g - b) * scale, hue) + 6 * turn
+    hue = hue - 6 * tl.floor(hue * (1 / 6))
+    return (
+        low + chroma * tl.clamp(tl.abs(hue - 3) - 1, 0.0, 1.0),
+        low + chroma * tl.clamp(2 - tl.abs(hue - 2), 0.0, 1.0),
+        low + chroma * tl.clamp(2 - tl.abs(hue - 4), 0.0, 1.0),
+    )
+
+
+@triton.jit
+def _normals(radius, angle):
+    length = tl.sqrt(-2 * tl.log((radius >> 8).to(tl.float32) * (1 / 16777216) + 1 / 33554432))
+    turn = (angle >> 8).to(tl.float32) * (6.283185307179586 / 16777216)
+    return length * tl.cos(turn), length * tl.sin(turn)
+
+
+@triton.jit
+def _noisy(px, x, y, sigma, key_low, key_high, WIDTH: tl.constexpr):
+    pixel = (y * WIDTH + x).to(tl.uint32)
+    zero = tl.zeros_like(pixel)
+    key = key_low.to(tl.int64) + (key_high.to(tl.int64) << 24)
+    w0, w1, w2, w3 = tl.philox(key, pixel, zero, zero, zero)
+    grain = _normals(w0, w1) + _normals(w2, w3)
+    new = ()
+    for c in tl.static_range(len(px)):
+        new = new + (tl.clamp(px[c] + sigma * grain[c], 0.0, 1.0),)
+    return new
+
+
+@triton.jit
+def _apply(px, x, y, row, sums, n, OUT: tl.constexpr, POINTS: tl.constexpr):
+    """The point operations in order; an item of POINTS is (kind, first column in the row, constants)."""
+    for i in tl.static_range(len(POINTS)):
+        first = row + POINTS[i][1]
+        if POINTS[i][0] == BRIGHTNESS:
+            factor = tl.load(first)
+            px = [tl.minimum(value * factor, 1.0) for value in px]
+        elif POINTS[i][0] == CONTRAST:
+            factor = tl.load(first)
+            mean = tl.load(sums + POINTS[i][2] * n).to(tl.float32) * (1.0 / _ONE / (OUT[0] * OUT[1]))
+            shift = (1 - factor) * mean
+            px = [tl.clamp(value * factor + shift, 0.0, 1.0) for value in px]
+        elif POINTS[i][0] == SATURATION:
+            factor = tl.load(first)
+            shift = (1 - factor) * _gray(px)
+            px = [tl.clamp(value * factor + shift, 0.0, 1.0) for value in px]
+        elif POINTS[i][0] == HUE:
+            px = _hue(px, tl.load(first))
+        elif POINTS[i][0] == GAMMA:
+            gamma = tl.load(first)
+            px = [tl.where(value > 0, tl.exp2(gamma * tl.log2(tl.maximum(value, 1e-38))), 0.0) for value in px]
+        elif POINTS[i][0] == GRAYSCALE:
+            on, value_of_all = tl.load(first) > 0, _gray(px)
+            px = [tl.where(on, value_of_all, value) for value in px]
+        elif POINTS[i][0] == INVERT:
+            on = tl.load(first) > 0
+            px = [tl.where(on, 1 - value, value) for value in px]
+        elif POINTS[i][0] == NOISE:
+            px = _noisy(px, x, y, tl.load(first), tl.load(first + 1), tl.load(first + 2), OUT[1])
+        elif POINTS[i][0] == ERASE:
+            top, left = tl.load(first), tl.load(first + 1)
+            inside = (y >= top) & (y < top + tl.load(first + 2)) & (x >= left) & (x < left + tl.load(first + 3))
+            px = [tl.where(inside, POINTS[i][2], value) for value in px]
+        elif POINTS[i][0] == NORMALIZE:
+            new = ()
+            for c in tl.static_range(len(px)):
+                new = new + (px[c] * POINTS[i][2 + 2 * c] + POINTS[i][3 + 2 * c],)
+            px = new
+    return px
+
+
+# --- a pass ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["n"])
+def pass_kernel(
+    source, rows, sums, sink, n, source_stride,
+    SOURCE: tl.constexpr, C: tl.constexpr, STRIDES: tl.constexpr, OUT: tl.constexpr, OUT_STRIDES: tl.constexpr,
+    COLUMNS: tl.constexpr, FILLED: tl.constexpr, FILL: tl.constexpr, POINTS: tl.constexpr, SUM: tl.constexpr,
+    STORE: tl.constexpr, PACKED_SOURCE: tl.constexpr, PACKED_SINK: tl.constexpr,
+    RADIUS: tl.constexpr, SIGMA: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One tile of one sample. A warp's pixels form a patch, so that a turned gather touches few cache lines."""
+    TILE_W: tl.constexpr = TILE[0]
+    TILE_H: tl.constexpr = TILE[1]
+    PATCH_W: tl.constexpr = TILE[2]
+    PATCH_H: tl.constexpr = TILE[3]
+    across: tl.constexpr = (OUT[1] + TILE_W - 1) // TILE_W
+    tiles: tl.constexpr = across * ((OUT[0] + TILE_H - 1) // TILE_H)
+    sample = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    x0 = (tile % across) * TILE_W
+    y0 = (tile // across) * TILE_H
+    i = tl.arange(0, TILE_W * TILE_H)
+    patch = i // (PATCH_W * PATCH_H)
+    x = x0 + (patch % (TILE_W // PATCH_W) * PATCH_W + i % PATCH_W)
+    y = y0 + (patch // (TILE_W // PATCH_W) * PATCH_H + (i // PATCH_W) % PATCH_H)
+    if OUT[0] % TILE_H == 0 and OUT[1] % TILE_W == 0:
+        live = None
+    else:
+        live = (x < OUT[1]) & (y < OUT[0])
+    row = rows + sample * COLUMNS
+    sums += sample
+    source += sample.to(tl.int64) * source_stride
+
+    if SOURCE == BUFFER:
+        px = _kept(source, y * OUT[1] + x, live, C, OUT[0] * OUT[1], PACKED_SOURCE)
+    elif SOURCE == BLUR_X or SOURCE == BLUR_Y:
+        sigma = tl.load(row + SIGMA)
+        px = _blurred(source, x, y, live, sigma, C, OUT, PACKED_SOURCE, RADIUS, SOURCE == BLUR_Y)
+    else:
+        derived = row + (COLUMNS - 10)
+        a, b, c = tl.load(derived), tl.load(derived + 1), tl.load(derived + 2)
+        d, e, f = tl.load(derived + 3), tl.load(derived + 4), tl.load(derived + 5)
+        left, top = tl.load(derived + 6).to(tl.int32), tl.load(derived + 7).to(tl.int32)
+        right, bottom = tl.load(derived + 8).to(tl.int32), tl.load(derived + 9).to(tl.int32)
+        # where the tile's corner and each of its pixels come from, from the centre of the source's first pixel
+        corner_x = a * (x0 + 0.5) + b * (y0 + 0.5) + c - 0.5
+        corner_y = d * (x0 + 0.5) + e * (y0 + 0.5) + f - 0.5
+        from_x = corner_x + (a * (x - x0).to(tl.float32) + b * (y - y0).to(tl.float32))
+        from_y = corner_y + (d * (x - x0).to(tl.float32) + e * (y - y0).to(tl.float32))
+        if SOURCE == PIXEL:
+            column, line = _whole(from_x)[1], _whole(from_y)[1]
+            inside = (column >= left) & (column < right) & (line >= top) & (line < bottom)
+            place = source + (line * STRIDES[1] + column * STRIDES[2])
+            px = ()
+            for channel in tl.static_range(C):
+                value = tl.load(place + channel * STRIDES[0], mask=inside, other=FILL)
+                px = px + (value.to(tl.float32) * (1 / 255),)
+        elif SOURCE == TENT:
+            reach_x, reach_y = tl.maximum(tl.sqrt(a * a + b * b), 1.0), tl.maximum(tl.sqrt(d * d + e * e), 1.0)
+            px = _tent(source, from_x, from_y, reach_x, reach_y, left, top, right, bottom, C, STRIDES, FILLED, FILL)
+        else:
+            # a matrix is linear: if the corners of the tile stay clear of the edges, so does all between them
+            low_x = corner_x + tl.minimum(a * (TILE_W - 1), 0.0) + tl.minimum(b * (TILE_H - 1), 0.0)
+            high_x = corner_x + tl.maximum(a * (TILE_W - 1), 0.0) + tl.maximum(b * (TILE_H - 1), 0.0)
+            low_y = corner_y + tl.minimum(d * (TILE_W - 1), 0.0) + tl.minimum(e * (TILE_H - 1), 0.0)
+            high_y = corner_y + tl.maximum(d * (TILE_W - 1), 0.0) + tl.maximum(e * (TILE_H - 1), 0.0)
+            if (low_x >= left + 1) & (high_x < right - 5) & (low_y >= top + 1) & (high_y < bottom - 2):
+                px = _bilinear(source, from_x, from_y, left, top, right, bottom,
+                               C, STRIDES, FILLED, FILL, SOURCE == WORDS, True, TILE[5])  # fmt: skip
+            else:
+                px = _bilinear(source, from_x, from_y, left, top, right, bottom,
+                               C, STRIDES, FILLED, FILL, SOURCE == WORDS, False, TILE[5])  # fmt: skip
+
+    px = _apply(px, x, y, row, sums, n, OUT, POINTS)
+    if SUM >= 0:
+        shade = _gray(px)
+        if live is not None:
+            shade = tl.where(live, shade, 0.0)
+        tl.atomic_add(sums + SUM * n, (tl.sum(shade, 0) * _ONE).to(tl.int64), sem="relaxed")
+    if STORE:
+        sink += sample.to(tl.int64) * (OUT[0] * OUT[1] * (1 if PACKED_SINK else C))
+        if PACKED_SINK:
+            # 11, 11 and 10 bits, rounded in the adder
+            r = (px[0] * 2047 + 8388608.0).to(tl.uint32, bitcast=True) & 0x7FF
+            g = (px[1] * 2047 + 8388608.0).to(tl.uint32, bitcast=True) & 0x7FF
+            b = (px[2] * 1023 + 8388608.0).to(tl.uint32, bitcast=True)
+            place = y * OUT[1] + x
+            if not TILE[4]:
+                place = tl.max_contiguous(place, 1)
+            tl.store(sink + place, r | (g << 11) | (b << 22), mask=live)
+        else:
+            place = y * OUT_STRIDES[1] + x * OUT_STRIDES[2]
+            if not TILE[4]:
+                place = tl.max_contiguous(place, 1)
+            for channel in tl.static_range(C):
+                tl.store(sink + (place + channel * OUT_STRIDES[0]), px[channel].to(sink.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def mask_kernel(
+    source, rows, sink, source_stride,
+    K: tl.constexpr, STRIDES: tl.constexpr, OUT: tl.constexpr, COLUMNS: tl.constexpr, FILL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The nearest pixel of every plane."""
+    tiles: tl.constexpr = (OUT[0] * OUT[1] + BLOCK - 1) // BLOCK
+    sample = tl.program_id(0) // tiles
+    i = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
+    x, y = (i % OUT[1]).to(tl.float32) + 0.5, (i // OUT[1]).to(tl.float32) + 0.5
+    derived = rows + sample * COLUMNS + (COLUMNS - 10)
+    column = tl.floor(tl.load(derived) * x + tl.load(derived + 1) * y + tl.load(derived + 2)).to(tl.int32)
+    line = tl.floor(tl.load(derived + 3) * x + tl.load(derived + 4) * y + tl.load(derived + 5)).to(tl.int32)
+    inside = (column >= tl.load(derived + 6)) & (column < tl.load(derived + 8))
+    inside = inside & (line >= tl.load(derived + 7)) & (line < tl.load(derived + 9))
+    place = source + sample.to(tl.int64) * source_stride + (line * STRIDES[1] + column * STRIDES[2])
+    sink += sample.to(tl.int64) * (K * OUT[0] * OUT[1])
+    for k in tl.static_range(K):
+        value = tl.load(place + k * STRIDES[0], mask=inside & (i < OUT[0] * OUT[1]), other=FILL)
+        tl.store(sink + (i + k * OUT[0] * OUT[1]), value, mask=i < OUT[0] * OUT[1])
