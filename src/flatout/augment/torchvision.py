@@ -1,0 +1,165 @@
+"""Reading a torchvision transform (v1 or v2) as our operations, without importing torchvision.
+
+What would come out otherwise than in torchvision is either refused with a ValueError or told in a note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+
+from .ops import Affine, Crop, HFlip, Operation, Resize, ResizedCrop, Rotate, VFlip
+from .points import Blur, ColorJitter, Erase, Grayscale, Invert, Noise, Normalize
+
+__all__ = ["take_over"]
+
+_CONVERSIONS = {"ToTensor", "PILToTensor", "ToImage", "ToPureTensor", "ToImageTensor", "Identity"}  # ours takes uint8
+
+
+def take_over(transform: Any) -> tuple[list[Operation], int, tuple[str, ...]]:
+    """The operations, the fill, and what will be different."""
+    notes: list[str] = []
+    fills: set[int] = set()
+    operations = [operation for part in _flat(transform) for operation in _one(part, notes, fills)]
+    if len(fills) > 1:
+        raise ValueError(f"from_torchvision: transforms with one fill expected (got {sorted(fills)})")
+    return operations, fills.pop() if fills else 0, tuple(dict.fromkeys(notes))
+
+
+def _flat(transform: Any) -> Iterable[Any]:
+    if isinstance(transform, (list, tuple, torch.nn.Sequential)):
+        parts = transform
+    elif _name(transform) == "Compose":
+        parts = transform.transforms
+    else:
+        return [transform]
+    return [inner for part in parts for inner in _flat(part)]
+
+
+def _name(transform: Any) -> str:
+    known = type(transform).__module__.split(".")[0] == "torchvision"
+    return type(transform).__name__ if known else ""
+
+
+def _one(transform: Any, notes: list[str], fills: set[int]) -> list[Operation]:
+    name = _name(transform)
+    if name in _CONVERSIONS:
+        return []
+    if name in ("ToDtype", "ConvertImageDtype"):
+        scaled = name == "ConvertImageDtype" or transform.scale or transform.dtype == torch.uint8
+        if not scaled:
+            _refuse(name, "scale=True expected: values go from 0 to 1")
+        return []
+    if name == "RandomApply":
+        inner = [operation for part in _flat(list(transform.transforms)) for operation in _one(part, notes, fills)]
+        if len(inner) != 1 or not hasattr(inner[0], "p"):
+            _refuse(name, "exactly one transform with a probability expected in it")
+        changed: Any = inner[0]
+        return [replace(changed, p=changed.p * transform.p)]
+    if name not in _READERS:
+        _refuse(name or type(transform).__name__, "not known; leave it out, or put one of ours in its place")
+    for attribute in ("expand", "center", "pad_if_needed", "max_size"):
+        if getattr(transform, attribute, None):
+            _refuse(name, f"{attribute}={getattr(transform, attribute)!r} is not supported")
+    _check_interpolation(name, transform, notes)
+    fill = getattr(transform, "fill", None)
+    if isinstance(fill, (list, tuple)) and len(set(fill)) == 1:
+        fill = fill[0]
+    if fill is not None and (name != "RandomCrop" or transform.padding):
+        if not isinstance(fill, (int, float)):
+            _refuse(name, "one number expected as fill")
+        fills.add(int(fill))
+    return [_READERS[name](transform, notes)]
+
+
+def _refuse(name: str, why: str) -> NoReturn:
+    raise ValueError(f"from_torchvision: {name} cannot be taken over: {why}")
+
+
+def _check_interpolation(name: str, transform: Any, notes: list[str]) -> None:
+    way = getattr(transform, "interpolation", None)
+    way = getattr(way, "value", way)
+    if way in ("nearest", 0) and name in ("RandomRotation", "RandomAffine"):
+        notes.append(f"{name}: bilinear, where it takes the nearest pixel in torchvision")
+    elif way not in (None, "bilinear", 2):
+        _refuse(name, f"interpolation {way} is not supported, bilinear is")
+
+
+def _size(size: Any) -> Any:
+    """torchvision keeps a lone number as itself or as [number]."""
+    if isinstance(size, int):
+        return size
+    return size[0] if len(size) == 1 else (int(size[0]), int(size[1]))
+
+
+def _square(size: Any) -> Any:
+    return _size(size) if isinstance(size, int) or len(size) == 2 else (int(size[0]), int(size[0]))
+
+
+def _affine(t: Any, notes: list[str]) -> Operation:
+    shear = tuple(t.shear) if t.shear is not None else 0.0
+    translate = tuple(t.translate) if t.translate is not None else 0.0
+    return Affine(tuple(t.degrees), translate, tuple(t.scale) if t.scale is not None else 1.0, shear)
+
+
+def _crop(t: Any, notes: list[str]) -> Operation:
+    padding = t.padding if isinstance(t.padding, (list, tuple)) else [t.padding or 0]
+    if len(set(padding)) != 1 or (padding[0] and t.padding_mode != "constant"):
+        _refuse("RandomCrop", "the same constant padding on all sides expected")
+    return Crop(_square(t.size), int(padding[0]))
+
+
+def _jitter(t: Any, notes: list[str]) -> Operation:
+    notes.append("ColorJitter: always in the order brightness, contrast, saturation, hue; torchvision shuffles it")
+    amounts: list[Any] = [0.0 if a is None else tuple(a) for a in (t.brightness, t.contrast, t.saturation, t.hue)]
+    return ColorJitter(*amounts)
+
+
+def _erase(t: Any, notes: list[str]) -> Operation:
+    value = t.value if isinstance(t.value, (list, tuple)) else [t.value]
+    if len(set(value)) != 1 or not isinstance(value[0], (int, float)):
+        _refuse("RandomErasing", "one number expected as value")
+    return Erase(t.p, tuple(t.scale), tuple(t.ratio), float(value[0]))
+
+
+def _blur(t: Any, notes: list[str]) -> Operation:
+    if len(set(t.kernel_size)) != 1:
+        _refuse("GaussianBlur", "a square kernel expected")
+    return Blur(int(t.kernel_size[0]), tuple(t.sigma))
+
+
+def _noise(t: Any, notes: list[str]) -> Operation:
+    if t.mean != 0 or not t.clip:
+        _refuse("GaussianNoise", "mean=0 and clip=True expected")
+    return Noise(float(t.sigma))
+
+
+def _grayscale(t: Any, notes: list[str]) -> Operation:
+    if t.num_output_channels != 3:
+        _refuse("Grayscale", "num_output_channels=3 expected: the number of channels stays")
+    return Grayscale(1.0)
+
+
+_READERS: dict[str, Callable[[Any, list[str]], Operation]] = {
+    "RandomHorizontalFlip": lambda t, _: HFlip(t.p),
+    "RandomVerticalFlip": lambda t, _: VFlip(t.p),
+    "RandomCrop": _crop,
+    "CenterCrop": lambda t, _: Crop(_square(t.size), center=True),
+    "Resize": lambda t, _: Resize(_size(t.size), t.antialias is not False),
+    "RandomResizedCrop": lambda t, _: ResizedCrop(
+        _square(t.size), tuple(t.scale), tuple(t.ratio), t.antialias is not False
+    ),
+    "RandomRotation": lambda t, _: Rotate(tuple(t.degrees)),
+    "RandomAffine": _affine,
+    "ColorJitter": _jitter,
+    "RandomGrayscale": lambda t, _: Grayscale(t.p),
+    "Grayscale": _grayscale,
+    "RandomInvert": lambda t, _: Invert(t.p),
+    "GaussianNoise": _noise,
+    "RandomErasing": _erase,
+    "GaussianBlur": _blur,
+    "Normalize": lambda t, _: Normalize(tuple(t.mean), tuple(t.std)),
+}
