@@ -91,6 +91,11 @@ class CgroupFiles:
     def __init__(self, root: Path = Path("/")) -> None:
         self._v2, self._v1 = _cgroup_folders(root)
 
+    @property
+    def version(self) -> str | None:
+        """Which version holds the limits: v1, v2, or None without control groups."""
+        return "v1" if self._v1 else "v2" if self._v2 else None
+
     def cpu_quota(self) -> float | None:
         """Cores this group may use on average, or None without a quota."""
         quotas: list[float] = []

@@ -161,6 +161,23 @@ def top(
     )
 
 
+@app.command()
+def doctor(
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write what was found as JSON; - is stdout.")] = None,
+) -> None:
+    """See what flatout finds on this machine, what is missing, and what that costs.
+
+    GPUs and their counters, driver, torch, the cores and memory a training may really use here, optional packages.
+    """
+    from flatout.doctor import examine, report_lines
+
+    found = examine()
+    if json is not None:
+        _write_json(json, found.to_json())
+    if json != "-":
+        print("\n".join(report_lines(found)))
+
+
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 )
@@ -185,9 +202,9 @@ def run(
 
     Output, signals and exit code are the command's own; the summary comes after it. FLATOUT=off switches it all off.
     """
+    _linux_only("run")
     from flatout import launch
 
-    _linux_only("run")
     command = list(context.args)
     if command[:1] == ["--"]:
         command = command[1:]
@@ -210,11 +227,11 @@ def _account_for(folder: Path, *, quiet: bool, json_to: str | None) -> None:
 
     try:
         result = account(trace.read(folder), str(folder))
+        if json_to is not None:
+            _write_json(json_to, result.to_json())
     except FlatoutError as problem:
         print(f"flatout: {problem}", file=sys.stderr)
         return
-    if json_to is not None:
-        _write_json(json_to, result.to_json())
     if not quiet:
         show(result, Console(stderr=True, highlight=False))
 
@@ -225,8 +242,11 @@ def _write_json(target: str, data: Any) -> None:
     text = json.dumps(data, indent=2, default=str) + "\n"
     if target == "-":
         sys.stdout.write(text)
-    else:
+        return
+    try:
         Path(target).write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise UsageError(f"cannot write {target}: {problem.strerror}") from None
 
 
 def _linux_only(verb: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pynvml
 
-RECORDINGS = Path(__file__).parents[2] / "data" / "nvml"
+RECORDINGS = Path(__file__).parents[1] / "data" / "nvml"
 GPM_SLOTS = 16
 
 

@@ -1,0 +1,356 @@
+"""`flatout doctor`: what this machine has, what is missing, and what that costs.
+
+`examine` builds the findings as data, `report_lines` puts them into words. torch is asked in a process of its own, so
+that a broken installation cannot break the doctor. Nothing here needs a GPU, a driver or torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flatout import __version__, budget
+from flatout.budget import Budget, CgroupFiles
+
+__all__ = ["Card", "Examination", "Piece", "Torch", "examine", "probe_torch", "report_lines"]
+
+SCHEMA = 1
+TORCH_WITHIN_S = 60
+SMALL_SHM_BYTES = 1 << 30
+WIDTH = 80
+
+_OPTIONAL = {
+    "triton": "GPU augmentation in one kernel instead of operation by operation",
+    "torchvision": "transforms that can be taken over to the GPU",
+    "pillow": "pictures of the workloads",
+    "simplejpeg": "JPEG pictures of the workloads",
+    "av": "videos of the workloads",
+    "pyarrow": "parquet files of the workloads",
+}
+_PROBE = """
+import json, torch
+found = {"version": torch.__version__, "cuda": torch.version.cuda or getattr(torch.version, "hip", None)}
+devices = []
+try:
+    if found["cuda"]:
+        torch.cuda.init()
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            devices.append({"name": properties.name, "uuid": str(getattr(properties, "uuid", ""))})
+except Exception as problem:
+    found["problem"] = str(problem).strip().splitlines()[0]
+print(json.dumps(found | {"devices": devices}))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A card as the driver sees it; `cuda_index` is what programs call it, None where they do not see it."""
+
+    index: int
+    uuid: str
+    name: str
+    memory_bytes: int | None
+    compute_capability: str | None
+    gpm: bool
+    mig_instances: int | None
+    cuda_index: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Torch:
+    """The torch of this Python. `problem`: why it does not import, or does not see a card."""
+
+    version: str | None = None
+    cuda: str | None = None
+    devices: tuple[dict[str, str], ...] = ()
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A package that is not needed, but gives something."""
+
+    name: str
+    version: str | None
+    gives: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """Everything that was found."""
+
+    flatout: str
+    python: str
+    system: str
+    driver: str | None
+    driver_cuda: str | None
+    driver_problem: str | None
+    cards: tuple[Card, ...]
+    torch: Torch
+    budget: Budget
+    cgroup: str | None
+    visible_devices: str | None
+    device_order: str | None
+    pieces: tuple[Piece, ...]
+    missing: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, for a program."""
+        return {"kind": "doctor", "schema": SCHEMA, **dataclasses.asdict(self)}
+
+
+def examine(
+    *,
+    root: Path = Path("/"),
+    environ: Mapping[str, str] = os.environ,
+    nvml: Any = None,
+    ask_torch: Callable[[], Torch] | None = None,
+) -> Examination:
+    """Look at everything. The arguments are for tests with recorded data."""
+    torch = (ask_torch or probe_torch)()
+    driver = _Driver(nvml or importlib.import_module("pynvml"), torch)
+    allowed = budget.measure(root, environ)
+    pieces = tuple(Piece(name=name, version=_version(name), gives=gives) for name, gives in _OPTIONAL.items())
+    return Examination(
+        flatout=__version__,
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        driver=driver.version,
+        driver_cuda=driver.cuda,
+        driver_problem=driver.problem,
+        cards=driver.cards,
+        torch=torch,
+        budget=allowed,
+        cgroup=CgroupFiles(root).version,
+        visible_devices=environ.get("CUDA_VISIBLE_DEVICES"),
+        device_order=environ.get("CUDA_DEVICE_ORDER"),
+        pieces=pieces,
+        missing=(*_missing_gpu(driver, torch, environ, root), *_missing_host(allowed, root)),
+    )
+
+
+def probe_torch() -> Torch:
+    """Import torch in a process of its own and see what it finds."""
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-c", _PROBE],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TORCH_WITHIN_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Torch(problem=f"importing torch took more than {TORCH_WITHIN_S} s")
+    if answer.returncode != 0:
+        return Torch(problem=(answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1])
+    found = json.loads(answer.stdout.splitlines()[-1])
+    return Torch(**found | {"devices": tuple(found["devices"])})
+
+
+class _Driver:
+    """What NVML says about the machine, once."""
+
+    def __init__(self, nvml: Any, torch: Torch) -> None:
+        self.version: str | None = None
+        self.cuda: str | None = None
+        self.problem: str | None = None
+        self.cards: tuple[Card, ...] = ()
+        self.pids: set[int] = set()
+        self._nvml = nvml
+        try:
+            nvml.nvmlInit()
+        except nvml.NVMLError as problem:
+            self.problem = str(problem)
+            return
+        self.version = self._ask("nvmlSystemGetDriverVersion")
+        number = self._ask("nvmlSystemGetCudaDriverVersion")
+        self.cuda = f"{number // 1000}.{number % 1000 // 10}" if number else None
+        handles = [self._ask("nvmlDeviceGetHandleByIndex", i) for i in range(self._ask("nvmlDeviceGetCount") or 0)]
+        self.cards = tuple(self._card(i, handle, torch) for i, handle in enumerate(handles) if handle is not None)
+        nvml.nvmlShutdown()
+
+    def _card(self, index: int, handle: Any, torch: Torch) -> Card:
+        uuid = str(self._ask("nvmlDeviceGetUUID", handle) or "")
+        capability = self._ask("nvmlDeviceGetCudaComputeCapability", handle)
+        memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
+        gpm = self._ask("nvmlGpmQueryDeviceSupport", handle)
+        self.pids |= {process.pid for process in self._ask("nvmlDeviceGetComputeRunningProcesses", handle) or ()}
+        known = [device["uuid"].removeprefix("GPU-") for device in torch.devices]
+        bare = uuid.removeprefix("GPU-")
+        return Card(
+            index=index,
+            uuid=uuid,
+            name=str(self._ask("nvmlDeviceGetName", handle) or "unknown card"),
+            memory_bytes=int(memory.total) if memory is not None else None,
+            compute_capability=".".join(map(str, capability)) if capability is not None else None,
+            gpm=bool(gpm is not None and gpm.isSupportedDevice),
+            mig_instances=self._mig_instances(handle),
+            cuda_index=known.index(bare) if bare in known else None,
+        )
+
+    def _mig_instances(self, handle: Any) -> int | None:
+        """How many instances a card is split into; None when it is not split."""
+        mode = self._ask("nvmlDeviceGetMigMode", handle)
+        if mode is None or not mode[0]:
+            return None
+        most = self._ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0
+        found = (self._ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, place) for place in range(most))
+        return sum(instance is not None for instance in found)
+
+    def _ask(self, function: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self._nvml, function)(*arguments)
+        except (self._nvml.NVMLError, AttributeError):
+            return None
+
+
+def _missing_gpu(driver: _Driver, torch: Torch, environ: Mapping[str, str], root: Path) -> Iterator[str]:
+    if driver.problem is not None:
+        yield (
+            f"No NVIDIA driver answers ({driver.problem}). Nothing can be said about a card: "
+            "flatout top shows the host only."
+        )
+    for card in driver.cards:
+        if card.mig_instances is not None:
+            yield f"GPU {card.index} is split (MIG): the driver gives no activity of the whole card, only its memory."
+        elif not card.gpm:
+            yield (
+                f"GPU {card.index} ({card.name}) has no GPM counters: how busy its SMs are is not known; "
+                "power share and clocks stand in."
+            )
+    yield from _missing_torch(driver, torch, environ)
+    hidden = [pid for pid in driver.pids if sys.platform == "linux" and not (root / "proc" / str(pid)).exists()]
+    if hidden:
+        yield (
+            "This container hides the processes that use the cards: trainings are found by their loader workers, "
+            "or with --pid."
+        )
+
+
+def _missing_torch(driver: _Driver, torch: Torch, environ: Mapping[str, str]) -> Iterator[str]:
+    if torch.version is None:
+        yield f"torch does not import in {sys.executable} ({torch.problem}): flatout can watch, but not run a training."
+        return
+    if torch.problem is not None:
+        yield f"torch {torch.version} sees no card: {torch.problem}"
+    elif driver.cards and not torch.cuda:
+        yield f"torch {torch.version} is built without CUDA: trainings of this Python run on the CPU."
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    unseen = [str(card.index) for card in driver.cards if card.cuda_index is None]
+    if torch.devices and unseen and visible is not None:
+        yield f"CUDA_VISIBLE_DEVICES={visible} hides GPU {', '.join(unseen)} from trainings started here."
+    swapped = [card for card in driver.cards if card.cuda_index not in (None, card.index)]
+    if swapped:
+        card = swapped[0]
+        cure = "" if visible else " CUDA_DEVICE_ORDER=PCI_BUS_ID makes them agree."
+        yield f"CUDA calls the card {card.cuda_index} that nvidia-smi and flatout call {card.index}.{cure}"
+
+
+def _missing_host(allowed: Budget, root: Path) -> Iterator[str]:
+    if sys.platform != "linux":
+        yield f"This is {platform.system()}: flatout top and doctor work with what there is, all else is Linux only."
+        return
+    if not (root / "proc/pressure").is_dir():
+        yield "The kernel keeps no pressure figures (PSI): whether the disk holds things up is told from iowait alone."
+    if allowed.shm_bytes is None:
+        yield "There is no /dev/shm: loader workers cannot hand over batches."
+    elif allowed.shm_bytes < SMALL_SHM_BYTES:
+        yield (
+            f"/dev/shm has only {allowed.shm_bytes / 2**20:.0f} MiB: loader workers hand batches over through it, "
+            "and die when it is full. In docker, --shm-size=8g helps."
+        )
+    if allowed.cores_allowed < 2:
+        yield "There is less than two cores: loader workers would take their time from the training process."
+
+
+def report_lines(found: Examination) -> Iterator[str]:
+    """The examination in words, 80 columns wide."""
+    yield f"flatout {found.flatout} · Python {found.python} · {found.system}"
+    yield ""
+    yield from _entry("GPUs", _driver_words(found))
+    for card in found.cards:
+        yield from _entry(f"  GPU {card.index}", _card_words(card))
+    for name, value in (("CUDA_VISIBLE_DEVICES", found.visible_devices), ("CUDA_DEVICE_ORDER", found.device_order)):
+        if value is not None:
+            yield from _entry("", f"{name}={value}")
+    yield from _entry("torch", _torch_words(found.torch))
+    yield from _entry("cores", _core_words(found.budget))
+    memory, free = found.budget.memory_bytes, found.budget.memory_available_bytes
+    yield from _entry("memory", f"{_gib(memory)}, {_gib(free)} available" + _each(found.budget))
+    if found.budget.shm_bytes is not None:
+        yield from _entry("/dev/shm", f"{_gib(found.budget.shm_bytes)}, {_gib(found.budget.shm_free_bytes)} free")
+    yield from _entry("cgroup", found.cgroup or "none")
+    there = ", ".join(f"{piece.name} {piece.version}" for piece in found.pieces if piece.version)
+    yield from _entry("extras", there or "none")
+    for piece in found.pieces:
+        if not piece.version:
+            yield from _entry("", f"not there: {piece.name} ({piece.gives})")
+    yield ""
+    yield "Missing, and what that costs" if found.missing else "Nothing is missing."
+    for text in found.missing:
+        yield from textwrap.wrap(text, WIDTH, initial_indent="  – ", subsequent_indent="    ")
+
+
+def _entry(label: str, text: str) -> Iterator[str]:
+    indent = " " * 10
+    yield from textwrap.wrap(text, WIDTH, initial_indent=f"{label:<10}", subsequent_indent=indent)
+
+
+def _driver_words(found: Examination) -> str:
+    if found.driver_problem is not None:
+        return f"none: no NVIDIA driver answers ({found.driver_problem})"
+    return f"{len(found.cards)}, driver {found.driver or 'unknown'}, made for CUDA up to {found.driver_cuda or '?'}"
+
+
+def _card_words(card: Card) -> str:
+    return " · ".join(
+        (
+            card.name,
+            _gib(card.memory_bytes),
+            f"compute capability {card.compute_capability or 'unknown'}",
+            "GPM" if card.gpm else "no GPM",
+            "not split" if card.mig_instances is None else f"MIG: {card.mig_instances} instances",
+            f"CUDA {card.cuda_index}" if card.cuda_index is not None else "not seen by CUDA",
+            card.uuid,
+        )
+    )
+
+
+def _torch_words(torch: Torch) -> str:
+    if torch.version is None:
+        return f"not usable: {torch.problem}"
+    build = f"built for CUDA {torch.cuda}" if torch.cuda else "built without CUDA"
+    return f"{torch.version}, {build}" + (f", sees {len(torch.devices)} GPUs" if torch.cuda else "")
+
+
+def _core_words(allowed: Budget) -> str:
+    reasons = f": {'; '.join(allowed.reasons)}" if allowed.reasons else ""
+    return f"{allowed.cores} for loading data, of {allowed.cores_of_machine}{_each(allowed)}{reasons}"
+
+
+def _each(allowed: Budget) -> str:
+    return f" for each of {allowed.ranks_on_node} ranks" if allowed.ranks_on_node > 1 else ""
+
+
+def _gib(size: int | None) -> str:
+    return f"{size / 2**30:.1f} GiB" if size is not None else "unknown"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
