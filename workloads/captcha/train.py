@@ -29,10 +29,10 @@ from workloads.making import Refused, clear_errors, require
 DEPTHS = (12, 4, 1)  # residual blocks a stage
 
 
-def settings(argv=None):
+def settings():
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--config", type=Path, default=Path(__file__).with_name("config.yaml"))
-    config = first.parse_known_args(argv)[0].config
+    config = first.parse_known_args()[0].config
     if not config.is_file():
         raise Refused(f"no such config file: {config}")
     parser = argparse.ArgumentParser(parents=[first], description="Train the slider captcha network.")
@@ -40,7 +40,7 @@ def settings(argv=None):
         kind = type(value) if type(value) in (int, float, str) else yaml.safe_load
         parser.add_argument(f"--{key.replace('_', '-')}", type=kind, default=value)
     parser.add_argument("--resident", action="store_true", help="train on a few batches kept on the device")
-    return parser.parse_args(argv)
+    return parser.parse_args()
 
 
 # ---------------------------------------------------------------- data
@@ -63,9 +63,10 @@ class SliderDataset(Dataset):
         file, piece_x, notch_x = self.rows[index]
         path = self.root / "images" / file
         try:
-            image = Image.open(path).convert("RGB")
-        except OSError as error:
-            raise Refused(f"cannot read {path}: {error}") from None
+            with Image.open(path) as file:
+                image = file.convert("RGB")
+        except (OSError, SyntaxError, ValueError) as error:
+            raise Refused(f"{path} cannot be read: {error}") from None
         return torch.from_numpy(np.array(image)), torch.tensor([piece_x, notch_x], dtype=torch.float32)
 
 
@@ -130,8 +131,8 @@ def slide_error(model, loader, device, use_bf16):
     return torch.cat(errors).mean().item()
 
 
-def main(argv=None):
-    cfg = settings(argv)
+def main():
+    cfg = settings()
     facts = require(cfg.data, "captcha")
     device = torch.device(cfg.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -177,7 +178,7 @@ def main(argv=None):
 
     def validate_and_save(epoch):
         if rank == 0:
-            print(f"epoch {epoch} validation error {slide_error(net, val_loader, device, use_bf16):.2f} px", flush=True)
+            print(f"epoch {epoch}  val error {slide_error(net, val_loader, device, use_bf16):.2f} px", flush=True)
             Path(cfg.out).mkdir(parents=True, exist_ok=True)
             state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
             torch.save(state, Path(cfg.out) / "last.pt")
@@ -209,8 +210,8 @@ def main(argv=None):
                 loss, piece, notch = (sum(seen) / len(seen) for seen in (losses, piece_errors, notch_errors))
                 speed = len(losses) * cfg.batch_size * world / (time.perf_counter() - logged_at)
                 print(
-                    f"epoch {epoch} step {step} loss {loss:.4f} piece {piece:.2f} px notch {notch:.2f} px "
-                    f"{speed:.1f} samples/s",
+                    f"epoch {epoch}  step {step}  loss {loss:.4f}  piece {piece:.2f} px  notch {notch:.2f} px  "
+                    f"{speed:.0f} samples/s",
                     flush=True,
                 )
                 losses, piece_errors, notch_errors = [], [], []

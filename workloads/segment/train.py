@@ -30,10 +30,10 @@ MEAN, STD = 0.45, 0.23
 IGNORE = 255  # what rotation turns in from outside the picture
 
 
-def settings(argv=None):
+def settings():
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--config", type=Path, default=Path(__file__).with_name("config.yaml"))
-    config = first.parse_known_args(argv)[0].config
+    config = first.parse_known_args()[0].config
     if not config.is_file():
         raise Refused(f"no such config file: {config}")
     parser = argparse.ArgumentParser(parents=[first], description="Train the segmentation U-Net.")
@@ -41,7 +41,7 @@ def settings(argv=None):
         kind = type(value) if type(value) in (int, float, str) else yaml.safe_load
         parser.add_argument(f"--{key.replace('_', '-')}", type=kind, default=value)
     parser.add_argument("--resident", action="store_true", help="train on a few batches kept on the device")
-    return parser.parse_args(argv)
+    return parser.parse_args()
 
 
 # ---------------------------------------------------------------- data
@@ -49,9 +49,10 @@ def settings(argv=None):
 
 def read(path, mode):
     try:
-        return Image.open(path).convert(mode)
-    except (OSError, SyntaxError) as error:
-        raise Refused(f"cannot read {path}: {error}") from None
+        with Image.open(path) as image:
+            return image.convert(mode)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise Refused(f"{path} cannot be read: {error}") from None
 
 
 def augment(image, mask, cfg):
@@ -149,8 +150,8 @@ def mean_iou(model, loader, device, cfg, classes):
     return (hit / (table.sum(0) + table.sum(1) - hit).clamp(min=1)).mean().item()
 
 
-def main(argv=None):
-    cfg = settings(argv)
+def main():
+    cfg = settings()
     facts = require(cfg.data, "segment")
     device = torch.device(cfg.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -194,7 +195,7 @@ def main(argv=None):
     def validate_and_save(epoch):
         if rank == 0:
             score = mean_iou(net, val_loader, device, cfg, len(facts["classes"]))
-            print(f"epoch {epoch} validation mean IoU {score:.4f}", flush=True)
+            print(f"epoch {epoch}  val IoU {score:.4f}", flush=True)
             Path(cfg.out).mkdir(parents=True, exist_ok=True)
             state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
             torch.save(state, Path(cfg.out) / "last.pt")
@@ -220,7 +221,7 @@ def main(argv=None):
                 value, now = loss.item(), time.perf_counter()
                 speed = (step - logged_step) * cfg.batch_size * world / (now - logged_at)
                 logged_step, logged_at = step, now
-                print(f"epoch {epoch} step {step} loss {value:.4f} {speed:.1f} samples/s", flush=True)
+                print(f"epoch {epoch}  step {step}  loss {value:.4f}  {speed:.0f} samples/s", flush=True)
             if step == last:
                 break
         if not cfg.resident and (epoch % cfg.eval_every == 0 or step == last):

@@ -40,10 +40,10 @@ def python_value(text):
         return text
 
 
-def settings(argv=None):
+def settings():
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--config", type=Path, default=Path(__file__).with_name("config.py"))
-    config = first.parse_known_args(argv)[0].config
+    config = first.parse_known_args()[0].config
     if not config.is_file():
         raise Refused(f"no such config file: {config}")
     parser = argparse.ArgumentParser(parents=[first], description="Train the clip classifier.")
@@ -52,7 +52,7 @@ def settings(argv=None):
             kind = type(value) if type(value) in (int, float, str) else python_value
             parser.add_argument(f"--{key.lower().replace('_', '-')}", type=kind, default=value)
     parser.add_argument("--resident", action="store_true", help="train on a few batches kept on the device")
-    return parser.parse_args(argv)
+    return parser.parse_args()
 
 
 # ---------------------------------------------------------------- data
@@ -66,8 +66,8 @@ def decode(path, threads):
             stream.thread_type = "AUTO"
             stream.codec_context.thread_count = threads
             return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(stream)])
-    except (av.FFmpegError, ValueError) as error:
-        raise Refused(f"cannot decode {path}: {error}") from None
+    except (av.FFmpegError, IndexError, ValueError) as error:
+        raise Refused(f"{path} cannot be decoded: {getattr(error, 'strerror', error)}") from None
 
 
 def read_video(path, cfg):
@@ -101,7 +101,7 @@ class ClipDataset(Dataset):
         video = read_video(path, cfg)
         frames, height, width = video.shape[:3]
         if frames < cfg.clip_frames:
-            raise Refused(f"cannot use {path}: it ends after {frames} frames, a clip has {cfg.clip_frames}")
+            raise Refused(f"{path} ends after {frames} frames; a clip has {cfg.clip_frames}")
         if self.train:
             start = random.randint(0, frames - cfg.clip_frames)
             top, left = random.randint(0, height - cfg.crop), random.randint(0, width - cfg.crop)
@@ -205,8 +205,8 @@ def accuracy(model, loader, device, cfg):
     return torch.cat(hits).float().mean().item()
 
 
-def main(argv=None):
-    cfg = settings(argv)
+def main():
+    cfg = settings()
     facts = require(cfg.data, "video")
     device = torch.device(cfg.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -251,7 +251,7 @@ def main(argv=None):
 
     def validate_and_save(epoch):
         if rank == 0:
-            print(f"epoch {epoch} validation accuracy {accuracy(net, val_loader, device, cfg):.4f}", flush=True)
+            print(f"epoch {epoch}  val accuracy {accuracy(net, val_loader, device, cfg):.4f}", flush=True)
             Path(cfg.out).mkdir(parents=True, exist_ok=True)
             state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
             torch.save(state, Path(cfg.out) / "last.pt")
@@ -276,7 +276,7 @@ def main(argv=None):
                 value, now = loss.item(), time.perf_counter()
                 speed = (step - logged_step) * cfg.batch_size * world / (now - logged_at)
                 logged_step, logged_at = step, now
-                print(f"epoch {epoch} step {step} loss {value:.4f} {speed:.2f} samples/s", flush=True)
+                print(f"epoch {epoch}  step {step}  loss {value:.4f}  {speed:.1f} samples/s", flush=True)
             if step == last:
                 break
         if not cfg.resident and (epoch % cfg.eval_every == 0 or step == last):
