@@ -108,7 +108,7 @@ class Examination:
 
     def to_json(self) -> dict[str, Any]:
         """Everything, for a program."""
-        return {"kind": "doctor", "schema": SCHEMA, **dataclasses.asdict(self)}
+        return {"record": "doctor", "schema": SCHEMA, **dataclasses.asdict(self)}
 
 
 def examine(

@@ -198,6 +198,6 @@ def test_the_command_on_this_machine() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
     found = json.loads(result.stdout)
-    assert found["kind"] == "doctor"
+    assert found["record"] == "doctor"
     assert found["torch"]["version"] is not None
     assert found["budget"]["cores"] >= 1

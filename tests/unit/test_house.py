@@ -1,0 +1,74 @@
+"""Promises of the house as a whole: its public names, what it imports, where it runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import sysconfig
+
+import pytest
+
+import flatout
+from flatout import cli, errors
+
+READ_SIDE = ("cli", "trace", "plan", "budget", "top", "doctor", "diagnose", "remedy", "report", "launch")
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(flatout.__all__) == ["__version__"]
+    assert all(hasattr(flatout, name) for name in flatout.__all__)
+
+
+def test_the_read_side_never_imports_torch() -> None:
+    """Every module of it, all at once, in a process of its own."""
+    there = [name for name in READ_SIDE if importlib.util.find_spec(f"flatout.{name}")]
+    script = f"""
+import importlib, pkgutil, sys
+for name in {there!r}:
+    package = importlib.import_module(f"flatout.{{name}}")
+    for module in pkgutil.walk_packages(getattr(package, "__path__", ()), f"flatout.{{name}}."):
+        importlib.import_module(module.name)
+        assert "torch" not in sys.modules, f"{{module.name}} imports torch"
+    assert "torch" not in sys.modules, f"flatout.{{name}} imports torch"
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture(params=["darwin", "win32"])
+def elsewhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another system, as far as flatout can tell."""
+    sysconfig.get_config_vars()  # Python itself looks this up by the platform's name, once
+    monkeypatch.setattr(sys, "platform", request.param)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_elsewhere_what_needs_linux_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verbs = {command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback}
+    for verb in sorted(verbs - {"top", "doctor"}):
+        monkeypatch.setattr(sys, "argv", ["flatout", verb, "train.py"])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 2
+        assert capsys.readouterr().err == (
+            f"flatout: flatout {verb} is Linux only; flatout top and flatout doctor work here\n"
+        )
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_elsewhere_one_can_still_look(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["flatout", "top", "--once"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+    assert "CPU" in capsys.readouterr().out
+
+
+def test_the_tree_of_errors_is_as_drawn() -> None:
+    assert errors.__doc__ is not None
+    drawn = set(re.findall(r"^[│├└─ ]*(\w+(?:Error|Failed)) ", errors.__doc__, re.MULTILINE))
+    assert drawn == set(errors.__all__)
