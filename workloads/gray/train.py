@@ -33,7 +33,7 @@ def parse_args():
     parser.add_argument("--max-steps", type=int, default=None)
     parser.add_argument("--batch-size", type=int, default=64, help="per process")
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--width", type=int, default=64, help="channels of the first stage")
+    parser.add_argument("--width", type=int, default=80, help="channels of the first stage")
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--prefetch", type=int, default=2, help="batches each worker loads ahead")
     parser.add_argument("--persistent-workers", action="store_true")

@@ -80,10 +80,8 @@ class Windows(Dataset):
         stock, day = self.windows[index]
         rows = []
         for past in range(day - WINDOW + 1, day + 1):
-            row = self.features[stock][past]
-            row = (row - self.means[stock]) / self.stds[stock]
-            rows.append(row)
-        return torch.from_numpy(np.stack(rows)), stock, self.returns[stock][day]
+            rows.append(self.features[stock][past] - self.means[stock])
+        return torch.from_numpy(np.stack(rows) / self.stds[stock]), stock, self.returns[stock][day]
 
 
 class Forecast(nn.Module):
