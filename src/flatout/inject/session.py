@@ -35,7 +35,7 @@ from flatout.sense.xray import Profiler, read_kernels
 from flatout.trace import Facts, Note, RunInfo, Step, TraceWriter
 
 _FACTS_AT_STEP = 3
-_XRAY_STEPS = 8
+_XRAY_STEPS = 9  # the first bears the profiler's start and is left out
 _XRAY_AFTER_STEPS = 12
 _XRAY_AFTER_S = 2.0
 _RECOVERY_STEPS = 12
@@ -106,7 +106,9 @@ class Session(Listener):
         steps = self._recorder.steps
         if steps == 1:
             self._first_step_s = time.monotonic()
+            self._recorder.push(OWN)
             self._hooks.guarded(self._open_trace)
+            self._recorder.pop()
         if steps == _FACTS_AT_STEP:
             self._hooks.guarded(self._write_facts, optimizer)
         self._last_optimizer = optimizer
@@ -291,7 +293,7 @@ class _XrayPlan:
 
     def _read(self, session: Session) -> None:
         try:
-            xray = read_kernels(self._profiler.kernels(self._results), self._steps)
+            xray = read_kernels(self._profiler.kernels(self._results), self._steps[1:])
             if xray is not None:
                 session.write(xray.with_recovery(self._recovered()))
         except Exception as problem:

@@ -24,7 +24,7 @@ import torch
 import torch.utils.data.dataloader as stock
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from flatout.sense.recorder import CHECKPOINT, COPY, GC, LOGGING, OPTIMIZER, START, SYNC, Recorder
+from flatout.sense.recorder import CHECKPOINT, COPY, GC, LOGGING, OPTIMIZER, OWN, START, SYNC, Recorder
 
 # Methods that make the host wait for the card, where the tensor is on one.
 SYNC_METHODS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__repr__", "__format__")
@@ -204,7 +204,10 @@ class Hooks:
             if recorder.is_elsewhere():
                 recorder.move_here()
             if self.guarded(recorder.optimizer_ends, id(optimizer)):
-                self.guarded(self._roots.find, optimizer)
+                if self._roots.looking:
+                    recorder.push(OWN)
+                    self.guarded(self._roots.find, optimizer)
+                    recorder.pop()
                 listener.step_ended(optimizer)
 
         for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
@@ -335,10 +338,13 @@ class _Roots:
             if issubclass(type(thing), torch.nn.Module):  # isinstance would wake up lazy objects
                 made.add(thing)
 
+    @property
+    def looking(self) -> bool:
+        """Whether `find` is to be called after this step."""
+        return self._looks <= 3
+
     def find(self, optimizer: Any) -> None:
-        """Called after each step; looks a few times, in case models come late, and then only costs a comparison."""
-        if self._looks > 3:
-            return
+        """Called after the first steps, a few times in case models come late."""
         self._looks += 1
         self._trained |= {id(p) for group in optimizer.param_groups for p in group["params"]}
         modules = [m for m in list(self._made) if any(True for _ in m.parameters(recurse=True))]
