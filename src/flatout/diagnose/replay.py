@@ -1,0 +1,44 @@
+"""What a step would take without one of its causes: the host and the GPU played again as two runners on one track.
+
+The GPU comes to the end of span i when it has done all work before and the host has handed the span over:
+
+    gpu[i+1] = max(gpu[i] + work[i], host[i+1])
+
+A span in which nothing is launched has no work; elsewhere the work is the GPU's time between the span's two events
+(with the gaps between its kernels, so a gain from this is never too large). Taking a cause away shortens its host
+time; what the step gains in the long run is found by playing it round and round. This is how a `.item()` that costs
+run-ahead is told from one that merely waits for useful work: the wait itself says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flatout.trace import Span, Step
+
+_ROUNDS = 24
+_STEADY = 12  # of them, the last
+
+
+def step_ms(step: Step, host_ms: Callable[[Span], float] = lambda span: span.host_ms) -> float | None:
+    """The long-run length of `step` when each span takes the host `host_ms(span)`; None for a step without events."""
+    if not step.spans or all(s.gpu_idle_ms is None and s.gpu_busy_ms is None for s in step.spans):
+        return None
+    host = gpu = 0.0
+    ends = []
+    for _ in range(_ROUNDS):
+        for span in step.spans:
+            waits_for_gpu = span.name == "sync" and host_ms(span) >= span.host_ms
+            if waits_for_gpu:  # the host goes on only when the GPU has come here
+                host = max(host, gpu) + (span.gpu_idle_ms or 0.0)
+            else:
+                host += host_ms(span)
+            gpu = max(gpu + (span.gpu_busy_ms or 0.0), host)
+        ends.append(max(host, gpu))
+    return (ends[-1] - ends[-1 - _STEADY]) / _STEADY
+
+
+def gain_without(step: Step, *names: str) -> float | None:
+    """The share of a step's time that would be saved if these phases took the host no time: 0 to 1, an estimate."""
+    now, then = step_ms(step), step_ms(step, lambda span: 0.0 if span.name in names else span.host_ms)
+    return max(0.0, 1 - then / now) if now and then is not None else None

@@ -1,0 +1,48 @@
+"""Steps made by hand, whose answer is known without a computer."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.diagnose.replay import gain_without, step_ms
+from flatout.trace import Span, Step
+
+
+def step(*spans: tuple[str, float, float | None, float | None]) -> Step:
+    """A step of (name, host ms, GPU idle ms, GPU busy ms)."""
+    made, start = [], 0.0
+    for name, host, idle, busy in spans:
+        made.append(Span(name=name, start_ms=start, host_ms=host, gpu_idle_ms=idle, gpu_busy_ms=busy))
+        start += host
+    return Step(index=0, start_s=0.0, wall_ms=start, spans=tuple(made))
+
+
+def test_a_step_bound_by_the_gpu_takes_the_gpus_time() -> None:
+    assert step_ms(step(("forward", 2.0, None, 30.0), ("backward", 3.0, None, 40.0))) == pytest.approx(70.0)
+
+
+def test_a_step_bound_by_data_takes_the_hosts_time() -> None:
+    stalled = step(("data", 50.0, 45.0, None), ("forward", 2.0, None, 4.0), ("backward", 3.0, None, 6.0))
+    assert step_ms(stalled) == pytest.approx(55.0)
+    assert gain_without(stalled, "data") == pytest.approx(1 - 10 / 55)
+
+
+def test_an_item_that_only_waits_for_useful_work_costs_nothing() -> None:
+    # GIVEN a host far ahead of the GPU that waits at the end of each step
+    waiting = step(("forward", 1.0, None, 30.0), ("sync", 29.0, 0.0, None))
+    # WHEN the wait is taken away THEN the GPU still needs its 30 ms
+    assert step_ms(waiting) == pytest.approx(30.0)
+    assert gain_without(waiting, "sync") == pytest.approx(0.0)
+
+
+def test_an_item_that_costs_run_ahead_is_charged_with_the_idleness_behind_it() -> None:
+    # GIVEN 10 ms of host work after each wait, during which the GPU has nothing in its queue
+    harmful = step(("rest", 10.0, None, 0.0), ("forward", 1.0, None, 20.0), ("sync", 19.0, 0.0, None))
+    assert step_ms(harmful) == pytest.approx(30.0)
+    # WHEN the wait goes THEN host work hides behind the GPU's 20 ms
+    assert gain_without(harmful, "sync") == pytest.approx(1 - 20 / 30)
+
+
+def test_a_step_without_events_has_no_answer() -> None:
+    assert step_ms(step(("forward", 2.0, None, None))) is None
+    assert gain_without(step(("forward", 2.0, None, None)), "sync") is None
