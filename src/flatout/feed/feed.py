@@ -27,7 +27,7 @@ from flatout.feed.slots import Slots
 from flatout.feed.table import Batch, Layout, Part, cut
 from flatout.feed.worker import Birth, Cancel, Done, Ended, Failed, NewEpoch, Recipe, Task
 
-__all__ = ["Account", "Epoch", "Feed", "Post", "all_feeds"]
+__all__ = ["Account", "Epoch", "Feed", "Post"]
 
 log = logging.getLogger("flatout.feed")
 
@@ -102,7 +102,6 @@ class Feed:
         self.slots = Slots(budget.memory_available_bytes // 8, page_locked=page_locked)
         self.account = Account()
         self.pid = os.getpid()
-        self.closed = False
         self._bound = recipe.streams
         self._budget = budget
         self._hang_timeout = hang_timeout
@@ -128,6 +127,8 @@ class Feed:
         self._stillborn, self._answered_at = 0, 0.0
         self._memory_kills = out_of_memory_kills()
         _feeds.add(self)
+        # Not __del__: this also runs before the sockets' own when all of it is found in a cycle, and at exit.
+        self._end = weakref.finalize(self, _shut, self.crew, self.slots, os.getpid())
 
     # --- epochs -----------------------------------------------------------------------------------------------------
 
@@ -163,14 +164,14 @@ class Feed:
         self._epoch = None
 
     def close(self) -> None:
-        """End all workers and give all memory back. In a forked child, leave them to the parent."""
-        if self.closed or os.getpid() != self.pid:
-            return
-        self.closed = True
-        _feeds.discard(self)
-        self.leave()
-        self.crew.close()
-        self.slots.close()
+        """End all workers and give all memory back."""
+        if not self.closed:
+            self.leave()
+            self._end()
+
+    @property
+    def closed(self) -> bool:
+        return not self._end.alive
 
     def _drop(self, batch: Batch) -> None:
         batch.dropped = True
@@ -190,8 +191,6 @@ class Feed:
             batch.slot.writers -= 1
             self.slots.give_back(batch.slot)
             batch.slot = None
-
-    __del__ = close
 
     # --- the consumer's side ----------------------------------------------------------------------------------------
 
@@ -567,6 +566,7 @@ def _after(birth: Birth, done: Done, random_state: Any, *, replays: bool) -> Bir
     return birth._replace(random_state=random_state or birth.random_state, data_state=done.data_state)
 
 
-def all_feeds() -> list[Feed]:
-    """The feeds of this process."""
-    return list(_feeds)
+def _shut(crew: Crew, slots: Slots, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child leaves them to its parent
+        crew.close()
+        slots.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import weakref
@@ -18,7 +17,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from flatout import budget
 from flatout.feed import randomness
-from flatout.feed.feed import Feed, all_feeds
+from flatout.feed.feed import Feed
 from flatout.feed.fingerprint import fingerprint
 from flatout.feed.iterator import FeedIterator, Position
 from flatout.feed.worker import Recipe
@@ -261,9 +260,3 @@ def _still_true(kept: _Kept, recipe: Recipe, loader: StockLoader[Any]) -> bool:
 def _is_tiny(feed: Feed, options: Options) -> bool:
     account = feed.account
     return options.workers == "auto" and not feed.posts and not account.drew and account.tiny(TINY_BATCH_S)
-
-
-@atexit.register
-def _close_all() -> None:
-    for feed in all_feeds():
-        feed.close()

@@ -141,7 +141,7 @@ def main(recipe: Recipe, connection: socket) -> None:
         worker = _Worker(recipe, birth, connection, board)
         while True:
             worker.step()
-    except (EOFError, BrokenPipeError):
+    except (EOFError, ConnectionError):
         pass
 
 

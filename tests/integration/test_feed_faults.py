@@ -1,0 +1,382 @@
+"""Workers, nursery and parent dying in every way, with real processes and real signals."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader as Stock
+from torch.utils.data import Dataset, IterableDataset
+
+from flatout.feed import BadSampleError, DataLoader
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+class Numbers(Dataset[Any]):
+    """Samples that say who they are and draw a random number."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((16,), index), index, torch.rand(2)
+
+
+def batches(loader: Any, seed: int = 0) -> list[Any]:
+    """All batches of one pass, the sampler's order fixed by the seed."""
+    torch.manual_seed(seed)
+    return [[part.clone() for part in batch] for batch in loader]
+
+
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+# --- killed -----------------------------------------------------------------------------------------------------------
+
+
+def test_five_hundred_kills_while_scaling_lose_repeat_and_reorder_nothing() -> None:
+    """GIVEN a loader that goes 1 → 8 → 2 → 6 workers, WHEN a random child (worker or nursery) is killed after every
+    batch, 500 in all, THEN each batch is bit for bit what it is without."""
+    dataset = Numbers(8000)
+    expected = batches(DataLoader(dataset, 16, shuffle=True, num_workers=2))
+    loader = DataLoader(dataset, 16, shuffle=True, num_workers=1)
+    pick = random.Random(7)
+    me = psutil.Process()
+    found, kills = [], 0
+    torch.manual_seed(0)
+    for number, batch in enumerate(loader):
+        found.append(batch)
+        assert loader.feed is not None
+        if number in (20, 160, 350):
+            loader.feed.resize({20: 8, 160: 2, 350: 6}[number])
+        os.kill(pick.choice(me.children(recursive=True)).pid, signal.SIGKILL)
+        kills += 1
+    assert kills == 500
+    assert loader.feed is not None
+    assert loader.feed.account.redone > 0
+    assert_same(found, expected)
+
+
+def test_a_killed_worker_hands_its_random_stream_on() -> None:
+    """GIVEN rng="stock", WHEN workers are killed, THEN the draws are still those of stock's workers."""
+    dataset = Numbers(120)
+    torch.manual_seed(0)
+    expected = list(Stock(dataset, 4, shuffle=True, num_workers=2))
+    loader = DataLoader(dataset, 4, shuffle=True, num_workers=2, rng="stock")
+    torch.manual_seed(0)
+    found = []
+    for number, batch in enumerate(loader):
+        found.append(batch)
+        if number % 5 == 1:
+            kill_a_worker(loader)
+    assert_same(found, expected)
+
+
+def kill_a_worker(loader: DataLoader[Any]) -> None:
+    assert loader.feed is not None
+    wait_until(lambda: bool(loader.feed and loader.feed.crew.pids()))
+    os.kill(loader.feed.crew.pids()[0], signal.SIGKILL)
+
+
+def wait_until(true: Callable[[], bool], patience_s: float = 30) -> None:
+    """Wait for a thing, not for a time."""
+    deadline = time.monotonic() + patience_s
+    while not true():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+class Counting(IterableDataset[Any]):
+    """Each worker's own stretch of numbers, with a random one beside each."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        for value in range(60):
+            yield torch.tensor([info.id, value]), torch.rand(1)
+
+
+class Resumable(Counting):
+    """Knows where it is, so that a successor need not start from the beginning; says so in what it yields."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.resumed = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        while self.at < 60:
+            self.at += 1
+            yield torch.tensor([info.id, self.at - 1]), torch.rand(1)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Unrepeatable(Counting):
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(60):
+            yield torch.tensor([time.time_ns()]), torch.zeros(1)
+
+
+@pytest.mark.parametrize("dataset", [Counting(), Resumable()], ids=["replayed", "with state_dict"])
+def test_a_killed_worker_of_an_iterable_dataset_is_replaced_where_it_was(dataset: IterableDataset[Any]) -> None:
+    torch.manual_seed(0)
+    expected = list(Stock(dataset, 4, num_workers=2))
+    loader = DataLoader(dataset, 4, num_workers=2)
+    torch.manual_seed(0)
+    found = []
+    for number, batch in enumerate(loader):
+        found.append(batch)
+        if number in (3, 8, 15):
+            kill_a_worker(loader)
+    assert_same(found, expected)
+    assert loader.feed is not None
+    assert loader.feed.account.deaths == 3
+
+
+def test_a_stream_that_cannot_be_repeated_says_so_when_its_worker_dies() -> None:
+    loader = DataLoader(Unrepeatable(), 4, num_workers=1)
+    pass_ = iter(loader)
+    for _ in range(4):
+        next(pass_)
+    kill_a_worker(loader)
+    with pytest.raises(RuntimeError, match=r"repeating its first .* gave other data"):
+        list(pass_)
+    del pass_, loader
+    gc.collect()
+
+
+# --- hung, lethal, raising --------------------------------------------------------------------------------------------
+
+
+class HangsOnce(Numbers):
+    def __init__(self, length: int, mark: Path) -> None:
+        super().__init__(length)
+        self.mark = mark
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 13 and not self.mark.exists():
+            self.mark.touch()
+            signal.pause()
+        return super().__getitem__(index)
+
+
+def test_a_hung_worker_is_replaced(tmp_path: Path) -> None:
+    expected = batches(DataLoader(Numbers(64), 8, num_workers=1))
+    loader = DataLoader(HangsOnce(64, tmp_path / "hung"), 8, num_workers=2, hang_timeout=1.0)
+    assert_same(batches(loader), expected)
+    assert loader.feed is not None
+    assert loader.feed.account.deaths == 1
+
+
+class Lethal(Numbers):
+    """A sample that no worker survives, as a broken file does to a C library."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.samples = [(f"images/{number}.jpg", 0) for number in range(length)]
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 21:
+            faulthandler.disable()
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().__getitem__(index)
+
+
+def test_a_sample_that_always_kills_is_named() -> None:
+    loader = DataLoader(Lethal(64), 8, num_workers=2)
+    with pytest.raises(BadSampleError, match=r"sample 21 \(images/21.jpg\) cannot be loaded: .*SIGSEGV"):
+        list(loader)
+    del loader
+    gc.collect()
+
+
+def test_a_sample_that_always_kills_can_be_skipped_and_is_counted() -> None:
+    loader = DataLoader(Lethal(64), 8, num_workers=2, on_bad_sample="skip")
+    found = torch.cat([index for _, index, _ in loader]).tolist()
+    assert found == [index for index in range(64) if index != 21]
+    assert loader.feed is not None
+    (bad,) = loader.feed.account.bad
+    assert (bad.index, bad.name) == (21, "images/21.jpg")
+
+
+class Raising(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        if index in (8, 9, 10, 11, 21):
+            raise OSError("truncated")
+        return super().__getitem__(index)
+
+
+def test_samples_that_raise_can_be_skipped_and_an_empty_batch_with_them() -> None:
+    loader = DataLoader(Raising(32), 4, num_workers=2, on_bad_sample="skip")
+    found = [index.tolist() for _, index, _ in loader]
+    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [12, 13, 14, 15], [16, 17, 18, 19], [20, 22, 23],
+                     [24, 25, 26, 27], [28, 29, 30, 31]]  # fmt: skip
+    assert loader.feed is not None
+    assert [bad.index for bad in loader.feed.account.bad] == [8, 9, 10, 11, 21]
+    assert "truncated" in loader.feed.account.bad[0].why
+
+
+class WaitsForTheOthers(Numbers):
+    """Sample 0 takes until nearly all others of the first batches were made."""
+
+    def __init__(self, length: int, marks: Path) -> None:
+        super().__init__(length)
+        self.marks = marks
+
+    def __getitem__(self, index: int) -> Any:
+        (self.marks / str(index)).touch()
+        while index == 0 and len(list(self.marks.iterdir())) < 15:
+            time.sleep(0.005)
+        return super().__getitem__(index)
+
+
+def test_a_slow_sample_does_not_hold_up_what_lies_behind_it(tmp_path: Path) -> None:
+    """GIVEN two workers and batches of 4, WHEN sample 0 is not ready until 15 samples are begun, THEN the other worker
+    takes over what lay behind it; without that this test would not end."""
+    loader = DataLoader(WaitsForTheOthers(40, tmp_path), 4, num_workers=2)
+    assert torch.cat([index for _, index, _ in loader]).tolist() == list(range(40))
+
+
+# --- the parent's end -------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+    import os, signal, sys, time
+    import psutil, torch
+    from flatout.feed import DataLoader
+
+    class Pictures(torch.utils.data.Dataset):
+        def __len__(self):
+            return 400
+        def __getitem__(self, index):
+            return torch.full((64, 1024), index % 256, dtype=torch.uint8)
+
+    if __name__ == "__main__":
+        torch.set_num_threads(1)
+        loader = DataLoader(Pictures(), 16, num_workers=2)
+        for number, batch in enumerate(loader):
+            if number == 3:
+                while len(pids := psutil.Process().children(recursive=True)) < 3:
+                    time.sleep(0.01)
+                print(*(child.pid for child in pids), flush=True)
+                {ending}
+        print("end", flush=True)
+"""
+
+ENDINGS = {
+    "break": "break",
+    "exception": "raise ValueError('in the loop')",
+    "exit": "sys.exit(3)",
+    "hard exit": "os._exit(4)",
+    "ctrl-c": "os.kill(0, signal.SIGINT); time.sleep(60)",
+    "sigterm": "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)",
+    "sigkill": "os.kill(os.getpid(), signal.SIGKILL)",
+    "dropped": "del loader; break",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_nothing_is_left_behind_however_the_script_ends(ending: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT).replace("{ending}", ENDINGS[ending]))
+    shared_before = set(Path("/dev/shm").iterdir())
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=120, check=False, start_new_session=True
+    )
+    pids = [int(pid) for pid in done.stdout.splitlines()[0].split()]
+    assert len(pids) == 3, done.stderr
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    assert set(Path("/dev/shm").iterdir()) <= shared_before
+    expected = {"break": 0, "dropped": 0, "exception": 1, "exit": 3, "hard exit": 4, "ctrl-c": -2, "sigterm": -15,
+                "sigkill": -9}  # fmt: skip
+    assert done.returncode == expected[ending], done.stderr
+    assert "flatout/feed/nursery" not in done.stderr  # no traceback of a child
+
+
+def test_a_small_dev_shm_is_enough(tmp_path: Path) -> None:
+    """GIVEN a /dev/shm of 64 MB as in a container, WHEN 200 MB are under way, THEN nothing is said and all arrives."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+        import torch
+        from flatout.feed import DataLoader
+
+        class Large(torch.utils.data.Dataset):
+            def __len__(self):
+                return 48
+            def __getitem__(self, index):
+                return torch.full((8 << 20,), index, dtype=torch.uint8)
+
+        if __name__ == "__main__":
+            torch.set_num_threads(1)
+            total = sum(int(batch[:, 0].sum()) for batch in DataLoader(Large(), 4, num_workers=2))
+            print("total", total)
+        """)
+    )
+    mount = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
+    if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, check=False).returncode != 0:
+        pytest.skip("no right to mount a small /dev/shm")
+    command = ["unshare", "-m", "sh", "-c", f"{mount} && exec '{sys.executable}' '{script}'"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["total", str(sum(range(48)))], done.stderr
+
+
+# --- start methods ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_every_start_method_gives_the_same_batches_and_survives_a_kill(method: str) -> None:
+    expected = batches(DataLoader(Numbers(64), 8, shuffle=True, num_workers=1))
+    loader = DataLoader(Numbers(64), 8, shuffle=True, num_workers=1, multiprocessing_context=method)
+    torch.manual_seed(0)
+    found = []
+    for number, batch in enumerate(loader):
+        found.append(batch)
+        if number == 2:
+            kill_a_worker(loader)
+    assert_same(found, expected)
+    if method == "forkserver":
+        del loader
+        forkserver._forkserver._stop()  # the standard library keeps one for ever
+
+
+@pytest.mark.filterwarnings("ignore:Got pickle error")  # stock's advice, beside the error
+def test_a_dataset_that_cannot_be_pickled_gets_stocks_error() -> None:
+    dataset = Numbers(8)
+    dataset.open = lambda: None  # type: ignore[attr-defined]
+    errors = []
+    for loader_class in (Stock, DataLoader):
+        loader = loader_class(dataset, 2, num_workers=1, multiprocessing_context="spawn")
+        with pytest.raises((AttributeError, pickle.PicklingError)) as caught:
+            iter(loader)
+        errors.append((type(caught.value), str(caught.value)))
+        del caught, loader
+    assert errors[0] == errors[1]
+    gc.collect()
