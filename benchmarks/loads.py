@@ -17,6 +17,7 @@ import select
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,7 @@ def train(workers: int) -> dict[str, Any]:
     from torch import nn
     from torch.utils.data import DataLoader
 
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # as many as we want
     torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = nn.Sequential(nn.Conv2d(3, 16, 3, 2), nn.ReLU(), nn.Conv2d(16, 32, 3, 2), nn.Flatten(), nn.LazyLinear(10))

@@ -59,8 +59,7 @@ class Tree:
         self._known.clear()
 
     def _look_for_new(self) -> None:
-        parents = self._system.parents() if self._roots else {}
-        tree = _below(self._roots, parents)
+        tree = _below(self._system, self._roots) if self._roots else {}
         for pid in self._known.keys() - tree.keys():
             self._known.pop(pid).close()
         for pid, role in _roles(self._system, tree, self._roots, self._holders).items():
@@ -73,13 +72,13 @@ class Tree:
 def find_trainings(root: Path = Path("/")) -> tuple[int, ...]:
     """Processes that have loader workers: the trainings one can see without asking a card."""
     system = _system(root)
-    parents = system.parents()
-    workers = [pid for pid in parents if system.name(pid) == _WORKER_NAME]
-    return tuple(sorted({_owner(system, pid, parents) for pid in workers}))
+    owners = {system.parent(pid) for pid in system.pids() if system.name(pid) == _WORKER_NAME}
+    return tuple(sorted({_behind_fork_server(system, owner) for owner in owners if owner is not None}))
 
 
-def _below(roots: frozenset[int], parents: dict[int, int]) -> dict[int, int]:
+def _below(system: _System, roots: frozenset[int]) -> dict[int, int]:
     """The processes in the trees below `roots`, each with its parent."""
+    parents = {pid: parent for pid in system.pids() if (parent := system.parent(pid)) is not None}
     children: dict[int, list[int]] = {}
     for pid, parent in parents.items():
         children.setdefault(parent, []).append(pid)
@@ -98,7 +97,8 @@ def _roles(system: _System, tree: dict[int, int], roots: frozenset[int], holders
     if not workers:
         alike = {pid for pid in tree.keys() - roots - holders if _looks_like_worker(system, pid, tree[pid])}
         workers = alike - {tree[pid] for pid in alike}
-    trainers = (holders | {_owner(system, pid, tree) for pid in workers}) & tree.keys() - workers
+    owners = {_behind_fork_server(system, parent) for parent in {tree[pid] for pid in workers}}
+    trainers = (holders | owners) & tree.keys() - workers
     trainers = trainers or roots & tree.keys()
     return {pid: "worker" if pid in workers else "trainer" if pid in trainers else "other" for pid in tree}
 
@@ -110,11 +110,10 @@ def _looks_like_worker(system: _System, pid: int, parent: int) -> bool:
     return any(mark in command for mark in _SPAWN_MARKS) or command == system.command(parent)
 
 
-def _owner(system: _System, worker: int, parents: dict[int, int]) -> int:
-    """Whose worker it is: its parent, or behind multiprocessing's fork server the process that started that."""
-    owner = parents[worker]
-    while owner in parents and _FORK_SERVER in system.command(owner):
-        owner = parents[owner]
+def _behind_fork_server(system: _System, owner: int) -> int:
+    """Whose a worker is: its parent, or if that is multiprocessing's fork server, who started it."""
+    while _FORK_SERVER in system.command(owner):
+        owner = system.parent(owner) or 0
     return owner
 
 
@@ -129,8 +128,11 @@ class _Process(Protocol):
 
 
 class _System(Protocol):
-    def parents(self) -> dict[int, int]:
-        """The parent of every process there is."""
+    def pids(self) -> list[int]:
+        """Every process there is."""
+
+    def parent(self, pid: int) -> int | None:
+        """The parent of a process; None when it is not to be seen."""
 
     def name(self, pid: int) -> str:
         """The short name of a process; empty when it is not to be seen."""
@@ -151,15 +153,21 @@ class _Proc:
 
     def __init__(self, proc: Path) -> None:
         self._proc = proc
+        self._parents: dict[int, int] = {}  # a parent changes only when it ends: asked for once
 
-    def parents(self) -> dict[int, int]:
-        parents = {}
-        for name in os.listdir(self._proc):  # noqa: PTH208 - a Path for each of a thousand processes is slow
-            if name.isdigit():
-                fields = _after_name(_text(f"{self._proc}/{name}/stat"))
-                if fields:
-                    parents[int(name)] = int(fields[1])
-        return parents
+    def pids(self) -> list[int]:
+        there = [int(name) for name in os.listdir(self._proc) if name.isdigit()]  # noqa: PTH208 - Paths are slow
+        for gone in self._parents.keys() - set(there):
+            del self._parents[gone]
+        return there
+
+    def parent(self, pid: int) -> int | None:
+        if pid not in self._parents:
+            fields = _after_name(_text(f"{self._proc}/{pid}/stat"))
+            if not fields:
+                return None
+            self._parents[pid] = int(fields[1])
+        return self._parents[pid]
 
     def name(self, pid: int) -> str:
         return _text(f"{self._proc}/{pid}/comm").strip()
@@ -244,8 +252,7 @@ def _after_name(stat: str) -> list[str]:
 
 def _read_counter(io: bytes) -> int | None:
     """Bytes read, by the process's own count: network file systems do not show up among the disks."""
-    at = io.find(b"rchar: ")
-    return int(io[at + 7 :].split(None, 1)[0]) if at >= 0 else None
+    return int(io[7 : io.index(b"\n")]) if io.startswith(b"rchar: ") else None
 
 
 def _pss_bytes(rollup: str) -> int | None:
@@ -260,8 +267,14 @@ def _rate(now: int | None, before: int | None, divisor: float) -> float | None:
 class _Elsewhere:
     """Other systems, through psutil."""
 
-    def parents(self) -> dict[int, int]:
-        return {p.pid: p.info["ppid"] for p in psutil.process_iter(["ppid"]) if p.info["ppid"] is not None}
+    def pids(self) -> list[int]:
+        return psutil.pids()
+
+    def parent(self, pid: int) -> int | None:
+        try:
+            return psutil.Process(pid).ppid()
+        except psutil.Error:
+            return None
 
     def name(self, pid: int) -> str:
         try:
