@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types unit bench clean
+.PHONY: demo test lint types unit gpu bench clean
 .DEFAULT_GOAL := test
 
 .venv/.installed: pyproject.toml constraints.txt
@@ -13,7 +13,7 @@ BIN := .venv/bin
 demo: .venv/.installed
 	$(BIN)/python -m benchmarks.demo
 
-test: lint types unit
+test: lint types unit gpu
 
 lint: .venv/.installed
 	$(BIN)/ruff check .
@@ -24,10 +24,14 @@ types: .venv/.installed
 	$(BIN)/mypy
 
 unit: .venv/.installed
-	$(BIN)/pytest --numprocesses 2
+	$(BIN)/pytest --numprocesses 2 --ignore tests/gpu
+
+# One at a time: two tests on one card measure each other. Skipped without a GPU.
+gpu: .venv/.installed
+	$(BIN)/pytest tests/gpu
 
 bench: .venv/.installed
-	$(BIN)/python -m benchmarks.observe
+	$(BIN)/python benchmarks/observe.py top --out benchmarks/results/observe-top.json
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -68,8 +68,6 @@ def test_a_load_that_goes_on_and_off_has_the_fluctuation_it_has(tmp_path: Path) 
 
 def test_the_training_on_the_card_is_found_with_its_workers() -> None:
     with running("train", "--workers", "3") as load, Sampler() as sampler:
-        sample = sampler.read()
-        assert load["pid"] in [process.pid for process in sample.gpus[0].processes or ()]
-        roles = {process.pid: process.role for process in sample.processes}
+        roles = {process.pid: process.role for process in sampler.read().processes}
         assert roles[load["pid"]] == "trainer"
         assert list(roles.values()).count("worker") == 3
