@@ -8,7 +8,7 @@ SEED = 0
 # what a sample is
 CLIP_FRAMES = 128
 CROP = 160
-CHUNK_FRAMES = 16  # attention stays within a chunk of this many frames
+CHUNK_FRAMES = 32  # attention stays within a chunk of this many frames
 
 # model
 DIM = 384

@@ -2,7 +2,7 @@
 
 from workloads.video.config import *  # noqa: F403
 
-CLIP_FRAMES = 16
+CLIP_FRAMES = CHUNK_FRAMES = 16
 CROP = 48
 DIM = 128
 DEPTH = 3

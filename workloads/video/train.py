@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from av.video.reformatter import VideoReformatter
 from PIL import Image, ImageEnhance
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -31,6 +32,7 @@ from workloads.making import Refused, clear_errors, require
 
 MEAN, STD = 0.45, 0.225
 TUBELET, PATCH = 2, 16  # frames and pixels a token covers
+THREADED_CONVERSION = int(av.__version__.split(".")[0]) >= 17  # from then on PyAV takes all cores unless told
 
 
 def python_value(text):
@@ -65,7 +67,9 @@ def decode(path, threads):
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
             stream.codec_context.thread_count = threads
-            return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(stream)])
+            convert = VideoReformatter()
+            options = {"format": "rgb24"} | ({"threads": threads} if THREADED_CONVERSION else {})
+            return np.stack([convert.reformat(frame, **options).to_ndarray() for frame in container.decode(stream)])
     except (av.FFmpegError, IndexError, ValueError) as error:
         raise Refused(f"{path} cannot be decoded: {getattr(error, 'strerror', error)}") from None
 
