@@ -84,9 +84,15 @@ class Controller:
         rate = seen.batches / seen.seconds
         self._rates[self.workers] = rate
         tried_from, self._tried_from = self._tried_from, None
-        if tried_from is not None and tried_from < self.workers and rate < self._rates[tried_from] * WORTH_IT:
-            self._too_many = self.workers
-            return self._go(tried_from, f"{self.workers} workers brought no more than {tried_from}")
+        if tried_from is not None and tried_from < self.workers:
+            gain = rate / self._rates[tried_from]
+            if gain < WORTH_IT:
+                self._too_many = self.workers
+                return self._go(tried_from, f"{self.workers} workers brought no more than {tried_from}")
+            enough = math.ceil(tried_from * gain)  # a step that brought less than its share went too far
+            if enough < self.workers * 0.9:
+                self._too_many = self.workers
+                return self._go(enough, f"{self.workers} workers brought no more than {enough} would")
         if tried_from is not None and tried_from > self.workers:
             if rate < self._rates.get(tried_from, 0.0) / WORTH_IT:
                 self._too_few = max(self._too_few, self.workers)

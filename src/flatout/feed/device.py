@@ -1,5 +1,172 @@
-"""placeholder"""
+"""Batches that arrive on the GPU: the next ones are copied on a stream of their own while this one computes.
+
+    host batch (page-locked slot) ──copy, convert──► device batch ──event──► your stream waits for it, you compute
+             side stream, one or two batches ahead                 the slot is free when the copy is over
+
+Bytes travel as they are (uint8 stays uint8 on the way) and become floats, channels_last or whatever `convert` makes
+of them on the GPU. Memory made on the side stream is marked as used on yours (`record_stream`), so the caching
+allocator hands it out again only when your work with it is over.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data.dataloader import DataLoader as StockLoader
+
+from flatout.feed.iterator import FeedIterator
+from flatout.feed.loader import DataLoader, Options, iterator_for
+
+__all__ = ["OnDevice", "to_device"]
 
 
-def to_device(loader, device):
-    return loader
+def to_device(
+    loader: Iterable[Any],
+    device: torch.device | str = "cuda",
+    *,
+    dtype: torch.dtype | None = None,
+    channels_last: bool = False,
+    convert: Callable[[Any], Any] | None = None,
+    ahead: int = 2,
+) -> OnDevice:
+    """`loader` with its batches on `device`.
+
+    `dtype` is what uint8 tensors become there, `channels_last` the layout of 4-d ones, and `convert(batch)` runs after
+    both, all of it on the side stream. `ahead` batches are on their way while one is in use.
+    """
+    if ahead < 1:
+        raise ValueError(f"ahead must be at least 1 (got {ahead})")
+    return OnDevice(
+        loader, torch.device(device), dtype=dtype, channels_last=channels_last, convert=convert, ahead=ahead
+    )
+
+
+class OnDevice:
+    """A loader seen from the device; anything not about iterating is the loader's own."""
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        device: torch.device,
+        *,
+        dtype: torch.dtype | None,
+        channels_last: bool,
+        convert: Callable[[Any], Any] | None,
+        ahead: int,
+    ) -> None:
+        self._loader = loader
+        self._device = device
+        self._dtype = dtype
+        self._channels_last = channels_last
+        self._convert = convert
+        self._ahead = ahead
+        self._on_the_way = 0
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop is (not how far ahead the copies are)."""
+        if not isinstance(self._loader, DataLoader):
+            raise TypeError(f"{type(self._loader).__name__} has no place to resume from; use flatout.DataLoader")
+        return self._loader.state_dict(behind=self._on_the_way)
+
+    def __iter__(self) -> Iterator[Any]:
+        host = self._host_batches()
+        return self._copied(host) if self._device.type == "cuda" else map(self._moved, host)
+
+    def _host_batches(self) -> Iterator[Any]:
+        """The loader's batches, out of page-locked memory wherever that is ours to say."""
+        if self._device.type == "cuda" and isinstance(self._loader, StockLoader) and not self._loader.pin_memory:
+            if isinstance(self._loader, DataLoader):
+                self._loader.page_lock()
+            else:
+                iterator, _ = iterator_for(self._loader, Options(page_locked=True))
+                if iterator is not None:
+                    return iterator
+        return iter(self._loader)
+
+    def _copied(self, host: Iterator[Any]) -> Iterator[Any]:
+        side = torch.cuda.Stream(self._device)
+        slots = host.slots if isinstance(host, FeedIterator) else None
+        if slots is not None:
+            slots.watched = False  # we keep a host batch until its copy is over; there is nothing left to wait for
+        waiting: collections.deque[tuple[Any, torch.cuda.Event]] = collections.deque()
+        copying: collections.deque[tuple[Any, torch.cuda.Event]] = collections.deque()  # host batches in use
+        self._on_the_way = 0
+        try:
+            for batch in itertools.chain(host, itertools.repeat(_END)):
+                if batch is not _END:
+                    with torch.cuda.stream(side):
+                        moved = self._moved(batch)
+                        done = torch.cuda.Event()
+                        done.record(side)
+                    waiting.append((moved, done))
+                    copying.append((batch, done))
+                    del batch, moved
+                    if len(waiting) <= self._ahead:
+                        continue
+                if not waiting:
+                    return
+                while copying and copying[0][1].query():
+                    copying.popleft()
+                ready, done = waiting.popleft()
+                self._on_the_way = len(waiting)
+                current = torch.cuda.current_stream(self._device)
+                current.wait_event(done)
+                _each_tensor(ready, lambda tensor: tensor.record_stream(current) if tensor.is_cuda else None)  # noqa: B023
+                yield ready
+                del ready
+        finally:
+            self._on_the_way = 0
+            for _, done in copying:  # a slot must not be written to while its copy still runs
+                done.synchronize()
+            if slots is not None:
+                slots.watched = True
+
+    def _moved(self, batch: Any) -> Any:
+        batch = _map(batch, self._tensor)
+        return self._convert(batch) if self._convert is not None else batch
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.to(self._device, non_blocking=True)
+        if self._dtype is not None and tensor.dtype == torch.uint8:
+            tensor = tensor.to(self._dtype)
+        if self._channels_last and tensor.dim() == 4:
+            tensor = tensor.contiguous(memory_format=torch.channels_last)
+        return tensor
+
+
+_END = object()
+
+
+def _map(thing: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """A batch with every tensor in it changed, whatever it is nested in; an object with a `to` of its own keeps it."""
+    if isinstance(thing, torch.Tensor):
+        return change(thing)
+    if isinstance(thing, Mapping):
+        changed = {key: _map(value, change) for key, value in thing.items()}
+        return changed if type(thing) is dict else type(thing)(changed)  # type: ignore[call-arg]
+    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
+        return type(thing)(*(_map(value, change) for value in thing))
+    if isinstance(thing, Sequence) and not isinstance(thing, (str, bytes)):
+        return type(thing)(_map(value, change) for value in thing)  # type: ignore[call-arg]
+    return thing
+
+
+def _each_tensor(thing: Any, look: Callable[[torch.Tensor], Any]) -> None:
+    if isinstance(thing, torch.Tensor):
+        look(thing)
+    elif isinstance(thing, Mapping):
+        for value in thing.values():
+            _each_tensor(value, look)
+    elif isinstance(thing, Sequence) and not isinstance(thing, (str, bytes)):
+        for value in thing:
+            _each_tensor(value, look)

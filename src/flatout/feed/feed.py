@@ -78,6 +78,7 @@ class Account:
     """What became of a loader so far."""
 
     batches: int = 0
+    parts: int = 0
     waited_s: float = 0.0
     deaths: int = 0
     redone: int = 0
@@ -396,6 +397,7 @@ class Feed:
 
     def _learn(self, done: Done, *, in_parts: bool, rows: int) -> None:
         timing = done.timing
+        self.account.parts += 1
         self._window.busy_s += timing.wall_s
         self.account.busy_s += timing.wall_s
         self._window.cpu_s += timing.cpu_s

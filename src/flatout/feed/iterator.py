@@ -22,6 +22,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from flatout.feed import randomness
 from flatout.feed.bad import BadSample, BadSampleError, name_of
 from flatout.feed.feed import Epoch, Feed
+from flatout.feed.slots import Slots
 from flatout.feed.table import Batch
 from flatout.feed.worker import Birth
 
@@ -141,6 +142,11 @@ class FeedIterator(_BaseDataLoaderIter):
                 name = name_of(self._feed.recipe.dataset, index)
                 self._feed.account.bad.append(BadSample(index=index, name=name, why=why))
         return left_out > 0 and left_out == len(batch.indices)
+
+    @property
+    def slots(self) -> Slots:
+        """The memory this pass's batches lie in."""
+        return self._feed.slots
 
     def __del__(self) -> None:
         feed = getattr(self, "_feed", None)

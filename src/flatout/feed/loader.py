@@ -142,6 +142,10 @@ class DataLoader(StockLoader[T_co]):
             raise ValueError(f"not a state of this DataLoader (version {state.get('version')!r}, expected 1)")
         self._resume = state if "base_seed" in state else None
 
+    def page_lock(self) -> None:
+        """Make batches in page-locked memory from the next pass on, whatever `pin_memory` says."""
+        self._options = replace(self._options, page_locked=True)
+
     @property
     def feed(self) -> Feed | None:
         """The workers behind this loader, once it was iterated: how many, why, and what happened to them."""
@@ -189,15 +193,16 @@ def iterator_for(
     kept = _kept.get(loader)
     if kept is not None and _is_tiny(kept.feed, options):
         return None, _TINY
+    page_locked = _page_locked(loader, options)
     lone = kept is not None and kept.user is not None and _in_use(kept.user())
-    if lone or kept is None or kept.feed.closed or not _still_true(kept, recipe, loader):
+    if lone or kept is None or kept.feed.closed or not _still_true(kept, recipe, loader, page_locked):
         shipped = fingerprint(loader.dataset)
         feed = Feed(
             recipe,
             loader.multiprocessing_context,
             budget.measure(),
             workers=workers,
-            page_locked=_page_locked(loader, options),
+            page_locked=page_locked,
             hang_timeout=options.hang_timeout,
         )
         if kept is not None and not lone:
@@ -247,9 +252,11 @@ def _in_use(iterator: FeedIterator | None) -> bool:
     return iterator is not None and not iterator.position.finished
 
 
-def _still_true(kept: _Kept, recipe: Recipe, loader: StockLoader[Any]) -> bool:
+def _still_true(kept: _Kept, recipe: Recipe, loader: StockLoader[Any], page_locked: bool) -> bool:
     """Whether the workers have what they would be given now. Persistent ones keep what they have, as in stock."""
     had = kept.feed.recipe
+    if kept.feed.slots.page_locked != page_locked:
+        return False
     if replace(had, dataset=None) != replace(recipe, dataset=None) or had.dataset is not recipe.dataset:
         return False
     if loader.persistent_workers:

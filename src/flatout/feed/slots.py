@@ -41,7 +41,6 @@ class Slot:
         self.free = False
         self._lease: weakref.ref[Bytes] | None = None
         self._map = mmap.mmap(self.fd, size)
-        self._map.madvise(mmap.MADV_DONTFORK)
         self._address = np.frombuffer(self._map, np.uint8).ctypes.data
         self._locked = page_locked and _page_lock(self._address, size)
 
@@ -79,8 +78,9 @@ class Slots:
 
     def __init__(self, most_bytes: int, *, page_locked: bool) -> None:
         self.size = 0
+        self.page_locked = page_locked
+        self.watched = True  # copies out of a slot may still run when its batch is dropped
         self._most_bytes = most_bytes
-        self._page_locked = page_locked
         self._all: dict[int, Slot] = {}
         self._free: deque[Slot] = deque()
         self._dropped: deque[Slot] = deque()
@@ -108,7 +108,7 @@ class Slots:
         if not self.size or (len(self._all) + 1) * self.size > self._most_bytes:
             return None
         self._made += 1
-        slot = self._all[self._made] = Slot(self._made, self.size, page_locked=self._page_locked)
+        slot = self._all[self._made] = Slot(self._made, self.size, page_locked=self.page_locked)
         return slot
 
     def lease(self, slot: Slot) -> Bytes:
@@ -124,7 +124,7 @@ class Slots:
         """Bring back the slots of dropped batches; called from the training thread only, as it records events."""
         for _ in range(len(self._dropped)):
             slot = self._dropped.popleft()
-            event = _mark() if slot._locked else None
+            event = _mark() if slot._locked and self.watched else None
             if event is _CAPTURING:
                 self._dropped.append(slot)
             elif event is None:

@@ -20,6 +20,8 @@ __all__ = ["close_inherited", "keep_from_children", "memory_file", "pair", "rece
 INLINE_BYTES = 16 << 10
 MOST_FDS = 8
 _INLINE, _IN_FILE = b"\0", b"\1"
+_WAIT = int(socket.MSG_CMSG_CLOEXEC)
+_DO_NOT_WAIT = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MOST_FDS * array.array("i").itemsize)
 
 # Descriptors that only this process may hold: a forked child that kept one would keep a dead worker's socket open
@@ -52,8 +54,7 @@ def receive(wire: socket.socket, *, wait: bool = True) -> tuple[Any, list[int]]:
     """The next message and its descriptors; `EOFError` once the other side is gone and everything was read."""
     while True:
         try:
-            flags = socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT)
-            data, ancillary, _, _ = wire.recvmsg(INLINE_BYTES + 1, _ANCILLARY_BYTES, flags)
+            data, ancillary, _, _ = wire.recvmsg(INLINE_BYTES + 1, _ANCILLARY_BYTES, _WAIT if wait else _DO_NOT_WAIT)
         except ConnectionResetError:
             continue  # said once, when the other side died with unread messages; its own may still be queued
         break

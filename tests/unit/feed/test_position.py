@@ -1,0 +1,152 @@
+"""Random numbers by position, and coming back to a position."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from feed_samples import Drawing, Things, same
+from torch.utils.data import DataLoader as Stock
+from torch.utils.data import DistributedSampler
+
+from flatout.feed import DataLoader, to_device
+from flatout.feed.feed import Feed
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+def one_pass(loader: Any, seed: int = 4) -> list[Any]:
+    torch.manual_seed(seed)
+    return list(loader)
+
+
+def feed(loader: DataLoader[Any]) -> Feed:
+    assert loader.feed is not None
+    return loader.feed
+
+
+def test_draws_do_not_depend_on_the_number_of_workers() -> None:
+    """... nor on whether a batch was divided among them."""
+    expected = one_pass(DataLoader(Drawing(200), 40, shuffle=True, num_workers=1))
+    assert same(one_pass(DataLoader(Drawing(200), 40, shuffle=True, num_workers=3)), expected)
+
+
+class Slow(Drawing):
+    """Takes long enough for a batch to be divided, and has a string in it."""
+
+    def __getitem__(self, index: int) -> Any:
+        import time
+
+        time.sleep(0.002)
+        return super().__getitem__(index), f"sample {index}", index
+
+
+def test_a_divided_batch_is_the_batch() -> None:
+    expected = one_pass(DataLoader(Slow(600), 40, shuffle=True, num_workers=1))
+    divided = DataLoader(Slow(600), 40, shuffle=True, num_workers=1)
+    torch.manual_seed(4)
+    found = []
+    for batch in divided:
+        found.append(batch)
+        feed(divided).resize(3)
+    assert same(found, expected)
+    assert feed(divided).account.parts > len(expected), "no batch was divided"
+    images = found[-2][0]
+    assert images.untyped_storage().nbytes() == images.numel() * images.element_size()
+
+
+def test_epochs_draw_different_numbers_and_a_seed_brings_them_back() -> None:
+    loader = DataLoader(Drawing(20), 4, num_workers=2, persistent_workers=True)
+    torch.manual_seed(1)
+    first, second = list(loader), list(loader)
+    assert not same(first, second)
+    again = DataLoader(Drawing(20), 4, num_workers=1, persistent_workers=True)
+    torch.manual_seed(1)
+    assert same([list(again), list(again)], [first, second])
+
+
+def test_it_is_seen_whether_a_dataset_draws() -> None:
+    plain, drawing = DataLoader(Things(40), 4, num_workers=1), DataLoader(Drawing(40), 4, num_workers=1)
+    list(plain)
+    list(drawing)
+    assert not feed(plain).account.drew
+    assert feed(drawing).account.drew
+
+
+class OwnGenerator(Things):
+    """Keeps its generators to itself, one of them inside a transform."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.rng = np.random.default_rng(0)
+        self.transforms = [{"jitter": torch.Generator()}]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rng.random(), torch.rand((), generator=self.transforms[0]["jitter"])
+
+
+def test_a_datasets_own_generators_go_by_position_too() -> None:
+    expected = one_pass(DataLoader(OwnGenerator(120), 4, num_workers=1))
+    assert same(one_pass(DataLoader(OwnGenerator(120), 4, num_workers=3)), expected)
+    assert len({round(float(value), 9) for values, _ in expected for value in values}) == 120
+
+
+@pytest.mark.parametrize("arguments", [
+    {"shuffle": True},
+    {"shuffle": True, "generator": torch.Generator()},
+    {"sampler": DistributedSampler(range(60), num_replicas=2, rank=0)},
+    {"shuffle": True, "rng": "stock"},
+    {"shuffle": True, "persistent_workers": True},
+], ids=["shuffled", "own generator", "distributed", "stock streams", "persistent"])  # fmt: skip
+def test_resumes_in_mid_epoch(arguments: dict[str, Any]) -> None:
+    """GIVEN a pass left after four batches, WHEN a new loader with another number of workers loads its state, THEN it
+    gives the rest, and leaves the main process's random stream alone."""
+    if "generator" in arguments:
+        arguments["generator"].manual_seed(8)
+    loader = DataLoader(Drawing(60), 5, num_workers=2, **arguments)
+    torch.manual_seed(4)
+    if arguments.get("persistent_workers"):
+        list(loader)  # the state is that of the second pass
+    before: list[Any] = []
+    pass_ = iter(loader)
+    for _ in range(4):
+        before.append(next(pass_))
+    saved = io.BytesIO()
+    torch.save(loader.state_dict(), saved)
+    rest = list(pass_)
+
+    torch.manual_seed(99)
+    workers = 2 if arguments.get("rng") == "stock" else 1
+    other = DataLoader(Drawing(60), 5, num_workers=workers, **arguments)
+    saved.seek(0)
+    other.load_state_dict(torch.load(saved, weights_only=True))
+    mark = torch.get_rng_state()
+    found = list(other)
+    assert torch.equal(torch.get_rng_state(), mark)
+    assert same(found, rest)
+    assert rest
+
+
+def test_after_the_end_there_is_nothing_to_resume() -> None:
+    loader = DataLoader(Things(10, "scalar"), 5, num_workers=1)
+    list(loader)
+    other = DataLoader(Things(10, "scalar"), 5, num_workers=1)
+    other.load_state_dict(loader.state_dict())
+    assert len(list(other)) == 2
+
+
+def test_a_foreign_state_is_refused() -> None:
+    with pytest.raises(ValueError, match="not a state of this DataLoader"):
+        DataLoader(Things(10)).load_state_dict({"epoch": 3})
+
+
+def test_on_the_cpu_to_device_only_converts() -> None:
+    loader = DataLoader(Things(8, "dict"), 4, num_workers=1)
+    on_device = to_device(loader, "cpu", dtype=torch.float32, convert=lambda batch: batch["image"])
+    assert len(on_device) == 2
+    assert on_device.batch_size == 4
+    expected = [batch["image"].float() for batch in Stock(Things(8, "dict"), 4)]
+    assert same(list(on_device), expected)
