@@ -22,7 +22,7 @@ USUAL_COLOUR = {1: (190, 150, 70), 2: (120, 80, 50), 3: (60, 90, 180)}
 RECIPES = {
     "tiny": Recipe(items=40, bytes_each=4_500, facts={"side": 96, "val": 8, "classes": CLASSES}),
     "small": Recipe(items=480, bytes_each=11_000, facts={"side": 160, "val": 80, "classes": CLASSES}),
-    "full": Recipe(items=14_000, bytes_each=95_000, facts={"side": 512, "val": 560, "classes": CLASSES}),
+    "full": Recipe(items=20_000, bytes_each=95_000, facts={"side": 512, "val": 560, "classes": CLASSES}),
 }
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
-from PIL import Image, ImageEnhance
+from PIL import Image
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -62,8 +62,9 @@ def augment(image, mask, cfg):
     angle = random.uniform(-cfg.rotate, cfg.rotate)
     image = image.rotate(angle, Image.Resampling.BILINEAR)
     mask = mask.rotate(angle, Image.Resampling.NEAREST, fillcolor=IGNORE)
-    image = ImageEnhance.Brightness(image).enhance(random.uniform(1 - cfg.brightness, 1 + cfg.brightness))
-    image = ImageEnhance.Contrast(image).enhance(random.uniform(1 - cfg.contrast, 1 + cfg.contrast))
+    image = np.clip(np.array(image) * random.uniform(1 - cfg.brightness, 1 + cfg.brightness), 0, 255)
+    mean = image.mean()
+    image = np.clip(mean + (image - mean) * random.uniform(1 - cfg.contrast, 1 + cfg.contrast), 0, 255)
     return image, mask
 
 

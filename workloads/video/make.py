@@ -36,7 +36,7 @@ def recipe(items: int, val: int, width: int, height: int, frames: int, bytes_eac
 RECIPES = {
     "tiny": recipe(items=24, val=6, width=64, height=48, frames=18, bytes_each=10_000),
     "small": recipe(items=240, val=48, width=96, height=72, frames=36, bytes_each=30_000),
-    "full": recipe(items=1_080, val=48, width=208, height=168, frames=136, bytes_each=125_000),
+    "full": recipe(items=1_296, val=48, width=208, height=168, frames=136, bytes_each=125_000),
 }
 
 
