@@ -148,7 +148,7 @@ def to_device(batch, device, cfg, augment=False):
     ),
     "video": (
         Flags(
-            "the workers are the parallelism: one thread decodes as many frames a core as twelve", "--decode-threads 1"
+            "the workers are the parallelism: more threads in each only get in each other's way", "--decode-threads 1"
         ),
         Flags("a worker for each core the training leaves free", "--num-workers {spare}"),
         Flags("colours of a whole batch at once, where there is time for it", "--jitter-on gpu"),
