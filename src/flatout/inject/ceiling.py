@@ -14,6 +14,7 @@ import torch
 
 _KEPT = 4
 _STEPS_EACH = 12
+_FETCHES_A_STEP = 64  # more than this without a step is no training: give the loader back
 
 
 class Ceiling:
@@ -21,35 +22,41 @@ class Ceiling:
 
     def __init__(self) -> None:
         self._kept: dict[int, deque[Any]] = {}
-        self._copies: dict[int, Any] = {}
-        self._kind = "train"
+        self._copies: dict[tuple[int, str], Any] = {}
+        self._kinds = iter(("replay",) * _STEPS_EACH + ("resident",) * _STEPS_EACH)
+        self._replaying = False
+        self._fetches = 0
         self._turn = 0
 
     def keep(self, loader: int, batch: Any) -> None:
         """Remember a batch that came from a loader."""
         self._kept.setdefault(loader, deque(maxlen=_KEPT)).append(_apart(batch))
 
-    def kind_of_step(self, beyond: int) -> str | None:
-        """What the next step is, `beyond` the measured ones; None when it is all over."""
-        if beyond < 0:
-            self._kind = "train"
-        elif beyond < 2 * _STEPS_EACH and self._kept:
-            self._kind = "replay" if beyond < _STEPS_EACH or not torch.cuda.is_initialized() else "resident"
-        else:
+    def next_step(self) -> str | None:
+        """What the next step is, after the measured ones; None when it is all over or cannot be done here."""
+        fed, self._fetches = self._fetches, 0
+        kind = next(self._kinds, None)
+        if not self._kept or (self._replaying and not 0 < fed <= _FETCHES_A_STEP):
             return None
-        return self._kind
+        if kind == "resident" and not torch.cuda.is_initialized():
+            return None
+        self._replaying = kind is not None
+        return kind
 
     def batch(self, loader: int) -> Any:
         """A kept batch of that loader, while replaying; None otherwise."""
         kept = self._kept.get(loader)
-        if self._kind == "train" or not kept:
+        if not self._replaying or not kept:
+            return None
+        self._fetches += 1
+        if self._fetches > _FETCHES_A_STEP:
             return None
         self._turn += 1
         return _apart(kept[self._turn % len(kept)])
 
-    def copy_of(self, tensor: Any, copy: Callable[[], Any]) -> Any:
-        """The device copy of a kept tensor, made once."""
-        key = id(tensor)
+    def copy_of(self, tensor: Any, how: str, copy: Callable[[], Any]) -> Any:
+        """The device copy of a kept tensor, made once for each way of asking."""
+        key = (id(tensor), how)
         if key not in self._copies:
             made = copy()
             batches = [batch for kept in self._kept.values() for batch in kept]

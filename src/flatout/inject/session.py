@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import math
 import os
 import socket
 import statistics
@@ -16,25 +17,28 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.utils.data.dataloader as stock
 
-from flatout.errors import FlatoutError
+from flatout.errors import FlatoutError, TraceError
 from flatout.inject.ceiling import Ceiling
 from flatout.inject.startup import when_imported
 from flatout.sense import facts as look
 from flatout.sense.clock import CudaClock, LossReader
 from flatout.sense.hooks import Hooks, Listener
-from flatout.sense.options import Options
+from flatout.sense.options import RANK, Options
 from flatout.sense.recorder import OWN, Recorder
 from flatout.sense.settings import Settings, hide_in_arguments
 from flatout.sense.worker import Meter, measure_fetcher
 from flatout.sense.xray import Profiler, read_kernels
 from flatout.trace import Facts, Note, RunInfo, Step, TraceWriter
 
-_FACTS_AT_STEP = 3
+_FIRST_FACTS_AT_STEP = 3
+_FACTS_EVERY_TIMES = 10
+_RECORDINGS = 1000
 _XRAY_STEPS = 9  # the first bears the profiler's start and is left out
 _XRAY_AFTER_STEPS = 12
 _XRAY_AFTER_S = 2.0
@@ -44,19 +48,19 @@ _GRACE_S = 10.0
 _session: Session | None = None
 
 
-def begin(options: Options, settings: Settings) -> Session | None:
+def begin(options: Options, settings: Settings, *, late: bool = False) -> Session | None:
     """Start recording this process (once). In a loader worker only its own work is measured."""
     global _session
     measure_workers(options)
     if torch.utils.data.get_worker_info() is None and _session is None:
-        _session = Session(options, settings)
+        _session = Session(options, settings, late=late)
     return _session
 
 
 class Session(Listener):
     """What goes on in one training process."""
 
-    def __init__(self, options: Options, settings: Settings) -> None:
+    def __init__(self, options: Options, settings: Settings, *, late: bool = False) -> None:
         self._options = options
         self._settings = settings
         self._writer: TraceWriter | None = None
@@ -71,31 +75,36 @@ class Session(Listener):
         self._ceiling = Ceiling() if options.max_steps is not None else None
         self._early: list[Step] = []
         self._first_step_s: float | None = None
+        self._last_optimizer: Any = None
+        self._facts_at_step = _FIRST_FACTS_AT_STEP
         self._closed = False
-        self._hooks.install()
+        self._hooks.install(late=late)
         for library in Hooks.LIBRARIES:
             when_imported(library, lambda module: self._hooks.after_import(module.__name__))
         atexit.register(self.close)
-        os.register_at_fork(after_in_child=self._be_inert)
+        os.register_at_fork(after_in_child=self._start_over_in_child)
         self._flush_before_hard_exit()
 
     # -- what the hooks tell ----------------------------------------------------------------------------------------
 
-    def loader_seen(self, loader: Any) -> None:
-        self._loaders[id(loader)] = look.loader_facts(loader)
+    def loader_seen(self, number: int, loader: Any) -> None:
+        os.environ[RANK] = str(_rank())  # its workers write beside the rank they belong to
+        self._loaders[number] = look.loader_facts(loader)
 
     def fetched(self, loader: int, batch: Any) -> None:
         if self._ceiling is not None:
             self._ceiling.keep(loader, batch)
 
     def replayed_batch(self, loader: int) -> Any:
-        return self._ceiling.batch(loader) if self._ceiling is not None else None
+        if self._ceiling is None or not self._recorder.trains_on(loader):
+            return None
+        return self._ceiling.batch(loader)
 
-    def resident_copy(self, tensor: Any, copy: Callable[[], Any]) -> Any:
-        return self._ceiling.copy_of(tensor, copy) if self._ceiling is not None else copy()
+    def resident_copy(self, tensor: Any, how: str, copy: Callable[[], Any]) -> Any:
+        return self._ceiling.copy_of(tensor, how, copy) if self._ceiling is not None else copy()
 
     def backward_begins(self, tensors: Any) -> None:
-        if self._recorder.steps <= _FACTS_AT_STEP:
+        if self._recorder.steps <= _FIRST_FACTS_AT_STEP:
             self._autocast.add(look.autocast_dtype())
         first = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
         wanted = self._recorder.marking or not getattr(first, "is_cuda", False)
@@ -104,50 +113,55 @@ class Session(Listener):
     def step_ended(self, optimizer: Any) -> None:
         """A training step is over: the few things that happen once, each at its step."""
         steps = self._recorder.steps
-        if steps == 1:
-            self._first_step_s = time.monotonic()
-            self._recorder.push(OWN)
-            self._hooks.guarded(self._open_trace)
-            self._recorder.pop()
-        if steps == _FACTS_AT_STEP:
-            self._hooks.guarded(self._write_facts, optimizer)
         self._last_optimizer = optimizer
-        if self._xray.state != "done" and torch.cuda.is_initialized():
-            self._hooks.guarded(self._xray.step_ended, self)
-        if self._ceiling is not None and not self._hooks.off:
-            self._trial_step(steps)
+        if self._writer is None:
+            self._first_step_s = time.monotonic()
+            self._as_ours(self._open_trace)
+        elif self._writer.error is not None:
+            raise TraceError(self._writer.error)
+        if steps >= self._facts_at_step:
+            self._facts_at_step *= _FACTS_EVERY_TIMES
+            self._as_ours(self._write_facts)
+        if not self._xray.done and torch.cuda.is_initialized():
+            self._xray.step_ended(self)
+        if self._ceiling is not None:
+            self._trial_step()
 
-    _last_optimizer: Any = None
+    def _as_ours(self, action: Callable[[], None]) -> None:
+        """Do something whose time is on our account."""
+        self._recorder.push(OWN)
+        action()
+        self._recorder.pop()
 
     # -- a trial: so many steps, then the ceiling, then out ---------------------------------------------------------
 
-    def _trial_step(self, steps: int) -> None:
+    def _trial_step(self) -> None:
         assert self._ceiling is not None
-        kind = self._ceiling.kind_of_step(steps - (self._options.max_steps or 0))
+        if self._recorder.measured < (self._options.max_steps or 0) or self._xray.running:
+            return
+        kind = self._ceiling.next_step()
         self.resident = kind == "resident"
-        if kind is None:
-            self.close()
-            threading.Thread(target=_exit_after_grace, name="flatout-grace", daemon=True).start()
-            raise SystemExit(0)
-        if kind != "train":
+        if kind is not None:
             self._recorder.set_kind(kind)
+            return
+        self.close()
+        threading.Thread(target=_exit_after_grace, name="flatout-grace", daemon=True).start()
+        raise SystemExit(0)
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def _open_trace(self) -> None:
-        rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) or 0)
-        world = int(os.environ.get("WORLD_SIZE", "1") or 1)
         info = RunInfo(
             name=self._options.name,
             command=hide_in_arguments(tuple(sys.orig_argv)),
             host=socket.gethostname(),
-            rank=rank,
-            world_size=world,
+            rank=_rank(),
+            world_size=_world_size(),
             pid=os.getpid(),
             started_unix_s=time.time() - (time.monotonic() - self._began_s),
             started_s=self._began_s,
         )
-        self._writer = TraceWriter(self._options.folder, info)
+        self._writer = _first_free(self._options.folder, info)
         for step in self._early:
             self._writer.write(step)
         self._early.clear()
@@ -159,26 +173,24 @@ class Session(Listener):
             self._writer.write(step)
         self._xray.emitted(step)
 
-    def _write_facts(self, optimizer: Any) -> None:
+    def _write_facts(self) -> None:
         if self._writer is None:
             return
-        self._recorder.push(OWN)
         self._settings.note_config_modules()
-        values = look.in_force(optimizer) | {
-            "loaders": list(self._loaders.values()),
+        values = look.in_force(self._last_optimizer) | {
+            "loaders": list({str(facts): facts for facts in self._loaders.values()}.values()),
             "autocast": sorted(str(dtype) for dtype in self._autocast),
             "settings": self._settings.read,
             "own_cost": self._own_cost(),
         }
         self._writer.write(Facts(time_s=time.monotonic(), values=values))
-        self._recorder.pop()
 
     def _own_cost(self) -> dict[str, float]:
-        """What measuring has cost so far, from the number of cuts and marks and what each takes here."""
-        cut_us, mark_us = _costs_us(self._recorder)
-        steps = max(1, self._recorder.steps)
+        """What measuring has cost so far, from the number of cuts and what one takes here, and the marks' own time."""
+        recorder = self._recorder
+        cut_us, mark_us = _cut_us(), recorder.marks_s / max(1, recorder.marks) * 1e6
         return {
-            "us_per_step": (self._recorder.cuts * cut_us + self._recorder.marks * mark_us) / steps,
+            "us_per_step": (recorder.cuts * cut_us + recorder.marks_s * 1e6) / max(1, recorder.steps),
             "cut_us": cut_us,
             "mark_us": mark_us,
         }
@@ -202,8 +214,7 @@ class Session(Listener):
             if self._writer is not None:
                 self._recorder.finish()
                 self._xray.finish(self)
-                if self._last_optimizer is not None:
-                    self._write_facts(self._last_optimizer)
+                self._write_facts()
                 for meter in _meters:
                     meter.write()
         except Exception as problem:
@@ -219,10 +230,17 @@ class Session(Listener):
         print(text, file=sys.stderr)
         self.note(text)
 
-    def _be_inert(self) -> None:
-        """In a forked child: the hooks let everything through, nothing is written."""
-        self._hooks.off = True
+    def _start_over_in_child(self) -> None:
+        """In a forked child nothing is written for the parent. A child that trains itself gets a session of its own."""
+        global _session
+        if self._closed:
+            return
         self._closed = True
+        self._hooks.remove()
+        _session = None
+        if _forked_by_loader():
+            return
+        begin(self._options, self._settings, late=True)
 
     def _flush_before_hard_exit(self) -> None:
         hard_exit = os._exit
@@ -241,7 +259,8 @@ class _XrayPlan:
     """When the X-ray is taken: once, when the run is warm; then the step time is checked to have recovered."""
 
     def __init__(self, options: Options) -> None:
-        self.state = "waiting" if options.xray else "done"
+        self.done = not options.xray
+        self.running = False
         early = options.max_steps is not None
         self._after_steps = min(_XRAY_AFTER_STEPS, (options.max_steps or 0) // 3) if early else _XRAY_AFTER_STEPS
         self._after_s = 0.0 if early else _XRAY_AFTER_S
@@ -253,42 +272,50 @@ class _XrayPlan:
         self._after_ms: list[float] = []
 
     def step_ended(self, session: Session) -> None:
+        """Take it when its time has come. What goes wrong with it costs the X-ray, and nothing else."""
+        try:
+            self._step_ended(session)
+        except Exception as problem:
+            self.done, self.running = True, False
+            session.note(f"no X-ray was taken ({type(problem).__name__}: {problem})")
+
+    def _step_ended(self, session: Session) -> None:
         recorder = session._recorder
-        if self.state == "waiting":
-            warm_s = time.monotonic() - (session._first_step_s or 0.0)
-            if recorder.steps >= self._after_steps and warm_s >= self._after_s:
-                recorder.push(OWN)
-                self._profiler.start()
-                recorder.pop()
-                recorder.set_kind("xray")
-                self.state = "running"
-        elif self.state == "running":
+        if self.running:
             self._left -= 1
-            if self._left:
+            if self._left and self._profiler.running:
                 recorder.set_kind("xray")
                 return
-            recorder.push(OWN)
-            self._results = self._profiler.stop()
-            recorder.pop()
+            session._as_ours(self._stop)
             recorder.set_kind("after xray")
-            self.state = "recovering"
+        elif self._results is None:
+            warm_s = time.monotonic() - (session._first_step_s or 0.0)
+            if recorder.measured >= self._after_steps and warm_s >= self._after_s and self._profiler.available():
+                session._as_ours(self._profiler.start)
+                recorder.set_kind("xray")
+                self.running = True
         elif len(self._after_ms) >= _RECOVERY_STEPS and len(self._steps) >= _XRAY_STEPS:
-            self.state = "done"
+            self.done = True
             threading.Thread(target=self._read, args=(session,), name="flatout-xray", daemon=True).start()
+
+    def _stop(self) -> None:
+        self.running = False
+        self._results = self._profiler.stop()
 
     def emitted(self, step: Step) -> None:
         if step.kind == "xray":
             self._steps.append(step)
-        elif step.kind == "train" and self.state != "done":
+        elif step.kind == "train" and not self.done:
             walls = self._after_ms if self._results is not None else self._before_ms
             walls.append(step.wall_ms)
+            del walls[: -4 * _RECOVERY_STEPS]
 
     def finish(self, session: Session) -> None:
         """The run ends: read what there is, if that has not been done."""
-        if self.state == "running":
-            self._results = self._profiler.stop()
-        if self.state in ("running", "recovering"):
-            self.state = "done"
+        if self.running:
+            self._stop()
+        if self._results is not None and not self.done:
+            self.done = True
             self._read(session)
 
     def _read(self, session: Session) -> None:
@@ -314,14 +341,13 @@ def measure_workers(options: Options) -> None:
     create = stock._DatasetKind.create_fetcher
     if getattr(create, "_flatout", False):
         return
-    rank = int(os.environ.get("RANK", "0") or 0)
-    path: Path = options.folder / f"workers-{rank:05d}.jsonl"
 
     @functools.wraps(create)
     def create_fetcher(*args: Any, **kwargs: Any) -> Any:
         fetcher = create(*args, **kwargs)  # type: ignore[no-untyped-call]
         try:
             worker = torch.utils.data.get_worker_info()
+            path = options.folder / f"workers-{int(os.environ.get(RANK, '0')):05d}.jsonl"
             meter = Meter(fetcher.dataset, worker.id if worker is not None else None, path)
             measure_fetcher(fetcher, meter)
             if worker is None:
@@ -336,14 +362,48 @@ def measure_workers(options: Options) -> None:
     stock._DatasetKind.create_fetcher = staticmethod(create_fetcher)  # type: ignore[method-assign]
 
 
-def _costs_us(recorder: Recorder) -> tuple[float, float]:
-    """What a cut and a mark take on this machine, measured on a recorder of their own."""
+def _rank() -> int:
+    """This process among those that train together. A launcher says so by the environment, or else torch knows."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) or 0)
+
+
+def _world_size() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")) or 1)
+
+
+def _first_free(folder: Path, info: RunInfo) -> TraceWriter:
+    """A writer into `folder`; into folder-2, folder-3 … where the command trains more than once."""
+    for path in (folder, *(folder.with_name(f"{folder.name}-{n}") for n in range(2, _RECORDINGS))):
+        if not (path / f"rank-{info.rank:05d}.jsonl").exists():
+            return TraceWriter(path, info)
+    raise TraceError(f"{folder} has been recorded into {_RECORDINGS} times")
+
+
+def _forked_by_loader() -> bool:
+    """Whether a DataLoader is starting a worker: it never trains, and its start is to be quick."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == stock.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _cut_us() -> float:
+    """What a cut takes on this machine, measured on a recorder of its own."""
     scratch = Recorder(clock=time.monotonic, emit=lambda step: None)
-    start = time.perf_counter()
-    for _ in range(200):
-        scratch.push("rest")
-        scratch.pop()
-    return (time.perf_counter() - start) / 400 * 1e6, 4.0
+    best = math.inf
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(40):
+            scratch.push("rest")
+            scratch.pop()
+        best = min(best, time.perf_counter() - start)
+    return best / 80 * 1e6
 
 
 def _exit_after_grace() -> None:

@@ -16,15 +16,30 @@ import queue
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from itertools import count
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
 import torch.utils.data.dataloader as stock
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from flatout.sense.recorder import CHECKPOINT, COPY, GC, LOGGING, OPTIMIZER, OWN, START, SYNC, Recorder
+from flatout.sense import recorder as recording
+from flatout.sense.recorder import (
+    BACKWARD,
+    CHECKPOINT,
+    COPY,
+    DATA,
+    GC,
+    LOGGING,
+    OPTIMIZER,
+    START,
+    SYNC,
+    Recorder,
+)
+from flatout.sense.roots import Roots
 
 # Methods that make the host wait for the card, where the tensor is on one.
 SYNC_METHODS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__repr__", "__format__")
@@ -37,6 +52,8 @@ _LOG_METHODS = {
     "tqdm.std": ("tqdm", ("refresh",)),
 }
 _SAVE_FUNCTIONS = {"safetensors.torch": ("save_file",), "torch.distributed.checkpoint": ("save",)}
+_COMPILER = "torch._dynamo.eval_frame"
+_STEPS_TO_FOLLOW = 3  # so many optimizer steps in another thread, and we follow training there
 _OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -49,13 +66,17 @@ class Hooks:
         self._listener = listener
         self._tell = fail
         self._undo: list[Callable[[], None]] = []
-        self._roots = _Roots(self)
+        self._roots = Roots(self, recorder)
+        self._loaders = _Numbers()
+        self._steps_elsewhere = 0
         self.off = False
 
-    def install(self) -> None:
-        """Put every patch in place."""
+    def install(self, *, late: bool = False) -> None:
+        """Put every patch in place; `late` when modules may have been made already."""
         self._data()
+        self._roots.watch(late=late)
         self._compute()
+        self._optimizer_steps()
         self._copies()
         self._waits()
         self._pauses()
@@ -80,11 +101,14 @@ class Hooks:
         if name in _LOG_METHODS:
             owner, methods = _LOG_METHODS[name]
             for method in methods:
-                self.around(getattr(module, owner, None), method, lambda *_: LOGGING)
+                self.around(getattr(module, owner, None), method, lambda *_, **__: LOGGING)
         for function in _SAVE_FUNCTIONS.get(name, ()):
-            self.around(module, function, lambda *_: CHECKPOINT)
+            self.around(module, function, lambda *_, **__: CHECKPOINT)
+        if name == _COMPILER:
+            for code in _our_code():
+                module.skip_code(code)
 
-    LIBRARIES = (*_LOG_METHODS, *_SAVE_FUNCTIONS)
+    LIBRARIES = (*_LOG_METHODS, *_SAVE_FUNCTIONS, _COMPILER)
 
     # -- what the wrappers are made of ------------------------------------------------------------------------------
 
@@ -97,15 +121,15 @@ class Hooks:
 
         @functools.wraps(original)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if self.off or recorder.is_elsewhere() or torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or self.off or recorder.is_elsewhere():
                 return original(*args, **kwargs)
+            named = None
             try:
                 named = phase(*args, **kwargs)
                 if named is not None:
                     recorder.push(named, caller() if named == SYNC else None)
             except Exception as problem:
                 self.fail(problem)
-                named = None
             try:
                 return original(*args, **kwargs)
             finally:
@@ -118,8 +142,21 @@ class Hooks:
         """Set an attribute, remembering how to undo it."""
         had = name in vars(owner)
         old = vars(owner).get(name)
+
+        def undo() -> None:
+            if vars(owner).get(name) is not new:
+                return  # someone has put theirs on top of ours: it stays, and ours lets everything through
+            if had:
+                setattr(owner, name, old)
+            else:
+                delattr(owner, name)
+
         setattr(owner, name, new)
-        self._undo.append(lambda: setattr(owner, name, old) if had else delattr(owner, name))
+        self._undo.append(undo)
+
+    def on_removal(self, undo: Callable[[], None]) -> None:
+        """What to do when the patches come off."""
+        self._undo.append(undo)
 
     def guarded(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call something of ours; what it raises ends us, not the run."""
@@ -140,44 +177,62 @@ class Hooks:
         def next_batch(iterator: Any) -> Any:
             if self.off or recorder.is_elsewhere():
                 return fetch(iterator)
-            loader = getattr(iterator, "_flatout_loader", id(iterator))
-            self.guarded(recorder.fetching, loader)
-            samples = None
-            try:
-                batch = self.guarded(listener.replayed_batch, loader)
-                if batch is None:
-                    batch = fetch(iterator)
-                    self.guarded(listener.fetched, loader, batch)
-                samples = self.guarded(batch_size, batch) or 0
-                return batch
-            finally:
-                if not self.off:
-                    self.guarded(recorder.fetched, samples)
+            loader = getattr(iterator, "_flatout_loader", 0)
+            return self._fetch(loader, functools.partial(fetch, iterator))
 
         @functools.wraps(build)
         def get_iterator(loader: Any) -> Any:
             iterator: Any = build(loader)
             if not self.off:
-                iterator._flatout_loader = id(loader)
-                self.guarded(listener.loader_seen, loader)
+                number = iterator._flatout_loader = self.guarded(self._loaders.of, loader) or 0
+                self.guarded(listener.loader_seen, number, loader)
             return iterator
+
+        get = queue.Queue.get
+
+        @functools.wraps(get)
+        def get_from_queue(source: Any, *args: Any, **kwargs: Any) -> Any:
+            # A thread of the user's that prefetches hands its batches over by such a queue.
+            if (
+                torch.compiler.is_compiling()
+                or self.off
+                or recorder.is_elsewhere()
+                or recorder.busy
+                or not recorder.steps
+            ):
+                return get(source, *args, **kwargs)
+            return self._fetch(self.guarded(self._loaders.of, source) or 0, lambda: get(source, *args, **kwargs))
 
         self.replace(stock._BaseDataLoaderIter, "__next__", next_batch)
         self.replace(stock.DataLoader, "_get_iterator", get_iterator)
+        self.replace(queue.Queue, "get", get_from_queue)
         self.around(stock.DataLoader, "__iter__", lambda *_: START)
-        # A thread of the user's that prefetches hands its batches over by such a queue.
-        self.around(queue.Queue, "get", lambda q, *_, **__: "data" if not recorder.busy and q.empty() else None)
+        self.around(Future, "result", lambda f, *_, **__: None if recorder.busy or f.done() else DATA)
+
+    def _fetch(self, loader: int, fetch: Callable[[], Any]) -> Any:
+        """A batch, fetched or replayed, with the waiting for it timed."""
+        self.guarded(self._recorder.fetching, loader, torch.is_grad_enabled())
+        samples = None
+        try:
+            batch = self.guarded(self._listener.replayed_batch, loader)
+            if batch is None:
+                batch = fetch()
+                self.guarded(self._listener.fetched, loader, batch)
+            samples = self.guarded(batch_size, batch) or 0
+            return batch
+        finally:
+            if not self.off:
+                self.guarded(self._recorder.fetched, samples)
 
     # -- forward, backward, optimizer -------------------------------------------------------------------------------
 
     def _compute(self) -> None:
         recorder, listener = self._recorder, self._listener
-        self._roots.watch()
-        backward = torch.autograd.backward
+        backward, compile_ = torch.autograd.backward, torch.compile
 
         @functools.wraps(backward)
         def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.off or recorder.is_elsewhere() or torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or self.off or recorder.is_elsewhere():
                 return backward(tensors, *args, **kwargs)
             self.guarded(listener.backward_begins, tensors)
             try:
@@ -186,29 +241,84 @@ class Hooks:
                 if not self.off:
                     self.guarded(recorder.pop)
 
+        @functools.wraps(compile_)
+        def compile_and_time(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+            compiled: Any = compile_(model, *args, **kwargs)
+            if model is None or isinstance(model, torch.nn.Module) or self.off:
+                return compiled  # a decorator comes back here with its function; a module is timed as such
+            return self._around_compiled(model, compiled)
+
         self.replace(torch.autograd, "backward", run_backward)
-        self.around(torch.autograd, "grad", lambda *_, **__: "backward")
+        self.replace(torch, "compile", compile_and_time)
+        self.around(torch.autograd, "grad", lambda *_, **__: BACKWARD)
         self.around(torch.optim.Optimizer, "zero_grad", lambda *_, **__: OPTIMIZER)
-        self._optimizer_steps()
+
+    def _around_compiled(self, function: Any, compiled: Any) -> Any:
+        """Time a compiled function. An optimizer step inside calls no hook; it shows by the parameters written to."""
+        recorder, roots = self._recorder, self._roots
+        steps_optimizer = isinstance(getattr(function, "__self__", None), torch.optim.Optimizer)
+
+        @functools.wraps(compiled)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or roots.is_off():
+                return compiled(*args, **kwargs)
+            calls, versions = self._optimizer_calls, self._versions()
+            if steps_optimizer:
+                self.guarded(recorder.push, OPTIMIZER)
+            else:
+                roots.begin(learns=torch.is_grad_enabled(), training=True, trained=True)
+            try:
+                result = compiled(*args, **kwargs)
+            finally:
+                roots.end()
+            if calls == self._optimizer_calls and not self.off:
+                for optimizer, version in self._versions().items():
+                    if versions.get(optimizer) != version:
+                        self._stepped(optimizer)
+            return result
+
+        return timed
+
+    def _versions(self) -> dict[Any, int]:
+        return self.guarded(self._optimizers.versions) or {}
 
     def _optimizer_steps(self) -> None:
-        recorder, listener = self._recorder, self._listener
+        recorder = self._recorder
+        running: list[
+            tuple[FrameType | None, int]
+        ] = []  # steps that have begun, by their frame: a step may call another
+        self._optimizers = _Optimizers(self)
+        self._optimizer_calls = 0
+
+        def begin() -> None:
+            frame = sys._getframe(3)
+            while running and not _is_running(running[-1][0], frame):
+                recorder.leave(running.pop()[1])  # that one has raised
+            running.append((frame, recorder.optimizer_begins()))
+
+        def end(optimizer: Any) -> None:
+            self._optimizer_calls += 1
+            if running:
+                recorder.leave(running.pop()[1])
+            if not running:
+                self._stepped(optimizer)
 
         def before(optimizer: Any, *_: Any) -> None:
-            if not self.off and not recorder.is_elsewhere() and not torch.compiler.is_compiling():
-                self.guarded(recorder.optimizer_begins)
+            if not torch.compiler.is_compiling() and not self.off and not recorder.is_elsewhere():
+                self.guarded(begin)
 
         def after(optimizer: Any, *_: Any) -> None:
-            if self.off or torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or self.off:
                 return
-            if recorder.is_elsewhere():
-                recorder.move_here()
-            if self.guarded(recorder.optimizer_ends, id(optimizer)):
-                if self._roots.looking:
-                    recorder.push(OWN)
-                    self.guarded(self._roots.find, optimizer)
-                    recorder.pop()
-                listener.step_ended(optimizer)
+            if not recorder.is_elsewhere():
+                self._steps_elsewhere = 0
+            elif recorder.steps and self._steps_elsewhere < _STEPS_TO_FOLLOW:
+                self._steps_elsewhere += 1
+                return
+            else:
+                running.clear()
+                self.guarded(recorder.move_here)
+            self.guarded(end, optimizer)
 
         for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
             self._undo.append(handle.remove)
@@ -219,13 +329,19 @@ class Hooks:
 
         @functools.wraps(scaler_step)
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            steps = recorder.steps
+            calls = self._optimizer_calls
             result = scaler_step(scaler, optimizer, *args, **kwargs)
-            if not self.off and recorder.steps == steps and not recorder.is_elsewhere() and result is None:
-                self.guarded(recorder.end_step)  # infinities found: the optimizer was left out, the step is over
+            if calls == self._optimizer_calls and not self.off and not recorder.is_elsewhere():
+                self._stepped(optimizer)  # infinities were found and the optimizer was left out: the step is over
             return result
 
         self.replace(GradScaler, "step", step)
+
+    def _stepped(self, optimizer: Any) -> None:
+        """An optimizer is through. The listener may end the run here, with an exception that is none of ours."""
+        if self.guarded(self._recorder.optimizer_ended, id(optimizer)):
+            self.guarded(self._roots.find, optimizer)
+            self.guarded(self._listener.step_ended, optimizer)
 
     # -- copies, and waiting for the card ---------------------------------------------------------------------------
 
@@ -252,7 +368,8 @@ class Hooks:
         def maybe_resident(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if not listener.resident:
                 return timed(tensor, *args, **kwargs)
-            return listener.resident_copy(tensor, functools.partial(timed, tensor, *args, **kwargs))
+            copy = functools.partial(timed, tensor, *args, **kwargs)
+            return listener.resident_copy(tensor, f"{name} {args} {kwargs}", copy)
 
         self.replace(owner, name, maybe_resident)
 
@@ -275,8 +392,11 @@ class Hooks:
         recorder = self._recorder
 
         def collecting(phase: str, info: dict[str, int]) -> None:
-            if info["generation"] == 2 and not self.off and not recorder.is_elsewhere():
-                self.guarded(functools.partial(recorder.push, GC) if phase == "start" else recorder.pop)
+            if info["generation"] < 2 or self.off or recorder.is_elsewhere():
+                return
+            if sys._getframe(1).f_globals is vars(recording):
+                return  # in the midst of a cut of our own
+            self.guarded(functools.partial(recorder.push, GC) if phase == "start" else recorder.pop)
 
         gc.callbacks.append(collecting)
         self._undo.append(lambda: gc.callbacks.remove(collecting))
@@ -287,7 +407,7 @@ class Listener:
 
     resident = False
 
-    def loader_seen(self, loader: Any) -> None:
+    def loader_seen(self, number: int, loader: Any) -> None:
         """A DataLoader has built an iterator."""
 
     def fetched(self, loader: int, batch: Any) -> None:
@@ -296,8 +416,8 @@ class Listener:
     def replayed_batch(self, loader: int) -> Any:
         """A batch to give instead of fetching one, or None."""
 
-    def resident_copy(self, tensor: Any, copy: Callable[[], Any]) -> Any:
-        """The device copy of `tensor`, made by `copy` the first time."""
+    def resident_copy(self, tensor: Any, how: str, copy: Callable[[], Any]) -> Any:
+        """The device copy of `tensor`, made by `copy` the first time it is asked for like this."""
         return copy()
 
     def backward_begins(self, tensors: Any) -> None:
@@ -307,101 +427,65 @@ class Listener:
         """A training step is over. May raise to end the run."""
 
 
-class _Roots:
-    """Finds the modules the user calls, and times those calls only.
+class _Numbers:
+    """A number for each loader that is never given to another, as an id may be."""
 
-    Every module made is noted (weakly). After the first step the ones that are part of no other are wrapped through
-    `_compiled_call_impl`, which pickling and copying leave out, and which works around a compiled module from the
-    outside. If none of them is ever called (a LightningModule calls its parts), their children are wrapped instead.
-    """
+    def __init__(self) -> None:
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._next = count(1)
+
+    def of(self, thing: Any) -> int:
+        number = self._numbers.get(thing)
+        if number is None:
+            number = self._numbers[thing] = next(self._next)
+        return number
+
+
+class _Optimizers:
+    """Every optimizer made, for finding those whose steps a compiler has swallowed."""
 
     def __init__(self, hooks: Hooks) -> None:
-        self._hooks = hooks
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._calls = 0
-        self._depth = 0
-        self._looks = 0
-        self._trained: set[int] = set()
-
-    def watch(self) -> None:
-        init = torch.nn.Module.__init__
-        made = self._made
+        init = torch.optim.Optimizer.__init__
 
         @functools.wraps(init)
-        def noted(module: Any, *args: Any, **kwargs: Any) -> None:
-            init(module, *args, **kwargs)
-            made.add(module)
+        def noted(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            init(optimizer, *args, **kwargs)
+            hooks.guarded(self._made.add, optimizer)
 
-        self._hooks.replace(torch.nn.Module, "__init__", noted)
-        for thing in gc.get_objects():
-            if issubclass(type(thing), torch.nn.Module):  # isinstance would wake up lazy objects
-                made.add(thing)
+        hooks.replace(torch.optim.Optimizer, "__init__", noted)
 
-    @property
-    def looking(self) -> bool:
-        """Whether `find` is to be called after this step."""
-        return self._looks <= 3
-
-    def find(self, optimizer: Any) -> None:
-        """Called after the first steps, a few times in case models come late."""
-        self._looks += 1
-        self._trained |= {id(p) for group in optimizer.param_groups for p in group["params"]}
-        modules = [m for m in list(self._made) if any(True for _ in m.parameters(recurse=True))]
-        parts = {id(child) for m in modules for child in m.children()}
-        tops = [m for m in modules if id(m) not in parts]
-        if self._looks > 2 and self._calls == 0:
-            tops = [part for top in tops for part in _called_parts(top)]
-        for module in tops:
-            if module not in self._wrapped:
-                self._wrap(module)
-
-    def _wrap(self, module: Any) -> None:
-        inner = vars(module).get("_compiled_call_impl")
-        call = inner if inner is not None else module._call_impl
-        recorder, hooks = self._hooks._recorder, self._hooks
-        trained = any(id(p) in self._trained for p in module.parameters())
-        me = weakref.ref(module)
-
-        def timed_call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or hooks.off or self._depth or recorder.is_elsewhere():
-                return call(*args, **kwargs)
-            self._calls += 1
-            owner = me()
-            learns = torch.is_grad_enabled() or not trained
-            hooks.guarded(
-                functools.partial(recorder.forward, learns=learns, training=owner is None or bool(owner.training))
-            )
-            self._depth += 1
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self._depth -= 1
-                if not hooks.off:
-                    hooks.guarded(recorder.pop)
-
-        vars(module)["_compiled_call_impl"] = timed_call
-        self._wrapped.add(module)
-        hooks._undo.append(functools.partial(_unwrap, me, inner))
+    def versions(self) -> dict[Any, int]:
+        """How often each one's parameters have been written to; the first and the last of a group tell."""
+        return {
+            optimizer: sum(group["params"][at]._version for group in optimizer.param_groups for at in (0, -1))
+            for optimizer in self._made
+        }
 
 
-def _unwrap(module: weakref.ref[Any], inner: Any) -> None:
-    owner = module()
-    if owner is None:
-        return
-    if inner is None:
-        vars(owner).pop("_compiled_call_impl", None)
-    else:
-        vars(owner)["_compiled_call_impl"] = inner
+def _is_running(frame: FrameType | None, inner: FrameType | None) -> bool:
+    """Whether `frame` is among those that led to `inner`."""
+    while inner is not None:
+        if inner is frame:
+            return True
+        inner = inner.f_back
+    return False
 
 
-def _called_parts(module: Any) -> Iterable[Any]:
-    """The modules right below, looking through lists and dicts of modules, which are never called themselves."""
-    for child in module.children():
-        if isinstance(child, torch.nn.ModuleList | torch.nn.ModuleDict):
-            yield from child.children()
-        else:
-            yield child
+def _our_code() -> Iterable[CodeType]:
+    """The code of every function that runs in the training thread: the compiler need not look into it."""
+    ours = [m for name, m in list(sys.modules.items()) if name.startswith(("flatout.sense.", "flatout.inject."))]
+    waiting = [
+        function.__code__
+        for module in ours
+        for thing in vars(module).values()
+        for function in (vars(thing).values() if isinstance(thing, type) else (thing,))
+        if isinstance(function, FunctionType)
+    ]
+    while waiting:
+        code = waiting.pop()
+        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        yield code
 
 
 def batch_size(batch: Any) -> int | None:
@@ -447,6 +531,9 @@ def _place(filename: str) -> str | None:
     """How a file is named in a report; None for torch's and our own."""
     if filename.startswith((_OURS, _TORCH, "<")):
         return None
+    _, packages, inside = filename.rpartition("-packages/")
+    if packages:
+        return inside
     try:
         return os.path.relpath(filename) if filename.startswith(str(Path.cwd())) else filename
     except (OSError, ValueError):
@@ -454,14 +541,11 @@ def _place(filename: str) -> str | None:
 
 
 def caller() -> str | None:
-    """The user's file:line that led here."""
+    """The file:line where the call is written: the innermost one that is neither torch's nor ours."""
     frame: FrameType | None = sys._getframe(2)
-    outermost = None
     while frame is not None:
         place = _place(frame.f_code.co_filename)
         if place is not None:
-            if "site-packages" not in place and "/lib/python" not in place:
-                return f"{place}:{frame.f_lineno}"
-            outermost = outermost or f"{place}:{frame.f_lineno}"
+            return f"{place}:{frame.f_lineno}"
         frame = frame.f_back
-    return outermost
+    return None

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 VARIABLE = "FLATOUT_RUN"
+RANK = "FLATOUT_RANK"  # what a training process tells its loader workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

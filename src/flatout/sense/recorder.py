@@ -24,6 +24,7 @@ GC, OWN, REST = "gc", "flatout", "rest"
 
 # In these nothing is launched, so what the GPU spends between their two events is idleness.
 QUIET = frozenset({DATA, START, SYNC, CHECKPOINT, LOGGING, GC, OWN})
+_BEGINS_TRAINING = frozenset({START, DATA, FORWARD, BACKWARD})
 
 # What evaluation takes in; a checkpoint or a log line in the midst of it keeps its own name.
 _PART_OF_EVALUATION = frozenset({DATA, START, COPY, FORWARD, LOSS, SYNC, REST})
@@ -58,6 +59,8 @@ class _Piece:
     start_s: float
     end_s: float
     mark: int | None  # index of the event at its end
+    quiet: bool  # nothing was launched in it, whatever it will be called
+    loader: int | None  # whose batch it waited for
 
 
 @dataclass(slots=True)
@@ -68,16 +71,8 @@ class _OpenStep:
     marks: list[Any] = field(default_factory=list)
     crowd_s: dict[str, float] = field(default_factory=dict)  # phases beyond the first many, by name
     samples: int | None = None
-    fetched: int = 0  # samples that came, not yet known to be for training
     loss: Any = None
     micro_steps: int = 0
-    train_until: int = 0  # pieces before this one belong to training for certain
-
-    def claim(self) -> None:
-        """What was fetched has reached training."""
-        if self.fetched:
-            self.samples = (self.samples or 0) + self.fetched
-            self.fetched = 0
 
 
 class Recorder:
@@ -95,21 +90,21 @@ class Recorder:
         self._emit = emit
         self._gpu = gpu
         self._losses = losses
-        self._stack: list[tuple[str, str | None]] = []
+        self._stack: list[tuple[str, str | None, int | None]] = []
         self._between = REST
         self._cut_s = clock()
         self._open = _OpenStep(self._cut_s, kind="setup")
         self._waiting: deque[tuple[_OpenStep, int, float]] = deque()
         self._thread = threading.get_ident()
         self._optimizers = _Cycle()
-        self._train_loaders: set[int] = set()
-        self._last_loader: int | None = None
-        self._evaluating = False
+        self._evaluation = _Evaluation()
         self._marking = False
         self._mark_every = _FIRST_EVENTS_EVERY
-        self.steps = 0
+        self.steps = 0  # all that ended, of whatever kind
+        self.measured = 0  # those of kind train
         self.cuts = 0
         self.marks = 0
+        self.marks_s = 0.0  # what dropping them took
 
     def is_elsewhere(self) -> bool:
         """Whether this is not the thread that trains."""
@@ -130,83 +125,104 @@ class Recorder:
         """Whether the open step carries marks in the GPU's queue."""
         return self._marking
 
-    def push(self, name: str, where: str | None = None) -> None:
+    def push(self, name: str, where: str | None = None, loader: int | None = None) -> None:
         """The thread enters a phase; the first that belongs to training ends the set-up."""
-        if self._open.kind == "setup" and name in (START, DATA, FORWARD):
+        if self._open.kind == "setup" and name in _BEGINS_TRAINING:
             self._begin_training()
-        if self._evaluating and name in (BACKWARD, OPTIMIZER):
-            self._evaluating = False
         self._cut()
-        if name == BACKWARD:
-            self._open.micro_steps += 1
-        self._stack.append((name, where))
+        self._stack.append((name, where, loader))
+
+    def leave(self, depth: int) -> None:
+        """The thread leaves the phase at this depth, and whatever an exception has left open above it."""
+        self._cut()
+        del self._stack[depth - 1 :]
+        self._between = REST
 
     def pop(self) -> None:
         """The thread leaves the phase it entered last."""
         self._cut()
         name = self._stack.pop()[0] if self._stack else REST
         if not self._stack:
-            self._between = LOSS if name == FORWARD and not self._evaluating else REST
+            self._between = LOSS if name == FORWARD and not self._evaluation.suspected else REST
 
-    def fetching(self, loader: int) -> None:
-        """A batch is being asked of `loader`; training's own loader ends an evaluation."""
-        if self._evaluating and loader in self._train_loaders:
-            self._evaluating = False
-        self.push(DATA)
-        self._last_loader = loader
+    # -- what is training, and what is evaluation -------------------------------------------------------------------
+
+    def fetching(self, loader: int, learns: bool = True) -> None:
+        """A batch is being asked of `loader`, with gradients switched on or off."""
+        self.push(DATA, None, loader)
+        if self._evaluation.shown_by_fetch(loader, learns=learns):
+            self._call_it_evaluation()
+        self._evaluation.asked(loader, learns=learns)
 
     def fetched(self, samples: int | None) -> None:
         """The batch has come, or the loader is at its end (None)."""
+        loader = self._stack[-1][2] if self._stack else None
         self.pop()
-        if samples is not None and not self._evaluating:
-            self._open.fetched += samples
+        if samples is not None and loader is not None:
+            self._evaluation.took(loader, samples)
 
-    def forward(self, *, learns: bool, training: bool) -> None:
-        """A root module is called. Without gradients, out of training mode or on another loader, it is evaluation."""
+    def trains_on(self, loader: int) -> bool:
+        """Whether batches of `loader` have been seen to go into training."""
+        return loader in self._evaluation.train_loaders
+
+    def forward(self, *, learns: bool, training: bool, trained: bool = True) -> None:
+        """A root module is called: with gradients or without, in training mode or not, one that an optimizer trains."""
+        alone = not self._stack
         self._between = REST
-        if learns:
-            self._evaluating = False
-            if self._last_loader is not None:
-                self._train_loaders.add(self._last_loader)
-            self.push(FORWARD)
-            self._open.train_until = len(self._open.pieces)
-            self._open.claim()
-            return
-        other_loader = self._last_loader is not None and self._last_loader not in self._train_loaders
-        if not self._evaluating and (not training or other_loader) and not self._stack:
-            self._begin_evaluation()
         self.push(FORWARD)
+        if learns and training:
+            self._settle()
+        elif alone:
+            self._evaluation.suspect(surely=trained and not training and not learns)
 
     def backward(self, loss: Any = None) -> None:
         """A backward pass begins; `loss` is a ticket for its value."""
         self.push(BACKWARD)
+        self._settle()
+        self._open.micro_steps += 1
         if loss is not None:
             self._open.loss = loss
 
-    def optimizer_begins(self) -> None:
-        """An optimizer's step begins. One that raised has left its phase open: that is cleared up here."""
-        if any(name == OPTIMIZER for name, _ in self._stack):
-            self._stack.clear()
-        self.push(OPTIMIZER)
+    def _settle(self) -> None:
+        """What has been going on is training: its batches count."""
+        if self._evaluation.shown_by_training():
+            self._call_it_evaluation()
+        samples = self._evaluation.settle(len(self._open.pieces))
+        if samples:
+            self._open.samples = (self._open.samples or 0) + samples
 
-    def optimizer_ends(self, optimizer: int) -> bool:
-        """An optimizer's step is over; True when that ended a training step."""
-        while self._stack and self._stack[-1][0] != OPTIMIZER:
-            self._stack.pop()
-        self.pop()
-        self._open.train_until = len(self._open.pieces)
+    def _call_it_evaluation(self) -> None:
+        """It began when training's last phase ended."""
+        pieces, since = self._open.pieces, self._evaluation.since
+        for piece in pieces[since:]:
+            if piece.name in _PART_OF_EVALUATION and not self._evaluation.spares(piece.loader):
+                piece.name, piece.where = EVALUATION, None
+        pieces[max(0, since - 1) :] = _joined(pieces[max(0, since - 1) :])
+        self._evaluation.called(len(pieces))
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def optimizer_begins(self) -> int:
+        """An optimizer's step begins; its depth among the phases, for `leave`."""
+        self.push(OPTIMIZER)
+        self._settle()
+        return len(self._stack)
+
+    def optimizer_ended(self, optimizer: int) -> bool:
+        """An optimizer's step is over (or was skipped); True when that ended a training step."""
+        self._evaluation.since = len(self._open.pieces)
         if not self._optimizers.closes(optimizer):
             return False
-        self.end_step()
+        self._end_step()
         return True
 
-    def end_step(self) -> None:
-        """Close the step here (also where a GradScaler skipped its optimizer)."""
+    def _end_step(self) -> None:
         self._cut()
-        self._open.claim()
+        if self._open.kind == "train" and not self._optimizers.settled:
+            self._open.kind = "warmup"
+        self.measured += self._open.kind == "train"
         self._close(self.steps)
         self.steps += 1
-        self._evaluating = False
         self._marking = self._gpu is not None and self.steps % self._mark_every == 0
         if self._marking:
             self._mark()
@@ -218,7 +234,10 @@ class Recorder:
 
     def finish(self) -> None:
         """Close the books: what came after the last step becomes a step of kind `tail`."""
+        self._marking = False
         self._cut()
+        if self._evaluation.shown_by_end():
+            self._call_it_evaluation()
         self._open.kind = "tail"
         self._close(self.steps)
         self._send(all_of_them=True)
@@ -227,22 +246,37 @@ class Recorder:
         now_s = self._clock()
         start_s, self._cut_s = self._cut_s, now_s
         self.cuts += 1
-        name, where = self._stack[-1] if self._stack else (self._between, None)
-        if self._evaluating and name in _PART_OF_EVALUATION:
+        name, where, loader = self._stack[-1] if self._stack else (self._between, None, None)
+        quiet = name in QUIET
+        if self._evaluation.on and name in _PART_OF_EVALUATION:
             name, where = EVALUATION, None
         mark = self._mark() if self._marking else None
         pieces = self._open.pieces
-        if mark is None and pieces and pieces[-1].name == name and pieces[-1].where == where:
-            pieces[-1].end_s = now_s
+        last = pieces[-1] if pieces else None
+        if (
+            last is not None
+            and mark is last.mark is None
+            and last.end_s == start_s  # not so where a collection or a signal handler came in between
+            and last.name == name
+            and last.where == where
+            and last.loader == loader
+            and len(pieces) > self._evaluation.since
+        ):
+            last.end_s = now_s
         elif len(pieces) < _SPANS_A_STEP:
-            pieces.append(_Piece(name, where, start_s, now_s, mark))
+            pieces.append(_Piece(name, where, start_s, now_s, mark, quiet, loader))
         else:
             self._open.crowd_s[name] = self._open.crowd_s.get(name, 0.0) + now_s - start_s
 
     def _mark(self) -> int | None:
         """Drop an event; its index, or None when there are enough of them or none can be had now."""
         marks = self._open.marks
-        mark = self._gpu.mark() if self._gpu is not None and len(marks) < _SPANS_A_STEP else None
+        if self._gpu is None or len(marks) >= _SPANS_A_STEP:
+            self._marking = False
+            return None
+        start_s = self._clock()
+        mark = self._gpu.mark()
+        self.marks_s += self._clock() - start_s
         if mark is None:
             self._marking = False
             return None
@@ -256,22 +290,14 @@ class Recorder:
         self._close(index=-1)
         self._open.kind = "warmup"
 
-    def _begin_evaluation(self) -> None:
-        """It began when training's last phase ended: at the first batch asked of the other loader."""
-        self._cut()
-        self._evaluating = True
-        self._open.fetched = 0
-        for piece in self._open.pieces[self._open.train_until :]:
-            if piece.name in _PART_OF_EVALUATION:
-                piece.name = EVALUATION
-
     def _close(self, index: int) -> None:
         step = self._open
         self._open = _OpenStep(self._cut_s)
+        self._evaluation.since = 0
         self._waiting.append((step, index, self._cut_s))
         wall_s = self._cut_s - step.start_s
         if step.marks and wall_s > 0:
-            events_s = 4e-6 * len(step.marks)
+            events_s = self.marks_s / self.marks * len(step.marks)
             self._mark_every = max(1, min(64, round(events_s / (_EVENT_SHARE * wall_s))))
 
     def _send(self, all_of_them: bool = False) -> None:
@@ -285,20 +311,98 @@ class Recorder:
             self._emit(_as_step(step, index, end_s, times or [], loss))
 
 
+class _Evaluation:
+    """Tells evaluation from training by what follows.
+
+    A forward pass without gradients may be either: a teacher inside a step, or a look at the validation set. So it
+    is only suspected at first. A training forward or a backward pass says that it was part of training; that the
+    same loader is asked for its next batch, or training's loader comes back, says that it was evaluation.
+    """
+
+    def __init__(self) -> None:
+        self.on = False
+        self.since = 0  # pieces of the open step before this one are settled
+        self.suspected = False
+        self.train_loaders: set[int] = set()
+        self._in_hand: dict[int, int] = {}  # samples that came, by loader, not yet known to be for training
+        self._last: int | None = None
+        self._fed_by: int | None = None  # the loader behind the suspected forward pass
+        self._surely = False
+
+    def took(self, loader: int, samples: int) -> None:
+        """A batch has come."""
+        self._last = loader
+        if not self.on:
+            self._in_hand[loader] = self._in_hand.get(loader, 0) + samples
+
+    def suspect(self, *, surely: bool) -> None:
+        """A forward pass that may be evaluation; `surely` where only a batch in hand would make it training."""
+        self.suspected = True
+        self._surely = self._surely or (surely and not self._in_hand)
+        self._fed_by = self._last if self._in_hand else None
+
+    def shown_by_fetch(self, loader: int, *, learns: bool) -> bool:
+        """Whether asking `loader` for a batch shows that what came before, or begins here, is evaluation."""
+        if self.suspected:
+            return self._fed_by is None or self._fed_by == loader or self._fed_by not in self.train_loaders
+        return not self.on and not learns and loader not in self.train_loaders
+
+    def shown_by_training(self) -> bool:
+        """Whether training that goes on shows that what came before was evaluation."""
+        return self.suspected and self._surely
+
+    def shown_by_end(self) -> bool:
+        """Whether the end of the run shows that what came last was evaluation."""
+        return self.suspected
+
+    def spares(self, loader: int | None) -> bool:
+        """Whether a batch waited for was training's all the same."""
+        return loader is not None and loader != self._fed_by and loader in self.train_loaders
+
+    def called(self, pieces: int) -> None:
+        """What came before has been called evaluation; it goes on until training shows itself."""
+        self._in_hand = {k: n for k, n in self._in_hand.items() if k in self.train_loaders and k != self._fed_by}
+        self.on, self.since, self.suspected, self._surely, self._fed_by = True, pieces, False, False, None
+
+    def asked(self, loader: int, *, learns: bool) -> None:
+        """A batch is being asked of `loader`; of training's own, that is training again."""
+        if learns and loader in self.train_loaders:
+            self.on = False
+
+    def settle(self, pieces: int) -> int:
+        """It is training now; how many samples have come for it."""
+        samples = sum(self._in_hand.values())
+        self.train_loaders |= self._in_hand.keys()
+        if self.on and self._last is not None:
+            self.train_loaders.add(self._last)
+        self._in_hand.clear()
+        self.on, self.since, self.suspected, self._surely, self._fed_by = False, pieces, False, False, None
+        return samples
+
+
 class _Cycle:
     """Which optimizer ends a step, where several take turns: the last one before the first comes round again."""
 
     def __init__(self) -> None:
         self._order: list[int] = []
         self._closer: int | None = None
-        self._others = 0
+        self._others: set[int] = set()
+
+    @property
+    def settled(self) -> bool:
+        """Whether the turns are known. Until then a step may be only a part of one."""
+        return self._closer is not None
 
     def closes(self, optimizer: int) -> bool:
-        if self._closer is not None:
-            self._others = 0 if optimizer == self._closer else self._others + 1
-            if self._others <= 8:
-                return optimizer == self._closer
-            self._order, self._closer, self._others = [], None, 0
+        if self._closer == optimizer:
+            self._others.clear()
+            return True
+        if self._closer is not None and optimizer not in self._others:
+            self._others.add(optimizer)
+            return False
+        if self._closer is not None:  # twice without the one that used to end a step: it is gone
+            self._order, self._closer = [], None
+            self._others.clear()
         if optimizer in self._order:
             self._closer = self._order[-1]
             return optimizer == self._closer
@@ -312,14 +416,13 @@ def _as_step(step: _OpenStep, index: int, end_s: float, gpu_ms: list[float], los
         elapsed = None
         if piece.mark is not None and 0 < piece.mark <= len(gpu_ms):
             elapsed = gpu_ms[piece.mark - 1]
-        quiet = piece.name in QUIET
         spans.append(
             Span(
                 name=piece.name,
                 start_ms=(piece.start_s - step.start_s) * 1e3,
                 host_ms=(piece.end_s - piece.start_s) * 1e3,
-                gpu_idle_ms=elapsed if quiet else None,
-                gpu_busy_ms=elapsed if not quiet else None,
+                gpu_idle_ms=elapsed if piece.quiet else None,
+                gpu_busy_ms=elapsed if not piece.quiet else None,
                 where=piece.where,
             )
         )
@@ -345,6 +448,7 @@ def _joined(pieces: list[_Piece]) -> list[_Piece]:
         if (
             last is not None
             and last.mark is piece.mark is None
+            and last.end_s == piece.start_s
             and (last.name, last.where) == (piece.name, piece.where)
         ):
             joined[-1] = replace(last, end_s=piece.end_s)

@@ -40,23 +40,47 @@ class Profiler:
 
     def __init__(self) -> None:
         self._profile: Any = None
+        self._results: Any = None
         self._clocks = (0.0, 0)
+
+    @property
+    def running(self) -> bool:
+        """Whether it is on. It goes off by itself when the user starts a profiler: there can be only one."""
+        return self._profile is not None
+
+    def available(self) -> bool:
+        """Whether no one else is profiling."""
+        from torch.autograd import profiler
+
+        return not profiler._is_profiler_enabled
 
     def start(self) -> None:
         """Switch it on. `TEARDOWN_CUPTI` makes the driver let go of its hooks afterwards."""
+        from torch.autograd import profiler
         from torch.profiler import ProfilerActivity, profile
 
         os.environ.setdefault("TEARDOWN_CUPTI", "1")
         self._clocks = (time.monotonic(), time.time_ns())
-        self._profile = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
-        self._profile.__enter__()
+        ours = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
+        ours.__enter__()
+        prepare = profiler.profile._prepare_trace
+
+        def prepare_alone(theirs: Any) -> Any:
+            self.stop()
+            return prepare(theirs)
+
+        profiler.profile._prepare_trace = prepare_alone  # type: ignore[method-assign]
+        self._give_back = lambda: setattr(profiler.profile, "_prepare_trace", prepare)
+        self._profile = ours
 
     def stop(self) -> Any:
         """Switch it off; the raw results, for `kernels` to read at leisure."""
-        self._profile.__exit__(None, None, None)
-        results = self._profile.profiler.kineto_results
-        self._profile = None
-        return results
+        if self._profile is not None:
+            ours, self._profile = self._profile, None
+            self._give_back()
+            ours.__exit__(None, None, None)
+            self._results = ours.profiler.kineto_results
+        return self._results
 
     def kernels(self, results: Any) -> list[Kernel]:
         """What ran on the card, in the order of its start, on CLOCK_MONOTONIC in nanoseconds."""

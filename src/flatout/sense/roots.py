@@ -1,0 +1,175 @@
+"""Finds the modules the user calls, and times those calls only: a hook on every layer would cost more than the layer.
+
+Module.__init__, __setstate__ ──► noted ──after a step──► those that are part of no other ──► timed
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+
+from flatout.sense.recorder import OWN, Recorder
+
+_LOOKS = 4
+
+
+class Patches(Protocol):
+    """What puts patches in place, and takes them off when something of ours raises (see Hooks)."""
+
+    off: bool
+
+    def replace(self, owner: Any, name: str, new: Any) -> None:
+        """Set an attribute, remembering how to undo it."""
+
+    def guarded(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call something of ours; what it raises ends us, not the run."""
+
+    def on_removal(self, undo: Callable[[], None]) -> None:
+        """What to do when the patches come off."""
+
+
+class Roots:
+    """Finds the modules the user calls, and times those calls only.
+
+    Every module made is noted (weakly). After the first step the ones that are part of no other are wrapped through
+    `_compiled_call_impl`, which pickling and copying leave out, and which works around a compiled module from the
+    outside. Of those that are trained but never called (a LightningModule calls its parts) the children are wrapped.
+    """
+
+    def __init__(self, hooks: Patches, recorder: Recorder) -> None:
+        self._hooks = hooks
+        self._recorder = recorder
+        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._timed: weakref.WeakKeyDictionary[Any, _TimedCall] = weakref.WeakKeyDictionary()
+        self._changed = False  # modules have been made or compiled since the last look
+        self._steps = 0
+        self._next_look = 1
+        self._trained: set[int] = set()
+        self.inside = False
+
+    def watch(self, *, late: bool) -> None:
+        module = torch.nn.Module
+        for name in ("__init__", "__setstate__", "compile"):
+            self._noting(module, name)
+        if late:
+            for thing in gc.get_objects():
+                if issubclass(type(thing), module):  # isinstance would wake up lazy objects
+                    self._note(thing)
+
+    def _noting(self, owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def noted(module: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(module, *args, **kwargs)
+            if not torch.compiler.is_compiling() and not self._hooks.off:
+                self._hooks.guarded(self._note, module)
+            return result
+
+        self._hooks.replace(owner, name, noted)
+
+    def _note(self, module: Any) -> None:
+        self._changed = True
+        try:
+            self._made.add(module)
+        except TypeError:
+            pass  # its class has made it unhashable: it goes untimed
+
+    def find(self, optimizer: Any) -> None:
+        """Called after each step. Looks after the first ones, and later, ever more rarely, when modules were made."""
+        self._steps += 1
+        if self._steps < self._next_look or (self._steps > _LOOKS and not self._changed):
+            return
+        self._next_look = self._steps + 1 if self._steps < _LOOKS else 2 * self._steps
+        self._changed = False
+        self._recorder.push(OWN)
+        self._trained |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+        modules = [m for m in list(self._made) if any(True for _ in m.parameters())]
+        parts = {id(child) for m in modules for child in m.children()}
+        for module in modules:
+            if id(module) not in parts:
+                self._wrap_called(module)
+        self._recorder.pop()
+
+    def _wrap_called(self, module: Any) -> None:
+        """Wrap a module; its parts instead, where several steps have gone by without a call."""
+        timed = self._timed.get(module)
+        if timed is None or vars(module).get("_compiled_call_impl") is not timed:
+            self._wrap(module)
+        elif timed.trained and not timed.called:
+            for part in _called_parts(module):
+                self._wrap_called(part)
+
+    def _wrap(self, module: Any) -> None:
+        inner = vars(module).get("_compiled_call_impl")
+        trained = any(id(p) in self._trained for p in module.parameters())
+        timed = _TimedCall(self, module, inner, trained)
+        vars(module)["_compiled_call_impl"] = timed
+        self._timed[module] = timed
+        self._hooks.on_removal(functools.partial(_unwrap, weakref.ref(module), timed, inner))
+
+    def is_off(self) -> bool:
+        """Whether a call is none of ours to time: it is inside another, in another thread, or all is over."""
+        return self.inside or self._hooks.off or self._recorder.is_elsewhere()
+
+    def begin(self, **how: bool) -> None:
+        """A call that is to be timed begins (see Recorder.forward)."""
+        self.inside = True
+        self._hooks.guarded(functools.partial(self._recorder.forward, **how))
+
+    def end(self) -> None:
+        """It is over."""
+        self.inside = False
+        if not self._hooks.off:
+            self._hooks.guarded(self._recorder.pop)
+
+
+class _TimedCall:
+    """Stands where a module keeps its compiled call. Where it is pickled or copied after all, it becomes None."""
+
+    def __init__(self, roots: Roots, module: Any, inner: Any, trained: bool) -> None:
+        self._roots = roots
+        self._module = weakref.ref(module)
+        self._inner = inner
+        self.trained = trained
+        self.called = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None, "a module is calling itself"
+        call = self._inner if self._inner is not None else module._call_impl
+        if torch.compiler.is_compiling() or self._roots.is_off():
+            return call(*args, **kwargs)
+        self.called = True
+        self._roots.begin(learns=torch.is_grad_enabled(), training=module.training, trained=self.trained)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._roots.end()
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def _unwrap(module: weakref.ref[Any], timed: _TimedCall, inner: Any) -> None:
+    owner = module()
+    if owner is None or vars(owner).get("_compiled_call_impl") is not timed:
+        return
+    if inner is None:
+        del vars(owner)["_compiled_call_impl"]
+    else:
+        vars(owner)["_compiled_call_impl"] = inner
+
+
+def _called_parts(module: Any) -> Iterable[Any]:
+    """The modules right below, looking through lists and dicts of modules, which are never called themselves."""
+    for child in module.children():
+        if isinstance(child, torch.nn.ModuleList | torch.nn.ModuleDict):
+            yield from child.children()
+        else:
+            yield child
