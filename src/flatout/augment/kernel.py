@@ -72,10 +72,19 @@ class Plan:
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.packed = channels == 3 and dtype != torch.float32
         self.table = torch.tensor(program.table, dtype=torch.float64, device=device)
-        self.folds = tuple(tuple(fold) for fold in program.folds)
         bilinear = WORDS if in_words(images) else BILINEAR
         gather = {"pixel": PIXEL, "tent": TENT, "bilinear": bilinear}[program.sampling].value
         self.passes, self.sums = _passes(program, gather, channels, self.packed)
+        self.drawing = {
+            "SIZE": program.size,
+            "COLUMNS": len(program.columns),
+            "ENTRIES": len(program.table),
+            "FOLDS": tuple(tuple(fold) for fold in program.folds),
+            "SUMS": self.sums,
+            "BLOCK": 32,
+            "num_warps": 1,
+            "enable_fp_fusion": True,
+        }
         height, width = program.out_size
         planes = (height * width, width, 1)
         for constants in self.passes:
@@ -95,13 +104,11 @@ class Plan:
 
     def draw(self, index: Tensor, epoch: int, seed: int) -> tuple[Tensor, Tensor]:
         """A row a sample, and zeroes for the sums of `apply`."""
-        n, program = len(index), self.program
-        rows = torch.empty(n, len(program.columns), device=index.device)
+        n = len(index)
+        rows = torch.empty(n, len(self.program.columns), device=index.device)
         sums = torch.empty(self.sums, n, dtype=torch.int64, device=index.device)
-        draw_kernel[(triton.cdiv(n, 32), len(program.table) + 1)](
-            index, rows, sums, self.table, n, epoch, seed, SIZE=program.size, COLUMNS=len(program.columns),
-            ENTRIES=len(program.table), FOLDS=self.folds, SUMS=self.sums, BLOCK=32, num_warps=1, enable_fp_fusion=True,
-        )  # fmt: skip
+        grid = (triton.cdiv(n, 32), len(self.program.table) + 1)
+        draw_kernel[grid](index, rows, sums, self.table, n, epoch, seed, **self.drawing)
         return rows, sums
 
     def no_sums(self, rows: Tensor) -> Tensor:

@@ -36,6 +36,11 @@ def _whole(place):
 
 
 @triton.jit
+def _within(place, first, end):
+    return tl.minimum(tl.maximum(place, first), end - 1)
+
+
+@triton.jit
 def _bilinear(
     source, x, y, left, top, right, bottom,
     C: tl.constexpr, STRIDES: tl.constexpr, FILLED: tl.constexpr, FILL: tl.constexpr, IN_WORDS: tl.constexpr,
@@ -78,8 +83,8 @@ def _bilinear(
             p00 = source + (row * STRIDES[1] + column * STRIDES[2])
             p01, p10, p11 = p00 + STRIDES[2], p00 + STRIDES[1], p00 + (STRIDES[1] + STRIDES[2])
         else:
-            x0, x1 = tl.clamp(column, left, right - 1), tl.clamp(column + 1, left, right - 1)
-            y0, y1 = tl.clamp(row, top, bottom - 1), tl.clamp(row + 1, top, bottom - 1)
+            x0, x1 = _within(column, left, right), _within(column + 1, left, right)
+            y0, y1 = _within(row, top, bottom), _within(row + 1, top, bottom)
             p00, p01 = source + (y0 * STRIDES[1] + x0 * STRIDES[2]), source + (y0 * STRIDES[1] + x1 * STRIDES[2])
             p10, p11 = source + (y1 * STRIDES[1] + x0 * STRIDES[2]), source + (y1 * STRIDES[1] + x1 * STRIDES[2])
         if INSIDE or not FILLED:
