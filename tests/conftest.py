@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,9 +54,10 @@ def no_shared_memory_left_behind() -> Iterator[None]:
     """Fails a test after which /dev/shm holds something new, unless another program has it open."""
     before = _segments()
     yield
-    left = _segments() - before
-    left -= _held_by_others(left) if left else set()
-    assert not left & _segments(), f"the test left shared memory behind: {sorted(left)}"
+    end_s = time.monotonic() + LEAVE_S
+    while (left := _not_held_by_others(_segments() - before)) and time.monotonic() < end_s:
+        time.sleep(0.05)  # a process that ended a moment ago may still be cleaned up after
+    assert not left, f"the test left shared memory behind: {sorted(left)}"
 
 
 @pytest.fixture(autouse=True)
@@ -158,10 +160,12 @@ def _segments() -> set[str]:
     return {path.name for path in SHM.iterdir()} if SHM.is_dir() else set()
 
 
-def _held_by_others(names: set[str]) -> set[str]:
-    """Those that a process outside this test run has open or mapped: other programs use /dev/shm too."""
+def _not_held_by_others(names: set[str]) -> set[str]:
+    """Those that no process outside this test has open or mapped: other programs use /dev/shm too."""
+    if not names:
+        return names
     family = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
-    held = set()
+    held: set[str] = set()
     for process in psutil.process_iter():
         if process.pid in family:
             continue
@@ -170,7 +174,7 @@ def _held_by_others(names: set[str]) -> set[str]:
         except (psutil.Error, OSError):
             continue
         held |= {name for name in names if f"{SHM}/{name}" in paths}
-    return held
+    return names - held
 
 
 @functools.cache
