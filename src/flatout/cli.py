@@ -212,8 +212,9 @@ def run(
         command = ["python" if shutil.which("python") else sys.executable, *command]
     folder = trace or launch.default_folder(command or ["run"])
     code = launch.run(command, folder=folder, max_steps=max_steps, xray=xray)
-    if os.environ.get("FLATOUT") != "off" and folder.is_dir():
-        _account_for(folder, quiet=quiet, json_to=json)
+    if os.environ.get("FLATOUT") != "off":
+        for recording in launch.recordings(folder):
+            _account_for(recording, quiet=quiet, json_to=json)
     raise typer.Exit(code)
 
 

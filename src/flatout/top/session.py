@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ __all__ = ["Terminal", "TopOptions", "run"]
 FASTEST_S, SLOWEST_S = 0.05, 60.0
 USUAL_INTERVAL_S = 1.0
 ONCE_INTERVAL_S = 0.5
-FEWEST_COLUMNS, FEWEST_LINES = 60, 16
+FEWEST_COLUMNS, FEWEST_LINES = 60, 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +84,18 @@ def run(
     terminal: Terminal | None = None,
     make_sampler: SamplerFactory | None = None,
     stop: Stop | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> TopSummary:
-    """Watch, and sum up. Raises GateFailed when the card did less than it should have."""
+    """Watch, and sum up. Raises GateFailed when a card did less than it should have.
+
+    Tests bring a terminal, a sampler, a stop and a clock of their own.
+    """
     _check(options)
     targets = parse_targets(options.target) if options.target is not None else DEFAULT_TARGETS
     view = _wants_view(options, terminal or Terminal.here())
     stop = stop or Stop()
     with ExitStack() as stack:
-        source = _source(options, paced=view, make_sampler=make_sampler or _hardware)
+        source = _source(options, paced=view, make_sampler=make_sampler or _hardware, clock=clock)
         stack.callback(source.close)
         session = _Session(options, source, SummaryBuilder(targets=targets, **_about(source)), stack)
         with _ends_on_signal(stop):
@@ -233,7 +238,7 @@ def _wants_view(options: TopOptions, terminal: Terminal) -> bool:
     return True
 
 
-def _source(options: TopOptions, *, paced: bool, make_sampler: SamplerFactory) -> Source:
+def _source(options: TopOptions, *, paced: bool, make_sampler: SamplerFactory, clock: Callable[[], float]) -> Source:
     if options.replay_from is not None:
         return Replay(options.replay_from, gpus=options.gpus, speed=(options.speed or 1.0) if paced else None)
     from flatout import budget
@@ -244,6 +249,7 @@ def _source(options: TopOptions, *, paced: bool, make_sampler: SamplerFactory) -
         interval_s=interval_s,
         duration_s=interval_s if options.once else options.duration_s,
         cores_allowed=budget.measure().cores_allowed,
+        clock=clock,
     )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
+from flatout import __version__
 from flatout.errors import TraceError, UsageError
 from flatout.trace import RunInfo, Sample, read
 
@@ -82,6 +84,8 @@ class Live:
         self.info = RunInfo(
             name="top",
             host=socket.gethostname(),
+            pid=os.getpid(),
+            versions={"flatout": __version__},
             started_unix_s=time.time(),
             started_s=clock(),
             facts={"cores_allowed": cores_allowed, "interval_s": interval_s},
@@ -115,7 +119,14 @@ class Live:
 class Replay:
     """A recording, at `speed` times its own pace, or all at once."""
 
-    def __init__(self, folder: Path, *, gpus: tuple[int, ...] | None, speed: float | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        gpus: tuple[int, ...] | None,
+        speed: float | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         trace = read(folder)
         if len(trace.machines) > 1:
             names = ", ".join(info.host for info in trace.machines)
@@ -128,6 +139,7 @@ class Replay:
         self.notes = [note.text for note in trace.notes]
         self._samples = trace.samples[self.info.host]
         self._speed = speed
+        self._clock = clock
         if gpus is not None:
             self._samples = tuple(_only(sample, gpus) for sample in self._samples)
             there = {gpu.index for sample in self._samples for gpu in sample.gpus}
@@ -146,9 +158,9 @@ class Replay:
         """Nothing is held open."""
 
     def _pass(self, seconds: float, stop: Stop) -> bool:
-        end_s = time.monotonic() + seconds
-        while stop.held or time.monotonic() < end_s:
-            if stop.wait(PULSE_EVERY_S if stop.held else end_s - time.monotonic()):
+        end_s = self._clock() + seconds
+        while stop.held or self._clock() < end_s:
+            if stop.wait(PULSE_EVERY_S if stop.held else end_s - self._clock()):
                 return True
         return stop.asked
 

@@ -93,7 +93,7 @@ class CsvTable:
             "disk_read_bytes_s": sum(disk.read_bytes_s for disk in disks) if disks else None,
             "disk_write_bytes_s": sum(disk.write_bytes_s for disk in disks) if disks else None,
             "disk_busy_pct": max(busy, default=None),
-            "trainer_cpu_pct": _sum(p.cpu_pct for p in trainers),
+            "trainer_cpu_pct": max((p.cpu_pct for p in trainers if p.cpu_pct is not None), default=None),
             "workers": len(workers),
             "workers_cpu_pct": _sum(p.cpu_pct for p in workers),
             "training_rss_bytes": _sum(p.rss_bytes for p in sample.processes),

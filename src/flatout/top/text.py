@@ -174,7 +174,7 @@ def _cards_table(cards: tuple[GpuSummary, ...]) -> Iterator[str]:
             (f"{gpu.longest_idle_s:.1f} s", 8),
             (_pct(peak.high if (peak := gpu.levels.get("memory_pct")) else None), 5),
             (f"{watts:.0f} W" if (watts := _mean(gpu, "power_w")) is not None else "–", 6),
-            (f"{heat.high:.0f} °" if (heat := gpu.levels.get("temperature_c")) else "–", 5),
+            (f"{heat.high:.0f}°" if (heat := gpu.levels.get("temperature_c")) else "–", 5),
         )
         yield "".join(text.rjust(width) for text, width in cells) + f"  {card.verdict.word}"
     names = {card.figures.activity_name for card in cards}

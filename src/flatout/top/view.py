@@ -32,6 +32,7 @@ __all__ = ["TopView"]
 KEPT_SAMPLES = 600
 VERDICT_OVER_S = 60.0
 VERDICT_EVERY_S = 1.0
+USUAL_LINES = 24
 TALL_LINES = 36
 
 _THEMES = {
@@ -62,7 +63,7 @@ class TopView(App[None]):
     """`flatout top` in a terminal."""
 
     CSS = """
-    Screen { background: $background; color: $foreground; }
+    Screen { background: $background; color: $foreground; overflow: hidden; }
     #title, #verdict { height: 1; padding: 0 1; }
     .panel {
         border: round $primary 50%; border-title-color: $foreground; border-title-style: bold;
@@ -72,6 +73,7 @@ class TopView(App[None]):
     #middle { height: 5; }
     #cpu, #storage { width: 1fr; height: 100%; }
     #processes { height: 1fr; }
+    .short #cards { height: 8; }
     .tall #cards { height: 1fr; }
     .tall #middle { height: 9; }
     .tall #processes { height: auto; }
@@ -116,6 +118,10 @@ class TopView(App[None]):
     def show(self) -> None:
         """Draw until the person has seen enough."""
         self.run()
+        self.raise_problem()
+
+    def raise_problem(self) -> None:
+        """Raise what went wrong in the measuring, now that the terminal is a terminal again."""
         if self._problem is not None:
             raise self._problem
 
@@ -140,25 +146,26 @@ class TopView(App[None]):
     def on_unmount(self) -> None:
         """End the measuring, however the view came to its end."""
         self._stop.asked = True
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def on_resize(self, event: Resize) -> None:
         """Give the panels more room where there is more."""
+        self.screen.set_class(event.size.height < USUAL_LINES, "short")
         self.screen.set_class(event.size.height >= TALL_LINES, "tall")
         self.call_after_refresh(self._draw)
 
     def on_top_view_taken(self, message: Taken) -> None:
         """Draw a new sample."""
         self.samples.append(message.sample)
-        if not self._stop.held:
-            self._draw()
+        self._draw_unless_held()
 
     def on_top_view_ended(self) -> None:
         """A recording stays on the screen at its end; anything else is over."""
         self.ended = True
         if self._stop.asked or self._problem is not None:
             self.exit()
-        self._draw()
+        self._draw_unless_held()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """There is a next card only where there are several."""
@@ -189,7 +196,7 @@ class TopView(App[None]):
             for sample in self._source.samples(self._stop):
                 self._take(sample)
                 self.post_message(self.Taken(sample))
-        except BaseException as problem:  # `show` raises it again, once the terminal is a terminal again
+        except BaseException as problem:  # raised again by `raise_problem`
             self._problem = problem
         finally:
             self.post_message(self.Ended())
@@ -197,6 +204,10 @@ class TopView(App[None]):
     @property
     def _palette(self) -> Palette:
         return DARK if self.current_theme.dark else LIGHT
+
+    def _draw_unless_held(self) -> None:
+        if not self._stop.held:
+            self._draw()
 
     def _draw(self) -> None:
         if not self.samples:
@@ -228,11 +239,11 @@ class TopView(App[None]):
         now = self.samples[-1]
         elapsed_s = now.time_s - info.started_s
         text = Text.assemble(("flatout top", f"bold {palette.work}"), (f"  {info.host}", f"bold {palette.bold}"))
-        text.append(f"  every {self.samples[0].interval_s:.2g} s, {duration_text(elapsed_s)} so far", palette.dim)
         state = "END OF THE RECORDING" if self.ended else "PAUSED" if self._stop.held else ""
+        text.append(f"  {state}" if state else "", f"bold {palette.warm}")
+        text.append(f"  every {self.samples[0].interval_s:.2g} s, {duration_text(elapsed_s)} so far", palette.dim)
         clock = time.strftime("%H:%M:%S", time.localtime(info.started_unix_s + elapsed_s))
-        room = max(0, self.size.width - 2 - text.cell_len)
-        text.append(f"  {state}  {clock}".rjust(room), f"bold {palette.warm}" if state else palette.dim)
+        text.append(f"  {clock}".rjust(max(0, self.size.width - 2 - text.cell_len)), palette.dim)
         return _cut(text, self.size.width - 2)
 
     def _verdict_line(self, cores_allowed: float | None) -> Text:
@@ -259,9 +270,16 @@ class _Panel(Static):
     def __init__(self, draw: Callable[[Scene, int, int], Drawing], *, id: str) -> None:
         super().__init__(id=id, classes="panel")
         self._draw_scene = draw
+        self._scene: Scene | None = None
+
+    def on_resize(self) -> None:
+        """Draw the same again in the new size."""
+        if self._scene is not None:
+            self.show(self._scene)
 
     def show(self, scene: Scene) -> None:
         """Draw this scene."""
+        self._scene = scene
         width, height = self.content_size
         drawing = self._draw_scene(scene, width, height)
         self.border_title, self.border_subtitle = drawing.title, drawing.subtitle

@@ -1,0 +1,160 @@
+"""The command line: what a person types, sees on stderr, and gets as exit code."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flatout
+from flatout import cli
+
+FLATOUT = [sys.executable, "-m", "flatout"]
+
+
+def flatout_says(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Run the command here; its exit code."""
+    monkeypatch.setattr(sys, "argv", ["flatout", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert flatout_says(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"flatout {flatout.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])
+def test_help_says_what_it_is_and_which_verbs_there_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    assert flatout_says(monkeypatch, *arguments) == 0
+    out = capsys.readouterr().out
+    assert "why a GPU sits idle" in out
+    assert "top" in out
+    assert "--install-completion" in out
+
+
+def test_a_verbs_help_names_every_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert flatout_says(monkeypatch, "top", "--help") == 0
+    out = capsys.readouterr().out
+    for option in ("interval", "duration", "once", "gpu", "pid", "target", "fail-below", "json", "csv", "record"):
+        assert f"--{option} " in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("tpo",), "No such command 'tpo'"),
+        (("top", "--intervall", "1"), "No such option"),
+        (("top", "--interval", "often"), "--interval"),
+        (("top", "--interval"), "--interval"),
+        (("top", "--interval", "0"), "--interval must be from 0.05 to 60 seconds (got 0)"),
+        (("top", "--interval", "-2"), "--interval must be from 0.05 to 60 seconds (got -2)"),
+        (("top", "--once", "--gpu", "99"), "there is no GPU 99"),
+        (("top", "--once", "--pid", "999999999"), "there is no process 999999999"),
+        (("top", "--once", "--target", "memmory=70-90"), "did you mean memory?"),
+        (("top", "--once", "--record", "/dev/null/run"), "cannot record into /dev/null/run"),
+        (("top", "--once", "--json", "/dev/null/sum.json"), "cannot write /dev/null/sum.json"),
+        (("top", "--replay", "/nowhere"), "no trace at /nowhere"),
+        (("top", "--replay", "/dev"), "/dev is not a trace"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    complaint: str,
+) -> None:
+    assert flatout_says(monkeypatch, *arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("flatout: ")
+    assert printed.err.count("\n") == 1
+    assert complaint in printed.err
+
+
+def test_a_gate_that_says_no_is_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert flatout_says(monkeypatch, "top", "--once", "--fail-below", "100") == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_our_own_mistake_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_down(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("flatout.top.session.run", break_down)
+    monkeypatch.setattr(sys, "argv", ["flatout", "top"])
+    with pytest.raises(ZeroDivisionError):
+        cli.main()
+
+
+def test_a_second_ctrl_c_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flatout.top.session.run", interrupted)
+    assert flatout_says(monkeypatch, "top") == 130
+
+
+def test_once_as_json_on_this_machine() -> None:
+    done = subprocess.run([*FLATOUT, "top", "--once", "--json", "-"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    reading = json.loads(done.stdout)
+    assert reading["record"] == "top-reading"
+    assert reading["host"]["memory_total_bytes"] > 0
+    assert reading["interval_s"] > 0.4
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    top = subprocess.Popen(
+        [*FLATOUT, "top", "--interval", "0.05"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert top.stdout is not None
+    assert top.stderr is not None
+    first = top.stdout.readline()
+    top.stdout.close()
+    complaints = top.stderr.read()
+    top.stderr.close()
+    assert top.wait(timeout=60) == 141
+    assert " | CPU" in first
+    assert complaints == ""
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_with_the_summary(tmp_path: Path, signal_number: signal.Signals) -> None:
+    top = subprocess.Popen(
+        [*FLATOUT, "top", "--interval", "0.05", "--record", str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert top.stdout is not None
+    top.stdout.readline()
+    top.send_signal(signal_number)
+    out, complaints = top.communicate(timeout=60)
+    assert top.returncode == 0
+    assert "Verdict: " in out
+    assert complaints == ""
+    assert list((tmp_path / "run").glob("*.summary.json"))
+
+
+@pytest.mark.parametrize("modules", ["flatout.cli", "flatout.top.session, flatout.top.view", "flatout.trace"])
+def test_the_read_side_leaves_torch_alone(modules: str) -> None:
+    script = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+
+
+def test_a_reading_needs_neither_torch_nor_textual() -> None:
+    script = (
+        "import sys; from flatout.cli import app; app(['top', '--once'], standalone_mode=False);"
+        "sys.exit(any(heavy in sys.modules for heavy in ('torch', 'textual', 'numpy')))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60).returncode == 0
