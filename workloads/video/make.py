@@ -89,7 +89,7 @@ def encoded(pictures: Iterator[Picture]) -> bytes:
         stream = None
         for picture in pictures:
             if stream is None:
-                stream = container.add_stream("libx264", FRAMES_A_SECOND, X264)
+                stream = container.add_stream("libx264", rate=FRAMES_A_SECOND, options=X264)
                 stream.codec_context.thread_count = 1
                 stream.height, stream.width, stream.pix_fmt = *picture.shape[:2], "yuv420p"
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))

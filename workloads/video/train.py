@@ -128,15 +128,19 @@ class ClipDataset(Dataset):
         return torch.from_numpy(np.stack(clip)), torch.tensor(jitter), label
 
 
+def gray(clips):
+    red, green, blue = clips.split(1, dim=-1)
+    return 0.299 * red + 0.587 * green + 0.114 * blue
+
+
 def jitter_colours(clips, jitter):
     """What ImageEnhance does to each frame, for a batch of clips at once."""
     brightness, contrast, saturation = jitter.view(-1, 3, 1, 1, 1, 1).unbind(1)
-    weights = torch.tensor([0.299, 0.587, 0.114], device=clips.device)
     clips = (clips.float() / 255 * brightness).clamp(0, 1)
-    mean = (clips @ weights).mean(dim=(2, 3), keepdim=True).unsqueeze(-1)
+    mean = gray(clips).mean(dim=(2, 3), keepdim=True)
     clips = (mean + (clips - mean) * contrast).clamp(0, 1)
-    gray = (clips @ weights).unsqueeze(-1)
-    clips = (gray + (clips - gray) * saturation).clamp(0, 1)
+    shade = gray(clips)
+    clips = (shade + (clips - shade) * saturation).clamp(0, 1)
     return (clips - MEAN) / STD
 
 
