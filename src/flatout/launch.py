@@ -14,15 +14,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
 
 from flatout.errors import UsageError
 from flatout.sense.hardware import Sampler
-from flatout.sense.options import VARIABLE, Options
+from flatout.sense.options import VARIABLE, Options, new_folder
 from flatout.sense.settings import hide_in_arguments
 from flatout.trace import Note, RunInfo, TraceWriter
 
@@ -31,6 +32,7 @@ _PULSES_A_SAMPLE = 8
 _END_WITHIN_S = 5.0
 _CANNOT_START = 126
 _NOT_FOUND = 127
+_PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 def run(command: Sequence[str], *, folder: Path, max_steps: int | None = None, xray: bool = True) -> int:
@@ -45,28 +47,43 @@ def run(command: Sequence[str], *, folder: Path, max_steps: int | None = None, x
         max_steps=max_steps,
         xray=xray,
     )
-    off = os.environ.get("FLATOUT") == "off"
-    environment = os.environ if off else {**os.environ, **_injection(options)}
-    with _signals_passed_on() as pass_to:
-        try:
-            process = subprocess.Popen([program, *command[1:]], env=environment)
-        except OSError as problem:
-            print(f"flatout: cannot start {command[0]}: {problem.strerror}", file=sys.stderr)
-            return _CANNOT_START
-        pass_to.append(process.pid)
-        if off:
-            return _exit_code(process.wait())
-        with _watching(process.pid, options):
-            code = process.wait()
-        _end_descendants(process.pid, options.folder)
-    return _exit_code(code)
+    measured = os.environ.get("FLATOUT") != "off" and _made(options.folder)
+    environment = {**os.environ, **_injection(options)} if measured else os.environ
+    try:
+        process = subprocess.Popen([program, *command[1:]], env=environment)
+    except OSError as problem:
+        print(f"flatout: cannot start {command[0]}: {problem.strerror}", file=sys.stderr)
+        return _CANNOT_START
+    with _watching(process.pid, options if measured else None):
+        code = _wait(process)
+    if measured and max_steps is not None:
+        _end_what_is_left(options.folder)
+    return code if code >= 0 else 128 - code
 
 
 def default_folder(command: Sequence[str]) -> Path:
     """flatout-runs/<time>-<name>, not taken yet."""
-    base = Path("flatout-runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{_name(command)}"
-    candidates = [base, *(base.with_name(f"{base.name}-{n}") for n in range(2, 1000))]
-    return next(path for path in candidates if not path.exists())
+    return new_folder(_name(command))
+
+
+def recordings(folder: Path) -> list[Path]:
+    """The traces a run has left: `folder`, and folder-2, folder-3 … where its command trained more than once."""
+    found = [folder] if folder.is_dir() else []
+    while (following := folder.with_name(f"{folder.name}-{len(found) + 1}")).is_dir() and found:
+        found.append(following)
+    return found
+
+
+def _made(folder: Path) -> bool:
+    """Make the trace folder. One that holds a recording is a mistake; one that cannot be made costs the recording."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        print(f"flatout: cannot record into {folder} ({problem.strerror}): running unmeasured", file=sys.stderr)
+        return False
+    if any(folder.glob("*.jsonl")):
+        raise UsageError(f"{folder} already holds a recording: name a new folder")
+    return True
 
 
 def _program(command: Sequence[str]) -> str | int:
@@ -84,10 +101,10 @@ def _program(command: Sequence[str]) -> str | int:
 
 
 def _name(command: Sequence[str]) -> str:
-    """What to call a run: the script, or else the program."""
-    scripts = [word for word in command if word.endswith((".py", ".sh"))]
-    modules = [after for word, after in zip(command, command[1:], strict=False) if word == "-m"]
-    return Path((scripts or modules or list(command))[-1 if modules and not scripts else 0]).stem or "run"
+    """What to call a run: the script, the module, or else the program."""
+    scripts = [Path(word).stem for word in command if word.endswith((".py", ".sh"))]
+    modules = [after.rpartition(".")[2] for word, after in pairwise(command) if word == "-m"]
+    return next(iter((*scripts, *modules[-1:], *(Path(word).stem for word in command[:1]))), "") or "run"
 
 
 def _injection(options: Options) -> dict[str, str]:
@@ -100,34 +117,42 @@ def _injection(options: Options) -> dict[str, str]:
     }
 
 
-@contextmanager
-def _signals_passed_on() -> Iterator[list[int]]:
-    """While the command runs, Ctrl-C is its affair (the terminal tells it too) and SIGTERM and SIGHUP go on to it."""
-    children: list[int] = []
-
-    def pass_on(number: int, _: object) -> None:
-        for pid in children:
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                pass
-
-    in_main = threading.current_thread() is threading.main_thread()
-    wanted = {signal.SIGINT: lambda *_: None, signal.SIGTERM: pass_on, signal.SIGHUP: pass_on} if in_main else {}
-    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the command. Signals meant for it go on to it; Ctrl-C in a terminal reaches it without us."""
+    if threading.current_thread() is not threading.main_thread():
+        return process.wait()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
     try:
-        yield children
+        while process.poll() is None:
+            sent = signal.sigtimedwait({*_PASSED_ON, signal.SIGCHLD}, 1.0)
+            if sent is not None and sent.si_signo in _PASSED_ON and _for_us_alone(sent):
+                process.send_signal(sent.si_signo)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return process.returncode
+
+
+def _for_us_alone(sent: signal.struct_siginfo) -> bool:
+    """Whether a signal came by `kill`, not from the terminal or our own process group, which tell the command too."""
+    by_kill = sent.si_code <= 0
+    try:
+        return by_kill and os.getpgid(sent.si_pid) != os.getpgrp()
+    except ProcessLookupError:
+        return by_kill
 
 
 @contextmanager
-def _watching(pid: int, options: Options) -> Iterator[None]:
+def _watching(pid: int, options: Options | None) -> Iterator[None]:
     """Sample the hardware beside the command, until it ends. Fails with a note, never with the run."""
+    if options is None:
+        yield
+        return
     stop = threading.Event()
     thread = threading.Thread(target=_watch, args=(pid, options, stop), name="flatout-hardware", daemon=True)
+    # Signals go to the thread that waits for them.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
     thread.start()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
         yield
     finally:
@@ -158,9 +183,9 @@ def _watch(pid: int, options: Options, stop: threading.Event) -> None:
         print(f"flatout: the hardware is not watched ({problem})", file=sys.stderr)
 
 
-def _end_descendants(pid: int, folder: Path) -> None:
-    """End what the command left running: processes that still carry our variable for this folder."""
-    ours = [p for p in psutil.process_iter() if p.pid != os.getpid() and _belongs(p, folder)]
+def _end_what_is_left(folder: Path) -> None:
+    """End what a trial has left running: processes that still carry our variable for this folder."""
+    ours = [process for process in psutil.process_iter() if process.pid != os.getpid() and _belongs(process, folder)]
     for process in ours:
         _quietly(process.terminate)
     _, alive = psutil.wait_procs(ours, timeout=_END_WITHIN_S)
@@ -170,17 +195,13 @@ def _end_descendants(pid: int, folder: Path) -> None:
 
 def _belongs(process: psutil.Process, folder: Path) -> bool:
     try:
-        return str(folder) in process.environ().get(VARIABLE, "") and process.ppid() in (1, os.getpid())
+        return f'"{folder}"' in process.environ().get(VARIABLE, "")
     except (psutil.Error, OSError):
         return False
 
 
-def _quietly(action: object) -> None:
+def _quietly(action: Callable[[], None]) -> None:
     try:
-        action()  # type: ignore[operator]
+        action()
     except psutil.Error:
         pass
-
-
-def _exit_code(code: int) -> int:
-    return code if code >= 0 else 128 - code

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import math
 import os
 import socket
@@ -15,7 +16,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -48,19 +49,30 @@ _GRACE_S = 10.0
 _session: Session | None = None
 
 
-def begin(options: Options, settings: Settings, *, late: bool = False) -> Session | None:
-    """Start recording this process (once). In a loader worker only its own work is measured."""
+def begin(options: Options, settings: Settings, *, made: Iterable[Any] = ()) -> Session:
+    """Start recording this process; `made` are the modules that are there already."""
     global _session
     measure_workers(options)
-    if torch.utils.data.get_worker_info() is None and _session is None:
-        _session = Session(options, settings, late=late)
+    if _session is None or _session.closed:
+        _session = Session(options, settings, made)
     return _session
+
+
+def current() -> Session | None:
+    """The recording that is going on in this process."""
+    return _session
+
+
+def modules_alive() -> Iterable[Any]:
+    """Every module there is, found by looking through all objects: slow, for a late start only."""
+    module = torch.nn.Module
+    return (thing for thing in gc.get_objects() if issubclass(type(thing), module))  # isinstance wakes lazy objects
 
 
 class Session(Listener):
     """What goes on in one training process."""
 
-    def __init__(self, options: Options, settings: Settings, *, late: bool = False) -> None:
+    def __init__(self, options: Options, settings: Settings, made: Iterable[Any]) -> None:
         self._options = options
         self._settings = settings
         self._writer: TraceWriter | None = None
@@ -77,8 +89,8 @@ class Session(Listener):
         self._first_step_s: float | None = None
         self._last_optimizer: Any = None
         self._facts_at_step = _FIRST_FACTS_AT_STEP
-        self._closed = False
-        self._hooks.install(late=late)
+        self.closed = False
+        self._hooks.install(made)
         for library in Hooks.LIBRARIES:
             when_imported(library, lambda module: self._hooks.after_import(module.__name__))
         atexit.register(self.close)
@@ -207,9 +219,9 @@ class Session(Listener):
 
     def close(self) -> None:
         """Close the books; safe to call twice and from a forked child."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         try:
             if self._writer is not None:
                 self._recorder.finish()
@@ -233,14 +245,19 @@ class Session(Listener):
     def _start_over_in_child(self) -> None:
         """In a forked child nothing is written for the parent. A child that trains itself gets a session of its own."""
         global _session
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self._hooks.remove()
         _session = None
         if _forked_by_loader():
             return
-        begin(self._options, self._settings, late=True)
+        begin(self._options, self._settings, made=self._hooks.modules())
+
+    def stand_aside(self) -> None:
+        """This process turns out to be a loader worker: it never trains."""
+        self.closed = True
+        self._hooks.remove()
 
     def _flush_before_hard_exit(self) -> None:
         hard_exit = os._exit
@@ -354,6 +371,8 @@ def measure_workers(options: Options) -> None:
                 _meters.append(meter)
             else:
                 _meters[:] = [meter]
+                if _session is not None:
+                    _session.stand_aside()
         except Exception as problem:
             print(f"flatout: loader work is not measured ({type(problem).__name__}: {problem})", file=sys.stderr)
         return fetcher

@@ -9,13 +9,17 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from flatout.errors import FlatoutError, UsageError
 from flatout.sense.options import Options
 from flatout.sense.settings import Settings
+
+OLDEST_TORCH = (2, 6)
 
 settings = Settings()
 _finder: _AfterImport | None = None
@@ -23,15 +27,23 @@ _finder: _AfterImport | None = None
 
 def start() -> None:
     """Wait for torch (once a process). `FLATOUT=off` and processes not launched by flatout are left alone."""
+    try:
+        options = Options.from_environment(os.environ)
+        if _finder is None and options is not None:
+            watch_imports()
+            when_imported("torch", lambda torch: _torch_is_here(torch, options))
+    except Exception as problem:
+        _say_no(problem)
+
+
+def watch_imports() -> None:
+    """Record the settings the script reads, and be told of imports."""
     global _finder
-    options = Options.from_environment(os.environ)
-    if _finder is not None or options is None:
-        return
-    _finder = _AfterImport()
-    _finder.when("torch", lambda _: _torch_is_here(options))
-    _finder.when("argparse", _record_arguments)
-    _finder.when("yaml", _record_yaml)
-    _finder.when("json", _record_json)
+    if _finder is None:
+        _finder = _AfterImport()
+        _finder.when("argparse", _record_arguments)
+        _finder.when("yaml", _record_yaml)
+        _finder.when("json", _record_json)
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
@@ -42,10 +54,19 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
         action(sys.modules[name])
 
 
-def _torch_is_here(options: Options) -> None:
+def _torch_is_here(torch: Any, options: Options) -> None:
+    require_torch(torch)
     from flatout.inject.session import begin
 
     begin(options, settings)
+
+
+def require_torch(torch: Any) -> None:
+    """Refuse a torch whose insides we do not know."""
+    major, minor = (int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
+    if (major, minor) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise UsageError(f"torch {torch.__version__} is older than {oldest}, the oldest that flatout knows")
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
@@ -105,7 +126,12 @@ def _safely(action: Callable[[ModuleType], None], module: ModuleType) -> None:
     try:
         action(module)
     except Exception as problem:
-        print(f"flatout: not measuring this process ({type(problem).__name__}: {problem})", file=sys.stderr)
+        _say_no(problem)
+
+
+def _say_no(problem: Exception) -> None:
+    what = str(problem) if isinstance(problem, FlatoutError) else f"{type(problem).__name__}: {problem}"
+    print(f"flatout: not measuring this process ({what})", file=sys.stderr)
 
 
 def _record_arguments(argparse: Any) -> None:

@@ -71,15 +71,19 @@ class Hooks:
         self._steps_elsewhere = 0
         self.off = False
 
-    def install(self, *, late: bool = False) -> None:
-        """Put every patch in place; `late` when modules may have been made already."""
+    def install(self, made: Iterable[Any] = ()) -> None:
+        """Put every patch in place; `made` are modules that are there already."""
         self._data()
-        self._roots.watch(late=late)
+        self._roots.watch(made)
         self._compute()
         self._optimizer_steps()
         self._copies()
         self._waits()
         self._pauses()
+
+    def modules(self) -> list[Any]:
+        """The modules made so far."""
+        return list(self._roots.made)
 
     def remove(self) -> None:
         """Take every patch off."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,3 +34,10 @@ class Options:
             return None
         data = json.loads(text)
         return cls(**{**data, "folder": Path(data["folder"]), "command": tuple(data["command"])})
+
+
+def new_folder(name: str) -> Path:
+    """flatout-runs/<time>-<name>, not taken yet."""
+    base = Path("flatout-runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+    candidates = [base, *(base.with_name(f"{base.name}-{n}") for n in range(2, 1000))]
+    return next(path for path in candidates if not path.exists())

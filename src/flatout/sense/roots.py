@@ -6,7 +6,6 @@ Module.__init__, __setstate__ ──► noted ──after a step──► those 
 from __future__ import annotations
 
 import functools
-import gc
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -44,7 +43,7 @@ class Roots:
     def __init__(self, hooks: Patches, recorder: Recorder) -> None:
         self._hooks = hooks
         self._recorder = recorder
-        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.made: weakref.WeakSet[Any] = weakref.WeakSet()
         self._timed: weakref.WeakKeyDictionary[Any, _TimedCall] = weakref.WeakKeyDictionary()
         self._changed = False  # modules have been made or compiled since the last look
         self._steps = 0
@@ -52,14 +51,12 @@ class Roots:
         self._trained: set[int] = set()
         self.inside = False
 
-    def watch(self, *, late: bool) -> None:
-        module = torch.nn.Module
+    def watch(self, made: Iterable[Any]) -> None:
+        """Note every module made from now on, beside those that are there."""
         for name in ("__init__", "__setstate__", "compile"):
-            self._noting(module, name)
-        if late:
-            for thing in gc.get_objects():
-                if issubclass(type(thing), module):  # isinstance would wake up lazy objects
-                    self._note(thing)
+            self._noting(torch.nn.Module, name)
+        for module in made:
+            self._note(module)
 
     def _noting(self, owner: Any, name: str) -> None:
         original = getattr(owner, name)
@@ -76,7 +73,7 @@ class Roots:
     def _note(self, module: Any) -> None:
         self._changed = True
         try:
-            self._made.add(module)
+            self.made.add(module)
         except TypeError:
             pass  # its class has made it unhashable: it goes untimed
 
@@ -89,7 +86,7 @@ class Roots:
         self._changed = False
         self._recorder.push(OWN)
         self._trained |= {id(p) for group in optimizer.param_groups for p in group["params"]}
-        modules = [m for m in list(self._made) if any(True for _ in m.parameters())]
+        modules = [m for m in list(self.made) if any(True for _ in m.parameters())]
         parts = {id(child) for m in modules for child in m.children()}
         for module in modules:
             if id(module) not in parts:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,7 @@ class Profiler:
         self._profile: Any = None
         self._results: Any = None
         self._clocks = (0.0, 0)
+        self._give_back: Callable[[], None] = lambda: None
 
     @property
     def running(self) -> bool:
@@ -50,18 +52,18 @@ class Profiler:
 
     def available(self) -> bool:
         """Whether no one else is profiling."""
-        from torch.autograd import profiler
-
+        profiler: Any = sys.modules["torch.autograd.profiler"]
         return not profiler._is_profiler_enabled
 
     def start(self) -> None:
         """Switch it on. `TEARDOWN_CUPTI` makes the driver let go of its hooks afterwards."""
-        from torch.autograd import profiler
         from torch.profiler import ProfilerActivity, profile
+
+        profiler: Any = sys.modules["torch.autograd.profiler"]
 
         os.environ.setdefault("TEARDOWN_CUPTI", "1")
         self._clocks = (time.monotonic(), time.time_ns())
-        ours = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
+        ours: Any = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
         ours.__enter__()
         prepare = profiler.profile._prepare_trace
 
@@ -69,7 +71,7 @@ class Profiler:
             self.stop()
             return prepare(theirs)
 
-        profiler.profile._prepare_trace = prepare_alone  # type: ignore[method-assign]
+        profiler.profile._prepare_trace = prepare_alone
         self._give_back = lambda: setattr(profiler.profile, "_prepare_trace", prepare)
         self._profile = ours
 
