@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.loads import running  # noqa: E402
+from benchmarks.loads import running
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ def main() -> None:
         results["cost"] = cost(options.workers, options.seconds, Path(folder))
         if machine["gpu"] is not None:
             results["truth"] = truth(Path(folder))
-    checks = [*cost_checks(results["cost"]), *truth_checks(results.get("truth"))]
+    checks = [*cost_checks(results["cost"]), *truth_checks(results.get("truth", {}))]
     results["checks"] = dict(checks)
     if options.out is not None:
         options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -76,13 +76,21 @@ def cost(workers: int, seconds: float, folder: Path) -> dict[str, Any]:
             for child in started.values():
                 child.send_signal(signal.SIGINT)
             for child in started.values():
-                child.wait(30)
+                end(child)
     seen = json.loads(summary.read_text())["host"].get("workers", {}).get("p50")
     result: dict[str, Any] = {"workers": workers, "workers_seen": seen, "steps": load.get("steps"), "interval_s": 1.0}
     for name, values in shares.items():
         result[name] = {"mean_pct_of_a_core": round(sum(values) / len(values), 4)} | figure(values)
         print(f"{name}, 1 Hz, {workers} workers: {result[name]} (% of a core, windows of {WINDOW_S:g} s)")
     return result
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    try:
+        child.wait(20)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
 
 
 def cpu_shares(pids: dict[str, int], seconds: float) -> dict[str, list[float]]:
@@ -120,6 +128,9 @@ def sees_all(result: dict[str, Any]) -> bool:
 def truth(folder: Path) -> dict[str, Any]:
     """What is reported of loads whose effect is known."""
     found: dict[str, Any] = {"idle": watch(folder / "idle", seconds=4)[0]}
+    if found["idle"]["sm_active_pct"] is None:
+        print("this card has no GPM counters: there is no truth to check")
+        return {}
     for name in ("matmul", "tiny"):
         with running(name):
             time.sleep(2)
@@ -141,7 +152,8 @@ def watch(folder: Path, *, seconds: float) -> tuple[dict[str, Any], tuple[float,
     subprocess.run(flatout("top", *options, "--json", str(out)), stdout=subprocess.DEVNULL, check=True)
     card = json.loads(out.read_text())["gpus"][0]
     [samples] = trace.read(folder).samples.values()
-    figures = {name: card[name]["mean"] for name in ("gpu_util_pct", "sm_active_pct", "tensor_active_pct", "power_w")}
+    names = ("gpu_util_pct", "sm_active_pct", "tensor_active_pct", "power_w")
+    figures = {name: card.get(name, {}).get("mean") for name in names}
     figures |= {"fluctuation": card["fluctuation_pct"], "verdict": card["verdict"]["word"], "samples": len(samples)}
     return figures, (samples[0].time_s - samples[0].interval_s, samples[-1].time_s)
 
@@ -153,8 +165,8 @@ def true_fluctuation(on_s: list[list[float]], window_s: tuple[float, float], ful
     return full_pct * math.sqrt(on * (1 - on))
 
 
-def truth_checks(found: dict[str, Any] | None) -> list[Check]:
-    if found is None:
+def truth_checks(found: dict[str, Any]) -> list[Check]:
+    if not found:
         return []
     idle, matmul, tiny, switched = (found[name] for name in ("idle", "matmul", "tiny", "switched"))
     off = abs(switched["fluctuation"] / switched["true_fluctuation"] - 1)

@@ -19,10 +19,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import os
-import platform
 import shlex
 import shutil
 import signal
@@ -39,6 +37,7 @@ BENCHMARKS = Path(__file__).resolve().parent
 ROOT = BENCHMARKS.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
+from benchmarks.machine import describe  # noqa: E402
 from benchmarks.mended import MENDED, WHOLE_EPOCH, Edit, Flags  # noqa: E402
 from flatout.sense.hardware import Sampler  # noqa: E402
 from flatout.trace import Sample  # noqa: E402
@@ -225,16 +224,7 @@ def load(out: Path) -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """Where these figures come from."""
-    gpu, driver = None, None
-    if shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        answer = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
-        gpu, driver = [part.strip() for part in answer[0].split(",")] if answer else (None, None)
-    versions = {}
-    for package in KNOWN_VERSIONS:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return {"gpu": gpu, "driver": driver, "cores": CORES, "python": platform.python_version(), **versions}
+    return describe(KNOWN_VERSIONS)
 
 
 COLUMNS = {
