@@ -20,7 +20,7 @@ def recipe(train: int, val: int) -> Recipe:
     return Recipe(items=train + val, bytes_each=16_000, facts=facts)
 
 
-RECIPES = {"tiny": recipe(192, 64), "small": recipe(2_400, 400), "full": recipe(80_000, 8_000)}
+RECIPES = {"tiny": recipe(192, 64), "small": recipe(2_400, 400), "full": recipe(40_000, 4_000)}
 
 
 def paths(recipe: Recipe, index: int) -> list[str]:
