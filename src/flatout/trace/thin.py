@@ -52,7 +52,7 @@ class StepThinner:
     def push(self, step: Step) -> list[Step | Window]:
         """Count one step in. What is not plain training (set-up, X-ray, the tail) stays raw and out of the windows."""
         if step.kind != "train":
-            return [step]
+            return [step] if self._raw_bytes_left > 0 else []
         self._seen += 1
         out: list[Step | Window] = []
         unusual = self._outliers.among(step)

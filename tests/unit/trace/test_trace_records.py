@@ -12,7 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.trace import GpuSample, HostSample, Note, RunInfo, Sample, Sketch, Span, Step, Summary, Window
+from flatout.trace import (
+    Facts,
+    GpuSample,
+    HostSample,
+    Note,
+    RunInfo,
+    Sample,
+    Sketch,
+    Span,
+    Step,
+    Summary,
+    Window,
+    WorkerReport,
+    Xray,
+)
 from flatout.trace.records import KINDS, encode, from_json, to_json
 
 
@@ -71,9 +85,13 @@ note = st.builds(Note, time_s=rounded(0, 1e7), text=text, where=st.none() | text
 summary = st.builds(
     Summary, info=info, wall_ms=sketch, notes=st.lists(note, max_size=2).map(tuple), ended=st.booleans()
 )
+facts = st.builds(Facts, time_s=rounded(0, 1e7), values=st.dictionaries(text, text | st.integers() | st.none()))
+xray = st.builds(Xray, steps=st.integers(1, 9), wall_ms=rounded(0, 1e4), busy_ms=rounded(0, 1e4), kernel_us=sketch)
+pairs = st.lists(st.tuples(rounded(0, 1e4), rounded(0, 1e4)), max_size=3).map(tuple)
+worker = st.builds(WorkerReport, time_s=rounded(0, 1e7), pid=st.integers(1), sample_ms=sketch, slowest=pairs)
 
 
-@given(step | sample | window | info | note | summary)
+@given(step | sample | window | info | note | summary | facts | xray | worker)
 def test_a_record_comes_back_as_it_was(record: Any) -> None:
     line = json.loads(json.dumps(encode(record), allow_nan=False))
     assert from_json(KINDS[line["record"]], line) == record
