@@ -119,6 +119,11 @@ def test_several_cards_one_chosen(watch, make_sample: Make) -> None:
     assert "GPU 1 NVIDIA H200" in second
 
 
+def test_the_chosen_of_many_cards_is_always_among_those_shown(watch, make_sample: Make) -> None:
+    samples = [busy_second(make_sample, float(t), cards=8) for t in range(3)]
+    assert watch(samples, keys={"x": "→ Next card", "left": "▸ 7 ", "right": "▸ 0 "})
+
+
 def test_it_redraws_when_the_terminal_grows(record, make_sample: Make) -> None:
     replay = Replay(record([busy_second(make_sample, float(t)) for t in range(3)]), gpus=None, speed=None)
     view = TopView(source=replay, stop=Stop(), take=lambda _: None)
