@@ -10,6 +10,7 @@ import atexit
 import functools
 import gc
 import math
+import multiprocessing.util
 import os
 import socket
 import statistics
@@ -229,10 +230,13 @@ class Session(Listener):
                 self._write_facts()
                 for meter in _meters:
                     meter.write()
+                _meters.clear()
         except Exception as problem:
-            self._fail(problem)
+            self._hooks.fail(problem)
         finally:
             self._hooks.remove()
+            os.environ.pop(RANK, None)
+            atexit.unregister(self.close)
             if self._writer is not None:
                 self._writer.close()
 
@@ -249,6 +253,7 @@ class Session(Listener):
             return
         self.closed = True
         self._hooks.remove()
+        _meters.clear()
         _session = None
         if _forked_by_loader():
             return
@@ -269,7 +274,7 @@ class Session(Listener):
                 self.close()
             hard_exit(status)
 
-        os._exit = exit_after_flush  # type: ignore[assignment]
+        self._hooks.replace(os, "_exit", exit_after_flush)
 
 
 class _XrayPlan:
@@ -350,11 +355,14 @@ class _XrayPlan:
         return after <= 1.1 * before + 0.1
 
 
-_meters: list[Meter] = []
+_meters: list[Meter] = []  # of this process
+_folder: Path | None = None  # where meters report
 
 
 def measure_workers(options: Options) -> None:
     """Wrap what torch fetches samples with: in loader workers, and in the training process with num_workers=0."""
+    global _folder
+    _folder = options.folder
     create = stock._DatasetKind.create_fetcher
     if getattr(create, "_flatout", False):
         return
@@ -364,13 +372,14 @@ def measure_workers(options: Options) -> None:
         fetcher = create(*args, **kwargs)  # type: ignore[no-untyped-call]
         try:
             worker = torch.utils.data.get_worker_info()
-            path = options.folder / f"workers-{int(os.environ.get(RANK, '0')):05d}.jsonl"
+            path = _folder / f"workers-{int(os.environ.get(RANK, '0')):05d}.jsonl" if _folder is not None else None
             meter = Meter(fetcher.dataset, worker.id if worker is not None else None, path)
             measure_fetcher(fetcher, meter)
             if worker is None:
                 _meters.append(meter)
             else:
                 _meters[:] = [meter]
+                multiprocessing.util.Finalize(None, meter.write, exitpriority=1)
                 if _session is not None:
                     _session.stand_aside()
         except Exception as problem:

@@ -328,6 +328,7 @@ class _Evaluation:
         self._last: int | None = None
         self._fed_by: int | None = None  # the loader behind the suspected forward pass
         self._surely = False
+        self._evaluated: int | None = None  # the loader of the evaluation that is going on
 
     def took(self, loader: int, samples: int) -> None:
         """A batch has come."""
@@ -362,12 +363,15 @@ class _Evaluation:
     def called(self, pieces: int) -> None:
         """What came before has been called evaluation; it goes on until training shows itself."""
         self._in_hand = {k: n for k, n in self._in_hand.items() if k in self.train_loaders and k != self._fed_by}
-        self.on, self.since, self.suspected, self._surely, self._fed_by = True, pieces, False, False, None
+        self.on, self.since, self._evaluated = True, pieces, self._fed_by
+        self.suspected, self._surely, self._fed_by = False, False, None
 
     def asked(self, loader: int, *, learns: bool) -> None:
-        """A batch is being asked of `loader`; of training's own, that is training again."""
-        if learns and loader in self.train_loaders:
+        """A batch is being asked of `loader`; of training's own, or of one yet unknown, that may be training again."""
+        if learns and (loader in self.train_loaders or self._evaluated not in (None, loader)):
             self.on = False
+        elif self.on:
+            self._evaluated = loader
 
     def settle(self, pieces: int) -> int:
         """It is training now; how many samples have come for it."""
@@ -376,7 +380,8 @@ class _Evaluation:
         if self.on and self._last is not None:
             self.train_loaders.add(self._last)
         self._in_hand.clear()
-        self.on, self.since, self.suspected, self._surely, self._fed_by = False, pieces, False, False, None
+        self.on, self.since, self._evaluated = False, pieces, None
+        self.suspected, self._surely, self._fed_by = False, False, None
         return samples
 
 

@@ -54,21 +54,20 @@ class Meter:
         checking = self._random_checks < _RANDOM_CHECKS
         before = _random_states() if checking else None
         wall, cpu = time.perf_counter(), time.thread_time()
-        try:
-            return get()
-        finally:
-            seconds = time.perf_counter() - wall
-            self._cpu_s += time.thread_time() - cpu
-            self._wall_s += seconds
-            self._samples += 1
-            self._sample_ms.add(seconds * 1e3)
-            if isinstance(index, int) and (len(self._slowest) < _SLOWEST_KEPT or seconds > self._slowest[0][0]):
-                heapq.heappush(self._slowest, (seconds, index))
-                del self._slowest[: max(0, len(self._slowest) - _SLOWEST_KEPT)]
-                heapq.heapify(self._slowest)
-            if before is not None:
-                self._random_checks += 1
-                self._random |= {name for name, state in _random_states().items() if state != before[name]}
+        sample = get()
+        seconds = time.perf_counter() - wall
+        self._cpu_s += time.thread_time() - cpu
+        self._wall_s += seconds
+        self._samples += 1
+        self._sample_ms.add(seconds * 1e3)
+        if isinstance(index, int) and (len(self._slowest) < _SLOWEST_KEPT or seconds > self._slowest[0][0]):
+            heapq.heappush(self._slowest, (seconds, index))
+            if len(self._slowest) > _SLOWEST_KEPT:
+                heapq.heappop(self._slowest)
+        if before is not None:
+            self._random_checks += 1
+            self._random |= {name for name, state in _random_states().items() if state != before[name]}
+        return sample
 
     def batch_begins(self) -> None:
         """A batch was asked for: the worker has been waiting until now."""
