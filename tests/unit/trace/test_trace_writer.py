@@ -136,18 +136,25 @@ def test_a_mistake_of_ours_ends_the_recording_not_the_run(tmp_path: Path) -> Non
 
 
 def test_a_forked_child_leaves_the_parents_file_alone(tmp_path: Path) -> None:
+    """The fork comes at the worst moment: while the thread, which the child will not have, holds its lock."""
     script = """
-import os, sys
+import os, signal, sys
 from pathlib import Path
 from flatout.trace import RunInfo, Step, TraceWriter, writer
+signal.alarm(30)
 writer.WRITE_EVERY_S = 3600.0
-trace = TraceWriter(Path(sys.argv[1]), RunInfo(name="demo", rank=0))
+trace = TraceWriter(Path(sys.argv[1]), RunInfo(name="demo", rank=0), max_pending=2)
 trace.write(Step(index=0, start_s=0.0, wall_ms=10.0))
-child = os.fork()
-trace.write(Step(index=1 if child else 99, start_s=1.0, wall_ms=10.0))
+with trace._wake._cond:
+    child = os.fork()
+    if not child:
+        for _ in range(9):
+            trace.write(Step(index=99, start_s=1.0, wall_ms=10.0))
+        trace.close()
+        sys.exit(trace.dropped)
+assert os.waitpid(child, 0)[1] == 0
+trace.write(Step(index=1, start_s=1.0, wall_ms=10.0))
 trace.close()
-if child:
-    assert os.waitpid(child, 0)[1] == 0
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", script, str(tmp_path)], check=True)
     assert [step.index for step in read(tmp_path).ranks[0].steps] == [0, 1]
