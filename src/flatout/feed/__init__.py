@@ -10,7 +10,7 @@ talk; `packing` and `slots` are how a batch travels; `randomness` and `fingerpri
 been; `device` takes it to the GPU.
 """
 
-from flatout.feed.bad import BadSample, BadSampleError
+from flatout.feed.account import BadSample, BadSampleError
 from flatout.feed.device import to_device
 from flatout.feed.loader import DataLoader, Options, feed_of, iterator_for
 

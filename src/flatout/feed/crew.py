@@ -12,14 +12,14 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from socket import socket
+from socket import SHUT_WR, socket
 from typing import Any
 
 from flatout.feed import wire
+from flatout.feed.messages import Birth, NewSlot, OldSlot, Recipe
 from flatout.feed.nursery import Starter, starter_for
 from flatout.feed.slots import Slot
 from flatout.feed.table import Part
-from flatout.feed.worker import Birth, NewSlot, OldSlot, Recipe
 
 __all__ = ["Assignment", "Crew", "Hand"]
 
@@ -42,7 +42,8 @@ class Hand:
     board: memoryview
     tasks: dict[int, Assignment] = field(default_factory=dict)
     slots: set[int] = field(default_factory=set)
-    retiring: bool = False
+    retiring: bool = False  # gets nothing more to do
+    leaving: bool = False  # was told to go
     answered: bool = False
     hung: bool = False
     pid: int | None = None
@@ -90,10 +91,6 @@ class Crew:
         finally:
             os.close(board)
         return hand
-
-    def ready(self) -> None:
-        """Have the nursery forked now, while the caller is where stock would fork."""
-        self._start()
 
     def _start(self) -> Starter:
         if self._starter is None or not self._starter.alive():
@@ -150,8 +147,12 @@ class Crew:
         return heard
 
     def dismiss(self, hand: Hand) -> None:
-        """Let a worker go; it ends by itself when it sees its wire closed."""
-        self._part_with(hand)
+        """Let a worker go. It ends by itself when it hears nothing more; until then it may still be writing."""
+        hand.retiring = hand.leaving = True
+        if hand.tasks:
+            hand.wire.shutdown(SHUT_WR)
+        else:
+            self._part_with(hand)
 
     def kill(self, hand: Hand) -> None:
         """End a worker that no longer answers."""

@@ -6,49 +6,33 @@ workers whenever a batch is handed over, so they go on while the parent is away.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import default_collate
 
 from flatout.budget import Budget
 from flatout.feed import packing
-from flatout.feed.bad import BadSample, name_of, out_of_memory_kills
-from flatout.feed.controller import Controller, Observation
+from flatout.feed.account import Account, BadSample, name_of
 from flatout.feed.crew import Assignment, Crew, Hand
+from flatout.feed.messages import Birth, Cancel, Done, Ended, Failed, Recipe, Task
+from flatout.feed.numbered import Post, Posts
 from flatout.feed.randomness import CHUNK, Key
 from flatout.feed.slots import Slots
 from flatout.feed.table import Batch, Layout, Part, cut
-from flatout.feed.worker import Birth, Cancel, Done, Ended, Failed, NewEpoch, Recipe, Task
+from flatout.feed.tuning import Tuning
 
-__all__ = ["Account", "Epoch", "Feed", "Post"]
-
-log = logging.getLogger("flatout.feed")
+__all__ = ["Epoch", "Feed"]
 
 LETHAL = 4  # workers that have to die over a sample before it is blamed
 STILLBORN, STILLBORN_S = 50, 30.0  # so many workers in a row, for so long, that die without having answered at all
-WORTH_CUTTING_S = 0.03  # a batch that takes a worker less is not divided
-PIECE_S = 0.01
-WINDOW_S, WINDOW_BATCHES = 1.0, 8
-
-_feeds: weakref.WeakSet[Feed] = weakref.WeakSet()  # of this process: they share its cores
-
-
-@dataclass(slots=True, eq=False)
-class Post:
-    """A worker number with a meaning: where its stream of random numbers or of data has got to."""
-
-    number: int
-    hand: Hand | None = None
-    active: bool = True
-    birth: Birth | None = None  # what a successor is told
-    random_state: Any = None  # the latest known
+WORTH_CUTTING_S, PIECE_S = 0.03, 0.01  # a batch that takes a worker less is not divided; how long a piece should take
+SPARE_SLOTS = 4
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,35 +47,6 @@ class Epoch:
     exhausted: bool = False
 
 
-@dataclass(slots=True)
-class _Window:
-    since: float
-    batches: int = 0
-    waited_s: float = 0.0
-    busy_s: float = 0.0
-    cpu_s: float = 0.0
-    memory_kills: int = 0
-
-
-@dataclass(slots=True)
-class Account:
-    """What became of a loader so far."""
-
-    batches: int = 0
-    parts: int = 0
-    waited_s: float = 0.0
-    deaths: int = 0
-    redone: int = 0
-    drew: bool = False
-    bad: list[BadSample] = field(default_factory=list)
-    slowest_s: float = 0.0
-    busy_s: float = 0.0
-
-    def tiny(self, batch_s: float) -> bool:
-        """Whether batches are seen to take the workers less than that."""
-        return self.batches >= 8 and self.busy_s / self.batches < batch_s
-
-
 class Feed:
     """Workers, slots and the table of one loader, kept from epoch to epoch."""
 
@@ -101,35 +56,44 @@ class Feed:
         self.recipe = recipe
         self.crew = Crew(recipe, context)
         self.slots = Slots(budget.memory_available_bytes // 8, page_locked=page_locked)
+        self.posts = Posts(recipe)
         self.account = Account()
         self.pid = os.getpid()
-        self._bound = recipe.streams
-        self._budget = budget
+        self._tuning = Tuning(workers, budget)
         self._hang_timeout = hang_timeout
-        self._controller = Controller(workers, cores=budget.cores_allowed)
-        self.posts = [Post(number) for number in range(recipe.declared)] if self._bound else []
-        self._turn = 0
+        self._epoch: Epoch | None = None
         self._table: deque[Batch] = deque()
         self._waiting: deque[Part] = deque()
-        self._epoch: Epoch | None = None
         self._tickets = 0
         self._layout: Layout | None = None
         self._misfits = 0
+        self._row_s = 0.0
+        self._stillborn, self._answered_at = 0, 0.0
         self._cuttable = (
-            not self._bound
+            not recipe.streams
             and recipe.auto_collation
             and recipe.collate_fn is default_collate
             and not getattr(recipe.dataset, "__getitems__", None)
             and packing.splits()
         )
-        self._row_s = 0.0
-        self._window = _Window(time.monotonic())
-        self._used_at = time.monotonic()
-        self._stillborn, self._answered_at = 0, 0.0
-        self._memory_kills = out_of_memory_kills()
-        _feeds.add(self)
         # Not __del__: this also runs before the sockets' own when all of it is found in a cycle, and at exit.
         self._end = weakref.finalize(self, _shut, self.crew, self.slots, os.getpid())
+
+    @property
+    def workers(self) -> int:
+        """How many workers are wanted at present."""
+        return len(self.posts) or self._tuning.workers
+
+    @property
+    def why(self) -> str:
+        """Why that many."""
+        return "as declared: their number has a meaning" if self.posts else self._tuning.why
+
+    def resize(self, workers: int, *, hold: bool = False) -> None:
+        """Change the number of workers now; the controller goes on from there, unless it is to `hold`."""
+        self._tuning.hold(workers, for_good=hold)
+        if self._epoch is not None:
+            self._scale()
 
     # --- epochs -----------------------------------------------------------------------------------------------------
 
@@ -137,24 +101,11 @@ class Feed:
         """Start a pass. `births` tells numbered workers where to begin; without it those of the last pass go on."""
         self.leave()
         self._epoch = epoch
-        self._turn = turn
-        if self._bound:
-            for post in self.posts:
-                post.active = True
-                if births is not None:
-                    if post.hand is not None:
-                        self.crew.dismiss(post.hand)
-                        post.hand = None
-                    post.birth = births[post.number]
-                elif self.recipe.iterable and post.hand is not None and post.birth is not None:
-                    post.birth = Birth(post.number, post.birth.base_seed, post.random_state)
-                    self.crew.tell(post.hand, NewEpoch())
-            for post in self.posts:
-                self._man(post)
-        self._window = _Window(time.monotonic())
-        self._answered_at = self._window.since
+        self._answered_at = time.monotonic()
+        self.posts.begin(self.crew, births, turn)
+        self._tuning.restart()
         self._scale()
-        self.fill()
+        self._fill()
 
     def leave(self) -> None:
         """Give up what is left of the present pass; workers and slots stay."""
@@ -164,19 +115,19 @@ class Feed:
         self._waiting.clear()
         self._epoch = None
 
+    @property
+    def closed(self) -> bool:
+        return not self._end.alive
+
     def close(self) -> None:
         """End all workers and give all memory back."""
         if not self.closed:
             self.leave()
             self._end()
 
-    @property
-    def closed(self) -> bool:
-        return not self._end.alive
-
     def _drop(self, batch: Batch) -> None:
         batch.dropped = True
-        if not self._bound:  # stock's workers finish what they were sent, and their random streams with it
+        if not self.posts:  # stock's workers finish what they were sent, and their random streams with it
             self._call_off(batch)
         self._let_go(batch)
 
@@ -196,26 +147,30 @@ class Feed:
     # --- the consumer's side ----------------------------------------------------------------------------------------
 
     def next(self, timeout_s: float) -> Batch | None:
-        """The next finished batch, None at the end; refills what it leaves behind."""
+        """The next finished batch, None at the end; sees to it that workers have enough to do meanwhile."""
         began = time.monotonic()
-        self._used_at = began
+        waited = 0.0
         self.slots.collect()
         self._hear(0)
         batch = self._finished()
         while batch is None:
-            self.fill()
+            self._fill()
             if not self._table:
                 return None
-            waited = time.monotonic() - began
             if timeout_s and waited >= timeout_s:
                 raise RuntimeError(f"DataLoader timed out after {timeout_s:g} seconds")
             self._steal()
+            asked = time.monotonic()
             self._hear(min(1.0, timeout_s - waited) if timeout_s else 1.0)
+            waited += time.monotonic() - asked
             self._look_for_hung()
             batch = self._finished()
         self._table.remove(batch)
-        self._note_wait(time.monotonic() - began)
-        self.fill()
+        if self._tuning.served(waited, sum(not hand.retiring for hand in self.crew)):
+            self._scale()
+            self.crew.forget(self.slots.trim(keep=SPARE_SLOTS))
+        self._fill()
+        self.account.served(waited, time.monotonic() - began - waited)
         return batch
 
     def _finished(self) -> Batch | None:
@@ -226,21 +181,21 @@ class Feed:
             return self._table[0] if self._table[0].finished else None
         return next((batch for batch in self._table if batch.finished), None)
 
-    def fill(self) -> None:
+    def _fill(self) -> None:
         """Pull indices as far ahead as is allowed, and see that every part waiting is with a worker."""
         epoch = self._epoch
         assert epoch is not None
         ahead = epoch.ahead or self._depth()
         while not epoch.exhausted and len(self._table) < ahead:
-            post = self._next_post()
-            if post is None:
+            post = self.posts.next()
+            if self.posts and post is None:
                 break
             try:
                 indices = epoch.pull()
             except StopIteration:
                 epoch.exhausted = True
                 break
-            batch = Batch(epoch.next_number, indices, post)
+            batch = Batch(epoch.next_number, indices, post.number if post else 0)
             epoch.next_number += 1
             self._cut(batch)
             self._table.append(batch)
@@ -255,28 +210,17 @@ class Feed:
                 break
 
     def _depth(self) -> int:
-        """Batches under way: enough for every worker, however few pieces a batch is cut into."""
-        pieces = max(1, len(self._table[-1].parts)) if self._table else 1
-        return max(3, round(self._controller.depth * self._controller.workers / pieces) + 1)
-
-    def _next_post(self) -> int | None:
-        """Whose turn it is, where workers have numbers: stock's order, round and round those that have data left."""
-        if not self._bound:
-            return 0
-        for _ in self.posts:
-            post = self.posts[self._turn % len(self.posts)]
-            self._turn += 1
-            if post.active:
-                return post.number
-        return None
+        """Batches under way: enough for every worker, into however few pieces a batch is cut."""
+        pieces = len(self._table[-1].parts) if self._table else 1
+        return max(3, round(self._tuning.depth * self._tuning.workers / pieces) + 1)
 
     def _cut(self, batch: Batch) -> None:
         pieces = 1
         if self._cuttable and self._layout is not None and self._misfits < 3:
             rows = len(batch.indices)
             seconds = rows * self._row_s
-            if rows <= self._layout.rows and rows > CHUNK and seconds > WORTH_CUTTING_S:
-                pieces = min(self._controller.workers, int(seconds / PIECE_S))
+            if CHUNK < rows <= self._layout.rows and seconds > WORTH_CUTTING_S:
+                pieces = min(self._tuning.workers, int(seconds / PIECE_S))
         if pieces > 1:
             batch.slot = self.slots.take()
             if batch.slot is None:
@@ -288,7 +232,7 @@ class Feed:
     # --- handing out ------------------------------------------------------------------------------------------------
 
     def _choose(self, part: Part) -> Hand | None:
-        if self._bound:
+        if self.posts:
             return self.posts[part.batch.post].hand
         return min((hand for hand in self.crew if not hand.retiring), key=lambda hand: len(hand.tasks), default=None)
 
@@ -317,7 +261,7 @@ class Feed:
 
     def _steal(self) -> None:
         """Give what lies behind a slow sample to workers that have nothing to do."""
-        if self._bound or self._waiting:
+        if self.posts or self._waiting:
             return
         for idle in [hand for hand in self.crew if not hand.tasks and not hand.retiring]:
             stuck = [
@@ -337,31 +281,33 @@ class Feed:
     def _hear(self, timeout_s: float) -> None:
         for hand, message, fds in self.crew.listen(timeout_s):
             if message is None:
-                self._on_death(hand)
+                self._on_end_of_wire(hand)
                 continue
             self._stillborn, self._answered_at = 0, time.monotonic()
             assignment = hand.tasks.pop(message.ticket)
-            part, slot = assignment.part, assignment.slot
-            part.given -= 1
-            if slot is not None:
-                slot.writers -= 1
-            if self._bound:
-                self._track(self.posts[hand.post], part.batch, message)
+            part = assignment.part
+            if self.posts:
+                self.posts.track(hand, part.batch, message)
             wanted = not part.batch.dropped and not part.finished and part in part.batch.parts
+            part.given -= 1
             if isinstance(message, Done):
                 fds = self._on_done(assignment, message, fds) if wanted else fds
             elif wanted and isinstance(message, Failed):
                 part.problem = message.error
             elif wanted and isinstance(message, Ended):
-                self._on_end(self.posts[hand.post])
+                self._on_stream_end(self.posts[hand.post])
             elif wanted and not part.given:  # a cancelled part that turns out to be wanted
                 self._waiting.appendleft(part)
             for fd in fds:
                 os.close(fd)
-            if slot is not None:
-                self.slots.give_back(slot)
+            self._writes_no_more(assignment)
             if hand.retiring and not hand.tasks:
                 self.crew.dismiss(hand)
+
+    def _writes_no_more(self, assignment: Assignment) -> None:
+        if assignment.slot is not None:
+            assignment.slot.writers -= 1
+            self.slots.give_back(assignment.slot)
 
     def _on_done(self, assignment: Assignment, done: Done, fds: list[int]) -> list[int]:
         """Take a result in; the descriptors that are left to close."""
@@ -381,30 +327,16 @@ class Feed:
         elif slot is not None:
             part.memory = self.slots.lease(slot)
         part.done = done
-        self._learn(done, in_parts=in_parts, rows=done.timing.rows)
+        self._tuning.worked(done.timing)
+        self.account.made(done)
+        self._learn(done, in_parts=in_parts)
         return fds
 
-    def _track(self, post: Post, batch: Batch, message: Done | Failed | Ended) -> None:
-        """Keep what a successor of this worker has to be told."""
-        assert post.birth is not None
-        if isinstance(message, Failed):
-            return
-        if message.random_state is not None:
-            post.random_state = message.random_state
-        if isinstance(message, Done) and not batch.dropped:
-            post.birth = _after(post.birth, message, post.random_state, replays=self.recipe.iterable)
-            batch.after = post.birth
-
-    def _learn(self, done: Done, *, in_parts: bool, rows: int) -> None:
-        timing = done.timing
-        self.account.parts += 1
-        self._window.busy_s += timing.wall_s
-        self.account.busy_s += timing.wall_s
-        self._window.cpu_s += timing.cpu_s
-        self.account.drew |= bool(done.drew)
-        self.account.slowest_s = max(self.account.slowest_s, timing.slowest_s)
-        per_row = timing.wall_s / max(1, timing.rows)
-        self._row_s = per_row if not self._row_s else 0.9 * self._row_s + 0.1 * per_row
+    def _learn(self, done: Done, *, in_parts: bool) -> None:
+        """How long a row takes, how large a slot has to be, and where in it the rows lie."""
+        rows = done.timing.rows
+        row_s = done.timing.wall_s / max(1, rows)
+        self._row_s = 0.9 * self._row_s + 0.1 * row_s if self._row_s else row_s
         if in_parts:
             return
         if done.needs > self.slots.size:
@@ -420,7 +352,7 @@ class Feed:
         cut(batch, 1)
         self._waiting.appendleft(batch.parts[0])
 
-    def _on_end(self, post: Post) -> None:
+    def _on_stream_end(self, post: Post) -> None:
         post.active = False
         for batch in [batch for batch in self._table if batch.post == post.number and not batch.finished]:
             self._table.remove(batch)
@@ -428,33 +360,31 @@ class Feed:
 
     # --- deaths -----------------------------------------------------------------------------------------------------
 
-    def _on_death(self, hand: Hand) -> None:
-        self.account.deaths += 1
-        self._stillborn += not hand.answered
-        kills = out_of_memory_kills()
-        self._window.memory_kills += max(0, kills - self._memory_kills)
-        self._memory_kills = kills
-        self._blame(hand)
+    def _on_end_of_wire(self, hand: Hand) -> None:
+        """A worker is gone: what it had goes back to waiting, and if nobody sent it away, somebody takes its place."""
+        died = not hand.leaving
+        if died:
+            self._blame(hand)
         for assignment in reversed(list(hand.tasks.values())):
-            part, slot = assignment.part, assignment.slot
+            part = assignment.part
             part.given -= 1
-            if slot is not None:
-                slot.writers -= 1
-                self.slots.give_back(slot)
+            self._writes_no_more(assignment)
             if part in part.batch.parts and not part.batch.dropped and not part.finished and not part.given:
                 self.account.redone += 1
                 self._waiting.appendleft(part)
         hand.tasks.clear()
+        if not died:
+            return
+        self.account.deaths += 1
+        self._tuning.died()
+        self._stillborn += not hand.answered
         if self._stillborn >= STILLBORN and time.monotonic() - self._answered_at > STILLBORN_S:
             raise RuntimeError(f"DataLoader workers die before their first batch: the last {self._cause(hand)}")
-        if self._bound:
-            post = self.posts[hand.post]
-            if post.hand is hand:
-                post.hand = None
-                if self._epoch is not None:
-                    self._man(post)
-        elif self._epoch is not None:
-            self._scale()
+        post = next((post for post in self.posts if post.hand is hand), None)
+        if post is not None:
+            post.hand = None
+            self.posts.man(self.crew, post)
+        self._scale()
 
     def _blame(self, hand: Hand) -> None:
         """Count a death against the sample the worker was at, and give up on that one after a few."""
@@ -468,10 +398,11 @@ class Feed:
         deaths[place] = deaths.get(place, 0) + 1
         if deaths[place] < LETHAL or part.finished:
             return
-        index = part.indices if row < 0 or not self.recipe.auto_collation else part.indices[row]
-        cause = f"{LETHAL} workers died over it; the last one {self._cause(hand)}"
-        bad = BadSample(index=index, name=name_of(self.recipe.dataset, index) if row >= 0 else None, why=cause)
-        if self.recipe.skip_bad and row >= 0 and self.recipe.auto_collation:
+        one = row >= 0 and self.recipe.auto_collation
+        index = part.indices[row] if one else part.indices
+        why = f"{LETHAL} workers died over it; the last one {self._cause(hand)}"
+        bad = BadSample(index=index, name=name_of(self.recipe.dataset, index) if row >= 0 else None, why=why)
+        if self.recipe.skip_bad and one:
             self.account.bad.append(bad)
             part.leave_out |= {row}
         else:
@@ -481,6 +412,7 @@ class Feed:
         return f"stood still for over {self._hang_timeout:g} s" if hand.hung else self.crew.cause_of_death(hand)
 
     def _look_for_hung(self) -> None:
+        """End workers that have stood at the same sample for too long; longer each time, as it may be a slow one."""
         now = time.monotonic()
         for hand in self.crew:
             at = hand.at()
@@ -493,79 +425,18 @@ class Feed:
                 hand.hung = True
                 self.crew.kill(hand)
 
-    # --- how many ---------------------------------------------------------------------------------------------------
-
-    def _man(self, post: Post) -> None:
-        if post.hand is None:
-            assert post.birth is not None
-            post.hand = self.crew.hire(post.birth)
-
     def _scale(self) -> None:
-        """Bring the number of workers to what the controller wants."""
-        if self._bound:
+        """Bring the number of interchangeable workers to what is wanted."""
+        if self.posts or self._epoch is None:
             return
-        assert self._epoch is not None
         working = [hand for hand in self.crew if not hand.retiring]
-        for _ in range(self._controller.workers - len(working)):
+        for _ in range(self._tuning.workers - len(working)):
             self.crew.hire(Birth(0, self._epoch.key[0]))
-        for hand in sorted(working, key=lambda hand: len(hand.tasks))[: len(working) - self._controller.workers]:
+        surplus = max(0, len(working) - self._tuning.workers)
+        for hand in sorted(working, key=lambda hand: len(hand.tasks))[:surplus]:
             hand.retiring = True
             if not hand.tasks:
                 self.crew.dismiss(hand)
-
-    def _note_wait(self, waited_s: float) -> None:
-        window, now = self._window, time.monotonic()
-        window.batches += 1
-        window.waited_s += waited_s
-        self.account.batches += 1
-        self.account.waited_s += waited_s
-        seconds = now - window.since
-        if seconds < WINDOW_S or window.batches < WINDOW_BATCHES:
-            return
-        self._window = _Window(now)
-        self.crew.news()
-        if self._bound:
-            return
-        before = self._controller.workers
-        decision = self._controller.observe(
-            Observation(
-                seconds=seconds, batches=window.batches, waited_s=window.waited_s,
-                workers=sum(not hand.retiring for hand in self.crew), busy_s=window.busy_s, cpu_s=window.cpu_s,
-                cores=self._cores(now), memory_kills=window.memory_kills,
-            )
-        )  # fmt: skip
-        if decision.workers != before:
-            log.info("%d → %d workers: %s", before, decision.workers, decision.why)
-            self._scale()
-        self.crew.forget(self.slots.trim(keep=4))
-
-    def _cores(self, now: float) -> float:
-        """This loader's share of the cores: those that were in use lately divide them."""
-        others = sum(1 for feed in _feeds if feed is not self and now - feed._used_at < 5)
-        return max(1.0, self._budget.cores_allowed / (1 + others))
-
-    def resize(self, workers: int) -> None:
-        """Change the number of workers now (the controller goes on from there)."""
-        self._controller.workers = workers
-        if self._epoch is not None:
-            self._scale()
-
-    @property
-    def workers(self) -> int:
-        """How many workers are wanted at present."""
-        return len(self.posts) if self._bound else self._controller.workers
-
-    @property
-    def why(self) -> str:
-        """Why that many."""
-        return "as declared: their number has a meaning" if self._bound else self._controller.why
-
-
-def _after(birth: Birth, done: Done, random_state: Any, *, replays: bool) -> Birth:
-    """What a successor has to be told when this worker dies after the batch it has just finished."""
-    if replays and done.data_state is None:  # from the beginning of the pass, with the state of that time
-        return birth._replace(replay=birth.replay + 1, checksum=done.checksum)
-    return birth._replace(random_state=random_state or birth.random_state, data_state=done.data_state)
 
 
 def _shut(crew: Crew, slots: Slots, pid: int) -> None:

@@ -20,11 +20,11 @@ from torch.utils.data.dataloader import DataLoader as StockLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.feed import randomness
-from flatout.feed.bad import BadSample, BadSampleError, name_of
+from flatout.feed.account import BadSample, BadSampleError, name_of
 from flatout.feed.feed import Epoch, Feed
+from flatout.feed.messages import Birth
 from flatout.feed.slots import Slots
 from flatout.feed.table import Batch
-from flatout.feed.worker import Birth
 
 __all__ = ["FeedIterator", "Position"]
 

@@ -20,14 +20,12 @@ from flatout.feed import randomness
 from flatout.feed.feed import Feed
 from flatout.feed.fingerprint import fingerprint
 from flatout.feed.iterator import FeedIterator, Position
-from flatout.feed.worker import Recipe
+from flatout.feed.messages import Recipe
 
 __all__ = ["DataLoader", "Options", "feed_of", "iterator_for"]
 
 log = logging.getLogger("flatout.feed")
 T_co = TypeVar("T_co", covariant=True)
-
-TINY_BATCH_S = 300e-6  # a batch made in less than this is made faster in the training process itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,4 +264,4 @@ def _still_true(kept: _Kept, recipe: Recipe, loader: StockLoader[Any], page_lock
 
 def _is_tiny(feed: Feed, options: Options) -> bool:
     account = feed.account
-    return options.workers == "auto" and not feed.posts and not account.drew and account.tiny(TINY_BATCH_S)
+    return options.workers == "auto" and not feed.posts and not account.drew and account.tiny

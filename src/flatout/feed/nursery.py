@@ -28,6 +28,7 @@ import torch
 from torch import multiprocessing
 
 from flatout.feed import wire, worker
+from flatout.feed.messages import Recipe
 
 __all__ = ["ContextStarter", "Event", "Nursery", "Starter", "starter_for"]
 
@@ -53,7 +54,7 @@ class Starter(Protocol):
     def alive(self) -> bool: ...
 
 
-def starter_for(recipe: worker.Recipe, context: Any) -> Starter:
+def starter_for(recipe: Recipe, context: Any) -> Starter:
     """The way to start workers under a multiprocessing context (None: the process-wide one)."""
     method = multiprocessing.get_start_method() if context is None else context.get_start_method()
     if method == "fork":
@@ -64,7 +65,7 @@ def starter_for(recipe: worker.Recipe, context: Any) -> Starter:
 class Nursery:
     """A small process that forks workers on demand; this is the training process's handle of it."""
 
-    def __init__(self, recipe: worker.Recipe) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         with _fork_lock, _quiet_fork():
             self._wire, far = wire.pair()
             self._wire.setblocking(False)
@@ -124,7 +125,7 @@ class Nursery:
 class ContextStarter:
     """Workers started one by one through a context's own `Process`, as stock starts them."""
 
-    def __init__(self, recipe: worker.Recipe, context: Any) -> None:
+    def __init__(self, recipe: Recipe, context: Any) -> None:
         self._recipe = recipe
         self._context = context
         self._processes: dict[int, Any] = {}
@@ -181,7 +182,7 @@ def _end(process: Any, patience_s: float = 5) -> None:
 # --- inside the nursery -----------------------------------------------------------------------------------------------
 
 
-def _nursery_main(recipe: worker.Recipe, far: socket.socket, parent: int) -> None:
+def _nursery_main(recipe: Recipe, far: socket.socket, parent: int) -> None:
     wire.close_inherited(but=[far.fileno()])
     _behave("flatout-nursery")
     _one_thread_each()
@@ -227,7 +228,7 @@ def _nursery_main(recipe: worker.Recipe, far: socket.socket, parent: int) -> Non
     os._exit(0)
 
 
-def _forked_main(recipe: worker.Recipe, end: socket.socket, nursery_wire: socket.socket, nursery: int) -> None:
+def _forked_main(recipe: Recipe, end: socket.socket, nursery_wire: socket.socket, nursery: int) -> None:
     nursery_wire.close()
     _libc().prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != nursery:
@@ -236,7 +237,7 @@ def _forked_main(recipe: worker.Recipe, end: socket.socket, nursery_wire: socket
     worker.main(recipe, end)
 
 
-def _spawned_main(recipe: worker.Recipe, end: socket.socket, parent: int) -> None:
+def _spawned_main(recipe: Recipe, end: socket.socket, parent: int) -> None:
     _behave("flatout-worker")
     _one_thread_each()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()

@@ -55,6 +55,11 @@ class Arena:
     used: int = 0
     placed: list[Span] = field(default_factory=list)
     misfit: bool = False
+    base: int = 0
+
+    def __post_init__(self) -> None:
+        if self.memory is not None:
+            self.base = address(self.memory)
 
     def stack(self, batch: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
         """What torch's collation does with tensors, with the result in this arena."""
@@ -98,7 +103,7 @@ class Arena:
         """The offset of bytes that lie in this arena already."""
         if self.memory is None:
             return None
-        offset = int(data.ctypes.data) - int(self.memory.ctypes.data)
+        offset = address(data) - self.base
         return offset if 0 <= offset <= len(self.memory) - len(data) else None
 
 
@@ -148,7 +153,7 @@ def collate_parts(samples: Sequence[Any], arena: Arena) -> Any:
 
 def join(parts: Sequence[Any], memory: Bytes) -> Any:
     """One batch from its parts; rows that lie one behind the other in `memory` are not copied."""
-    base = int(memory.ctypes.data)
+    base = address(memory)
 
     def rows(pieces: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
         start = end = pieces[0].data_ptr()
@@ -193,6 +198,11 @@ def pack(batch: Any, arena: Arena) -> Packed:
 def unpack(skeleton: bytes, spans: Sequence[Span], memory: Bytes) -> Any:
     """The batch, its tensors and arrays lying over `memory` (and keeping it alive)."""
     return pickle.loads(skeleton, buffers=[memory[start : start + size] for start, size in spans])
+
+
+def address(data: Bytes) -> int:
+    """Where bytes lie in memory."""
+    return int(data.__array_interface__["data"][0])
 
 
 def empty() -> Bytes:

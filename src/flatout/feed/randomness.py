@@ -17,7 +17,7 @@ from torch.utils.data._utils.worker import _generate_state
 
 __all__ = ["CHUNK", "Key", "capture", "generators_in", "restore", "same", "seed_chunk", "seed_stream"]
 
-CHUNK = 8
+CHUNK = 16
 Key = tuple[int, int]  # the loader's base seed, the epoch
 _MASK = (1 << 64) - 1
 

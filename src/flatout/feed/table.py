@@ -16,11 +16,11 @@ from typing import Any
 from torch._utils import ExceptionWrapper
 
 from flatout.feed import packing
-from flatout.feed.bad import BadSample
+from flatout.feed.account import BadSample
+from flatout.feed.messages import Birth, Done
 from flatout.feed.packing import Bytes
 from flatout.feed.randomness import CHUNK
 from flatout.feed.slots import Slot
-from flatout.feed.worker import Birth, Done
 
 __all__ = ["Batch", "Layout", "Part", "cut"]
 

@@ -1,7 +1,7 @@
 """The worker process: takes tasks from its wire one by one, answers each exactly once, and keeps nothing.
 
 It first writes on its board (a few bytes shared with the parent) which sample it is at, so that after its death the
-parent knows where it stood. Everything it is told and says is one of the named tuples below.
+parent knows where it stood.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import pickle
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from socket import socket
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._utils import ExceptionWrapper
@@ -24,110 +23,25 @@ from torch.utils.data._utils import collate as stock_collate
 from torch.utils.data._utils import worker as stock_worker
 
 from flatout.feed import packing, randomness, wire
+from flatout.feed.messages import (
+    Birth,
+    Cancel,
+    Done,
+    Ended,
+    Failed,
+    NewEpoch,
+    NewSlot,
+    OldSlot,
+    Recipe,
+    Skipped,
+    Task,
+    Timing,
+)
 
-__all__ = ["Birth", "Cancel", "Done", "Ended", "Failed", "NewEpoch", "NewSlot", "OldSlot", "Recipe", "Task", "main"]
+__all__ = ["main"]
 
 NOT_IN_A_SAMPLE = -1
 _LOOK_ALWAYS_S = 2e-3  # a chunk that takes this long does not notice the 60 µs of looking whether it drew numbers
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """What every worker of a loader knows: how a list of indices becomes a batch."""
-
-    dataset: Any
-    collate_fn: Callable[[Any], Any]
-    iterable: bool
-    auto_collation: bool
-    drop_last: bool
-    worker_init_fn: Callable[[int], None] | None
-    batch_size: int | None
-    declared: int  # the number of workers that user code is told
-    streams: bool  # stock's random stream a worker, instead of seeds by position; workers have numbers
-    skip_bad: bool
-
-
-class Birth(NamedTuple):
-    """First message to a worker; its board comes along. The last four let it go on where a dead one stopped."""
-
-    number: int
-    base_seed: int
-    random_state: dict[str, Any] | None = None
-    replay: int = 0
-    checksum: int = 0
-    data_state: Any = None
-
-
-class NewEpoch(NamedTuple):
-    """An iterable dataset starts from its beginning (persistent workers only)."""
-
-
-class NewSlot(NamedTuple):
-    """Memory to build batches in; its descriptor comes along."""
-
-    slot: int
-
-
-class OldSlot(NamedTuple):
-    slot: int
-
-
-class Task(NamedTuple):
-    ticket: int
-    key: randomness.Key
-    batch: int
-    first_row: int
-    indices: Any
-    leave_out: frozenset[int] = frozenset()  # rows known to be bad
-    slot: int | None = None
-    regions: Sequence[tuple[int, int]] | None = None  # set: build only these rows of a batch that others build too
-
-
-class Cancel(NamedTuple):
-    ticket: int
-
-
-class Timing(NamedTuple):
-    rows: int
-    wall_s: float
-    cpu_s: float
-    run_delay_s: float
-    slowest_s: float
-    slowest_row: int
-
-
-class Done(NamedTuple):
-    ticket: int
-    skeleton: bytes
-    spans: list[packing.Span]
-    in_slot: bool
-    needs: int
-    regions: list[packing.Span] | None
-    misfit: bool
-    bad: list[tuple[int, str]]
-    drew: bool | None  # None: did not look this time
-    timing: Timing
-    random_state: dict[str, Any] | None = None
-    data_state: Any = None
-    checksum: int = 0
-
-
-class Failed(NamedTuple):
-    ticket: int
-    error: ExceptionWrapper
-
-
-class Skipped(NamedTuple):
-    """A cancelled task that was not begun."""
-
-    ticket: int
-
-
-class Ended(NamedTuple):
-    """This worker's share of an iterable dataset is used up."""
-
-    ticket: int
-    random_state: dict[str, Any] | None
 
 
 class ReplayDiffers(RuntimeError):
@@ -313,23 +227,35 @@ class _Worker:
         samples: list[Any] = []
         drew: bool | None = None
         for start in range(0, len(task.indices), randomness.CHUNK):
+            rows = range(start, min(start + randomness.CHUNK, len(task.indices)))
             seeded = self._seed(task, start)
             began = time.perf_counter()
-            for row in range(start, min(start + randomness.CHUNK, len(task.indices))):
-                if row in task.leave_out:
-                    continue
-                self._board[1] = row
-                sample_began = time.perf_counter()
-                try:
+            if recipe.skip_bad or self._chunk_s > _LOOK_ALWAYS_S:
+                self._look_at_each(task, rows, samples, bad, watch)
+            else:
+                for row in rows:
+                    self._board[1] = row
                     samples.append(recipe.dataset[task.indices[row]])
-                except Exception as error:
-                    if not recipe.skip_bad:
-                        raise
-                    bad.append((row, f"{type(error).__name__}: {error}"))
-                watch.sample(time.perf_counter() - sample_began, row)
             self._chunk_s = time.perf_counter() - began
             drew = _either(drew, self._drew(seeded))
         return samples, drew
+
+    def _look_at_each(
+        self, task: Task, rows: range, samples: list[Any], bad: list[tuple[int, str]], watch: _Watch
+    ) -> None:
+        """Load samples that take long enough to be timed one by one, or that may be left out."""
+        for row in rows:
+            if row in task.leave_out:
+                continue
+            self._board[1] = row
+            began = time.perf_counter()
+            try:
+                samples.append(self._recipe.dataset[task.indices[row]])
+            except Exception as error:
+                if not self._recipe.skip_bad:
+                    raise
+                bad.append((row, f"{type(error).__name__}: {error}"))
+            watch.sample(time.perf_counter() - began, row)
 
     def _seed(self, task: Task, row: int) -> tuple[Any, ...] | None:
         """Seed a chunk; the generators' state, if it is worth looking whether the chunk changes it."""
@@ -337,7 +263,7 @@ class _Worker:
             return None
         randomness.seed_chunk(task.key, task.batch, (task.first_row + row) // randomness.CHUNK, self._private)
         self._looks += 1
-        look = self._chunk_s > _LOOK_ALWAYS_S or self._looks <= 16 or self._looks % 16 == 0
+        look = self._chunk_s > _LOOK_ALWAYS_S or self._looks <= 16 or self._looks % 64 == 0
         return randomness.snapshot() if look else None
 
     @staticmethod

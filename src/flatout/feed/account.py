@@ -1,17 +1,19 @@
-"""Samples that cannot be loaded: what is said of them, and how they are named."""
+"""What became of a loader so far, and of the samples it could not load."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flatout.errors import FlatoutError
+from flatout.feed.messages import Done
 
-__all__ = ["BadSample", "BadSampleError", "name_of", "out_of_memory_kills"]
+__all__ = ["Account", "BadSample", "BadSampleError", "name_of", "out_of_memory_kills"]
 
 # Attributes under which datasets keep their files, as people call them.
 _PATH_LISTS = ("samples", "imgs", "paths", "files", "image_paths", "filenames", "image_files", "items")
+TINY_BATCH_S = 300e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,40 @@ class BadSampleError(FlatoutError, RuntimeError):
             f"sample {bad.index}{name} cannot be loaded: {bad.why}. "
             "Leave such samples out with DataLoader(..., on_bad_sample='skip')"
         )
+
+
+@dataclass(slots=True)
+class Account:
+    """What became of a loader so far."""
+
+    batches: int = 0
+    parts: int = 0
+    waited_s: float = 0.0
+    deaths: int = 0
+    redone: int = 0
+    drew: bool = False
+    bad: list[BadSample] = field(default_factory=list)
+    slowest_s: float = 0.0
+    cpu_s: float = 0.0  # of the workers
+    parent_s: float = 0.0  # what handing over takes the training process, waiting apart
+
+    def made(self, done: Done) -> None:
+        """A worker has made a batch, or a part of one."""
+        self.parts += 1
+        self.cpu_s += done.timing.cpu_s
+        self.drew |= bool(done.drew)
+        self.slowest_s = max(self.slowest_s, done.timing.slowest_s)
+
+    def served(self, waited_s: float, parent_s: float) -> None:
+        """The consumer has got one."""
+        self.batches += 1
+        self.waited_s += waited_s
+        self.parent_s += parent_s
+
+    @property
+    def tiny(self) -> bool:
+        """Whether making a batch is seen to cost hardly more than handing it over."""
+        return self.batches >= 8 and self.cpu_s < max(TINY_BATCH_S * self.batches, 6 * self.parent_s)
 
 
 def name_of(dataset: Any, index: Any) -> str | None:

@@ -1,0 +1,117 @@
+"""Everything that parent and workers say to each other, and the recipe that both know.
+
+parent ──► worker   Birth, NewSlot, OldSlot, Task, Cancel, NewEpoch        (the end of the wire: go)
+worker ──► parent   for every Task one of Done, Failed, Skipped, Ended     (the end of the wire: died)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch._utils import ExceptionWrapper
+
+from flatout.feed.packing import Span
+from flatout.feed.randomness import Key
+
+__all__ = ["Birth", "Cancel", "Done", "Ended", "Failed", "NewEpoch", "NewSlot", "OldSlot", "Recipe", "Skipped", "Task"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What every worker of a loader knows: how a list of indices becomes a batch."""
+
+    dataset: Any
+    collate_fn: Callable[[Any], Any]
+    iterable: bool
+    auto_collation: bool
+    drop_last: bool
+    worker_init_fn: Callable[[int], None] | None
+    batch_size: int | None
+    declared: int  # the number of workers that user code is told
+    streams: bool  # stock's random stream a worker, instead of seeds by position; workers have numbers
+    skip_bad: bool
+
+
+class Birth(NamedTuple):
+    """First message to a worker; its board comes along. The last four let it go on where a dead one stopped."""
+
+    number: int
+    base_seed: int
+    random_state: dict[str, Any] | None = None
+    replay: int = 0
+    checksum: int = 0
+    data_state: Any = None
+
+
+class NewEpoch(NamedTuple):
+    """An iterable dataset starts from its beginning (persistent workers only)."""
+
+
+class NewSlot(NamedTuple):
+    """Memory to build batches in; its descriptor comes along."""
+
+    slot: int
+
+
+class OldSlot(NamedTuple):
+    slot: int
+
+
+class Task(NamedTuple):
+    ticket: int
+    key: Key
+    batch: int
+    first_row: int
+    indices: Any
+    leave_out: frozenset[int] = frozenset()  # rows known to be bad
+    slot: int | None = None
+    regions: Sequence[tuple[int, int]] | None = None  # set: build only these rows of a batch that others build too
+
+
+class Cancel(NamedTuple):
+    ticket: int
+
+
+class Timing(NamedTuple):
+    rows: int
+    wall_s: float
+    cpu_s: float
+    run_delay_s: float
+    slowest_s: float
+    slowest_row: int
+
+
+class Done(NamedTuple):
+    ticket: int
+    skeleton: bytes
+    spans: list[Span]
+    in_slot: bool
+    needs: int
+    regions: list[Span] | None
+    misfit: bool
+    bad: list[tuple[int, str]]
+    drew: bool | None  # None: did not look this time
+    timing: Timing
+    random_state: dict[str, Any] | None = None
+    data_state: Any = None
+    checksum: int = 0
+
+
+class Failed(NamedTuple):
+    ticket: int
+    error: ExceptionWrapper
+
+
+class Skipped(NamedTuple):
+    """A cancelled task that was not begun."""
+
+    ticket: int
+
+
+class Ended(NamedTuple):
+    """This worker's share of an iterable dataset is used up."""
+
+    ticket: int
+    random_state: dict[str, Any] | None
