@@ -50,7 +50,7 @@ class Meter:
         self.transforms_s: dict[str, float] = {}
 
     def load(self, get: Callable[[], Any], index: Any) -> Any:
-        """Time one sample's way out of the dataset."""
+        """Time the way of one sample (or, given a list of indices, of many) out of the dataset."""
         checking = self._random_checks < _RANDOM_CHECKS
         before = _random_states() if checking else None
         wall, cpu = time.perf_counter(), time.thread_time()
@@ -58,8 +58,9 @@ class Meter:
         seconds = time.perf_counter() - wall
         self._cpu_s += time.thread_time() - cpu
         self._wall_s += seconds
-        self._samples += 1
-        self._sample_ms.add(seconds * 1e3)
+        many = len(index) if isinstance(index, list) else 1
+        self._samples += many
+        self._sample_ms.add(seconds * 1e3 / max(1, many), many)
         if isinstance(index, int) and (len(self._slowest) < _SLOWEST_KEPT or seconds > self._slowest[0][0]):
             heapq.heappush(self._slowest, (seconds, index))
             if len(self._slowest) > _SLOWEST_KEPT:

@@ -1,0 +1,342 @@
+"""The Recorder on a clock that stands still unless told: durations to the letter."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatout.sense.recorder import QUIET, Recorder
+from flatout.trace import Span, Step
+
+TRAIN, VALIDATION, OTHER = 1, 2, 3
+OPTIMIZER = 7
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.ms = 0.0
+
+    def __call__(self) -> float:
+        return self.ms / 1e3
+
+
+class Gpu:
+    """A card that does nothing but work `busy_ms` a mark; `reached` says how many marks it has come to."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.capturing = False
+        self.behind = False
+        self.marks = 0
+
+    def mark(self) -> Any:
+        if self.capturing:
+            return None
+        self.marks += 1
+        return self._clock.ms
+
+    def between(self, marks: list[Any]) -> list[float] | None:
+        if self.behind:
+            return None
+        return [b - a for a, b in itertools.pairwise(marks)]
+
+
+class Bench:
+    """A Recorder and what it gave; `phase` spends milliseconds in one."""
+
+    def __init__(self, *, gpu: bool = False) -> None:
+        self.clock = Clock()
+        self.gpu = Gpu(self.clock)
+        self.steps: list[Step] = []
+        self.recorder = Recorder(clock=self.clock, emit=self.steps.append, gpu=self.gpu if gpu else None)
+
+    def rest(self, ms: float) -> None:
+        self.clock.ms += ms
+
+    def phase(self, name: str, ms: float, where: str | None = None) -> None:
+        self.recorder.push(name, where)
+        self.clock.ms += ms
+        self.recorder.pop()
+
+    def fetch(self, loader: int = TRAIN, ms: float = 1.0, samples: int | None = 8, learns: bool = True) -> None:
+        self.recorder.fetching(loader, learns)
+        self.clock.ms += ms
+        self.recorder.fetched(samples)
+
+    def forward(self, ms: float = 2.0, *, learns: bool = True, training: bool = True, trained: bool = True) -> None:
+        self.recorder.forward(learns=learns, training=training, trained=trained)
+        self.clock.ms += ms
+        self.recorder.pop()
+
+    def backward(self, ms: float = 3.0) -> None:
+        self.recorder.backward()
+        self.clock.ms += ms
+        self.recorder.pop()
+
+    def step(self, ms: float = 4.0, optimizer: int = OPTIMIZER) -> bool:
+        depth = self.recorder.optimizer_begins()
+        self.clock.ms += ms
+        self.recorder.leave(depth)
+        return self.recorder.optimizer_ended(optimizer)
+
+    def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.fetch()
+            self.forward()
+            self.rest(0.5)
+            self.backward()
+            self.step()
+
+    @property
+    def last(self) -> Step:
+        return self.steps[-1]
+
+
+def spans(step: Step) -> list[tuple[str, float]]:
+    return [(span.name, round(span.host_ms, 6)) for span in step.spans if span.host_ms]
+
+
+def test_a_step_is_tiled_by_its_phases() -> None:
+    bench = Bench()
+    bench.rest(100)
+    bench.train(2)
+    assert [(s.kind, s.index, s.wall_ms) for s in bench.steps] == [
+        ("setup", -1, pytest.approx(100)),
+        ("warmup", 0, pytest.approx(10.5)),
+        ("train", 1, pytest.approx(10.5)),
+    ]
+    assert spans(bench.last) == [("data", 1), ("forward", 2), ("loss", 0.5), ("backward", 3), ("optimizer", 4)]
+    assert bench.last.samples == 8
+
+
+def test_a_phase_inside_another_takes_its_own_time_only() -> None:
+    bench = Bench()
+    bench.train(1)
+    bench.recorder.push("logging")
+    bench.rest(1)
+    bench.phase("sync", 5, "train.py:3")
+    bench.rest(2)
+    bench.recorder.pop()
+    bench.train(1)
+    assert spans(bench.last)[:3] == [("logging", 1), ("sync", 5), ("logging", 2)]
+    assert [span.where for span in bench.last.spans if span.name == "sync"] == ["train.py:3"]
+
+
+def test_the_tail_is_what_comes_after_the_last_step() -> None:
+    bench = Bench()
+    bench.train(2)
+    bench.phase("checkpoint", 30)
+    bench.recorder.finish()
+    assert (bench.last.kind, spans(bench.last)) == ("tail", [("checkpoint", 30)])
+
+
+def test_many_phases_are_summed_by_name_beyond_the_first() -> None:
+    bench = Bench()
+    bench.train(1)
+    for _ in range(500):
+        bench.phase("sync", 1, "a.py:1")
+        bench.phase("copy", 1)
+    bench.train(1)
+    assert len(bench.last.spans) < 80
+    assert sum(s.host_ms for s in bench.last.spans if s.name == "sync") == pytest.approx(500)
+    assert sum(s.host_ms for s in bench.last.spans) == pytest.approx(bench.last.wall_ms)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("push"), st.sampled_from(["copy", "sync", "logging", "gc", "checkpoint", "rest"])),
+            st.tuples(st.just("pop"), st.just("")),
+            st.tuples(st.just("wait"), st.floats(0, 1000)),
+            st.tuples(st.just("fetch"), st.sampled_from([TRAIN, VALIDATION, OTHER])),
+            st.tuples(st.just("forward"), st.tuples(st.booleans(), st.booleans())),
+            st.tuples(st.just("backward"), st.just("")),
+            st.tuples(st.just("step"), st.sampled_from([1, 2])),
+        ),
+        max_size=200,
+    ),
+    st.booleans(),
+)
+def test_whatever_happens_the_pieces_add_up(events: list[tuple[str, Any]], gpu: bool) -> None:
+    bench = Bench(gpu=gpu)
+    for name, value in events:
+        if name == "push":
+            bench.recorder.push(value)
+        elif name == "pop":
+            bench.recorder.pop()
+        elif name == "wait":
+            bench.rest(value)
+        elif name == "fetch":
+            bench.fetch(value)
+        elif name == "forward":
+            bench.forward(learns=value[0], training=value[1])
+        elif name == "backward":
+            bench.backward()
+        else:
+            bench.step(optimizer=value)
+    bench.recorder.finish()
+    for step in bench.steps:
+        assert sum(span.host_ms for span in step.spans) == pytest.approx(step.wall_ms, abs=1e-6)
+    assert sum(step.wall_ms for step in bench.steps) == pytest.approx(bench.clock.ms, abs=1e-3)
+
+
+def test_a_collection_in_the_midst_of_a_cut_loses_no_time() -> None:
+    """GIVEN a clock that lets something else happen while it is read WHEN that cuts too THEN nothing is lost."""
+    bench = Bench()
+    bench.train(1)
+    recorder, plain = bench.recorder, bench.clock.__call__
+    inside = [False]
+
+    def interrupted() -> float:
+        now = plain()
+        if not inside[0]:
+            inside[0] = True
+            bench.rest(1)
+            bench.phase("gc", 2)
+            inside[0] = False
+        return now
+
+    recorder._clock = interrupted
+    bench.phase("logging", 5)
+    recorder._clock = bench.clock
+    bench.train(1)
+    assert sum(span.host_ms for span in bench.last.spans) == pytest.approx(bench.last.wall_ms)
+
+
+# -- evaluation -----------------------------------------------------------------------------------------------------
+
+
+def evaluated_ms(step: Step) -> float:
+    return sum(span.host_ms for span in step.spans if span.name == "evaluation")
+
+
+def test_evaluation_takes_in_all_of_it_but_logs_and_checkpoints() -> None:
+    bench = Bench()
+    bench.train(2)
+    bench.rest(1)
+    for _ in range(3):
+        bench.fetch(VALIDATION, ms=10)
+        bench.forward(20, learns=False, training=False)
+        bench.phase("sync", 5, "a.py:1")
+    bench.phase("logging", 7)
+    bench.train(1)
+    assert evaluated_ms(bench.last) == pytest.approx(1 + 3 * 35)
+    assert ("logging", 7) in spans(bench.last)
+    assert bench.last.samples == 8
+
+
+def test_a_batch_in_hand_stays_training_while_another_loader_is_evaluated() -> None:
+    bench = Bench()
+    bench.train(2)
+    bench.fetch(TRAIN, ms=1.5)
+    for _ in range(2):
+        bench.fetch(VALIDATION, ms=10)
+        bench.forward(20, learns=False, training=False)
+    bench.forward()
+    bench.backward()
+    bench.step()
+    assert ("data", 1.5) in spans(bench.last)
+    assert bench.last.samples == 8
+    assert evaluated_ms(bench.last) > 0
+
+
+def test_two_training_loaders_and_a_teacher_are_no_evaluation() -> None:
+    bench = Bench()
+    for _ in range(3):
+        bench.fetch(TRAIN)
+        if bench.steps:
+            bench.forward(learns=False, training=False, trained=False)
+        bench.fetch(OTHER)
+        bench.forward()
+        bench.backward()
+        bench.step()
+    assert evaluated_ms(bench.last) == 0
+    assert bench.last.samples == 16
+
+
+# -- whose step it is -----------------------------------------------------------------------------------------------
+
+
+def test_the_last_optimizer_of_a_round_ends_the_step() -> None:
+    bench = Bench()
+    ends = [bench.step(optimizer=o) for o in (1, 2, 1, 2, 1, 2)]
+    assert ends == [True, True, False, True, False, True]
+    assert [step.kind for step in bench.steps] == ["setup", "warmup", "train", "train"]
+
+
+def test_an_optimizer_that_replaces_another_is_soon_followed() -> None:
+    bench = Bench()
+    ends = [bench.step(optimizer=o) for o in (1, 1, 1, 2, 2, 2, 2)]
+    assert ends == [True, True, True, False, True, True, True]
+
+
+# -- the card -------------------------------------------------------------------------------------------------------
+
+
+def marked(bench: Bench) -> Step:
+    return next(step for step in reversed(bench.steps) if any(s.gpu_idle_ms is not None for s in step.spans))
+
+
+def test_where_nothing_is_launched_the_cards_time_is_idleness() -> None:
+    bench = Bench(gpu=True)
+    bench.train(20)
+    step = marked(bench)
+    for span in step.spans:
+        idle, busy = span.gpu_idle_ms, span.gpu_busy_ms
+        assert (idle is None) != (busy is None)
+        assert (idle is not None) == (span.name in QUIET)
+        assert (idle if idle is not None else busy) == pytest.approx(span.host_ms)
+
+
+def test_waiting_for_data_in_an_evaluation_is_idleness_too() -> None:
+    bench = Bench(gpu=True)
+    bench.train(4)  # the fifth step carries marks
+    for _ in range(3):
+        bench.fetch(VALIDATION, ms=10)
+        bench.forward(20, learns=False, training=False)
+    bench.train(1)
+    named = [span for span in bench.last.spans if span.name == "evaluation"]
+    assert sum(span.gpu_idle_ms or 0 for span in named) == pytest.approx(30)
+    assert sum(span.gpu_busy_ms or 0 for span in named) == pytest.approx(60)
+
+
+def test_steps_wait_for_the_card_in_order_but_not_for_ever() -> None:
+    bench = Bench(gpu=True)
+    bench.train(4)
+    bench.gpu.behind = True
+    before = len(bench.steps)
+    bench.train(10)
+    assert len(bench.steps) == before
+    bench.gpu.behind = False
+    bench.train(1)
+    assert [step.index for step in bench.steps[1:]] == list(range(15))
+    bench.gpu.behind = True
+    bench.train(200)
+    assert len(bench.steps) > 100
+
+
+def test_no_mark_is_dropped_while_a_graph_is_captured() -> None:
+    bench = Bench(gpu=True)
+    bench.gpu.capturing = True
+    bench.train(20)
+    assert bench.gpu.marks == 0
+    assert all(isinstance(span, Span) and span.gpu_busy_ms is None for s in bench.steps for span in s.spans)
+
+
+def test_dear_marks_are_dropped_more_rarely() -> None:
+    bench = Bench(gpu=True)
+    mark = bench.gpu.mark
+
+    def dear() -> Any:
+        bench.clock.ms += 0.1
+        return mark()
+
+    bench.gpu.mark = dear  # type: ignore[method-assign]
+    bench.train(500)
+    carrying = sum(any(s.gpu_idle_ms is not None for s in step.spans) for step in bench.steps)
+    assert 0 < carrying < 500 / 16
+    assert bench.recorder.marks_s / bench.recorder.marks == pytest.approx(1e-4)
