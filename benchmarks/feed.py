@@ -44,6 +44,7 @@ RESULTS = Path(__file__).parent / "results"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CORES = len(os.sched_getaffinity(0))
 DALI_IMAGES_S = 8800.0
+SETTLE_S = 12.0
 MEAN = torch.tensor([123.675, 116.28, 103.53]).view(3, 1, 1)
 STD = torch.tensor([58.395, 57.12, 57.375]).view(3, 1, 1)
 
@@ -134,19 +135,20 @@ def normalized(batch: Any) -> Any:
 # --- how it is measured -----------------------------------------------------------------------------------------------
 
 
-def rate(batches: Iterator[Any], count: Callable[[Any], float], seconds: float, warm_up: int = 8) -> float:
-    """Of whatever `count` counts, per second."""
-    total, start = 0.0, None
-    for number, batch in enumerate(batches):
-        if number == warm_up:
-            _finish()
-            start = time.perf_counter()
-        elif start is not None:
-            total += count(batch)
-            if time.perf_counter() - start > seconds:
-                break
+def rate(batches: Iterator[Any], count: Callable[[Any], float], seconds: float, warm_up_s: float = 2.0) -> float:
+    """Of whatever `count` counts, per second, after a while of warming up."""
+    next(batches)
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < warm_up_s:
+        next(batches)
     _finish()
-    return total / (time.perf_counter() - (start or 0.0))
+    total, start = 0.0, time.perf_counter()
+    for batch in batches:
+        total += count(batch)
+        if time.perf_counter() - start > seconds:
+            break
+    _finish()
+    return total / (time.perf_counter() - start)
 
 
 def _finish() -> None:
@@ -215,7 +217,7 @@ def bytes_into_gpu(seconds: float) -> dict[str, Any]:
 
     def ours(workers: int) -> float:
         loader = DataLoader(dataset, batch_size, num_workers=workers, pin_memory=DEVICE == "cuda")
-        return rate(held(loader, workers, to_device(loader, DEVICE)), lambda _: gigabytes, seconds, warm_up=60)
+        return rate(held(loader, workers, to_device(loader, DEVICE)), lambda _: gigabytes, seconds)
 
     def stock(workers: int) -> float:
         loader = Stock(dataset, batch_size, num_workers=workers, pin_memory=DEVICE == "cuda")
@@ -242,11 +244,8 @@ def jpeg(seconds: float) -> dict[str, Any]:
         def ours() -> float:
             loader = DataLoader(dataset, batch_size, pin_memory=DEVICE == "cuda")
             on_device = to_device(loader, DEVICE, convert=normalized)
-            start = time.perf_counter()
-            warm = (batch for batch in on_device)
-            while time.perf_counter() - start < 12:  # let it settle: that is how it is used
-                next(warm)
-            return rate(warm, lambda batch: len(batch[1]), seconds, warm_up=1)
+            # Let it settle: that is how it is used.
+            return rate(iter(on_device), lambda batch: len(batch[1]), seconds, warm_up_s=SETTLE_S)
 
         def stock(workers: int) -> float:
             loader = Stock(dataset, batch_size, num_workers=workers, pin_memory=DEVICE == "cuda")
@@ -316,14 +315,12 @@ def controller(seconds: float, step_s: float = 0.0) -> dict[str, Any]:
         def fixed(workers: int) -> float:
             loader = DataLoader(dataset, batch_size, num_workers=workers)
             batches = consumed(held(loader, workers, loader))
-            return rate(batches, lambda batch: len(batch[1]), seconds, warm_up=2 * workers)
+            return rate(batches, lambda batch: len(batch[1]), seconds)
 
         def from_start(declared: int) -> float:
             loader = DataLoader(dataset, batch_size, num_workers=declared)
-            batches, start = consumed(iter(loader)), time.perf_counter()
-            while time.perf_counter() - start < STARTS[declared]:
-                next(batches)
-            value = rate(batches, lambda batch: len(batch[1]), seconds, warm_up=1)
+            batches = consumed(iter(loader))
+            value = rate(batches, lambda batch: len(batch[1]), seconds, warm_up_s=STARTS[declared])
             feed = feed_of(loader)
             assert feed is not None
             ends[declared] = (feed.workers, feed.why)

@@ -129,7 +129,8 @@ class Feed:
         batch.dropped = True
         if not self.posts:  # stock's workers finish what they were sent, and their random streams with it
             self._call_off(batch)
-        self._let_go(batch)
+        batch.release()
+        self._release_slot(batch)
 
     def _call_off(self, batch: Batch) -> None:
         for hand in self.crew:
@@ -137,8 +138,8 @@ class Feed:
                 if assignment.part.batch is batch:
                     self.crew.tell(hand, Cancel(ticket))
 
-    def _let_go(self, batch: Batch) -> None:
-        batch.release()
+    def _release_slot(self, batch: Batch) -> None:
+        """End a divided batch's own hold on its slot; from here on the lease alone keeps it."""
         if batch.slot is not None:
             batch.slot.writers -= 1
             self.slots.give_back(batch.slot)
@@ -166,6 +167,7 @@ class Feed:
             self._look_for_hung()
             batch = self._finished()
         self._table.remove(batch)
+        self._release_slot(batch)
         if self._tuning.served(waited, sum(not hand.retiring for hand in self.crew)):
             self._scale()
             self.crew.forget(self.slots.trim(keep=SPARE_SLOTS))
@@ -348,7 +350,8 @@ class Feed:
     def _remake_whole(self, batch: Batch) -> None:
         """Parts that do not go together: let one worker make the batch, as stock would."""
         self._call_off(batch)
-        self._let_go(batch)
+        batch.release()
+        self._release_slot(batch)
         cut(batch, 1)
         self._waiting.appendleft(batch.parts[0])
 

@@ -160,7 +160,7 @@ class _Worker:
                 if any(isinstance(task, Task) and task.ticket == message.ticket for task in self._queue):
                     self._cancelled.add(message.ticket)
             elif isinstance(message, NewSlot):
-                self._slots[message.slot] = packing.map_file(fds[0])
+                self._slots[message.slot] = packing.map_file(fds[0], populate=True)
             elif isinstance(message, OldSlot):
                 self._slots.pop(message.slot, None)
 

@@ -58,6 +58,15 @@ def test_a_divided_batch_is_the_batch() -> None:
     assert images.untyped_storage().nbytes() == images.numel() * images.element_size()
 
 
+def test_slots_go_round() -> None:
+    """GIVEN batches that are divided and dropped, THEN a hundred of them need no more slots than are under way."""
+    loader = DataLoader(Slow(4000), 40, num_workers=3)
+    for _ in loader:
+        pass
+    assert feed(loader).account.parts > 100
+    assert len(list(feed(loader).slots)) < 16
+
+
 def test_epochs_draw_different_numbers_and_a_seed_brings_them_back() -> None:
     loader = DataLoader(Drawing(20), 4, num_workers=2, persistent_workers=True)
     torch.manual_seed(1)

@@ -1,0 +1,190 @@
+"""What a batch is after it travelled: itself, over shared memory."""
+
+from __future__ import annotations
+
+import collections
+import gc
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from feed_samples import SHAPES, same
+from torch.utils.data import default_collate
+
+from flatout.feed import packing, wire
+from flatout.feed.slots import Slot, Slots
+
+Odd = collections.namedtuple("Odd", ["tensor", "text"])
+
+
+def arena(size: int) -> packing.Arena:
+    return packing.Arena(np.zeros(size, np.uint8))
+
+
+def sent(batch: Any, room: packing.Arena) -> Any:
+    """A batch after packing and unpacking."""
+    packed = packing.pack(batch, room)
+    memory = packing.map_file(packed.file) if packed.file is not None else room.memory
+    return packing.unpack(packed.skeleton, packed.spans, packing.empty() if memory is None else memory)
+
+
+STRANGE = {
+    "channels last": torch.arange(2 * 3 * 4 * 5.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "transposed": torch.arange(6).view(2, 3).t(),
+    "expanded": torch.arange(3).expand(4, 3),
+    "strided view": torch.arange(20)[::3],
+    "scalar": torch.tensor(3.5),
+    "nothing": torch.empty(0, 4),
+    "complex": torch.ones(2, dtype=torch.complex64),
+    "bool": torch.tensor([True, False]),
+    "float8": torch.zeros(3).to(torch.float8_e4m3fn),
+    "sparse": torch.eye(3).to_sparse(),
+    "needs grad": torch.ones(2, requires_grad=True),
+    "array": np.arange(6).reshape(2, 3),
+    "array of strings": np.array(["a", "bb"]),
+    "not contiguous array": np.arange(12).reshape(3, 4)[:, ::2],
+    "named tuple": Odd(torch.ones(2), "text"),
+    "ordinary objects": {"path": "a/b", "none": None, "set": {1, 2}, "big": list(range(5000))},
+}
+
+
+@pytest.mark.parametrize("size", [1 << 16, 8, 0], ids=["fits", "does not fit", "no slot"])
+@pytest.mark.parametrize("name", STRANGE)
+def test_anything_arrives_as_it_was(name: str, size: int) -> None:
+    thing = STRANGE[name]
+    found = sent([thing, "beside it"], arena(size) if size else packing.Arena(None))[0]
+    if isinstance(thing, torch.Tensor):
+        assert found.dtype == thing.dtype
+        assert found.requires_grad == thing.requires_grad
+        dense = (found.to_dense(), thing.to_dense())
+        assert torch.equal(*(each.float() if each.element_size() == 1 else each for each in dense))
+    else:
+        assert same(found, thing)
+
+
+def test_memory_layout_is_kept() -> None:
+    assert sent(STRANGE["channels last"], arena(4096)).is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_collating_into_a_slot_is_default_collate(shape: str) -> None:
+    samples = [SHAPES[shape](index) for index in range(7)]
+    room = arena(1 << 16)
+    assert same(sent(packing.collate_whole(samples, room), room), default_collate(samples))
+
+
+def test_tensors_stacked_in_the_slot_are_not_copied_again() -> None:
+    room = arena(1 << 16)
+    batch = packing.collate_whole([torch.ones(100) for _ in range(4)], room)
+    packed = packing.pack(batch, room)
+    assert packed.spans == room.placed
+    assert packed.file is None
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "empty"])
+def test_a_batch_in_parts_is_joined_to_the_whole(shape: str) -> None:
+    samples = [SHAPES[shape](index) for index in range(10)]
+    learned = arena(1 << 16)
+    regions = packing.pack(packing.collate_whole(samples, learned), learned).regions
+    memory = np.zeros(1 << 16, np.uint8)
+    rows = [(offset, size // 10) for offset, size in regions] if regions else []
+    parts = []
+    for start, end in ((0, 4), (4, 8), (8, 10)):
+        part = packing.Arena(memory, rows, start)
+        packed = packing.pack(packing.collate_parts(samples[start:end], part), part)
+        file = packing.map_file(packed.file) if packed.file is not None else memory
+        parts.append(packing.unpack(packed.skeleton, packed.spans, file))
+    assert same(packing.join(parts, memory), default_collate(samples))
+
+
+def test_rows_of_another_size_are_noticed() -> None:
+    part = packing.Arena(np.zeros(4096, np.uint8), [(0, 8)], 0)
+    packing.collate_parts([torch.zeros(3), torch.zeros(3)], part)
+    assert part.misfit
+
+
+# --- slots ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_slot_goes_round_only_when_nothing_lies_over_it() -> None:
+    slots = Slots(1 << 20, page_locked=False)
+    slots.fit(1000)
+    slot = slots.take()
+    assert slot is not None
+    memory = slots.lease(slot)
+    tensor = torch.frombuffer(memory[64:128], dtype=torch.float32)
+    view = tensor.view(4, 4)[1]
+    array = np.frombuffer(memory[128:192], dtype=np.int64)[2:]
+    del memory, tensor
+    slots.collect()
+    assert slots.take() is not slot
+    del view
+    slots.collect()
+    assert slots.take() is not slot
+    del array
+    slots.collect()
+    assert slots.take() is slot
+    slots.close()
+
+
+def test_a_slot_that_may_still_be_written_to_is_not_given_out() -> None:
+    slots = Slots(1 << 20, page_locked=False)
+    slots.fit(1000)
+    slot = slots.take()
+    assert slot is not None
+    slot.writers = 1
+    slots.give_back(slot)
+    assert slots.take() is not slot
+    slot.writers = 0
+    slots.give_back(slot)
+    slots.give_back(slot)
+    assert slots.take() is slot
+    assert slots.take() is not slot
+    slots.close()
+
+
+def test_the_ring_does_not_outgrow_its_memory() -> None:
+    slots = Slots(10_000, page_locked=False)
+    slots.fit(3000)
+    taken = [slots.take() for _ in range(3)]
+    assert [slot is None for slot in taken] == [False, False, True]
+    slots.close()
+
+
+def test_outgrown_and_spare_slots_are_closed() -> None:
+    slots = Slots(1 << 20, page_locked=False)
+    slots.fit(1000)
+    three = [slot for slot in (slots.take(), slots.take(), slots.take()) if slot]
+    for slot in three:
+        slots.give_back(slot)
+    assert len(slots.trim(keep=2)) == 1
+    assert len(slots.fit(100_000)) == 2
+    assert list(slots) == []
+    slots.close()
+
+
+def test_a_batch_outlives_its_slot() -> None:
+    slot = Slot(1, 4096, page_locked=False)
+    memory = slot.lease(deque())
+    memory[:] = 7
+    slot.close()
+    gc.collect()
+    assert int(memory.sum()) == 7 * 4096
+
+
+# --- wire -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_message_of_any_size_arrives_whole_and_the_end_is_noticed() -> None:
+    near, far = wire.pair()
+    for message in ("short", list(range(200_000))):
+        wire.send(near, message)
+        assert wire.receive(far) == (message, [])
+    wire.send(near, "last")
+    near.close()
+    assert wire.receive(far) == ("last", [])
+    with pytest.raises(EOFError):
+        wire.receive(far)
+    far.close()
