@@ -24,7 +24,8 @@ GC, OWN, REST = "gc", "flatout", "rest"
 
 # In these nothing is launched, so what the GPU spends between their two events is idleness.
 QUIET = frozenset({DATA, START, SYNC, CHECKPOINT, LOGGING, GC, OWN})
-_BEGINS_TRAINING = frozenset({START, DATA, FORWARD, BACKWARD})
+# What training, or an evaluation, begins with.
+_BEGINS = frozenset({START, DATA, FORWARD, BACKWARD})
 
 # What evaluation takes in; a checkpoint or a log line in the midst of it keeps its own name.
 _PART_OF_EVALUATION = frozenset({DATA, START, COPY, FORWARD, LOSS, SYNC, REST})
@@ -127,7 +128,7 @@ class Recorder:
 
     def push(self, name: str, where: str | None = None, loader: int | None = None) -> None:
         """The thread enters a phase; the first that belongs to training ends the set-up."""
-        if self._open.kind == "setup" and name in _BEGINS_TRAINING:
+        if self._open.kind == "setup" and name in _BEGINS:
             self._begin_training()
         self._cut()
         self._stack.append((name, where, loader))
@@ -192,10 +193,13 @@ class Recorder:
             self._open.samples = (self._open.samples or 0) + samples
 
     def _call_it_evaluation(self) -> None:
-        """It began when training's last phase ended."""
+        """It began with its first batch or forward pass after training's last phase."""
         pieces, since = self._open.pieces, self._evaluation.since
+        begun = False
         for piece in pieces[since:]:
-            if piece.name in _PART_OF_EVALUATION and not self._evaluation.spares(piece.loader):
+            spared = self._evaluation.spares(piece.loader)
+            begun = begun or (piece.name in _BEGINS and not spared)
+            if begun and not spared and piece.name in _PART_OF_EVALUATION:
                 piece.name, piece.where = EVALUATION, None
         pieces[max(0, since - 1) :] = _joined(pieces[max(0, since - 1) :])
         self._evaluation.called(len(pieces))
