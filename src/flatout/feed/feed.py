@@ -41,7 +41,8 @@ class Epoch:
 
     key: Key
     pull: Callable[[], Any]  # the next batch's indices, or StopIteration
-    ahead: int | None  # how many batches may be pulled before they are asked for; None: the feed decides
+    ahead: int  # how many batches stock would pull before they are asked for
+    free_until: int = 0  # batches before this one may be pulled as early as we like: nobody can tell
     in_order: bool = True
     next_number: int = 0
     exhausted: bool = False
@@ -164,7 +165,7 @@ class Feed:
             asked = time.monotonic()
             self._hear(min(1.0, timeout_s - waited) if timeout_s else 1.0)
             waited += time.monotonic() - asked
-            self._look_for_hung()
+            self._look_for_hung(began)
             batch = self._finished()
         self._table.remove(batch)
         self._release_slot(batch)
@@ -187,8 +188,10 @@ class Feed:
         """Pull indices as far ahead as is allowed, and see that every part waiting is with a worker."""
         epoch = self._epoch
         assert epoch is not None
-        ahead = epoch.ahead or self._depth()
-        while not epoch.exhausted and len(self._table) < ahead:
+        depth = self._depth()
+        while not epoch.exhausted:
+            if len(self._table) >= (depth if epoch.next_number < epoch.free_until else epoch.ahead):
+                break
             post = self.posts.next()
             if self.posts and post is None:
                 break
@@ -414,8 +417,11 @@ class Feed:
     def _cause(self, hand: Hand) -> str:
         return f"stood still for over {self._hang_timeout:g} s" if hand.hung else self.crew.cause_of_death(hand)
 
-    def _look_for_hung(self) -> None:
-        """End workers that have stood at the same sample for too long; longer each time, as it may be a slow one."""
+    def _look_for_hung(self, since: float) -> None:
+        """End workers that have stood at the same sample for too long; longer each time, as it may be a slow one.
+
+        Only time that the consumer spent waiting (since `since`) counts: before, nobody looked.
+        """
         now = time.monotonic()
         for hand in self.crew:
             at = hand.at()
@@ -424,7 +430,7 @@ class Feed:
                 continue
             assignment = hand.tasks.get(at[0])
             before = sum(assignment.part.batch.deaths.values()) if assignment else 0
-            if now - hand.seen_at > self._hang_timeout * 2**before and not hand.hung:
+            if now - max(since, hand.seen_at) > self._hang_timeout * 2**before and not hand.hung:
                 hand.hung = True
                 self.crew.kill(hand)
 

@@ -79,13 +79,14 @@ class FeedIterator(_BaseDataLoaderIter):
             next(self._sampler_iter)
         self._num_yielded = self.position.yielded = skip
         self._yielded_births: list[Birth | None] = [None] * len(self._feed.posts) if births is None else list(births)
-        free = self._pure_sampler and not self._feed.posts  # nobody can tell how far ahead we look
-        ahead = None if free else self._prefetch_factor * max(1, self._num_workers)
+        # A sampler of torch's own draws when it is started and when it has ended, not in between.
+        free = len(self._index_sampler) if self._pure_sampler and not self._feed.posts else 0
         self._feed.begin(
             Epoch(
                 key=(self._seed, self._epoch_number),
                 pull=functools.partial(next, self._sampler_iter),
-                ahead=ahead,
+                ahead=max(1, self._prefetch_factor * self._num_workers),
+                free_until=free,
                 in_order=self._in_order,
                 next_number=skip,
             ),

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import multiprocessing
-from torch.utils.data import IterDataPipe, MapDataPipe, _DatasetKind
+from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, _DatasetKind
 from torch.utils.data.dataloader import DataLoader as StockLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
@@ -83,7 +83,7 @@ class DataLoader(StockLoader[T_co]):
         self._resume: dict[str, Any] | None = None
         super().__init__(
             dataset, batch_size, shuffle, sampler, batch_sampler,
-            budget.measure().cores if num_workers == "auto" else num_workers,
+            _workers_to_start_with(dataset) if num_workers == "auto" else num_workers,
             collate_fn, pin_memory, drop_last, timeout, worker_init_fn, multiprocessing_context, generator, **stock,
         )  # fmt: skip
 
@@ -174,8 +174,8 @@ def iterator_for(
     if reason:
         return None, reason
     workers = loader.num_workers
-    if options.workers is not None or workers == 0:
-        workers = budget.measure().cores if options.workers in ("auto", None) else int(options.workers)
+    if options.workers is not None:
+        workers = _workers_to_start_with(loader.dataset) if options.workers == "auto" else options.workers
     recipe = Recipe(
         dataset=loader.dataset,
         collate_fn=loader.collate_fn,
@@ -211,6 +211,11 @@ def iterator_for(
     iterator = FeedIterator(loader, kept.feed, resume)
     kept.user = weakref.ref(iterator)
     return iterator, ""
+
+
+def _workers_to_start_with(dataset: Any) -> int:
+    """All cores we may use; one where every worker would give all of the data."""
+    return 1 if isinstance(dataset, IterableDataset) else budget.measure().cores
 
 
 def feed_of(loader: StockLoader[Any]) -> Feed | None:

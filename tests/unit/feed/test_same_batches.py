@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -75,6 +76,8 @@ def epochs(loader: Stock[Any], stops: tuple[int | None, ...]) -> list[Any]:
             seen.append((batch, torch.rand(()).item()))
             if number == stop:
                 break
+        if loader.generator is not None:
+            seen.append((loader.generator.get_state(), 0.0))
     return seen
 
 
@@ -98,7 +101,7 @@ def test_any_combination_of_arguments_gives_what_stock_gives(data: st.DataObject
     collate = data.draw(st.sampled_from([None, as_list]), label="collate")
     if collate and arguments.get("batch_size", 1) is not None:
         arguments["collate_fn"] = collate
-    stops = (data.draw(st.sampled_from([None, 0, 2]), label="stop"), None)
+    stops = (data.draw(st.sampled_from([None, 0, 2, 5]), label="stop"), None)
 
     torch.manual_seed(11)
     expected = epochs(Stock(Things(length, shape), **arguments, **sampling(kind, length)), stops)
@@ -109,6 +112,45 @@ def test_any_combination_of_arguments_gives_what_stock_gives(data: st.DataObject
     for (batch, mark), (stock_batch, stock_mark) in zip(found, expected, strict=True):
         assert same(batch, stock_batch), (batch, stock_batch)
         assert mark == stock_mark
+
+
+def test_leaving_shortly_before_the_end_leaves_the_generator_as_stock_does() -> None:
+    """A random sampler draws once more when it has ended: that must not happen earlier than in stock."""
+    results = []
+    for loader_class in (DataLoader, Stock):
+        torch.manual_seed(1)
+        loader = loader_class(Things(60), 2, num_workers=2, **sampling("own generator", 60))
+        results.append(epochs(loader, (25, None)))
+    assert same(*results)
+
+
+class Counting(IterableDataset[Any]):
+    """Workers of different length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        for value in range(5 + 7 * info.id):
+            yield torch.tensor([info.id, value]), f"{value}", torch.rand(())
+
+
+@pytest.mark.parametrize("arguments", [
+    {"batch_size": 3},
+    {"batch_size": 3, "drop_last": True},
+    {"batch_size": None},
+    {"batch_size": 4, "collate_fn": as_list},
+    {"batch_size": 3, "persistent_workers": True},
+], ids=["plain", "drop last", "no batches", "custom collate", "persistent"])  # fmt: skip
+def test_iterable_datasets_are_read_by_the_declared_workers_in_stocks_order(arguments: dict[str, Any]) -> None:
+    torch.manual_seed(6)
+    expected = epochs(Stock(Counting(), num_workers=3, **arguments), (None, None))
+    torch.manual_seed(6)
+    found = epochs(DataLoader(Counting(), num_workers=3, **arguments), (None, None))
+    assert same(found, expected)
+
+
+def test_auto_does_not_multiply_an_iterable_dataset() -> None:
+    assert len(list(DataLoader(Counting(), batch_size=None))) == 5
 
 
 def test_batches_of_uneven_size_from_a_custom_collate() -> None:
