@@ -92,6 +92,10 @@ class Crew:
             os.close(board)
         return hand
 
+    def ready(self) -> None:
+        """Fork the nursery now, before anything that cannot be taken back."""
+        self._start()
+
     def _start(self) -> Starter:
         if self._starter is None or not self._starter.alive():
             self._stop()

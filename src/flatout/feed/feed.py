@@ -33,6 +33,7 @@ LETHAL = 4  # workers that have to die over a sample before it is blamed
 STILLBORN, STILLBORN_S = 50, 30.0  # so many workers in a row, for so long, that die without having answered at all
 WORTH_CUTTING_S, PIECE_S = 0.03, 0.01  # a batch that takes a worker less is not divided; how long a piece should take
 SPARE_SLOTS = 4
+RESERVE_BYTES = 1 << 30
 
 
 @dataclass(slots=True, kw_only=True)
@@ -215,9 +216,10 @@ class Feed:
                 break
 
     def _depth(self) -> int:
-        """Batches under way: enough for every worker, into however few pieces a batch is cut."""
+        """Batches under way: enough for every worker, and a reserve for a consumer that comes in bursts."""
         pieces = len(self._table[-1].parts) if self._table else 1
-        return max(3, round(self._tuning.depth * self._tuning.workers / pieces) + 1)
+        reserve = min(8, RESERVE_BYTES // max(1, self.slots.size))
+        return max(3, reserve, round(self._tuning.depth * self._tuning.workers / pieces) + 1)
 
     def _cut(self, batch: Batch) -> None:
         pieces = 1

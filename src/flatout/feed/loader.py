@@ -80,6 +80,7 @@ class DataLoader(StockLoader[T_co]):
             hang_timeout=hang_timeout,
         )
         self._position: Position | None = None
+        self._said = ""
         self._resume: dict[str, Any] | None = None
         super().__init__(
             dataset, batch_size, shuffle, sampler, batch_sampler,
@@ -92,7 +93,9 @@ class DataLoader(StockLoader[T_co]):
         users_random = randomness.capture() if resume else None
         iterator, reason = iterator_for(self, self._options, resume)
         if iterator is None:
-            log.info("stock loader: %s", reason)
+            if reason != self._said:
+                log.info("stock loader: %s", reason)
+            self._said = reason
             iterator = self._stock_iterator(reason, resume)
         if users_random is not None:
             randomness.restore(users_random)
@@ -203,6 +206,11 @@ def iterator_for(
             page_locked=page_locked,
             hang_timeout=options.hang_timeout,
         )
+        try:
+            feed.crew.ready()  # before anything is drawn that stock would draw again
+        except OSError as problem:
+            feed.close()
+            return None, f"no worker could be started ({problem})"
         if kept is not None and not lone:
             kept.feed.close()
         kept = _Kept(feed, shipped)

@@ -1,0 +1,198 @@
+"""What PyTorch's own tests of its DataLoader cover, put to ours."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from feed_samples import Things, as_list, same
+from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader as Stock
+
+from flatout.feed import DataLoader, feed_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+WRONG: list[dict[str, Any]] = [
+    {"num_workers": -1},
+    {"timeout": -1, "num_workers": 1},
+    {"shuffle": True, "sampler": range(3), "num_workers": 1},
+    {"batch_sampler": [[0]], "batch_size": 2, "num_workers": 1},
+    {"batch_sampler": [[0]], "drop_last": True, "num_workers": 1},
+    {"batch_size": None, "drop_last": True, "num_workers": 1},
+    {"batch_size": 0, "num_workers": 1},
+    {"num_workers": 0, "prefetch_factor": 2},
+    {"num_workers": 0, "persistent_workers": True},
+    {"num_workers": 0, "multiprocessing_context": "fork"},
+    {"num_workers": 1, "multiprocessing_context": "no such thing"},
+]
+
+
+@pytest.mark.parametrize("arguments", WRONG, ids=lambda arguments: "+".join(arguments))
+def test_wrong_arguments_get_stocks_error(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError) as expected:  # noqa: PT011
+        Stock(Things(4), **arguments)
+    with pytest.raises(ValueError) as found:  # noqa: PT011
+        DataLoader(Things(4), **arguments)
+    assert str(found.value) == str(expected.value)
+
+
+def test_attributes_that_stock_protects_are_protected() -> None:
+    loader = DataLoader(Things(4), 2, num_workers=1)
+    with pytest.raises(ValueError, match="should not be set after"):
+        loader.batch_size = 3
+
+
+@pytest.mark.parametrize("dataset", [
+    TensorDataset(torch.arange(20), torch.arange(20) * 2),
+    Subset(Things(40), range(3, 30, 3)),
+    ConcatDataset([Things(5), Things(6)]),
+    list(range(11)),
+    np.arange(12.0).reshape(6, 2),
+], ids=["tensors", "subset", "concatenated", "list", "array"])  # fmt: skip
+def test_usual_datasets(dataset: Any) -> None:
+    assert same(list(DataLoader(dataset, 4, num_workers=2)), list(Stock(dataset, 4)))
+
+
+class Bulk(Things):
+    """Fetches a whole batch at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [(torch.tensor(index), len(indices)) for index in indices]
+
+
+def test_getitems_gets_the_whole_batch() -> None:
+    assert same(list(DataLoader(Bulk(50), 20, num_workers=2)), list(Stock(Bulk(50), 20, num_workers=1)))
+
+
+class Own:
+    """A batch type of the user's."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.labels = torch.tensor([label for _, label in samples])
+        self.pinned = False
+
+    def pin_memory(self) -> Own:
+        self.pinned = True
+        return self
+
+
+def test_a_batch_type_of_the_users_arrives() -> None:
+    (batch,) = DataLoader(Things(4), 4, num_workers=1, collate_fn=Own)
+    assert isinstance(batch, Own)
+    assert batch.labels.tolist() == [0, 1, 2, 3]
+
+
+def test_an_empty_dataset_has_no_batches() -> None:
+    assert list(DataLoader(Things(0), 4, num_workers=1)) == []
+
+
+def test_a_loader_in_any_order_gives_everything_once() -> None:
+    found = torch.cat(list(DataLoader(Things(60, "scalar"), 4, num_workers=2, in_order=False)))
+    assert sorted(found.tolist()) == list(range(60))
+
+
+class Sized(IterableDataset[Any]):
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Any:
+        return iter(range(6))
+
+
+def test_an_iterable_dataset_longer_than_it_says_is_warned_of() -> None:
+    loader = DataLoader(Sized(), batch_size=None, num_workers=1)
+    assert len(loader) == 2
+    with pytest.warns(UserWarning, match="Length of IterableDataset"):
+        assert len(list(loader)) == 6
+
+
+def pin_to_a_core(worker: int) -> None:
+    os.sched_setaffinity(0, [sorted(os.sched_getaffinity(0))[0]])
+
+
+class Affinity(Things):
+    def __getitem__(self, index: int) -> Any:
+        return sorted(os.sched_getaffinity(0))
+
+
+def test_worker_init_fn_runs_in_the_worker_before_its_first_sample() -> None:
+    (batch,) = DataLoader(Affinity(2), 2, num_workers=1, worker_init_fn=pin_to_a_core, collate_fn=as_list)
+    assert [len(cores) for cores in batch] == [1, 1]
+
+
+def broken_init(worker: int) -> None:
+    raise ValueError(f"worker {worker} is not well")
+
+
+def test_an_error_in_worker_init_fn_is_raised_with_the_first_batch() -> None:
+    loader = DataLoader(Things(4), 2, num_workers=1, worker_init_fn=broken_init)
+    with pytest.raises(ValueError, match="worker 0 is not well"):
+        next(iter(loader))
+    del loader
+    gc.collect()
+
+
+class LocalError(Exception):
+    """Cannot be built from a message alone, like many."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+class RaisesLocal(Things):
+    def __getitem__(self, index: int) -> Any:
+        raise LocalError(1, 2)
+
+
+def test_an_exception_of_any_make_says_what_and_where() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)Caught LocalError in DataLoader worker process 0.*1 and 2"):
+        next(iter(DataLoader(RaisesLocal(4), 2, num_workers=1)))
+    gc.collect()
+
+
+class Threads(Things):
+    def __getitem__(self, index: int) -> Any:
+        return torch.get_num_threads(), threading.active_count()
+
+
+def test_workers_have_one_thread() -> None:
+    (batch,) = DataLoader(Threads(1), 1, num_workers=1)
+    assert [int(part) for part in batch] == [1, 1]
+
+
+def test_tensors_of_a_batch_can_be_written_to_and_saved_alone(tmp_path: Any) -> None:
+    """GIVEN a batch in a slot of many, THEN saving one tensor of it does not save the slot."""
+    images, labels = next(iter(DataLoader(TensorDataset(torch.zeros(8, 1000), torch.arange(8)), 8, num_workers=1)))
+    labels += 1
+    torch.save(labels, tmp_path / "labels.pt")
+    assert (tmp_path / "labels.pt").stat().st_size < 4000
+    assert images.sum() == 0
+
+
+def test_stock_takes_over_where_it_has_to_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    loader = DataLoader(Things(10), 2, num_workers=0)
+    with caplog.at_level(logging.INFO, "flatout.feed"):
+        assert same(list(loader), list(Stock(Things(10), 2)))
+    assert "num_workers=0" in caplog.text
+    assert feed_of(loader) is None
+
+
+def test_a_tiny_dataset_ends_up_in_the_training_process() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(64)), 2, shuffle=True)
+    torch.manual_seed(0)
+    list(loader)
+    assert loader.feed is not None
+    loader.feed.account.cpu_s = 0.0  # as on a machine that nobody else uses
+    second = list(loader)
+    assert type(iter(loader)).__name__ == "_SingleProcessDataLoaderIter"
+    stock = Stock(TensorDataset(torch.arange(64)), 2, shuffle=True, num_workers=1)
+    torch.manual_seed(0)
+    list(stock)
+    assert same(second, list(stock))
