@@ -225,6 +225,9 @@ def test_a_sample_that_always_kills_can_be_skipped_and_is_counted() -> None:
     assert loader.feed is not None
     (bad,) = loader.feed.account.bad
     assert (bad.index, bad.name) == (21, "images/21.jpg")
+    deaths = loader.feed.account.deaths
+    assert torch.cat([index for _, index, _ in loader]).tolist() == found
+    assert loader.feed.account.deaths == deaths, "it was tried again"
 
 
 class Raising(Numbers):

@@ -70,6 +70,7 @@ class Feed:
         self._layout: Layout | None = None
         self._misfits = 0
         self._row_s = 0.0
+        self._lethal: set[Any] = set()  # samples not to be tried again in later passes
         self._stillborn, self._answered_at = 0, 0.0
         self._cuttable = (
             not recipe.streams
@@ -109,8 +110,10 @@ class Feed:
         self._scale()
         self._fill()
 
-    def leave(self) -> None:
-        """Give up what is left of the present pass; workers and slots stay."""
+    def leave(self, epoch: Epoch | None = None) -> None:
+        """Give up what is left of the present pass (or of `epoch`, if that is it); workers and slots stay."""
+        if epoch is not None and epoch is not self._epoch:
+            return
         for batch in self._table:
             self._drop(batch)
         self._table.clear()
@@ -247,6 +250,8 @@ class Feed:
         assert self._epoch is not None
         batch = part.batch
         in_parts = len(batch.parts) > 1
+        if self._lethal:
+            part.leave_out |= {row for row, index in enumerate(part.indices) if index in self._lethal}
         if in_parts:
             slot = None if again else batch.slot  # the first worker may yet write there
         else:
@@ -412,6 +417,7 @@ class Feed:
         bad = BadSample(index=index, name=name_of(self.recipe.dataset, index) if row >= 0 else None, why=why)
         if self.recipe.skip_bad and one:
             self.account.bad.append(bad)
+            self._lethal.add(index)
             part.leave_out |= {row}
         else:
             part.problem = bad

@@ -81,18 +81,15 @@ class FeedIterator(_BaseDataLoaderIter):
         self._yielded_births: list[Birth | None] = [None] * len(self._feed.posts) if births is None else list(births)
         # A sampler of torch's own draws when it is started and when it has ended, not in between.
         free = len(self._index_sampler) if self._pure_sampler and not self._feed.posts else 0
-        self._feed.begin(
-            Epoch(
-                key=(self._seed, self._epoch_number),
-                pull=functools.partial(next, self._sampler_iter),
-                ahead=max(1, self._prefetch_factor * self._num_workers),
-                free_until=free,
-                in_order=self._in_order,
-                next_number=skip,
-            ),
-            births,
-            turn=skip,
+        self._epoch = Epoch(
+            key=(self._seed, self._epoch_number),
+            pull=functools.partial(next, self._sampler_iter),
+            ahead=max(1, self._prefetch_factor * self._num_workers),
+            free_until=free,
+            in_order=self._in_order,
+            next_number=skip,
         )
+        self._feed.begin(self._epoch, births, turn=skip)
 
     def _births(self, resume: dict[str, Any] | None) -> list[Birth] | None:
         if not self._feed.posts:
@@ -151,8 +148,8 @@ class FeedIterator(_BaseDataLoaderIter):
 
     def __del__(self) -> None:
         feed = getattr(self, "_feed", None)
-        if feed is not None and os.getpid() == feed.pid and not feed.closed:
-            feed.leave()
+        if feed is not None and hasattr(self, "_epoch") and os.getpid() == feed.pid and not feed.closed:
+            feed.leave(self._epoch)
 
 
 def _generators_of(loader: StockLoader[Any]) -> list[torch.Generator]:

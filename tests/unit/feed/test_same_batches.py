@@ -234,6 +234,17 @@ def test_two_passes_at_once_do_not_disturb_each_other() -> None:
     assert all(same(one, other) for one, other in pairs)
 
 
+def test_dropping_an_old_pass_does_not_end_the_new_one() -> None:
+    loader = DataLoader(Things(40, "scalar"), 4, num_workers=1)
+    pass_ = iter(loader)
+    for _ in pass_:
+        pass
+    new = iter(loader)
+    next(new)
+    del pass_
+    assert len(list(new)) == 9
+
+
 def test_a_loader_that_is_only_a_temporary_lives_as_long_as_its_pass() -> None:
     assert sum(len(batch) for batch in DataLoader(Things(20, "scalar"), 4, num_workers=1)) == 20
 
