@@ -45,7 +45,7 @@ _XRAY_STEPS = 9  # the first bears the profiler's start and is left out
 _XRAY_AFTER_STEPS = 12
 _XRAY_AFTER_S = 2.0
 _RECOVERY_STEPS = 12
-_GRACE_S = 10.0
+_GRACE_S = 5.0  # for a script that swallows SystemExit, or saves what it has on its way out
 
 _session: Session | None = None
 

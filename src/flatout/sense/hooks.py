@@ -14,7 +14,6 @@ import logging
 import os
 import queue
 import sys
-import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from itertools import count
@@ -39,7 +38,7 @@ from flatout.sense.recorder import (
     SYNC,
     Recorder,
 )
-from flatout.sense.roots import Roots
+from flatout.sense.roots import Alive, Roots
 
 # Methods that make the host wait for the card, where the tensor is on one.
 SYNC_METHODS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__repr__", "__format__")
@@ -186,10 +185,12 @@ class Hooks:
 
         @functools.wraps(build)
         def get_iterator(loader: Any) -> Any:
-            iterator: Any = build(loader)
+            number = 0
             if not self.off:
-                number = iterator._flatout_loader = self.guarded(self._loaders.of, loader) or 0
+                number = self.guarded(self._loaders.of, loader) or 0
                 self.guarded(listener.loader_seen, number, loader)
+            iterator: Any = build(loader)
+            iterator._flatout_loader = number
             return iterator
 
         get = queue.Queue.get
@@ -276,15 +277,15 @@ class Hooks:
             finally:
                 roots.end()
             if calls == self._optimizer_calls and not self.off:
-                for optimizer, version in self._versions().items():
-                    if versions.get(optimizer) != version:
+                for (optimizer, before), (_, after) in zip(versions, self._versions(), strict=False):
+                    if before != after:
                         self._stepped(optimizer)
             return result
 
         return timed
 
-    def _versions(self) -> dict[Any, int]:
-        return self.guarded(self._optimizers.versions) or {}
+    def _versions(self) -> list[tuple[Any, int]]:
+        return self.guarded(self._optimizers.versions) or []
 
     def _optimizer_steps(self) -> None:
         recorder = self._recorder
@@ -412,7 +413,7 @@ class Listener:
     resident = False
 
     def loader_seen(self, number: int, loader: Any) -> None:
-        """A DataLoader has built an iterator."""
+        """A DataLoader is about to build an iterator, and to start its workers."""
 
     def fetched(self, loader: int, batch: Any) -> None:
         """A batch has come out of a loader."""
@@ -435,13 +436,14 @@ class _Numbers:
     """A number for each loader that is never given to another, as an id may be."""
 
     def __init__(self) -> None:
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._numbers = Alive()
         self._next = count(1)
 
     def of(self, thing: Any) -> int:
-        number = self._numbers.get(thing)
+        number: int | None = self._numbers.get(thing)
         if number is None:
-            number = self._numbers[thing] = next(self._next)
+            number = next(self._next)
+            self._numbers.put(thing, number)
         return number
 
 
@@ -449,22 +451,22 @@ class _Optimizers:
     """Every optimizer made, for finding those whose steps a compiler has swallowed."""
 
     def __init__(self, hooks: Hooks) -> None:
-        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._made = Alive()
         init = torch.optim.Optimizer.__init__
 
         @functools.wraps(init)
         def noted(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             init(optimizer, *args, **kwargs)
-            hooks.guarded(self._made.add, optimizer)
+            hooks.guarded(self._made.put, optimizer)
 
         hooks.replace(torch.optim.Optimizer, "__init__", noted)
 
-    def versions(self) -> dict[Any, int]:
+    def versions(self) -> list[tuple[Any, int]]:
         """How often each one's parameters have been written to; the first and the last of a group tell."""
-        return {
-            optimizer: sum(group["params"][at]._version for group in optimizer.param_groups for at in (0, -1))
+        return [
+            (optimizer, sum(group["params"][at]._version for group in optimizer.param_groups for at in (0, -1)))
             for optimizer in self._made
-        }
+        ]
 
 
 def _is_running(frame: FrameType | None, inner: FrameType | None) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +32,30 @@ class Patches(Protocol):
         """What to do when the patches come off."""
 
 
+class Alive:
+    """Things and a value for each, for as long as they live. By identity: how they compare is the user's affair."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Any], Any]] = {}
+        self._crowded = 1024
+
+    def put(self, thing: Any, value: Any = None) -> None:
+        """Take one in."""
+        self._entries[id(thing)] = (weakref.ref(thing), value)
+        if len(self._entries) > self._crowded:
+            self._entries = {key: entry for key, entry in self._entries.items() if entry[0]() is not None}
+            self._crowded = 2 * len(self._entries) + 1024
+
+    def get(self, thing: Any) -> Any:
+        """The value of one, or None where it has not been taken in."""
+        entry = self._entries.get(id(thing))
+        return entry[1] if entry is not None and entry[0]() is thing else None
+
+    def __iter__(self) -> Iterator[Any]:
+        living = (entry[0]() for entry in list(self._entries.values()))
+        return (thing for thing in living if thing is not None)
+
+
 class Roots:
     """Finds the modules the user calls, and times those calls only.
 
@@ -43,8 +67,7 @@ class Roots:
     def __init__(self, hooks: Patches, recorder: Recorder) -> None:
         self._hooks = hooks
         self._recorder = recorder
-        self.made: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._timed: weakref.WeakKeyDictionary[Any, _TimedCall] = weakref.WeakKeyDictionary()
+        self.made = Alive()
         self._changed = False  # modules have been made or compiled since the last look
         self._steps = 0
         self._next_look = 1
@@ -72,10 +95,7 @@ class Roots:
 
     def _note(self, module: Any) -> None:
         self._changed = True
-        try:
-            self.made.add(module)
-        except TypeError:
-            pass  # its class has made it unhashable: it goes untimed
+        self.made.put(module)
 
     def find(self, optimizer: Any) -> None:
         """Called after each step. Looks after the first ones, and later, ever more rarely, when modules were made."""
@@ -86,7 +106,7 @@ class Roots:
         self._changed = False
         self._recorder.push(OWN)
         self._trained |= {id(p) for group in optimizer.param_groups for p in group["params"]}
-        modules = [m for m in list(self.made) if any(True for _ in m.parameters())]
+        modules = [m for m in self.made if any(True for _ in m.parameters())]
         parts = {id(child) for m in modules for child in m.children()}
         for module in modules:
             if id(module) not in parts:
@@ -95,8 +115,8 @@ class Roots:
 
     def _wrap_called(self, module: Any) -> None:
         """Wrap a module; its parts instead, where several steps have gone by without a call."""
-        timed = self._timed.get(module)
-        if timed is None or vars(module).get("_compiled_call_impl") is not timed:
+        timed = vars(module).get("_compiled_call_impl")
+        if not isinstance(timed, _TimedCall):
             self._wrap(module)
         elif timed.trained and not timed.called:
             for part in _called_parts(module):
@@ -107,7 +127,6 @@ class Roots:
         trained = any(id(p) in self._trained for p in module.parameters())
         timed = _TimedCall(self, module, inner, trained)
         vars(module)["_compiled_call_impl"] = timed
-        self._timed[module] = timed
         self._hooks.on_removal(functools.partial(_unwrap, weakref.ref(module), timed, inner))
 
     def is_off(self) -> bool:
