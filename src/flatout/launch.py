@@ -22,13 +22,12 @@ from pathlib import Path
 import psutil
 
 from flatout.errors import UsageError
-from flatout.sense.hardware import Sampler
+from flatout.sense.hardware import PULSE_EVERY_S, Sampler
 from flatout.sense.options import VARIABLE, Options, new_folder
 from flatout.sense.settings import hide_in_arguments
 from flatout.trace import Note, RunInfo, TraceWriter
 
 _SAMPLE_EVERY_S = 1.0
-_PULSES_A_SAMPLE = 8
 _END_WITHIN_S = 5.0
 _CANNOT_START = 126
 _NOT_FOUND = 127
@@ -172,7 +171,7 @@ def _watch(pid: int, options: Options, stop: threading.Event) -> None:
     try:
         with Sampler(pids=[pid]) as sampler, TraceWriter(options.folder, info) as writer:
             sampler.read()
-            while not stop.wait(_SAMPLE_EVERY_S / _PULSES_A_SAMPLE):
+            while not stop.wait(PULSE_EVERY_S):
                 sampler.pulse()
                 if sampler.due(_SAMPLE_EVERY_S):
                     writer.write(sampler.read())

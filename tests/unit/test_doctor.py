@@ -101,6 +101,7 @@ def test_a_card_split_by_mig(
         return SimpleNamespace()
 
     monkeypatch.setattr(nvml, "nvmlDeviceGetMigMode", lambda _handle: [1, 1], raising=False)
+    monkeypatch.setattr(nvml, "nvmlDeviceGetMaxMigDeviceCount", lambda _handle: 7, raising=False)
     monkeypatch.setattr(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", instance, raising=False)
     found = look(seen_by_cuda(uuid))
     assert found.cards[0].mig_instances == 2

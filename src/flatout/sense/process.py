@@ -19,7 +19,8 @@ from flatout.sense.host import ProcFile
 from flatout.trace import ProcessSample
 
 _LOOK_FOR_NEW_S = 5.0
-_PSS_EVERY_S = 30.0
+_PSS_AT_ONCE = 8  # the kernel walks all pages of a process for its PSS: milliseconds each
+_PSS_PAUSE_S = 4.0  # so a tree of seven comes round every 30 s, a larger one less often
 _WORKER_NAME = "pt_data_worker"
 _SPAWN_MARKS = ("multiprocessing.spawn", "--multiprocessing-fork")
 _FORK_SERVER = "multiprocessing.forkserver"
@@ -35,6 +36,7 @@ class Tree:
         self._roots: frozenset[int] = frozenset()
         self._holders: frozenset[int] = frozenset()
         self._looked_s = -_LOOK_FOR_NEW_S
+        self._pss_s = -_PSS_PAUSE_S
 
     def read(self, now_s: float, roots: Iterable[int], card_holders: Iterable[int] = ()) -> tuple[ProcessSample, ...]:
         """Every process in the trees now. `card_holders` are the processes known to use a GPU."""
@@ -42,6 +44,7 @@ class Tree:
         if asked != self._roots or holders != self._holders or now_s - self._looked_s >= _LOOK_FOR_NEW_S:
             self._roots, self._holders, self._looked_s = asked, holders, now_s
             self._look_for_new()
+        self._measure_some_pss(now_s)
         samples = []
         for pid, process in list(self._known.items()):
             sample = process.read(now_s)
@@ -57,6 +60,16 @@ class Tree:
         for process in self._known.values():
             process.close()
         self._known.clear()
+
+    def _measure_some_pss(self, now_s: float) -> None:
+        """A few at first, then one now and then: whoever has waited longest, the trainers before their workers."""
+        if now_s - self._pss_s < _PSS_PAUSE_S or not self._known:
+            return
+        at_first = all(process.pss_s is None for process in self._known.values())
+        waiting = sorted(self._known.values(), key=lambda p: (p.pss_s is not None, p.pss_s or 0.0, p.role != "trainer"))
+        for process in waiting[: _PSS_AT_ONCE if at_first else 1]:
+            process.measure_pss(now_s)
+        self._pss_s = now_s
 
     def _look_for_new(self) -> None:
         tree = _below(self._system, self._roots) if self._roots else {}
@@ -119,6 +132,10 @@ def _behind_fork_server(system: _System, owner: int) -> int:
 
 class _Process(Protocol):
     role: str
+    pss_s: float | None
+
+    def measure_pss(self, now_s: float) -> None:
+        """Ask for its share of memory, pages shared with others counted once: costly."""
 
     def read(self, now_s: float) -> ProcessSample | None:
         """What it did since the last read; None when it has ended."""
@@ -182,7 +199,7 @@ class _Proc:
 class _ProcProcess:
     """One process on Linux, its files kept open between reads."""
 
-    __slots__ = ("_before", "_folder", "_io", "_pid", "_pss", "_pss_s", "_schedstat", "_stat", "role")
+    __slots__ = ("_before", "_folder", "_io", "_pid", "_pss", "_schedstat", "_stat", "pss_s", "role")
 
     def __init__(self, folder: Path, pid: int, role: str) -> None:
         self.role = role
@@ -193,16 +210,17 @@ class _ProcProcess:
         self._io = ProcFile(folder / "io")
         self._before: tuple[float, int, int | None, int | None, int | None] | None = None
         self._pss: int | None = None
-        self._pss_s = -_PSS_EVERY_S
+        self.pss_s: float | None = None
+
+    def measure_pss(self, now_s: float) -> None:
+        self.pss_s = now_s
+        self._pss = _pss_bytes(_text(f"{self._folder}/smaps_rollup"))
 
     def read(self, now_s: float) -> ProcessSample | None:
         stat = self._stat.read().decode("utf-8", "replace")
         fields = _after_name(stat)
         if not fields or fields[0] in "ZX":
             return None
-        if now_s - self._pss_s >= _PSS_EVERY_S:
-            self._pss_s = now_s
-            self._pss = _pss_bytes(_text(f"{self._folder}/smaps_rollup"))
         ticks = int(fields[11]) + int(fields[12])
         waits = self._schedstat.read().split()  # of the main thread alone: the one that trains, or loads
         delay_ns, switches = (int(waits[1]), int(waits[2])) if len(waits) == 3 else (None, None)
@@ -298,6 +316,10 @@ class _PsutilProcess:
         self._pid = pid
         self._process: psutil.Process | None = None
         self._before: tuple[float, float] | None = None
+        self.pss_s: float | None = None
+
+    def measure_pss(self, now_s: float) -> None:
+        self.pss_s = now_s  # psutil has it on Linux only
 
     def read(self, now_s: float) -> ProcessSample | None:
         try:

@@ -12,11 +12,11 @@ from typing import Protocol
 
 from flatout import __version__
 from flatout.errors import TraceError, UsageError
+from flatout.sense.hardware import PULSE_EVERY_S
 from flatout.trace import RunInfo, Sample, read
 
 __all__ = ["Live", "Reader", "Replay", "Source", "Stop"]
 
-PULSE_EVERY_S = 0.125
 
 
 class Stop:

@@ -228,7 +228,7 @@ def test_without_gpm_the_drivers_history_of_gpu_util_makes_the_pulses(
     without_gpm.moment = "matmul"
     new = read(cards, 1.0).pulses
     assert len(new) > 3
-    assert set(new[-3:]) == {100.0}
+    assert min(new[-3:]) >= 99.0
     assert read(cards, 2.0).pulses == ()
     without_gpm.failing["nvmlDeviceGetSamples"] = NOT_FOUND
     assert read(cards, 3.0).pulses == ()
