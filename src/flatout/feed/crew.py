@@ -16,7 +16,7 @@ from socket import SHUT_WR, socket
 from typing import Any
 
 from flatout.feed import wire
-from flatout.feed.messages import Birth, NewSlot, OldSlot, Recipe
+from flatout.feed.messages import Birth, Message, NewSlot, OldSlot, Recipe, named, plain
 from flatout.feed.nursery import Starter, starter_for
 from flatout.feed.slots import Slot
 from flatout.feed.table import Part
@@ -107,10 +107,10 @@ class Crew:
             self._starter.close()
             self._starter = None
 
-    def tell(self, hand: Hand, message: object, *fds: int) -> bool:
+    def tell(self, hand: Hand, message: Message, *fds: int) -> bool:
         """Send; False when the worker's wire is full. That of a dead one swallows the message: its end comes next."""
         try:
-            wire.send(hand.wire, message, fds)
+            wire.send(hand.wire, plain(message), fds)
         except BlockingIOError:
             return False
         except OSError:
@@ -140,9 +140,9 @@ class Crew:
             hand = self._hands[descriptor]
             try:
                 while True:
-                    message, fds = wire.receive(hand.wire, wait=False)
+                    fields, fds = wire.receive(hand.wire, wait=False)
                     hand.answered = True
-                    heard.append((hand, message, fds))
+                    heard.append((hand, named(fields), fds))
             except BlockingIOError:
                 pass
             except (EOFError, OSError):

@@ -36,12 +36,12 @@ from flatout.feed.messages import (
     Skipped,
     Task,
     Timing,
+    named,
+    plain,
 )
+from flatout.feed.rows import LEFT_OUT, NOT_IN_A_ROW, Rows
 
 __all__ = ["main"]
-
-NOT_IN_A_SAMPLE = -1
-_LOOK_ALWAYS_S = 2e-3  # a chunk that takes this long does not notice the 60 µs of looking whether it drew numbers
 
 
 class ReplayDiffers(RuntimeError):
@@ -52,7 +52,7 @@ def main(recipe: Recipe, connection: socket) -> None:
     """Work until the parent hangs up."""
     try:
         birth, (board,) = wire.receive(connection)
-        worker = _Worker(recipe, birth, connection, board)
+        worker = _Worker(recipe, named(birth), connection, board)
         while True:
             worker.step()
     except (EOFError, ConnectionError):
@@ -69,13 +69,11 @@ class _Worker:
         self._queue: deque[Task | NewEpoch] = deque()
         self._cancelled: set[int] = set()
         self._schedstat = os.open("/proc/self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-        self._looks = 0
-        self._chunk_s = 0.0
         self._checksum = 0
         self._drawn_to: tuple[Any, ...] | None = None
         self._init_error: ExceptionWrapper | None = None
-        self._private: list[Any] = []
         self._fetcher: Any = None
+        self._rows = Rows(recipe, self._board)
         self._info = stock_worker.WorkerInfo(
             id=birth.number, num_workers=recipe.declared, seed=birth.base_seed + birth.number, dataset=recipe.dataset
         )
@@ -98,12 +96,14 @@ class _Worker:
                 randomness.restore(birth.random_state)
             if recipe.iterable:
                 self._open_stream()
+            else:
+                self._fetcher = _DatasetKind.create_fetcher(
+                    _DatasetKind.Map, self._rows, recipe.auto_collation, self._collate, recipe.drop_last
+                )
         except Exception:
             self._init_error = ExceptionWrapper(where=f"in DataLoader worker process {birth.number}")
         if recipe.streams:
             self._drawn_to = randomness.snapshot()
-        else:
-            self._private = randomness.generators_in(recipe.dataset)
 
     def _open_stream(self) -> None:
         recipe, birth = self._recipe, self._birth
@@ -141,19 +141,20 @@ class _Worker:
             return
         if task.ticket in self._cancelled:
             self._cancelled.discard(task.ticket)
-            wire.send(self._wire, Skipped(task.ticket))
+            wire.send(self._wire, plain(Skipped(task.ticket)))
             return
-        self._board[0], self._board[1] = task.ticket, NOT_IN_A_SAMPLE
+        self._board[0], self._board[1] = task.ticket, NOT_IN_A_ROW
         self._answer(task)
         self._board[0] = 0
 
     def _listen(self, *, wait: bool) -> None:
         while True:
             try:
-                message, fds = wire.receive(self._wire, wait=wait)
+                fields, fds = wire.receive(self._wire, wait=wait)
             except BlockingIOError:
                 return
             wait = False
+            message = named(fields)
             if isinstance(message, (Task, NewEpoch)):
                 self._queue.append(message)
             elif isinstance(message, Cancel):
@@ -176,7 +177,7 @@ class _Worker:
             else:
                 where = f"in DataLoader worker process {self._info.id}"
                 answer = Failed(task.ticket, _sendable(self._init_error or ExceptionWrapper(where=where)))
-        wire.send(self._wire, answer, fds)
+        wire.send(self._wire, plain(answer), fds)
         for fd in fds:
             os.close(fd)
 
@@ -186,97 +187,45 @@ class _Worker:
         watch = _Watch(self._schedstat)
         memory = self._slots.get(task.slot) if task.slot is not None else None
         self._arena = arena = packing.Arena(memory, task.regions, task.first_row)
-        bad: list[tuple[int, str]] = []
-        if self._recipe.iterable:
-            drew = None
-            batch = self._fetcher.fetch(task.indices)
-        else:
-            samples, drew = self._samples(task, bad, watch)
-            self._board[1] = NOT_IN_A_SAMPLE
-            batch = self._collate(samples, task)
+        rows = self._rows
+        batch = self._fetcher.fetch(task.indices) if self._recipe.iterable else self._map_style(task)
         packed = packing.pack(batch, arena)
         if packed.file is not None:
             fds.append(packed.file)
-        state, data_state = None, None
+        drew, state, data_state = rows.drew, None, None
         if self._recipe.streams:
             state, drew = self._state_if_drawn()
         if self._recipe.iterable:
             data_state = _data_state(self._fetcher.dataset_iter, self._recipe.dataset)
             if data_state is None:
                 self._sum_up(packed, memory)
-        rows = 1 if isinstance(task.indices, int) or not hasattr(task.indices, "__len__") else len(task.indices)
+        count = len(task.indices) if self._recipe.auto_collation else 1
         return Done(
             ticket=task.ticket, skeleton=packed.skeleton, spans=packed.spans, in_slot=packed.file is None,
-            needs=packed.needs, regions=packed.regions, misfit=arena.misfit or bool(bad), bad=bad, drew=drew,
-            timing=watch.read(rows), random_state=state, data_state=data_state, checksum=self._checksum,
+            needs=packed.needs, regions=packed.regions, misfit=arena.misfit or bool(rows.bad), bad=rows.bad, drew=drew,
+            timing=watch.read(count, rows.slowest), random_state=state, data_state=data_state, checksum=self._checksum,
         )  # fmt: skip
 
-    def _samples(self, task: Task, bad: list[tuple[int, str]], watch: _Watch) -> tuple[Any, bool | None]:
-        """The samples of a task, each chunk of them with its own seed; and whether any drew a random number."""
-        recipe = self._recipe
-        if not recipe.streams:
-            number = task.batch % recipe.declared  # the worker that stock would have asked
+    def _map_style(self, task: Task) -> Any:
+        """The batch of a map-style dataset, by torch's own fetcher over our rows."""
+        if not self._recipe.streams:
+            number = task.batch % self._recipe.declared  # the worker that stock would have asked
             object.__setattr__(self._info, "id", number)
             object.__setattr__(self._info, "seed", task.key[0] + number)
-        if not recipe.auto_collation or getattr(recipe.dataset, "__getitems__", None):
-            seeded = self._seed(task, 0)
-            if recipe.auto_collation:
-                return recipe.dataset.__getitems__(task.indices), self._drew(seeded)
-            self._board[1] = 0
-            return recipe.dataset[task.indices], self._drew(seeded)
-        samples: list[Any] = []
-        drew: bool | None = None
-        for start in range(0, len(task.indices), randomness.CHUNK):
-            rows = range(start, min(start + randomness.CHUNK, len(task.indices)))
-            seeded = self._seed(task, start)
-            began = time.perf_counter()
-            if recipe.skip_bad or self._chunk_s > _LOOK_ALWAYS_S:
-                self._look_at_each(task, rows, samples, bad, watch)
-            else:
-                for row in rows:
-                    self._board[1] = row
-                    samples.append(recipe.dataset[task.indices[row]])
-            self._chunk_s = time.perf_counter() - began
-            drew = _either(drew, self._drew(seeded))
-        return samples, drew
+        self._rows.begin(task)
+        return self._fetcher.fetch(task.indices)
 
-    def _look_at_each(
-        self, task: Task, rows: range, samples: list[Any], bad: list[tuple[int, str]], watch: _Watch
-    ) -> None:
-        """Load samples that take long enough to be timed one by one, or that may be left out."""
-        for row in rows:
-            if row in task.leave_out:
-                continue
-            self._board[1] = row
-            began = time.perf_counter()
-            try:
-                samples.append(self._recipe.dataset[task.indices[row]])
-            except Exception as error:
-                if not self._recipe.skip_bad:
-                    raise
-                bad.append((row, f"{type(error).__name__}: {error}"))
-            watch.sample(time.perf_counter() - began, row)
-
-    def _seed(self, task: Task, row: int) -> tuple[Any, ...] | None:
-        """Seed a chunk; the generators' state, if it is worth looking whether the chunk changes it."""
-        if self._recipe.streams:
-            return None
-        randomness.seed_chunk(task.key, task.batch, (task.first_row + row) // randomness.CHUNK, self._private)
-        self._looks += 1
-        look = self._chunk_s > _LOOK_ALWAYS_S or self._looks <= 16 or self._looks % 64 == 0
-        return randomness.snapshot() if look else None
-
-    @staticmethod
-    def _drew(seeded: tuple[Any, ...] | None) -> bool | None:
-        return None if seeded is None else not randomness.same(seeded, randomness.snapshot())
-
-    def _collate(self, samples: Any, task: Task) -> Any:
+    def _collate(self, samples: Any) -> Any:
+        """The loader's collate_fn, into the arena where it is torch's own."""
+        self._rows.end()
         recipe = self._recipe
-        if recipe.skip_bad and recipe.auto_collation and not samples:
-            return None
+        if recipe.skip_bad and recipe.auto_collation:
+            samples = [sample for sample in samples if sample is not LEFT_OUT]
+            if not samples:
+                return None
         if recipe.collate_fn is not default_collate:
             return recipe.collate_fn(samples)
-        return (packing.collate_whole if task.regions is None else packing.collate_parts)(samples, self._arena)
+        return (packing.collate_whole if self._arena.regions is None else packing.collate_parts)(samples, self._arena)
 
     def _state_if_drawn(self) -> tuple[dict[str, Any] | None, bool]:
         now = randomness.snapshot()
@@ -297,15 +246,10 @@ class _Watch:
     def __init__(self, schedstat: int) -> None:
         self._schedstat = schedstat
         self._wall, self._cpu, self._delay = time.perf_counter(), time.thread_time(), self._run_delay_s()
-        self._slowest = (0.0, 0)
 
-    def sample(self, seconds: float, row: int) -> None:
-        if seconds > self._slowest[0]:
-            self._slowest = (seconds, row)
-
-    def read(self, rows: int) -> Timing:
+    def read(self, rows: int, slowest: tuple[float, int]) -> Timing:
         wall, cpu = time.perf_counter() - self._wall, time.thread_time() - self._cpu
-        return Timing(rows, wall, cpu, self._run_delay_s() - self._delay, *self._slowest)
+        return Timing(rows, wall, cpu, self._run_delay_s() - self._delay, *slowest)
 
     def _run_delay_s(self) -> float:
         return int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
@@ -334,7 +278,3 @@ def _sendable(error: ExceptionWrapper) -> ExceptionWrapper:
     except Exception:  # an exception class that cannot leave this process: its text can
         error.exc_type = RuntimeError
     return error
-
-
-def _either(one: bool | None, other: bool | None) -> bool | None:
-    return one if other is None else other or bool(one)
