@@ -123,6 +123,7 @@ INTERRUPTED = """
         print("stopped by", number, flush=True)
         sys.exit(7)
     signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     try:
         print("ready", flush=True)
         while True:

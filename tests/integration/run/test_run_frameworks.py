@@ -13,7 +13,6 @@ import torch
 from observing import Observed, flatout_run, observe, write
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
-from tqdm import tqdm
 
 from flatout import trace
 
@@ -23,9 +22,8 @@ STEPS = SAMPLES // BATCH
 
 @pytest.fixture(autouse=True)
 def _their_habits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """They warn, set an environment variable when imported, and start a thread for a progress bar."""
+    """They warn, and set an environment variable when imported."""
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    monkeypatch.setattr(tqdm, "monitor_interval", 0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -197,16 +197,13 @@ def test_every_way_of_reading_a_tensor_on_the_card_is_a_wait(
         assert observe(folder, loop).count("sync") == 3, name
 
 
-def test_logs_of_the_usual_libraries_are_logging(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_logs_of_the_usual_libraries_are_logging(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ways = {
         "print": lambda number: builtins.print("a line"),
         "logging": lambda number: logging.getLogger("some").warning("a line"),
         "tensorboard": lambda number: board.add_scalar("loss", 0.5, number),
         "tqdm": lambda number: bar.refresh(),
     }
-    monkeypatch.setattr(tqdm, "monitor_interval", 0)
     with SummaryWriter(str(tmp_path / "board")) as board, tqdm(total=4, mininterval=0) as bar:
         for name, log in ways.items():
 

@@ -1,0 +1,89 @@
+"""What is learned, and every random number, is bit for bit what it is without us; and the package brings us in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from observing import flatout_run, write
+
+REPOSITORY = Path(__file__).parents[3]
+
+SCRIPT = """
+    import hashlib, random, sys
+    import numpy as np, torch
+    from torch.utils.data import DataLoader, Dataset
+
+    class Noisy(Dataset):
+        def __len__(self):
+            return 24
+        def __getitem__(self, index):
+            return torch.randn(4) + random.random() + np.random.rand(), torch.tensor(index % 2)
+
+    def main(workers, start, epochs):
+        torch.manual_seed(0); np.random.seed(0); random.seed(0)
+        context = start if workers else None
+        loader = DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=workers, multiprocessing_context=context)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2))
+        optimizer = torch.optim.Adam(model.parameters())
+        digest = hashlib.sha256()
+        for epoch in range(epochs):
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = torch.nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+                digest.update(x.numpy().tobytes() + loss.detach().numpy().tobytes())
+        digest.update(torch.get_rng_state().numpy().tobytes())
+        digest.update(np.random.get_state()[1].tobytes())
+        digest.update(repr(random.getstate()).encode())
+        for parameter in model.parameters():
+            digest.update(parameter.detach().numpy().tobytes())
+        print(workers, start, digest.hexdigest())
+
+    if __name__ == "__main__":
+        torch.set_num_threads(1)
+        main(0, "fork", 2)
+        main(2, "fork", 2)
+        main(1, "spawn", 1)
+"""
+
+
+def test_losses_weights_and_random_numbers_are_the_same(tmp_path: Path) -> None:
+    write(tmp_path, train=SCRIPT)
+    observed = flatout_run(tmp_path, sys.executable, "train.py")
+    bare = flatout_run(tmp_path, sys.executable, "train.py", env={"FLATOUT": "off"})
+    assert observed.code == bare.code == 0, observed.err
+    assert len(observed.out.splitlines()) == 3
+    assert observed.out == bare.out
+    reports = observed.observed.rank.workers
+    assert sum(report.samples for report in reports) == (2 + 2 + 1) * 24
+    assert {report.random_used for report in reports} == {("numpy", "random", "torch")}
+    settings = observed.observed.rank.facts["loaders"]
+    assert [(one["num_workers"], one["start_method"]) for one in settings][1:] == [(2, "fork"), (1, "spawn")]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_wheel_brings_a_start_up_line_that_is_inert_by_itself(tmp_path: Path) -> None:
+    """GIVEN the wheel WHEN its files lie in a site folder THEN flatout starts only where FLATOUT_RUN says so."""
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=REPOSITORY, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    site = str(tmp_path / "site")
+    look = f"import site, sys; site.addsitedir({site!r}); print('flatout.inject.startup' in sys.modules)"
+    said = []
+    for options in ("", '{"folder": "/nowhere", "name": "train", "command": []}'):
+        done = subprocess.run(
+            [sys.executable, "-S", "-E", "-c", look],
+            env={"FLATOUT_RUN": options} if options else {},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        said.append((done.stdout, done.stderr))
+    assert said == [("False\n", ""), ("True\n", "")]
