@@ -32,6 +32,7 @@ class Observation:
     workers: int
     busy_s: float  # summed over workers
     cpu_s: float
+    run_delay_s: float = 0.0  # ready to run, but no core was free
     cores: float  # that this loader may use
     memory_kills: int = 0
 
@@ -67,7 +68,8 @@ class Controller:
             self._warming = False  # the window in which a change took place says nothing
             return self._now()
         self._forget_sometimes()
-        ceiling = self._ceiling(seen.cores, seen.cpu_s / seen.busy_s if seen.busy_s else 1.0)
+        on_their_own = max(seen.busy_s - seen.run_delay_s, seen.cpu_s)  # what they would take, each with a core
+        ceiling = self._ceiling(seen.cores, seen.cpu_s / on_their_own if on_their_own else 1.0)
         if self.workers > ceiling:
             return self._go(ceiling, f"{seen.cores:g} cores to use")
         waits = seen.waited_s / seen.seconds

@@ -32,6 +32,7 @@ class _Window:
     waited_s: float = 0.0
     busy_s: float = 0.0
     cpu_s: float = 0.0
+    run_delay_s: float = 0.0
     memory_kills: int = 0
 
 
@@ -73,6 +74,7 @@ class Tuning:
         """A worker has finished something."""
         self._window.busy_s += timing.wall_s
         self._window.cpu_s += timing.cpu_s
+        self._window.run_delay_s += timing.run_delay_s
 
     def died(self) -> None:
         """A worker is gone; whether the kernel killed it for memory is seen in its count of such kills."""
@@ -101,6 +103,7 @@ class Tuning:
                 workers=workers,
                 busy_s=window.busy_s,
                 cpu_s=window.cpu_s,
+                run_delay_s=window.run_delay_s,
                 cores=self._cores(now),
                 memory_kills=window.memory_kills,
             )

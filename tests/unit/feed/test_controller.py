@@ -73,6 +73,24 @@ def test_workers_that_mostly_wait_may_outnumber_the_cores() -> None:
     assert counts[-1] == 16
 
 
+def test_workers_that_wait_for_a_core_do_not_pass_for_waiting_on_storage() -> None:
+    """GIVEN a machine that others use too, so that workers are busy for twice their CPU time, THEN no more are added."""
+    controller = Controller(4, cores=4)
+    for _ in range(6):
+        seen = Observation(
+            seconds=1,
+            batches=50,
+            waited_s=0.9,
+            workers=controller.workers,
+            busy_s=4.0,
+            cpu_s=2.0,
+            run_delay_s=2.0,
+            cores=4,
+        )
+        controller.observe(seen)
+    assert controller.workers == 4
+
+
 def test_gives_cores_back_when_another_loader_needs_them() -> None:
     controller = Controller(16, cores=16)
     run(controller, sixteen_cores, windows=10)
