@@ -39,7 +39,8 @@ class Position:
     generators: list[torch.Tensor]
     yielded: int = 0
     finished: bool = False
-    births: collections.deque[tuple[int, list[Birth | None]]] = field(
+    # Of numbered workers, after each of the last batches: how many there were, whose turn is next, where each is.
+    workers: collections.deque[tuple[int, int, list[Birth | None]]] = field(
         default_factory=lambda: collections.deque(maxlen=16)
     )
 
@@ -62,14 +63,17 @@ class FeedIterator(_BaseDataLoaderIter):
             randomness.restore(resume["random"])
             for generator, state in zip(self._generators, resume["generators"], strict=True):
                 generator.set_state(state)
-        self._begin(loader, first=True, births=self._births(resume), skip=resume["yielded"] if resume else 0)
+        skip, turn = (resume["yielded"], resume["turn"]) if resume else (0, 0)
+        self._begin(loader, first=True, births=self._births(resume), skip=skip, turn=turn)
 
     def _reset(self, loader: StockLoader[Any], first_iter: bool = False) -> None:
         """Stock's way to say: persistent workers, next epoch."""
         self._epoch_number += 1
-        self._begin(loader, first=False, births=None, skip=0)
+        self._begin(loader, first=False, births=None, skip=0, turn=0)
 
-    def _begin(self, loader: StockLoader[Any], *, first: bool, births: list[Birth] | None, skip: int) -> None:
+    def _begin(
+        self, loader: StockLoader[Any], *, first: bool, births: list[Birth] | None, skip: int, turn: int
+    ) -> None:
         self.position = Position(
             self._seed, self._epoch_number, randomness.capture(), [g.get_state() for g in self._generators]
         )
@@ -78,7 +82,7 @@ class FeedIterator(_BaseDataLoaderIter):
         for _ in range(skip if not self._feed.recipe.iterable else 0):
             next(self._sampler_iter)
         self._num_yielded = self.position.yielded = skip
-        self._yielded_births: list[Birth | None] = [None] * len(self._feed.posts) if births is None else list(births)
+        self._reached = [post.birth for post in self._feed.posts] if births is None else list(births)
         # A sampler of torch's own draws when it is started and when it has ended, not in between.
         free = len(self._index_sampler) if self._pure_sampler and not self._feed.posts else 0
         self._epoch = Epoch(
@@ -89,7 +93,7 @@ class FeedIterator(_BaseDataLoaderIter):
             in_order=self._in_order,
             next_number=skip,
         )
-        self._feed.begin(self._epoch, births, turn=skip)
+        self._feed.begin(self._epoch, births, turn=turn)
 
     def _births(self, resume: dict[str, Any] | None) -> list[Birth] | None:
         if not self._feed.posts:
@@ -126,8 +130,8 @@ class FeedIterator(_BaseDataLoaderIter):
     def _step(self, batch: Batch) -> None:
         self.position.yielded += 1
         if batch.after is not None:
-            self._yielded_births[batch.post] = batch.after
-            self.position.births.append((self.position.yielded, list(self._yielded_births)))
+            self._reached[batch.post] = batch.after
+            self.position.workers.append((self.position.yielded, batch.post + 1, list(self._reached)))
 
     def _note_bad(self, batch: Batch) -> bool:
         """Count samples that were left out; whether none is left."""

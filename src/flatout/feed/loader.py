@@ -126,7 +126,8 @@ class DataLoader(StockLoader[T_co]):
         if position is None or position.finished:
             return {"version": 1, "yielded": 0}
         yielded = max(0, position.yielded - behind)
-        workers = next((births for at, births in reversed(position.births) if at <= yielded), None)
+        states = reversed(position.workers)
+        turn, workers = next(((turn, births) for at, turn, births in states if at <= yielded), (0, None))
         return {
             "version": 1,
             "yielded": yielded,
@@ -134,6 +135,7 @@ class DataLoader(StockLoader[T_co]):
             "epoch": position.epoch,
             "random": position.random,
             "generators": position.generators,
+            "turn": turn,
             "workers": workers and [birth and birth._asdict() for birth in workers],
         }
 

@@ -74,7 +74,7 @@ def test_workers_that_mostly_wait_may_outnumber_the_cores() -> None:
 
 
 def test_workers_that_wait_for_a_core_do_not_pass_for_waiting_on_storage() -> None:
-    """GIVEN a machine that others use too, so that workers are busy for twice their CPU time, THEN no more are added."""
+    """GIVEN a machine that others use too, so that workers take twice their CPU time, THEN no more are added."""
     controller = Controller(4, cores=4)
     for _ in range(6):
         seen = Observation(

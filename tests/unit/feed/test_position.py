@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import io
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import torch
 from feed_samples import Drawing, Things, same
 from torch.utils.data import DataLoader as Stock
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, IterableDataset
 
 from flatout.feed import DataLoader, to_device
 from flatout.feed.feed import Feed
@@ -137,6 +139,35 @@ def test_resumes_in_mid_epoch(arguments: dict[str, Any]) -> None:
     assert torch.equal(torch.get_rng_state(), mark)
     assert same(found, rest)
     assert rest
+
+
+class Stream(IterableDataset[Any]):
+    """Workers of different length, drawing as they go."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        for value in range(8 + 8 * info.id):
+            yield torch.tensor([info.id, value]), torch.rand(())
+
+
+@pytest.mark.parametrize("left_after", [1, 5, 9])
+def test_an_iterable_dataset_resumes_too(left_after: int) -> None:
+    loader = DataLoader(Stream(), 4, num_workers=3)
+    pass_ = iter(loader)
+    for _ in range(left_after):
+        next(pass_)
+    state = loader.state_dict()
+    rest = list(pass_)
+    other = DataLoader(Stream(), 4, num_workers=3)
+    other.load_state_dict(state)
+    assert same(list(other), rest)
+    another = DataLoader(Stream(), 4, num_workers=2)
+    another.load_state_dict(state)
+    with pytest.raises(ValueError, match="saved with 3 numbered workers and cannot go on with 2"):
+        iter(another)
+    del another
+    gc.collect()
 
 
 def test_after_the_end_there_is_nothing_to_resume() -> None:
