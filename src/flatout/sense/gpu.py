@@ -16,7 +16,7 @@ from flatout.trace import GpuProcess, GpuSample
 
 _PULSE_EVERY_S = 0.12  # GPM wants 100 ms between samples
 _SLOW_EVERY_S = 5.0
-_ENERGY_EVERY_S = 30.0  # the driver takes 4 ms of CPU time to answer this one
+_COSTLY_EVERY_S = 30.0  # energy and the highest clock: the driver takes 4 ms and 1 ms of CPU time to answer
 
 # NVML's reasons for holding the clocks down, in words. The bits are fixed by its header.
 THROTTLE_REASONS = {
@@ -129,7 +129,7 @@ class _Card:
         self._processes: tuple[GpuProcess, ...] | None = None
         self._slow_s = -_SLOW_EVERY_S
         self._energy_j: float | None = None
-        self._energy_s = -_ENERGY_EVERY_S
+        self._costly_s = -_COSTLY_EVERY_S
         self._pulses: list[float] = []
         self._last_util_us = 0
         self._gpm = _Gpm.on(nvml, self._handle)
@@ -148,9 +148,10 @@ class _Card:
         if now_s - self._slow_s >= _SLOW_EVERY_S:
             self._slow_s = now_s
             self._read_slow()
-        if now_s - self._energy_s >= _ENERGY_EVERY_S:
-            self._energy_s = now_s
+        if now_s - self._costly_s >= _COSTLY_EVERY_S:
+            self._costly_s = now_s
             self._energy_j = _scaled(self._ask("nvmlDeviceGetTotalEnergyConsumption"), 1e-3)
+            self._limits["sm_clock_max_mhz"] = _scaled(self._ask("nvmlDeviceGetMaxClockInfo", 1), 1)
         self.pulse(now_s)
         activity = self._gpm.since_last_read() if self._gpm is not None else {}
         if self._gpm is None:
@@ -188,10 +189,7 @@ class _Card:
 
     def _read_slow(self) -> None:
         """What hardly changes, or costs much to ask."""
-        self._limits = {
-            "power_limit_w": _scaled(self._ask("nvmlDeviceGetEnforcedPowerLimit"), 1e-3),
-            "sm_clock_max_mhz": _scaled(self._ask("nvmlDeviceGetMaxClockInfo", 1), 1),
-        }
+        self._limits["power_limit_w"] = _scaled(self._ask("nvmlDeviceGetEnforcedPowerLimit"), 1e-3)
         found = self._ask("nvmlDeviceGetComputeRunningProcesses")
         if found is None:
             self._processes = None

@@ -54,6 +54,8 @@ class Host:
         self._pressure = {name: ProcFile(root / "proc/pressure" / name) for name in ("cpu", "io", "memory")}
         self._disks = _whole_disks(root)
         self._cgroup = CgroupFiles(root)
+        self._has_quota = self._cgroup.cpu_quota() is not None
+        self._has_limit = self._cgroup.memory() is not None
         self._before: _Counters | None = None
         self._elsewhere = _Elsewhere() if sys.platform != "linux" else None
 
@@ -66,7 +68,7 @@ class Host:
             cores=_cpu_ticks(stat := self._files["stat"].read(_LONG_BYTES)),
             switches=_counter(stat, b"\nctxt "),
             pressure_us={name: _counter(file.read(), b"total=") for name, file in self._pressure.items()},
-            quota_periods=self._cgroup.quota_periods(),
+            quota_periods=self._cgroup.quota_periods() if self._has_quota else None,
             disks=_disk_counters(self._files["diskstats"].read(_LONG_BYTES), self._disks),
         )
         before, self._before = self._before, now
@@ -82,7 +84,7 @@ class Host:
         info = self._files["meminfo"].read()
         total, available = _kibibytes(info, b"MemTotal:"), _kibibytes(info, b"MemAvailable:")
         used = total - available if total is not None and available is not None else None
-        limited = self._cgroup.memory()
+        limited = self._cgroup.memory() if self._has_limit else None
         if limited is not None and (total is None or limited[0] < total):
             total, used = limited
         swap_total, swap_free = _kibibytes(info, b"SwapTotal:"), _kibibytes(info, b"SwapFree:")

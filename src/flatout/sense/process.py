@@ -217,9 +217,10 @@ class _ProcProcess:
         self._pss = _pss_bytes(_text(f"{self._folder}/smaps_rollup"))
 
     def read(self, now_s: float) -> ProcessSample | None:
-        stat = self._stat.read().decode("utf-8", "replace")
-        fields = _after_name(stat)
-        if not fields or fields[0] in "ZX":
+        stat = self._stat.read()
+        name_end = stat.rfind(b")")
+        fields = stat[name_end + 2 :].split(None, 22)
+        if len(fields) < 22 or fields[0] in b"ZX":
             return None
         ticks = int(fields[11]) + int(fields[12])
         waits = self._schedstat.read().split()  # of the main thread alone: the one that trains, or loads
@@ -238,8 +239,8 @@ class _ProcProcess:
         return ProcessSample(
             pid=self._pid,
             role=self.role,
-            name=stat[stat.find("(") + 1 : stat.rfind(")")],
-            state=fields[0],
+            name=stat[stat.find(b"(") + 1 : name_end].decode("utf-8", "replace"),
+            state=fields[0].decode("ascii"),
             threads=int(fields[17]),
             rss_bytes=int(fields[21]) * _PAGE_BYTES,
             pss_bytes=self._pss,

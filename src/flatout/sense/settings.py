@@ -23,6 +23,7 @@ _LOOKS_SECRET = re.compile(
 )
 _IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 _IN_SHELL = re.compile(r"(?P<name>--?[\w.-]+|\b\w+)(?P<gap>=|\s+)(?P<value>'[^']*'|\"[^\"]*\"|\S+)")
+_CONFIG = re.compile(r"config|settings|options", re.I)
 _HIDDEN = "***"
 _MOST_SETTINGS = 400
 _MOST_ITEMS = 50
@@ -84,6 +85,7 @@ class Settings:
 
     def __init__(self) -> None:
         self.read: list[dict[str, Any]] = []
+        self._looked_at_modules = False
 
     def note(self, source: str, where: str | None, values: Any) -> None:
         """Remember one set of values. Files of installed packages are none of the user's settings."""
@@ -101,13 +103,16 @@ class Settings:
             self.read[-1]["options"] = {a.dest: a.option_strings[-1] for a in parser._actions if a.option_strings}
 
     def note_config_modules(self) -> None:
-        """Remember plain values of the user's own modules that are called config or settings."""
+        """Remember plain values of the user's own modules that are called config or settings (once)."""
+        if self._looked_at_modules:
+            return
+        self._looked_at_modules = True
+        here = str(Path.cwd())
         for name, module in list(sys.modules.items()):
-            path = getattr(module, "__file__", None)
-            last = name.rpartition(".")[2].lower()
-            if not path or not re.search(r"config|settings|options", last) or "site-packages" in path:
+            if not _CONFIG.search(name.rpartition(".")[2]):
                 continue
-            if not path.startswith(str(Path.cwd())) and os.path.dirname(path) not in sys.path:  # noqa: PTH120
+            path = getattr(module, "__file__", None)
+            if not path or not (path.startswith(here) or os.path.dirname(path) in sys.path):  # noqa: PTH120
                 continue
             plain = (bool, int, float, str, list, tuple, dict, type(None))
             values = {k: v for k, v in vars(module).items() if not k.startswith("_") and isinstance(v, plain)}
