@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from flatout.top.view import TopView
 from flatout.trace import Sample
 
 SIZES = ((80, 24), (200, 60))
+FONT_FROM_THE_NETWORK = re.compile(r"@font-face\s*\{.*?\}\s*", re.DOTALL)
 
 
 def main() -> None:
@@ -39,7 +41,7 @@ def main() -> None:
 
 
 async def draw(recording: Path, columns: int, lines: int, samples: int | None, *, light: bool) -> str:
-    """The view after the recording was played so far, as SVG."""
+    """The view after the recording was played so far, as SVG that needs nothing from the network."""
     stop = Stop()
     source = _Beginning(recording, samples)
     view = TopView(source=source, stop=stop, take=lambda _: None)
@@ -49,7 +51,7 @@ async def draw(recording: Path, columns: int, lines: int, samples: int | None, *
         if light:
             await pilot.press("t")
         await pilot.pause()
-        svg = view.export_screenshot(title="flatout top")
+        svg = FONT_FROM_THE_NETWORK.sub("", view.export_screenshot(title="flatout top"))
         await pilot.press("q")
     return svg
 
