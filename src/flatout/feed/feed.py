@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import default_collate
@@ -92,6 +92,11 @@ class Feed:
         """Why that many."""
         return "as declared: their number has a meaning" if self.posts else self._tuning.why
 
+    def serves(self, recipe: Recipe, *, page_locked: bool) -> bool:
+        """Whether batches by this recipe are what is made here."""
+        same = replace(recipe, dataset=None) == replace(self.recipe, dataset=None)
+        return same and recipe.dataset is self.recipe.dataset and page_locked == self.slots.page_locked
+
     def resize(self, workers: int, *, hold: bool = False) -> None:
         """Change the number of workers now; the controller goes on from there, unless it is to `hold`."""
         self._tuning.hold(workers, for_good=hold)
@@ -119,6 +124,16 @@ class Feed:
         self._table.clear()
         self._waiting.clear()
         self._epoch = None
+
+    def ship_again(self) -> None:
+        """End all workers, so that the next ones get the dataset as it is now; what was learned stays."""
+        self.leave()
+        for hand in self.crew:
+            for assignment in hand.tasks.values():
+                self._writes_no_more(assignment)
+        self.crew.close()
+        for post in self.posts:
+            post.hand = None
 
     @property
     def closed(self) -> bool:

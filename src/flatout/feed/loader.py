@@ -166,7 +166,7 @@ class _Kept:
     """A loader's feed from epoch to epoch, and what it was built from."""
 
     feed: Feed
-    shipped: int | None  # fingerprint of the dataset that the workers have
+    shipped: int | None = None  # fingerprint of the dataset that the workers have
     user: weakref.ref[FeedIterator] | None = None
 
 
@@ -198,8 +198,7 @@ def iterator_for(
         return None, _TINY
     page_locked = _page_locked(loader, options)
     lone = kept is not None and kept.user is not None and _in_use(kept.user())
-    if lone or kept is None or kept.feed.closed or not _still_true(kept, recipe, loader, page_locked):
-        shipped = fingerprint(loader.dataset)
+    if lone or kept is None or kept.feed.closed or not kept.feed.serves(recipe, page_locked=page_locked):
         feed = Feed(
             recipe,
             loader.multiprocessing_context,
@@ -208,16 +207,20 @@ def iterator_for(
             page_locked=page_locked,
             hang_timeout=options.hang_timeout,
         )
-        try:
-            feed.crew.ready()  # before anything is drawn that stock would draw again
-        except OSError as problem:
-            feed.close()
-            return None, f"no worker could be started ({problem})"
         if kept is not None and not lone:
             kept.feed.close()
-        kept = _Kept(feed, shipped)
+        kept = _Kept(feed)
         if not lone:
             _kept[loader] = kept
+    if not loader.persistent_workers:  # those keep the dataset they have, as in stock
+        now = fingerprint(loader.dataset)
+        if now is None or now != kept.shipped:
+            kept.feed.ship_again()
+        kept.shipped = now
+    try:
+        kept.feed.crew.ready()  # before anything is drawn that stock would draw again
+    except OSError as problem:
+        return None, f"no worker could be started ({problem})"
     iterator = FeedIterator(loader, kept.feed, resume)
     kept.user = weakref.ref(iterator)
     return iterator, ""
@@ -263,18 +266,6 @@ def _page_locked(loader: StockLoader[Any], options: Options) -> bool:
 
 def _in_use(iterator: FeedIterator | None) -> bool:
     return iterator is not None and not iterator.position.finished
-
-
-def _still_true(kept: _Kept, recipe: Recipe, loader: StockLoader[Any], page_locked: bool) -> bool:
-    """Whether the workers have what they would be given now. Persistent ones keep what they have, as in stock."""
-    had = kept.feed.recipe
-    if kept.feed.slots.page_locked != page_locked:
-        return False
-    if replace(had, dataset=None) != replace(recipe, dataset=None) or had.dataset is not recipe.dataset:
-        return False
-    if loader.persistent_workers:
-        return True
-    return kept.shipped is not None and kept.shipped == fingerprint(loader.dataset)
 
 
 def _is_tiny(feed: Feed, options: Options) -> bool:

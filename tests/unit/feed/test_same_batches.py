@@ -217,6 +217,28 @@ def test_changes_between_epochs_are_seen_as_in_stock() -> None:
             assert kinds == ({torch.bool} if not persistent else {torch.int64}), (loader_class, expected)
 
 
+class Opaque(Things):
+    """Holds something that cannot be looked into."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length, "scalar")
+        self.stream = iter(range(3))
+        self.seen = [0]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.seen[0]
+
+
+def test_a_dataset_that_cannot_be_looked_into_is_shipped_again_and_what_was_learned_stays() -> None:
+    dataset = Opaque(8)
+    loader = DataLoader(dataset, 4, num_workers=1)
+    assert torch.cat(list(loader)).tolist() == [0] * 8
+    feed = loader.feed
+    dataset.seen[0] = 1
+    assert torch.cat(list(loader)).tolist() == [1] * 8
+    assert loader.feed is feed
+
+
 def test_workers_stay_from_epoch_to_epoch() -> None:
     loader = DataLoader(Things(40), 4, num_workers=2)
     list(loader)
