@@ -1,0 +1,63 @@
+"""A Finding: one reason why the GPU loses time, with its evidence, what mending it would give, and the change to make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+# The public vocabulary of causes: JSON, docs and tests use these.
+CODES = (
+    "data.main-thread",
+    "data.too-few-workers",
+    "data.too-many-workers",
+    "data.cpu-bound",
+    "data.disk-bound",
+    "data.slow-samples",
+    "data.collate-bound",
+    "data.worker-start",
+    "copy.pageable",
+    "copy.blocking",
+    "copy.fragmented",
+    "sync.item",
+    "launch.bound",
+    "compute.precision",
+    "compute.layout",
+    "compute.optimizer",
+    "compute.eager",
+    "compute.saturated",
+    "pause.eval",
+    "pause.checkpoint",
+    "pause.logging",
+    "pause.gc",
+    "memory.underused",
+    "memory.pressure",
+    "memory.host",
+    "hardware.throttled",
+    "hardware.shared",
+    "hardware.idle-gpus",
+    "dist.straggler",
+    "dist.comm",
+    "config.ignored",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One cause. Gains are factors of speed (1.0: none), as a range; `derived` says how they were found."""
+
+    code: str
+    title: str  # one sentence: what is wrong, with the number that shows it
+    share: float  # of the wall time, 0 to 1
+    gain_low: float
+    gain_high: float
+    derived: str  # "measured ceiling", "model": never a bare rule of thumb
+    confidence: float  # 0 to 1
+    evidence: dict[str, Any] = field(default_factory=dict)
+    change: str | None = None  # the name of a change, such as num_workers
+    value: Any = None  # and its value
+    advice: str = ""  # what a person should do, in words
+    where: str | None = None  # file:line
+
+    def __post_init__(self) -> None:
+        assert self.code in CODES, self.code
+        assert 1.0 <= self.gain_low <= self.gain_high, (self.code, self.gain_low, self.gain_high)
