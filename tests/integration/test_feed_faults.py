@@ -323,6 +323,18 @@ def test_nothing_is_left_behind_however_the_script_ends(ending: str, tmp_path: P
     assert "flatout/feed/nursery" not in done.stderr  # no traceback of a child
 
 
+def test_spawned_workers_end_with_a_killed_parent_too(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    text = (
+        textwrap.dedent(SCRIPT).replace("{ending}", ENDINGS["sigkill"]).replace("num_workers=2", "num_workers=2, **HOW")
+    )
+    script.write_text("HOW = {'multiprocessing_context': 'spawn'}\n" + text)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    pids = [int(pid) for pid in done.stdout.splitlines()[0].split()]
+    assert len(pids) == 3, done.stderr  # two workers, and multiprocessing's book-keeper
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
 def test_a_small_dev_shm_is_enough(tmp_path: Path) -> None:
     """GIVEN a /dev/shm of 64 MB as in a container, WHEN 200 MB are under way, THEN nothing is said and all arrives."""
     script = tmp_path / "train.py"
