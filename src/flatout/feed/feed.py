@@ -18,8 +18,9 @@ from torch.utils.data import default_collate
 
 from flatout.budget import Budget
 from flatout.feed import packing
-from flatout.feed.account import Account, BadSample, name_of
+from flatout.feed.account import Account
 from flatout.feed.crew import Assignment, Crew, Hand
+from flatout.feed.faults import Faults
 from flatout.feed.messages import Birth, Cancel, Done, Ended, Failed, Recipe, Task
 from flatout.feed.numbered import Post, Posts
 from flatout.feed.randomness import CHUNK, Key
@@ -29,8 +30,6 @@ from flatout.feed.tuning import Tuning
 
 __all__ = ["Epoch", "Feed"]
 
-LETHAL = 4  # workers that have to die over a sample before it is blamed
-STILLBORN, STILLBORN_S = 50, 30.0  # so many workers in a row, for so long, that die without having answered at all
 WORTH_CUTTING_S, PIECE_S = 0.03, 0.01  # a batch that takes a worker less is not divided; how long a piece should take
 SPARE_SLOTS = 4
 RESERVE_BYTES = 1 << 30
@@ -62,7 +61,7 @@ class Feed:
         self.account = Account()
         self.pid = os.getpid()
         self._tuning = Tuning(workers, budget)
-        self._hang_timeout = hang_timeout
+        self._faults = Faults(recipe, self.crew, self.account, hang_timeout)
         self._epoch: Epoch | None = None
         self._table: deque[Batch] = deque()
         self._waiting: deque[Part] = deque()
@@ -70,8 +69,6 @@ class Feed:
         self._layout: Layout | None = None
         self._misfits = 0
         self._row_s = 0.0
-        self._lethal: set[Any] = set()  # samples not to be tried again in later passes
-        self._stillborn, self._answered_at = 0, 0.0
         self._cuttable = (
             not recipe.streams
             and recipe.auto_collation
@@ -109,7 +106,7 @@ class Feed:
         """Start a pass. `births` tells numbered workers where to begin; without it those of the last pass go on."""
         self.leave()
         self._epoch = epoch
-        self._answered_at = time.monotonic()
+        self._faults.answered()
         self.posts.begin(self.crew, births, turn)
         self._tuning.restart()
         self._scale()
@@ -184,7 +181,7 @@ class Feed:
             asked = time.monotonic()
             self._hear(min(1.0, timeout_s - waited) if timeout_s else 1.0)
             waited += time.monotonic() - asked
-            self._look_for_hung(began)
+            self._faults.end_hung(began)
             batch = self._finished()
         self._table.remove(batch)
         self._release_slot(batch)
@@ -265,8 +262,7 @@ class Feed:
         assert self._epoch is not None
         batch = part.batch
         in_parts = len(batch.parts) > 1
-        if self._lethal:
-            part.leave_out |= {row for row, index in enumerate(part.indices) if index in self._lethal}
+        self._faults.leave_out(part)
         if in_parts:
             slot = None if again else batch.slot  # the first worker may yet write there
         else:
@@ -310,7 +306,7 @@ class Feed:
             if message is None:
                 self._on_end_of_wire(hand)
                 continue
-            self._stillborn, self._answered_at = 0, time.monotonic()
+            self._faults.answered()
             assignment = hand.tasks.pop(message.ticket)
             part = assignment.part
             if self.posts:
@@ -390,9 +386,9 @@ class Feed:
 
     def _on_end_of_wire(self, hand: Hand) -> None:
         """A worker is gone: what it had goes back to waiting, and if nobody sent it away, somebody takes its place."""
-        died = not hand.leaving
-        if died:
-            self._blame(hand)
+        if not hand.leaving:
+            self._faults.died(hand)
+            self._tuning.died()
         for assignment in reversed(list(hand.tasks.values())):
             part = assignment.part
             part.given -= 1
@@ -401,61 +397,13 @@ class Feed:
                 self.account.redone += 1
                 self._waiting.appendleft(part)
         hand.tasks.clear()
-        if not died:
+        if hand.leaving:
             return
-        self.account.deaths += 1
-        self._tuning.died()
-        self._stillborn += not hand.answered
-        if self._stillborn >= STILLBORN and time.monotonic() - self._answered_at > STILLBORN_S:
-            raise RuntimeError(f"DataLoader workers die before their first batch: the last {self._cause(hand)}")
         post = next((post for post in self.posts if post.hand is hand), None)
         if post is not None:
             post.hand = None
             self.posts.man(self.crew, post)
         self._scale()
-
-    def _blame(self, hand: Hand) -> None:
-        """Count a death against the sample the worker was at, and give up on that one after a few."""
-        ticket, row = hand.at()
-        assignment = hand.tasks.get(ticket)
-        if assignment is None:
-            return
-        part = assignment.part
-        place = part.first_row + row if row >= 0 else -1
-        deaths = part.batch.deaths
-        deaths[place] = deaths.get(place, 0) + 1
-        if deaths[place] < LETHAL or part.finished:
-            return
-        one = row >= 0 and self.recipe.auto_collation
-        index = part.indices[row] if one else part.indices
-        why = f"{LETHAL} workers died over it; the last one {self._cause(hand)}"
-        bad = BadSample(index=index, name=name_of(self.recipe.dataset, index) if row >= 0 else None, why=why)
-        if self.recipe.skip_bad and one:
-            self.account.bad.append(bad)
-            self._lethal.add(index)
-            part.leave_out |= {row}
-        else:
-            part.problem = bad
-
-    def _cause(self, hand: Hand) -> str:
-        return f"stood still for over {self._hang_timeout:g} s" if hand.hung else self.crew.cause_of_death(hand)
-
-    def _look_for_hung(self, since: float) -> None:
-        """End workers that have stood at the same sample for too long; longer each time, as it may be a slow one.
-
-        Only time that the consumer spent waiting (since `since`) counts: before, nobody looked.
-        """
-        now = time.monotonic()
-        for hand in self.crew:
-            at = hand.at()
-            if not hand.tasks or at != hand.seen or not hand.seen_at:
-                hand.seen, hand.seen_at = at, now
-                continue
-            assignment = hand.tasks.get(at[0])
-            before = sum(assignment.part.batch.deaths.values()) if assignment else 0
-            if now - max(since, hand.seen_at) > self._hang_timeout * 2**before and not hand.hung:
-                hand.hung = True
-                self.crew.kill(hand)
 
     def _scale(self) -> None:
         """Bring the number of interchangeable workers to what is wanted."""
