@@ -101,7 +101,7 @@ def _parts(spans: dict[str, float], total_ms: float, idle: dict[str, float], sca
     parts = []
     for key, ms in sorted(spans.items(), key=lambda item: -item[1]):
         name, _, where = key.partition("@")
-        idle_ms = idle[key] * scale if scale is not None and key in idle else None
+        idle_ms = min(ms, idle[key] * scale) if scale is not None and key in idle else None
         share = ms / total_ms if total_ms else 0.0
         parts.append(Part(name=name, ms=ms, share=share, gpu_idle_ms=idle_ms, where=where or None))
     return tuple(parts)

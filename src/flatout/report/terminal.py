@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -26,20 +28,28 @@ _IN_WORDS = {
     "flatout": "flatout itself",
     "rest": "everything else",
 }
-_BAR = 22
+_WIDTH = 80
+_LABEL = 9
+_NAME = 36
+_BAR = 12
 _SMALL = 0.002
 
 
 def show(account: Account, console: Console) -> None:
     """Print the account."""
-    b = account.breakdown
-    console.print(_headline(account))
-    console.print(_table(b))
-    for line in _remarks(account):
-        console.print(line)
+    console.print(Text.assemble(("flatout  ", "bold"), _wrapped("; ".join(_headline(account)))), soft_wrap=True)
+    console.print(_table(account.breakdown))
+    for label, text in _remarks(account):
+        console.print(Text.assemble((f"{label:<{_LABEL}}", "dim"), _wrapped(text)), soft_wrap=True)
 
 
-def _headline(account: Account) -> Text:
+def _wrapped(text: str) -> str:
+    """Text beside a label, in as many lines as it takes."""
+    lines = textwrap.wrap(text, _WIDTH - _LABEL, break_on_hyphens=False) or [""]
+    return f"\n{'':<{_LABEL}}".join(lines)
+
+
+def _headline(account: Account) -> list[str]:
     b = account.breakdown
     median, p95 = b.step_ms.quantile(0.5), b.step_ms.quantile(0.95)
     words = [f"{b.steps:,} steps in {duration(b.training_ms)} (of {duration(b.wall_ms)})"]
@@ -49,13 +59,13 @@ def _headline(account: Account) -> Text:
         words.append(f"{b.samples_per_s:,.0f} samples/s")
     if account.ranks > 1:
         words.append(f"rank 0 of {account.ranks}")
-    return Text.assemble(("flatout  ", "bold"), "; ".join(words))
+    return words
 
 
 def _table(b: Breakdown) -> Table:
-    table = Table(box=None, padding=(0, 1), show_edge=False, header_style="dim")
+    table = Table(box=None, padding=(0, 1), pad_edge=False, show_edge=False, header_style="dim")
     on_gpu = any(part.gpu_idle_ms is not None for part in b.training)
-    table.add_column("where training's time went")
+    table.add_column("where training's time went", width=_NAME, no_wrap=True)
     table.add_column("", width=_BAR)
     table.add_column("share", justify="right")
     table.add_column("a step", justify="right")
@@ -74,8 +84,12 @@ def _table(b: Breakdown) -> Table:
 
 
 def _name(part: Part) -> str:
+    """A part in words, with the end of its file:line as far as there is room."""
     name = _IN_WORDS.get(part.name, part.name)
-    return f"{name}  {part.where}" if part.where else name
+    if not part.where:
+        return name
+    room = _NAME - len(name) - 2
+    return f"{name}  {part.where if len(part.where) <= room else '…' + part.where[1 - room :]}"
 
 
 def _bar(share: float) -> Text:
@@ -83,31 +97,31 @@ def _bar(share: float) -> Text:
     return Text("█" * full or "▏", style="cyan")
 
 
-def _remarks(account: Account) -> list[str]:
+def _remarks(account: Account) -> list[tuple[str, str]]:
     b = account.breakdown
-    lines = []
+    remarks = []
     if b.ceiling_samples_per_s is not None and b.samples_per_s:
         ratio = b.ceiling_samples_per_s / b.samples_per_s
-        lines.append(f"ceiling  {b.ceiling_samples_per_s:,.0f} samples/s with the data already there ({ratio:.1f}×)")
+        remarks.append(("ceiling", f"{b.ceiling_samples_per_s:,.0f} samples/s with the data there ({ratio:.1f}×)"))
     elif b.replay_samples_per_s is not None and b.samples_per_s:
         ratio = b.replay_samples_per_s / b.samples_per_s
-        lines.append(f"ceiling  {b.replay_samples_per_s:,.0f} samples/s without the loader ({ratio:.1f}×)")
+        remarks.append(("ceiling", f"{b.replay_samples_per_s:,.0f} samples/s without the loader ({ratio:.1f}×)"))
     if account.gpu.get("sm_active_pct") is not None:
         active, util, power = (account.gpu.get(n, 0.0) for n in ("sm_active_pct", "gpu_util_pct", "power_w"))
-        lines.append(f"GPU      SM active {active:.0f}%, GPU-Util {util:.0f}%, {power:.0f} W: means over the whole run")
+        remarks.append(("GPU", f"SM active {active:.0f}%, GPU-Util {util:.0f}%, {power:.0f} W: means over the run"))
     if account.xray is not None:
-        lines.append(_xray(account.xray))
-    lines += [_worker_line(workers) for workers in account.workers]
+        remarks.append(("X-ray", _xray(account.xray)))
+    remarks += [("loading", _worker_line(workers)) for workers in account.workers]
     if account.own_us_per_step is not None and b.step_ms.mean:
         share = account.own_us_per_step / 1e3 / b.step_ms.mean
-        lines.append(f"cost     measuring took about {account.own_us_per_step:.0f} µs a step ({share:.2%})")
-    lines += [f"note     {note.text}" for note in account.notes]
-    lines.append(f"trace    {account.folder}")
-    return lines
+        remarks.append(("cost", f"measuring took about {account.own_us_per_step:.0f} µs a step ({share:.2%})"))
+    remarks += [("note", note.text) for note in account.notes]
+    remarks.append(("trace", account.folder))
+    return remarks
 
 
 def _xray(xray: Xray) -> str:
-    words = [f"X-ray    GPU busy {xray.busy_ms / xray.wall_ms:.0%} in {xray.steps} steps"]
+    words = [f"GPU busy {xray.busy_ms / xray.wall_ms:.0%} in {xray.steps} steps"]
     median = xray.kernel_us.quantile(0.5)
     words.append(f"{xray.kernels / max(1, xray.steps):,.0f} kernels a step, half below {median or 0:.0f} µs")
     if xray.matrix_ms:
@@ -122,7 +136,7 @@ def _xray(xray: Xray) -> str:
 def _worker_line(w: Workers) -> str:
     who = f"{w.workers} workers" if w.workers else "the training process"
     median, worst = w.sample_ms.quantile(0.5) or 0.0, w.sample_ms.quantile(1.0) or 0.0
-    words = [f"loading  {who} on {w.dataset}: {median:.2f} ms a sample (worst {worst:.0f} ms)"]
+    words = [f"{who} on {w.dataset}: {median:.2f} ms a sample (worst {worst:.0f} ms)"]
     if w.workers:
         words.append(f"busy {w.busy_share:.0%}")
     words.append(f"on a core {w.cpu_share:.0%} of that")

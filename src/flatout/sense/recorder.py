@@ -10,10 +10,10 @@ them with no launch in between, GPU time is idle time. Nothing here imports torc
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from threading import get_ident
 from typing import Any, Protocol
 
 from flatout.trace import Span, Step
@@ -96,7 +96,7 @@ class Recorder:
         self._cut_s = clock()
         self._open = _OpenStep(self._cut_s, kind="setup")
         self._waiting: deque[tuple[_OpenStep, int, float]] = deque()
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         self._optimizers = _Cycle()
         self._evaluation = _Evaluation()
         self._marking = False
@@ -109,11 +109,11 @@ class Recorder:
 
     def is_elsewhere(self) -> bool:
         """Whether this is not the thread that trains."""
-        return threading.get_ident() != self._thread
+        return get_ident() != self._thread
 
     def move_here(self) -> None:
         """Training turns out to happen in this thread: follow it from now on."""
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         self._stack.clear()
 
     @property
@@ -186,6 +186,9 @@ class Recorder:
 
     def _settle(self) -> None:
         """What has been going on is training: its batches count."""
+        if self._evaluation.undisturbed:
+            self._evaluation.since = len(self._open.pieces)
+            return
         if self._evaluation.shown_by_training():
             self._call_it_evaluation()
         samples = self._evaluation.settle(len(self._open.pieces))
@@ -252,22 +255,22 @@ class Recorder:
         self.cuts += 1
         name, where, loader = self._stack[-1] if self._stack else (self._between, None, None)
         quiet = name in QUIET
-        if self._evaluation.on and name in _PART_OF_EVALUATION:
+        evaluation, pieces = self._evaluation, self._open.pieces
+        if evaluation.on and name in _PART_OF_EVALUATION:
             name, where = EVALUATION, None
         mark = self._mark() if self._marking else None
-        pieces = self._open.pieces
-        last = pieces[-1] if pieces else None
-        if (
-            last is not None
-            and mark is last.mark is None
-            and last.end_s == start_s  # not so where a collection or a signal handler came in between
-            and last.name == name
-            and last.where == where
-            and last.loader == loader
-            and len(pieces) > self._evaluation.since
-        ):
-            last.end_s = now_s
-        elif len(pieces) < _SPANS_A_STEP:
+        if len(pieces) > evaluation.since and mark is None:
+            last = pieces[-1]
+            if (
+                last.name == name
+                and last.end_s == start_s  # not so where a collection or a signal handler came in between
+                and last.where == where
+                and last.loader == loader
+                and last.mark is None
+            ):
+                last.end_s = now_s
+                return
+        if len(pieces) < _SPANS_A_STEP:
             pieces.append(_Piece(name, where, start_s, now_s, mark, quiet, loader))
         else:
             self._open.crowd_s[name] = self._open.crowd_s.get(name, 0.0) + now_s - start_s
@@ -333,6 +336,11 @@ class _Evaluation:
         self._fed_by: int | None = None  # the loader behind the suspected forward pass
         self._surely = False
         self._evaluated: int | None = None  # the loader of the evaluation that is going on
+
+    @property
+    def undisturbed(self) -> bool:
+        """Whether nothing has come or happened since training was last seen."""
+        return not (self._in_hand or self.on or self.suspected)
 
     def took(self, loader: int, samples: int) -> None:
         """A batch has come."""
@@ -421,7 +429,7 @@ class _Cycle:
 
 def _as_step(step: _OpenStep, index: int, end_s: float, gpu_ms: list[float], loss: float | None) -> Step:
     spans: list[Span] = []
-    for piece in _joined(step.pieces):
+    for piece in step.pieces:
         elapsed = None
         if piece.mark is not None and 0 < piece.mark <= len(gpu_ms):
             elapsed = gpu_ms[piece.mark - 1]

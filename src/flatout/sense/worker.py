@@ -25,6 +25,7 @@ from flatout.trace.records import encode
 
 _SLOWEST_KEPT = 8
 _RANDOM_CHECKS = 16
+_TRIFLE_S = 50e-6
 _FIRST_REPORT_S = 0.5
 _LAST_REPORT_S = 120.0
 
@@ -44,27 +45,29 @@ class Meter:
         self._batches = self._samples = 0
         self._wall_s = self._cpu_s = self._collate_s = self._waiting_s = 0.0
         self._sample_ms = Sketch()
+        self._loaded_s: list[float] = []  # of the batch that is being loaded
+        self._new_samples = 0
+        self._began_cpu_s = 0.0
+        self._slow_s = 0.0  # what a sample must take to be among the slowest
         self._slowest: list[tuple[float, int]] = []
         self._random: set[str] = set()
         self._random_checks = 0
         self.transforms_s: dict[str, float] = {}
 
-    def load(self, get: Callable[[], Any], index: Any) -> Any:
+    def load(self, get: Callable[[Any], Any], index: Any) -> Any:
         """Time the way of one sample (or, given a list of indices, of many) out of the dataset."""
         checking = self._random_checks < _RANDOM_CHECKS
         before = _random_states() if checking else None
-        wall, cpu = time.perf_counter(), time.thread_time()
-        sample = get()
-        seconds = time.perf_counter() - wall
-        self._cpu_s += time.thread_time() - cpu
-        self._wall_s += seconds
-        many = len(index) if isinstance(index, list) else 1
-        self._samples += many
-        self._sample_ms.add(seconds * 1e3 / max(1, many), many)
-        if isinstance(index, int) and (len(self._slowest) < _SLOWEST_KEPT or seconds > self._slowest[0][0]):
+        start = time.perf_counter()
+        sample = get(index)
+        seconds = time.perf_counter() - start
+        self._loaded_s.append(seconds)
+        self._new_samples += len(index) if isinstance(index, list) else 1
+        if seconds > self._slow_s and isinstance(index, int):
             heapq.heappush(self._slowest, (seconds, index))
             if len(self._slowest) > _SLOWEST_KEPT:
                 heapq.heappop(self._slowest)
+                self._slow_s = self._slowest[0][0]
         if before is not None:
             self._random_checks += 1
             self._random |= {name for name, state in _random_states().items() if state != before[name]}
@@ -73,6 +76,20 @@ class Meter:
     def batch_begins(self) -> None:
         """A batch was asked for: the worker has been waiting until now."""
         self._waiting_s += time.monotonic() - self._idle_since
+        self._began_cpu_s = time.thread_time()
+
+    def loaded(self) -> None:
+        """The samples of a batch are there. What takes next to nothing each is not told apart."""
+        self._cpu_s += time.thread_time() - self._began_cpu_s
+        spent_s, times = sum(self._loaded_s), self._loaded_s
+        self._wall_s += spent_s
+        self._samples += self._new_samples
+        if times and (spent_s / len(times) < _TRIFLE_S or len(times) < self._new_samples):
+            self._sample_ms.add(spent_s / self._new_samples * 1e3, self._new_samples)
+        else:
+            for seconds in times:
+                self._sample_ms.add(seconds * 1e3)
+        self._loaded_s, self._new_samples = [], 0
 
     def collated(self, seconds: float) -> None:
         """The batch is put together; now and then, report."""
@@ -127,6 +144,7 @@ def measure_fetcher(fetcher: Any, meter: Meter) -> None:
     collate = fetcher.collate_fn
 
     def timed_collate(samples: Any) -> Any:
+        meter.loaded()
         start = time.perf_counter()
         try:
             return collate(samples)
@@ -156,12 +174,12 @@ class _TimedDataset:
         self._meter = meter
 
     def __getitem__(self, index: Any) -> Any:
-        return self._meter.load(lambda: self._dataset[index], index)
+        return self._meter.load(self._dataset.__getitem__, index)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._dataset, name)
         if name == "__getitems__" and value:
-            return lambda indices: self._meter.load(lambda: value(indices), indices)
+            return lambda indices: self._meter.load(value, indices)
         return value
 
 
@@ -174,7 +192,10 @@ class _TimedIterator:
         return self
 
     def __next__(self) -> Any:
-        return self._meter.load(lambda: next(self._iterator), None)
+        return self._meter.load(self._next, None)
+
+    def _next(self, _: None) -> Any:
+        return next(self._iterator)
 
 
 class _TimedTransform:

@@ -1,0 +1,309 @@
+"""What `flatout run` costs a training, and whether what it says is true.
+
+    python benchmarks/observe_run.py [--out FILE]     about 100 s on an H200, 60 s without a GPU
+
+Cost: a training whose step takes about 2 ms and one of about 20 ms, bare and observed in turns within one process
+(`flatout.attach` and `close`), several hundred steps a turn; the median over the turns of the difference in time a
+step. The X-ray is off: it is taken once in a run, not in every step.
+
+Truth: 10 ms planted into `__getitem__`, the loop, before `.item()`, evaluation, a log line and a checkpoint; what each
+is reported as, a step.
+
+Identity: the hash of all losses and weights with deterministic settings, bare and under `flatout run`. Memory and
+start-up: of a process that imports torch and trains a little, bare and under `flatout run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+import torch  # noqa: E402
+from torch.utils.data import DataLoader, Dataset, TensorDataset  # noqa: E402
+
+import flatout  # noqa: E402
+from benchmarks.machine import describe, headline  # noqa: E402
+from flatout import trace  # noqa: E402
+from flatout.diagnose.breakdown import Breakdown, breakdown  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TURNS = 7
+DELAY_S = 0.010
+TRUTH_STEPS = 60
+
+COST_US, COST_SHARE, MEMORY_MB, START_S, TRUTH_SHARE = 50.0, 0.005, 60.0, 0.3, 0.05
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child()
+        return
+    machine = describe()
+    print(headline(machine))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        results: dict[str, Any] = {
+            "benchmark": "observe run",
+            "machine": machine,
+            "cost": {f"{ms} ms": cost(ms, folder) for ms in (2, 20)},
+            "truth_ms": {where: truth(where, folder) for where in PLANTS},
+            **beside(folder),
+        }
+    lines = table(results)
+    results["checks"] = dict(lines)
+    if options.out is not None:
+        options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    for text, passed in lines:
+        print(f"{'✓' if passed else '✗'} {text}")
+
+
+# -- cost -----------------------------------------------------------------------------------------------------------
+
+
+def training(step_ms: float) -> Callable[[int], float]:
+    """A training of a plain shape whose step takes about so long; called with steps, gives seconds a step."""
+    width = 1024 if DEVICE == "cuda" else 64
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(8)), torch.nn.Linear(width, 10))
+    model.to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    data = TensorDataset(torch.randn(2048, width), torch.randint(0, 10, (2048,)))
+
+    big = torch.randn(width, width, device=DEVICE)
+
+    def loop(steps: int, rounds: int) -> float:
+        batches = iter(DataLoader(data, batch_size=8))
+        sync()
+        start = time.perf_counter()
+        for _ in range(steps):
+            batch = next(batches, None)
+            if batch is None:
+                batches = iter(DataLoader(data, batch_size=8))
+                batch = next(batches)
+            x, y = (tensor.to(DEVICE) for tensor in batch)
+            optimizer.zero_grad()
+            output = model(x)
+            for _ in range(rounds):
+                output = output + (big @ big).mean() * 0
+            torch.nn.functional.cross_entropy(output, y).backward()
+            optimizer.step()
+        sync()
+        return (time.perf_counter() - start) / steps
+
+    loop(20, 0)
+    base_s = loop(50, 0)
+    each_s = max(1e-6, (loop(30, 50) - base_s) / 50)
+    rounds = max(0, round((step_ms / 1e3 - base_s) / each_s))
+    return lambda steps: loop(steps, rounds)
+
+
+def cost(step_ms: float, folder: Path) -> dict[str, Any]:
+    run = training(step_ms)
+    steps = 400 if step_ms < 10 else 150
+    bare, observed = [], []
+    for turn in range(TURNS):
+        bare.append(run(steps))
+        with flatout.attach(folder / f"cost-{step_ms}-{turn}", xray=False):
+            run(30)  # the first steps find everything out
+            observed.append(run(steps))
+    added_us = [(o - b) * 1e6 for o, b in zip(observed, bare, strict=True)]
+    middle_s = statistics.median(bare)
+    return {
+        "turns": TURNS,
+        "steps_a_turn": steps,
+        "bare_ms": middle_s * 1e3,
+        "added_us": statistics.median(added_us),
+        "added_us_each": added_us,
+        "share": statistics.median(added_us) / 1e6 / middle_s,
+    }
+
+
+def sync() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+# -- truth ----------------------------------------------------------------------------------------------------------
+
+PLANTS = {
+    "getitem": "data",
+    "loop": "rest",
+    "item": "sync",
+    "evaluation": "evaluation",
+    "logging": "logging",
+    "checkpoint": "checkpoint",
+}
+
+
+class Samples(Dataset[Any]):
+    def __init__(self, delay: Callable[[str], None]) -> None:
+        self._delay = delay
+
+    def __len__(self) -> int:
+        return TRUTH_STEPS + 1
+
+    def __getitem__(self, index: int) -> Any:
+        self._delay("getitem")
+        return torch.ones(256), torch.tensor(index % 10)
+
+
+def truth(where: str, folder: Path) -> dict[str, float | None]:
+    """What a planted delay is reported as, in milliseconds a step, beyond the same training without it."""
+    planted, bare = (reported(place, folder) for place in (where, "nowhere"))
+    name = PLANTS[where]
+    if where == "item" and DEVICE != "cuda":
+        return {"planted_ms": DELAY_S * 1e3, "seen_ms": None}
+    seen = (part_ms(planted, name) - part_ms(bare, name)) / TRUTH_STEPS
+    return {"planted_ms": DELAY_S * 1e3, "seen_ms": seen}
+
+
+def part_ms(b: Breakdown, name: str) -> float:
+    return sum(part.ms for part in b.training if part.name == name)
+
+
+def reported(where: str, folder: Path) -> Breakdown:
+    def delay(place: str) -> None:
+        if place == where:
+            busy_until(time.perf_counter() + DELAY_S)
+
+    class Slow(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            delay("logging")
+
+    class Saved:
+        def __reduce__(self) -> Any:
+            delay("checkpoint")
+            return (int, ())
+
+    logger = logging.getLogger("observe_run")
+    logger.propagate, logger.handlers = False, [Slow()]
+    logger.setLevel(logging.INFO)
+    model = torch.nn.Linear(256, 10).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    validation = DataLoader(TensorDataset(torch.ones(8, 256)), batch_size=4)
+    place = Path(tempfile.mkdtemp(dir=folder))
+    with flatout.attach(place / "trace", xray=False):
+        for x, y in DataLoader(Samples(delay), batch_size=1):
+            delay("loop")
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(x.to(DEVICE)), y.to(DEVICE))
+            loss.backward()
+            optimizer.step()
+            if where == "item" and DEVICE == "cuda":
+                torch.cuda._sleep(round(DELAY_S * clock_hz()))
+            loss.item()
+            with torch.no_grad():
+                for (batch,) in validation:
+                    model(batch.to(DEVICE))
+                delay("evaluation")
+            logger.info("a step")
+            torch.save(Saved(), place / "checkpoint.pt")
+    return breakdown(trace.read(place / "trace").ranks[0])
+
+
+def busy_until(end_s: float) -> None:
+    while time.perf_counter() < end_s:
+        pass
+
+
+_clock_hz: list[float] = []
+
+
+def clock_hz() -> float:
+    """Cycles a second of `torch.cuda._sleep`, measured once."""
+    if not _clock_hz:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(10_000_000)
+        start.record()
+        torch.cuda._sleep(100_000_000)
+        end.record()
+        torch.cuda.synchronize()
+        _clock_hz.append(100_000_000 / (start.elapsed_time(end) / 1e3))
+    return _clock_hz[0]
+
+
+# -- identity, memory, start-up -------------------------------------------------------------------------------------
+
+
+def child() -> None:
+    """A little deterministic training; prints its hash, its memory and how long importing torch took it."""
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Dropout(0.3), torch.nn.Linear(64, 4)).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters())
+    data = TensorDataset(torch.randn(512, 32), torch.randint(0, 4, (512,)))
+    digest = hashlib.sha256()
+    for _ in range(3):
+        for x, y in DataLoader(data, batch_size=8, shuffle=True):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(x.to(DEVICE)), y.to(DEVICE))
+            loss.backward()
+            optimizer.step()
+            digest.update(loss.detach().cpu().numpy().tobytes())
+    for parameter in model.parameters():
+        digest.update(parameter.detach().cpu().numpy().tobytes())
+    digest.update(torch.get_rng_state().numpy().tobytes())
+    memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    print(json.dumps({"hash": digest.hexdigest(), "memory_mb": memory / 1e6}))
+
+
+def beside(folder: Path) -> dict[str, Any]:
+    """Bare and under `flatout run` in turns: the hash, the memory at the end, and the time `import torch` takes."""
+    mine = [sys.executable, str(Path(__file__).resolve()), "--child"]
+    timing = "import time; start = time.perf_counter(); import torch; print(time.perf_counter() - start)"
+    importing = [sys.executable, "-c", timing]
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    found: dict[str, list[Any]] = {"bare": [], "observed": [], "bare import": [], "observed import": []}
+    for turn in range(3):
+        for command, name, run in ((mine, "", json.loads), (importing, " import", float)):
+            under = [sys.executable, "-m", "flatout", "run", "--quiet", "--trace", str(folder / f"{name}{turn}"), "--"]
+            for words, kind in ((command, "bare"), ([*under, *command], "observed")):
+                done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, cwd=folder)
+                found[kind + name].append(run(done.stdout.strip().splitlines()[-1]))
+    memory = {kind: statistics.median(one["memory_mb"] for one in found[kind]) for kind in ("bare", "observed")}
+    start = {kind: statistics.median(found[f"{kind} import"]) for kind in ("bare", "observed")}
+    return {
+        "identical": len({one["hash"] for kind in ("bare", "observed") for one in found[kind]}) == 1,
+        "memory_mb": memory | {"added": memory["observed"] - memory["bare"]},
+        "import_torch_s": start | {"added": start["observed"] - start["bare"]},
+    }
+
+
+def table(results: dict[str, Any]) -> list[tuple[str, bool]]:
+    lines = []
+    for figures in results["cost"].values():
+        added, share = figures["added_us"], figures["share"]
+        passed = added <= COST_US and (figures["bare_ms"] < 10 or share <= COST_SHARE)
+        lines.append((f"cost of a step of {figures['bare_ms']:.1f} ms: {added:+.0f} µs ({share:+.2%})", passed))
+    for where, figures in results["truth_ms"].items():
+        seen, planted = figures["seen_ms"], figures["planted_ms"]
+        if seen is None:
+            continue
+        passed = abs(seen - planted) <= TRUTH_SHARE * planted
+        lines.append((f"{planted:.0f} ms planted into {where}: {seen:.2f} ms as {PLANTS[where]}", passed))
+    lines.append(("losses, weights and random numbers are bit-identical", results["identical"]))
+    memory, start = results["memory_mb"]["added"], results["import_torch_s"]["added"]
+    lines.append((f"host memory: {memory:+.0f} MB", memory <= MEMORY_MB))
+    lines.append((f"start-up beyond importing torch: {start:+.2f} s", start <= START_S))
+    return lines
+
+
+if __name__ == "__main__":
+    main()
