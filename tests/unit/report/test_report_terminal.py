@@ -1,0 +1,70 @@
+"""The account in a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from flatout.report.account import account
+from flatout.report.terminal import duration, ms, show
+from flatout.trace import Note, RankTrace, RunInfo, Span, Step, Trace, Xray
+from flatout.trace.thin import window_of
+
+LONG = "a/very/long/way/down/into/the/package/of/somebody/else/train_model.py:1234"
+
+
+def step(index: int) -> Step:
+    spans = (
+        Span(name="data", start_ms=0, host_ms=6, gpu_idle_ms=5.5),
+        Span(name="forward", start_ms=6, host_ms=2, gpu_busy_ms=3),
+        Span(name="sync", start_ms=8, host_ms=1.99, gpu_idle_ms=0.0, where=LONG),
+        Span(name="gc", start_ms=9.99, host_ms=0.01),
+    )
+    return Step(index=index, start_s=index / 100, wall_ms=10, spans=spans, samples=64)
+
+
+def drawn(width: int = 80) -> list[str]:
+    steps = [step(index) for index in range(1, 11)]
+    rank = RankTrace(
+        info=RunInfo(name="train", rank=0),
+        steps=tuple(steps),
+        windows=(window_of(steps),),
+        notes=(Note(time_s=1.0, text="something that takes many words to say, " * 4),),
+        facts={"own_cost": {"us_per_step": 20.0}},
+        xray=Xray(steps=8, wall_ms=80, busy_ms=24, kernels=800, copies_ms={"HtoD Pageable": 3.0}, matrix_ms=4.0),
+    )
+    text = io.StringIO()
+    show(account(Trace(ranks=(rank,), samples={}), "flatout-runs/x"), Console(file=text, width=width, highlight=False))
+    return text.getvalue().splitlines()
+
+
+def test_no_line_is_longer_than_the_terminal() -> None:
+    assert max(len(line) for line in drawn()) <= 80
+
+
+def test_the_parts_stand_in_order_with_the_idle_time_beside_them() -> None:
+    lines = drawn()
+    assert lines[0].startswith("flatout  10 steps in 0.1 s (of 0.1 s); a step 10.")
+    top = next(n for n, line in enumerate(lines) if line.startswith("where training's time went"))
+    data, forward, wait, small = lines[top + 1 : top + 5]
+    assert data.startswith("waiting for data")
+    assert data.split("█")[-1].split() == ["60.0%", "6.00", "ms", "5.50", "ms"]
+    assert forward.startswith("forward")
+    assert wait.startswith("waiting for the GPU  …")
+    assert "model.py:1234 " in wait
+    assert small.startswith("smaller parts")
+
+
+def test_remarks_hang_beside_their_labels() -> None:
+    lines = drawn()
+    at = next(n for n, line in enumerate(lines) if line.startswith("note     something"))
+    assert lines[at + 1].startswith(" " * 9)
+    assert lines[at + 1].strip()
+    assert any(line.startswith("X-ray    GPU busy 30% in 8 steps; 100 kernels a step") for line in lines)
+    assert lines[-1] == "trace    flatout-runs/x"
+
+
+def test_numbers_have_the_digits_that_mean_something() -> None:
+    assert [ms(v) for v in (0.002, 0.5, 12.34, 4321.0)] == ["2 µs", "0.50 ms", "12.3 ms", "4.32 s"]
+    assert [duration(v) for v in (1500.0, 95_000.0, 7_260_000.0)] == ["1.5 s", "1 min 35 s", "2 h 1 min"]
