@@ -59,7 +59,7 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 def test_five_hundred_kills_while_scaling_lose_repeat_and_reorder_nothing() -> None:
     """GIVEN a loader that goes 1 → 8 → 2 → 6 workers, WHEN a random child (worker or nursery) is killed after every
     batch, 500 in all, THEN each batch is bit for bit what it is without."""
-    dataset = Numbers(8000)
+    dataset = Numbers(8160)
     expected = batches(DataLoader(dataset, 16, shuffle=True, num_workers=2))
     loader = DataLoader(dataset, 16, shuffle=True, num_workers=1)
     pick = random.Random(7)
@@ -71,12 +71,22 @@ def test_five_hundred_kills_while_scaling_lose_repeat_and_reorder_nothing() -> N
         assert loader.feed is not None
         if number in (20, 160, 350):
             loader.feed.resize({20: 8, 160: 2, 350: 6}[number])
-        os.kill(pick.choice(me.children(recursive=True)).pid, signal.SIGKILL)
-        kills += 1
-    assert kills == 500
+        kills += kill_any(me.children(recursive=True), pick)
+    assert kills >= 500
     assert loader.feed is not None
     assert loader.feed.account.redone > 0
     assert_same(found, expected)
+
+
+def kill_any(children: list[psutil.Process], pick: random.Random) -> int:
+    """Kill one of them; those that have just died of an earlier kill do not count."""
+    for child in pick.sample(children, len(children)):
+        try:
+            os.kill(child.pid, signal.SIGKILL)
+            return 1
+        except ProcessLookupError:
+            continue
+    return 0
 
 
 def test_a_killed_worker_hands_its_random_stream_on() -> None:
