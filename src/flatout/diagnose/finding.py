@@ -1,4 +1,4 @@
-"""A Finding: one reason why the GPU loses time, with its evidence, what mending it would give, and the change to make."""
+"""A Finding: one reason why the GPU loses time, its evidence, what mending it would give, and the change to make."""
 
 from __future__ import annotations
 

@@ -1,0 +1,203 @@
+"""A Case: one rank's trace with the figures that the rules reason about, each worked out once.
+
+Shares are of the training time, 0 to 1. What the trace does not tell is None, and a rule that needs it stays silent.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from flatout.diagnose.breakdown import Breakdown, breakdown
+from flatout.diagnose.replay import gain_without
+from flatout.trace import RankTrace, Sample, Sketch, Step, Trace, WorkerReport, Xray
+
+ENOUGH_STEPS = 20
+LAUNCHING = ("forward", "loss", "backward", "optimizer", "rest", "copy")
+_MARKED_STEPS_USED = 200
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is known of one rank."""
+
+    trace: Trace
+    rank: RankTrace
+
+    @cached_property
+    def breakdown(self) -> Breakdown:
+        return breakdown(self.rank)
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """Raw steps of plain training."""
+        return tuple(step for step in self.rank.steps if step.kind == "train")
+
+    @cached_property
+    def step_ms(self) -> float:
+        """The median step."""
+        return self.breakdown.step_ms.quantile(0.5) or 0.0
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return self.rank.facts
+
+    @property
+    def xray(self) -> Xray | None:
+        return self.rank.xray
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether training ran on a card."""
+        return bool(self.facts.get("gpu"))
+
+    # -- the loader -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def loader(self) -> dict[str, Any] | None:
+        """The settings of the loader training reads from: the one with the most samples."""
+        loaders = [entry for entry in self.facts.get("loaders", ()) if isinstance(entry, dict)]
+        return max(loaders, key=lambda entry: entry.get("length") or 0, default=None)
+
+    @cached_property
+    def reports(self) -> tuple[WorkerReport, ...]:
+        """What that loader's workers said at last (or the training process, with num_workers=0)."""
+        loader = self.loader
+        if loader is None:
+            return ()
+        name = str(loader["dataset"]).rpartition(".")[2]
+        own = [r for r in self.rank.workers if r.dataset == name and r.length == loader.get("length") and r.samples]
+        return tuple(own)
+
+    @cached_property
+    def sample_ms(self) -> Sketch:
+        """How long a sample takes to load."""
+        times = Sketch()
+        for report in self.reports:
+            times.merge(report.sample_ms)
+        return times
+
+    @cached_property
+    def worker_busy(self) -> float | None:
+        """The share of their time the workers were at work, not waiting to be asked."""
+        worked = sum(r.sample_wall_s + r.collate_s for r in self.reports)
+        waited = sum(r.waiting_s for r in self.reports)
+        return worked / (worked + waited) if worked else None
+
+    @cached_property
+    def worker_on_core(self) -> float | None:
+        """The share of loading time that was spent on a core."""
+        wall = sum(r.sample_wall_s for r in self.reports)
+        return min(1.0, sum(r.sample_cpu_s for r in self.reports) / wall) if wall else None
+
+    @cached_property
+    def worker_delay(self) -> float | None:
+        """The share of loading time in which a worker was ready to run but had no core."""
+        delays = [r.run_delay_s for r in self.reports if r.run_delay_s is not None]
+        worked = sum(r.sample_wall_s + r.collate_s for r in self.reports)
+        return min(1.0, sum(delays) / worked) if delays and worked else None
+
+    @cached_property
+    def collate_share(self) -> float | None:
+        """The share of the workers' work that is joining samples."""
+        worked = sum(r.sample_wall_s + r.collate_s for r in self.reports)
+        return sum(r.collate_s for r in self.reports) / worked if worked else None
+
+    @cached_property
+    def samples_a_worker_s(self) -> float | None:
+        """What one worker can make, in samples a second."""
+        worked = sum(r.sample_wall_s + r.collate_s for r in self.reports)
+        return sum(r.samples for r in self.reports) / worked if worked else None
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    def share(self, phase: str) -> float:
+        """The share of training time the host spends in a phase."""
+        return self.breakdown.share_of(phase)
+
+    @cached_property
+    def marked(self) -> tuple[Step, ...]:
+        """Steps that carried events."""
+        has = [s for s in self.steps if any(p.gpu_idle_ms is not None or p.gpu_busy_ms is not None for p in s.spans)]
+        return tuple(has[-_MARKED_STEPS_USED:])
+
+    def saved_without(self, *phases: str) -> float | None:
+        """The share of a step that would be saved if the host spent no time in these phases (the median of replays)."""
+        saved = [gain for step in self.marked if (gain := gain_without(step, *phases)) is not None]
+        if saved:
+            return statistics.median(saved)
+        return None if self.on_gpu else min(0.99, sum(self.share(p) for p in phases))
+
+    @cached_property
+    def busy_share(self) -> float | None:
+        """The share of a step in which the card has work: the X-ray's kernels laid over an ordinary step."""
+        xray = self.xray
+        if xray is None or not xray.steps or not self.step_ms:
+            return None
+        return min(1.0, xray.busy_ms / xray.steps / self.step_ms)
+
+    @cached_property
+    def headroom(self) -> float:
+        """How many times faster the step could be at most: by the measured ceiling, or else by the X-ray."""
+        b = self.breakdown
+        ceiling = b.ceiling_samples_per_s or b.replay_samples_per_s
+        if ceiling and b.samples_per_s:
+            return max(1.0, ceiling / b.samples_per_s)
+        return 1 / self.busy_share if self.busy_share else float("inf")
+
+    @property
+    def has_ceiling(self) -> bool:
+        """Whether the headroom was measured by replaying batches."""
+        return self.breakdown.ceiling_samples_per_s is not None or self.breakdown.replay_samples_per_s is not None
+
+    def xray_idle(self, *phases: str) -> float | None:
+        """Milliseconds a step in which the card had nothing to do while the host was in these phases."""
+        xray = self.xray
+        if xray is None or not xray.steps:
+            return None
+        return sum(xray.idle_by_phase_ms.get(phase, 0.0) for phase in phases) / xray.steps
+
+    # -- the machine ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def samples(self) -> tuple[Sample, ...]:
+        """Hardware samples taken while it trained."""
+        taken = self.trace.samples.get(self.rank.info.host, ())
+        if not self.steps:
+            return taken
+        start, end = self.steps[0].start_s, self.steps[-1].start_s + self.steps[-1].wall_ms / 1e3
+        return tuple(s for s in taken if start < s.time_s <= end + 1.0)
+
+    @cached_property
+    def cores(self) -> float | None:
+        """Cores this training may use."""
+        for machine in self.trace.machines:
+            if machine.host == self.rank.info.host and machine.facts.get("cores_allowed"):
+                return float(machine.facts["cores_allowed"])
+        counts = [len(s.host.cores_pct) for s in self.samples if s.host.cores_pct]
+        return float(max(counts)) if counts else None
+
+    @cached_property
+    def cpu_share(self) -> float | None:
+        """How busy all cores of the machine were."""
+        mean = Sketch.of(s.host.cpu_pct for s in self.samples).mean
+        return mean / 100 if mean is not None else None
+
+    @cached_property
+    def storage_share(self) -> float:
+        """The share of time in which tasks stood still for storage: the larger of PSI and iowait."""
+        pressure = Sketch.of(s.host.pressure_io_pct for s in self.samples).mean or 0.0
+        iowait = Sketch.of(s.host.iowait_pct for s in self.samples).mean or 0.0
+        return max(pressure, iowait) / 100
+
+    def card(self, field: str) -> Sketch:
+        """A figure of this rank's card over the training."""
+        index = int(self.facts.get("gpu_index") or 0)
+        return Sketch.of(getattr(g, field) for s in self.samples for g in s.gpus if g.index == index)
+
+
+def cases(trace: Trace) -> tuple[Case, ...]:
+    """A case for every rank."""
+    return tuple(Case(trace, rank) for rank in trace.ranks)

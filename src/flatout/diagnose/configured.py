@@ -1,0 +1,115 @@
+"""`config.ignored`: what the user asked for in settings, and what is in force. Only a flat contradiction counts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from flatout.diagnose.case import Case
+from flatout.diagnose.finding import Finding
+
+_OFF = {"", "0", "false", "no", "none", "off", "null", "fp32", "float32", "32", "32-true", "highest"}
+
+
+def ignored_settings(case: Case) -> list[Finding]:
+    """A finding for each setting that was read and has no effect."""
+    found: dict[str, Finding] = {}
+    for source, file, key, value in _settings(case):
+        for pattern, contradicted, what in _RULES:
+            if pattern.fullmatch(key) and _is_on(value) and contradicted(case) and what not in found:
+                found[what] = _finding(source, file, key, value, what)
+    return list(found.values())
+
+
+def _settings(case: Case) -> Iterator[tuple[str, str | None, str, Any]]:
+    """Every plain value that was read: (source, file, key, value), nested ones by their last name."""
+
+    def walk(values: Any) -> Iterator[tuple[str, Any]]:
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, dict):
+                yield from walk(value)
+            else:
+                yield str(key).lower(), value
+
+    for read in case.facts.get("settings", ()):
+        for key, value in walk(read.get("values", {})):
+            yield str(read.get("source")), read.get("file"), key, value
+
+
+def _is_on(value: Any) -> bool:
+    return str(value).strip().lower() not in _OFF
+
+
+def _finding(source: str, file: str | None, key: str, value: Any, what: str) -> Finding:
+    place = file or {"argparse": "the command line"}.get(source, source)
+    return Finding(
+        code="config.ignored",
+        title=f"{key}={value!r} was read from {place}, but {what}",
+        share=0.0,
+        gain_low=1.0,
+        gain_high=1.0,
+        derived="seen in force",
+        confidence=0.9,
+        evidence={"setting": key, "value": value, "source": source, "file": file},
+        change=f"setting:{key}",
+        value=value,
+        advice=f"find where the script uses {key}: a value of another spelling or type, or a call that is missing",
+        where=file,
+    )
+
+
+def _no_autocast(case: Case) -> bool:
+    return (
+        set(case.facts.get("autocast", ())) == {"None"}
+        and case.facts.get("parameter_dtypes") == ["float32"]
+        and case.on_gpu
+    )
+
+
+def _workers(case: Case) -> Any:
+    return (case.loader or {}).get("num_workers")
+
+
+_RULES: tuple[tuple[re.Pattern[str], Callable[[Case], bool], str], ...] = (
+    (
+        re.compile(r"(use_?)?(amp|bf16|fp16|mixed_precision|autocast)(_dtype)?"),
+        _no_autocast,
+        "every forward pass ran in fp32 without autocast",
+    ),
+    (
+        re.compile(r"(use_?)?(torch_?)?compile(_model)?|compiled"),
+        lambda case: case.facts.get("compiled") is False,
+        "nothing was compiled",
+    ),
+    (
+        re.compile(r"(allow_?|use_?)?tf32"),
+        lambda case: case.on_gpu and case.facts.get("tf32_matmul") is False,
+        "matrix products do not use TF32",
+    ),
+    (
+        re.compile(r"(cudnn_?)?benchmark"),
+        lambda case: case.on_gpu and case.facts.get("cudnn_benchmark") is False,
+        "cuDNN's benchmark mode is off",
+    ),
+    (
+        re.compile(r"(use_?)?channels_last"),
+        lambda case: case.facts.get("channels_last") is False,
+        "the convolutions' weights are not in channels_last",
+    ),
+    (
+        re.compile(r"persistent(_workers)?"),
+        lambda case: _workers(case) == 0,
+        "there are no workers to keep",
+    ),
+    (
+        re.compile(r"pin(_memory|ned)?"),
+        lambda case: case.on_gpu and (case.loader or {}).get("pin_memory") is False,
+        "the loader does not page-lock its batches",
+    ),
+    (
+        re.compile(r"(use_?)?fused(_adamw?|_optimizer)?"),
+        lambda case: case.on_gpu and not case.facts.get("optimizer_fused"),
+        "the optimizer is not fused",
+    ),
+)

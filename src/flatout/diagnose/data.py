@@ -1,0 +1,249 @@
+"""Rules about data: loading it, copying it, and waiting for what comes back."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from flatout.diagnose.case import Case
+from flatout.diagnose.finding import Finding
+from flatout.diagnose.gains import WORTH, data_saved, fed_by, rounded, spare_cores, step_gain
+
+_BUSY = 0.85
+_FREE = 0.85
+_HELD_BACK = 0.25
+_STORAGE = 0.10
+_TAIL = 8.0
+
+
+def main_thread(case: Case) -> Finding | None:
+    saved = data_saved(case)
+    if case.loader is None or case.loader.get("num_workers") != 0 or saved < WORTH:
+        return None
+    rate, now = case.samples_a_worker_s, case.breakdown.samples_per_s
+    wanted = spare_cores(case)
+    if rate and now:
+        wanted = min(wanted, math.ceil(now / (1 - min(0.99, saved)) / rate) + 1)
+    fed = min(saved, fed_by(case, wanted))
+    return Finding(
+        code="data.main-thread",
+        title=f"samples are loaded in the training process: {case.share('data'):.0%} of the time it does nothing else",
+        share=case.share("data"),
+        **step_gain(case, 0.7 * fed, saved),
+        confidence=0.95,
+        evidence=_loading(case) | {"samples_per_s_in_this_process": rounded(rate)},
+        change="num_workers",
+        value=wanted,
+        advice=f"num_workers={wanted}: one process makes {rate or 0:,.0f} samples/s, training now eats {now or 0:,.0f}",
+    )
+
+
+def workers_behind(case: Case) -> Finding | None:
+    """Which of the reasons why workers do not keep up, if they do not."""
+    saved = data_saved(case)
+    if case.loader is None or not case.loader.get("num_workers") or saved < WORTH:
+        return None
+    workers, cores = int(case.loader["num_workers"]), case.cores or 1.0
+    busy, on_core, delay = case.worker_busy, case.worker_on_core, case.worker_delay
+    if busy is None or on_core is None:
+        return None
+    evidence = _loading(case)
+    common: dict[str, Any] = {"share": case.share("data"), "evidence": evidence}
+    if on_core < 0.6 and case.storage_share >= _STORAGE and (delay or 0.0) < _HELD_BACK:
+        return Finding(
+            code="data.disk-bound",
+            title=f"workers wait for storage: on a core only {on_core:.0%} of their loading time",
+            **common,
+            **step_gain(case, 0.3 * saved, saved),
+            confidence=0.8,
+            advice="put the data on a faster disk, in fewer and larger files, or let it fit the page cache",
+        )
+    slow = _slow_tail(case)
+    if slow is not None:
+        return Finding(
+            code="data.slow-samples",
+            title=f"a few samples hold their batches back: the slowest take {slow:.0f} times the median",
+            **common,
+            **step_gain(case, 0.2 * saved, saved),
+            confidence=0.7,
+            change="loader",
+            value="elastic",
+            advice="look at these samples: "
+            + ", ".join(f"index {i} ({ms:.0f} ms)" for ms, i in evidence["slowest"][:3]),
+        )
+    if (delay or 0.0) >= _HELD_BACK and workers > cores:
+        wanted = spare_cores(case)
+        return Finding(
+            code="data.too-many-workers",
+            title=f"{workers} workers on {cores:g} cores: ready to run but without a core {delay:.0%} of the time",
+            **common,
+            **step_gain(case, 0.0, min(saved, delay or 0.0)),
+            confidence=0.8,
+            change="num_workers",
+            value=wanted,
+            advice=f"num_workers={wanted}",
+        )
+    if (case.cpu_share or 0.0) >= _BUSY:
+        return _cpu_bound(case, saved, common)
+    if (case.collate_share or 0.0) > 0.4 or (busy < 0.5 and (case.cpu_share or 1.0) < _FREE):
+        return Finding(
+            code="data.collate-bound",
+            title=f"handing batches over is the cost: workers are busy loading only {busy:.0%} of the time",
+            **common,
+            **step_gain(case, 0.2 * saved, saved),
+            confidence=0.6,
+            change="loader",
+            value="elastic",
+            advice="let workers write into shared, page-locked memory: flatout.DataLoader",
+        )
+    if busy >= 0.7:
+        wanted = min(spare_cores(case), math.ceil(workers / (1 - min(0.9, saved))))
+        if wanted <= workers:
+            return _cpu_bound(case, saved, common)
+        return Finding(
+            code="data.too-few-workers",
+            title=f"{workers} workers are {busy:.0%} busy while {1 - (case.cpu_share or 0.0):.0%} of the CPU is free",
+            **common,
+            **step_gain(case, 0.7 * min(saved, fed_by(case, wanted)), saved),
+            confidence=0.85,
+            change="num_workers",
+            value=wanted,
+            advice=f"num_workers={wanted}: one worker makes {case.samples_a_worker_s or 0:,.0f} samples/s, "
+            f"training now eats {case.breakdown.samples_per_s or 0:,.0f}",
+        )
+    return None
+
+
+def _cpu_bound(case: Case, saved: float, common: dict[str, Any]) -> Finding:
+    slowest = max(_transforms(case).items(), key=lambda item: item[1], default=None)
+    doing = f"; {slowest[0]} takes {slowest[1]:.1f} ms of them" if slowest else ""
+    median = case.sample_ms.quantile(0.5) or 0.0
+    return Finding(
+        code="data.cpu-bound",
+        title=f"every core is busy loading: a sample costs {median:.1f} ms of CPU{doing}",
+        **common,
+        **step_gain(case, 0.3 * saved, saved),
+        confidence=0.85,
+        change="augmentation",
+        value="gpu",
+        advice="do less on the CPU: augmentation on the GPU, a faster decoder, or a cache of decoded data",
+    )
+
+
+def worker_start(case: Case) -> Finding | None:
+    share = case.share("loader start")
+    if share < WORTH or case.loader is None:
+        return None
+    return Finding(
+        code="data.worker-start",
+        title=f"starting the loader's workers takes {share:.0%} of the time",
+        share=share,
+        **step_gain(case, 0.5 * share, share),
+        confidence=0.9,
+        evidence={
+            "persistent_workers": case.loader.get("persistent_workers"),
+            "start": case.loader.get("start_method"),
+        },
+        change="persistent_workers",
+        value=True,
+        advice="persistent_workers=True (from the second epoch on, shuffling draws other numbers)",
+    )
+
+
+def copies(case: Case) -> Finding | None:
+    xray = case.xray
+    if xray is None or not case.step_ms:
+        return None
+    pageable = xray.copies_ms.get("HtoD Pageable", 0.0) / xray.steps / case.step_ms
+    pinned = xray.copies_ms.get("HtoD Pinned", 0.0) / xray.steps / case.step_ms
+    host = case.share("copy")
+    count = sum(1 for span in case.steps[-1].spans if span.name == "copy") if case.steps else 0
+    evidence = {"copies_a_step": count, "copy_share_of_host": rounded(host), "copies_ms": dict(xray.copies_ms)}
+    if max(pageable, host) >= WORTH and pageable > 0:
+        return Finding(
+            code="copy.pageable",
+            title=f"batches are copied from memory that is not page-locked: {max(pageable, host):.0%} of the step",
+            share=max(pageable, host),
+            **step_gain(case, 0.3 * pageable, max(pageable, host)),
+            confidence=0.9,
+            evidence=evidence,
+            change="pin_memory",
+            value=True,
+            advice="DataLoader(pin_memory=True) and .to(device, non_blocking=True)",
+        )
+    if count > 16 and host >= WORTH:
+        return Finding(
+            code="copy.fragmented",
+            title=f"{count} copies to the card in a step",
+            share=host,
+            **step_gain(case, 0.3 * host, host),
+            confidence=0.6,
+            evidence=evidence,
+            advice="join the tensors of a batch before copying them",
+        )
+    if pinned >= WORTH and (case.busy_share or 0.0) >= 0.5:
+        return Finding(
+            code="copy.blocking",
+            title=f"copies to the card take {pinned:.0%} of the step and do not overlap with computing",
+            share=pinned,
+            **step_gain(case, 0.0, pinned),
+            confidence=0.6,
+            evidence=evidence,
+            change="device_prefetch",
+            value=True,
+            advice="copy the next batch on a side stream: flatout.feed.to_device",
+        )
+    return None
+
+
+def waits_for_card(case: Case) -> Finding | None:
+    saved = case.saved_without("sync") if case.on_gpu else None
+    if saved is None or saved < 0.01:
+        return None
+    waits = sorted((p for p in case.breakdown.training if p.name == "sync"), key=lambda p: -p.ms)
+    return Finding(
+        code="sync.item",
+        title=f"the host waits for the card in mid-step, and the card then for the host: {saved:.1%} of the step",
+        share=saved,
+        **step_gain(case, 0.3 * saved, saved),
+        confidence=0.7,
+        evidence={"lines": [{"where": p.where, "ms_a_step": rounded(p.ms / case.breakdown.steps)} for p in waits[:8]]},
+        advice="keep the value on the card, and read it only when it is printed",
+        where=waits[0].where if waits else None,
+    )
+
+
+def _loading(case: Case) -> dict[str, Any]:
+    slowest = sorted(((ms, int(i)) for r in case.reports for ms, i in r.slowest), reverse=True)[:5]
+    return {
+        "data_share": rounded(case.share("data")),
+        "num_workers": (case.loader or {}).get("num_workers"),
+        "cores": case.cores,
+        "cpu_share": rounded(case.cpu_share),
+        "workers_busy": rounded(case.worker_busy),
+        "on_a_core": rounded(case.worker_on_core),
+        "without_a_core": rounded(case.worker_delay),
+        "waiting_for_storage": rounded(case.storage_share),
+        "sample_ms": {"median": rounded(case.sample_ms.quantile(0.5)), "p99": rounded(case.sample_ms.quantile(0.99))},
+        "samples_a_worker_s": rounded(case.samples_a_worker_s),
+        "transforms_ms": _transforms(case),
+        "slowest": slowest,
+    }
+
+
+def _transforms(case: Case) -> dict[str, float]:
+    samples = sum(r.samples for r in case.reports) or 1
+    spent: dict[str, float] = {}
+    for report in case.reports:
+        for name, seconds in report.transforms_s.items():
+            spent[name] = spent.get(name, 0.0) + seconds * 1e3 / samples
+    return spent
+
+
+def _slow_tail(case: Case) -> float | None:
+    """How far the slowest hundredth lies above the median, where that hundredth takes a fifth of all loading time."""
+    times = case.sample_ms
+    median, p99 = times.quantile(0.5), times.quantile(0.995)
+    if not median or not p99 or not times.mean or times.count < 200 or p99 / median < _TAIL:
+        return None
+    return p99 / median if 0.01 * p99 / times.mean > 0.1 else None

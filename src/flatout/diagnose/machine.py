@@ -1,0 +1,137 @@
+"""Rules about the machine and about several ranks."""
+
+from __future__ import annotations
+
+import math
+
+from flatout.diagnose.case import Case
+from flatout.diagnose.finding import Finding
+from flatout.diagnose.gains import compute_gain, rounded
+
+
+def host_memory(case: Case) -> Finding | None:
+    used = _memory_share(case)
+    swap = [s.host.swap_used_bytes for s in case.samples if s.host.swap_used_bytes is not None]
+    grew = max(swap) - swap[0] if swap else 0
+    if (used or 0.0) < 0.95 and grew < 2**28:
+        return None
+    return Finding(
+        code="memory.host",
+        title=f"the host runs out of memory: {used or 0:.0%} used, swap grew by {grew / 2**20:.0f} MiB",
+        share=0.0,
+        gain_low=1.0,
+        gain_high=1.0,
+        derived="model of the step",
+        confidence=0.8,
+        evidence={"memory_share": rounded(used), "swap_grew_bytes": grew},
+        change="num_workers",
+        value=max(1, int((case.loader or {}).get("num_workers") or 2) // 2),
+        advice="fewer workers, a smaller prefetch_factor, or a dataset that shares its memory",
+    )
+
+
+def _memory_share(case: Case) -> float | None:
+    shares = [
+        s.host.memory_used_bytes / s.host.memory_total_bytes
+        for s in case.samples
+        if s.host.memory_used_bytes is not None and s.host.memory_total_bytes
+    ]
+    return max(shares, default=None)
+
+
+def throttled(case: Case) -> Finding | None:
+    index = int(case.facts.get("gpu_index") or 0)
+    words = [g.throttle or () for s in case.samples for g in s.gpus if g.index == index]
+    bad = [w for w in words if any(r.startswith(("heat", "hardware", "power brake")) for r in w)]
+    if not words or len(bad) / len(words) < 0.1:
+        return None
+    clock, most = case.card("sm_clock_mhz").mean or 0.0, case.card("sm_clock_max_mhz").high
+    return Finding(
+        code="hardware.throttled",
+        title=f"the card slows itself down ({', '.join(bad[0])}) {len(bad) / len(words):.0%} of the time",
+        share=len(bad) / len(words),
+        gain_low=1.0,
+        gain_high=max(1.0, most / clock) if clock and math.isfinite(most) else 1.0,
+        derived="model of the step",
+        confidence=0.9,
+        evidence={"reasons": sorted({r for w in bad for r in w}), "sm_clock_mhz": rounded(clock)},
+        advice="look at cooling and power supply",
+    )
+
+
+def shared(case: Case) -> Finding | None:
+    ours = {p.pid for s in case.samples for p in s.processes} | {r.info.pid for r in case.trace.ranks}
+    index = int(case.facts.get("gpu_index") or 0)
+    others = {p.pid: p for s in case.samples for g in s.gpus if g.index == index for p in g.processes or ()}
+    strangers = [p for pid, p in others.items() if pid not in ours and (p.used_bytes or 0) > 2**28]
+    if not strangers or not ours:
+        return None
+    return Finding(
+        code="hardware.shared",
+        title=f"{len(strangers)} other process(es) use this card",
+        share=0.0,
+        gain_low=1.0,
+        gain_high=1.0,
+        derived="model of the step",
+        confidence=0.8,
+        evidence={"processes": [{"pid": p.pid, "name": p.name, "bytes": p.used_bytes} for p in strangers]},
+        advice="give training a card of its own",
+    )
+
+
+def idle_gpus(case: Case) -> Finding | None:
+    visible, world = int(case.facts.get("gpus_visible") or 0), case.rank.info.world_size
+    if visible <= 1 or world > 1 or len(case.facts.get("devices", ())) > 1:
+        return None
+    return Finding(
+        code="hardware.idle-gpus",
+        title=f"{visible} GPUs are visible and one is used",
+        share=1 - 1 / visible,
+        gain_low=1.0,
+        gain_high=float(visible),
+        derived="model of the step",
+        confidence=0.6,
+        evidence={"gpus_visible": visible},
+        change="ranks",
+        value=visible,
+        advice=f"torchrun --nproc-per-node {visible} with DistributedDataParallel",
+    )
+
+
+def straggler(every: tuple[Case, ...]) -> Finding | None:
+    """The culprit waits least in backward, where the collectives are, and is slow somewhere else."""
+    if len(every) < 2:
+        return None
+    backward = [case.share("backward") for case in every]
+    elsewhere = [case.share("data") + case.share("copy") + case.share("forward") + case.share("rest") for case in every]
+    slow = min(range(len(every)), key=lambda i: backward[i])
+    lost = sorted(backward)[len(backward) // 2] - backward[slow]
+    if lost < 0.05 or elsewhere[slow] < max(e for i, e in enumerate(elsewhere) if i != slow):
+        return None
+    rank = every[slow].rank.info.rank
+    cause = max(("data", "copy", "forward", "rest"), key=lambda p: every[slow].share(p) - every[slow - 1].share(p))
+    return Finding(
+        code="dist.straggler",
+        title=f"the other ranks wait for rank {rank}, which spends more time on {cause}",
+        share=lost,
+        **compute_gain(every[0], 0.3 * lost, lost),
+        confidence=0.7,
+        evidence={"rank": rank, "backward_share": [rounded(b) for b in backward], "phase": cause},
+        advice=f"look at rank {rank} on {every[slow].rank.info.host}",
+    )
+
+
+def collectives(every: tuple[Case, ...]) -> Finding | None:
+    xray = every[0].xray
+    if len(every) < 2 or xray is None or not xray.wall_ms or xray.collective_ms / xray.wall_ms < 0.15:
+        return None
+    share = xray.collective_ms / xray.wall_ms
+    return Finding(
+        code="dist.comm",
+        title=f"collectives take {share:.0%} of the step",
+        share=share,
+        **compute_gain(every[0], 0.1 * share, 0.8 * share),
+        confidence=0.6,
+        evidence={"collective_ms": rounded(xray.collective_ms / xray.steps)},
+        advice="accumulate gradients under no_sync, or a larger batch a rank",
+    )

@@ -1,0 +1,118 @@
+"""Trace → Findings: one small function a cause. Each looks at one Case and says nothing unless the evidence is there.
+
+A gain is a range of factors of speed. Its upper end is what replaying a step without the cause gives, never more than
+the measured ceiling; its lower end what the change is sure to give by the same evidence. Opposites are told apart by
+evidence: too few workers are busy while cores are free, too many wait for a core, a slow disk leaves both idle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from flatout.diagnose import compute, data, machine
+from flatout.diagnose.case import ENOUGH_STEPS, Case, cases
+from flatout.diagnose.configured import ignored_settings
+from flatout.diagnose.finding import Finding
+from flatout.diagnose.gains import WORTH, compute_gain, data_saved, rounded
+from flatout.trace import Trace
+
+Rule = Callable[[Case], Finding | None]
+
+_SATURATED = 0.90
+
+
+def diagnose(trace: Trace) -> tuple[Finding, ...]:
+    """What is wrong, the most rewarding first. Empty when there are too few steps to judge."""
+    every = cases(trace)
+    if not every or every[0].breakdown.steps < ENOUGH_STEPS:
+        return ()
+    case = every[0]
+    found = [finding for rule in RULES if (finding := rule(case)) is not None]
+    found += [finding for rule in RANK_RULES if (finding := rule(every)) is not None]
+    found += ignored_settings(case)
+    found.sort(key=lambda f: (-f.gain_high * f.confidence, f.code))
+    return tuple(_within(found, case.headroom)) or ((_saturated(case),) if _is_saturated(case) else ())
+
+
+def _within(ranked: list[Finding], headroom: float) -> list[Finding]:
+    """The same, with gains that together promise no more than exists: each takes its part of what is left."""
+    left = headroom
+    shared = []
+    for finding in ranked:
+        if finding.derived in ("measured ceiling", "model of the step"):
+            high = min(finding.gain_high, max(1.0, left))
+            finding = dataclasses.replace(finding, gain_high=high, gain_low=min(finding.gain_low, high))
+            left /= high
+        shared.append(finding)
+    return shared
+
+
+def enough_steps(trace: Trace) -> bool:
+    """Whether there is enough to judge by."""
+    every = cases(trace)
+    return bool(every) and every[0].breakdown.steps >= ENOUGH_STEPS
+
+
+def _pause(phase: str, code: str, change: str | None, advice: str, worth: float = WORTH) -> Rule:
+    def rule(case: Case) -> Finding | None:
+        share = case.share(phase)
+        if share < worth:
+            return None
+        return Finding(
+            code=code,
+            title=f"training stands still for {phase} {share:.0%} of the time",
+            share=share,
+            **compute_gain(case, 0.3 * share, share),
+            confidence=0.9,
+            evidence={"share": rounded(share)},
+            change=change,
+            advice=advice,
+        )
+
+    return rule
+
+
+def _is_saturated(case: Case) -> bool:
+    busy = case.busy_share
+    return (busy is not None and busy >= _SATURATED) or (not case.on_gpu and data_saved(case) < WORTH)
+
+
+def _saturated(case: Case) -> Finding:
+    busy = case.busy_share
+    what = f"the card has work {busy:.0%} of the time" if busy is not None else "the step is spent computing"
+    return Finding(
+        code="compute.saturated",
+        title=f"healthy: {what}",
+        share=busy if busy is not None else 1 - data_saved(case),
+        gain_low=1.0,
+        gain_high=1.0,
+        derived="measured ceiling" if case.has_ceiling else "model of the step",
+        confidence=0.9,
+        evidence={"busy_share": rounded(busy), "samples_per_s": rounded(case.breakdown.samples_per_s)},
+        advice="nothing to mend",
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    data.main_thread,
+    data.workers_behind,
+    data.worker_start,
+    data.copies,
+    data.waits_for_card,
+    compute.launch_bound,
+    compute.precision,
+    compute.layout,
+    compute.optimizer,
+    compute.eager,
+    _pause("evaluation", "pause.eval", "eval_interval", "evaluate less often"),
+    _pause("checkpoint", "pause.checkpoint", "checkpoint_interval", "save less often, or in the background"),
+    _pause("logging", "pause.logging", None, "log every n-th step"),
+    _pause("gc", "pause.gc", "gc_freeze", "gc.freeze() after the set-up"),
+    compute.underused,
+    machine.host_memory,
+    machine.throttled,
+    machine.shared,
+    machine.idle_gpus,
+)
+RANK_RULES: tuple[Callable[[tuple[Case, ...]], Finding | None], ...] = (machine.straggler, machine.collectives)
