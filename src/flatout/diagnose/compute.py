@@ -6,7 +6,7 @@ import math
 
 from flatout.diagnose.case import LAUNCHING, Case
 from flatout.diagnose.finding import Finding
-from flatout.diagnose.gains import WORTH, compute_gain, data_saved, rounded, step_gain
+from flatout.diagnose.gains import WORTH, compute_gain, data_saved, rounded
 
 
 def launch_bound(case: Case) -> Finding | None:
@@ -22,7 +22,7 @@ def launch_bound(case: Case) -> Finding | None:
         title=f"{xray.kernels / xray.steps:,.0f} kernels a step, half of them below {median_us:.0f} µs: "
         f"the host cannot launch them as fast as the card ends them",
         share=lost,
-        **step_gain(case, 0.2 * lost, lost),
+        **compute_gain(0.2 * lost, lost),
         confidence=0.85,
         evidence={"kernels_a_step": xray.kernels / xray.steps, "kernel_us_median": rounded(median_us)},
         change="batch_size",
@@ -48,7 +48,7 @@ def precision(case: Case) -> Finding | None:
         code="compute.precision",
         title=f"matrix work runs in fp32: {matrix:.0%} of the card's time, {plain:.0%} of it outside the tensor cores",
         share=weight,
-        **compute_gain(case, 0.25 * high, high),
+        **compute_gain(0.25 * high, high),
         confidence=0.8,
         evidence={"matrix_share": rounded(matrix), "outside_tensor_cores": rounded(plain)},
         change="precision",
@@ -72,7 +72,7 @@ def layout(case: Case) -> Finding | None:
         code="compute.layout",
         title=f"convolutions turn their data from NCHW to NHWC and back: {share:.0%} of the step",
         share=share,
-        **compute_gain(case, 0.5 * share, 1.5 * share),
+        **compute_gain(0.5 * share, 1.5 * share),
         confidence=0.75,
         evidence={"transposing_share": rounded(share)},
         change="channels_last",
@@ -93,7 +93,7 @@ def optimizer(case: Case) -> Finding | None:
         code="compute.optimizer",
         title=f"{case.facts.get('optimizer')} steps in a loop of small kernels: {share:.0%} of the step",
         share=share,
-        **compute_gain(case, 0.2 * share, 0.9 * share),
+        **compute_gain(0.2 * share, 0.9 * share),
         confidence=0.7,
         evidence={"optimizer_ms": rounded(spent)},
         change="fused_optimizer",
@@ -110,7 +110,7 @@ def eager(case: Case) -> Finding | None:
         code="compute.eager",
         title=f"elementwise kernels that torch.compile would join take {share:.0%} of the step",
         share=share,
-        **compute_gain(case, 0.1 * share, 0.7 * share),
+        **compute_gain(0.1 * share, 0.7 * share),
         confidence=0.6,
         evidence={"elementwise_share": rounded(share)},
         change="compile",
@@ -134,7 +134,7 @@ def underused(case: Case) -> Finding | None:
         share=1 - active / 100,
         gain_low=1.0,
         gain_high=max(1.0, min(room, 100 / max(1.0, active))),
-        derived="model of the step",
+        derived="model of the kernels",
         confidence=0.5,
         evidence={"memory_share": rounded(peak / total), "sm_active_pct": rounded(active)},
         change="batch_size",

@@ -35,15 +35,17 @@ def fed_by(case: Case, workers: float) -> float:
 
 
 def spare_cores(case: Case) -> int:
+    """Cores left for loading beside training itself and the system."""
     cores = case.cores or 1.0
     return max(1, int(cores - 1 - cores / 16))
 
 
-def compute_gain(case: Case, low: float, high: float) -> dict[str, Any]:
+def compute_gain(low: float, high: float) -> dict[str, Any]:
     """Gains that make the step itself shorter are not bounded by the ceiling of the step as it is."""
     factors = sorted(1 / (1 - min(0.95, max(0.0, saved))) for saved in (low, high))
     return {"gain_low": factors[0], "gain_high": factors[1], "derived": "model of the kernels"}
 
 
 def rounded(value: float | None) -> float | None:
+    """As many digits as evidence needs."""
     return round(value, 4) if value is not None else None

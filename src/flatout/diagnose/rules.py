@@ -63,7 +63,7 @@ def _pause(phase: str, code: str, change: str | None, advice: str, worth: float 
             code=code,
             title=f"training stands still for {phase} {share:.0%} of the time",
             share=share,
-            **compute_gain(case, 0.3 * share, share),
+            **compute_gain(0.3 * share, share),
             confidence=0.9,
             evidence={"share": rounded(share)},
             change=change,

@@ -1,0 +1,70 @@
+"""What a check says: one Line a subject, all of them a Checklist. Plain data; report/checklist.py shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+SCHEMA = 1
+OK, WARN, FAIL, NOT_APPLICABLE = "ok", "warn", "fail", "n/a"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One subject: how it stands, why, and what to write instead. `code` is the cause it would have in a run."""
+
+    subject: str
+    status: str
+    reason: str
+    fix: str | None = None
+    where: str | None = None
+    code: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checklist:
+    """All lines, in the order of a person's own list: data, computing, the loop, the machine."""
+
+    looked_at: tuple[str, ...]
+    lines: tuple[Line, ...]
+
+    def of(self, status: str) -> Iterator[Line]:
+        """The lines that stand so."""
+        return (line for line in self.lines if line.status == status)
+
+    def passed(self, *, strict: bool) -> bool:
+        """Whether nothing failed; strictly, whether nothing was warned of either."""
+        refused = (FAIL, WARN) if strict else (FAIL,)
+        return not any(line.status in refused for line in self.lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--json` writes it."""
+        keys = ("subject", "status", "reason", "fix", "where", "code")
+        return {
+            "record": "checklist",
+            "schema": SCHEMA,
+            "looked_at": list(self.looked_at),
+            "counts": {status: sum(1 for _ in self.of(status)) for status in (OK, WARN, FAIL, NOT_APPLICABLE)},
+            "lines": [{key: getattr(line, key) for key in keys} for line in self.lines],
+        }
+
+
+def ok(subject: str, reason: str, where: str | None = None) -> Line:
+    """A subject that is as it should be."""
+    return Line(subject=subject, status=OK, reason=reason, where=where)
+
+
+def unknown(subject: str, reason: str, *, fix: str | None = None, where: str | None = None) -> Line:
+    """A subject that does not apply, or that cannot be judged without running; perhaps with something to try."""
+    return Line(subject=subject, status=NOT_APPLICABLE, reason=reason, fix=fix, where=where)
+
+
+def warn(subject: str, reason: str, *, fix: str, code: str, where: str | None = None) -> Line:
+    """A subject that costs time, or may."""
+    return Line(subject=subject, status=WARN, reason=reason, fix=fix, where=where, code=code)
+
+
+def fail(subject: str, reason: str, *, fix: str, code: str | None = None, where: str | None = None) -> Line:
+    """A subject that is wrong for certain: it has no effect, breaks the run, or spoils what is learned."""
+    return Line(subject=subject, status=FAIL, reason=reason, fix=fix, where=where, code=code)

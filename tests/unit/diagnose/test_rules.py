@@ -1,0 +1,240 @@
+"""Each cause is found where it is, and only there."""
+
+from __future__ import annotations
+
+import pytest
+from diagnose_cases import FACTS, HEALTHY, LOADER, hardware, steps, trace, workers, xray
+
+from flatout.diagnose.finding import CODES, Finding
+from flatout.diagnose.rules import diagnose, enough_steps
+from flatout.trace import GpuProcess, RankTrace, RunInfo, Sketch, Trace
+from flatout.trace.thin import window_of
+
+STARVED = (("data", 60.0, 55.0, None), *HEALTHY[1:])
+
+
+def codes(made: Trace) -> list[str]:
+    return [finding.code for finding in diagnose(made)]
+
+
+def first(made: Trace) -> Finding:
+    return diagnose(made)[0]
+
+
+def test_a_healthy_run_is_called_healthy_and_nothing_else() -> None:
+    assert codes(trace()) == ["compute.saturated"]
+
+
+def test_too_few_steps_are_not_judged() -> None:
+    short = steps(*STARVED)[:10]
+    rank = RankTrace(info=RunInfo(name="t", rank=0), steps=short, windows=(window_of(list(short)),), facts=FACTS)
+    assert diagnose(Trace(ranks=(rank,), samples={})) == ()
+    assert not enough_steps(Trace(ranks=(rank,), samples={}))
+
+
+def test_loading_in_the_training_process() -> None:
+    made = trace(*STARVED, loader={"num_workers": 0}, workers=workers(1, sample_ms=1.0, busy=0.7))
+    found = first(made)
+    assert (found.code, found.change) == ("data.main-thread", "num_workers")
+    # one process makes 1,000 samples/s; without waiting the card would eat 64 in 20 ms, 3,200/s: four, and one to spare
+    assert found.value == 5
+    assert 1.0 < found.gain_low < found.gain_high <= 4.1
+
+
+def test_too_few_workers_are_busy_while_cores_are_free() -> None:
+    made = trace(*STARVED, loader={"num_workers": 2}, workers=workers(2, sample_ms=2.0, busy=0.95))
+    found = first(made)
+    assert found.code == "data.too-few-workers"
+    assert 2 < found.value <= 14
+
+
+def test_too_many_workers_wait_for_a_core() -> None:
+    held = workers(40, sample_ms=20.0, busy=0.95, on_core=0.4, delay=0.55)
+    found = first(trace(*STARVED, loader={"num_workers": 40}, workers=held, samples=hardware(99.0)))
+    assert (found.code, found.value) == ("data.too-many-workers", 14)
+
+
+def test_all_cores_busy_is_cpu_bound_not_too_few_workers() -> None:
+    made = trace(
+        *STARVED,
+        loader={"num_workers": 16},
+        workers=workers(16, sample_ms=25.0, busy=0.97, delay=0.05),
+        samples=hardware(97.0),
+    )
+    assert first(made).code == "data.cpu-bound"
+
+
+def test_workers_that_wait_for_storage() -> None:
+    made = trace(
+        *STARVED, workers=workers(8, sample_ms=30.0, busy=0.97, on_core=0.1), samples=hardware(10.0, io_pct=60.0)
+    )
+    assert first(made).code == "data.disk-bound"
+
+
+def test_a_few_slow_samples_are_named() -> None:
+    tail = Sketch.of([2.0] * 980 + [400.0] * 20)
+    slow = workers(8, sample_ms=2.0, busy=0.9, times=tail, slowest=((410.0, 77.0), (402.0, 12.0)))
+    found = first(trace(*STARVED, workers=slow))
+    assert found.code == "data.slow-samples"
+    assert "index 77" in found.advice
+
+
+def test_handing_over_is_the_cost() -> None:
+    made = trace(*STARVED, workers=workers(8, sample_ms=1.0, busy=0.3, collate_s=6.0))
+    assert first(made).code == "data.collate-bound"
+
+
+def test_workers_started_again_and_again() -> None:
+    made = trace(("loader start", 6.0, 6.0, None), *HEALTHY, loader={"persistent_workers": False})
+    assert "data.worker-start" in codes(made)
+
+
+@pytest.mark.parametrize(
+    ("phase", "code"),
+    [
+        ("evaluation", "pause.eval"),
+        ("checkpoint", "pause.checkpoint"),
+        ("logging", "pause.logging"),
+        ("gc", "pause.gc"),
+    ],
+)
+def test_pauses(phase: str, code: str) -> None:
+    assert codes(trace((phase, 5.0, 4.0, None), *HEALTHY)) == [code]
+
+
+def test_pageable_copies() -> None:
+    made = trace(*HEALTHY, loader={"pin_memory": False}, xray=xray(copies_ms={"HtoD Pageable": 16.0}))
+    found = first(made)
+    assert (found.code, found.change, found.value) == ("copy.pageable", "pin_memory", True)
+
+
+def test_an_item_that_costs_run_ahead_is_found_with_its_line() -> None:
+    # GIVEN 6 ms of host work after each wait, while the card's queue is empty
+    made = trace(
+        ("rest", 6.0, None, 0.0),
+        ("forward", 1.0, None, 8.0),
+        ("backward", 1.0, None, 12.0),
+        ("sync", 18.0, 0.0, None),
+        where="train.py:88",
+    )
+    # THEN without the wait that work would hide behind the card's 20 ms
+    found = next(f for f in diagnose(made) if f.code == "sync.item")
+    assert found.where == "train.py:88"
+    assert found.share == pytest.approx(6 / 26, abs=0.01)
+
+
+def test_an_item_that_merely_waits_for_useful_work_is_let_be() -> None:
+    ahead = (("forward", 1.0, None, 8.0), ("backward", 1.0, None, 12.0), ("sync", 18.0, 0.0, None))
+    assert "sync.item" not in codes(trace(*ahead, where="train.py:88"))
+
+
+def test_a_step_of_tiny_kernels_is_launch_bound() -> None:
+    host = (("forward", 8.0, None, 8.0), ("backward", 9.0, None, 9.0), ("optimizer", 1.0, None, 1.0))
+    tiny = xray(
+        busy_ms=24.0,
+        wall_ms=150.0,
+        idle_by_phase_ms={"forward": 60.0, "backward": 62.0},
+        kernels=8000,
+        kernel_us=Sketch.of([3.0] * 100),
+        matrix_ms=0.0,
+        tensor_core_ms=0.0,
+    )
+    found = first(trace(*host, xray=tiny))
+    assert found.code == "launch.bound"
+    assert found.gain_high > 3
+
+
+def test_fp32_matrix_work() -> None:
+    found = first(trace(facts={"autocast": ["None"]}, xray=xray(tensor_core_ms=10.0)))
+    assert (found.code, found.value) == ("compute.precision", "bf16")
+
+
+def test_convolutions_that_turn_their_data_around() -> None:
+    made = trace(facts={"channels_last": False}, xray=xray(top_ms={"nchwToNhwcKernel": 20.0, "nvjet": 100.0}))
+    assert codes(made) == ["compute.layout"]
+
+
+def test_an_optimizer_that_is_a_loop_of_small_kernels() -> None:
+    loop = xray(busy_by_phase_ms={"optimizer": 12.0}, idle_by_phase_ms={"optimizer": 6.0})
+    assert "compute.optimizer" in codes(trace(facts={"optimizer_fused": None}, xray=loop))
+
+
+def test_elementwise_chains() -> None:
+    eager = xray(top_ms={"vectorized_elementwise_kernel<4>": 60.0})
+    assert codes(trace(facts={"compiled": False}, xray=eager)) == ["compute.eager"]
+
+
+def test_a_card_held_down_by_heat() -> None:
+    hot = hardware(throttle=("heat (software slowdown)",), sm_clock_mhz=1400.0)
+    found = first(trace(samples=hot))
+    assert found.code == "hardware.throttled"
+    assert found.gain_high == pytest.approx(1980 / 1400, rel=0.02)
+
+
+def test_a_power_cap_on_a_busy_card_is_no_fault() -> None:
+    assert codes(trace(samples=hardware(throttle=("power cap",)))) == ["compute.saturated"]
+
+
+def test_a_stranger_on_the_card() -> None:
+    ours = hardware(processes=(GpuProcess(pid=4242, used_bytes=8 << 30),))
+    made = trace(samples=ours)
+    assert "hardware.shared" in codes(made)
+
+
+def test_cards_that_stand_unused() -> None:
+    found = first(trace(facts={"gpus_visible": 4}))
+    assert (found.code, found.value) == ("hardware.idle-gpus", 4)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "fact"),
+    [
+        ("amp", True, {"autocast": ["None"]}),
+        ("compile_model", True, {"compiled": False}),
+        ("tf32", True, {"tf32_matmul": False}),
+        ("cudnn_benchmark", True, {"cudnn_benchmark": False}),
+        ("channels_last", True, {"channels_last": False}),
+    ],
+)
+def test_settings_without_effect(setting: str, value: object, fact: dict[str, object]) -> None:
+    read = [{"source": "yaml", "file": "config.yaml", "values": {"train": {setting: value}}}]
+    found = [f for f in diagnose(trace(facts=fact | {"settings": read})) if f.code == "config.ignored"]
+    assert [f.evidence["setting"] for f in found] == [setting]
+
+
+@pytest.mark.parametrize("value", [False, "off", "none", "no", 0])
+def test_a_switch_that_is_off_is_not_ignored(value: object) -> None:
+    read = [{"source": "yaml", "file": "c.yaml", "values": {"compile": value}}]
+    assert "config.ignored" not in codes(trace(facts={"compiled": False, "settings": read}))
+
+
+def test_the_culprit_waits_least_in_backward() -> None:
+    quick = steps(("data", 1.0, 1.0, None), ("forward", 5.0, None, 5.0), ("backward", 24.0, None, 10.0))
+    slow = steps(("data", 15.0, 15.0, None), ("forward", 5.0, None, 5.0), ("backward", 10.0, None, 10.0))
+    ranks = tuple(
+        RankTrace(
+            info=RunInfo(name="t", host="node", rank=n, world_size=3),
+            steps=made,
+            windows=(window_of(list(made)),),
+            facts=FACTS | {"loaders": [LOADER]},
+        )
+        for n, made in enumerate((quick, slow, quick))
+    )
+    found = next(f for f in diagnose(Trace(ranks=ranks, samples={})) if f.code == "dist.straggler")
+    assert (found.evidence["rank"], found.evidence["phase"]) == (1, "data")
+
+
+def test_gains_together_promise_no_more_than_the_ceiling() -> None:
+    made = trace(("loader start", 10.0, 10.0, None), *STARVED, loader={"num_workers": 0})
+    bounded = [f for f in diagnose(made) if f.derived in ("measured ceiling", "model of the step")]
+    product = 1.0
+    for finding in bounded:
+        product *= finding.gain_high
+    assert len(bounded) >= 2
+    assert product <= 90.0 / 19.5 + 0.1
+
+
+def test_a_finding_must_speak_the_public_vocabulary() -> None:
+    assert len(set(CODES)) == len(CODES)
+    with pytest.raises(AssertionError):
+        Finding(code="data.bad", title="", share=0, gain_low=1, gain_high=1, derived="", confidence=1)
