@@ -3,18 +3,23 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flatout.feed import DataLoader
     from flatout.inject.attach import attach
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["__version__", "attach"]
+__all__ = ["DataLoader", "__version__", "attach"]
 
-_LAZY = {"attach": "flatout.inject.attach"}  # what needs torch is imported when it is asked for
+# What needs torch is imported when it is asked for.
+_LAZY = {"DataLoader": "flatout.feed", "attach": "flatout.inject.attach"}
+_ROOMS = ("augment", "feed")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'flatout' has no attribute {name!r}")
     from importlib import import_module
 
+    if name in _ROOMS:
+        return import_module(f"flatout.{name}")
+    if name not in _LAZY:
+        raise AttributeError(f"module 'flatout' has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)

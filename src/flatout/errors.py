@@ -4,7 +4,8 @@ FlatoutError                  the command line prints it as one line and exits w
 ├── UsageError                the person's mistake: a wrong index, path, number or spelling   (exit 2)
 │   ├── TraceError            a folder that is not a trace, or one we cannot read
 │   └── PlanError             a plan file we cannot read
-└── GateFailed                a gate such as --fail-below said no                              (exit 1)
+├── GateFailed                a gate such as --fail-below said no                              (exit 1)
+└── feed.BadSampleError       a sample that kills every worker that touches it (lives with the loader)
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ READ_SIDE = ("cli", "trace", "plan", "budget", "top", "doctor", "diagnose", "rem
 
 
 def test_the_public_names_are_these() -> None:
-    assert sorted(flatout.__all__) == ["__version__", "attach"]
+    assert sorted(flatout.__all__) == ["DataLoader", "__version__", "attach"]
     assert all(hasattr(flatout, name) for name in flatout.__all__)
 
 
