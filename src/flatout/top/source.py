@@ -18,7 +18,6 @@ from flatout.trace import RunInfo, Sample, read
 __all__ = ["Live", "Reader", "Replay", "Source", "Stop"]
 
 
-
 class Stop:
     """Asks a loop to end, or to hold. Plain flags: a signal handler may set them at any moment; a lock could jam."""
 
