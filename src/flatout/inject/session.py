@@ -83,7 +83,7 @@ class Session(Listener):
         self._recorder = Recorder(clock=time.monotonic, emit=self._emit, gpu=gpu, losses=self._losses)
         self._hooks = Hooks(self._recorder, self, self._fail)
         self._loaders: dict[int, dict[str, Any]] = {}
-        self._autocast: set[str | None] = set()
+        self._autocast: set[str] = set()
         self._xray = _XrayPlan(options)
         self._ceiling = Ceiling() if options.max_steps is not None else None
         self._early: list[Step] = []
@@ -116,9 +116,10 @@ class Session(Listener):
     def resident_copy(self, tensor: Any, how: str, copy: Callable[[], Any]) -> Any:
         return self._ceiling.copy_of(tensor, how, copy) if self._ceiling is not None else copy()
 
+    def autocast_entered(self, dtype: str) -> None:
+        self._autocast.add(dtype)
+
     def backward_begins(self, tensors: Any) -> None:
-        if self._recorder.steps <= _FIRST_FACTS_AT_STEP:
-            self._autocast.add(look.autocast_dtype())
         first = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
         wanted = self._recorder.marking or not getattr(first, "is_cuda", False)
         self._recorder.backward(self._losses.take(first) if wanted else None)
@@ -192,7 +193,7 @@ class Session(Listener):
         self._settings.note_config_modules()
         values = look.in_force(self._last_optimizer) | {
             "loaders": list({str(facts): facts for facts in self._loaders.values()}.values()),
-            "autocast": sorted(str(dtype) for dtype in self._autocast),
+            "autocast": sorted(self._autocast) or ["None"],
             "settings": self._settings.read,
             "own_cost": self._own_cost(),
         }
@@ -318,7 +319,7 @@ class _XrayPlan:
                 self.running = True
         elif len(self._after_ms) >= _RECOVERY_STEPS and len(self._steps) >= _XRAY_STEPS:
             self.done = True
-            threading.Thread(target=self._read, args=(session,), name="flatout-xray", daemon=True).start()
+            session._as_ours(functools.partial(self._read, session))  # a thread would take the trainer's time unseen
 
     def _stop(self) -> None:
         self.running = False

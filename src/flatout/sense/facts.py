@@ -70,14 +70,6 @@ def in_force(optimizer: Any) -> dict[str, Any]:
     return facts
 
 
-def autocast_dtype() -> str | None:
-    """The dtype autocast is using right here, or None where it is off."""
-    for device in ("cuda", "cpu"):
-        if torch.is_autocast_enabled(device):
-            return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
-    return None
-
-
 def _compiled_frames() -> int:
     dynamo = sys.modules.get("torch._dynamo.utils")
     return int(dynamo.counters["frames"]["ok"]) if dynamo is not None else 0

@@ -8,6 +8,7 @@ through as if we had never been there.
 from __future__ import annotations
 
 import builtins
+import ctypes
 import functools
 import gc
 import logging
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from itertools import count
 from pathlib import Path
+from threading import Timer, get_ident
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -257,6 +259,18 @@ class Hooks:
         self.replace(torch, "compile", compile_and_time)
         self.around(torch.autograd, "grad", lambda *_, **__: BACKWARD)
         self.around(torch.optim.Optimizer, "zero_grad", lambda *_, **__: OPTIMIZER)
+        self._mixed_precision()
+
+    def _mixed_precision(self) -> None:
+        listener, enter = self._listener, torch.autocast.__enter__
+
+        @functools.wraps(enter)
+        def entered(region: Any) -> Any:
+            if not self.off and region._enabled and not torch.compiler.is_compiling():
+                self.guarded(listener.autocast_entered, str(region.fast_dtype).removeprefix("torch."))
+            return enter(region)  # type: ignore[no-untyped-call]
+
+        self.replace(torch.autocast, "__enter__", entered)
 
     def _around_compiled(self, function: Any, compiled: Any) -> Any:
         """Time a compiled function. An optimizer step inside calls no hook; it shows by the parameters written to."""
@@ -403,6 +417,16 @@ class Hooks:
                 return  # in the midst of a cut of our own
             self.guarded(functools.partial(recorder.push, GC) if phase == "start" else recorder.pop)
 
+        report = sys.unraisablehook
+
+        def report_or_raise(unraisable: Any) -> None:
+            """A signal that came during a collection has run its handler in our callback, where nothing can be raised."""
+            if unraisable.object is collecting and unraisable.exc_value is not None:
+                _raise_later(get_ident(), unraisable.exc_value)
+            else:
+                report(unraisable)
+
+        self.replace(sys, "unraisablehook", report_or_raise)
         gc.callbacks.append(collecting)
         self._undo.append(lambda: gc.callbacks.remove(collecting))
 
@@ -424,6 +448,9 @@ class Listener:
     def resident_copy(self, tensor: Any, how: str, copy: Callable[[], Any]) -> Any:
         """The device copy of `tensor`, made by `copy` the first time it is asked for like this."""
         return copy()
+
+    def autocast_entered(self, dtype: str) -> None:
+        """A region of mixed precision was entered."""
 
     def backward_begins(self, tensors: Any) -> None:
         """A backward pass is about to run; has to open its phase."""
@@ -467,6 +494,23 @@ class _Optimizers:
             (optimizer, sum(group["params"][at]._version for group in optimizer.param_groups for at in (0, -1)))
             for optimizer in self._made
         ]
+
+
+def _raise_later(thread: int, problem: BaseException) -> None:
+    """Raise an exception in a thread a moment from now, from another thread: here and now it would be lost."""
+    kind = type(problem)
+
+    class Again(kind):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            BaseException.__init__(self, *problem.args)
+            vars(self).update(vars(problem))
+            if isinstance(problem, SystemExit):
+                self.code = problem.code
+
+    Again.__name__ = Again.__qualname__ = kind.__name__
+    Again.__module__ = kind.__module__
+    deliver = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    Timer(0.001, deliver, (ctypes.c_ulong(thread), ctypes.py_object(Again))).start()
 
 
 def _is_running(frame: FrameType | None, inner: FrameType | None) -> bool:

@@ -586,3 +586,18 @@ def test_everything_is_taken_off_again(tmp_path: Path) -> None:
         changed = {name for name, value in vars(owner).items() if attributes.get(name, value) is not value}
         added = vars(owner).keys() - attributes.keys()
         assert not changed | added, owner
+
+
+@pytest.mark.parametrize(("wanted", "seen"), [(True, ["bfloat16"]), (False, ["None"])])
+def test_mixed_precision_is_seen_where_it_is_entered(tmp_path: Path, wanted: bool, seen: list[str]) -> None:
+    def train() -> None:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, y in loader():
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=wanted):
+                loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+
+    assert observe(tmp_path, train).rank.facts["autocast"] == seen
