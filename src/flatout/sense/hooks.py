@@ -54,6 +54,7 @@ _LOG_METHODS = {
 }
 _SAVE_FUNCTIONS = {"safetensors.torch": ("save_file",), "torch.distributed.checkpoint": ("save",)}
 _COMPILER = "torch._dynamo.eval_frame"
+_MOMENT_S = 0.05
 _STEPS_TO_FOLLOW = 3  # so many optimizer steps in another thread, and we follow training there
 _OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
@@ -420,7 +421,7 @@ class Hooks:
         report = sys.unraisablehook
 
         def report_or_raise(unraisable: Any) -> None:
-            """A signal that came during a collection has run its handler in our callback, where nothing can be raised."""
+            """A signal that comes during a collection runs its handler in our callback, where nothing can be raised."""
             if unraisable.object is collecting and unraisable.exc_value is not None:
                 _raise_later(get_ident(), unraisable.exc_value)
             else:
@@ -510,7 +511,7 @@ def _raise_later(thread: int, problem: BaseException) -> None:
     Again.__name__ = Again.__qualname__ = kind.__name__
     Again.__module__ = kind.__module__
     deliver = ctypes.pythonapi.PyThreadState_SetAsyncExc
-    Timer(0.001, deliver, (ctypes.c_ulong(thread), ctypes.py_object(Again))).start()
+    Timer(_MOMENT_S, deliver, (ctypes.c_ulong(thread), ctypes.py_object(Again))).start()
 
 
 def _is_running(frame: FrameType | None, inner: FrameType | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,3 +102,28 @@ def test_a_hook_that_raises_harms_nothing(
     if when == "at once" and calls[0]:
         assert said
     assert "item" not in vars(torch.Tensor), "the patches are off"
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt(), SystemExit(7)])
+def test_a_signal_during_a_collection_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interruption: BaseException
+) -> None:
+    """GIVEN a handler that raises in our callback, as a signal during a collection does THEN the script gets it."""
+    push = recorder.Recorder.push
+    pending = [interruption]
+
+    def interrupted(self: Any, name: str, *rest: Any) -> None:
+        if name == "gc" and pending:
+            raise pending.pop()
+        push(self, name, *rest)
+
+    monkeypatch.setattr(recorder.Recorder, "push", interrupted)
+
+    def collect() -> None:
+        gc.collect()
+        while not pending:  # the exception comes out of this loop
+            pass
+
+    with flatout.attach(tmp_path), pytest.raises(type(interruption)) as caught:
+        collect()
+    assert getattr(caught.value, "code", None) == getattr(interruption, "code", None)
