@@ -1,0 +1,285 @@
+"""The lower half of a report: what one looks up rather than reads. A section with nothing to say is None."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flatout.report.account import Account
+from flatout.report.drawing import block
+from flatout.report.markup import Html, figures, folded, join, shown, spoken, table, tag
+from flatout.report.picture import Bar, Lane, lanes, words
+from flatout.report.terminal import duration, ms
+from flatout.trace import RankTrace, Sketch, Trace
+
+MOST_LANES = 64
+MOST_RANKS = 32
+MOST_SETTINGS = 200
+
+
+def loading(account: Account, first: RankTrace) -> Html | None:
+    drawn = lanes(first.workers)
+    if not drawn:
+        return None
+    parts: list[Html | None] = []
+    for workers in account.workers:
+        who = f"{workers.workers} workers" if workers.workers else "the training process itself"
+        median, worst = workers.sample_ms.quantile(0.5) or 0.0, workers.sample_ms.high
+        said = f"{workers.dataset}, by {who}: {workers.samples:,} samples, {ms(median)} each (worst {ms(worst)})."
+        random = f" It draws random numbers from {', '.join(workers.random_used)}." if workers.random_used else ""
+        parts.append(tag("p", said + random))
+        if workers.transforms_ms:
+            spent = sorted(workers.transforms_ms.items(), key=lambda item: -item[1])
+            parts.append(table("Transforms", ("transform", "a sample"), [(name, ms(each)) for name, each in spent]))
+        if workers.slowest:
+            rows = [
+                (f"{index:,}", ms(took), f"{took / median:,.1f}×" if median else "") for took, index in workers.slowest
+            ]
+            slow = table(f"The slowest samples of {workers.dataset}", ("index", "took", "of the median"), rows)
+            parts.append(slow)
+    shown = drawn[:MOST_LANES]
+    parts += [tag("h3", "Each worker's life"), *(_lane(lane) for lane in shown), _lane_legend()]
+    if len(drawn) > len(shown):
+        parts.append(tag("p", f"{len(drawn) - len(shown):,} more workers did the like.", class_="meta"))
+    parts.append(folded("The figures", _lane_table(shown)))
+    return join(parts)
+
+
+_LANE_FAMILIES = {"computing": "compute", "waiting for a core": "sync", "blocked": "copy", "collating": "data"}
+
+
+def _lane_name(lane: Lane) -> str:
+    return f"worker {lane.worker.worker}" if lane.worker.worker is not None else "trainer"
+
+
+def _lane(lane: Lane) -> Html:
+    bars, left = [], 0.0
+    for name, share in lane.parts:
+        kind = _LANE_FAMILIES.get(name, "empty")
+        bars.append(Bar(label=name, family=kind, left=left, width=share, ms=share * lane.alive_s * 1e3))
+        left += share
+    label = f"{_lane_name(lane)}: " + ", ".join(f"{name} {share:.0%}" for name, share in lane.parts)
+    track = tag("div", *(block(bar) for bar in bars), class_="track", role="img", aria_label=label)
+    return tag("div", tag("span", _lane_name(lane), class_="name"), track, class_="lane thin")
+
+
+def _lane_legend() -> Html:
+    named = {**_LANE_FAMILIES, "waiting for work": "empty"}
+    return tag(
+        "ul", *(tag("li", tag("i", class_=f"swatch {kind}"), name) for name, kind in named.items()), class_="legend"
+    )
+
+
+def _lane_table(drawn: Sequence[Lane]) -> Html:
+    heads = ("worker", "dataset", "samples", "alive", *(name for name, _ in drawn[0].parts))
+    rows = [
+        (
+            _lane_name(x),
+            x.worker.dataset,
+            f"{x.worker.samples:,}",
+            duration(x.alive_s * 1e3),
+            *(f"{s:.1%}" for _, s in x.parts),
+        )
+        for x in drawn
+    ]
+    return table("What each worker did with its life", heads, rows, numbers_from=2)
+
+
+# Synchronizing calls, X-ray
+
+
+def sync(account: Account, first: RankTrace) -> Html | None:
+    times: dict[str, int] = {}
+    for window in first.windows:
+        for key, sketch in window.spans_ms.items():
+            times[key] = times.get(key, 0) + sketch.count
+    b = account.breakdown
+    calls = [part for part in b.training if part.name == "sync"]
+    if not calls:
+        return None
+    rows = []
+    for part in calls:
+        count = times.get(f"sync@{part.where}" if part.where else "sync", 0)
+        idle = ms(part.gpu_idle_ms / max(1, b.steps)) if part.gpu_idle_ms is not None else ""
+        each = ms(part.ms / count) if count else ""
+        rows.append((tag("code", part.where or "(unknown line)"), f"{count:,}", each, f"{part.share:.2%}", idle))
+    lead = "Here the host waits until the GPU has caught up: .item(), .cpu(), print() of a GPU tensor, and the like."
+    heads = ("where", "steps", "in such a step", "of training", "GPU idle a step")
+    return join([tag("p", lead), table("Synchronizing calls by line", heads, rows)])
+
+
+def xray(account: Account) -> Html | None:
+    x = account.xray
+    if x is None or not x.wall_ms:
+        return None
+    median = x.kernel_us.quantile(0.5) or 0.0
+    facts = [
+        (
+            "GPU busy",
+            f"{x.busy_ms / x.wall_ms:.0%}",
+            f"{ms(x.busy_ms / max(1, x.steps))} of {ms(x.wall_ms / max(1, x.steps))} a step",
+        ),
+        ("kernels a step", f"{x.kernels / max(1, x.steps):,.0f}", f"half of them below {median:.0f} µs"),
+    ]
+    if x.matrix_ms:
+        facts.append(("tensor cores", f"{x.tensor_core_ms / x.matrix_ms:.0%}", "of the time in matrix kernels"))
+    if x.collective_ms:
+        facts.append(("collectives", ms(x.collective_ms / max(1, x.steps)), "a step"))
+    late = x.launched_late_ms / x.wall_ms
+    facts.append(("launch gaps", f"{late:.0%}", "of the time the GPU had nothing queued"))
+    phases = [*dict.fromkeys((*x.busy_by_phase_ms, *x.idle_by_phase_ms))]
+    by_phase = [
+        (words(name), *(ms(d.get(name, 0.0) / max(1, x.steps)) for d in (x.busy_by_phase_ms, x.idle_by_phase_ms)))
+        for name in sorted(phases, key=lambda n: -(x.busy_by_phase_ms.get(n, 0.0) + x.idle_by_phase_ms.get(n, 0.0)))
+    ]
+    top = (
+        [(_kernel(name), ms(spent / max(1, x.steps)), f"{spent / x.busy_ms:.1%}") for name, spent in _largest(x.top_ms)]
+        if x.busy_ms
+        else []
+    )
+    copies = [(name, ms(spent / max(1, x.steps))) for name, spent in _largest(x.copies_ms)]
+    return join(
+        [
+            figures(facts),
+            tag("p", "The step time did not recover after the X-ray.", class_="warning")
+            if x.recovered is False
+            else None,
+            table("Kernels that take the most time", ("kernel", "a step", "of busy"), top) if top else None,
+            table("Busy by who launched it, idle by what the host did meanwhile", ("phase", "busy", "idle"), by_phase),
+            table("Copies", ("kind", "a step"), copies) if copies else None,
+        ]
+    )
+
+
+def _largest(spent: dict[str, float], most: int = 12) -> list[tuple[str, float]]:
+    return sorted(spent.items(), key=lambda item: -item[1])[:most]
+
+
+def _kernel(name: str) -> Html:
+    return tag("code", name if len(name) <= 96 else name[:95] + "…", title=name)
+
+
+# Cards, ranks, facts
+
+
+def cards(trace: Trace) -> Html | None:
+    cards: dict[tuple[str, str], list[Any]] = {}
+    for host, samples in trace.samples.items():
+        for sample in samples:
+            for gpu in sample.gpus:
+                cards.setdefault((host, gpu.uuid), []).append(gpu)
+    if not cards:
+        return None
+    rows = []
+    for (host, _), taken in cards.items():
+        last = taken[-1]
+        mean = {
+            n: Sketch.of(getattr(g, n) for g in taken).mean
+            for n in ("sm_active_pct", "gpu_util_pct", "tensor_active_pct", "dram_active_pct", "power_w")
+        }
+        memory, heat = (Sketch.of(getattr(g, n) for g in taken) for n in ("memory_used_bytes", "temperature_c"))
+        reasons = sorted({r for g in taken for r in (g.throttle or ()) if r != "idle"})
+        rows.append(
+            (
+                f"{host} GPU {last.index}: {last.name}",
+                *(_percent(mean[n]) for n in ("sm_active_pct", "gpu_util_pct", "tensor_active_pct", "dram_active_pct")),
+                f"{mean['power_w']:.0f} W" if mean["power_w"] is not None else "",
+                _bytes(memory.high) if memory.count else "",
+                f"{heat.high:.0f} °C" if heat.count else "",
+                ", ".join(reasons) or "–",
+            )
+        )
+    heads = (
+        "card",
+        "SM active",
+        "GPU-Util",
+        "tensor cores",
+        "memory bus",
+        "power",
+        "memory, most",
+        "hottest",
+        "throttled by",
+    )
+    return table("Means over the run, set-up and pauses included", heads, rows)
+
+
+def ranks(trace: Trace, account: Account) -> Html | None:
+    if len(trace.ranks) < 2:
+        return None
+    pairs = list(zip(trace.ranks, account.by_rank, strict=True))
+    pairs.sort(key=lambda pair: -(pair[1].step_ms.quantile(0.5) or 0.0))
+    shown = pairs if len(pairs) <= MOST_RANKS else [*pairs[: MOST_RANKS // 2], *pairs[-MOST_RANKS // 2 :]]
+    rows = []
+    for rank, b in shown:
+        medians = (b.step_ms.quantile(0.5), b.step_ms.quantile(0.95))
+        rows.append(
+            (
+                f"rank {rank.info.rank} on {rank.info.host or '?'}",
+                f"{b.steps:,}",
+                *(ms(m) if m is not None else "" for m in medians),
+                f"{b.samples_per_s:,.0f}" if b.samples_per_s else "",
+                *(f"{b.share_of(name):.1%}" for name in ("data", "backward", "sync")),
+            )
+        )
+    heads = ("rank", "steps", "median step", "p95", "samples/s", "data", "backward", "sync")
+    lead = (
+        "The slowest first. Ranks wait for each other in backward: the one that holds the others up waits least there."
+    )
+    left = (
+        f" The {len(shown) // 2} slowest and the {len(shown) // 2} fastest of {len(pairs):,}."
+        if len(shown) < len(pairs)
+        else ""
+    )
+    return join([tag("p", lead + left), table("Ranks", heads, rows)])
+
+
+def facts(account: Account, first: RankTrace) -> Html | None:
+    facts = {k: v for k, v in account.facts.items() if k not in ("settings", "loaders")}
+    facts |= {k: v for k, v in first.info.versions.items() if k not in facts}
+    parts: list[Html] = []
+    loaders = account.facts.get("loaders") or []
+    if loaders:
+        keys = list(dict.fromkeys(key for loader in loaders for key in loader))
+        rows = [(spoken(key), *(shown(loader.get(key)) for loader in loaders)) for key in keys]
+        parts.append(table("Data loaders", ("setting", *(f"loader {n}" for n in range(1, len(loaders) + 1))), rows))
+    if facts:
+        parts.append(
+            table(
+                "In force at the end of the run", ("what", "value"), [(spoken(k), shown(v)) for k, v in facts.items()]
+            )
+        )
+    for source in account.facts.get("settings") or ():
+        values = source.get("values") or {}
+        name = " ".join(str(source[k]) for k in ("source", "file") if source.get(k))
+        rows = [(key, shown(value)) for key, value in list(values.items())[:MOST_SETTINGS]]
+        parts.append(folded(f"Settings read: {name} ({len(values):,})", table(name, ("setting", "value"), rows)))
+    return join(parts) if parts else None
+
+
+def cost(account: Account) -> Html | None:
+    b = account.breakdown
+    rows = []
+    if account.own_us_per_step is not None:
+        share = account.own_us_per_step / 1e3 / b.step_ms.mean if b.step_ms.mean else 0.0
+        rows.append(
+            ("hooks and clocks, as timed by themselves", f"{account.own_us_per_step:.0f} µs a step", f"{share:.2%}")
+        )
+    for part in b.parts:
+        if part.name in ("flatout", "X-ray", "ceiling"):
+            rows.append((f"{words(part.name)}, in the account above", ms(part.ms), f"{part.share:.2%}"))
+    return table("flatout's own cost", ("what", "time", "share"), rows) if rows else None
+
+
+def notes(account: Account) -> Html | None:
+    notes = [
+        tag("li", note.text, tag("span", note.where, class_="where") if note.where else None) for note in account.notes
+    ]
+    return tag("ul", *notes) if notes else None
+
+
+def _percent(value: float | None) -> str:
+    return f"{value:.0f}%" if value is not None else ""
+
+
+def _bytes(value: float) -> str:
+    return f"{value / 2**30:.1f} GiB"

@@ -1,0 +1,214 @@
+"""Pictures as HTML: bars and rows of blocks drawn by the page itself, and places for the plots Plotly draws.
+
+Nothing is told by colour alone: blocks carry names or titles, idle time a pattern, and every picture has its figures
+in a table behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from flatout.report.markup import Html, folded, join, table, tag
+from flatout.report.picture import Bar, Mark, Panel, Timeline, words
+from flatout.report.terminal import duration, ms
+from flatout.trace import Sketch, Step, Xray
+
+TABLE_ROWS = 24
+SMALL = 0.002
+FAMILIES = ("data", "copy", "sync", "pause", "compute", "other")
+
+
+def strip(bars: Sequence[Bar], label: str) -> Html:
+    """One bar of parts, each named under it."""
+    seen = [bar for bar in bars if bar.width >= 0.0005]
+    legend = (
+        tag("li", tag("i", class_=f"swatch {bar.family} n{place}"), f"{bar.label} ", tag("b", f"{bar.width:.0%}"))
+        for place, bar in enumerate(seen)
+    )
+    parts = (block(bar, extra=f"n{place}") for place, bar in enumerate(seen))
+    return join(
+        [
+            tag("div", *parts, class_="track strip", role="img", aria_label=said(label, seen)),
+            tag("ul", *legend, class_="legend"),
+        ]
+    )
+
+
+def block(bar: Bar, extra: str = "", text: str = "") -> Html:
+    """A bar in its track; what it is stands in its title."""
+    title = f"{bar.label}{f' at {bar.where}' if bar.where else ''}: {ms(bar.ms)}"
+    return tag(
+        "span",
+        text or None,
+        class_=f"block {bar.family} {extra}".strip(),
+        style=f"left:{100 * bar.left:.3f}%;width:{100 * bar.width:.3f}%",
+        title=title,
+    )
+
+
+def said(label: str, bars: Sequence[Bar]) -> str:
+    """Bars for those who do not see them."""
+    return f"{label}: " + ", ".join(f"{bar.label} {ms(bar.ms)}" for bar in bars)
+
+
+def falls(bars: Sequence[Bar], steps: int, xray: Xray | None) -> Html:
+    """The waterfall, and under it what the X-ray saw of the GPU's own work."""
+    rows = [_fall(bar, steps) for bar in bars if bar.width >= SMALL]
+    rest_ms = sum(bar.ms for bar in bars if bar.width < SMALL)
+    small = f"Parts below {SMALL:.1%} are in the table: {ms(rest_ms / max(1, steps))} a step together."
+    if xray is not None and xray.wall_ms:
+        share = xray.busy_ms / xray.wall_ms
+        seen = Bar(label="kernels and copies", family="compute", left=0.0, width=share, ms=xray.busy_ms)
+        name = f"GPU at work, in {xray.steps} steps under the X-ray"
+        rows.append(_figure_row(name, [block(seen)], share, xray.busy_ms / max(1, xray.steps), class_="result"))
+    return join([tag("ul", *rows, class_="falls"), tag("p", small, class_="meta") if rest_ms else None])
+
+
+def _fall(bar: Bar, steps: int) -> Html:
+    idle = bar.idle or 0.0
+    busy = replace(bar, width=bar.width * (1 - idle), ms=bar.ms * (1 - idle))
+    waited = replace(bar, left=bar.left + busy.width, width=bar.width * idle, ms=bar.ms * idle)
+    blocks = [block(busy), block(waited, extra="idle") if idle else None]
+    name = join([bar.label, tag("small", bar.where) if bar.where else None])
+    return _figure_row(name, blocks, bar.width, bar.ms / max(1, steps))
+
+
+def _figure_row(name: str, blocks: Sequence[Html | None], share: float, each_ms: float, **attributes: str) -> Html:
+    return tag(
+        "li",
+        tag("span", name, class_="name"),
+        tag("span", *blocks, class_="track"),
+        tag("span", f"{share:.1%}", class_="figure"),
+        tag("span", ms(each_ms), class_="figure quiet"),
+        **attributes,
+    )
+
+
+# Steps
+
+
+def step_figure(drawn: Timeline) -> Html:
+    """One step: the host's row, and the GPU's under it."""
+    step = drawn.step
+    rows = [_row("host", drawn.host, drawn.title)]
+    if drawn.gpu:
+        rows.append(_row("GPU", drawn.gpu, drawn.title))
+    remarks = []
+    if not drawn.gpu:
+        remarks.append("This step carries no GPU events.")
+    elif not drawn.anchored:
+        remarks.append("The GPU was never seen to wait: how far it ran behind the host is not known.")
+    heads = ("phase", "where", "host", "GPU idle", "GPU busy")
+    return tag(
+        "figure",
+        tag("figcaption", tag("h3", drawn.title), tag("p", f"step {step.index:,}: {ms(step.wall_ms)}", class_="meta")),
+        *rows,
+        tag("p", tag("span", "0"), tag("span", ms(max(step.wall_ms, sum(b.ms for b in drawn.gpu)))), class_="axis"),
+        _legend(drawn),
+        tag("p", " ".join(remarks), class_="meta") if remarks else None,
+        folded("The figures", table(drawn.title, heads, _phases(step), numbers_from=2)),
+    )
+
+
+def _phases(step: Step) -> list[tuple[str, ...]]:
+    totals: dict[tuple[str, str | None], list[float]] = {}
+    for span in step.spans:
+        sums = totals.setdefault((span.name, span.where), [0.0, 0.0, 0.0])
+        for place, value in enumerate((span.host_ms, span.gpu_idle_ms, span.gpu_busy_ms)):
+            sums[place] += value or 0.0
+    largest = sorted(totals.items(), key=lambda item: -item[1][0])
+    return [
+        (words(name), where or "", ms(host), ms(idle) if idle else "", ms(busy) if busy else "")
+        for (name, where), (host, idle, busy) in largest
+    ]
+
+
+def _row(name: str, bars: Sequence[Bar], label: str) -> Html:
+    blocks = (block(bar, extra="idle" if bar.idle == 1.0 else "", text=_fits(bar)) for bar in bars)
+    return tag(
+        "div",
+        tag("span", name, class_="name"),
+        tag("div", *blocks, class_="track", role="img", aria_label=said(f"{label}, {name}", bars)),
+        class_="lane",
+    )
+
+
+def _fits(bar: Bar) -> str:
+    text = f"idle: {bar.label}" if bar.idle == 1.0 else bar.label
+    return text if bar.width > 0.0085 * len(text) else ""
+
+
+def _legend(drawn: Timeline) -> Html:
+    bars = (*drawn.host, *drawn.gpu)
+    names = {family: list(dict.fromkeys(b.label for b in bars if b.family == family)) for family in FAMILIES}
+    items = [
+        tag("li", tag("i", class_=f"swatch {family}"), ", ".join(labels)) for family, labels in names.items() if labels
+    ]
+    if any(bar.idle == 1.0 for bar in drawn.gpu):
+        items.append(tag("li", tag("i", class_="swatch idle"), "GPU idle, in the colour of its cause"))
+    return tag("ul", *items, class_="legend")
+
+
+# Over the run
+
+
+def over_time(drawn: Sequence[Panel], marked: Sequence[Mark]) -> Html | None:
+    """The plots over the run."""
+    if not drawn:
+        return None
+    figures_ = (plot(panel, place) for place, panel in enumerate(drawn))
+    rows = [(mark.name, f"{mark.start_s:,.2f} s", duration(mark.length_s * 1e3)) for mark in marked]
+    heads = ("what", "after", "for")
+    behind = folded("What is marked", table("Stretches that are not plain training", heads, rows)) if rows else None
+    lead = "Drag to look closer, double-click to go back; the plots move together."
+    return join([tag("p", lead, class_="meta screen"), *figures_, behind])
+
+
+def plot(panel: Panel, place: int) -> Html:
+    """A place for a plot, and its figures."""
+    rows = []
+    for series in panel.series:
+        values = Sketch.of(series.y)
+        middle = values.quantile(0.5) or 0.0
+        rows.append(
+            (
+                series.name,
+                f"{len(series.y):,}",
+                *(f"{v:,.4g}" for v in (values.low, middle, values.mean or 0.0, values.high)),
+            )
+        )
+    label = f"{panel.title} over the run, {panel.unit}: " + "; ".join(
+        f"{r[0]}: median {r[3]}, highest {r[5]}" for r in rows
+    )
+    unit = f" {panel.unit}" if panel.unit else ""
+    heads = ("series", "points", "lowest", "median", "mean", "highest")
+    return tag(
+        "figure",
+        tag("figcaption", tag("h3", panel.title, tag("small", unit))),
+        tag("div", class_="plot", id=f"plot-{place}", role="img", aria_label=label),
+        folded("The figures", table(f"{panel.title}{unit}", heads, rows), _excerpt(panel)),
+    )
+
+
+def _excerpt(panel: Panel) -> Html:
+    """A few moments of each series, evenly spread."""
+    rows = []
+    for series in panel.series:
+        every = max(1, -(-len(series.x) // TABLE_ROWS))
+        rows += [
+            (series.name, f"{x:,.2f} s", f"{y:,.4g}") for x, y in zip(series.x[::every], series.y[::every], strict=True)
+        ]
+    return table(f"{panel.title}: moments of the run", ("series", "after", panel.unit or "value"), rows)
+
+
+def plain_panel(panel: Panel) -> dict[str, Any]:
+    """A panel for the script."""
+    lines = [{"name": s.name, "family": s.family, "dashed": s.dashed, "x": s.x, "y": s.y} for s in panel.series]
+    return {"title": panel.title, "unit": panel.unit, "series": lines}
+
+
+def plain_mark(mark: Mark) -> dict[str, Any]:
+    """A mark for the script."""
+    return {"name": mark.name, "start": round(mark.start_s, 3), "length": round(mark.length_s, 4)}

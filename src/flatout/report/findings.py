@@ -1,0 +1,108 @@
+"""Findings in words: the verdict as a sentence, gains, changes as one would type them, and the documented JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from flatout.diagnose.case import ENOUGH_STEPS
+from flatout.diagnose.finding import Finding
+from flatout.report.account import Account
+from flatout.report.picture import waterfall
+
+_WIDTH = 80
+_INDENT = "   "
+
+# What to write where a script has no flag of its own for a change.
+_CODE = {
+    "num_workers": "DataLoader(..., num_workers={})",
+    "persistent_workers": "DataLoader(..., persistent_workers={})",
+    "pin_memory": "DataLoader(..., pin_memory={})",
+    "batch_size": "DataLoader(..., batch_size={})",
+    "precision": 'with torch.autocast("cuda", dtype=torch.bfloat16):  # around the forward pass and the loss',
+    "channels_last": "model = model.to(memory_format=torch.channels_last)",
+    "compile": "model.compile()",
+    "gc_freeze": "gc.collect(); gc.freeze()  # once, before the loop",
+}
+
+
+def headline(account: Account, findings: Sequence[Finding]) -> str:
+    """The verdict in a sentence; without findings, what the account alone can say."""
+    if findings:
+        title = findings[0].title
+        if findings[0].gain_high >= 1.05:
+            return f"You could train {_times(findings[0])} faster: {title}."
+        return f"{sentence(title)}."
+    bars = waterfall(account.breakdown)
+    if account.breakdown.steps < ENOUGH_STEPS:
+        return f"Too few training steps to judge: {account.breakdown.steps}."
+    if bars[0].family != "compute" and bars[0].width >= 0.1:
+        return f"{bars[0].width:.0%} of training time goes to {bars[0].label}."
+    work = sum(bar.width for bar in bars if bar.family == "compute")
+    return f"{work:.0%} of training time goes to forward, backward and optimizer."
+
+
+def sentence(words: str) -> str:
+    """With a capital at the beginning, unless it begins with code."""
+    first = words.partition(" ")[0].rstrip(":,;")
+    return words[:1].upper() + words[1:] if first.isalpha() else words
+
+
+def gain(finding: Finding) -> str:
+    """What mending it would give."""
+    return f"{_times(finding)} faster" if finding.gain_high >= 1.005 else "no gain by itself"
+
+
+def _times(finding: Finding) -> str:
+    digits = 1 if finding.gain_high >= 1.95 else 2
+    low, high = (f"{factor:.{digits}f}" for factor in (finding.gain_low, finding.gain_high))
+    if finding.gain_low < 1.005:
+        return f"up to {high}×"
+    return f"about {high}×" if low == high else f"{low} to {high}×"
+
+
+def change_as_typed(account: Account, finding: Finding) -> str | None:
+    """The change ready to paste: the script's own flag where it has one, else a line of code where there is one."""
+    if finding.change is None or finding.value is None:
+        return None if finding.change != "gc_freeze" else _CODE["gc_freeze"]
+    for source in account.facts.get("settings") or ():
+        flag = (source.get("options") or {}).get(finding.change)
+        if flag and finding.value is not False:
+            return str(flag) if finding.value is True else f"{flag} {finding.value}"
+    code = _CODE.get(finding.change)
+    return code.format(finding.value) if code is not None else None
+
+
+def show(account: Account, findings: Sequence[Finding], console: Console) -> None:
+    """Print the verdict, and each finding with what to change."""
+    console.print(Text("\n".join(textwrap.wrap(headline(account, findings), _WIDTH)), style="bold"), soft_wrap=True)
+    for number, finding in enumerate(findings, 1):
+        where = f", {finding.where}" if finding.where else ""
+        change = change_as_typed(account, finding)
+        lines = [f"{finding.title} ({gain(finding)}; {finding.code}{where})", finding.advice, change or ""]
+        text = "\n".join(_hanging(line) for line in lines if line)
+        console.print(Text(f"{number}. {text[len(_INDENT) :]}"), soft_wrap=True)
+    console.print()
+
+
+def _hanging(line: str) -> str:
+    wrapped = textwrap.wrap(line, _WIDTH - len(_INDENT), break_on_hyphens=False, break_long_words=False)
+    return "\n".join(_INDENT + piece for piece in wrapped)
+
+
+def to_json(account: Account, findings: Sequence[Finding]) -> dict[str, Any]:
+    """The documented JSON of a report: the account, with the verdict and the findings, ranked."""
+    plain = account.to_json()
+    opening = {"schema": plain.pop("schema"), "verdict": findings[0].code if findings else None}
+    return {**opening, "findings": [_finding(finding) for finding in findings], **plain}
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    data = dataclasses.asdict(finding)
+    data["change"] = {"name": finding.change, "value": data.pop("value")} if finding.change is not None else None
+    return data

@@ -1,0 +1,480 @@
+"""Trace → what a page draws, as plain data: bars in shares of their axis, series of at most 2,000 points.
+
+waterfall   training's time, part by part, down to the work that has to be done
+timelines   a typical and a bad step: the host's row, and the GPU's under it
+panels      figures over the run, and what is marked on them
+lanes       what each loader worker did with its life
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeVar
+
+from flatout.diagnose.breakdown import Breakdown, Part
+from flatout.trace import GpuSample, RankTrace, Sample, Sketch, Span, Step, Trace, Window, WorkerReport
+
+MOST_POINTS = 2_000
+MOST_MARKS = 300
+EARLIER = "work of earlier steps"
+HAIR = 0.001  # of a step: what is shorter is not drawn for itself
+
+# What each phase is called, and the family of causes that its colour stands for.
+PHASES = {
+    "data": ("waiting for data", "data"),
+    "loader start": ("starting loader workers", "data"),
+    "copy": ("copying to the GPU", "copy"),
+    "sync": ("waiting for the GPU", "sync"),
+    "evaluation": ("evaluation", "pause"),
+    "checkpoint": ("checkpoint", "pause"),
+    "logging": ("logging", "pause"),
+    "gc": ("garbage collection", "pause"),
+    "flatout": ("flatout itself", "other"),
+    "rest": ("everything else", "other"),
+    "forward": ("forward", "compute"),
+    "loss": ("loss and glue", "compute"),
+    "backward": ("backward", "compute"),
+    "optimizer": ("optimizer", "compute"),
+    EARLIER: (EARLIER, "compute"),
+}
+_NOT_TRAINING = {"warmup": "first step", "xray": "X-ray", "after xray": "X-ray", "replay": "ceiling"}
+_NOT_TRAINING |= {"resident": "ceiling", "setup": "set-up"}
+
+
+def words(phase: str) -> str:
+    """A phase as a person would say it."""
+    return PHASES.get(phase, (phase, ""))[0]
+
+
+def family(phase: str) -> str:
+    """The family of causes a phase, or the code of a finding, belongs to."""
+    return PHASES[phase][1] if phase in PHASES else "other"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One bar: `left` and `width` in shares of the axis. `idle`: the share of the bar in which the GPU stood idle."""
+
+    label: str
+    family: str
+    left: float
+    width: float
+    ms: float
+    idle: float | None = None
+    where: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One step, drawn. `anchored`: where the GPU's row begins is known, because the host was seen to wake it."""
+
+    title: str
+    step: Step
+    host: tuple[Bar, ...]
+    gpu: tuple[Bar, ...]
+    anchored: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One line of a plot: seconds since the run began, and values."""
+
+    name: str
+    family: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    dashed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One plot over the run."""
+
+    title: str
+    unit: str
+    series: tuple[Series, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A stretch of the run that is not a plain training step."""
+
+    name: str
+    start_s: float
+    length_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """One loader worker's life in shares: computing, waiting for a core, blocked, collating, waiting for work."""
+
+    worker: WorkerReport
+    alive_s: float
+    parts: tuple[tuple[str, float], ...]
+
+
+# Bars
+
+
+def whole_run(b: Breakdown) -> tuple[Bar, ...]:
+    """The wall time in one bar: what is not training, and training."""
+    training = {(part.name, part.where) for part in b.training}
+    others = [(p.name, "other", p.ms) for p in b.parts if (p.name, p.where) not in training]
+    # A phase of training may occur outside it too (an evaluation after the last step): that part is not training's.
+    inside = {(part.name, part.where): part.ms for part in b.training}
+    for part in b.parts:
+        extra = part.ms - inside.get((part.name, part.where), part.ms)
+        if extra > 1e-6:
+            others.append((f"{words(part.name)} after the last step", family(part.name), extra))
+    bars, left = [], 0.0
+    for name, kind, ms in [*others, ("training", "compute", b.training_ms)]:
+        width = ms / b.wall_ms if b.wall_ms else 0.0
+        bars.append(Bar(label=words(name), family=kind, left=left, width=width, ms=ms))
+        left += width
+    return tuple(bars)
+
+
+def waterfall(b: Breakdown) -> tuple[Bar, ...]:
+    """Training's time from 100% down: first what it is lost to, the largest loss first; at the end the work itself."""
+    lost = [part for part in b.training if family(part.name) != "compute"]
+    work = [part for part in b.training if family(part.name) == "compute"]
+    bars, left = [], 1.0
+    for part in (*lost, *work):
+        left -= part.share
+        bars.append(_fallen(part, max(0.0, left)))
+    return tuple(bars)
+
+
+def _fallen(part: Part, left: float) -> Bar:
+    idle = part.gpu_idle_ms / part.ms if part.gpu_idle_ms is not None and part.ms else None
+    return Bar(
+        label=words(part.name),
+        family=family(part.name),
+        left=left,
+        width=part.share,
+        ms=part.ms,
+        idle=idle,
+        where=part.where,
+    )
+
+
+# Steps
+
+
+def timelines(rank: RankTrace) -> tuple[Timeline, ...]:
+    """A typical step and a bad one, where there are steps that differ."""
+    steps = [step for step in rank.steps if step.kind == "train" and step.spans]
+    if not steps:
+        return ()
+    times = Sketch()
+    for window in rank.windows:
+        times.merge(window.wall_ms)
+    if not times.count:
+        times = Sketch.of(step.wall_ms for step in steps)
+    typical = _nearest(steps, times.quantile(0.5) or 0.0)
+    bad = _nearest(steps, times.quantile(0.99) or 0.0)
+    drawn = [timeline("A typical step (the median)", typical)]
+    if bad is not typical and bad.wall_ms > typical.wall_ms:
+        drawn.append(timeline("A bad step (the 99th percentile)", bad))
+    return tuple(drawn)
+
+
+def _nearest(steps: list[Step], wall_ms: float) -> Step:
+    """The step closest in length, rather one that carries the GPU's times: they are worth a difference of 10%."""
+
+    def distance(step: Step) -> float:
+        apart = abs(math.log(max(step.wall_ms, 1e-6) / max(wall_ms, 1e-6)))
+        return apart if _on_gpu(step) else apart + 0.1
+
+    return min(steps, key=distance)
+
+
+def _on_gpu(step: Step) -> bool:
+    return any(span.gpu_idle_ms is not None or span.gpu_busy_ms is not None for span in step.spans)
+
+
+def timeline(title: str, step: Step) -> Timeline:
+    """A step as two rows of bars on one axis."""
+    gpu, offset_ms = _gpu_row(step)
+    axis_ms = max([step.wall_ms, *((start + length) for start, length, _, _ in gpu)]) or 1.0
+    host = [
+        _span_bar(span.name, span.start_ms, span.host_ms, axis_ms, span.where)
+        for span in _coalesced(step.spans, step.wall_ms)
+    ]
+    return Timeline(
+        title=title,
+        step=step,
+        host=tuple(host),
+        gpu=tuple(
+            _span_bar(name, start, length, axis_ms, None, idle=1.0 if is_idle else 0.0)
+            for start, length, name, is_idle in gpu
+        ),
+        anchored=offset_ms is not None,
+    )
+
+
+def _span_bar(
+    name: str, start_ms: float, length_ms: float, axis_ms: float, where: str | None, idle: float | None = None
+) -> Bar:
+    return Bar(
+        label=words(name),
+        family=family(name),
+        left=start_ms / axis_ms,
+        width=length_ms / axis_ms,
+        ms=length_ms,
+        idle=idle,
+        where=where,
+    )
+
+
+def _coalesced(spans: Sequence[Span], wall_ms: float) -> list[Span]:
+    """Spans long enough to be seen: neighbours of one name become one, and a hair between them goes with the former."""
+    joined: list[Span] = []
+    for span in spans:
+        last = joined[-1] if joined else None
+        hair = span.host_ms < HAIR * wall_ms
+        if last is not None and (hair or (span.name, span.where) == (last.name, last.where)):
+            end_ms = span.start_ms + span.host_ms
+            joined[-1] = Span(name=last.name, start_ms=last.start_ms, host_ms=end_ms - last.start_ms, where=last.where)
+        else:
+            joined.append(span)
+    return joined
+
+
+def _gpu_row(step: Step) -> tuple[list[tuple[float, float, str, bool]], float | None]:
+    """(start, length, name, idle?) of what the GPU did, end to end, and where it begins in the host's time.
+
+    The events of a step tile the GPU's time, but do not say when the first of them was. Where the GPU stood idle it
+    went on the moment the host had handed the span over: the longest such wait ties the two rows together.
+    """
+    tiles: list[tuple[float, float, str, bool]] = []
+    at_ms, tie_ms, longest_ms = 0.0, None, 0.05
+    for span in step.spans:
+        for length, idle in ((span.gpu_idle_ms, True), (span.gpu_busy_ms, False)):
+            if not length:
+                continue
+            tiles.append((at_ms, length, span.name, idle))
+            at_ms += length
+            if idle and length > longest_ms:
+                longest_ms = length
+                tie_ms = span.start_ms + span.host_ms - at_ms
+    offset_ms = max(0.0, tie_ms) if tie_ms is not None else 0.0
+    joined: list[tuple[float, float, str, bool]] = [(0.0, offset_ms, EARLIER, False)] if offset_ms else []
+    for start, length, name, idle in tiles:
+        if joined and (length < HAIR * step.wall_ms or joined[-1][2:] == (name, idle)):
+            joined[-1] = (joined[-1][0], start + offset_ms + length - joined[-1][0], *joined[-1][2:])
+        else:
+            joined.append((start + offset_ms, length, name, idle))
+    return joined, tie_ms
+
+
+# The run over time
+
+
+def origin_s(trace: Trace, rank: RankTrace) -> float:
+    """The moment from which the page counts."""
+    moments = [rank.steps[0].start_s] if rank.steps else []
+    moments += [window.start_s for window in rank.windows[:1]]
+    moments += [s.time_s - s.interval_s for s in trace.samples.get(rank.info.host, ())[:1]]
+    return min(moments, default=0.0)
+
+
+def panels(trace: Trace, rank: RankTrace) -> tuple[Panel, ...]:
+    """Everything that can be drawn over time, those without a figure left out."""
+    zero_s = origin_s(trace, rank)
+    samples = trace.samples.get(rank.info.host, ())
+    drawn = [*_step_panels(rank, zero_s), *_gpu_panels(samples, card_of(rank, samples), zero_s)]
+    drawn += _host_panels(samples, zero_s)
+    filled = (Panel(title=p.title, unit=p.unit, series=tuple(s for s in p.series if s.x)) for p in drawn)
+    return tuple(panel for panel in filled if panel.series)
+
+
+def _step_panels(rank: RankTrace, zero_s: float) -> list[Panel]:
+    steps = [step for step in rank.steps if step.kind == "train"]
+    if steps and len(steps) <= MOST_POINTS and len(steps) >= sum(w.wall_ms.count for w in rank.windows):
+        return _panels_of_steps(steps, zero_s)
+    return _panels_of_windows(rank.windows, zero_s)
+
+
+def _panels_of_steps(steps: list[Step], zero_s: float) -> list[Panel]:
+    x = [step.start_s + step.wall_ms / 1e3 - zero_s for step in steps]
+    waits = [sum(span.host_ms for span in step.spans if span.name == "data") for step in steps]
+    return [
+        Panel(title="Step time", unit="ms", series=(line("each step", "compute", x, [s.wall_ms for s in steps]),)),
+        Panel(title="Waiting for data", unit="ms a step", series=(line("each step", "data", x, waits),)),
+        Panel(title="Loss", unit="", series=(line("loss, as read", "sync", x, [s.loss for s in steps]),)),
+    ]
+
+
+def _panels_of_windows(windows: Sequence[Window], zero_s: float) -> list[Panel]:
+    groups = grouped(windows, MOST_POINTS)
+    x = [group[0].start_s - zero_s for group in groups]
+    times = [_merged(w.wall_ms for w in group) for group in groups]
+    waits = [
+        sum(w.spans_ms["data"].total for w in group if "data" in w.spans_ms) / max(1, time.count)
+        for group, time in zip(groups, times, strict=True)
+    ]
+    losses = [_merged(w.loss for w in group).mean for group in groups]
+    return [
+        Panel(
+            title="Step time",
+            unit="ms",
+            series=(
+                line("median", "compute", x, [time.quantile(0.5) for time in times]),
+                line("95th percentile", "other", x, [time.quantile(0.95) for time in times], dashed=True),
+            ),
+        ),
+        Panel(title="Waiting for data", unit="ms a step", series=(line("mean", "data", x, waits),)),
+        Panel(title="Loss", unit="", series=(line("mean", "sync", x, losses),)),
+    ]
+
+
+def card_of(rank: RankTrace, samples: Sequence[Sample]) -> str | None:
+    """The card a rank trains on: the one it named, else the one that drew the most power."""
+    power: dict[str, Sketch] = {}
+    for sample in samples:
+        for gpu in sample.gpus:
+            if gpu.index == rank.facts.get("gpu_index"):
+                return gpu.uuid
+            power.setdefault(gpu.uuid, Sketch()).add(gpu.power_w or 0.0)
+    return max(power, key=lambda uuid: power[uuid].mean or 0.0) if power else None
+
+
+def _gpu_panels(samples: Sequence[Sample], uuid: str | None, zero_s: float) -> list[Panel]:
+    taken = [(sample.time_s - zero_s, gpu) for sample in samples for gpu in sample.gpus if gpu.uuid == uuid]
+
+    def card(name: str, kind: str, value: Callable[[GpuSample], float | None], dashed: bool = False) -> Series:
+        return line(name, kind, [x for x, _ in taken], [value(gpu) for _, gpu in taken], dashed=dashed)
+
+    return [
+        Panel(
+            title="GPU",
+            unit="%",
+            series=(
+                card("SM active", "compute", lambda g: g.sm_active_pct),
+                card("GPU-Util", "other", lambda g: g.gpu_util_pct, dashed=True),
+            ),
+        ),
+        Panel(
+            title="Power",
+            unit="W",
+            series=(
+                card("drawn", "pause", lambda g: g.power_w),
+                card("limit", "other", lambda g: g.power_limit_w, dashed=True),
+            ),
+        ),
+    ]
+
+
+def _host_panels(samples: Sequence[Sample], zero_s: float) -> list[Panel]:
+    x = [sample.time_s - zero_s for sample in samples]
+
+    def host(name: str, kind: str, value: Callable[[Sample], float | None], dashed: bool = False) -> Series:
+        return line(name, kind, x, [value(sample) for sample in samples], dashed=dashed)
+
+    return [
+        Panel(
+            title="CPU",
+            unit="% of all cores",
+            series=(
+                host("busy", "data", lambda s: s.host.cpu_pct),
+                host("waiting for storage", "other", lambda s: s.host.iowait_pct, dashed=True),
+            ),
+        ),
+        Panel(
+            title="Disk",
+            unit="MB/s",
+            series=(
+                host("read", "copy", lambda s: _disks(s, "read_bytes_s")),
+                host("written", "other", lambda s: _disks(s, "write_bytes_s"), dashed=True),
+            ),
+        ),
+    ]
+
+
+def _disks(sample: Sample, figure: str) -> float | None:
+    return sum(getattr(disk, figure) for disk in sample.host.disks) / 1e6 if sample.host.disks else None
+
+
+def line(name: str, kind: str, x: Sequence[float], y: Sequence[float | None], *, dashed: bool = False) -> Series:
+    """A series of what is there, thinned to the means of neighbours where there is too much of it."""
+    points = [(at, value) for at, value in zip(x, y, strict=True) if value is not None and math.isfinite(value)]
+    groups = grouped(points, MOST_POINTS)
+    return Series(
+        name=name,
+        family=kind,
+        x=tuple(round(group[0][0], 3) for group in groups),
+        y=tuple(float(f"{sum(value for _, value in group) / len(group):.5g}") for group in groups),
+        dashed=dashed,
+    )
+
+
+T = TypeVar("T")
+
+
+def grouped(items: Sequence[T], most: int) -> list[Sequence[T]]:
+    """Neighbours together, in at most `most` groups of one size."""
+    size = max(1, -(-len(items) // most))
+    return [items[i : i + size] for i in range(0, len(items), size)]
+
+
+def _merged(sketches: Iterable[Sketch]) -> Sketch:
+    whole = Sketch()
+    for sketch in sketches:
+        whole.merge(sketch)
+    return whole
+
+
+def marks(trace: Trace, rank: RankTrace) -> tuple[Mark, ...]:
+    """Evaluations, checkpoints and starts of loader workers; set-up, X-ray and ceiling. Of too many, the longest."""
+    zero_s = origin_s(trace, rank)
+    found = []
+    for kind, group in groupby(rank.steps, key=lambda step: _NOT_TRAINING.get(step.kind)):
+        steps = list(group)
+        if kind is not None:
+            end_s = steps[-1].start_s + steps[-1].wall_ms / 1e3
+            found.append(Mark(name=kind, start_s=steps[0].start_s - zero_s, length_s=end_s - steps[0].start_s))
+        for step in steps:
+            if step.kind in ("train", "tail"):
+                found += _marks_in(step, zero_s)
+    longest = sorted(found, key=lambda mark: -mark.length_s)[:MOST_MARKS]
+    return tuple(sorted(longest, key=lambda mark: mark.start_s))
+
+
+def _marks_in(step: Step, zero_s: float) -> list[Mark]:
+    found = []
+    for name in ("loader start", "evaluation", "checkpoint"):
+        spans = [span for span in step.spans if span.name == name]
+        if spans:
+            end_ms = spans[-1].start_ms + spans[-1].host_ms
+            start_s = step.start_s - zero_s + spans[0].start_ms / 1e3
+            found.append(Mark(name=words(name), start_s=start_s, length_s=(end_ms - spans[0].start_ms) / 1e3))
+    return found
+
+
+# Loading
+
+
+def lanes(workers: Iterable[WorkerReport]) -> tuple[Lane, ...]:
+    """What each worker that loaded something did with its time; the shares of a lane add up to 1."""
+    drawn = []
+    for worker in workers:
+        alive_s = worker.time_s - worker.born_s
+        if not worker.samples or alive_s <= 0:
+            continue
+        blocked_s = max(0.0, worker.sample_wall_s - worker.sample_cpu_s)
+        delay_s = min(blocked_s, worker.run_delay_s or 0.0)
+        parts = [
+            ("computing", min(worker.sample_cpu_s, worker.sample_wall_s)),
+            ("waiting for a core", delay_s),
+            ("blocked", blocked_s - delay_s),
+            ("collating", worker.collate_s),
+        ]
+        scale = max(alive_s, sum(seconds for _, seconds in parts))
+        shares = [(name, seconds / scale) for name, seconds in parts]
+        shares.append(("waiting for work", 1 - sum(share for _, share in shares)))
+        drawn.append(Lane(worker=worker, alive_s=alive_s, parts=tuple(shares)))
+    return tuple(sorted(drawn, key=lambda lane: (lane.worker.dataset, lane.worker.worker or 0)))

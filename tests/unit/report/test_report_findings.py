@@ -1,0 +1,95 @@
+"""Findings in words and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+
+import pytest
+from report_runs import rank_of, steps_of, trace_of, whole_run
+from rich.console import Console
+from test_report_html import FINDING
+
+from flatout.report import findings
+from flatout.report.account import account
+from flatout.report.findings import change_as_typed, gain, headline
+
+ACCOUNT = account(whole_run(), "runs/one")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (1.0, 1.0, "no gain by itself"),
+        (1.0, 1.04, "up to 1.04× faster"),
+        (1.2, 1.21, "1.20 to 1.21× faster"),
+        (1.19, 2.77, "1.2 to 2.8× faster"),
+        (3.01, 3.04, "about 3.0× faster"),
+    ],
+)
+def test_a_gain_has_the_digits_that_mean_something(low: float, high: float, said: str) -> None:
+    assert gain(dataclasses.replace(FINDING, gain_low=low, gain_high=high)) == said
+
+
+def test_without_findings_the_headline_says_what_the_account_knows() -> None:
+    assert headline(ACCOUNT, ()) == "52% of training time goes to waiting for data."
+
+
+def test_a_healthy_run_is_called_so_without_a_promise() -> None:
+    healthy = dataclasses.replace(
+        FINDING,
+        code="compute.saturated",
+        title="healthy: the card has work 97% of the time",
+        gain_low=1.0,
+        gain_high=1.0,
+    )
+    assert headline(ACCOUNT, [healthy]) == "Healthy: the card has work 97% of the time."
+
+
+@pytest.mark.parametrize(
+    ("change", "value", "typed"),
+    [
+        ("num_workers", 6, "--workers 6"),  # the script's own flag
+        ("num_workers", False, "DataLoader(..., num_workers=False)"),  # a flag cannot switch itself off
+        ("pin_memory", True, "DataLoader(..., pin_memory=True)"),
+        ("setting:amp", True, None),
+        (None, None, None),
+    ],
+)
+def test_a_change_as_one_would_type_it(change: str | None, value: object, typed: str | None) -> None:
+    assert change_as_typed(ACCOUNT, dataclasses.replace(FINDING, change=change, value=value)) == typed
+
+
+def test_the_json_has_the_verdict_the_findings_and_parts_that_add_up() -> None:
+    data = json.loads(json.dumps(findings.to_json(ACCOUNT, [FINDING])))
+
+    assert data["schema"] == 1
+    assert data["verdict"] == "data.main-thread"
+    (finding,) = data["findings"]
+    assert finding["change"] == {"name": "num_workers", "value": 6}
+    assert finding["where"] is None
+    assert {"code", "share", "gain_low", "gain_high", "confidence", "evidence"} <= finding.keys()
+    parts = data["breakdown"]["parts"]
+    assert sum(part["ms"] for part in parts) == pytest.approx(data["breakdown"]["wall_ms"])
+    assert sum(part["share"] for part in parts) == pytest.approx(1.0)
+    assert data["facts"]["step_ms"]["median"] > 0
+    assert data["overhead"]["us_per_step"] == 50.0
+
+
+def test_without_findings_the_verdict_is_null() -> None:
+    data = findings.to_json(account(trace_of(rank_of(steps_of([100.0]))), "runs/one"), ())
+    assert data["verdict"] is None
+    assert data["findings"] == []
+
+
+def test_the_terminal_gets_80_columns() -> None:
+    text = io.StringIO()
+    long = dataclasses.replace(FINDING, advice="do this " * 30, where="workloads/gray/train.py:171")
+    findings.show(ACCOUNT, [long, FINDING], Console(file=text, width=80))
+
+    lines = text.getvalue().splitlines()
+    assert max(len(line) for line in lines) <= 80
+    assert lines[0].startswith("You could train 2.0 to 2.4× faster")
+    assert any(line.startswith("1. ") for line in lines)
+    assert "   --workers 6" in lines

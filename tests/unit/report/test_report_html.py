@@ -1,0 +1,178 @@
+"""The page: whole, self-contained, safe, and with nothing to show where nothing was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from report_runs import facts, rank_of, step, steps_of, trace_of, whole_run
+
+from flatout.diagnose.finding import Finding
+from flatout.report.account import account
+from flatout.report.html import page
+from flatout.trace import Trace
+from flatout.trace.thin import window_of
+
+VOID = {"meta", "br"}
+FINDING = Finding(
+    code="data.main-thread",
+    title="samples are loaded in the training process: 60% of the time it does nothing else",
+    share=0.6,
+    gain_low=2.0,
+    gain_high=2.4,
+    derived="measured ceiling",
+    confidence=0.9,
+    evidence={"cores": 16},
+    change="num_workers",
+    value=6,
+    advice="load in worker processes",
+)
+
+
+class Page(HTMLParser):
+    """A page taken apart; complains about tags that do not match."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.plots: dict[str, Any] = {}
+        self._open: list[str] = []
+        self._in_plots = False
+        self.feed(text)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._in_plots = dict(attrs).get("id") == "plots"
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._in_plots:
+            self.plots = json.loads(data)
+        elif self._open and self._open[-1] not in ("script", "style"):
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.texts)
+
+    @property
+    def sections(self) -> list[str | None]:
+        return [attributes.get("id") for tag, attributes in self.elements if tag == "section"]
+
+
+def page_of(run: Trace, *findings: Finding) -> Page:
+    return Page(page(run, account(run, "runs/one"), findings))
+
+
+def test_a_run_that_has_everything_shows_everything() -> None:
+    shown = page_of(whole_run(), FINDING)
+
+    sections = "findings time steps run loading sync xray cards facts cost notes"
+    assert shown.sections == sections.split()
+    titles = [panel["title"] for panel in shown.plots["panels"]]
+    assert titles == ["Step time", "Waiting for data", "Loss", "GPU", "Power", "CPU", "Disk"]
+    places = [attributes for _, attributes in shown.elements if attributes.get("class") == "plot"]
+    assert len(places) == len(titles)
+    for figure in ("train.py:42", "4,711", "void gemm<float>(int)", "Rotate", "50 µs a step"):
+        assert figure in shown.text
+
+
+def test_the_verdict_comes_first_and_its_change_is_ready_to_copy() -> None:
+    shown = page_of(whole_run(), FINDING)
+
+    assert f"You could train 2.0 to 2.4× faster: {FINDING.title}." in shown.text
+    copies = [attributes["data-copy"] for _, attributes in shown.elements if "data-copy" in attributes]
+    assert copies == ["--workers 6"]
+
+
+def test_nothing_is_fetched_from_anywhere() -> None:
+    shown = page_of(whole_run(), FINDING)
+
+    policy = next(a["content"] for _, a in shown.elements if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None
+    assert policy.startswith("default-src 'none'")
+    for tag, attributes in shown.elements:
+        assert "src" not in attributes
+        assert tag not in ("link", "iframe", "object", "img")
+        if tag == "a":
+            assert str(attributes["href"]).startswith("#")
+
+
+def test_what_a_trace_holds_never_becomes_markup() -> None:
+    hostile = "</script><script>alert(1)</script>"
+    settings = [{"source": hostile, "values": {hostile: hostile}}]
+    rank = rank_of(steps_of([100.0] * 5), facts=facts(optimizer=hostile, settings=settings))
+    rank = dataclasses.replace(rank, info=dataclasses.replace(rank.info, name=hostile, command=(hostile,)))
+    finding = dataclasses.replace(FINDING, title=hostile, where=hostile, evidence={hostile: hostile})
+
+    shown = page_of(trace_of(rank), finding)
+
+    assert hostile in shown.text
+    assert sum(tag == "script" for tag, _ in shown.elements) == 3
+
+
+BLIND = trace_of(rank_of(steps_of([100.0] * 40, gpu=False), facts={}))
+ONE_STEP = trace_of(rank_of(steps_of([100.0])))
+ONLY_SETUP = trace_of(rank_of((step(-1, 500.0, kind="setup", spans=()),)))
+
+
+@pytest.mark.parametrize(
+    ("run", "missing"),
+    [
+        pytest.param(BLIND, {"xray", "cards", "loading", "facts"}, id="no GPU"),
+        pytest.param(ONE_STEP, {"xray", "cards", "loading"}, id="one step"),
+        pytest.param(ONLY_SETUP, {"steps", "sync", "run"}, id="no training step"),
+    ],
+)
+def test_what_was_not_measured_has_no_section(run: Trace, missing: set[str]) -> None:
+    shown = page_of(run)
+    assert not missing & set(shown.sections)
+    assert "time" in shown.sections
+
+
+def test_too_few_steps_are_no_verdict() -> None:
+    assert "Too few training steps to judge: 1." in page_of(ONE_STEP).text
+
+
+def test_ranks_are_listed_the_slowest_first_and_of_many_only_the_ends() -> None:
+    few = trace_of(*(rank_of(steps_of([100.0 + n] * 5), rank=n) for n in range(4)))
+    shown = page_of(few)
+    assert "ranks" in shown.sections
+    assert shown.text.index("rank 3 on box") < shown.text.index("rank 0 on box")
+
+    many = trace_of(*(rank_of(steps_of([100.0 + n] * 2), rank=n) for n in range(100)))
+    text = page_of(many).text
+    assert "rank 99 on box" in text
+    assert "rank 0 on box" in text
+    assert "rank 50 on box" not in text
+
+
+def test_plots_carry_their_figures_in_words_and_tables() -> None:
+    shown = page_of(whole_run())
+
+    plots = [attributes for _, attributes in shown.elements if attributes.get("class") == "plot"]
+    assert all(attributes.get("role") == "img" and attributes.get("aria-label") for attributes in plots)
+    tracks = [a for _, a in shown.elements if (a.get("class") or "").startswith("track") and a.get("role") == "img"]
+    assert all(attributes.get("aria-label") for attributes in tracks)
+    assert sum(tag == "table" for tag, _ in shown.elements) >= len(plots)
+
+
+def test_a_day_long_run_stays_below_6_megabytes() -> None:
+    steps = steps_of([100.0] * 2_000, loss=1.0)
+    window = window_of(list(steps[:50]))
+    windows = tuple(dataclasses.replace(window, start_s=n * 17.28) for n in range(5_000))
+    run = whole_run()
+    samples = tuple(dataclasses.replace(run.samples["box"][0], time_s=float(n * 10)) for n in range(8_640))
+    workers = run.ranks[0].workers * 16
+    whole = trace_of(dataclasses.replace(rank_of(steps, windows=windows), workers=workers), samples=samples)
+
+    assert len(page(whole, account(whole, "runs/day"), [FINDING] * 20).encode()) < 6_000_000

@@ -1,0 +1,165 @@
+"""What a page draws: bars that add up, steps well chosen, series that stay small."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from report_runs import rank_of, sample, step, steps_of, trace_of, whole_run, worker
+
+from flatout.diagnose.breakdown import breakdown
+from flatout.report import picture
+from flatout.trace import Span, Step
+from flatout.trace.thin import window_of
+
+
+def test_the_waterfall_falls_from_all_to_nothing_with_the_work_last() -> None:
+    bars = picture.waterfall(breakdown(whole_run().ranks[0]))
+
+    assert bars[0].left + bars[0].width == pytest.approx(1.0)
+    for above, below in itertools.pairwise(bars):
+        assert below.left + below.width == pytest.approx(above.left)
+    assert bars[-1].left == pytest.approx(0.0, abs=1e-9)
+    families = [bar.family for bar in bars]
+    assert families == sorted(families, key=lambda family: family == "compute")
+    assert bars[0].label == "waiting for data"
+    assert bars[0].idle == pytest.approx(0.9, abs=0.02)
+
+
+def test_the_whole_run_is_training_and_what_is_not() -> None:
+    b = breakdown(whole_run().ranks[0])
+    bars = picture.whole_run(b)
+
+    assert sum(bar.ms for bar in bars) == pytest.approx(b.wall_ms)
+    assert {bar.label for bar in bars} == {"set-up", "X-ray", "training"}
+    assert bars[-1].label == "training"
+    assert bars[-1].ms == pytest.approx(b.training_ms)
+
+
+def test_a_phase_after_the_last_step_is_not_training() -> None:
+    late = (Span(name="data", start_ms=0, host_ms=300.0),)
+    tail = Step(index=50, start_s=20.0, wall_ms=300.0, kind="tail", spans=late)
+    b = breakdown(rank_of((*steps_of([100.0] * 50), tail)))
+    bars = picture.whole_run(b)
+
+    assert [(bar.label, round(bar.ms)) for bar in bars] == [
+        ("waiting for data after the last step", 300),
+        ("training", 5000),
+    ]
+
+
+def test_the_typical_step_is_the_median_and_the_bad_one_the_99th_percentile() -> None:
+    times = [100.0] * 97 + [300.0, 310.0, 900.0]
+    typical, bad = picture.timelines(rank_of(steps_of(times)))
+
+    assert typical.step.wall_ms == 100.0
+    assert bad.step.wall_ms == pytest.approx(305.0, abs=10.0)
+
+
+def test_a_step_that_knows_the_gpu_is_taken_before_one_that_does_not() -> None:
+    blind = [step(index, 100.0, gpu=False) for index in range(20)]
+    (drawn,) = picture.timelines(rank_of([*blind, step(20, 98.0)]))
+
+    assert drawn.step.index == 20
+
+
+def test_one_step_is_drawn_once_and_none_not_at_all() -> None:
+    assert len(picture.timelines(rank_of(steps_of([100.0])))) == 1
+    assert picture.timelines(rank_of(())) == ()
+
+
+def test_the_gpus_row_is_tied_to_the_hosts_where_the_host_woke_it() -> None:
+    """GIVEN a host that waits 60 ms for data WHEN the GPU idles for 54 of them THEN both go on at the same moment."""
+    drawn = picture.timeline("a step", step(0, 100.0))
+
+    data = next(bar for bar in drawn.host if bar.label == "waiting for data")
+    idle = next(bar for bar in drawn.gpu if bar.idle == 1.0)
+    assert drawn.anchored
+    assert idle.left + idle.width == pytest.approx(data.left + data.width)
+    assert drawn.gpu[0].label == picture.EARLIER
+    assert drawn.gpu[0].width == pytest.approx(0.06)
+
+
+def test_a_gpu_that_never_waited_is_drawn_from_the_start_and_said_to_be_untied() -> None:
+    spans = (Span(name="forward", start_ms=0.0, host_ms=10.0, gpu_busy_ms=90.0),)
+    drawn = picture.timeline("a step", Step(index=0, start_s=0.0, wall_ms=10.0, spans=spans))
+
+    assert not drawn.anchored
+    assert drawn.gpu[0].left == 0.0
+    assert drawn.gpu[0].width == pytest.approx(1.0)
+
+
+def test_a_hundred_tiny_copies_are_one_bar() -> None:
+    copies = [Span(name="copy", start_ms=n * 0.1, host_ms=0.08) for n in range(100)]
+    gaps = [Span(name="rest", start_ms=n * 0.1 + 0.08, host_ms=0.02) for n in range(100)]
+    spans = sorted((*copies, *gaps), key=lambda span: span.start_ms)
+    drawn = picture.timeline("a step", Step(index=0, start_s=0.0, wall_ms=30.0, spans=tuple(spans)))
+
+    assert [bar.label for bar in drawn.host] == ["copying to the GPU"]
+    assert drawn.host[0].ms == pytest.approx(10.0)
+
+
+def test_every_panel_has_what_was_measured_and_those_without_are_left_out() -> None:
+    run = whole_run()
+    titles = [panel.title for panel in picture.panels(run, run.ranks[0])]
+    assert titles == ["Step time", "Waiting for data", "Loss", "GPU", "Power", "CPU", "Disk"]
+
+    bare = trace_of(rank_of(steps_of([100.0] * 5)))
+    assert [panel.title for panel in picture.panels(bare, bare.ranks[0])] == ["Step time", "Waiting for data"]
+
+
+def test_long_runs_are_drawn_from_windows_in_2000_points_at_most() -> None:
+    steps = [step(index, 100.0, start_s=index * 0.1) for index in range(50)]
+    window = window_of(steps)
+    windows = tuple(dataclasses.replace(window, start_s=n * 5.0) for n in range(5_000))
+    rank = rank_of(steps, windows=windows)
+    samples = [sample(float(n)) for n in range(9_000)]
+
+    panels = picture.panels(trace_of(rank, samples=samples), rank)
+
+    assert max(len(series.x) for panel in panels for series in panel.series) <= picture.MOST_POINTS
+    times = panels[0].series
+    assert [series.name for series in times] == ["median", "95th percentile"]
+    assert times[0].y[0] == pytest.approx(100.0, rel=0.011)
+    assert panels[1].series[0].y[0] == pytest.approx(60.0)
+
+
+def test_a_thinned_series_keeps_its_mean() -> None:
+    values = [float(n % 10) for n in range(20_000)]
+    series = picture.line("load", "data", list(range(20_000)), values)
+
+    assert len(series.y) == picture.MOST_POINTS
+    assert sum(series.y) / len(series.y) == pytest.approx(4.5)
+
+
+def test_what_was_not_measured_is_no_point() -> None:
+    series = picture.line("load", "data", [1.0, 2.0, 3.0], [None, float("nan"), 5.0])
+    assert (series.x, series.y) == ((3.0,), (5.0,))
+
+
+def test_pauses_and_what_is_not_training_are_marked() -> None:
+    run = whole_run()
+    marked = picture.marks(run, run.ranks[0])
+
+    assert [mark.name for mark in marked] == ["set-up", "evaluation", "X-ray"]
+    assert marked[1].length_s == pytest.approx(0.8)
+    assert marked[1].start_s == pytest.approx(16.0 - 6.0)
+
+
+def test_the_card_is_the_one_the_rank_named() -> None:
+    run = whole_run()
+    assert picture.card_of(run.ranks[0], run.samples["box"]) == "GPU-0"
+    assert picture.card_of(rank_of((), facts={}), run.samples["box"]) == "GPU-0"
+    assert picture.card_of(run.ranks[0], ()) is None
+
+
+def test_a_workers_life_adds_up() -> None:
+    (lane,) = picture.lanes([worker(0), dataclasses.replace(worker(1), samples=0)])
+
+    shares = dict(lane.parts)
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert shares["computing"] == pytest.approx(0.4)
+    assert shares["waiting for a core"] == pytest.approx(0.1)
+    assert shares["blocked"] == pytest.approx(0.1)
+    assert shares["waiting for work"] == pytest.approx(0.3)
