@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from flatout import __version__
-from flatout.errors import FlatoutError, UsageError
+from flatout.errors import FlatoutError, GateFailed, UsageError
 
 INTERRUPTED = 130
 READER_LEFT = 141
@@ -194,6 +194,7 @@ def run(
     xray: Annotated[bool, typer.Option("--xray/--no-xray", help="Take a few steps under the kernel profiler.")] = True,
     quiet: Annotated[bool, typer.Option("--quiet", help="No summary at the end.")] = False,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the account as JSON; - is stdout.")] = None,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write the report as one HTML file.")] = None,
 ) -> None:
     """Run a training command and say where every second of GPU time went. The script stays as it is.
 
@@ -214,33 +215,101 @@ def run(
     code = launch.run(command, folder=folder, max_steps=max_steps, xray=xray)
     if os.environ.get("FLATOUT") != "off":
         for recording in launch.recordings(folder):
-            _account_for(recording, quiet=quiet, json_to=json)
+            _account_for(recording, quiet=quiet, json_to=json, html_to=html)
     raise typer.Exit(code)
 
 
-def _account_for(folder: Path, *, quiet: bool, json_to: str | None) -> None:
+def _account_for(folder: Path, *, quiet: bool, json_to: str | None, html_to: str | None) -> None:
     """The summary after a run, on stderr; what is wrong with it never changes the run's exit code."""
     from rich.console import Console
 
-    from flatout import trace
-    from flatout.report.account import account
-    from flatout.report.terminal import show
-
     try:
-        result = account(trace.read(folder), str(folder))
-        if json_to is not None:
-            _write_json(json_to, result.to_json())
+        _report([folder], None if quiet else Console(stderr=True, highlight=False), json_to=json_to, html_to=html_to)
     except FlatoutError as problem:
         print(f"flatout: {problem}", file=sys.stderr)
-        return
-    if not quiet:
-        show(result, Console(stderr=True, highlight=False))
+    except Exception as problem:  # ours, and the training is not to suffer from it
+        reason = f"{type(problem).__name__}: {problem}"
+        print(f"flatout: no summary ({reason}); the recording is in {folder}", file=sys.stderr)
+
+
+@app.command()
+def report(
+    trace: Annotated[list[Path], typer.Argument(metavar="TRACE…", help="A run's folder; of several machines, all.")],
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the report as JSON; - is stdout.")] = None,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write the report as one HTML file.")] = None,
+) -> None:
+    """Say what a recorded run shows: the verdict, what to change, and where every second went.
+
+    The HTML file needs nothing beside it and no network. Folders recorded on several machines become one report.
+    """
+    from rich.console import Console
+
+    _report(trace, None if json == "-" or html == "-" else Console(highlight=False), json_to=json, html_to=html)
+
+
+def _report(folders: list[Path], console: Any, *, json_to: str | None, html_to: str | None) -> None:
+    from flatout import trace
+    from flatout.diagnose.rules import diagnose
+    from flatout.report import findings, terminal
+    from flatout.report.account import account
+
+    recorded = trace.merge(*(trace.read(folder) for folder in folders)) if len(folders) > 1 else trace.read(folders[0])
+    result = account(recorded, ", ".join(str(folder) for folder in folders))
+    found = diagnose(recorded)
+    if json_to is not None:
+        _write_json(json_to, findings.to_json(result, found))
+    if html_to is not None:
+        from flatout.report.html import page
+
+        _write_text(html_to, page(recorded, result, found))
+    if console is not None:
+        findings.show(result, found, console)
+        terminal.show(result, console)
+
+
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="The run before.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The run after.")],
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the comparison as JSON; - is stdout.")] = None,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write the comparison as one HTML file.")] = None,
+    fail_if_slower: Annotated[
+        float | None,
+        typer.Option(metavar="PCT", min=0.0, help="Exit 1 if B is shown to be slower by more than this."),
+    ] = None,
+) -> None:
+    """Compare two recorded runs: is B faster than A, beyond the noise of both?
+
+    "No difference shown" is an answer. Runs that cannot be compared are shown side by side, with the reason.
+    """
+    from rich.console import Console
+
+    from flatout import trace
+    from flatout.report import compare_views
+    from flatout.report.compare import compare as compare_runs
+
+    first, second = trace.read(a), trace.read(b)
+    result = compare_runs(first, second, (str(a), str(b)))
+    if json is not None:
+        _write_json(json, result.to_json())
+    if html is not None:
+        _write_text(html, compare_views.page(result, first, second))
+    if json != "-" and html != "-":
+        compare_views.show(result, Console(highlight=False))
+    if fail_if_slower is not None:
+        if result.typical is None:
+            raise UsageError(f"cannot tell whether {b} is slower than {a}: {'; '.join(result.reasons)}")
+        if result.slower_than(fail_if_slower):
+            raise GateFailed(f"{b} is shown to be more than {fail_if_slower:g}% slower than {a}")
 
 
 def _write_json(target: str, data: Any) -> None:
     import json
 
-    text = json.dumps(data, indent=2, default=str) + "\n"
+    _write_text(target, json.dumps(data, indent=2, default=str) + "\n")
+
+
+def _write_text(target: str, text: str) -> None:
     if target == "-":
         sys.stdout.write(text)
         return

@@ -1,0 +1,182 @@
+"""A Comparison as text for a terminal, and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flatout.report import drawing
+from flatout.report.account import Account
+from flatout.report.compare import Comparison, Ratio, phases
+from flatout.report.html import document
+from flatout.report.markup import Html, figures, join, shown, table, tag
+from flatout.report.picture import Panel, Series, grouped, line, words
+from flatout.report.terminal import duration, ms
+from flatout.trace import RankTrace, Sketch, Trace
+
+MOST_LINES = 20
+_VALUE = 24
+
+
+def show(comparison: Comparison, console: Console) -> None:
+    """Print it, 80 columns wide."""
+    console.print(Text(comparison.sentence(), style="bold"))
+    for caution in comparison.cautions:
+        console.print(Text(f"Mind: {caution}."))
+    console.print()
+    _print_table(console, ("", "A", "B", ""), _figures(comparison))
+    console.print()
+    _print_table(console, ("a step's time", "A", "B", ""), _phases(comparison))
+    if comparison.losses is not None:
+        console.print()
+        console.print(Text(_losses(comparison)))
+    if comparison.differences:
+        console.print()
+        rows = [(name, _cut(a), _cut(b), "") for name, a, b in comparison.differences[:MOST_LINES]]
+        _print_table(console, ("what differs", "A", "B", ""), rows, figures_=False)
+        more = len(comparison.differences) - MOST_LINES
+        if more > 0:
+            console.print(Text(f"and {more} more: see --html or --json", style="dim"))
+
+
+def _print_table(
+    console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]], *, figures_: bool = True
+) -> None:
+    drawn = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for place, head in enumerate(heads):
+        right = figures_ and place > 0
+        drawn.add_column(head, justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        drawn.add_row(*(Text(cell) for cell in row))
+    console.print(drawn)
+
+
+def _cut(value: object) -> str:
+    text = shown(value)
+    return text if len(text) <= _VALUE else text[: _VALUE - 1] + "…"
+
+
+def _figures(comparison: Comparison) -> list[tuple[str, str, str, str]]:
+    rows = []
+    for name, value, ratio in (
+        ("median step", lambda one: ms(one.breakdown.step_ms.quantile(0.5) or 0.0), comparison.typical),
+        ("95th percentile", lambda one: ms(one.breakdown.step_ms.quantile(0.95) or 0.0), None),
+        ("samples a second", _samples_per_s, comparison.overall),
+        ("steps", lambda one: f"{one.breakdown.steps:,}", None),
+        ("training time", lambda one: duration(one.breakdown.training_ms), None),
+    ):
+        rows.append((name, value(comparison.a), value(comparison.b), _said(ratio)))
+    return rows
+
+
+def _samples_per_s(one: Account) -> str:
+    speed = one.breakdown.samples_per_s
+    return f"{speed * one.ranks:,.0f}" if speed else "not known"
+
+
+def _said(ratio: Ratio | None) -> str:
+    return f"{ratio.value:.2f}× ({ratio.low:.2f} to {ratio.high:.2f})" if ratio is not None else ""
+
+
+def _phases(comparison: Comparison) -> list[tuple[str, str, str, str]]:
+    """The phases of a step, those that changed most first."""
+    a, b = phases(comparison.a.breakdown), phases(comparison.b.breakdown)
+    names = sorted(dict.fromkeys((*a, *b)), key=lambda name: -abs(b.get(name, 0.0) - a.get(name, 0.0)))
+    rows = []
+    for name in names:
+        before, after = a.get(name, 0.0), b.get(name, 0.0)
+        if max(before, after) < 0.002 * (comparison.a.breakdown.step_ms.mean or 0.0):
+            continue
+        apart = after - before
+        rows.append((words(name), ms(before), ms(after), f"{'+' if apart >= 0 else '−'}{ms(abs(apart))}"))
+    return rows
+
+
+def _losses(comparison: Comparison) -> str:
+    losses = comparison.losses
+    assert losses is not None
+    if losses.end_a is None or losses.end_b is None or losses.low is None or losses.high is None:
+        return "Losses: too few were read to compare."
+    apart = f"B − A = {losses.end_b - losses.end_a:+.4g} ({losses.low:+.4g} to {losses.high:+.4g})"
+    verdict = losses.verdict if losses.verdict == "no difference shown" else f"B's is {losses.verdict}"
+    return (
+        f"Loss over the last quarter of what both did: {losses.end_a:.4g} and {losses.end_b:.4g}; {apart}: {verdict}."
+    )
+
+
+# The page
+
+
+def page(comparison: Comparison, first: Trace, second: Trace) -> str:
+    """The comparison as one self-contained file."""
+    drawn = _panels(comparison, first.ranks[0], second.ranks[0])
+    differences = [(name, shown(a), shown(b)) for name, a, b in comparison.differences]
+    sections = [
+        ("runs", "The two runs", _runs(comparison)),
+        (
+            "phases",
+            "Where a step's time goes",
+            table("A step, those that changed most first", ("phase", "A", "B", "change"), _phases(comparison)),
+        ),
+        ("plots", "Step by step", join(drawing.plot(panel, place) for place, panel in enumerate(drawn))),
+        ("losses", "Losses", tag("p", _losses(comparison)) if comparison.losses is not None else Html("")),
+        ("differences", "What differs", table("Settings and facts", ("what", "A", "B"), differences, numbers_from=9)),
+    ]
+    if not differences:
+        sections[-1] = ("differences", "What differs", tag("p", "No setting or fact that flatout records."))
+    about = f"{comparison.a.folder} (A) and {comparison.b.folder} (B)"
+    head = join(
+        [
+            tag("p", tag("strong", "flatout"), " · ", about, class_="about"),
+            tag("h1", comparison.sentence()),
+            figures([(name, f"{a} → {b}", said) for name, a, b, said in _figures(comparison)[:4]]),
+            *(tag("p", f"Mind: {caution}.", class_="warning") for caution in comparison.cautions),
+        ]
+    )
+    return document(
+        title=f"flatout: {comparison.a.name} compared",
+        head=head,
+        sections=[section for section in sections if section[2]],
+        plots={"axis": "", "panels": [drawing.plain_panel(panel) for panel in drawn], "marks": []},
+    )
+
+
+def _runs(comparison: Comparison) -> Html:
+    note = (
+        "Intervals hold 95% of the resamples of blocks of neighbouring steps: the noise within the two runs. "
+        "What differs between any two runs of the same training only more runs can show."
+    )
+    return join(
+        [table("Side by side", ("", "A", "B", "speed of B"), _figures(comparison)), tag("p", note, class_="meta")]
+    )
+
+
+def _panels(comparison: Comparison, a: RankTrace, b: RankTrace) -> list[Panel]:
+    panels = [Panel(title="Step time by step", unit="ms", series=(_steps("A", "other", a), _steps("B", "compute", b)))]
+    losses = comparison.losses
+    if losses is not None:
+        curves = [
+            replace(line(name, kind, [x for x, _ in curve], [y for _, y in curve]), dashed=name == "A")
+            for name, kind, curve in (("A", "other", losses.a), ("B", "compute", losses.b))
+        ]
+        panels.append(Panel(title=f"Loss by {losses.axis}", unit="", series=tuple(curves)))
+    return [panel for panel in panels if any(series.x for series in panel.series)]
+
+
+def _steps(name: str, kind: str, rank: RankTrace) -> Series:
+    """Step times, or medians of windows where not every step was kept."""
+    steps = [step for step in rank.steps if step.kind == "train"]
+    if len(steps) >= sum(window.wall_ms.count for window in rank.windows):
+        return line(name, kind, [s.index for s in steps], [s.wall_ms for s in steps], dashed=name == "A")
+    groups = grouped(rank.windows, 2_000)
+    medians = []
+    for group in groups:
+        times = Sketch()
+        for window in group:
+            times.merge(window.wall_ms)
+        medians.append(times.quantile(0.5))
+    return line(name, kind, [group[0].first_index for group in groups], medians, dashed=name == "A")

@@ -1,0 +1,266 @@
+"""Comparing two runs: differences that are there are shown, others are not, and what cannot be compared says why."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from report_runs import facts, rank_of, step, steps_of, trace_of
+from rich.console import Console
+from test_report_html import Page
+
+from flatout import cli
+from flatout.report import compare_views
+from flatout.report.compare import Comparison, compare
+from flatout.trace import Facts, RankTrace, Step, Trace, TraceWriter
+from flatout.trace.thin import window_of
+
+
+def noisy(seed: int, count: int = 200, around_ms: float = 100.0, spread: float = 0.1) -> list[float]:
+    """Step times that drift, as those of a real run do."""
+    draw = random.Random(seed)
+    drift, times = 0.0, []
+    for _ in range(count):
+        drift = 0.8 * drift + draw.gauss(0, spread / 2)
+        times.append(around_ms * (1 + 0.1 * drift + draw.gauss(0, spread)))
+    return times
+
+
+def run_of(times: list[float], **changes: object) -> Trace:
+    return trace_of(rank_of(steps_of(times), facts=facts(**changes)))
+
+
+def test_a_run_compared_with_itself_shows_no_difference() -> None:
+    result = compare(run_of(noisy(1)), run_of(noisy(1)))
+
+    assert result.typical is not None
+    assert result.typical.value == pytest.approx(1.0)
+    assert result.typical.verdict == "no difference shown"
+    assert result.sentence().startswith("No difference shown: 1.00× the speed of A")
+    assert not result.slower_than(0)
+
+
+def test_noise_alone_is_seldom_taken_for_a_difference() -> None:
+    """Of 30 pairs that differ by chance only, 95% intervals may miss a few."""
+    verdicts = [compare(run_of(noisy(n)), run_of(noisy(1000 + n))).typical for n in range(30)]
+    wrong = sum(ratio is not None and ratio.verdict != "no difference shown" for ratio in verdicts)
+    assert wrong <= 5
+
+
+def test_a_slowdown_of_a_fifth_is_shown_and_its_size_is_in_the_interval() -> None:
+    result = compare(run_of(noisy(1)), run_of(noisy(2, around_ms=120.0)))
+
+    assert result.typical is not None
+    assert result.typical.verdict == "slower"
+    assert result.typical.low < 1 / 1.2 < result.typical.high
+    assert result.slower_than(10)
+    assert not result.slower_than(30)
+
+
+def test_stalls_that_the_median_does_not_see_are_said_and_count_for_the_gate() -> None:
+    stalled = [900.0 if index % 8 == 3 else ms for index, ms in enumerate(noisy(2, count=400))]
+    result = compare(run_of(noisy(1, count=400)), run_of(stalled))
+
+    assert result.typical is not None
+    assert result.overall is not None
+    assert result.overall.verdict == "slower"
+    assert result.slower_than(50)
+    assert "Over all steps, slow ones included: 0.5" in result.sentence()
+
+
+def test_with_another_batch_size_samples_are_compared() -> None:
+    """GIVEN twice the batch in 1.5 times the time THEN B is 1.33 times as fast."""
+    doubled = [dataclasses.replace(one, samples=64) for one in steps_of(noisy(2, around_ms=150.0))]
+    result = compare(run_of(noisy(1)), trace_of(rank_of(doubled, facts=facts(loader={"batch_size": 64}))))
+
+    assert result.per == "sample"
+    assert result.typical is not None
+    assert result.typical.value == pytest.approx(4 / 3, rel=0.05)
+    assert result.typical.verdict == "faster"
+    assert any("32 samples, one of B 64" in caution for caution in result.cautions)
+
+
+def test_two_ranks_make_twice_the_samples() -> None:
+    ranks = [rank_of(steps_of(noisy(n)), rank=n) for n in (1, 2)]
+    result = compare(run_of(noisy(1)), trace_of(*ranks))
+
+    assert result.per == "sample"
+    assert result.typical is not None
+    assert result.typical.value == pytest.approx(2.0, rel=0.05)
+
+
+def test_a_last_short_batch_is_no_other_batch_size() -> None:
+    short = [*steps_of(noisy(1)), step(200, samples=7)]
+    assert compare(run_of(noisy(1)), trace_of(rank_of(short))).per == "step"
+
+
+def test_other_data_is_not_compared() -> None:
+    result = compare(run_of(noisy(1)), run_of(noisy(2, around_ms=200), loader={"dataset": "Clips", "length": 7}))
+
+    assert result.typical is None
+    assert result.sentence() == (
+        "Not comparable: they train on other data: Photos of 1,000 samples and Clips of 7 samples."
+    )
+    assert result.to_json()["verdict"] == "not comparable"
+    assert not result.slower_than(0)
+
+
+def test_too_few_steps_are_not_compared() -> None:
+    result = compare(run_of(noisy(1)), run_of(noisy(2, count=20)))
+    assert result.reasons == ("B has 20 training steps, and fewer than 40 say too little",)
+
+
+def test_another_card_and_another_model_are_cautions() -> None:
+    result = compare(run_of(noisy(1)), run_of(noisy(2), gpu="NVIDIA A100", parameters=2_000_000))
+
+    assert result.typical is not None
+    assert result.cautions == (
+        "another card: NVIDIA H200 and NVIDIA A100",
+        "another number of parameters: 1,000,000 and 2,000,000",
+    )
+
+
+def test_settings_that_differ_are_listed_and_no_others() -> None:
+    result = compare(
+        run_of(noisy(1), learning_rate=0.1), run_of(noisy(2), loader={"num_workers": 8}, learning_rate=0.2)
+    )
+    assert result.differences == (("loader 1: num_workers", 0, 8),)
+
+
+def test_long_runs_are_compared_by_their_windows() -> None:
+    def long(seed: int, around_ms: float) -> RankTrace:
+        windows, steps = [], []
+        for number in range(60):
+            part = [step(number * 50 + n, ms) for n, ms in enumerate(noisy(seed + number, 50, around_ms))]
+            windows.append(window_of(part))
+            steps += part if number == 0 else []
+        return rank_of(steps, windows=tuple(windows))
+
+    result = compare(trace_of(long(0, 100.0)), trace_of(long(500, 90.0)))
+
+    assert result.typical is not None
+    assert result.typical.verdict == "faster"
+    assert result.typical.value == pytest.approx(1 / 0.9, rel=0.02)
+    assert compare(trace_of(long(0, 100.0)), trace_of(long(500, 100.0))).typical.verdict == "no difference shown"  # type: ignore[union-attr]
+
+
+def losing(seed: int, floor: float) -> list[Step]:
+    draw = random.Random(seed)
+    steps = steps_of(noisy(seed))
+    return [dataclasses.replace(s, loss=floor + 2 / (1 + s.index) + draw.gauss(0, 0.01)) for s in steps]
+
+
+def test_losses_that_end_alike_show_no_difference_and_others_do() -> None:
+    a, same, worse = (trace_of(rank_of(losing(*how))) for how in ((1, 0.5), (2, 0.5), (3, 0.6)))
+
+    alike, apart = compare(a, same).losses, compare(a, worse).losses
+
+    assert alike is not None
+    assert apart is not None
+    assert alike.verdict == "no difference shown"
+    assert apart.verdict == "higher"
+    assert apart.low is not None
+    assert apart.high is not None
+    assert apart.low < 0.1 < apart.high + 0.01
+
+
+def test_without_losses_there_is_nothing_to_say_about_them() -> None:
+    assert compare(run_of(noisy(1)), run_of(noisy(2))).losses is None
+
+
+def printed(result: Comparison) -> str:
+    text = io.StringIO()
+    compare_views.show(result, Console(file=text, width=80))
+    return text.getvalue()
+
+
+def test_the_terminal_gets_80_columns() -> None:
+    a, b = trace_of(rank_of(losing(1, 0.5))), trace_of(rank_of(losing(2, 0.5), facts=facts(optimizer="SGD " * 40)))
+    text = printed(compare(a, b))
+
+    assert max(len(line) for line in text.splitlines()) <= 80
+    for figure in ("median step", "samples a second", "waiting for data", "Loss over the last quarter", "optimizer"):
+        assert figure in text
+
+
+def test_the_page_shows_both_runs() -> None:
+    a, b = trace_of(rank_of(losing(1, 0.5))), trace_of(rank_of(losing(2, 0.5), facts=facts(optimizer="SGD")))
+    shown = Page(compare_views.page(compare(a, b), a, b))
+
+    assert shown.sections == ["runs", "phases", "plots", "losses", "differences"]
+    assert [panel["title"] for panel in shown.plots["panels"]] == ["Step time by step", "Loss by step"]
+    assert [len(series["x"]) for series in shown.plots["panels"][0]["series"]] == [200, 200]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> dict[str, Path]:
+    """Traces on disk: two alike, one slower by a half, one of other data."""
+    runs = {
+        "same": run_of(noisy(1)),
+        "again": run_of(noisy(2)),
+        "slow": run_of(noisy(3, around_ms=150.0)),
+        "other": run_of(noisy(4), loader={"dataset": "Clips"}),
+    }
+    for name, run in runs.items():
+        with TraceWriter(tmp_path / name, run.ranks[0].info) as writer:
+            for one in run.ranks[0].steps:
+                writer.write(one)
+            writer.write(Facts(time_s=1.0, values=run.ranks[0].facts))
+    return {name: tmp_path / name for name in runs}
+
+
+@pytest.mark.parametrize(
+    ("second", "pct", "code", "said"),
+    [
+        ("again", "5", 0, ""),
+        ("slow", "60", 0, ""),
+        ("slow", "20", 1, "is shown to be more than 20% slower"),
+        ("other", "5", 2, "cannot tell whether"),
+    ],
+)
+def test_the_gate_says_no_only_to_a_slowdown_that_is_shown(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    saved: dict[str, Path],
+    second: str,
+    pct: str,
+    code: int,
+    said: str,
+) -> None:
+    arguments = ["flatout", "compare", str(saved["same"]), str(saved[second]), "--fail-if-slower", pct]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert (ended.value.code or 0) == code
+    assert said in capsys.readouterr().err
+
+
+def test_compare_and_report_write_json_and_html(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], saved: dict[str, Path], tmp_path: Path
+) -> None:
+    html = tmp_path / "page.html"
+    for words in (["compare", str(saved["same"]), str(saved["slow"])], ["report", str(saved["same"])]):
+        monkeypatch.setattr(sys, "argv", ["flatout", *words, "--json", "-", "--html", str(html)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert not ended.value.code
+        data = json.loads(capsys.readouterr().out)
+        assert data["schema"] == 1
+        assert "verdict" in data
+        Page(html.read_text(encoding="utf-8"))
+        html.unlink()
+
+
+def test_a_report_of_nothing_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["flatout", "report", str(tmp_path / "nowhere")])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("flatout: no trace at")
