@@ -122,7 +122,7 @@ def page(comparison: Comparison, first: Trace, second: Trace) -> str:
             "Where a step's time goes",
             table("A step, those that changed most first", ("phase", "A", "B", "change"), _phases(comparison)),
         ),
-        ("plots", "Step by step", join(drawing.plot(panel, place) for place, panel in enumerate(drawn))),
+        ("steps", "Step by step", join(drawing.plot(panel, place) for place, panel in enumerate(drawn))),
         ("losses", "Losses", tag("p", _losses(comparison)) if comparison.losses is not None else Html("")),
         ("differences", "What differs", table("Settings and facts", ("what", "A", "B"), differences, numbers_from=9)),
     ]

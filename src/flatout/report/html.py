@@ -65,7 +65,7 @@ def document(*, title: str, head: Html, sections: Sequence[tuple[str, str, Html]
         "footer", f"Made by flatout {__version__}. Every figure was measured in this run unless it says otherwise."
     )
     data = json.dumps(plots, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    scripts = [Html(f'<script type="application/json" id="plots">{data}</script>')]
+    scripts = [Html(f'<script type="application/json" id="plot-data">{data}</script>')]
     if plots.get("panels"):
         plotly = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
         scripts.append(Html(f"<script>{plotly}</script>"))

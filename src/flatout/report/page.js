@@ -1,7 +1,7 @@
 // Draws the plots, in the colours of the page; keeps them together when one is zoomed; copies changes.
 (() => {
   "use strict";
-  const data = JSON.parse(document.getElementById("plots").textContent);
+  const data = JSON.parse(document.getElementById("plot-data").textContent);
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
   const places = () => [...document.querySelectorAll(".plot")];

@@ -192,7 +192,7 @@ def test_the_page_shows_both_runs() -> None:
     a, b = trace_of(rank_of(losing(1, 0.5))), trace_of(rank_of(losing(2, 0.5), facts=facts(optimizer="SGD")))
     shown = Page(compare_views.page(compare(a, b), a, b))
 
-    assert shown.sections == ["runs", "phases", "plots", "losses", "differences"]
+    assert shown.sections == ["runs", "phases", "steps", "losses", "differences"]
     assert [panel["title"] for panel in shown.plots["panels"]] == ["Step time by step", "Loss by step"]
     assert [len(series["x"]) for series in shown.plots["panels"][0]["series"]] == [200, 200]
 

@@ -47,7 +47,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
-        self._in_plots = dict(attrs).get("id") == "plots"
+        self._in_plots = dict(attrs).get("id") == "plot-data"
         if tag not in VOID:
             self._open.append(tag)
 
@@ -92,6 +92,11 @@ def test_the_verdict_comes_first_and_its_change_is_ready_to_copy() -> None:
     assert f"You could train 2.0 to 2.4× faster: {FINDING.title}." in shown.text
     copies = [attributes["data-copy"] for _, attributes in shown.elements if "data-copy" in attributes]
     assert copies == ["--workers 6"]
+
+
+def test_no_two_elements_have_one_name() -> None:
+    names = [attributes["id"] for _, attributes in page_of(whole_run(), FINDING).elements if "id" in attributes]
+    assert len(names) == len(set(names))
 
 
 def test_nothing_is_fetched_from_anywhere() -> None:
