@@ -504,7 +504,7 @@ def _raise_later(thread: int, problem: BaseException) -> None:
     class Again(kind):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             BaseException.__init__(self, *problem.args)
-            vars(self).update(vars(problem))
+            self.__dict__.update(problem.__dict__)
             if isinstance(problem, SystemExit):
                 self.code = problem.code
 
