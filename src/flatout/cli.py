@@ -5,6 +5,7 @@ Whatever goes wrong by the person's mistake is one line on stderr and exit code 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import sys
@@ -248,20 +249,22 @@ def report(
 
 
 def _report(folders: list[Path], console: Any, *, json_to: str | None, html_to: str | None) -> None:
-    from flatout import trace
     from flatout.diagnose.rules import diagnose
     from flatout.report import findings, terminal
     from flatout.report.account import account
+    from flatout.report.gather import gather
 
-    recorded = trace.merge(*(trace.read(folder) for folder in folders)) if len(folders) > 1 else trace.read(folders[0])
+    recorded, ranks = gather(folders)
     result = account(recorded, ", ".join(str(folder) for folder in folders))
+    if ranks:
+        result = dataclasses.replace(result, ranks=len(ranks))
     found = diagnose(recorded)
     if json_to is not None:
         _write_json(json_to, findings.to_json(result, found))
     if html_to is not None:
         from flatout.report.html import page
 
-        _write_text(html_to, page(recorded, result, found))
+        _write_text(html_to, page(recorded, result, found, ranks))
     if console is not None:
         findings.show(result, found, console)
         terminal.show(result, console)

@@ -7,6 +7,7 @@ from typing import Any
 
 from flatout.report.account import Account
 from flatout.report.drawing import block
+from flatout.report.gather import RankFigures
 from flatout.report.markup import Html, figures, folded, join, shown, spoken, table, tag
 from flatout.report.picture import Bar, Lane, lanes, words
 from flatout.report.terminal import duration, ms
@@ -203,34 +204,28 @@ def cards(trace: Trace) -> Html | None:
     return table("Means over the run, set-up and pauses included", heads, rows)
 
 
-def ranks(trace: Trace, account: Account) -> Html | None:
-    if len(trace.ranks) < 2:
+def ranks(every: Sequence[RankFigures]) -> Html | None:
+    """Every rank in a line; of very many, those at both ends."""
+    if len(every) < 2:
         return None
-    pairs = list(zip(trace.ranks, account.by_rank, strict=True))
-    pairs.sort(key=lambda pair: -(pair[1].step_ms.quantile(0.5) or 0.0))
-    shown = pairs if len(pairs) <= MOST_RANKS else [*pairs[: MOST_RANKS // 2], *pairs[-MOST_RANKS // 2 :]]
-    rows = []
-    for rank, b in shown:
-        medians = (b.step_ms.quantile(0.5), b.step_ms.quantile(0.95))
-        rows.append(
-            (
-                f"rank {rank.info.rank} on {rank.info.host or '?'}",
-                f"{b.steps:,}",
-                *(ms(m) if m is not None else "" for m in medians),
-                f"{b.samples_per_s:,.0f}" if b.samples_per_s else "",
-                *(f"{b.share_of(name):.1%}" for name in ("data", "backward", "sync")),
-            )
+    ranked = sorted(every, key=lambda figures: -(figures.step_ms.quantile(0.5) or 0.0))
+    half = MOST_RANKS // 2
+    listed = ranked if len(ranked) <= MOST_RANKS else [*ranked[:half], *ranked[-half:]]
+    rows = [
+        (
+            f"rank {one.rank} on {one.host or '?'}",
+            f"{one.steps:,}",
+            *(ms(one.step_ms.quantile(q) or 0.0) for q in (0.5, 0.95)),
+            f"{one.samples_per_s:,.0f}" if one.samples_per_s else "",
+            *(f"{one.shares.get(name, 0.0):.1%}" for name in ("data", "backward", "sync")),
         )
+        for one in listed
+    ]
+    lead = "The slowest first. Ranks wait for each other in backward: one that holds the others up waits least there."
+    if len(listed) < len(ranked):
+        lead += f" Of {len(ranked):,} ranks, the {half} slowest and the {half} fastest."
     heads = ("rank", "steps", "median step", "p95", "samples/s", "data", "backward", "sync")
-    lead = (
-        "The slowest first. Ranks wait for each other in backward: the one that holds the others up waits least there."
-    )
-    left = (
-        f" The {len(shown) // 2} slowest and the {len(shown) // 2} fastest of {len(pairs):,}."
-        if len(shown) < len(pairs)
-        else ""
-    )
-    return join([tag("p", lead + left), table("Ranks", heads, rows)])
+    return join([tag("p", lead), table("Ranks", heads, rows)])
 
 
 def facts(account: Account, first: RankTrace) -> Html | None:

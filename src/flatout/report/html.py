@@ -17,6 +17,7 @@ from flatout.diagnose.finding import Finding
 from flatout.report import detail, drawing
 from flatout.report.account import Account
 from flatout.report.findings import change_as_typed, gain, headline, sentence
+from flatout.report.gather import RankFigures, of_breakdown
 from flatout.report.markup import Html, copyable, figures, folded, join, shown, spoken, table, tag
 from flatout.report.picture import Bar, marks, panels, timelines, waterfall, whole_run
 from flatout.report.terminal import duration, ms
@@ -26,8 +27,8 @@ from flatout.trace import RankTrace, Trace
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
 
-def page(trace: Trace, account: Account, findings: Sequence[Finding] = ()) -> str:
-    """The report of one run."""
+def page(trace: Trace, account: Account, findings: Sequence[Finding] = (), ranks: Sequence[RankFigures] = ()) -> str:
+    """The report of one run; `ranks` where the trace does not hold them all."""
     first = trace.ranks[0]
     drawn, marked = panels(trace, first), marks(trace, first)
     sections = [
@@ -39,7 +40,7 @@ def page(trace: Trace, account: Account, findings: Sequence[Finding] = ()) -> st
         ("sync", "Synchronizing calls", detail.sync(account, first)),
         ("xray", "X-ray: kernel by kernel", detail.xray(account)),
         ("cards", "The cards", detail.cards(trace)),
-        ("ranks", "The ranks", detail.ranks(trace, account)),
+        ("ranks", "The ranks", detail.ranks(ranks or _every_rank(trace, account))),
         ("facts", "The facts", detail.facts(account, first)),
         ("cost", "What measuring cost", detail.cost(account)),
         ("notes", "Notes", detail.notes(account)),
@@ -50,6 +51,10 @@ def page(trace: Trace, account: Account, findings: Sequence[Finding] = ()) -> st
         sections=[(key, title, body) for key, title, body in sections if body],
         plots={"panels": [drawing.plain_panel(p) for p in drawn], "marks": [drawing.plain_mark(m) for m in marked]},
     )
+
+
+def _every_rank(trace: Trace, account: Account) -> list[RankFigures]:
+    return [of_breakdown(rank.info, b) for rank, b in zip(trace.ranks, account.by_rank, strict=True)]
 
 
 def document(*, title: str, head: Html, sections: Sequence[tuple[str, str, Html]], plots: dict[str, Any]) -> str:
