@@ -93,6 +93,20 @@ def test_a_killed_maker_leaves_no_data_set_and_the_next_goes_on(tmp_path: Path) 
         assert (folder / path).read_bytes() == content
 
 
+def test_a_file_that_was_not_written_to_its_end_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN a disk that is full after two bytes
+    write_bytes = Path.write_bytes
+
+    def fills_up(path: Path, content: bytes) -> None:
+        write_bytes(path, content[:2])
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", fills_up)
+    with pytest.raises(OSError, match="No space left"):
+        making.write(tmp_path / "000000.png", b"a whole picture")
+    assert not (tmp_path / "000000.png").exists()
+
+
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_maker_says_how_to_go_on(tmp_path: Path, ending: signal.Signals) -> None:
     code, last_words = half_made(tmp_path / "gray", ending)

@@ -65,10 +65,10 @@ def test_ctrl_c_ends_with_the_summary(top, machine, capsys: pytest.CaptureFixtur
             os.kill(os.getpid(), signal.SIGINT)
 
     here.sleep = press
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     assert top(here).samples == 4
     assert "Verdict: healthy" in capsys.readouterr().out
-    assert signal.getsignal(signal.SIGINT) is before
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
 def test_once_as_json_is_one_reading_and_nothing_else(top, machine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,9 @@ SWINGING = {"sm": 50.0, "util": 60.0, "pulses": (0.0, 0.0, 0.0, 0.0, 95.0, 95.0,
         ("healthy", {"sm": 70.0, "util": 80.0}, "SM active averages 70%"),
         ("starved", {"sm": 69.0, "util": 80.0, "cpu": 31.0}, "SM active averages 69% while the CPU is 31% busy"),
         ("starved", {**LOW, "trainer_cpu": 97.0}, "the training process itself uses 97% of a core"),
+        ("starved", {**SWINGING, "pulses": (12.0, 95.0) * 4}, "SM active averages 5"),  # never below 10
+        ("starved", {**SWINGING, "pulses": (0.0, 66.0) * 4}, "SM active averages 3"),  # never above 70
+        ("fluctuating", {**SWINGING, "pulses": (8.0, 72.0) * 4}, "between 8% (p5) and 72% (p95)"),
         ("fluctuating", SWINGING, "between 0% (p5) and 95% (p95): idle 50% of the time, up to 0.5 s in a row"),
         ("busy but wasteful", {"sm": 8.0, "util": 99.0}, "GPU-Util reads 99%, yet SM active is 8%"),
         ("starved", {"sm": 26.0, "util": 99.0}, "SM active averages 26%"),
