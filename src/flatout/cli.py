@@ -179,6 +179,46 @@ def doctor(
         print("\n".join(report_lines(found)))
 
 
+@app.command()
+def check(
+    script: Annotated[
+        Path | None, typer.Argument(metavar="[SCRIPT]", help="The training script, or the .sh that starts it.")
+    ] = None,
+    flags: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- FLAGS…]", help="What you would give the script.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Its config: YAML, JSON, or a Python file of constants.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Measure how fast this folder can be read (two seconds).")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 on a warning too.")] = False,
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the list as JSON; - is stdout.")] = None,
+) -> None:
+    """Go through the list before training starts: script, config and machine. Runs nothing of yours.
+
+    `flatout check train.py`, with its config: `flatout check train.py --config train.yaml`, with its flags:
+    `flatout check train.py -- --num-workers 40`. Exit code 1 when a line failed.
+    """
+    _linux_only("check")
+    from rich.console import Console
+
+    from flatout.diagnose.preflight import check as look_over
+    from flatout.report.checklist import show
+    from flatout.sense.hardware import Sampler
+
+    with Sampler() as sampler:
+        gpus = sampler.read().gpus
+    found = look_over(script, flags=tuple(flags or ()), config=config, data=data, gpus=gpus or None)
+    if json is not None:
+        _write_json(json, found.to_json())
+    if json != "-":
+        show(found, Console(highlight=False))
+    if not found.passed(strict=strict):
+        raise typer.Exit(1)
+
+
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 )

@@ -123,7 +123,7 @@ def _plain(node: Any, file: str, path: tuple[str, ...]) -> Any:
     if isinstance(node, yaml.SequenceNode):
         return tuple(Value(_plain(item, file, path)) for item in node.value)
     try:
-        return yaml.constructor.SafeConstructor().construct_object(node)  # type: ignore[no-untyped-call]
+        return yaml.constructor.SafeConstructor().construct_object(node)
     except (yaml.YAMLError, ValueError):
         return UNKNOWN  # a tag of the user's own: only their loader knows what it means
 

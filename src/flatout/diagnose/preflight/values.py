@@ -7,7 +7,7 @@ config file, a class of settings.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ UNKNOWN = _Unknown()
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """`what` it is, `where` (file:line) that was written, and the `knob` a person would turn: a flag or a config key."""
+    """`what` it is, `where` (file:line) that was said, and the `knob` to turn: `--flag`, `key`, or `NAME =`."""
 
     what: Any = UNKNOWN
     where: str | None = None
@@ -41,6 +41,8 @@ class Value:
         """How a person sets it to something else, in the words of the place where it is set."""
         if self.knob is None:
             return f"{name}={new}"
+        if self.knob.endswith(" ="):
+            return f"{self.knob} {new!r}"
         if not self.knob.startswith("--"):
             return f"{self.knob}: {_in_yaml(new)}"
         if isinstance(new, bool):
@@ -88,23 +90,6 @@ def merged(values: Iterable[Value]) -> Value:
     first = found[0]
     same = all(type(value.what) is type(first.what) and value.what == first.what for value in found[1:])
     return first if same else Value()
-
-
-def plain(value: Any) -> Any:
-    """A value as Python would have it, tables as dicts; for showing."""
-    if isinstance(value, Value):
-        return plain(value.what)
-    return {name: plain(item) for name, item in value.entries.items()} if isinstance(value, Table) else value
-
-
-def table_of(data: Mapping[str, Any], where: str | None = None) -> Table:
-    """Plain nested dicts as a Table."""
-    return Table(
-        {
-            name: Value(table_of(item, where) if isinstance(item, Mapping) else item, where)
-            for name, item in data.items()
-        }
-    )
 
 
 def _in_yaml(value: object) -> str:

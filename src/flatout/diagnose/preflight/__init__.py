@@ -1,0 +1,99 @@
+"""PREFLIGHT: a training looked over before it starts. Runs nothing of the user's, imports neither torch nor sense.
+
+script ──source──► Program ──evaluate──► Values ┐
+command, config ──settings──► Tables ───────────┼──► Study ──loading, computing, looping, surroundings──► Checklist
+machine: Budget, cards, a data folder ──────────┘
+
+What cannot be told without running is said to be unknown; a check that guessed would be read once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from flatout import budget
+from flatout.diagnose.preflight import computing, loading, looping, surroundings
+from flatout.diagnose.preflight.checklist import Checklist, Line, unknown
+from flatout.diagnose.preflight.settings import Command, read_command, shown
+from flatout.diagnose.preflight.study import Machine, Study, open_study
+from flatout.diagnose.preflight.surroundings import DataFolder, read_folder
+from flatout.errors import UsageError
+from flatout.trace import GpuSample
+
+__all__ = ["Checklist", "DataFolder", "Line", "Machine", "check", "inspect", "read_folder"]
+
+# In the order of a person's own list. The first ones can do without a script.
+_OF_SETTINGS = {
+    "workers": loading.check_workers,
+    "decode threads": loading.check_decode_threads,
+    "shared memory": loading.check_shared_memory,
+    "host memory": loading.check_host_memory,
+    "pin_memory": loading.check_pin_memory,
+    "persistent_workers": loading.check_persistent_workers,
+    "mixed precision": computing.check_mixed_precision,
+    "batch size": computing.check_batch_size,
+}
+_OF_SOURCE = {
+    "prefetch_factor": loading.check_prefetch_factor,
+    "drop_last": loading.check_drop_last,
+    "loader in the loop": loading.check_loader_in_loop,
+    "set_epoch": loading.check_set_epoch,
+    "TF32": computing.check_tf32,
+    "cuDNN benchmark": computing.check_cudnn_benchmark,
+    "compile": computing.check_compile,
+    "fused optimizer": computing.check_fused_optimizer,
+    "channels_last": computing.check_channels_last,
+    "zero_grad": computing.check_zero_grad,
+    "host waits": looping.check_host_waits,
+    "evaluation": looping.check_evaluation,
+    "checkpoints": looping.check_checkpoints,
+}
+_OF_MACHINE = {
+    "GPUs": surroundings.check_gpus,
+    "shared card": surroundings.check_sharing,
+    "temperature": surroundings.check_temperature,
+}
+
+
+def check(
+    script: Path | None,
+    *,
+    flags: tuple[str, ...] = (),
+    config: Path | None = None,
+    data: Path | None = None,
+    gpus: tuple[GpuSample, ...] | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Checklist:
+    """Look over a training on this machine. `script` may be the shell script that starts it; `flags` are its own."""
+    command = _command(script, flags)
+    ranks = {} if command is None or command.ranks is None else {"LOCAL_WORLD_SIZE": str(command.ranks)}
+    machine = Machine(budget=budget.measure(environ={**environ, **ranks}), gpus=gpus, environ=environ)
+    return inspect(open_study(machine, command, config), read_folder(data) if data is not None else None)
+
+
+def inspect(study: Study, folder: DataFolder | None = None) -> Checklist:
+    """All checks on a study."""
+    files = [shown(module.path) for module in study.program.modules] if study.program is not None else []
+    if study.config is not None:
+        files.append(shown(study.config.path))
+    lines = [one(study) for one in _OF_SETTINGS.values()]
+    for subject, one in _OF_SOURCE.items():
+        lines.append(one(study) if study.program is not None else unknown(subject, "needs the script"))
+    lines += [one(study) for one in _OF_MACHINE.values()]
+    return Checklist(looked_at=tuple(files), lines=(*lines, surroundings.check_disk(study, folder)))
+
+
+def _command(script: Path | None, flags: tuple[str, ...]) -> Command | None:
+    if script is None:
+        if flags:
+            raise UsageError("flags of a script were given, but no script")
+        return None
+    if script.is_dir():
+        raise UsageError(f"{script} is a folder; name the training script")
+    if script.suffix in (".sh", ".bash"):
+        command = read_command(script)
+        return dataclasses.replace(command, flags=(*flags, *command.flags))
+    return Command(script=script, flags=flags, where="the command line" if flags else None)

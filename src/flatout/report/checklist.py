@@ -1,0 +1,62 @@
+"""A Checklist as text for a terminal: what to mend first, then what is well; 80 columns, no colour when piped."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import replace
+
+from rich.console import Console
+from rich.text import Text
+
+from flatout.diagnose.preflight.checklist import FAIL, NOT_APPLICABLE, OK, WARN, Checklist, Line
+
+_WIDTH, _INDENT = 80, 27
+_ORDER = {FAIL: "red", WARN: "yellow", OK: "green", NOT_APPLICABLE: "dim"}
+_IN_WORDS = {FAIL: "failed", WARN: "to look at", OK: "ok", NOT_APPLICABLE: "not applicable"}
+
+
+def show(checklist: Checklist, console: Console) -> None:
+    """Print the list."""
+    if checklist.looked_at:
+        console.print(Text(_wrapped(f"looked at {', '.join(checklist.looked_at)}", 0), style="dim"), soft_wrap=True)
+    for status, style in _ORDER.items():
+        for line in _joined(list(checklist.of(status))):
+            console.print(_line(line, style), soft_wrap=True)
+    counts = [(sum(1 for _ in checklist.of(status)), _IN_WORDS[status]) for status in _ORDER]
+    console.print(Text(", ".join(f"{count} {words}" for count, words in counts if count), style="bold"), soft_wrap=True)
+
+
+def _joined(lines: list[Line]) -> list[Line]:
+    """Lines that only say why they do not apply, one a reason."""
+    alike: dict[str, list[Line]] = {}
+    for line in lines:
+        alike.setdefault(line.reason if line.status == NOT_APPLICABLE and not line.where else line.subject, []).append(
+            line
+        )
+    return [
+        same[0]
+        if len(same) == 1
+        else replace(same[0], subject="the rest", reason=f"{same[0].reason}: {_subjects(same)}")
+        for same in alike.values()
+    ]
+
+
+def _subjects(lines: list[Line]) -> str:
+    return ", ".join(line.subject for line in lines)
+
+
+def _line(line: Line, style: str) -> Text:
+    place = f" ({line.where})" if line.where and line.where not in line.reason else ""
+    text = Text.assemble(
+        (f"{line.status:<5}", style), f"{line.subject:<{_INDENT - 5}}", _wrapped(line.reason + place, _INDENT)
+    )
+    if line.fix:
+        text.append(f"\n{'':<{_INDENT}}").append(
+            _wrapped(f"→ {line.fix}", _INDENT), style="bold" if line.status != NOT_APPLICABLE else ""
+        )
+    return text
+
+
+def _wrapped(text: str, indent: int) -> str:
+    lines = textwrap.wrap(text, _WIDTH - indent, break_on_hyphens=False, break_long_words=False)
+    return f"\n{'':<{indent}}".join(lines)
