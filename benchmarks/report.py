@@ -54,7 +54,8 @@ def main() -> None:
     options = parser.parse_args()
     machine = describe(("numpy", "plotly"))
     print(headline(machine))
-    results: dict[str, Any] = {"benchmark": "report", "machine": machine}
+    results: dict[str, Any] = {"benchmark": "report", "machine": machine, "load_average": os.getloadavg()[0]}
+    print(f"load average {results['load_average']:.1f}: above the number of cores, times are those of a busy machine")
     with tempfile.TemporaryDirectory() as scratch:
         long, wide = Path(scratch, "long"), Path(scratch, "wide")
         write_long(long, options.steps)
@@ -75,7 +76,7 @@ def measure(folder: Path) -> dict[str, Any]:
     page, data = folder.with_suffix(".html"), folder.with_suffix(".json")
     command = [sys.executable, "-m", "flatout", "report", str(folder), "--html", str(page), "--json", str(data)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    seconds, peaks = [], []
+    seconds, cpu, peaks = [], [], []
     for _ in range(REPEATS):
         began = time.monotonic()
         child = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
@@ -83,21 +84,23 @@ def measure(folder: Path) -> dict[str, Any]:
         child.returncode = os.waitstatus_to_exitcode(status)
         assert child.returncode == 0
         seconds.append(time.monotonic() - began)
+        cpu.append(usage.ru_utime + usage.ru_stime)
         peaks.append(usage.ru_maxrss * 1024)
     return {
         "trace_bytes": sum(path.stat().st_size for path in folder.iterdir()),
         "seconds": figure(seconds, 2),
+        "cpu_seconds": figure(cpu, 2),
         "peak_bytes": max(peaks),
         "page_bytes": page.stat().st_size,
     }
 
 
 def said(what: str, result: dict[str, Any]) -> str:
-    seconds = result["seconds"]
+    seconds, cpu_s = result["seconds"], result["cpu_seconds"]["median"]
     return (
         f"{what}: trace {result['trace_bytes'] / 1e6:.0f} MB, report in {seconds['median']} s "
-        f"(n={seconds['n']}, spread {seconds['spread']}), {result['peak_bytes'] / 1e6:.0f} MB of memory, "
-        f"page {result['page_bytes'] / 1e6:.1f} MB"
+        f"(n={seconds['n']}, spread {seconds['spread']}; {cpu_s} s of CPU), "
+        f"{result['peak_bytes'] / 1e6:.0f} MB of memory, page {result['page_bytes'] / 1e6:.1f} MB"
     )
 
 

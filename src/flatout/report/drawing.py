@@ -6,6 +6,7 @@ in a table behind it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -162,8 +163,13 @@ def over_time(drawn: Sequence[Panel], marked: Sequence[Mark]) -> Html | None:
     rows = [(mark.name, f"{mark.start_s:,.2f} s", duration(mark.length_s * 1e3)) for mark in marked]
     heads = ("what", "after", "for")
     behind = folded("What is marked", table("Stretches that are not plain training", heads, rows)) if rows else None
-    lead = "Drag to look closer, double-click to go back; the plots move together."
-    return join([tag("p", lead, class_="meta screen"), *figures_, behind])
+    counted = Counter(mark.name for mark in marked)
+    names = ", ".join(name if times == 1 else f"{name} ({times}×)" for name, times in counted.items())
+    parts = [
+        tag("p", f"Shaded: {names}.", class_="meta") if names else None,
+        tag("p", "Drag to look closer, double-click to go back; the plots move together.", class_="meta screen"),
+    ]
+    return join([*parts, *figures_, behind])
 
 
 def plot(panel: Panel, place: int) -> Html:

@@ -9,6 +9,7 @@ lanes       what each loader worker did with its life
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -40,6 +41,7 @@ PHASES = {
     "optimizer": ("optimizer", "compute"),
     EARLIER: (EARLIER, "compute"),
 }
+_PAUSES = ("loader start", "evaluation", "checkpoint")
 _NOT_TRAINING = {"warmup": "first step", "xray": "X-ray", "after xray": "X-ray", "replay": "ceiling"}
 _NOT_TRAINING |= {"resident": "ceiling", "setup": "set-up"}
 
@@ -431,7 +433,7 @@ def _merged(sketches: Iterable[Sketch]) -> Sketch:
 def marks(trace: Trace, rank: RankTrace) -> tuple[Mark, ...]:
     """Evaluations, checkpoints and starts of loader workers; set-up, X-ray and ceiling. Of too many, the longest."""
     zero_s = origin_s(trace, rank)
-    found = []
+    found, seen = [], []  # type: tuple[list[Mark], list[tuple[str, int]]]
     for kind, group in groupby(rank.steps, key=lambda step: _NOT_TRAINING.get(step.kind)):
         steps = list(group)
         if kind is not None:
@@ -439,19 +441,36 @@ def marks(trace: Trace, rank: RankTrace) -> tuple[Mark, ...]:
             found.append(Mark(name=kind, start_s=steps[0].start_s - zero_s, length_s=end_s - steps[0].start_s))
         for step in steps:
             if step.kind in ("train", "tail"):
-                found += _marks_in(step, zero_s)
+                here = _marks_in(step, zero_s)
+                found += here.values()
+                seen += ((name, step.index) for name in here)
+    found += _marks_in_windows(rank.windows, seen, zero_s)
     longest = sorted(found, key=lambda mark: -mark.length_s)[:MOST_MARKS]
     return tuple(sorted(longest, key=lambda mark: mark.start_s))
 
 
-def _marks_in(step: Step, zero_s: float) -> list[Mark]:
-    found = []
-    for name in ("loader start", "evaluation", "checkpoint"):
+def _marks_in(step: Step, zero_s: float) -> dict[str, Mark]:
+    found = {}
+    for name in _PAUSES:
         spans = [span for span in step.spans if span.name == name]
         if spans:
             end_ms = spans[-1].start_ms + spans[-1].host_ms
             start_s = step.start_s - zero_s + spans[0].start_ms / 1e3
-            found.append(Mark(name=words(name), start_s=start_s, length_s=(end_ms - spans[0].start_ms) / 1e3))
+            found[name] = Mark(name=words(name), start_s=start_s, length_s=(end_ms - spans[0].start_ms) / 1e3)
+    return found
+
+
+def _marks_in_windows(windows: Sequence[Window], seen: list[tuple[str, int]], zero_s: float) -> list[Mark]:
+    """Pauses in steps of which only the window is left: one mark a window, at its beginning, of their mean length."""
+    found = []
+    for name in _PAUSES:
+        known = sorted(index for pause, index in seen if pause == name)
+        for window in windows:
+            times = window.spans_ms.get(name)
+            drawn = bisect_right(known, window.last_index) - bisect_left(known, window.first_index)
+            if times is not None and times.count > drawn:
+                length_s = (times.mean or 0.0) / 1e3
+                found.append(Mark(name=words(name), start_s=window.start_s - zero_s, length_s=length_s))
     return found
 
 

@@ -147,6 +147,23 @@ def test_pauses_and_what_is_not_training_are_marked() -> None:
     assert marked[1].start_s == pytest.approx(16.0 - 6.0)
 
 
+def test_a_pause_whose_step_was_not_kept_is_marked_at_its_window() -> None:
+    pause = (Span(name="checkpoint", start_ms=0.0, host_ms=500.0),)
+    steps = [
+        step(index, 500.0 if index == 30 else 100.0, **({"spans": pause} if index == 30 else {})) for index in range(50)
+    ]
+    windows = tuple(
+        dataclasses.replace(window_of(steps), start_s=10.0 + 60 * n, first_index=50 * n, last_index=50 * n + 49)
+        for n in range(3)
+    )
+    rank = rank_of(steps, windows=windows)
+
+    marked = picture.marks(trace_of(rank), rank)
+
+    assert [(mark.name, round(mark.length_s, 2)) for mark in marked] == [("checkpoint", 0.5)] * 3
+    assert [round(mark.start_s) for mark in marked] == [3, 60, 120]
+
+
 def test_the_card_is_the_one_the_rank_named() -> None:
     run = whole_run()
     assert picture.card_of(run.ranks[0], run.samples["box"]) == "GPU-0"
