@@ -7,12 +7,16 @@ import re
 import subprocess
 import sys
 import sysconfig
+from pathlib import Path
 
 import pytest
 
 import flatout
 from flatout import cli, errors
 
+ROOT = Path(__file__).parents[2]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "workloads" / "README.md"]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
 READ_SIDE = ("cli", "trace", "plan", "budget", "top", "doctor", "diagnose", "remedy", "report", "launch")
 
 
@@ -72,3 +76,29 @@ def test_the_tree_of_errors_is_as_drawn() -> None:
     assert errors.__doc__ is not None
     drawn = set(re.findall(r"^[│├└─ ]*(\w+(?:Error|Failed)) ", errors.__doc__, re.MULTILINE))
     assert drawn == set(errors.__all__)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    for link in LINK.findall(page.read_text()):
+        path, _, place = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name} links to {link}"
+        if place:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            places = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+            assert place in places, f"{page.name} links to {link}"
+
+
+def test_the_chinese_readme_is_equal_to_the_english_one() -> None:
+    english, chinese = (_skeleton(ROOT / name) for name in ("README.md", "README.zh-CN.md"))
+    assert chinese == english
+
+
+def _skeleton(readme: Path) -> tuple[list[str], list[str], list[str]]:
+    """What does not depend on the language: levels of headings, links, and the commands and output in the examples."""
+    text = readme.read_text()
+    prose, examples = "".join(text.split("```")[::2]), "".join(text.split("```")[1::2])
+    levels = re.findall(r"^#+", prose, re.MULTILINE)
+    links = [link for link in LINK.findall(prose) if not link.startswith("README")]
+    return levels, links, [re.split(r"\s{2,}", line.strip())[0] for line in examples.splitlines()]
