@@ -72,6 +72,12 @@ def test_learns_and_saves_what_it_learned(data: Path, tmp_path: Path) -> None:
     captcha.SliderNet(width=8).load_state_dict(saved["model"])
 
 
+def test_the_error_is_how_far_the_piece_would_be_off() -> None:
+    found, edges = torch.tensor([[10.0, 90.0], [4.0, 54.0]]), torch.tensor([[12.0, 100.0], [6.0, 56.0]])
+    error = captcha.slide_error(nn.Identity(), [(found, edges)], torch.device("cpu"), use_bf16=False)
+    assert error == pytest.approx((8 + 0) / 2)  # both ends off by as much: the piece still lands where it belongs
+
+
 def test_the_network_has_the_size_it_is_known_for() -> None:
     parameters = sum(parameter.numel() for parameter in captcha.SliderNet(width=64).parameters())
     assert 3.3e6 < parameters < 3.9e6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from running import ROOT, losses, run
+from torch import nn
 
 from workloads.gray import train as gray
 
@@ -41,14 +43,41 @@ def test_the_same_seed_gives_the_same_losses(gray_data: Path, train: Callable[..
     assert losses(train(gray, *flags, "--seed", "1")) != first
 
 
+def test_accuracy_is_the_share_of_images_that_were_right() -> None:
+    batches = [(torch.eye(3), torch.tensor([0, 1, 0])), (torch.eye(1), torch.tensor([0]))]
+    assert gray.evaluate(nn.Identity(), batches, torch.device("cpu")) == 3 / 4
+
+
+# The script as it is, but for what each rank tells in the end: which images it trained on, and its network's weights.
+TELLING = """
+import json, os, pathlib, sys
+from workloads.gray import train as gray
+
+images, networks = [], []
+load, build = gray.Stamps.__getitem__, gray.StampNet.__init__
+gray.Stamps.__getitem__ = lambda self, i: (images.append(i) if self.train else None, load(self, i))[1]
+gray.StampNet.__init__ = lambda self, *args: (networks.append(self), build(self, *args))[1]
+gray.main()
+told = {"images": images, "weights": [p.sum().item() for p in networks[0].parameters()]}
+pathlib.Path(f"rank-{os.environ['RANK']}.json").write_text(json.dumps(told))
+"""
+
+
 def test_two_processes_train_one_network(gray_data: Path, tmp_path: Path) -> None:
+    (tmp_path / "telling.py").write_text(TELLING)
     launcher = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    flags = ("--data", gray_data, "--out", tmp_path, "--batch-size", "16", "--log-every", "2", "--max-steps", "4")
-    ended = run(*launcher, "-m", "workloads.gray.train", *flags, *SMALL)
+    flags = ("--data", gray_data, "--out", "run", "--batch-size", "8", "--log-every", "2", "--max-steps", "4")
+    ended = run(*launcher, "telling.py", *flags, *SMALL, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert len(losses(ended.stdout)) == 2  # of one rank only
     assert ended.stdout.count("val accuracy") == 1
-    assert (tmp_path / "last.pt").exists()
+    assert (tmp_path / "run" / "last.pt").exists()
+
+    # THEN each rank learned from images of its own, and both ended with the same network
+    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    assert len(first["images"]) == len(second["images"]) == 4 * 8
+    assert not set(first["images"]) & set(second["images"])
+    assert first["weights"] == second["weights"]
 
 
 def test_resident_training_loads_a_few_batches_and_no_more(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 from running import ROOT, files, losses, make, run
+from torch import nn
 
 from benchmarks import workloads
 from benchmarks.mended import MENDED, Edit, Flags
@@ -96,6 +98,34 @@ def test_only_training_pictures_are_augmented(data: Path) -> None:
     assert not torch.equal(augmented[0][0], augmented[0][0])
     assert torch.equal(plain[0][0], plain[0][0])
     assert segment.IGNORE not in plain[0][1]
+
+
+def test_each_picture_is_turned_with_its_mask(data: Path) -> None:
+    # GIVEN a picture that shows its own mask, in steps that blurred edges do not hide
+    mask = Image.open(data / "masks" / "000001.png")
+    image = Image.fromarray(np.array(mask) * 60).convert("RGB")
+    cfg = SimpleNamespace(flip=0.5, rotate=15, brightness=0, contrast=0)
+    random.seed(0)
+
+    # THEN it still does after every draw, mirrored or not
+    turned = set()
+    for _ in range(6):
+        pixels, turned_mask = segment.augment(image, mask, cfg)
+        classes = np.array(turned_mask)
+        inside = classes != segment.IGNORE
+        assert (np.round(pixels[..., 0] / 60) == classes)[inside].mean() > 0.95
+        turned.add(classes.tobytes())
+    assert len(turned) == 6
+
+
+def test_the_score_is_the_mean_share_that_prediction_and_truth_have_in_common() -> None:
+    # GIVEN four pixels of class 0 and two of class 1, one of which is taken for class 0
+    truth = torch.tensor([[[0, 0, 0], [0, 1, 1]]])
+    found = torch.tensor([[[0, 0, 0], [0, 0, 1]]])
+    scores = nn.functional.one_hot(found, 2).permute(0, 3, 1, 2).float()
+    cfg = SimpleNamespace(channels_last=False, amp=False)
+    score = segment.mean_iou(nn.Identity(), [(scores, truth)], torch.device("cpu"), cfg, classes=2)
+    assert score == pytest.approx((4 / 5 + 1 / 2) / 2)
 
 
 def test_mended_it_still_learns(data: Path, mended_copy: Path, tmp_path: Path) -> None:

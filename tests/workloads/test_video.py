@@ -14,6 +14,7 @@ import av
 import pytest
 import torch
 from running import ROOT, files, make, run
+from torch import nn
 
 from benchmarks.mended import MENDED, Edit, Flags
 from workloads.making import Refused
@@ -80,6 +81,18 @@ def test_the_same_seed_gives_the_same_losses(data: Path, train: Callable[..., st
     assert len(first) == 3
     assert losses(train(video, *flags)) == first
     assert losses(train(video, *flags, "--seed", "1")) != first
+
+
+def test_the_class_of_a_clip_is_the_motion_in_its_name(data: Path, cfg: Namespace) -> None:
+    paths = sorted((data / "videos").glob("*.mp4"))[:3]
+    assert [path.stem for path in paths] == ["00000_left", "00001_right", "00002_up"]
+    clips = video.ClipDataset(paths, ["up", "left", "right"], cfg, train=False)
+    assert [clips[i][2] for i in range(3)] == [1, 2, 0]
+
+
+def test_accuracy_is_the_share_of_clips_that_were_right(cfg: Namespace) -> None:
+    scores, labels = torch.eye(4), torch.tensor([0, 1, 2, 0])
+    assert video.accuracy(nn.Identity(), [(scores, torch.ones(4, 3), labels)], torch.device("cpu"), cfg) == 0.75
 
 
 def test_attention_stays_within_a_chunk(cfg: Namespace) -> None:
