@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flatout import budget
 from flatout.diagnose.preflight import computing, loading, looping, surroundings
-from flatout.diagnose.preflight.checklist import Checklist, Line, unknown
+from flatout.diagnose.preflight.checklist import WARN, Checklist, Line, unknown
 from flatout.diagnose.preflight.settings import Command, read_command, shown
 from flatout.diagnose.preflight.study import Machine, Study, open_study
 from flatout.diagnose.preflight.surroundings import DataFolder, read_folder
@@ -82,8 +82,16 @@ def inspect(study: Study, folder: DataFolder | None = None) -> Checklist:
     lines = [one(study) for one in _OF_SETTINGS.values()]
     for subject, one in _OF_SOURCE.items():
         lines.append(one(study) if study.program is not None else unknown(subject, "needs the script"))
+    if study.on_cpu():
+        lines = [_on_cpu(line) for line in lines]
     lines += [one(study) for one in _OF_MACHINE.values()]
     return Checklist(looked_at=tuple(files), lines=(*lines, surroundings.check_disk(study, folder)))
+
+
+def _on_cpu(line: Line) -> Line:
+    """What costs a GPU time costs none where no GPU is used."""
+    of_a_gpu = str(line.code).startswith(("compute", "sync", "copy", "pause", "data.main-thread"))
+    return unknown(line.subject, "nothing here uses a GPU") if line.status == WARN and of_a_gpu else line
 
 
 def _command(script: Path | None, flags: tuple[str, ...]) -> Command | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from flatout.diagnose.preflight.checklist import Line, fail, ok, unknown, warn
+from flatout.diagnose.preflight.checklist import OK, WARN, Line, fail, ok, unknown, warn
 from flatout.diagnose.preflight.loading import batch_size, training_loaders
 from flatout.diagnose.preflight.source import Module
 from flatout.diagnose.preflight.study import Study
@@ -244,11 +244,6 @@ def _other_precision(study: Study) -> Line | None:
     return None
 
 
-def precision_is_low(study: Study) -> bool:
-    """Whether mixed precision is known to be on."""
-    return check_mixed_precision(study).status == "ok"
-
-
 # ---------------------------------------------------------------- switches
 
 
@@ -261,16 +256,18 @@ def check_tf32(study: Study) -> Line:
         if value.what in (True, "tf32"):
             return ok(subject, "on for matrix products", module.where(target))
     for module, call in study.called("torch.set_float32_matmul_precision"):
-        if study.argument(module, call, "precision", 0) != Value("highest"):
+        wanted = study.argument(module, call, "precision", 0)
+        if wanted is not None and wanted.what != "highest":
             return ok(subject, "on for matrix products", module.where(call))
     ignored = _ignored(study, "tf32", subject, "neither allow_tf32 nor set_float32_matmul_precision is ever set",
                        'torch.set_float32_matmul_precision("high")')  # fmt: skip
     if ignored is not None:
         return ignored
-    if precision_is_low(study):
+    precision = check_mixed_precision(study).status
+    if precision == OK:
         return unknown(subject, "mixed precision does better")
-    if study.program is None or not study.regions:
-        return unknown(subject, "no training loop was seen")
+    if precision != WARN:
+        return unknown(subject, "in which precision the model is trained, is not known")
     if _old_card(study):
         return unknown(subject, "this card has no TF32")
     conv, matrix = _layer(study, _LAYERS_CONV), _layer(study, _LAYERS_MATRIX)
@@ -344,11 +341,9 @@ def check_cudnn_benchmark(study: Study) -> Line:
 
 def check_compile(study: Study) -> Line:
     """torch.compile: asked for, and called."""
-    compiled = next((c for c in study.called("torch.compile", ".compile") if not _is_regex(*c)), None)
+    compiled = study.compiled()
     if compiled is not None:
-        return ok("compile", "torch.compile is called", compiled[0].where(compiled[1]))
-    if any(True for _ in _decorated(study)):
-        return ok("compile", "torch.compile decorates a function")
+        return ok("compile", "torch.compile is called", compiled)
     ignored = _ignored(
         study, "compile", "compile", "torch.compile is never called", "model.compile() before the first step"
     )
@@ -359,17 +354,6 @@ def check_compile(study: Study) -> Line:
         "not asked for",
         fix="worth a trial: model.compile() before the first step" if study.regions else None,
     )
-
-
-def _is_regex(module: Module, call: cst.Call) -> bool:
-    return (module.dotted(call.func) or "").split(".")[0] in ("re", "regex")
-
-
-def _decorated(study: Study) -> Iterator[cst.Decorator]:
-    for module in study.program.modules if study.program is not None else ():
-        for node in module.nodes:
-            if isinstance(node, cst.Decorator) and (module.dotted(node.decorator) or "") == "torch.compile":
-                yield node
 
 
 def check_fused_optimizer(study: Study) -> Line:
@@ -441,7 +425,7 @@ def check_channels_last(study: Study) -> Line:
         return ignored
     if not made_of_them:
         return unknown(subject, "no model that is mostly two-dimensional convolutions was seen")
-    if not precision_is_low(study):
+    if check_mixed_precision(study).status != OK:
         return unknown(subject, "pays together with mixed precision")
     return warn(
         subject,

@@ -50,6 +50,7 @@ _CONFIG_READERS = (
     "yaml.safe_load", "yaml.load", "yaml.full_load", "json.load", "json.loads", "runpy.run_path",
     "OmegaConf.load", "omegaconf.OmegaConf.load",
 )  # fmt: skip
+_WANTS_A_GPU = ("cuda", "usecuda", "gpu", "usegpu", "accel", "useaccel")
 # Wrappers that give a mapping attributes and change nothing about its values.
 _WRAPPERS = (
     "SimpleNamespace", "Namespace", "EasyDict", "edict", "AttrDict", "DotMap", "Munch", "munchify", "Box",
@@ -590,6 +591,10 @@ class Evaluator:
             if action in ("store_true", "store_false"):
                 return name, Value(action == "store_true", where, knob)
             return name, Value(self._converted(module, given.keywords.get("type"), text), where, knob)
+        if action == "store_true" and folded(name) in _WANTS_A_GPU:
+            return name, Value(True)
+        if folded(name) == "device":
+            return name, Value()  # a default of "cpu" is there to be overridden
         if action in ("store_true", "store_false") and "default" not in given.keywords:
             return name, Value(action == "store_false", where, knob)
         if "required" in given.keywords or not long.startswith("-"):

@@ -408,7 +408,7 @@ def _persistent(study: Study, loader: Loader) -> Line:
         return unknown(subject, "no loop over epochs was seen", where=where)
     return warn(
         subject,
-        f"{workers.what} workers are started again every epoch",
+        f"{workers.what} worker{'s are' if workers.what > 1 else ' is'} started again every epoch",
         fix=kept.turned_to(name, True),
         code="data.worker-start",
         where=where,
@@ -458,7 +458,7 @@ def _drop_last(study: Study, loader: Loader) -> Line:
         return unknown("drop_last", _UNTOLD, where=where)
     if dropped.what:
         return ok("drop_last", "every batch has the same size", where)
-    if not any(study.called("torch.compile")):
+    if study.compiled() is None:
         return unknown("drop_last", "off, and nothing here minds a smaller last batch", where=where)
     return warn(
         "drop_last",

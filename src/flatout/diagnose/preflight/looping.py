@@ -12,7 +12,7 @@ from flatout.diagnose.preflight.checklist import Line, ok, unknown, warn
 from flatout.diagnose.preflight.loading import evaluation_loaders
 from flatout.diagnose.preflight.source import Loop, Module, arguments
 from flatout.diagnose.preflight.study import Study
-from flatout.diagnose.preflight.training import Region, atoms, every_time, gpu_names
+from flatout.diagnose.preflight.training import Region, atoms, every_time, gpu_names, is_epoch_loop
 from flatout.diagnose.preflight.values import Value
 
 _FETCHES = ("item", "cpu", "tolist", "numpy")
@@ -73,7 +73,7 @@ def check_evaluation(study: Study) -> Line:
     subject = "evaluation"
     if study.program is None:
         return unknown(subject, "no script to look at")
-    for region in study.regions:
+    for region in _over_batches(study):
         for call in region.calls():
             if _evaluates(study, region.module, call) and _always(study, region.module, call, region.node):
                 return warn(
@@ -92,7 +92,7 @@ def check_checkpoints(study: Study) -> Line:
     subject = "checkpoints"
     if study.program is None:
         return unknown(subject, "no script to look at")
-    for region in study.regions:
+    for region in _over_batches(study):
         for call in region.calls():
             if _saves(study, region.module, call) and _always(study, region.module, call, region.node):
                 return warn(
@@ -103,6 +103,18 @@ def check_checkpoints(study: Study) -> Line:
                     where=region.module.where(call),
                 )
     return _each_epoch(study, subject, "pause.checkpoint", lambda m, c: _saves(study, m, c))
+
+
+def _over_batches(study: Study) -> Iterator[Region]:
+    """Regions that run more than once an epoch: not those with all the data in one batch."""
+    for region in study.regions:
+        if isinstance(region.node, cst.FunctionDef):
+            callers = study.program.calls_of(region.node) if study.program is not None else []
+            loops = [(module, loop) for module, call in callers for loop in module.loops(call)[:1]]
+        else:
+            loops = [(region.module, region.node)]
+        if not any(is_epoch_loop(module, loop) for module, loop in loops):
+            yield region
 
 
 def _each_epoch(

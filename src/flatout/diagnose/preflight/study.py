@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,6 +138,23 @@ class Study:
         for _, found in self.evaluator.sources(module, node):
             if isinstance(found, cst.Call):
                 yield module.dotted(found.func) or "?"
+
+    def compiled(self) -> str | None:
+        """Where torch.compile is called, or decorates."""
+        for module, call in self.called("torch.compile", ".compile"):
+            if (module.dotted(call.func) or "").split(".")[0] not in ("re", "regex"):
+                return module.where(call)
+        for module in self.program.modules if self.program is not None else ():
+            for node in module.nodes:
+                if isinstance(node, cst.Decorator) and module.dotted(node.decorator) == "torch.compile":
+                    return module.where(node)
+        return None
+
+    def on_cpu(self) -> bool:
+        """Whether the whole training is seen, and nothing of it speaks of a GPU."""
+        if self.program is None or not self.regions or self.program.missing or self.framework():
+            return False
+        return not any(re.search(r"cuda|accelerator|\.to\(", module.tree.code) for module in self.program.modules)
 
     def framework(self) -> str | None:
         """The framework that may do what the script does not."""

@@ -147,6 +147,15 @@ def check_gpus(study: Study) -> Line:
             fix="unset CUDA_VISIBLE_DEVICES",
             code="hardware.idle-gpus",
         )
+    if study.on_cpu():
+        region = study.regions[0]
+        return warn(
+            subject,
+            "the script trains on the CPU: nothing is ever moved to a card",
+            fix='model.to("cuda"), and every batch likewise',
+            code="hardware.idle-gpus",
+            where=region.module.where(region.node),
+        )
     many = len(cards)
     names = ", ".join(dict.fromkeys(card.name for card in cards))
     if many == 1:
