@@ -16,7 +16,7 @@ from test_report_html import Page
 
 from flatout import cli
 from flatout.report import compare_views
-from flatout.report.compare import Comparison, compare
+from flatout.report.compare import Comparison, Ratio, compare
 from flatout.trace import Facts, RankTrace, Step, Trace, TraceWriter
 from flatout.trace.thin import window_of
 
@@ -60,6 +60,12 @@ def test_a_slowdown_of_a_fifth_is_shown_and_its_size_is_in_the_interval() -> Non
     assert result.typical.low < 1 / 1.2 < result.typical.high
     assert result.slower_than(10)
     assert not result.slower_than(30)
+
+
+def test_a_slowdown_within_the_noise_does_not_fail_the_gate() -> None:
+    """GIVEN 11% slower as measured WHEN it may as well be 1% THEN more than 5% is not shown."""
+    assert not Ratio(value=0.90, low=0.80, high=0.99).slower_than(5)
+    assert Ratio(value=0.90, low=0.85, high=0.94).slower_than(5)
 
 
 def test_stalls_that_the_median_does_not_see_are_said_and_count_for_the_gate() -> None:
