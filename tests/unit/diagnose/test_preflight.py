@@ -53,6 +53,8 @@ FAULTS = [
     ("channels_last", WARN, "device, memory_format=torch.channels_last", "device", "NCHW"),
     ("zero_grad", WARN, "zero_grad()", "zero_grad(set_to_none=False)", "zeros"),
     ("host waits", WARN, "total += loss.detach()", "total += loss.item()", ".item() every batch"),
+    ("host waits", WARN, "total += loss.detach()",
+     "total += loss.item()\n            if step % 10:\n                continue", ".item() every batch"),
     ("host waits", WARN, "total += loss.detach()", "seen.append(loss.detach().cpu())", ".cpu() every batch"),
     ("host waits", WARN, "total += loss.detach()", "print(step, loss)", "print() of a tensor"),
     ("host waits", WARN, "if step % args.log_every == 0:", "if rank == 0:", ".item() every batch"),
@@ -215,6 +217,20 @@ for epoch in range(3):
             loss = model(batch.cuda(non_blocking=True), longest)
         loss.backward()
         optimizer.step()
+""",
+    "fetched only every hundredth batch": """
+import torch
+for epoch in range(3):
+    for step, batch in enumerate(loader):
+        with torch.autocast("cuda"):
+            loss = model(batch.cuda(non_blocking=True))
+        loss.backward()
+        optimizer.step()
+        step % 100 == 0 and print(loss)
+        last = loss.item() if step % 100 == 0 else None
+        if step % 100:
+            continue
+        print(loss.item(), loss.cpu())
 """,
     "a training that never uses a GPU": """
 import torch

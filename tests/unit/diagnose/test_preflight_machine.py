@@ -198,6 +198,17 @@ def test_flags_of_the_script_go_behind_two_dashes(
     assert "num_workers=4096, but" in lines["workers"]["reason"]
 
 
+def test_a_shell_scripts_ranks_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    start = tmp_path / "start.sh"
+    start.write_text(f"torchrun --nproc_per_node=4096 {HEALTHY} --num-workers 4096\n")
+    flatout_check(monkeypatch, str(start), "--json", "-")
+    lines = {line["subject"]: line for line in json.loads(capsys.readouterr().out)["lines"]}
+    assert "a rank's share of 4096" in lines["workers"]["reason"]
+    assert lines["workers"]["where"].endswith("start.sh:1")
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

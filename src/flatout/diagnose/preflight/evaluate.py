@@ -17,7 +17,7 @@ import libcst as cst
 
 from flatout.diagnose.preflight.settings import Command, Config
 from flatout.diagnose.preflight.source import Binding, Module, Program, Scope, arguments
-from flatout.diagnose.preflight.values import UNKNOWN, Device, Table, Value, folded, merged
+from flatout.diagnose.preflight.values import Device, Table, Value, merged
 
 _TOO_DEEP = 40
 _BINARY: dict[type[cst.BaseBinaryOp], Callable[[Any, Any], Any]] = {
@@ -50,7 +50,6 @@ _CONFIG_READERS = (
     "yaml.safe_load", "yaml.load", "yaml.full_load", "json.load", "json.loads", "runpy.run_path",
     "OmegaConf.load", "omegaconf.OmegaConf.load",
 )  # fmt: skip
-_WANTS_A_GPU = ("cuda", "usecuda", "gpu", "usegpu", "accel", "useaccel")
 # Wrappers that give a mapping attributes and change nothing about its values.
 _WRAPPERS = (
     "SimpleNamespace", "Namespace", "EasyDict", "edict", "AttrDict", "DotMap", "Munch", "munchify", "Box",
@@ -77,7 +76,7 @@ class Evaluator:
             for target, _ in module.assigns
             if isinstance(target, cst.Attribute) and module.dotted(target.value) not in ("self", None)
         }
-        self.arguments = self._declared_arguments()
+        self.arguments = Table(complete=False)  # what argparse declares: arguments.py fills it
 
     # ------------------------------------------------------------------ expressions
 
@@ -103,6 +102,11 @@ class Evaluator:
         if node is None or not found.known or found.where:
             return found
         return Value(found.what, module.where(node), found.knob)
+
+    def take(self, config: Config | None, declared: Table) -> None:
+        """Settings that were found since; what was evaluated without them is forgotten."""
+        self.config, self.arguments = config, declared
+        self._memory.clear()
 
     @contextmanager
     def _opened(self, key: Any) -> Iterator[None]:
@@ -541,96 +545,6 @@ class Evaluator:
                 return Value(table)
         return Value()
 
-    # ------------------------------------------------------------------ arguments and configs
-
-    def _declared_arguments(self) -> Table:
-        """All that add_argument declares, with the flags given; what is declared by a loop comes from the config."""
-        table = Table(complete=False)
-        from_config = False
-        for _, call, name in self.program.calls("set_defaults", "setattr", "update"):
-            whole = name == "setattr" or name.endswith("__dict__.update")
-            from_config |= whole or (name.endswith("set_defaults") and bool(arguments(call).rest))
-        for module, call, _ in self.program.calls("add_argument"):
-            flags = [self.value(module, flag).what for flag in arguments(call).positional]
-            if not flags or not all(isinstance(flag, str) for flag in flags):
-                from_config = True
-                continue
-            dest, found = self._argument(module, call, flags)
-            table.entries[dest] = merged([table.entries[dest], found]) if dest in table.entries else found
-        self._overlay = from_config
-        return table
-
-    def overlay_config(self) -> None:
-        """Let the config's values stand where the script takes its arguments' defaults from it."""
-        if self.config is None or not self._overlay:
-            return
-        known = {folded(name): name for name in self.arguments.entries}
-        for name, value in self.config.table.entries.items():
-            dest = known.get(folded(name), name)
-            given = self.command.flag(f"--{dest}", f"--{dest.replace('_', '-')}".lower())
-            self.arguments.entries[dest] = value if given is None else self._given(given, dest, value)
-        self._memory.clear()
-
-    def _given(self, text: str | bool, dest: str, default: Value) -> Value:
-        """A flag of the command line, of the kind its default is."""
-        where, knob = self.command.where, f"--{dest.replace('_', '-')}"
-        if isinstance(text, bool):
-            return Value(True, where, knob)
-        return Value(_as_data(text) if not isinstance(default.what, str) else text, where, knob)
-
-    def _argument(self, module: Module, call: cst.Call, flags: list[str]) -> tuple[str, Value]:
-        given = arguments(call)
-        long = next((flag for flag in flags if flag.startswith("--")), flags[0])
-        dest = self.value(module, given.keywords.get("dest")).what
-        name = dest if isinstance(dest, str) else long.lstrip("-").replace("-", "_")
-        knob, where = (long if long.startswith("-") else None), module.where(call)
-        action = self.value(module, given.keywords.get("action")).what
-        text = self.command.flag(*flags)
-        if text is not None:
-            where = self.command.where or where
-            if action in ("store_true", "store_false"):
-                return name, Value(action == "store_true", where, knob)
-            return name, Value(self._converted(module, given.keywords.get("type"), text), where, knob)
-        if action == "store_true" and folded(name) in _WANTS_A_GPU:
-            return name, Value(True)
-        if folded(name) == "device":
-            return name, Value()  # a default of "cpu" is there to be overridden
-        if action in ("store_true", "store_false") and "default" not in given.keywords:
-            return name, Value(action == "store_false", where, knob)
-        if "required" in given.keywords or not long.startswith("-"):
-            return name, Value()
-        if "default" not in given.keywords:
-            return name, Value(None, where, knob)
-        default = self.value(module, given.keywords["default"])
-        if isinstance(default.what, str):
-            default = Value(self._converted(module, given.keywords.get("type"), default.what))
-        return name, Value(default.what, where, knob)
-
-    def _converted(self, module: Module, kind: cst.BaseExpression | None, text: str | bool) -> Any:
-        """A text as add_argument's `type` makes a value of it."""
-        if isinstance(text, bool) or kind is None:
-            return text if "$" not in str(text) else UNKNOWN
-        name = module.dotted(kind) or ""
-        try:
-            if name in ("int", "float", "str"):
-                return {"int": int, "float": float, "str": str}[name](text)
-        except ValueError:
-            return UNKNOWN
-        return Path(text) if name in ("Path", "pathlib.Path") else UNKNOWN
-
-    def config_by_default(self) -> Path | None:
-        """The config file the script reads when it is told nothing else."""
-        for name, value in self.arguments.entries.items():
-            if not isinstance(value.what, str | Path) or not any(word in name.lower() for word in ("config", "cfg")):
-                continue
-            path = Path(value.what)
-            if path.suffix not in (".yaml", ".yml", ".json", ".py"):
-                continue
-            for base in (Path(), self.program.script.path.parent):
-                if (base / path).is_file():
-                    return base / path
-        return None
-
     @staticmethod
     def _runs_config(module: Module) -> bool:
         return any(module.dotted(call.func) == "exec" for call in module.calls)
@@ -666,14 +580,3 @@ def _parameter(function: cst.FunctionDef, name: str) -> cst.Param | None:
 def _position(function: cst.FunctionDef, name: str) -> int | None:
     names = [p.name.value for p in (*function.params.posonly_params, *function.params.params)]
     return names.index(name) if name in names else None
-
-
-def _as_data(text: str) -> Any:
-    import yaml
-
-    if "$" in text:
-        return UNKNOWN
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text

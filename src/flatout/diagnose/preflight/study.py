@@ -11,6 +11,7 @@ from typing import Any
 import libcst as cst
 
 from flatout.budget import Budget
+from flatout.diagnose.preflight import arguments as arguments_of
 from flatout.diagnose.preflight.evaluate import Evaluator
 from flatout.diagnose.preflight.settings import Command, Config, read_data
 from flatout.diagnose.preflight.source import Arguments, Module, Program, arguments, read_program
@@ -175,14 +176,15 @@ def open_study(machine: Machine, command: Command | None, config: Path | None) -
         return Study(machine, config=read_config(config, machine) if config is not None else None)
     program = read_program(command.script)
     evaluator = Evaluator(program, command=command, machine=machine.answers())
-    path = config or evaluator.config_by_default()
-    if path is not None:
-        try:
-            evaluator.config = read_config(path, machine)
-        except UsageError:
-            if config is not None:
-                raise
-    evaluator.overlay_config()
+    declared = arguments_of.declared(evaluator)
+    path = config or arguments_of.config_by_default(evaluator, declared)
+    try:
+        read = read_config(path, machine) if path is not None else None
+    except UsageError:
+        if config is not None:
+            raise
+        read = None  # nobody named it: what it holds stays unknown
+    evaluator.take(read, arguments_of.with_config(evaluator, declared, read) if read is not None else declared)
     return Study(machine, command, program, evaluator, evaluator.config, find_regions(program))
 
 

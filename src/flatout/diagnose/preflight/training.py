@@ -129,10 +129,12 @@ def is_epoch_loop(module: Module, loop: Loop) -> bool:
 
 def every_time(evaluator: Evaluator, module: Module, node: cst.CSTNode, within: cst.CSTNode) -> bool:
     """Whether a node runs each time `within` does: under no condition but such as always hold."""
-    below = node
+    below = statement = node
     for above in module.around(node):
         if above is within:
-            return not _skipped_before(module, below, within)
+            return not _skipped_before(module, statement)
+        if isinstance(above, cst.IndentedBlock):
+            statement = below
         if isinstance(above, cst.If | cst.IfExp) and below is not above.test:
             test = evaluator.value(module, above.test)
             if test.known:
@@ -152,17 +154,18 @@ def _on_one_rank(test: str) -> bool:
     return bool(_ON_ONE_RANK.search(test)) and "%" not in test and " and " not in test
 
 
-def _skipped_before(module: Module, below: cst.CSTNode, within: cst.CSTNode) -> bool:
-    """`if step % 10: continue` above it."""
-    body = below if isinstance(below, cst.IndentedBlock) else None
-    if body is None:
+def _skipped_before(module: Module, statement: cst.CSTNode) -> bool:
+    """Whether an `if step % 10: continue` stands above a statement."""
+    block = module.parent(statement)
+    if not isinstance(block, cst.IndentedBlock):
         return False
-    return any(
-        isinstance(statement, cst.If)
-        and "%" in module.text(statement.test)
-        and any(isinstance(n, cst.Continue) and statement in list(module.around(n)) for n in module.nodes)
-        for statement in body.body
-    )
+    for earlier in block.body:
+        if earlier is statement:
+            break
+        skips = isinstance(earlier, cst.If) and "%" in module.text(earlier.test)
+        if skips and any(isinstance(node, cst.Continue) and earlier in module.around(node) for node in module.nodes):
+            return True
+    return False
 
 
 # ---------------------------------------------------------------- what lives on the GPU
