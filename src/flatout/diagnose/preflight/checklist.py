@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from flatout.diagnose.finding import CODES
+
 SCHEMA = 1
 OK, WARN, FAIL, NOT_APPLICABLE = "ok", "warn", "fail", "n/a"
 
@@ -20,6 +22,9 @@ class Line:
     fix: str | None = None
     where: str | None = None
     code: str | None = None
+
+    def __post_init__(self) -> None:
+        assert self.code is None or self.code in CODES, self.code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
