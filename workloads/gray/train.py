@@ -69,7 +69,7 @@ class Stamps(Dataset):
         if self.train:
             if random.random() < 0.5:
                 image = ImageOps.mirror(image)
-            image = image.rotate(random.uniform(-10, 10), Image.Resampling.BILINEAR)
+            image = image.rotate(random.uniform(-10, 10))
         pixels = np.asarray(image, dtype=np.float32) / 255
         pixels = (pixels - 0.5) / 0.25
         return torch.from_numpy(pixels).unsqueeze(0), label
