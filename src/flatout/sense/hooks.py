@@ -304,9 +304,8 @@ class Hooks:
 
     def _optimizer_steps(self) -> None:
         recorder = self._recorder
-        running: list[
-            tuple[FrameType | None, int]
-        ] = []  # steps that have begun, by their frame: a step may call another
+        # steps that have begun, by their frame: a step may call another
+        running: list[tuple[FrameType | None, int]] = []
         self._optimizers = _Optimizers(self)
         self._optimizer_calls = 0
 
