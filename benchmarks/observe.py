@@ -37,6 +37,8 @@ PERIOD_S = 4.0
 
 Check = tuple[str, bool]
 
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -68,7 +70,10 @@ def cost(workers: int, seconds: float, folder: Path) -> dict[str, Any]:
     if shutil.which("nvidia-smi"):
         watchers["nvidia-smi dmon"] = ["nvidia-smi", "dmon", "-d", "1"]
     with running("train", "--workers", str(workers)) as load:
-        started = {name: subprocess.Popen(command, stdout=subprocess.DEVNULL) for name, command in watchers.items()}
+        started = {
+            name: subprocess.Popen(command, stdout=subprocess.DEVNULL, env=ENVIRONMENT)
+            for name, command in watchers.items()
+        }
         try:
             time.sleep(WARM_UP_S)
             shares = cpu_shares({name: child.pid for name, child in started.items()}, seconds)
@@ -149,7 +154,8 @@ def watch(folder: Path, *, seconds: float) -> tuple[dict[str, Any], tuple[float,
     """`flatout top` for so long: its figures of the first card, and from when to when it looked."""
     out = folder.with_suffix(".json")
     options = ("--interval", "0.5", "--duration", f"{seconds:g}", "--gpu", "0", "--record", str(folder))
-    subprocess.run(flatout("top", *options, "--json", str(out)), stdout=subprocess.DEVNULL, check=True)
+    command = flatout("top", *options, "--json", str(out))
+    subprocess.run(command, stdout=subprocess.DEVNULL, env=ENVIRONMENT, check=True)
     card = json.loads(out.read_text())["gpus"][0]
     [samples] = trace.read(folder).samples.values()
     names = ("gpu_util_pct", "sm_active_pct", "tensor_active_pct", "power_w")
@@ -186,7 +192,6 @@ def truth_checks(found: dict[str, Any]) -> list[Check]:
 
 
 def flatout(*arguments: str) -> list[str]:
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
     return [sys.executable, "-m", "flatout", *arguments]
 
 
