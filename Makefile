@@ -13,7 +13,7 @@ BIN := .venv/bin
 demo: .venv/.installed
 	$(BIN)/python -m benchmarks.demo
 
-test: lint types unit gpu
+test: lint types gpu unit
 
 lint: .venv/.installed
 	$(BIN)/ruff check .
