@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from flatout.trace import RankTrace, Sketch, Step
 
 REST = "rest"
-_KINDS = {
+# Steps that are not plain training, as a person would call them.
+KINDS_IN_WORDS = {
     "setup": "set-up",
     "warmup": "first step",
     "xray": "X-ray",
@@ -75,8 +76,8 @@ def breakdown(rank: RankTrace) -> Breakdown:
             for span in step.spans:
                 special[span.name] = special.get(span.name, 0.0) + span.host_ms
         elif step.kind != "train":
-            special[_KINDS.get(step.kind, step.kind)] = (
-                special.get(_KINDS.get(step.kind, step.kind), 0.0) + step.wall_ms
+            special[KINDS_IN_WORDS.get(step.kind, step.kind)] = (
+                special.get(KINDS_IN_WORDS.get(step.kind, step.kind), 0.0) + step.wall_ms
             )
     wall_ms = training_ms + sum(special.values())
     whole: dict[str, float] = dict(special)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
 
-from flatout.diagnose.breakdown import Breakdown, Part
+from flatout.diagnose.breakdown import KINDS_IN_WORDS, Breakdown, Part
 from flatout.trace import GpuSample, RankTrace, Sample, Sketch, Span, Step, Trace, Window, WorkerReport
 
 MOST_POINTS = 2_000
@@ -42,8 +42,6 @@ PHASES = {
     EARLIER: (EARLIER, "compute"),
 }
 _PAUSES = ("loader start", "evaluation", "checkpoint")
-_NOT_TRAINING = {"warmup": "first step", "xray": "X-ray", "after xray": "X-ray", "replay": "ceiling"}
-_NOT_TRAINING |= {"resident": "ceiling", "setup": "set-up"}
 
 
 def words(phase: str) -> str:
@@ -434,7 +432,7 @@ def marks(trace: Trace, rank: RankTrace) -> tuple[Mark, ...]:
     """Evaluations, checkpoints and starts of loader workers; set-up, X-ray and ceiling. Of too many, the longest."""
     zero_s = origin_s(trace, rank)
     found, seen = [], []  # type: tuple[list[Mark], list[tuple[str, int]]]
-    for kind, group in groupby(rank.steps, key=lambda step: _NOT_TRAINING.get(step.kind)):
+    for kind, group in groupby(rank.steps, key=lambda step: KINDS_IN_WORDS.get(step.kind)):
         steps = list(group)
         if kind is not None:
             end_s = steps[-1].start_s + steps[-1].wall_ms / 1e3

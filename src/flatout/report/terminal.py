@@ -10,24 +10,9 @@ from rich.text import Text
 
 from flatout.diagnose.breakdown import Breakdown, Part
 from flatout.report.account import Account, Workers
+from flatout.report.picture import words
 from flatout.trace import Xray
 
-_IN_WORDS = {
-    "data": "waiting for data",
-    "loader start": "starting loader workers",
-    "copy": "copying to the GPU",
-    "forward": "forward",
-    "loss": "loss and glue",
-    "backward": "backward",
-    "optimizer": "optimizer",
-    "sync": "waiting for the GPU",
-    "evaluation": "evaluation",
-    "checkpoint": "checkpoint",
-    "logging": "logging",
-    "gc": "garbage collection",
-    "flatout": "flatout itself",
-    "rest": "everything else",
-}
 _WIDTH = 80
 _LABEL = 9
 _NAME = 36
@@ -85,7 +70,7 @@ def _table(b: Breakdown) -> Table:
 
 def _name(part: Part) -> str:
     """A part in words, with the end of its file:line as far as there is room."""
-    name = _IN_WORDS.get(part.name, part.name)
+    name = words(part.name)
     if not part.where:
         return name
     room = _NAME - len(name) - 2

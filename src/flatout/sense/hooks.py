@@ -28,18 +28,7 @@ import torch.utils.data.dataloader as stock
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flatout.sense import recorder as recording
-from flatout.sense.recorder import (
-    BACKWARD,
-    CHECKPOINT,
-    COPY,
-    DATA,
-    GC,
-    LOGGING,
-    OPTIMIZER,
-    START,
-    SYNC,
-    Recorder,
-)
+from flatout.sense.recorder import BACKWARD, CHECKPOINT, COPY, DATA, GC, LOGGING, OPTIMIZER, START, SYNC, Recorder
 from flatout.sense.roots import Alive, Roots
 
 # Methods that make the host wait for the card, where the tensor is on one.
