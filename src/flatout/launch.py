@@ -6,6 +6,7 @@ environment variables; nothing is written but the trace folder.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -18,12 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import IO
 
 import psutil
 
 from flatout.errors import UsageError
+from flatout.plan import Plan
 from flatout.sense.hardware import PULSE_EVERY_S, Sampler
-from flatout.sense.options import VARIABLE, Options, new_folder
+from flatout.sense.options import VARIABLE, Options, Trial, new_folder
 from flatout.sense.settings import hide_in_arguments
 from flatout.trace import Note, RunInfo, TraceWriter
 
@@ -31,11 +34,25 @@ _SAMPLE_EVERY_S = 1.0
 _END_WITHIN_S = 5.0
 _CANNOT_START = 126
 _NOT_FOUND = 127
+TIMED_OUT = 124
+OUTPUT = "output.txt"
 _PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
-def run(command: Sequence[str], *, folder: Path, max_steps: int | None = None, xray: bool = True) -> int:
-    """Run `command`, recording into `folder`; its exit code (128 + n when signal n ended it)."""
+def run(
+    command: Sequence[str],
+    *,
+    folder: Path,
+    max_steps: int | None = None,
+    xray: bool = True,
+    plan: Plan | None = None,
+    trial: Trial | None = None,
+) -> int:
+    """Run `command`, recording into `folder`; its exit code (128 + n when signal n ended it).
+
+    With a `plan` its changes are made inside. In a `trial` the command's output goes to `output.txt` in the folder,
+    and the exit code is `TIMED_OUT` where it had to be ended.
+    """
     program = _program(command)
     if isinstance(program, int):
         return program
@@ -45,17 +62,22 @@ def run(command: Sequence[str], *, folder: Path, max_steps: int | None = None, x
         command=hide_in_arguments(tuple(command)),
         max_steps=max_steps,
         xray=xray,
+        plan=plan,
+        trial=trial,
     )
     measured = os.environ.get("FLATOUT") != "off" and _made(options.folder)
+    if trial is not None and not measured:
+        raise UsageError("a trial has to be recorded: FLATOUT is off, or its folder cannot be written to")
     environment = {**os.environ, **_injection(options)} if measured else os.environ
     try:
-        process = subprocess.Popen([program, *command[1:]], env=environment)
+        with _output(options) as output:
+            process = subprocess.Popen([program, *command[1:]], env=environment, stdout=output, stderr=output)
     except OSError as problem:
         print(f"flatout: cannot start {command[0]}: {problem.strerror}", file=sys.stderr)
         return _CANNOT_START
     with _watching(process.pid, options if measured else None):
-        code = _wait(process)
-    if measured and max_steps is not None:
+        code = _wait(process, trial.timeout_s if trial is not None else None)
+    if measured and (max_steps is not None or trial is not None):
         _end_what_is_left(options.folder)
     return code if code >= 0 else 128 - code
 
@@ -116,16 +138,32 @@ def _injection(options: Options) -> dict[str, str]:
     }
 
 
-def _wait(process: subprocess.Popen[bytes]) -> int:
+@contextmanager
+def _output(options: Options) -> Iterator[IO[bytes] | None]:
+    """Where the command's output goes: to the terminal, and of a trial into a file beside the recording."""
+    if options.trial is None:
+        yield None
+        return
+    with (options.folder / OUTPUT).open("wb") as file:
+        yield file
+
+
+def _wait(process: subprocess.Popen[bytes], timeout_s: float | None = None) -> int:
     """Wait for the command. Signals meant for it go on to it; Ctrl-C in a terminal reaches it without us."""
+    end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
     if threading.current_thread() is not threading.main_thread():
-        return process.wait()
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return TIMED_OUT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
     try:
         while process.poll() is None:
-            sent = signal.sigtimedwait({*_PASSED_ON, signal.SIGCHLD}, 1.0)
+            sent = signal.sigtimedwait({*_PASSED_ON, signal.SIGCHLD}, min(1.0, max(0.0, end_s - time.monotonic())))
             if sent is not None and sent.si_signo in _PASSED_ON and _for_us_alone(sent):
                 process.send_signal(sent.si_signo)
+            if time.monotonic() >= end_s:
+                return TIMED_OUT
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return process.returncode

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import yaml
-
 from flatout.errors import PlanError
 
 __all__ = ["Change", "Figure", "Outcome", "Plan", "Safety", "Verdict"]
 
 VERSION = 1
+_OPTIONAL = ("note", "knob")
 Safety = Literal["identical", "reseeded", "equivalent", "semantic"]
 Verdict = Literal["kept", "undone", "unsafe", "not applicable"]
 
@@ -36,12 +35,17 @@ HEADER = """\
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One reversible alteration of a run. `note` says in words why it is there."""
+    """One reversible alteration of a run. `note` says in words why it is there.
+
+    `knob` is where the script reads the value, and then it is put there as it is read: `--batch-size`,
+    `configs/train.yaml:train.batch_size`, `config.py:BATCH_SIZE`. Without one it is made where things are built.
+    """
 
     name: str
     value: Any
     safety: Safety
     note: str = ""
+    knob: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +78,8 @@ class Plan:
 
     def save(self, path: Path) -> None:
         """Write it for people."""
+        import yaml  # not above: a plan also travels into a Python that may lack it
+
         text = HEADER + yaml.safe_dump(self._data(), sort_keys=False, allow_unicode=True, width=120)
         try:
             path.write_text(text, encoding="utf-8")
@@ -83,6 +89,8 @@ class Plan:
     @classmethod
     def load(cls, path: Path) -> Plan:
         """Read what `save` wrote, or a person."""
+        import yaml
+
         try:
             return _plan(yaml.safe_load(path.read_text(encoding="utf-8")), str(path))
         except OSError as problem:
@@ -105,7 +113,7 @@ class Plan:
 
     def _data(self) -> dict[str, Any]:
         entries = (dataclasses.asdict(change) for change in self.changes)
-        return {"plan": VERSION, "changes": [{k: v for k, v in e.items() if k != "note" or v} for e in entries]}
+        return {"plan": VERSION, "changes": [{k: v for k, v in e.items() if v or k not in _OPTIONAL} for e in entries]}
 
 
 def _plan(data: Any, where: str) -> Plan:
@@ -128,14 +136,15 @@ def _plan(data: Any, where: str) -> Plan:
 def _change(entry: Any, where: str) -> Change:
     if not isinstance(entry, dict):
         raise PlanError(f"{where} must have a name, a value and a safety (got {entry!r})")
-    _check_keys(entry, ("name", "value", "safety"), ("note",), where)
+    _check_keys(entry, ("name", "value", "safety"), _OPTIONAL, where)
     if not isinstance(entry["name"], str):
         raise PlanError(f"{where}: name must be text (got {entry['name']!r})")
     where = f"{where} ({entry['name']})"
     classes = get_args(Safety)
     if entry["safety"] not in classes:
         raise PlanError(f"{where}: safety must be one of {', '.join(classes)} (got {entry['safety']!r})")
-    return Change(name=entry["name"], value=entry["value"], safety=entry["safety"], note=str(entry.get("note") or ""))
+    words = {key: str(entry.get(key) or "") for key in _OPTIONAL}
+    return Change(name=entry["name"], value=entry["value"], safety=entry["safety"], **words)
 
 
 def _check_keys(data: dict[Any, Any], needed: Iterable[str], other: Iterable[str], where: str) -> None:

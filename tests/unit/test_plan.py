@@ -25,7 +25,12 @@ values = st.recursive(
     max_leaves=5,
 )
 changes = st.builds(
-    Change, name=st.text(max_size=20), value=values, safety=st.sampled_from(get_args(Safety)), note=st.text(max_size=20)
+    Change,
+    name=st.text(max_size=20),
+    value=values,
+    safety=st.sampled_from(get_args(Safety)),
+    note=st.text(max_size=20),
+    knob=st.text(max_size=20),
 )
 
 

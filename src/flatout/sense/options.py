@@ -7,24 +7,45 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flatout.plan import Plan
 
 VARIABLE = "FLATOUT_RUN"
 RANK = "FLATOUT_RANK"  # what a training process tells its loader workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What makes a run a trial: it writes nothing of the user's, its output goes into the trace folder, and it ends.
+
+    `protect` is a scratch folder that takes what the command writes; None lets it write. `seed` is imposed where the
+    script sets none. With `fingerprints` nothing is timed: `proof-<rank>.jsonl` says what reached the model.
+    """
+
+    seed: int | None = None
+    fingerprints: bool = False
+    ceiling: bool = True  # after the measured steps, those with their data already there
+    timeout_s: float | None = None
+    protect: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Where to record, and how far to go."""
+    """Where to record, how far to go, and what to change."""
 
     folder: Path
     name: str
     command: tuple[str, ...] = ()
     max_steps: int | None = None
     xray: bool = True
+    plan: Plan | None = None
+    trial: Trial | None = None
 
     def to_environment(self) -> str:
         """The value of the variable."""
-        return json.dumps({**asdict(self), "folder": str(self.folder)})
+        return json.dumps(asdict(self), default=str)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Options | None:
@@ -33,7 +54,15 @@ class Options:
         if not text or environ.get("FLATOUT") == "off":
             return None
         data = json.loads(text)
-        return cls(**{**data, "folder": Path(data["folder"]), "command": tuple(data["command"])})
+        data |= {"folder": Path(data["folder"]), "command": tuple(data["command"])}
+        if data["trial"] is not None:
+            protect = data["trial"]["protect"]
+            data["trial"] = Trial(**{**data["trial"], "protect": Path(protect) if protect is not None else None})
+        if data["plan"] is not None:
+            from flatout.plan import Change, Plan  # seldom wanted, and every Python of the command comes by here
+
+            data["plan"] = Plan(changes=tuple(Change(**change) for change in data["plan"]["changes"]))
+        return cls(**data)
 
 
 def new_folder(name: str) -> Path:

@@ -1,0 +1,31 @@
+"""What the launcher tells the processes inside comes through the environment whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flatout.plan import Change, Plan
+from flatout.sense.options import VARIABLE, Options, Trial
+
+
+def test_options_come_back_from_the_environment() -> None:
+    change = Change(name="batch_size", value=128, safety="semantic", knob="--batch-size")
+    options = Options(
+        folder=Path("/traces/one"),
+        name="train",
+        command=("python", "train.py"),
+        max_steps=50,
+        plan=Plan(changes=(change,)),
+        trial=Trial(seed=7, fingerprints=True, timeout_s=90.0, protect=Path("/scratch")),
+    )
+    assert Options.from_environment({VARIABLE: options.to_environment()}) == options
+
+
+def test_options_of_a_plain_run_come_back_too() -> None:
+    options = Options(folder=Path("/traces/one"), name="train", command=("train.sh",), xray=False)
+    assert Options.from_environment({VARIABLE: options.to_environment()}) == options
+
+
+def test_switched_off_there_are_no_options() -> None:
+    assert Options.from_environment({VARIABLE: "{}", "FLATOUT": "off"}) is None
+    assert Options.from_environment({}) is None
