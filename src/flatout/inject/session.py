@@ -374,7 +374,8 @@ def measure_workers(options: Options) -> None:
         try:
             worker = torch.utils.data.get_worker_info()
             path = _folder / f"workers-{int(os.environ.get(RANK, '0')):05d}.jsonl" if _folder is not None else None
-            meter = Meter(fetcher.dataset, worker.id if worker is not None else None, path)
+            dataset = worker.dataset if worker is not None else fetcher.dataset  # the user's own, under any loader
+            meter = Meter(dataset, worker.id if worker is not None else None, path)
             measure_fetcher(fetcher, meter)
             if worker is None:
                 _meters.append(meter)

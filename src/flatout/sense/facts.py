@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from flatout import budget
+
 
 def loader_facts(loader: Any) -> dict[str, Any]:
     """A DataLoader's settings as they are in force."""
@@ -50,6 +52,7 @@ def in_force(optimizer: Any) -> dict[str, Any]:
         "tf32_matmul": _guarded(lambda: torch.backends.cuda.matmul.allow_tf32),
         "compiled": _compiled_frames() > 0,
         "threads": torch.get_num_threads(),
+        "cores_allowed": budget.measure().cores_allowed,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -65,6 +68,8 @@ def in_force(optimizer: Any) -> dict[str, Any]:
             "gpu_index": device,
             "memory_peak_bytes": torch.cuda.max_memory_allocated(device),
             "memory_reserved_bytes": torch.cuda.max_memory_reserved(device),
+            "memory_total_bytes": torch.cuda.get_device_properties(device).total_memory,
+            "memory_retries": torch.cuda.memory_stats(device).get("num_alloc_retries"),
             "cuda": torch.version.cuda,
         }
     return facts

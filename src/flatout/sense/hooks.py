@@ -166,7 +166,7 @@ class Hooks:
     def _data(self) -> None:
         recorder, listener = self._recorder, self._listener
         fetch = stock._BaseDataLoaderIter.__next__
-        build = stock.DataLoader._get_iterator
+        iterate, build = stock.DataLoader.__iter__, stock._BaseDataLoaderIter.__init__
 
         @functools.wraps(fetch)
         def next_batch(iterator: Any) -> Any:
@@ -175,15 +175,20 @@ class Hooks:
             loader = getattr(iterator, "_flatout_loader", 0)
             return self._fetch(loader, functools.partial(fetch, iterator))
 
-        @functools.wraps(build)
-        def get_iterator(loader: Any) -> Any:
-            number = 0
+        def seen(loader: Any) -> None:
+            listener.loader_seen(self._loaders.of(loader), loader)
+
+        @functools.wraps(iterate)
+        def begin_pass(loader: Any) -> Any:
             if not self.off:
-                number = self.guarded(self._loaders.of, loader) or 0
-                self.guarded(listener.loader_seen, number, loader)
-            iterator: Any = build(loader)
-            iterator._flatout_loader = number
-            return iterator
+                self.guarded(seen, loader)
+            return iterate(loader)
+
+        @functools.wraps(build)
+        def numbered(iterator: Any, loader: Any) -> None:
+            # Whoever builds it, stock or flatout.feed: what a loader's iterators have in common is this class.
+            iterator._flatout_loader = 0 if self.off else self.guarded(self._loaders.of, loader) or 0
+            build(iterator, loader)
 
         get = queue.Queue.get
 
@@ -201,7 +206,8 @@ class Hooks:
             return self._fetch(self.guarded(self._loaders.of, source) or 0, lambda: get(source, *args, **kwargs))
 
         self.replace(stock._BaseDataLoaderIter, "__next__", next_batch)
-        self.replace(stock.DataLoader, "_get_iterator", get_iterator)
+        self.replace(stock._BaseDataLoaderIter, "__init__", numbered)
+        self.replace(stock.DataLoader, "__iter__", begin_pass)
         self.replace(queue.Queue, "get", get_from_queue)
         self.around(stock.DataLoader, "__iter__", lambda *_: START)
         self.around(Future, "result", lambda f, *_, **__: None if recorder.busy or f.done() else DATA)
@@ -426,7 +432,7 @@ class Listener:
     resident = False
 
     def loader_seen(self, number: int, loader: Any) -> None:
-        """A DataLoader is about to build an iterator, and to start its workers."""
+        """A DataLoader is about to begin a pass, and perhaps to start its workers."""
 
     def fetched(self, loader: int, batch: Any) -> None:
         """A batch has come out of a loader."""

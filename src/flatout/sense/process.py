@@ -21,9 +21,10 @@ from flatout.trace import ProcessSample
 _LOOK_FOR_NEW_S = 5.0
 _PSS_AT_ONCE = 8  # the kernel walks all pages of a process for its PSS: milliseconds each
 _PSS_PAUSE_S = 4.0  # so a tree of seven comes round every 30 s, a larger one less often
-_WORKER_NAME = "pt_data_worker"
+_WORKER_NAMES = ("pt_data_worker", "flatout-worker")
 _SPAWN_MARKS = ("multiprocessing.spawn", "--multiprocessing-fork")
 _FORK_SERVER = "multiprocessing.forkserver"
+_NURSERY = "flatout-nursery"
 _NOT_LOADERS = ("multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
 
 
@@ -85,7 +86,7 @@ class Tree:
 def find_trainings(root: Path = Path("/")) -> tuple[int, ...]:
     """Processes that have loader workers: the trainings one can see without asking a card."""
     system = _system(root)
-    owners = {system.parent(pid) for pid in system.pids() if system.name(pid) == _WORKER_NAME}
+    owners = {system.parent(pid) for pid in system.pids() if system.name(pid) in _WORKER_NAMES}
     return tuple(sorted({_behind_fork_server(system, owner) for owner in owners if owner is not None}))
 
 
@@ -106,7 +107,7 @@ def _below(system: _System, roots: frozenset[int]) -> dict[int, int]:
 
 
 def _roles(system: _System, tree: dict[int, int], roots: frozenset[int], holders: frozenset[int]) -> dict[int, str]:
-    workers = {pid for pid in tree if pid not in roots and system.name(pid) == _WORKER_NAME}
+    workers = {pid for pid in tree if pid not in roots and system.name(pid) in _WORKER_NAMES}
     if not workers:
         alike = {pid for pid in tree.keys() - roots - holders if _looks_like_worker(system, pid, tree[pid])}
         workers = alike - {tree[pid] for pid in alike}
@@ -124,8 +125,8 @@ def _looks_like_worker(system: _System, pid: int, parent: int) -> bool:
 
 
 def _behind_fork_server(system: _System, owner: int) -> int:
-    """Whose a worker is: its parent, or if that is multiprocessing's fork server, who started it."""
-    while _FORK_SERVER in system.command(owner):
+    """Whose a worker is: its parent, or if that is multiprocessing's fork server or our nursery, who started it."""
+    while _FORK_SERVER in system.command(owner) or system.name(owner) == _NURSERY:
         owner = system.parent(owner) or 0
     return owner
 

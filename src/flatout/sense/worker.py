@@ -152,7 +152,7 @@ def measure_fetcher(fetcher: Any, meter: Meter) -> None:
             meter.collated(time.perf_counter() - start)
 
     fetcher.collate_fn = timed_collate
-    _time_transforms(fetcher.dataset, meter)
+    _time_transforms(meter)
     if hasattr(fetcher, "dataset_iter"):
         fetcher.dataset_iter = _TimedIterator(fetcher.dataset_iter, meter)
     else:
@@ -216,11 +216,12 @@ class _TimedTransform:
         return getattr(self._transform, name)
 
 
-def _time_transforms(dataset: Any, meter: Meter) -> None:
+def _time_transforms(meter: Meter) -> None:
     """Time each step of a Compose the dataset holds. Only in a worker, whose dataset is a copy of its own."""
-    if torch.utils.data.get_worker_info() is None:
+    worker = torch.utils.data.get_worker_info()
+    if worker is None:
         return
-    for holder in (dataset, getattr(dataset, "dataset", None)):
+    for holder in (worker.dataset, getattr(worker.dataset, "dataset", None)):
         for compose in list(getattr(holder, "__dict__", {}).values()):
             steps = getattr(compose, "transforms", None)
             if type(compose).__name__ == "Compose" and isinstance(steps, list):

