@@ -172,18 +172,45 @@ class Case:
 
     @cached_property
     def cores(self) -> float | None:
-        """Cores this training may use."""
-        for machine in self.trace.machines:
-            if machine.host == self.rank.info.host and machine.facts.get("cores_allowed"):
-                return float(machine.facts["cores_allowed"])
-        counts = [len(s.host.cores_pct) for s in self.samples if s.host.cores_pct]
-        return float(max(counts)) if counts else None
+        """Cores this rank may use."""
+        if self.facts.get("cores_allowed"):
+            return float(self.facts["cores_allowed"])
+        return float(self.cores_of_machine) if self.cores_of_machine else None
+
+    @cached_property
+    def cores_of_machine(self) -> int | None:
+        """Cores there are, whoever may use them."""
+        return max((len(s.host.cores_pct) for s in self.samples if s.host.cores_pct), default=None)
 
     @cached_property
     def cpu_share(self) -> float | None:
-        """How busy all cores of the machine were."""
+        """How busy the cores were that this run may use: all of the machine's, or else by its own processes."""
+        machine, ours = self.cores_of_machine, self.cores_ours
+        ranks = sum(rank.info.host == self.rank.info.host for rank in self.trace.ranks)
+        if ours is not None and self.cores and machine and self.cores * ranks < 0.9 * machine:
+            return min(1.0, ours / (self.cores * ranks))
         mean = Sketch.of(s.host.cpu_pct for s in self.samples).mean
         return mean / 100 if mean is not None else None
+
+    @cached_property
+    def cores_ours(self) -> float | None:
+        """How many cores the processes of this run kept busy."""
+        return Sketch.of(_cores_busy(s) for s in self.samples).mean
+
+    @cached_property
+    def cores_others(self) -> float | None:
+        """How many cores were kept busy by what is none of this run's."""
+        machine = self.cores_of_machine or 0
+        seen = ((s.host.cpu_pct, _cores_busy(s)) for s in self.samples)
+        mean = Sketch.of(pct / 100 * machine - ours for pct, ours in seen if pct is not None and ours is not None).mean
+        return max(0.0, mean) if mean is not None else None
+
+    @cached_property
+    def trainer_delay(self) -> float | None:
+        """The share of time in which the training process was ready to run but had no core."""
+        taken = (p for s in self.samples for p in s.processes if p.pid == self.rank.info.pid)
+        mean = Sketch.of(p.run_delay_pct for p in taken).mean
+        return min(1.0, mean / 100) if mean is not None else None
 
     @cached_property
     def storage_share(self) -> float:
@@ -196,6 +223,11 @@ class Case:
         """A figure of this rank's card over the training."""
         index = int(self.facts.get("gpu_index") or 0)
         return Sketch.of(getattr(g, field) for s in self.samples for g in s.gpus if g.index == index)
+
+
+def _cores_busy(sample: Sample) -> float | None:
+    known = [p.cpu_pct for p in sample.processes if p.cpu_pct is not None]
+    return sum(known) / 100 if known else None
 
 
 def cases(trace: Trace) -> tuple[Case, ...]:

@@ -39,6 +39,29 @@ def _memory_share(case: Case) -> float | None:
     return max(shares, default=None)
 
 
+def pressure(case: Case) -> Finding | None:
+    """Each retry of the allocator empties its cache and waits for the card."""
+    retries, steps = int(case.facts.get("memory_retries") or 0), case.breakdown.steps
+    if retries < max(2, 0.01 * steps):
+        return None
+    reserved, total = case.facts.get("memory_reserved_bytes"), case.facts.get("memory_total_bytes")
+    used = reserved / total if reserved and total else None
+    lost = max(0.0, 1 - case.step_ms / (case.breakdown.step_ms.mean or case.step_ms or 1.0))
+    batch = (case.loader or {}).get("batch_size")
+    return Finding(
+        code="memory.pressure",
+        title=f"the card's memory is full: {retries} times in {steps} steps its cache was emptied to make room",
+        share=lost,
+        **compute_gain(0.0, lost),
+        confidence=0.8,
+        evidence={"retries": retries, "memory_share": rounded(used), "slow_steps_share": rounded(lost)},
+        change="batch_size" if batch else None,
+        value=max(1, int(batch) // 2) if batch else None,
+        advice="half the batch with two accumulation steps, activation checkpointing, or "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True where shapes vary",
+    )
+
+
 def throttled(case: Case) -> Finding | None:
     index = int(case.facts.get("gpu_index") or 0)
     words = [g.throttle or () for s in case.samples for g in s.gpus if g.index == index]
@@ -59,7 +82,22 @@ def throttled(case: Case) -> Finding | None:
     )
 
 
-def shared(case: Case) -> Finding | None:
+def shared_cores(case: Case) -> Finding | None:
+    others, cores, delay = case.cores_others, case.cores_of_machine, case.trainer_delay
+    if others is None or not cores or delay is None or others / cores < 0.2 or delay < 0.05:
+        return None
+    return Finding(
+        code="hardware.shared",
+        title=f"others keep {others:.1f} of {cores} cores busy: training waits for a core {delay:.0%} of the time",
+        share=delay,
+        **compute_gain(0.0, delay),
+        confidence=0.7,
+        evidence={"cores_busy_with_others": rounded(others), "cores": cores, "without_a_core": rounded(delay)},
+        advice="give training cores of its own, or end what runs beside it",
+    )
+
+
+def shared_card(case: Case) -> Finding | None:
     ours = {p.pid for s in case.samples for p in s.processes} | {r.info.pid for r in case.trace.ranks}
     index = int(case.facts.get("gpu_index") or 0)
     others = {p.pid: p for s in case.samples for g in s.gpus if g.index == index for p in g.processes or ()}

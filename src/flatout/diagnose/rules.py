@@ -110,9 +110,11 @@ RULES: tuple[Rule, ...] = (
     _pause("logging", "pause.logging", None, "log every n-th step"),
     _pause("gc", "pause.gc", "gc_freeze", "gc.freeze() after the set-up"),
     compute.underused,
+    machine.pressure,
     machine.host_memory,
     machine.throttled,
-    machine.shared,
+    machine.shared_card,
+    machine.shared_cores,
     machine.idle_gpus,
 )
 RANK_RULES: tuple[Callable[[tuple[Case, ...]], Finding | None], ...] = (machine.straggler, machine.collectives)

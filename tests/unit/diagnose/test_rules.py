@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from diagnose_cases import FACTS, HEALTHY, LOADER, hardware, steps, trace, workers, xray
 
 from flatout.diagnose.finding import CODES, Finding
 from flatout.diagnose.rules import diagnose, enough_steps
-from flatout.trace import GpuProcess, RankTrace, RunInfo, Sketch, Trace
+from flatout.trace import GpuProcess, ProcessSample, RankTrace, RunInfo, Sketch, Trace
 from flatout.trace.thin import window_of
 
 STARVED = (("data", 60.0, 55.0, None), *HEALTHY[1:])
@@ -179,6 +181,31 @@ def test_a_stranger_on_the_card() -> None:
     ours = hardware(processes=(GpuProcess(pid=4242, used_bytes=8 << 30),))
     made = trace(samples=ours)
     assert "hardware.shared" in codes(made)
+
+
+def test_memory_so_full_that_the_allocator_starts_over() -> None:
+    full = {"memory_retries": 9, "memory_reserved_bytes": 138 << 30, "memory_total_bytes": 140 << 30}
+    found = first(trace(facts=full))
+    assert (found.code, found.change, found.value) == ("memory.pressure", "batch_size", 32)
+    assert codes(trace(facts=full | {"memory_retries": 1})) == ["compute.saturated"]
+
+
+@pytest.mark.parametrize(("ours_pct", "codes_expected"), [(100.0, ["hardware.shared"]), (1550.0, [])])
+def test_strangers_on_the_cores(ours_pct: float, codes_expected: list[str]) -> None:
+    """GIVEN 16 cores that are all busy, and a trainer that waits for one; it matters whose work that is."""
+    trainer = ProcessSample(pid=0, role="trainer", name="python", cpu_pct=ours_pct, run_delay_pct=30.0)
+    busy = tuple(dataclasses.replace(s, processes=(trainer,)) for s in hardware(98.0))
+    found = diagnose(trace(samples=busy))
+    assert [f.code for f in found if f.code != "compute.saturated"] == codes_expected
+
+
+def test_cores_that_are_not_ours_do_not_hide_that_ours_are_busy() -> None:
+    # GIVEN 4 of 16 cores, kept busy by the workers
+    load = tuple(ProcessSample(pid=n, role="worker", name="python", cpu_pct=97.0) for n in range(4))
+    quarter = tuple(dataclasses.replace(s, processes=load) for s in hardware(25.0))
+    busy = workers(4, sample_ms=25.0, busy=0.97)
+    made = trace(*STARVED, loader={"num_workers": 4}, workers=busy, samples=quarter, facts={"cores_allowed": 4.0})
+    assert first(made).code == "data.cpu-bound"
 
 
 def test_cards_that_stand_unused() -> None:
