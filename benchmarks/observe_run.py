@@ -32,7 +32,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
+_before_torch_s = time.perf_counter()
 import torch  # noqa: E402
+
+IMPORT_TORCH_S = time.perf_counter() - _before_torch_s
 from torch.utils.data import DataLoader, Dataset, TensorDataset  # noqa: E402
 
 import flatout  # noqa: E402
@@ -41,7 +44,7 @@ from flatout import trace  # noqa: E402
 from flatout.diagnose.breakdown import Breakdown, breakdown  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TURNS = 7
+TURNS = 5
 DELAY_S = 0.010
 TRUTH_STEPS = 60
 
@@ -116,12 +119,12 @@ def training(step_ms: float) -> Callable[[int], float]:
 
 def cost(step_ms: float, folder: Path) -> dict[str, Any]:
     run = training(step_ms)
-    steps = 400 if step_ms < 10 else 150
+    steps = 500 if step_ms < 10 else 100
     bare, observed = [], []
     for turn in range(TURNS):
         bare.append(run(steps))
         with flatout.attach(folder / f"cost-{step_ms}-{turn}", xray=False):
-            run(30)  # the first steps find everything out
+            run(30 if step_ms > 10 else 500)  # the first steps find everything out, and are written one by one
             observed.append(run(steps))
     added_us = [(o - b) * 1e6 for o, b in zip(observed, bare, strict=True)]
     middle_s = statistics.median(bare)
@@ -261,26 +264,25 @@ def child() -> None:
         digest.update(parameter.detach().cpu().numpy().tobytes())
     digest.update(torch.get_rng_state().numpy().tobytes())
     memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    print(json.dumps({"hash": digest.hexdigest(), "memory_mb": memory / 1e6}))
+    print(json.dumps({"hash": digest.hexdigest(), "memory_mb": memory / 1e6, "import_s": IMPORT_TORCH_S}))
 
 
 def beside(folder: Path) -> dict[str, Any]:
     """Bare and under `flatout run` in turns: the hash, the memory at the end, and the time `import torch` takes."""
     mine = [sys.executable, str(Path(__file__).resolve()), "--child"]
-    timing = "import time; start = time.perf_counter(); import torch; print(time.perf_counter() - start)"
-    importing = [sys.executable, "-c", timing]
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    found: dict[str, list[Any]] = {"bare": [], "observed": [], "bare import": [], "observed import": []}
+    found: dict[str, list[Any]] = {"bare": [], "observed": []}
     for turn in range(3):
-        for command, name, run in ((mine, "", json.loads), (importing, " import", float)):
-            under = [sys.executable, "-m", "flatout", "run", "--quiet", "--trace", str(folder / f"{name}{turn}"), "--"]
-            for words, kind in ((command, "bare"), ([*under, *command], "observed")):
-                done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, cwd=folder)
-                found[kind + name].append(run(done.stdout.strip().splitlines()[-1]))
-    memory = {kind: statistics.median(one["memory_mb"] for one in found[kind]) for kind in ("bare", "observed")}
-    start = {kind: statistics.median(found[f"{kind} import"]) for kind in ("bare", "observed")}
+        under = [sys.executable, "-m", "flatout", "run", "--quiet", "--trace", str(folder / f"beside-{turn}"), "--"]
+        for words, kind in ((mine, "bare"), ([*under, *mine], "observed")):
+            done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, cwd=folder)
+            found[kind].append(json.loads(done.stdout.strip().splitlines()[-1]))
+    memory, start = (
+        {kind: statistics.median(one[figure] for one in found[kind]) for kind in found}
+        for figure in ("memory_mb", "import_s")
+    )
     return {
-        "identical": len({one["hash"] for kind in ("bare", "observed") for one in found[kind]}) == 1,
+        "identical": len({one["hash"] for kind in found for one in found[kind]}) == 1,
         "memory_mb": memory | {"added": memory["observed"] - memory["bare"]},
         "import_torch_s": start | {"added": start["observed"] - start["bare"]},
     }

@@ -142,7 +142,8 @@ def test_the_users_own_profiler_comes_first(tmp_path: Path) -> None:
     def train() -> None:
         start = time.monotonic()
         while time.monotonic() - start < 4.0:
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            card = [torch.profiler.ProfilerActivity.CUDA]
+            with torch.profiler.profile(activities=card, acc_events=True) as profile:
                 heavy(model, optimizer, x)
             seen.append(len(profile.events()))
 

@@ -125,7 +125,8 @@ class _Card:
         self._handle = nvml.nvmlDeviceGetHandleByIndex(index)
         self._name = str(self._ask("nvmlDeviceGetName") or "unknown card")
         self._uuid = str(self._ask("nvmlDeviceGetUUID") or f"index-{index}")
-        self._limits: dict[str, float | None] = {}
+        self._slow: dict[str, float | None] = {}
+        self._engines: dict[str, float | None] = {}
         self._processes: tuple[GpuProcess, ...] | None = None
         self._slow_s = -_SLOW_EVERY_S
         self._energy_j: float | None = None
@@ -151,7 +152,7 @@ class _Card:
         if now_s - self._costly_s >= _COSTLY_EVERY_S:
             self._costly_s = now_s
             self._energy_j = _scaled(self._ask("nvmlDeviceGetTotalEnergyConsumption"), 1e-3)
-            self._limits["sm_clock_max_mhz"] = _scaled(self._ask("nvmlDeviceGetMaxClockInfo", 1), 1)
+            self._slow["sm_clock_max_mhz"] = _scaled(self._ask("nvmlDeviceGetMaxClockInfo", 1), 1)
         self.pulse(now_s)
         activity = self._gpm.since_last_read() if self._gpm is not None else {}
         if self._gpm is None:
@@ -159,7 +160,8 @@ class _Card:
         pulses, self._pulses = tuple(self._pulses), []
         util, memory = self._ask("nvmlDeviceGetUtilizationRates"), self._ask("nvmlDeviceGetMemoryInfo")
         reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")
-        decoder, jpeg = self._ask("nvmlDeviceGetDecoderUtilization"), self._ask("nvmlDeviceGetJpgUtilization")
+        if any(self._engines.values()):
+            self._read_engines()
         sample = GpuSample(
             index=self._index,
             uuid=self._uuid,
@@ -171,13 +173,11 @@ class _Card:
             energy_j=self._energy_j,
             temperature_c=_scaled(self._ask("nvmlDeviceGetTemperature", 0), 1),
             sm_clock_mhz=_scaled(self._ask("nvmlDeviceGetClockInfo", 1), 1),
-            memory_clock_mhz=_scaled(self._ask("nvmlDeviceGetClockInfo", 2), 1),
             throttle=throttle_words(reasons) if reasons is not None else None,
-            decoder_util_pct=float(decoder[0]) if decoder is not None else None,
-            jpeg_util_pct=float(jpeg[0]) if jpeg is not None else None,
             processes=self._processes,
             pulses=pulses,
-            **self._limits,
+            **self._slow,
+            **self._engines,
             **activity,
         )
         # Half a reading of a card that went away meanwhile is worth nothing.
@@ -189,7 +189,9 @@ class _Card:
 
     def _read_slow(self) -> None:
         """What hardly changes, or costs much to ask."""
-        self._limits["power_limit_w"] = _scaled(self._ask("nvmlDeviceGetEnforcedPowerLimit"), 1e-3)
+        self._slow["power_limit_w"] = _scaled(self._ask("nvmlDeviceGetEnforcedPowerLimit"), 1e-3)
+        self._slow["memory_clock_mhz"] = _scaled(self._ask("nvmlDeviceGetClockInfo", 2), 1)
+        self._read_engines()
         found = self._ask("nvmlDeviceGetComputeRunningProcesses")
         if found is None:
             self._processes = None
@@ -197,6 +199,12 @@ class _Card:
             self._processes = tuple(
                 GpuProcess(pid=p.pid, used_bytes=p.usedGpuMemory, name=self._process_name(p.pid)) for p in found
             )
+
+    def _read_engines(self) -> None:
+        """The decoders: asked now and then while they are idle, and at every read while they are not."""
+        decoder, jpeg = self._ask("nvmlDeviceGetDecoderUtilization"), self._ask("nvmlDeviceGetJpgUtilization")
+        self._engines["decoder_util_pct"] = float(decoder[0]) if decoder is not None else None
+        self._engines["jpeg_util_pct"] = float(jpeg[0]) if jpeg is not None else None
 
     def _process_name(self, pid: int) -> str | None:
         try:

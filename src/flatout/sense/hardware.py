@@ -17,7 +17,7 @@ from flatout.sense.process import Tree, find_trainings
 from flatout.trace import Sample
 
 _FIND_TRAININGS_EVERY_S = 10.0
-PULSE_EVERY_S = 0.2  # GPM allows 8 Hz; at 5 a load switched every 2 s is still seen within a few per cent
+PULSE_EVERY_S = 0.25  # GPM allows 8 Hz; at 4 a load switched every 2 s is still seen within a few per cent
 
 
 class Sampler:

@@ -19,6 +19,7 @@ from flatout.sense.host import ProcFile
 from flatout.trace import ProcessSample
 
 _LOOK_FOR_NEW_S = 5.0
+_WAITS_EVERY_S = 1.9  # waiting for a core and reading are read at every other read of one a second
 _PSS_AT_ONCE = 8  # the kernel walks all pages of a process for its PSS: milliseconds each
 _PSS_PAUSE_S = 4.0  # so a tree of seven comes round every 30 s, a larger one less often
 _WORKER_NAMES = ("pt_data_worker", "flatout-worker")
@@ -200,7 +201,9 @@ class _Proc:
 class _ProcProcess:
     """One process on Linux, its files kept open between reads."""
 
-    __slots__ = ("_before", "_folder", "_io", "_pid", "_pss", "_schedstat", "_stat", "pss_s", "role")
+    __slots__ = (
+        "_before", "_folder", "_io", "_pid", "_pss", "_schedstat", "_stat", "_waits", "_waits_before", "pss_s", "role",
+    )  # fmt: skip
 
     def __init__(self, folder: Path, pid: int, role: str) -> None:
         self.role = role
@@ -209,7 +212,9 @@ class _ProcProcess:
         self._stat = ProcFile(folder / "stat")
         self._schedstat = ProcFile(folder / "schedstat")
         self._io = ProcFile(folder / "io")
-        self._before: tuple[float, int, int | None, int | None, int | None] | None = None
+        self._before: tuple[float, int] | None = None
+        self._waits_before: tuple[float, int | None, int | None, int | None] | None = None
+        self._waits: dict[str, float | None] = {}
         self._pss: int | None = None
         self.pss_s: float | None = None
 
@@ -224,19 +229,11 @@ class _ProcProcess:
         if len(fields) < 22 or fields[0] in b"ZX":
             return None
         ticks = int(fields[11]) + int(fields[12])
-        waits = self._schedstat.read().split()  # of the main thread alone: the one that trains, or loads
-        delay_ns, switches = (int(waits[1]), int(waits[2])) if len(waits) == 3 else (None, None)
-        read_bytes = _read_counter(self._io.read())
-        before, self._before = self._before, (now_s, ticks, delay_ns, switches, read_bytes)
-        rates: dict[str, float | None] = {}
+        before, self._before = self._before, (now_s, ticks)
+        self._read_waits(now_s)
+        cpu_pct = None
         if before is not None and now_s > before[0]:
-            seconds = now_s - before[0]
-            rates = {
-                "cpu_pct": 100 * (ticks - before[1]) / _TICKS_S / seconds,
-                "run_delay_pct": _rate(delay_ns, before[2], seconds * 1e7),
-                "switches_s": _rate(switches, before[3], seconds),
-                "read_bytes_s": _rate(read_bytes, before[4], seconds),
-            }
+            cpu_pct = 100 * (ticks - before[1]) / _TICKS_S / (now_s - before[0])
         return ProcessSample(
             pid=self._pid,
             role=self.role,
@@ -245,8 +242,26 @@ class _ProcProcess:
             threads=int(fields[17]),
             rss_bytes=int(fields[21]) * _PAGE_BYTES,
             pss_bytes=self._pss,
-            **rates,
+            cpu_pct=cpu_pct,
+            **self._waits,
         )
+
+    def _read_waits(self, now_s: float) -> None:
+        """How long it waited for a core and how much it read: two more files, at half the pace."""
+        before = self._waits_before
+        if before is not None and self._waits and now_s - before[0] < _WAITS_EVERY_S:
+            return
+        waits = self._schedstat.read().split()  # of the main thread alone: the one that trains, or loads
+        delay_ns, switches = (int(waits[1]), int(waits[2])) if len(waits) == 3 else (None, None)
+        read_bytes = _read_counter(self._io.read())
+        self._waits_before = (now_s, delay_ns, switches, read_bytes)
+        if before is not None and now_s > before[0]:
+            seconds = now_s - before[0]
+            self._waits = {
+                "run_delay_pct": _rate(delay_ns, before[1], seconds * 1e7),
+                "switches_s": _rate(switches, before[2], seconds),
+                "read_bytes_s": _rate(read_bytes, before[3], seconds),
+            }
 
     def close(self) -> None:
         for file in (self._stat, self._schedstat, self._io):

@@ -61,6 +61,7 @@ class Profiler:
 
         profiler: Any = sys.modules["torch.autograd.profiler"]
 
+        theirs_to_say = "TEARDOWN_CUPTI" in os.environ
         os.environ.setdefault("TEARDOWN_CUPTI", "1")
         self._clocks = (time.monotonic(), time.time_ns())
         ours: Any = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
@@ -71,16 +72,21 @@ class Profiler:
             self.stop()
             return prepare(theirs)
 
+        def give_back() -> None:
+            profiler.profile._prepare_trace = prepare
+            if not theirs_to_say:
+                os.environ.pop("TEARDOWN_CUPTI", None)
+
         profiler.profile._prepare_trace = prepare_alone
-        self._give_back = lambda: setattr(profiler.profile, "_prepare_trace", prepare)
+        self._give_back = give_back
         self._profile = ours
 
     def stop(self) -> Any:
         """Switch it off; the raw results, for `kernels` to read at leisure."""
         if self._profile is not None:
             ours, self._profile = self._profile, None
-            self._give_back()
             ours.__exit__(None, None, None)
+            self._give_back()
             self._results = ours.profiler.kineto_results
         return self._results
 

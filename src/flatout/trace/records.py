@@ -19,6 +19,7 @@ from typing import Any, TypeVar, Union
 from flatout.trace.sketch import Sketch
 
 SCHEMA = 1
+_MS_DIGITS = 5  # of a span: a hundredth of a microsecond
 
 R = TypeVar("R")
 
@@ -39,7 +40,7 @@ class RunInfo:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # made in the training thread: a frozen one takes three times as long to make
 class Span:
     """One stretch of a step: what the host did, and what the GPU did meanwhile.
 
@@ -55,7 +56,7 @@ class Span:
     where: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen for the same reason
 class Step:
     """One optimizer step, from the end of the one before to its own end."""
 
@@ -311,6 +312,8 @@ def to_json(value: Any) -> Any:
         return _shortened(value)
     if value is None or isinstance(value, str | int):
         return value
+    if type(value) is Span:
+        return _span_to_json(value)
     if isinstance(value, Sketch):
         return value.to_json()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -330,6 +333,22 @@ def _fields_to_json(record: Any) -> dict[str, Any]:
         plain = to_json(getattr(record, known.name))
         if plain is not None and not (plain == [] and known.default == ()):
             data[known.name] = plain
+    return data
+
+
+def _span_to_json(span: Span) -> dict[str, Any]:
+    """By hand, for a dozen of them are written with each step, beside a training that wants the interpreter too."""
+    data: dict[str, Any] = {
+        "name": span.name,
+        "start_ms": round(span.start_ms, _MS_DIGITS),
+        "host_ms": round(span.host_ms, _MS_DIGITS),
+    }
+    if span.gpu_idle_ms is not None:
+        data["gpu_idle_ms"] = round(span.gpu_idle_ms, _MS_DIGITS)
+    if span.gpu_busy_ms is not None:
+        data["gpu_busy_ms"] = round(span.gpu_busy_ms, _MS_DIGITS)
+    if span.where is not None:
+        data["where"] = span.where
     return data
 
 
