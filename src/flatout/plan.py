@@ -30,6 +30,7 @@ HEADER = """\
 #   reseeded    the same samples in the same order; random augmentation draws other numbers
 #   equivalent  the same mathematics, other rounding
 #   semantic    changes what is learned
+# What stands under `tried` is not made: it was tried and not kept, and why.
 """
 
 
@@ -72,9 +73,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The changes to apply, in this order."""
+    """The changes to apply, in this order; and those that were tried and not kept, for the reader."""
 
     changes: tuple[Change, ...] = ()
+    tried: tuple[Outcome, ...] = ()
 
     def save(self, path: Path) -> None:
         """Write it for people."""
@@ -112,14 +114,23 @@ class Plan:
         return _plan(json.loads(text), "the plan")
 
     def _data(self) -> dict[str, Any]:
-        entries = (dataclasses.asdict(change) for change in self.changes)
-        return {"plan": VERSION, "changes": [{k: v for k, v in e.items() if v or k not in _OPTIONAL} for e in entries]}
+        data: dict[str, Any] = {"plan": VERSION, "changes": [_entry(change) for change in self.changes]}
+        if self.tried:
+            data["tried"] = [
+                {**_entry(dataclasses.replace(o.change, note="")), "verdict": o.verdict, "why": o.note}
+                for o in self.tried
+            ]
+        return data
+
+
+def _entry(change: Change) -> dict[str, Any]:
+    return {k: v for k, v in dataclasses.asdict(change).items() if v or k not in _OPTIONAL}
 
 
 def _plan(data: Any, where: str) -> Plan:
     if not isinstance(data, dict):
         raise PlanError(f"{where} is not a plan: it should begin with 'plan: {VERSION}' and 'changes:'")
-    _check_keys(data, ("plan", "changes"), (), where)
+    _check_keys(data, ("plan", "changes"), ("tried",), where)
     if data["plan"] != VERSION:
         raise PlanError(f"{where}: plan version {data['plan']!r}, this flatout reads version {VERSION}")
     entries = data["changes"] or []
@@ -130,13 +141,27 @@ def _plan(data: Any, where: str) -> Plan:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise PlanError(f"{where}: {twice} is changed more than once")
-    return Plan(changes=changes)
+    return Plan(changes=changes, tried=_tried(data.get("tried") or [], where))
 
 
-def _change(entry: Any, where: str) -> Change:
+def _tried(entries: Any, where: str) -> tuple[Outcome, ...]:
+    if not isinstance(entries, list):
+        raise PlanError(f"{where}: tried must be a list")
+    outcomes = []
+    for number, entry in enumerate(entries, 1):
+        place = f"{where}: tried {number}"
+        change = _change(entry, place, ("verdict", "why"))
+        verdicts = get_args(Verdict)
+        if entry.get("verdict") not in verdicts:
+            raise PlanError(f"{place}: verdict must be one of {', '.join(verdicts)} (got {entry.get('verdict')!r})")
+        outcomes.append(Outcome(change=change, verdict=entry["verdict"], note=str(entry.get("why") or "")))
+    return tuple(outcomes)
+
+
+def _change(entry: Any, where: str, more: tuple[str, ...] = ()) -> Change:
     if not isinstance(entry, dict):
         raise PlanError(f"{where} must have a name, a value and a safety (got {entry!r})")
-    _check_keys(entry, ("name", "value", "safety"), _OPTIONAL, where)
+    _check_keys(entry, ("name", "value", "safety"), (*_OPTIONAL, *more), where)
     if not isinstance(entry["name"], str):
         raise PlanError(f"{where}: name must be text (got {entry['name']!r})")
     where = f"{where} ({entry['name']})"

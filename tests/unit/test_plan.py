@@ -53,6 +53,15 @@ def test_any_plan_comes_back_from_json(made: tuple[Change, ...]) -> None:
     assert Plan.from_json(Plan(changes=made).to_json()) == Plan(changes=made)
 
 
+def test_what_was_tried_and_not_kept_comes_back_too(tmp_path: Path) -> None:
+    change = Change(name="compile", value="default", safety="equivalent")
+    undone = Outcome(change=change, verdict="undone", note="1.01× (0.97 to 1.04): no gain over 2% was shown")
+    path = tmp_path / "plan.yaml"
+    Plan(tried=(undone,)).save(path)
+    assert Plan.load(path) == Plan(tried=(undone,))
+    assert "verdict: undone\n  why: '1.01× (0.97 to 1.04)" in path.read_text()
+
+
 def test_an_empty_list_of_changes_is_a_plan(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text("plan: 1\nchanges:\n")
@@ -63,7 +72,7 @@ def test_an_empty_list_of_changes_is_a_plan(tmp_path: Path) -> None:
     ("text", "complaint"),
     [
         ("plan: 1\nchnages: []", "unknown key 'chnages' (did you mean 'changes'?)"),
-        ("plan: 1\nchanges: []\nextra: 1", "unknown key 'extra' (there are plan, changes)"),
+        ("plan: 1\nchanges: []\nextra: 1", "unknown key 'extra' (there are plan, changes, tried)"),
         ("plan: 2\nchanges: []", "plan version 2, this flatout reads version 1"),
         ("changes: []", "'plan' is missing"),
         ("plan: 1\nchanges: 5", "changes must be a list, each entry beginning with '- name:'"),
@@ -83,6 +92,11 @@ def test_an_empty_list_of_changes_is_a_plan(tmp_path: Path) -> None:
             "a is changed more than once",
         ),
         ("plan: 1\nchanges: [", "line 2: this is not YAML: expected the node content"),
+        ("plan: 1\nchanges: []\ntried: 3", "tried must be a list"),
+        (
+            "plan: 1\nchanges: []\ntried: [{name: a, value: 1, safety: identical, verdict: good}]",
+            "tried 1: verdict must be one of kept, undone, unsafe, not applicable (got 'good')",
+        ),
         ("just words", "is not a plan: it should begin with 'plan: 1' and 'changes:'"),
         ("", "is not a plan"),
     ],

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.diagnose.breakdown import Breakdown
+from flatout.diagnose.resample import INTERVAL, RESAMPLES, Floats, resampled_means
 from flatout.report.account import Account, account
 from flatout.report.picture import grouped
 from flatout.trace import RankTrace, Sketch, Trace
@@ -23,16 +24,12 @@ from flatout.trace import RankTrace, Sketch, Trace
 SCHEMA = 1
 FEWEST_STEPS = 40
 FEWEST_LOSSES = 8
-RESAMPLES = 2_000
-INTERVAL = (2.5, 97.5)
 MOST_BLOCKS = 250
 VALUES_A_BLOCK = 16  # quantiles that stand for the steps of a window
 MOST_DIFFERENCES = 100
 
 # Facts that differ between any two runs, or follow from the others.
 _VOLATILE = ("learning_rate", "memory_peak_bytes", "memory_reserved_bytes", "own_cost", "settings", "loaders")
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,7 +317,7 @@ def _losses(a: RankTrace, b: RankTrace, sizes: tuple[float | None, float | None]
     if min(len(last_a), len(last_b)) < FEWEST_LOSSES:
         return Losses(axis=axis, a=curve_a, b=curve_b)
     draw = np.random.default_rng(0)
-    apart = _resampled(last_b, draw) - _resampled(last_a, draw)
+    apart = resampled_means(last_b, draw) - resampled_means(last_a, draw)
     low, high = np.percentile(apart, INTERVAL)
     return Losses(
         axis=axis,
@@ -339,15 +336,6 @@ def _curve(rank: RankTrace, unit: float) -> tuple[tuple[float, float], ...]:
         return tuple((step.index * unit, step.loss) for step in steps if step.loss is not None)
     means = ((window.last_index * unit, window.loss.mean) for window in rank.windows)
     return tuple((x, y) for x, y in means if y is not None)
-
-
-def _resampled(values: Floats, draw: np.random.Generator) -> Floats:
-    """Means of resamples by blocks that wrap round the end."""
-    length = max(1, round(len(values) ** (1 / 3)))
-    starts = draw.integers(len(values), size=(RESAMPLES, -(-len(values) // length), 1))
-    places = (starts + np.arange(length)) % len(values)
-    means: Floats = values[places.reshape(RESAMPLES, -1)].mean(axis=1)
-    return means
 
 
 def _side(one: Account) -> dict[str, Any]:

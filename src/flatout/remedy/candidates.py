@@ -1,0 +1,391 @@
+"""Trace → Offers: which changes to try next, the most promising first.
+
+Diagnosis says what is wrong; here it becomes changes, by the script's own knob where it has one. Changes that belong
+together and rarely do harm make one Offer, which is tried as a whole and taken apart only if it fails:
+
+    data path   elastic loader, page-locking, device prefetch, gc freeze, fewer decoder threads
+    compute     precision, channels_last, fused optimizer, cuDNN benchmark
+    compile     alone: it takes long, and one wants to know what it brings
+    batch size  with the learning rate, if allowed: twice or four times as large, again while that pays
+    pauses      evaluation and checkpoints less often, if allowed
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, get_args
+
+from flatout.diagnose.case import Case, cases
+from flatout.diagnose.finding import Finding
+from flatout.diagnose.gains import spare_cores
+from flatout.diagnose.rules import diagnose
+from flatout.errors import UsageError
+from flatout.plan import Change, Safety
+from flatout.remedy.knobs import Knob, knobs
+from flatout.trace import Trace
+
+SAFETIES: dict[str, Safety] = {
+    "loader": "reseeded",
+    "num_workers": "reseeded",
+    "prefetch_factor": "identical",
+    "pin_memory": "identical",
+    "persistent_workers": "semantic",  # another shuffle from the second epoch on
+    "worker_threads": "identical",
+    "device_prefetch": "identical",
+    "gc_freeze": "identical",
+    "precision": "equivalent",
+    "fused_optimizer": "equivalent",
+    "channels_last": "equivalent",
+    "cudnn_benchmark": "equivalent",
+    "compile": "equivalent",
+    "batch_size": "semantic",
+    "learning_rate": "semantic",
+    "eval_interval": "semantic",
+    "checkpoint_interval": "semantic",
+    "setting": "semantic",
+}
+EVALUATE_LESS = 5
+FUSABLE = ("Adam", "AdamW", "SGD", "Adagrad")
+_HALF_A_GPU_IDLE = 0.3  # of its memory in use: there is room for a larger batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """Changes to try as one. `promise`: the factor of speed that the diagnosis hopes for."""
+
+    changes: tuple[Change, ...]
+    why: str
+    promise: float
+    pauses: bool = False  # judged with evaluation and checkpoints in the time
+    apart: bool = True  # whether it can be taken apart; a batch without its learning rate makes no sense
+
+    @property
+    def name(self) -> str:
+        """What is tried, in words."""
+        return " + ".join(in_words(change) for change in self.changes)
+
+    @property
+    def splits(self) -> bool:
+        """Whether its changes can be tried one by one."""
+        return self.apart and len(self.changes) > 1
+
+
+def in_words(change: Change) -> str:
+    """A change as one would say it."""
+    name = change.name.removeprefix("setting:")
+    if change.value is True:
+        return name
+    return f"{name} {change.value}" if name != "loader" else f"{change.value} loader"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What the person allows: names of changes (`batch_size`), classes (`semantic`), or `all`."""
+
+    allow: frozenset[str] = frozenset()
+    only: frozenset[str] = frozenset()
+    skip: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, allow: str = "", only: str = "", skip: str = "") -> Wishes:
+        """From the command line; a word that is no change and no class is the person's mistake."""
+        return cls(allow=_words("--allow", allow), only=_words("--only", only), skip=_words("--skip", skip))
+
+    def permits(self, change: Change) -> bool:
+        """Whether this change may be tried."""
+        said = {change.name, change.name.partition(":")[0], change.safety}
+        if change.name == "learning_rate":
+            said.add("batch_size")  # it comes with the batch
+        if self.skip & said or (self.only and not self.only & said):
+            return False
+        return (
+            change.safety != "semantic"
+            or bool(self.allow & (said | {"all"}))
+            or bool(self.only & (said - {"semantic"}))
+        )
+
+
+def _words(option: str, text: str) -> frozenset[str]:
+    known = [*SAFETIES, *get_args(Safety), "all"]
+    given = [word.strip().replace("-", "_") for word in text.split(",") if word.strip()]
+    for word in given:
+        if word not in known and not word.startswith("setting:"):
+            near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0].replace('_', '-')}?" if near else f"there are {', '.join(known)}"
+            raise UsageError(f"{option}: there is no change or class called {word.replace('_', '-')} ({hint})")
+    return frozenset(given)
+
+
+@dataclass(frozen=True)
+class View:
+    """What the offers are made from: the last trace, the first one, and what was kept and tried so far."""
+
+    trace: Trace
+    first: Trace
+    kept: Sequence[Change] = ()
+    tried: Mapping[tuple[str, str], str] = field(default_factory=dict)  # (name, value as text) → verdict
+
+    @cached_property
+    def case(self) -> Case:
+        return cases(self.trace)[0]
+
+    @cached_property
+    def findings(self) -> tuple[Finding, ...]:
+        return diagnose(self.trace)
+
+    @cached_property
+    def settings(self) -> list[dict[str, Any]]:
+        """What the script read, before any knob was turned."""
+        return list(cases(self.first)[0].facts.get("settings") or ())
+
+    def found(self, *codes: str) -> list[Finding]:
+        """Findings whose code begins like one of these."""
+        return [finding for finding in self.findings if finding.code.startswith(codes)]
+
+    def ignored(self, *words: str) -> Finding | None:
+        """A setting the script read and does not act on, by a word of what is missing."""
+        return next((f for f in self.found("config.ignored") if any(word in f.title for word in words)), None)
+
+    def verdict(self, name: str, value: Any) -> str | None:
+        return self.tried.get((name, str(value)))
+
+    def failed(self, name: str, value: Any) -> bool:
+        return self.verdict(name, value) not in (None, "kept")
+
+    def holds(self, name: str) -> bool:
+        return any(change.name == name for change in self.kept)
+
+
+def offers(view: View, wishes: Wishes) -> tuple[list[Offer], list[Offer]]:
+    """What to try, the most promising first; and what would be tried if it were allowed."""
+    made = [_data_path(view), _augment_elsewhere(view), _compute(view), _compile(view), _batch(view), _pauses(view)]
+    wanted, withheld = [], []
+    for offer in made:
+        if offer is None:
+            continue
+        fresh = [change for change in offer.changes if _is_new(change, view)]
+        may = tuple(change for change in fresh if wishes.permits(change))
+        may_not = tuple(change for change in fresh if not wishes.permits(change) and change.safety == "semantic")
+        if may and may[0].name != "learning_rate":
+            wanted.append(replace(offer, changes=may))
+        elif may_not:
+            withheld.append(replace(offer, changes=may_not))
+    wanted.sort(key=lambda offer: -offer.promise)
+    return wanted, withheld
+
+
+def _is_new(change: Change, view: View) -> bool:
+    same = any(kept.name == change.name and kept.value == change.value for kept in view.kept)
+    return not same and view.verdict(change.name, change.value) is None
+
+
+def _made(name: str, value: Any, why: str, *, safety: Safety | None = None, knob: str = "") -> Change:
+    known = safety or SAFETIES[name.partition(":")[0]]
+    return Change(name=name, value=value, safety=known, note=why, knob=knob)
+
+
+def _offer(changes: Iterable[Change], findings: Sequence[Finding], **more: Any) -> Offer | None:
+    made = tuple(changes)
+    if not made:
+        return None
+    best = max(findings, key=lambda f: f.gain_high, default=None)
+    why = best.title if best is not None else made[0].note
+    return Offer(changes=made, why=why, promise=best.gain_high if best is not None else 1.05, **more)
+
+
+# The data path
+
+
+def _data_path(view: View) -> Offer | None:
+    behind, frozen = view.found("data.", "copy."), view.found("pause.gc")
+    case = view.case
+    changes: list[Change] = []
+    if behind and case.loader is not None:
+        why = behind[0].title
+        changes += _loading(view, behind, why)
+        if case.on_gpu and not case.loader.get("pin_memory"):
+            changes.append(_made("pin_memory", True, why))
+        if case.on_gpu:
+            changes.append(_made("device_prefetch", True, why))
+        changes += _fewer_threads(view, why)
+    if frozen:
+        changes.append(_made("gc_freeze", True, frozen[0].title))
+    return _offer(changes, [*behind, *frozen])
+
+
+def _loading(view: View, behind: Sequence[Finding], why: str) -> list[Change]:
+    """The elastic loader; where that cannot be had, the number of workers and what goes with it."""
+    draws = any(report.random_used for report in view.case.reports) or not view.case.reports
+    safety: Safety = "reseeded" if draws else "identical"
+    if not view.failed("loader", "elastic"):
+        return [_made("loader", "elastic", why, safety=safety)]
+    loader = view.case.loader or {}
+    wanted = next((f.value for f in behind if f.change == "num_workers" and f.value), spare_cores(view.case))
+    changes = []
+    if wanted != loader.get("num_workers"):
+        knob = _knob(view, "num_workers", loader.get("num_workers"))
+        changes.append(_made("num_workers", int(wanted), why, safety=safety, knob=knob))
+    if (loader.get("prefetch_factor") or 2) < 4:
+        changes.append(_made("prefetch_factor", 4, why))
+    if not loader.get("persistent_workers"):
+        changes.append(_made("persistent_workers", True, why, knob=_knob(view, "persistent_workers", False)))
+    return changes
+
+
+def _fewer_threads(view: View, why: str) -> list[Change]:
+    """Decoder threads of the script's own, where workers and threads together outnumber the cores."""
+    workers, cores = int((view.case.loader or {}).get("num_workers") or 0), view.case.cores or math.inf
+    many = [k for k in knobs(view.settings, "threads", _is_count) if k.value > 1 and workers * k.value > cores]
+    return [_made(f"setting:{_key(k)}", 1, why, safety="identical", knob=k.text) for k in many[:1]]
+
+
+def _augment_elsewhere(view: View) -> Offer | None:
+    """Augmentation that the script itself can do on the card."""
+    behind = view.found("data.")
+    there = knobs(view.settings, "augment_on", lambda value: str(value).lower() == "cpu") if view.case.on_gpu else []
+    if not behind or not there:
+        return None
+    return _offer([_made(f"setting:{_key(there[0])}", "gpu", behind[0].title, knob=there[0].text)], behind)
+
+
+# Compute
+
+
+def _compute(view: View) -> Offer | None:
+    case = view.case
+    if not case.on_gpu:
+        return None
+    found = view.found("compute.precision", "compute.layout", "compute.optimizer")
+    convolves, facts = case.facts.get("channels_last") is not None, case.facts
+    changes = _precision(view)
+    asked = view.ignored("channels_last")
+    if facts.get("channels_last") is False and (changes or asked or view.found("compute.layout")):
+        why = _why(view, "compute.layout", asked)
+        changes.append(_made("channels_last", True, why, knob=_switch(view, "channels_last")))
+    asked = view.ignored("benchmark")
+    if convolves and facts.get("cudnn_benchmark") is False and not facts.get("deterministic") and (changes or asked):
+        changes.append(_made("cudnn_benchmark", True, _why(view, "compute.precision", asked)))
+    asked = view.ignored("fused")
+    fusable = facts.get("optimizer") in FUSABLE and not facts.get("optimizer_fused")
+    if fusable and (asked or changes or view.found("compute.optimizer", "launch.bound")):
+        changes.append(_made("fused_optimizer", True, _why(view, "compute.optimizer", asked)))
+    return _offer(changes, found)
+
+
+def _precision(view: View) -> list[Change]:
+    """bf16 by the script's own switch, else around the forward pass; fp16 where the card has none; else TF32."""
+    asked = view.ignored("autocast", "TF32")
+    if not asked and not view.found("compute.precision"):
+        return []
+    why = _why(view, "compute.precision", asked)
+    switch = _switch(view, "precision")
+    if switch and not view.failed("precision", True):
+        return [_made("precision", True, why, knob=switch)]
+    half = "fp16" if view.verdict("precision", "bf16") == "not applicable" else "bf16"
+    value = "tf32" if view.failed("precision", half) else half
+    return [_made("precision", value, why)]
+
+
+def _why(view: View, code: str, asked: Finding | None) -> str:
+    found = view.found(code)
+    return asked.title if asked is not None else found[0].title if found else "goes with the change of precision"
+
+
+def _compile(view: View) -> Offer | None:
+    found = view.found("compute.eager", "launch.bound")
+    asked = view.ignored("compiled")
+    if not view.case.on_gpu or not (found or asked):
+        return None
+    already = view.case.facts.get("compiled") and not view.holds("compile")
+    why = asked.title if asked is not None else found[0].title
+    # The step is bound by launches still: graphs of kernels are the next thing.
+    mode = "reduce-overhead" if view.verdict("compile", "default") and view.found("launch.bound") else "default"
+    if already:
+        return None
+    return _offer([_made("compile", mode, why)], found or [asked] if asked is not None else found)
+
+
+# What changes learning
+
+
+def _batch(view: View) -> Offer | None:
+    case, found = view.case, view.found("launch.bound", "memory.underused")
+    now = (case.loader or {}).get("batch_size")
+    then = (cases(view.first)[0].loader or {}).get("batch_size")
+    there = knobs(view.settings, "batch_size", lambda value: value == then)
+    if not there or not isinstance(now, int) or not isinstance(then, int) or case.headroom > 1.25:
+        return None
+    reserved, total = case.facts.get("memory_reserved_bytes"), case.card("memory_total_bytes").high
+    share = reserved / total if reserved and math.isfinite(total) else None
+    if share is None or share > _HALF_A_GPU_IDLE:
+        return None
+    factor = 4 if share < _HALF_A_GPU_IDLE / 4 and found else 2
+    length = (case.loader or {}).get("length")
+    while factor > 1 and length and now * factor * 8 > length:
+        factor //= 2
+    if factor < 2 or view.failed("batch_size", now * factor):
+        factor = 2
+    wanted = now * factor
+    if length and wanted * 8 > length:
+        return None
+    why = f"a batch of {now} uses {share:.0%} of the card's memory"
+    changes = [_made("batch_size", wanted, why, knob=there[0].text), *_learning_rate(view, wanted / then)]
+    return _offer(changes, found, apart=False)
+
+
+def _learning_rate(view: View, times: float) -> list[Change]:
+    """Adam and its kin: by the square root of the batch; SGD: in proportion."""
+    facts = cases(view.first)[0].facts
+    there = knobs(view.settings, "learning_rate", lambda value: isinstance(value, float) and value > 0)
+    in_force = facts.get("learning_rate")
+    equal = [knob for knob in there if in_force and math.isclose(knob.value, in_force, rel_tol=1e-6)]
+    if not there:
+        return []
+    knob = (equal or there)[0]
+    linear = "sgd" in str(facts.get("optimizer")).lower()
+    value = float(f"{knob.value * (times if linear else math.sqrt(times)):.4g}")
+    rule = "in proportion to the batch" if linear else "with the square root of the batch"
+    why = f"the learning rate grows {rule} (×{times:g}): {knob.value:g} → {value:g}"
+    return [_made("learning_rate", value, why, knob=knob.text)]
+
+
+def _pauses(view: View) -> Offer | None:
+    changes, found = [], []
+    for code, name in (("pause.eval", "eval_interval"), ("pause.checkpoint", "checkpoint_interval")):
+        stands = view.found(code)
+        there = knobs(view.settings, name, _is_count)
+        if stands and there and not view.holds(name):
+            found += stands
+            value = int(there[0].value) * EVALUATE_LESS
+            changes.append(_made(name, value, stands[0].title, knob=there[0].text))
+    return _offer(changes, found, pauses=True)
+
+
+def pause_knobs(view: View) -> bool:
+    """Whether the script could evaluate or save less often, if that is found to cost much."""
+    return any(knobs(view.settings, name, _is_count) for name in ("eval_interval", "checkpoint_interval"))
+
+
+# Knobs
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _key(knob: Knob) -> str:
+    return knob.key.rpartition(".")[2]
+
+
+def _knob(view: View, name: str, in_force: Any) -> str:
+    return next((knob.text for knob in knobs(view.settings, name, lambda value: value == in_force)), "")
+
+
+def _switch(view: View, name: str) -> str:
+    """A switch that is off: False, or a word for it."""
+    there = knobs(view.settings, name, lambda value: value is False)
+    return there[0].text if there else ""

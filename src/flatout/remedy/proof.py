@@ -1,0 +1,170 @@
+"""Is training the same? Fingerprints of two runs → a Proof, in the words of the safety classes.
+
+identical    what reaches the model is the same, byte for byte, and so are the samples and their order
+reseeded     the same samples in the same order; the bytes differ by the random numbers of augmentation
+equivalent   paired runs, same seed and data: the mean difference of the loss over the last 100 of at least 200 steps
+             lies within a margin, and a bootstrap over blocks is sure of it. The margin is 1% of the loss, or what
+             two runs of the same plan differ by where that is more. A loss that is lower by more is no proof either:
+             the same mathematics does not learn better.
+
+Runs that are too short prove nothing, and say so.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from flatout.diagnose.resample import INTERVAL, Floats, resampled_means
+from flatout.remedy.running import ProofStep, Run
+
+FEWEST_BATCHES = 20
+FEWEST_LOSSES = 200
+COMPARED = 100
+MARGIN = 0.01
+
+Standing = Literal["identical", "reseeded", "equivalent", "failed", "not proven"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """What two runs show about a change."""
+
+    standing: Standing
+    text: str
+
+    @property
+    def holds(self) -> bool:
+        return self.standing not in ("failed", "not proven")
+
+
+def same_batches(before: Run, after: Run) -> Proof:
+    """Whether the model gets the same samples, in the same order, and the same bytes."""
+    if len(before.proof) != len(after.proof) or not before.proof:
+        return _unproven(f"fingerprints of {len(before.proof)} and {len(after.proof)} ranks")
+    unlike = _other_samples(before, after)
+    if unlike is not None:
+        return Proof(standing="failed", text=unlike)
+    batches, same_bytes, known = 0, True, True
+    for ours, theirs in zip(before.proof, after.proof, strict=True):
+        indices, inputs = _in_order("indices", ours, theirs), _in_order("inputs", ours, theirs)
+        known = known and bool(indices[0] and indices[1])
+        batches += min(map(len, indices)) or min(len(ours), len(theirs))
+        same_bytes = same_bytes and bool(inputs[0] and inputs[1]) and _first_difference(*inputs) is None
+    if batches < FEWEST_BATCHES * len(before.proof):
+        return _unproven(f"only {batches} batches were seen, {FEWEST_BATCHES} are needed")
+    if same_bytes:
+        return _with_losses(before, after, "identical", f"{batches} batches: the same bytes reach the model")
+    if not known:
+        return Proof(standing="failed", text="other bytes reach the model, and which samples they are is not known")
+    said = f"{batches} batches: the same samples in the same order, other random numbers in them"
+    return _with_losses(before, after, "reseeded", said)
+
+
+def _other_samples(before: Run, after: Run) -> str | None:
+    """Where the two runs part in their samples or the order of them, in words."""
+    for rank, (ours, theirs) in enumerate(zip(before.proof, after.proof, strict=True)):
+        indices = _in_order("indices", ours, theirs)
+        differs = _first_difference(*indices)
+        if differs is not None:
+            where = f"rank {rank}, " if len(before.proof) > 1 else ""
+            return f"{where}batch {differs + 1}: {_unlike(indices, differs)}"
+    return None
+
+
+def _in_order(field: str, *ranks: Sequence[ProofStep]) -> list[list[Any]]:
+    """Batch after batch, whichever step fetched it: a prefetcher is a step or two ahead."""
+    return [list(itertools.chain.from_iterable(getattr(step, field) for step in steps)) for steps in ranks]
+
+
+def _with_losses(before: Run, after: Run, standing: Standing, said: str) -> Proof:
+    """The same batches may still teach otherwise: weights that went stale, say."""
+    a, b = _losses(before, after)
+    if not len(a):
+        return Proof(standing=standing, text=f"{said}; no loss was seen")
+    if not np.isfinite(b).all() and np.isfinite(a).all():
+        return Proof(standing="failed", text=f"{said}, but the loss is not finite any more")
+    if np.array_equal(a, b):
+        return Proof(standing=standing, text=f"{said}; {len(a)} losses equal to the last bit")
+    last = slice(-max(1, min(COMPARED, len(a) // 2)), None)
+    low, high, scale = _interval(a[last], b[last])
+    apart = float((b[last] - a[last]).mean()) / scale
+    if low > MARGIN * scale or high < -MARGIN * scale:
+        return Proof(standing="failed", text=f"{said}, but the loss is {apart:+.1%} ({len(a[last])} steps)")
+    return Proof(standing=standing, text=f"{said}; loss {apart:+.2%} over the last {len(a[last])} steps")
+
+
+def same_loss(before: Run, after: Run, repeat: Run | None = None) -> Proof:
+    """Whether the loss goes the same way; `repeat` is `before` once more, and says what the machine alone does."""
+    a, b = _losses(before, after)
+    unlike = _other_samples(before, after) if len(before.proof) == len(after.proof) else "another number of ranks"
+    if unlike is not None:
+        return Proof(standing="failed", text=unlike)
+    if len(a) < FEWEST_LOSSES:
+        return _unproven(f"{len(a)} steps with a loss, {FEWEST_LOSSES} are needed")
+    if not np.isfinite(b).all() and np.isfinite(a).all():
+        return Proof(standing="failed", text="the loss is not finite any more")
+    a, b = a[-COMPARED:], b[-COMPARED:]
+    low, high, scale = _interval(a, b)
+    margin, whose = MARGIN * scale, "1%"
+    if repeat is not None:
+        first, again = (losses[-COMPARED:] for losses in _losses(before, repeat))
+        noise = max(map(abs, _interval(first, again)[:2]))
+        if noise > margin:
+            margin, whose = noise, f"{noise / scale:.1%}, what two runs of the same plan differ by"
+    apart = f"{float((b - a).mean()) / scale:+.2%} ({low / scale:+.2%} to {high / scale:+.2%})"
+    said = f"loss {apart} over the last {len(a)} steps, margin {whose}"
+    if -margin < low and high < margin:
+        return Proof(standing="equivalent", text=said)
+    if low > margin or high < -margin:
+        return Proof(standing="failed", text=said)
+    return _unproven(said)
+
+
+def _unproven(text: str) -> Proof:
+    return Proof(standing="not proven", text=text)
+
+
+def _losses(a: Run, b: Run) -> tuple[Floats, Floats]:
+    """The losses of the first rank, step by step, where both have one."""
+    pairs = [(x.loss, y.loss) for x, y in _steps(a, b) if x.loss is not None and y.loss is not None]
+    both = np.asarray(pairs, dtype=np.float64).reshape(-1, 2)
+    return both[:, 0], both[:, 1]
+
+
+def _steps(a: Run, b: Run) -> Iterator[tuple[ProofStep, ProofStep]]:
+    return zip(a.proof[0], b.proof[0], strict=False) if a.proof and b.proof else iter(())
+
+
+def _interval(a: Floats, b: Floats) -> tuple[float, float, float]:
+    """Of the mean difference, and the size of the loss it is measured against."""
+    low, high = np.percentile(resampled_means(b - a), INTERVAL)
+    return float(low), float(high), max(float(np.abs(a).mean()), 1e-12)
+
+
+def _first_difference(a: Sequence[Any], b: Sequence[Any]) -> int | None:
+    """Where two sequences part, as far as both go."""
+    return next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+
+
+def _unlike(batches: Sequence[Sequence[tuple[Any, ...]]], place: int) -> str:
+    """What happened to the samples, in a word."""
+    a, b = (Counter(itertools.chain.from_iterable(some)) for some in batches)
+    here, there = batches[0][place], batches[1][place]
+    if sorted(map(str, here)) == sorted(map(str, there)):
+        return "the same samples in another order"
+    shown = f"{_few(here)} became {_few(there)}"
+    if max(b.values(), default=0) > max(a.values(), default=0):
+        return f"samples come more than once: {shown}"
+    if len(here) > len(there):
+        return f"samples are missing: {shown}"
+    return f"other samples: {shown}"
+
+
+def _few(batch: Sequence[Any]) -> str:
+    return "[" + ", ".join(str(index) for index in batch[:4]) + (", …]" if len(batch) > 4 else "]")

@@ -1,0 +1,162 @@
+"""One run of the user's command with a plan: as data, and how it is really started."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from flatout import launch
+from flatout.errors import TraceError
+from flatout.plan import Change, Plan
+from flatout.remedy.speed import Speed, measure
+from flatout.sense.options import Trial
+from flatout.trace import Trace, read
+
+SEED = 20_261  # imposed where the script sets none: the same in every run
+_TAIL_BYTES = 20_000
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Refused)\b.*")
+_NO_MEMORY = re.compile(r"CUDA (?:error: )?out of memory", re.I)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProofStep:
+    """What reached the model in a step: checksums of its inputs, the samples of each batch, and the loss."""
+
+    inputs: tuple[str, ...] = ()
+    indices: tuple[tuple[Any, ...], ...] = ()
+    loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What became of one run. `made` and `refused`: where each change was made, or why it was not."""
+
+    changes: tuple[Change, ...]
+    code: int
+    seconds: float
+    trace: Trace | None = None
+    speed: Speed | None = None
+    output: str = ""
+    made: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    proof: tuple[tuple[ProofStep, ...], ...] = ()  # a row a rank
+    folder: Path | None = None
+
+    @property
+    def hung(self) -> bool:
+        return self.code == launch.TIMED_OUT
+
+    def reason(self) -> str:
+        """Why it ended as it did, in its own words where it left some."""
+        if self.hung:
+            return f"it did not come to its end and was ended after {self.seconds:.0f} s"
+        if _NO_MEMORY.search(self.output):
+            return "the card is out of memory"
+        lines = self.output.strip().splitlines()
+        said = next((line for line in reversed(lines) if _ERROR.match(line)), lines[-1] if lines else "no output")
+        places = [m for m in _FRAME.finditer(self.output) if "-packages" not in m[1] and "/flatout/" not in m[1]]
+        where = f" at {Path(places[-1][1]).name}:{places[-1][2]}" if places else ""
+        return f"exit code {self.code}: {said.strip()[:160]}{where}"
+
+
+class Runner(Protocol):
+    """Runs the command with these changes."""
+
+    def __call__(
+        self, changes: Sequence[Change], *, steps: int, timeout_s: float, fingerprints: bool = False
+    ) -> Run: ...
+
+
+class Launcher:
+    """The real runner: each run is a trial of `launch`, in a folder of its own, and writes nothing of the user's."""
+
+    def __init__(self, command: Sequence[str], folder: Path) -> None:
+        self._command = list(command)
+        self._folder = folder
+        self._runs = 0
+
+    def __call__(self, changes: Sequence[Change], *, steps: int, timeout_s: float, fingerprints: bool = False) -> Run:
+        self._runs += 1
+        folder = self._folder / f"{self._runs:02d}"
+        start_s = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="flatout-trial-") as scratch:
+            trial = Trial(
+                seed=SEED,
+                fingerprints=fingerprints,
+                ceiling=not fingerprints,
+                timeout_s=timeout_s,
+                protect=Path(scratch),
+            )
+            plan = Plan(changes=tuple(changes))
+            code = launch.run(
+                self._command, folder=folder, max_steps=steps, xray=not fingerprints, plan=plan, trial=trial
+            )
+        return recorded(tuple(changes), code, time.monotonic() - start_s, folder)
+
+    def forget(self, run: Run) -> None:
+        """Remove the recording of a run that nobody will look at again."""
+        if run.folder is not None:
+            shutil.rmtree(run.folder, ignore_errors=True)
+
+
+def recorded(changes: tuple[Change, ...], code: int, seconds: float, folder: Path) -> Run:
+    """A run from what it left in its folder."""
+    try:
+        trace: Trace | None = read(folder)
+    except TraceError:
+        trace = None
+    if trace is not None and not trace.ranks:
+        trace = None
+    said = trace.ranks[0].facts.get("changes") or () if trace is not None else ()
+    return Run(
+        changes=changes,
+        code=code,
+        seconds=seconds,
+        trace=trace,
+        speed=measure(trace) if trace is not None else None,
+        output=_tail(folder / launch.OUTPUT),
+        made={c["name"]: _place(c) for c in said if c.get("applied")},
+        refused={c["name"]: str(c.get("how") or "no reason given") for c in said if not c.get("applied")},
+        proof=tuple(_proof(path) for path in sorted(folder.glob("proof-*.jsonl"))),
+        folder=folder,
+    )
+
+
+def _place(change: dict[str, Any]) -> str:
+    where = change.get("where")
+    return f"{change.get('how') or ''}{f' ({where})' if where else ''}".strip()
+
+
+def _tail(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _proof(path: Path) -> tuple[ProofStep, ...]:
+    steps = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            data = json.loads(line)
+        except ValueError:
+            break  # cut off in mid-line
+        steps.append(
+            ProofStep(
+                inputs=tuple(data.get("inputs") or ()),
+                indices=tuple(tuple(batch) for batch in data.get("indices") or ()),
+                loss=data.get("loss"),
+            )
+        )
+    return tuple(steps)

@@ -1,0 +1,647 @@
+"""Try, measure, keep or undo; then prove, and measure before against after once more.
+
+    baseline ─► offers ─► run with one offer more ─► faster, beyond the noise? ─► kept, and diagnosed anew ─┐
+                  ▲                                   crashed, hung, no use ─► undone; a bundle is taken apart │
+                  └────────────────────────────────────────────────────────────────────────────────────────┘
+    nothing promises more, or the budget is spent ─► what pays nothing is pruned ─► proof ─► headline
+
+A run costs its start-up first of all (ten seconds with torch on a GPU machine), so the number of runs is what is
+saved: bundles first, repeats only for close calls and at the end. A change is kept when the interval of its gain lies
+above zero and the gain above 2%.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from flatout.diagnose.case import Case, cases
+from flatout.diagnose.rules import diagnose
+from flatout.errors import UsageError
+from flatout.plan import Change, Figure, Outcome, Plan, Verdict
+from flatout.remedy.candidates import Offer, View, Wishes, in_words, offers, pause_knobs
+from flatout.remedy.proof import FEWEST_LOSSES, Proof, same_batches, same_loss
+from flatout.remedy.running import Run, Runner
+from flatout.remedy.speed import Gain, Speed, gain, noise_between_runs
+
+FIRST_STEPS = 48
+KNOWN_TO = 0.02  # how well the baseline has to be known
+WORTH = 1.02
+MEASURE_S = 4.0  # of steady training in a trial
+LONGEST_S = 12.0
+MOST_STEPS = 1_500
+CLOSE_CALLS = 2  # times a close call is run again, both sides
+COMPILING_S = 60.0
+DRIFT = 0.05
+COLD = 0.05  # of the time spent waiting for storage: the page cache is not warm yet
+IDENTITY_STEPS = 60
+PARITY_STEPS = FEWEST_LOSSES + 20
+
+
+class Story:
+    """Who is told what goes on. This one keeps it to itself."""
+
+    def trying(self, what: str, left_s: float) -> None:
+        """A run begins."""
+
+    def said(self, line: str) -> None:
+        """Something is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """A change that was tried. `together`: the others it was measured with; `made`: where flatout put it."""
+
+    outcome: Outcome
+    gain: Gain | None = None
+    together: tuple[str, ...] = ()
+    made: str = ""
+
+    @property
+    def change(self) -> Change:
+        return self.outcome.change
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One run, for the record."""
+
+    what: str
+    seconds: float
+    speed: Speed | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Found:
+    """What a fix has come to."""
+
+    attempts: list[Attempt] = field(default_factory=list)
+    kept: tuple[Change, ...] = ()
+    before: Run | None = None
+    after: Run | None = None
+    gain: Gain | None = None
+    noise: float | None = None
+    trials: list[Trial] = field(default_factory=list)
+    withheld: list[Offer] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    stopped: str = ""
+    interrupted: bool = False
+    seconds: float = 0.0
+
+    @property
+    def plan(self) -> Plan:
+        """The plan to train with; what was tried and not kept stands in it too."""
+        kept = {a.change.name: a for a in self.attempts if a.outcome.verdict == "kept"}
+        changes = tuple(replace(change, note=_note(kept[change.name])) for change in self.kept)
+        return Plan(changes=changes, tried=tuple(a.outcome for a in self.attempts if a.outcome.verdict != "kept"))
+
+
+def _note(attempt: Attempt) -> str:
+    gained = f"{attempt.gain}" if attempt.gain is not None else ""
+    beside = f" together with {', '.join(attempt.together)}" if attempt.together else ""
+    return "; ".join(filter(None, (f"{gained}{beside}", attempt.outcome.proof, attempt.outcome.note)))
+
+
+class Search:
+    """A fix under way."""
+
+    def __init__(
+        self,
+        run: Runner,
+        wishes: Wishes,
+        *,
+        budget_s: float,
+        steps: int | None = None,
+        story: Story | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._start = run
+        self._wishes = wishes
+        self._steps = steps
+        self._story = story or Story()
+        self._clock = clock
+        self._began_s = clock()
+        self._budget_s = budget_s
+        self._speeds: dict[tuple[str, bool], list[Speed]] = {}
+        self._tried: dict[tuple[str, str], str] = {}
+        self._long: Run | None = None  # what was kept, over more than an epoch
+        self.found = Found()
+
+    def go(self) -> Found:
+        """Everything, in order. An interruption ends it with what is known so far."""
+        try:
+            self._baseline()
+            self._improve()
+            self._prune()
+            self._prove()
+            self._headline()
+        except KeyboardInterrupt:
+            self.found.stopped, self.found.interrupted = "interrupted", True
+            self._let_go_of_the_unproven("interrupted before the proof")
+        self.found.seconds = self._clock() - self._began_s
+        self.found.noise = self._noise
+        return self.found
+
+    # -- the baseline -----------------------------------------------------------------------------------------------
+
+    def _baseline(self) -> None:
+        first = self._run("the command as it is", (), steps=self._steps or FIRST_STEPS)
+        if first.speed is None or first.trace is None:
+            raise UsageError(self._why_no_baseline(first))
+        self.found.before = self.found.after = first
+        self._note((), first)
+        speed, case = first.speed, _case(first)
+        cold = case.storage_share >= COLD
+        few = first.speed.steps < 2 * _queued_batches(case)
+        if self._steps is None and (speed.known_to > KNOWN_TO or cold or few):
+            again = self._run("the command once more", (), steps=self._steps_for(first))
+            if again.speed is not None and again.trace is not None:
+                faster = again.speed.value / speed.value
+                if cold and faster > 1 + DRIFT:
+                    self._remark(
+                        f"the first run read from a cold disk: the second was {faster:.2f}× as fast and counts"
+                    )
+                if cold or few:
+                    self._speeds.clear()
+                self._note((), again)
+                self.found.before = self.found.after = again
+        found = diagnose(self.before.trace) if self.before.trace is not None else ()
+        said = found[0].title if found else "nothing wrong was found"
+        self._story.said(f"{_rate(self._incumbent)}: {said}")
+
+    def _why_no_baseline(self, run: Run) -> str:
+        if run.hung:
+            return f"the command did not come to {self._steps or FIRST_STEPS} training steps in {run.seconds:.0f} s"
+        if run.code != 0:
+            return f"the command fails by itself: {run.reason()}"
+        if run.trace is None:
+            return "no optimizer step was seen: nothing to fix (does the command train, and with this Python?)"
+        return "the command ended after a few steps: too few to measure"
+
+    @property
+    def before(self) -> Run:
+        assert self.found.before is not None
+        return self.found.before
+
+    @property
+    def _now(self) -> Run:
+        """The run of what is kept so far."""
+        assert self.found.after is not None
+        return self.found.after
+
+    # -- trials -----------------------------------------------------------------------------------------------------
+
+    def _improve(self) -> None:
+        while True:
+            view = self._view()
+            wanted, self.found.withheld = offers(view, self._wishes)
+            wanted = [offer for offer in wanted if offer.promise >= WORTH]
+            if not wanted and self._may_look_at_an_epoch(view):
+                self._look_at_an_epoch()
+                continue
+            if not wanted:
+                at_ceiling = view.case.has_ceiling and view.case.headroom < 1.05
+                self.found.stopped = "at the ceiling of the step itself" if at_ceiling else "nothing promises more"
+                return
+            affordable = [offer for offer in wanted if self._affords(offer.changes)]
+            if not affordable:
+                self.found.stopped = f"the budget is spent; not tried: {', '.join(offer.name for offer in wanted)}"
+                return
+            self._try(affordable[0])
+
+    def _view(self) -> View:
+        run = self._long or self._now
+        assert run.trace is not None
+        assert self.before.trace is not None
+        return View(trace=run.trace, first=self.before.trace, kept=self.found.kept, tried=self._tried)
+
+    def _try(self, offer: Offer) -> None:
+        if offer.pauses and self._long is None:
+            self._look_at_an_epoch()
+        steps = self._epoch_steps() if offer.pauses else None
+        run = self._run(offer.name, _with(self.found.kept, offer.changes), steps=steps)
+        if self._failed(run):
+            if offer.splits:
+                self._story.said(f"{offer.name}: {run.reason()}. One by one")
+                self._one_by_one(offer)
+            else:
+                self._decide(offer.changes, "unsafe", note=run.reason())
+            return
+        changes = self._effective(offer.changes, run)
+        if not changes:
+            return
+        self._note(_with(self.found.kept, changes), run, long=offer.pauses)
+        gained, kept = self._judge(offer, changes)
+        if kept:
+            paid = self._compile_pays(changes, run, gained)
+            if paid is not None:
+                self._decide(changes, "undone", gained, note=paid)
+                return
+            self._keep(changes, run, gained, long=offer.pauses)
+        elif offer.splits and len(changes) > 1 and self._affords(changes, runs=len(changes)):
+            self._story.said(f"{offer.name}: {gained}. One by one")
+            self._one_by_one(replace(offer, changes=changes))
+        else:
+            shown = "slower" if gained.high < 1 else "no gain over 2% was shown"
+            self._decide(changes, "undone", gained, note=f"{gained}: {shown}")
+
+    def _one_by_one(self, offer: Offer) -> None:
+        for change in offer.changes:
+            if self._affords((change,)):
+                self._try(replace(offer, changes=(change,)))
+            else:
+                self._decide((change,), "undone", note="the budget was spent before it could be tried alone")
+
+    def _failed(self, run: Run) -> bool:
+        return run.hung or run.speed is None or (run.code != 0 and run.code != self.before.code)
+
+    def _effective(self, changes: Sequence[Change], run: Run) -> tuple[Change, ...]:
+        """Those that were really made; the others are told why not."""
+        left = []
+        for change in changes:
+            refused = run.refused.get(change.name) or _without_effect(change, run)
+            if refused:
+                self._decide((change,), "not applicable", note=refused)
+            else:
+                left.append(change)
+        return tuple(left)
+
+    def _judge(self, offer: Offer, changes: tuple[Change, ...]) -> tuple[Gain, bool]:
+        """The gain of these changes, and whether they pay. A close call is run again, both sides."""
+        old, new = self.found.kept, _with(self.found.kept, changes)
+        repeats = 0
+        while True:
+            before, after = (self._speeds[_key(plan, offer.pauses)] for plan in (old, new))
+            gained = gain(before, after, self._noise, pauses=offer.pauses)
+            if gained.low > 1 and gained.value > WORTH:
+                return gained, True
+            hopeless = gained.high < WORTH or gained.value < 1
+            if hopeless or repeats >= CLOSE_CALLS or not self._affords(changes, runs=2):
+                return gained, False
+            repeats += 1
+            steps = self._epoch_steps() if offer.pauses else None
+            for what, plan in ((f"what is kept, again ({gained} is close)", old), (f"{offer.name}, again", new)):
+                self._note(plan, self._run(what, plan, steps=steps), long=offer.pauses)
+
+    def _keep(self, changes: tuple[Change, ...], run: Run, gained: Gain, *, long: bool) -> None:
+        self.found.kept = _with(self.found.kept, changes)
+        # A long run has other pauses in it; what it costs is judged by it alone.
+        self._long = run if long else None
+        if long:
+            self._note(self.found.kept, run)
+        else:
+            self.found.after = run
+        self._decide(changes, "kept", gained, run=run, before=self._figure(self.found.kept, changes))
+
+    def _decide(
+        self,
+        changes: Sequence[Change],
+        verdict: Verdict,
+        gained: Gain | None = None,
+        *,
+        note: str = "",
+        run: Run | None = None,
+        before: Figure | None = None,
+    ) -> None:
+        """Write down what became of some changes, and tell it."""
+        for change in changes:
+            self._tried[change.name, str(change.value)] = verdict
+            together = tuple(in_words(other) for other in changes if other is not change)
+            after = _as_figure(run.speed) if run is not None and run.speed is not None else None
+            outcome = Outcome(change=change, verdict=verdict, before=before, after=after, note=note)
+            made = run.made.get(change.name, "") if run is not None else ""
+            self.found.attempts = [
+                a for a in self.found.attempts if (a.change.name, a.change.value) != (change.name, change.value)
+            ]
+            self.found.attempts.append(Attempt(outcome=outcome, gain=gained, together=together, made=made))
+        names = " + ".join(in_words(change) for change in changes)
+        self._story.said(
+            f"{names}: {verdict}{f', {gained}' if gained and not note else ''}{f': {note}' if note else ''}"
+        )
+
+    def _compile_pays(self, changes: Sequence[Change], run: Run, gained: Gain) -> str | None:
+        """Why compiling does not pay in the training as planned; None when it does, or when that is not known."""
+        if not any(change.name == "compile" for change in changes) or run.speed is None:
+            return None
+        extra_s = _start_s(run) - _start_s(self._now)
+        case = _case(run)
+        batch, planned = (case.loader or {}).get("batch_size"), _planned_samples(case)
+        saved_s = (gained.value - 1) / run.speed.value
+        if not batch or extra_s <= 0:
+            return None
+        pays_after = extra_s / saved_s
+        said = f"compiling takes {extra_s:.0f} s and pays after {pays_after:,.0f} samples"
+        if planned is not None and pays_after > planned:
+            return f"{said}, more than the {planned:,.0f} of the whole training"
+        self._remark(said)
+        return None
+
+    # -- evaluation and checkpoints ---------------------------------------------------------------------------------
+
+    def _may_look_at_an_epoch(self, view: View) -> bool:
+        """Whether pauses could be had less often, a short trial did not see them, and a longer one is affordable."""
+        if self._long is not None or not pause_knobs(view):
+            return False
+        if not any(self._wishes.permits(Change(name=n, value=0, safety="semantic")) for n in _PAUSES):
+            return False
+        steps = self._epoch_steps()
+        wanted = steps is not None and steps > self._steps_for(self._now)
+        return wanted and self._left_s - self._reserve_s() > 2 * self._cost_s(self._now, steps or 0)
+
+    def _epoch_steps(self) -> int | None:
+        """One epoch and a little more, at the batch size of what is kept; never less than a trial has."""
+        loader = _case(self._now).loader or {}
+        length, batch = loader.get("length"), loader.get("batch_size")
+        ranks = len(self._now.trace.ranks) if self._now.trace is not None else 1
+        if not length or not batch:
+            return None
+        return max(math.ceil(1.1 * float(length) / batch / ranks) + 5, self._steps_for(self._now))
+
+    def _look_at_an_epoch(self) -> None:
+        run = self._run("a whole epoch, for its pauses", self.found.kept, steps=self._epoch_steps())
+        if self._failed(run):
+            self._remark(f"a whole epoch could not be looked at: {run.reason()}")
+            run = self._now
+        self._note(self.found.kept, run, long=True)
+        self._long = run
+
+    # -- what pays nothing in company -------------------------------------------------------------------------------
+
+    def _prune(self) -> None:
+        """Take out, one at a time, what was kept in a bundle and changes rounding: it has to pay for itself."""
+        for attempt in list(self.found.attempts):
+            change = attempt.change
+            if attempt.outcome.verdict != "kept" or not attempt.together or change.safety != "equivalent":
+                continue
+            if not self._affords((change,)):
+                self._remark(f"no time to see what {in_words(change)} brings by itself")
+                continue
+            without = tuple(other for other in self.found.kept if other.name != change.name)
+            run = self._run(f"without {in_words(change)}", without)
+            if self._failed(run):
+                continue
+            self._note(without, run)
+            alone = gain(self._speeds[_key(without)], self._speeds[_key(self.found.kept)], self._noise)
+            if alone.value >= WORTH:
+                self._replace(attempt, gain=alone, together=())
+                self._story.said(f"{in_words(change)} by itself: {alone}")
+            else:
+                self.found.kept, self.found.after = without, run
+                self._decide((change,), "undone", alone, note=f"{alone}: brings nothing beside the others")
+
+    def _replace(self, attempt: Attempt, **changes: object) -> None:
+        place = self.found.attempts.index(attempt)
+        self.found.attempts[place] = replace(attempt, **changes)  # type: ignore[arg-type]
+
+    # -- proof ------------------------------------------------------------------------------------------------------
+
+    def _prove(self) -> None:
+        same = self._of_class("identical", "reseeded")
+        other = self._of_class("equivalent")
+        if not same and not other:
+            return
+        if self._left_s <= 0:
+            self._let_go_of_the_unproven("the budget was spent before the proof")
+            return
+        parity = PARITY_STEPS if other else IDENTITY_STEPS
+        first = self._fingerprints("as it was", (), IDENTITY_STEPS if same else parity)
+        second = self._fingerprints("with the same mathematics", same, parity) if same else first
+        if same:
+            proof = same_batches(first, second)
+            if not proof.holds and len(same) > 1:
+                same = self._prove_alone(same, lambda run: same_batches(first, run), (), IDENTITY_STEPS)
+                second = self._fingerprints("with those that passed", same, parity) if other else second
+            else:
+                self._proven(same, proof)
+        if other:
+            self._prove_equivalent(second, other)
+
+    def _prove_equivalent(self, paired: Run, other: tuple[Change, ...]) -> None:
+        same = self._of_class("identical", "reseeded")
+        run = self._fingerprints("with other rounding", _with(same, other), PARITY_STEPS)
+        proof = same_loss(paired, run)
+        if not proof.holds and self._left_s > 0:
+            repeat = self._fingerprints("the same once more: what the machine alone does", same, PARITY_STEPS)
+            proof = same_loss(paired, run, repeat)
+            if not proof.holds and len(other) > 1:
+                self._prove_alone(other, lambda run: same_loss(paired, run, repeat), same, PARITY_STEPS)
+                return
+        self._proven(other, proof)
+
+    def _prove_alone(
+        self, changes: Iterable[Change], prove: Callable[[Run], Proof], beside: tuple[Change, ...], steps: int
+    ) -> tuple[Change, ...]:
+        """Each by itself; those that pass."""
+        passed = []
+        for change in changes:
+            if self._left_s <= 0:
+                self._proven((change,), Proof(standing="not proven", text="the budget was spent"))
+                continue
+            proof = prove(self._fingerprints(in_words(change), _with(beside, (change,)), steps))
+            self._proven((change,), proof)
+            if proof.holds:
+                passed.append(change)
+        return tuple(passed)
+
+    def _fingerprints(self, what: str, changes: tuple[Change, ...], steps: int) -> Run:
+        return self._run(f"proof: {what}", changes, steps=steps, fingerprints=True)
+
+    def _proven(self, changes: Sequence[Change], proof: Proof) -> None:
+        """Write the proof down. What has none is let go; what claimed to be identical and is not is called reseeded."""
+        for change in changes:
+            attempt = self._attempt(change)
+            if not proof.holds:
+                self._let_go(attempt, f"{proof.standing}: {proof.text}")
+                continue
+            found = change
+            if proof.standing == "reseeded" and change.name in ("loader", "num_workers"):
+                found = replace(change, safety="reseeded")
+                self.found.kept = tuple(found if kept == change else kept for kept in self.found.kept)
+            self._replace(attempt, outcome=replace(attempt.outcome, change=found, proof=proof.text))
+        names = " + ".join(in_words(change) for change in changes)
+        self._story.said(f"proof, {names}: {proof.standing} ({proof.text})")
+
+    def _let_go(self, attempt: Attempt, why: str) -> None:
+        verdict: Verdict = "unsafe" if why.startswith("failed") else "undone"
+        self._replace(attempt, outcome=replace(attempt.outcome, verdict=verdict, note=why))
+        self.found.kept = tuple(kept for kept in self.found.kept if kept.name != attempt.change.name)
+        self._tried[attempt.change.name, str(attempt.change.value)] = verdict
+
+    def _let_go_of_the_unproven(self, why: str) -> None:
+        """Rounding that was not looked at is not kept; the rest stays, and says so."""
+        for change in self.found.kept:
+            attempt = self._attempt(change)
+            if attempt.outcome.proof or change.safety == "semantic":
+                continue
+            if change.safety == "equivalent":
+                self._let_go(attempt, f"not proven: {why}")
+            else:
+                self._replace(attempt, outcome=replace(attempt.outcome, proof=f"not proven: {why}"))
+
+    def _of_class(self, *classes: str) -> tuple[Change, ...]:
+        return tuple(change for change in self.found.kept if change.safety in classes)
+
+    def _attempt(self, change: Change) -> Attempt:
+        same = (change.name, change.value)
+        return next(a for a in self.found.attempts if (a.change.name, a.change.value) == same)
+
+    # -- before against after ---------------------------------------------------------------------------------------
+
+    def _headline(self) -> None:
+        """Both once more, side by side; the machine may have changed since the first run."""
+        kept = self.found.kept
+        if not kept:
+            return
+        long = any(change.name in _PAUSES for change in kept)
+        steps = self._epoch_steps() if long else None
+        first = self._speeds[_key(())][0]
+        if self._left_s > 0:
+            old = self._run("the command as it was, again", (), steps=steps)
+            new = self._run("with all that was kept", kept, steps=steps)
+            if not self._failed(old) and not self._failed(new) and old.speed is not None and new.speed is not None:
+                self.found.before, self.found.after = old, new
+                drift = old.speed.value / first.value
+                if abs(math.log(drift)) > DRIFT and not long:
+                    self._remark(f"the machine drifted: the command as it was ran at {drift:.2f}× its first speed")
+                self._note((), old, long=long)
+                self._note(kept, new, long=long)
+        before, after = (self._speeds.get(_key(plan, long)) for plan in ((), kept))
+        if before is None or after is None:  # interrupted in between, or a proof has taken something away
+            self._remark("what was kept in the end was not measured as a whole")
+            return
+        # Where the machine drifted only neighbours compare.
+        self.found.gain = gain(before[-1:], after[-1:], self._noise, pauses=long)
+        self._story.said(f"before → after: {self.found.gain}")
+
+    # -- runs, time and noise ---------------------------------------------------------------------------------------
+
+    def _run(
+        self, what: str, changes: Sequence[Change], *, steps: int | None = None, fingerprints: bool = False
+    ) -> Run:
+        self._story.trying(what, self._left_s)
+        wanted = steps or self._steps_for(self._now)
+        run = self._start(changes, steps=wanted, timeout_s=self._timeout_s(changes), fingerprints=fingerprints)
+        self.found.trials.append(Trial(what=what, seconds=run.seconds, speed=None if fingerprints else run.speed))
+        return run
+
+    def _note(self, changes: Sequence[Change], run: Run, *, long: bool = False) -> None:
+        if run.speed is not None and not run.hung:
+            self._speeds.setdefault(_key(changes, long), []).append(run.speed)
+
+    @property
+    def _noise(self) -> float:
+        return noise_between_runs(self._speeds.values())
+
+    @property
+    def _incumbent(self) -> Speed:
+        return self._speeds[_key(self.found.kept)][-1]
+
+    @property
+    def _left_s(self) -> float:
+        return self._budget_s - (self._clock() - self._began_s)
+
+    def _steps_for(self, run: Run) -> int:
+        """Enough for some seconds at the ceiling, and for more than the batches that lie ready at the start."""
+        if self._steps is not None:
+            return self._steps
+        case = _case(run)
+        step_s = max(1e-4, case.step_ms / 1e3)
+        fastest_s = step_s / min(case.headroom, 20.0)
+        enough = min(MEASURE_S / fastest_s, LONGEST_S / step_s)
+        return int(min(MOST_STEPS, max(40, enough, 3 * _queued_batches(case))))
+
+    def _timeout_s(self, changes: Sequence[Change]) -> float:
+        if self.found.before is None:
+            return max(120.0, self._left_s)
+        patience = 60 + 4 * self.before.seconds + (2 * COMPILING_S if _compiles(changes) else 0)
+        return max(30.0, min(patience, self._left_s + 30))
+
+    def _cost_s(self, run: Run, steps: int) -> float:
+        return _start_s(run) + steps * _case(run).step_ms / 1e3
+
+    def _reserve_s(self) -> float:
+        """What the proof and the last comparison will take."""
+        now, before = self._now, self.before
+        proof = self._cost_s(before, IDENTITY_STEPS) + 2 * self._cost_s(now, PARITY_STEPS)
+        return proof + before.seconds + now.seconds
+
+    def _affords(self, changes: Sequence[Change], *, runs: int = 1) -> bool:
+        extra = COMPILING_S if _compiles(changes) and not _compiles(self.found.kept) else 0.0
+        return self._left_s - self._reserve_s() > runs * (self._now.seconds + extra)
+
+    def _figure(self, kept: Sequence[Change], changes: Sequence[Change]) -> Figure | None:
+        names = {change.name for change in changes}
+        before = self._speeds.get(_key(tuple(change for change in kept if change.name not in names)))
+        return _as_figure(before[-1]) if before else None
+
+    def _remark(self, text: str) -> None:
+        self.found.remarks.append(text)
+        self._story.said(text)
+
+
+_PAUSES = ("eval_interval", "checkpoint_interval")
+
+
+def _key(changes: Sequence[Change], long: bool = False) -> tuple[str, bool]:
+    return "; ".join(sorted(f"{change.name}={change.value!r}@{change.knob}" for change in changes)), long
+
+
+def _with(kept: Sequence[Change], changes: Sequence[Change]) -> tuple[Change, ...]:
+    """What was kept and these, each name once."""
+    names = {change.name for change in changes}
+    return (*(change for change in kept if change.name not in names), *changes)
+
+
+def _without_effect(change: Change, run: Run) -> str | None:
+    """Why a turned knob did nothing: what it is about is in force as before."""
+    case = _case(run)
+    if not change.knob:
+        return None
+    if change.name in ("batch_size", "num_workers") and case.loader is not None:
+        seen = case.loader.get(change.name)
+        if seen != change.value:
+            return f"{change.knob} was set to {change.value}, but the loader has {change.name}={seen}"
+    if change.name == "precision" and set(case.facts.get("autocast", ())) <= {"None"}:
+        return f"{change.knob} was switched on, but no forward pass ran under autocast"
+    return None
+
+
+def _case(run: Run) -> Case:
+    assert run.trace is not None
+    return cases(run.trace)[0]
+
+
+def _queued_batches(case: Case) -> int:
+    loader = case.loader or {}
+    return int(loader.get("num_workers") or 0) * int(loader.get("prefetch_factor") or 2)
+
+
+def _start_s(run: Run) -> float:
+    """What a run takes beside its training steps."""
+    return max(0.0, run.seconds - _case(run).breakdown.training_ms / 1e3) if run.trace is not None else run.seconds
+
+
+def _planned_samples(case: Case) -> float | None:
+    """Samples of the whole training, where the script read its number of epochs."""
+    epochs = [
+        value
+        for source in case.facts.get("settings") or ()
+        for key, value in (source.get("values") or {}).items()
+        if str(key).lower() in ("epochs", "num_epochs", "max_epochs", "num_train_epochs") and isinstance(value, int)
+    ]
+    length = (case.loader or {}).get("length")
+    return float(epochs[-1] * length) if epochs and length else None
+
+
+def _compiles(changes: Iterable[Change]) -> bool:
+    return any(change.name == "compile" for change in changes)
+
+
+def _as_figure(speed: Speed) -> Figure:
+    return Figure(median=speed.value, spread=speed.value * speed.sd, n=speed.steps, unit=speed.unit)
+
+
+def _rate(speed: Speed) -> str:
+    return f"{speed.value:,.4g} {speed.unit}"
