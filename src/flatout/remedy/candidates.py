@@ -174,7 +174,8 @@ def offers(view: View, wishes: Wishes) -> tuple[list[Offer], list[Offer]]:
             wanted.append(replace(offer, changes=may))
         elif may_not:
             withheld.append(replace(offer, changes=may_not))
-    wanted.sort(key=lambda offer: -offer.promise)
+    # Once a model is compiled every later run pays for it at its start: last.
+    wanted.sort(key=lambda offer: (any(change.name == "compile" for change in offer.changes), -offer.promise))
     return wanted, withheld
 
 
@@ -306,7 +307,7 @@ def _compile(view: View) -> Offer | None:
     mode = "reduce-overhead" if view.verdict("compile", "default") and view.found("launch.bound") else "default"
     if already:
         return None
-    return _offer([_made("compile", mode, why)], found or [asked] if asked is not None else found)
+    return _offer([_made("compile", mode, why)], found)
 
 
 # What changes learning

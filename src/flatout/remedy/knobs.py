@@ -59,9 +59,9 @@ def _knobs_of(source: dict[str, Any]) -> Iterator[Knob]:
         for key, option in (source.get("options") or {}).items():
             if isinstance(values, dict) and key in values:
                 yield Knob(text=str(option), key=str(key), value=values[key])
-    elif file:
+    elif file or source.get("source") in ("yaml", "json"):  # text that was read without a file has its kind for a name
         for key, value in _leaves(values):
-            yield Knob(text=f"{file}:{key}", key=key, value=value)
+            yield Knob(text=f"{file or source['source']}:{key}", key=key, value=value)
 
 
 def _leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -17,10 +17,11 @@ from flatout.diagnose.resample import resampled_means
 from flatout.trace import Step, Trace
 
 FEWEST_STEPS = 12
-LEAST_NOISE = 0.01  # from run to run, until more is seen
+USUAL_NOISE = 0.02  # from run to run: what is assumed until it is seen, and then weighs as much as one repeat
 _PAUSES = ("evaluation", "checkpoint")
 _NOT_TRAINING = ("flatout",)
 _SIGMAS = 1.96
+_STUDENT = (1.96, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31)  # by repeats seen: few of them may have been alike by luck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,27 +79,38 @@ def _spent_ms(step: Step, names: Sequence[str]) -> float:
     return sum(span.host_ms for span in step.spans if span.name in names)
 
 
-def noise_between_runs(repeats: Iterable[Sequence[Speed]]) -> float:
-    """The spread of the logarithm of speed from run to run of the same plan, over all plans that ran more than once."""
-    squares, freedom = 0.0, 0
-    for runs in repeats:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise:
+    """The spread of the logarithm of speed from run to run of the same plan; `repeats` is how often it was seen."""
+
+    sd: float
+    repeats: int
+
+    @property
+    def sigmas(self) -> float:
+        """How many times the spread a 95% interval reaches to either side."""
+        return _STUDENT[min(self.repeats, len(_STUDENT) - 1)]
+
+
+def noise_between_runs(every: Iterable[Sequence[Speed]]) -> Noise:
+    """From all plans that ran more than once."""
+    squares, repeats = USUAL_NOISE**2, 0
+    for runs in every:
         logs = [math.log(run.value) for run in runs]
-        mean = sum(logs) / len(logs) if logs else 0.0
+        mean = sum(logs) / max(1, len(logs))
         squares += sum((value - mean) ** 2 for value in logs)
-        freedom += max(0, len(logs) - 1)
-    return max(LEAST_NOISE, math.sqrt(squares / freedom)) if freedom else LEAST_NOISE
+        repeats += max(0, len(logs) - 1)
+    return Noise(sd=math.sqrt(squares / (1 + repeats)), repeats=repeats)
 
 
-def gain(before: Sequence[Speed], after: Sequence[Speed], noise: float, *, pauses: bool = False) -> Gain:
+def gain(before: Sequence[Speed], after: Sequence[Speed], noise: Noise, *, pauses: bool = False) -> Gain:
     """How many times as fast `after` is as `before`, each measured once or more."""
     apart = _log(after, pauses) - _log(before, pauses)
-    sure = _SIGMAS * math.sqrt(_variance(before, noise) + _variance(after, noise))
+    within = sum(sum(run.sd**2 for run in runs) / len(runs) ** 2 for runs in (before, after))
+    between = sum(noise.sd**2 / len(runs) for runs in (before, after))
+    sure = math.hypot(_SIGMAS * math.sqrt(within), noise.sigmas * math.sqrt(between))
     return Gain(value=math.exp(apart), low=math.exp(apart - sure), high=math.exp(apart + sure))
 
 
 def _log(runs: Sequence[Speed], pauses: bool) -> float:
     return sum(math.log(run.with_pauses if pauses else run.value) for run in runs) / len(runs)
-
-
-def _variance(runs: Sequence[Speed], noise: float) -> float:
-    return (sum(run.sd**2 for run in runs) / len(runs) + noise**2) / len(runs)

@@ -24,7 +24,7 @@ from flatout.plan import Change, Figure, Outcome, Plan, Verdict
 from flatout.remedy.candidates import Offer, View, Wishes, in_words, offers, pause_knobs
 from flatout.remedy.proof import FEWEST_LOSSES, Proof, same_batches, same_loss
 from flatout.remedy.running import Run, Runner
-from flatout.remedy.speed import Gain, Speed, gain, noise_between_runs
+from flatout.remedy.speed import Gain, Noise, Speed, gain, noise_between_runs
 
 FIRST_STEPS = 48
 KNOWN_TO = 0.02  # how well the baseline has to be known
@@ -32,8 +32,9 @@ WORTH = 1.02
 MEASURE_S = 4.0  # of steady training in a trial
 LONGEST_S = 12.0
 MOST_STEPS = 1_500
+CLEAR = 1.25  # a gain that is believed before any run was repeated
 CLOSE_CALLS = 2  # times a close call is run again, both sides
-COMPILING_S = 60.0
+COMPILING_S = 40.0
 DRIFT = 0.05
 COLD = 0.05  # of the time spent waiting for storage: the page cache is not warm yet
 IDENTITY_STEPS = 60
@@ -82,7 +83,7 @@ class Found:
     before: Run | None = None
     after: Run | None = None
     gain: Gain | None = None
-    noise: float | None = None
+    noise: Noise | None = None
     trials: list[Trial] = field(default_factory=list)
     withheld: list[Offer] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -275,11 +276,12 @@ class Search:
         while True:
             before, after = (self._speeds[_key(plan, offer.pauses)] for plan in (old, new))
             gained = gain(before, after, self._noise, pauses=offer.pauses)
-            if gained.low > 1 and gained.value > WORTH:
+            shown = gained.low > 1 and gained.value > WORTH
+            if shown and (self._noise.repeats or gained.value > CLEAR):
                 return gained, True
             hopeless = gained.high < WORTH or gained.value < 1
             if hopeless or repeats >= CLOSE_CALLS or not self._affords(changes, runs=2):
-                return gained, False
+                return gained, shown
             repeats += 1
             steps = self._epoch_steps() if offer.pauses else None
             for what, plan in ((f"what is kept, again ({gained} is close)", old), (f"{offer.name}, again", new)):
@@ -357,7 +359,7 @@ class Search:
         ranks = len(self._now.trace.ranks) if self._now.trace is not None else 1
         if not length or not batch:
             return None
-        return max(math.ceil(1.1 * float(length) / batch / ranks) + 5, self._steps_for(self._now))
+        return max(math.ceil(1.1 * int(length) / int(batch) / ranks) + 5, self._steps_for(self._now))
 
     def _look_at_an_epoch(self) -> None:
         run = self._run("a whole epoch, for its pauses", self.found.kept, steps=self._epoch_steps())
@@ -494,8 +496,11 @@ class Search:
         kept = self.found.kept
         if not kept:
             return
-        long = any(change.name in _PAUSES for change in kept)
-        steps = self._epoch_steps() if long else None
+        steps = self._epoch_steps() if any(change.name in _PAUSES for change in kept) else None
+        long = steps is not None and self._cost_s(self.before, steps) + self._cost_s(self._now, steps) < self._left_s
+        if steps is not None and not long:
+            self._remark("the gain is that of the steps alone: there was no time for a whole epoch as it was")
+            steps = None
         first = self._speeds[_key(())][0]
         if self._left_s > 0:
             old = self._run("the command as it was, again", (), steps=steps)
@@ -521,7 +526,7 @@ class Search:
         self, what: str, changes: Sequence[Change], *, steps: int | None = None, fingerprints: bool = False
     ) -> Run:
         self._story.trying(what, self._left_s)
-        wanted = steps or self._steps_for(self._now)
+        wanted = steps or self._steps_for(self._now if changes else self.before)
         run = self._start(changes, steps=wanted, timeout_s=self._timeout_s(changes), fingerprints=fingerprints)
         self.found.trials.append(Trial(what=what, seconds=run.seconds, speed=None if fingerprints else run.speed))
         return run
@@ -531,7 +536,7 @@ class Search:
             self._speeds.setdefault(_key(changes, long), []).append(run.speed)
 
     @property
-    def _noise(self) -> float:
+    def _noise(self) -> Noise:
         return noise_between_runs(self._speeds.values())
 
     @property
@@ -561,15 +566,17 @@ class Search:
     def _cost_s(self, run: Run, steps: int) -> float:
         return _start_s(run) + steps * _case(run).step_ms / 1e3
 
-    def _reserve_s(self) -> float:
-        """What the proof and the last comparison will take."""
+    def _reserve_s(self, changes: Sequence[Change] = ()) -> float:
+        """What the proof and the last comparison will take, with these changes too."""
         now, before = self._now, self.before
-        proof = self._cost_s(before, IDENTITY_STEPS) + 2 * self._cost_s(now, PARITY_STEPS)
+        rounds = any(change.safety == "equivalent" for change in (*self.found.kept, *changes))
+        proof = self._cost_s(before, IDENTITY_STEPS) + self._cost_s(now, PARITY_STEPS if rounds else IDENTITY_STEPS)
+        proof += self._cost_s(now, PARITY_STEPS) if rounds else 0.0
         return proof + before.seconds + now.seconds
 
     def _affords(self, changes: Sequence[Change], *, runs: int = 1) -> bool:
         extra = COMPILING_S if _compiles(changes) and not _compiles(self.found.kept) else 0.0
-        return self._left_s - self._reserve_s() > runs * (self._now.seconds + extra)
+        return self._left_s - self._reserve_s(changes) > runs * (self._now.seconds + extra)
 
     def _figure(self, kept: Sequence[Change], changes: Sequence[Change]) -> Figure | None:
         names = {change.name for change in changes}

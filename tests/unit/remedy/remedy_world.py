@@ -1,0 +1,244 @@
+"""A training that is not there: what its steps take, and what each change does to them, is written down here.
+
+`World` stands in for the launcher, with a clock of its own, so that a whole fix takes milliseconds and its right
+answer is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from flatout import launch
+from flatout.plan import Change
+from flatout.remedy.running import ProofStep, Run
+from flatout.remedy.speed import measure
+from flatout.trace import (
+    GpuSample,
+    HostSample,
+    RankTrace,
+    RunInfo,
+    Sample,
+    Sketch,
+    Span,
+    Step,
+    Trace,
+    WorkerReport,
+    Xray,
+)
+from flatout.trace.thin import window_of
+
+START_S = 10.0
+
+
+@dataclass
+class Machine:
+    """One run's figures, before the changes have their effect."""
+
+    batch: int = 64
+    data_ms: float = 0.0
+    compute_ms: float = 20.0
+    busy: float = 0.95  # of the compute time, the card's part
+    eval_s: float = 0.0
+    eval_every: int = 1  # epochs
+    extra_start_s: float = 0.0
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def _elastic(m: Machine) -> Machine:
+    return replace(m, data_ms=0.02 * m.data_ms)
+
+
+def _batch(m: Machine, value: int) -> Machine:
+    """Launches are the cost: a larger batch takes hardly longer."""
+    times = value / m.batch
+    return replace(m, batch=value, compute_ms=m.compute_ms * (1 + 0.1 * (times - 1)), data_ms=m.data_ms * times)
+
+
+EFFECTS: dict[str, Callable[[Machine, Any], Machine]] = {
+    "loader": lambda m, _: _elastic(m),
+    "num_workers": lambda m, _: replace(m, data_ms=0.1 * m.data_ms),
+    "precision": lambda m, _: replace(m, compute_ms=m.compute_ms / 2),
+    "compile": lambda m, _: replace(m, compute_ms=m.compute_ms / 1.25, extra_start_s=25.0),
+    "batch_size": _batch,
+    "eval_interval": lambda m, value: replace(m, eval_every=value),
+}
+
+
+@dataclass
+class World:
+    """Runs a plan: `effects` of changes, and those that `crash`, `hang` or are `refused`."""
+
+    machine: Machine = field(default_factory=Machine)
+    length: int = 100_000
+    workers: int = 8
+    settings: list[dict[str, Any]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    xray: dict[str, Any] = field(default_factory=dict)
+    effects: dict[str, Callable[[Machine, Any], Machine]] = field(default_factory=lambda: dict(EFFECTS))
+    crash: dict[str, str] = field(default_factory=dict)
+    hang: frozenset[str] = frozenset()
+    refused: dict[str, str] = field(default_factory=dict)
+    step_noise: float = 0.01
+    run_noise: float = 0.003
+    drift_a_run: float = 0.0
+    teaches: Callable[[Sequence[Change], np.ndarray], np.ndarray] = lambda changes, losses: losses
+    interrupt_at: int | None = None
+    clock_s: float = 0.0
+    started: list[tuple[str, ...]] = field(default_factory=list)
+    compiled: bool = False  # once: later runs find most of it in the compiler's cache
+
+    def clock(self) -> float:
+        return self.clock_s
+
+    def __call__(self, changes: Sequence[Change], *, steps: int, timeout_s: float, fingerprints: bool = False) -> Run:
+        if self.interrupt_at == len(self.started):
+            raise KeyboardInterrupt
+        names = tuple(change.name for change in changes)
+        self.started.append(names)
+        self._random = np.random.default_rng(len(self.started))
+        hung = self.hang & set(names)
+        crashed = next((text for name, text in self.crash.items() if name in names), None)
+        if hung or crashed:
+            self.clock_s += timeout_s if hung else START_S
+            code = launch.TIMED_OUT if hung else 1
+            return Run(changes=tuple(changes), code=code, seconds=timeout_s, output=crashed or "")
+        m = self.machine
+        for change in changes:
+            if change.name in self.effects and change.name not in self.refused:
+                m = self.effects[change.name](m, change.value)
+        trace = self._trace(m, steps)
+        extra_s, self.compiled = m.extra_start_s / (3 if self.compiled else 1), self.compiled or "compile" in names
+        seconds = START_S + extra_s + sum(step.wall_ms for step in trace.ranks[0].steps) / 1e3
+        self.clock_s += seconds
+        return Run(
+            changes=tuple(changes),
+            code=0,
+            seconds=seconds,
+            trace=trace,
+            speed=measure(trace),
+            made={name: f"{name} was made" for name in names if name not in self.refused},
+            refused={name: why for name, why in self.refused.items() if name in names},
+            proof=(self._proof(changes, steps),) if fingerprints else (),
+        )
+
+    def _trace(self, m: Machine, steps: int) -> Trace:
+        pace = self._random.normal(1, self.run_noise) * (1 + self.drift_a_run) ** len(self.started)
+        epoch = max(1, self.length // m.batch)
+        made, at_s = [], 100.0
+        for index in range(steps):
+            spans = [
+                ("data", m.data_ms, 0.95 * m.data_ms, None),
+                ("forward", 0.4 * m.compute_ms, None, 0.4 * m.compute_ms * m.busy),
+                ("backward", 0.6 * m.compute_ms, None, 0.6 * m.compute_ms * m.busy),
+            ]
+            if m.eval_s and (index + 1) % (epoch * m.eval_every) == 0:
+                spans.append(("evaluation", 1e3 * m.eval_s, None, None))
+            scale = pace * self._random.lognormal(0, self.step_noise)
+            wall, parts = 0.0, []
+            for name, host, idle, busy in spans:
+                parts.append(Span(name=name, start_ms=wall, host_ms=host * scale, gpu_idle_ms=idle, gpu_busy_ms=busy))
+                wall += host * scale
+            made.append(Step(index=index, start_s=at_s, wall_ms=wall, spans=tuple(parts), samples=m.batch))
+            at_s += wall / 1e3
+        ceiling = [
+            Step(index=steps + n, start_s=at_s, wall_ms=m.compute_ms * pace, samples=m.batch, kind="resident")
+            for n in range(12)
+        ]
+        loader = {
+            "dataset": "train.Photos",
+            "length": self.length,
+            "batch_size": m.batch,
+            "num_workers": self.workers,
+            "pin_memory": True,
+            "persistent_workers": True,
+        }
+        rank = RankTrace(
+            info=RunInfo(name="train", host="node", rank=0),
+            steps=(*made, *ceiling),
+            windows=(window_of(made),),
+            facts={**FACTS, **self.facts, **m.facts, "loaders": [loader], "settings": self.settings},
+            xray=self._xray(m),
+            workers=(self._worker(m),),
+        )
+        card = GpuSample(
+            index=0, uuid="GPU-0", name="NVIDIA H200", sm_active_pct=85.0, memory_total_bytes=140 << 30, power_w=300.0
+        )
+        host = HostSample(cpu_pct=40.0, cores_pct=(40.0,) * 16)
+        sample = Sample(time_s=100.1, interval_s=1.0, host=host, gpus=(card,))
+        return Trace(ranks=(rank,), samples={"node": (sample,)})
+
+    def _xray(self, m: Machine) -> Xray:
+        busy = 8 * m.compute_ms * m.busy
+        known: dict[str, Any] = {
+            "steps": 8,
+            "wall_ms": 8 * (m.compute_ms + m.data_ms),
+            "busy_ms": busy,
+            "busy_by_phase_ms": {"forward": 0.4 * busy, "backward": 0.6 * busy},
+            "kernels": 1600,
+            "kernel_us": Sketch.of([90.0] * 100),
+            "matrix_ms": 0.6 * busy,
+            "tensor_core_ms": 0.6 * busy,
+            "top_ms": {"nvjet_hsh_128x128": 0.6 * busy},
+        }
+        return Xray(**known | self.xray)
+
+    def _worker(self, m: Machine) -> WorkerReport:
+        """One that loads 200 samples a second, in the training process where there are no workers."""
+        return WorkerReport(
+            time_s=110.0,
+            born_s=100.0,
+            pid=1,
+            dataset="Photos",
+            length=self.length,
+            worker=0 if self.workers else None,
+            batches=30,
+            samples=2000,
+            sample_wall_s=9.0,
+            sample_cpu_s=9.0,
+            waiting_s=1.0,
+            sample_ms=Sketch.of([5.0] * 2000),
+            random_used=("random",),
+        )
+
+    def _proof(self, changes: Sequence[Change], steps: int) -> tuple[ProofStep, ...]:
+        losses = 2.0 * np.exp(-np.arange(steps) / 200) + 0.05 * np.random.default_rng(7).normal(size=steps)
+        losses = self.teaches(changes, losses)
+        reseeded = any(change.name in ("loader", "num_workers") for change in changes)
+        return tuple(
+            ProofStep(
+                inputs=(f"{step}{'r' if reseeded else ''}",), indices=((2 * step, 2 * step + 1),), loss=float(loss)
+            )
+            for step, loss in enumerate(losses)
+        )
+
+
+FACTS: dict[str, Any] = {
+    "gpu": "NVIDIA H200",
+    "gpu_index": 0,
+    "gpus_visible": 1,
+    "devices": ["cuda:0"],
+    "optimizer": "AdamW",
+    "optimizer_fused": True,
+    "learning_rate": 1e-3,
+    "parameter_dtypes": ["float32"],
+    "autocast": ["bfloat16"],
+    "channels_last": None,
+    "compiled": True,
+    "cudnn_benchmark": True,
+    "memory_reserved_bytes": 100 << 30,
+}
+
+
+def flag(key: str, value: Any, **more: Any) -> dict[str, Any]:
+    """What argparse has read: `flag("batch_size", 64)` is --batch-size 64."""
+    values = {key: value, **more}
+    return {
+        "source": "argparse",
+        "file": None,
+        "values": values,
+        "options": {name: f"--{name.replace('_', '-')}" for name in values},
+    }

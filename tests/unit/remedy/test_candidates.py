@@ -1,0 +1,133 @@
+"""Which changes are offered, by which knob, and what the person's wishes leave of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from remedy_world import Machine, World, flag
+
+from flatout.errors import UsageError
+from flatout.plan import Change
+from flatout.remedy.candidates import View, Wishes, offers
+from flatout.remedy.knobs import knobs
+from flatout.trace import Sketch
+
+LAUNCHES = {"idle_by_phase_ms": {"forward": 60.0}, "kernel_us": Sketch.of([3.0] * 100)}
+
+
+def view(world: World, **more: Any) -> View:
+    trace = world((), steps=48, timeout_s=60).trace
+    assert trace is not None
+    return View(trace=trace, first=trace, **more)
+
+
+def offered(world: World, wishes: Wishes | None = None, **more: Any) -> dict[str, Change]:
+    wanted, _ = offers(view(world, **more), wishes or Wishes())
+    return {change.name: change for offer in wanted for change in offer.changes}
+
+
+def read(source: str, file: str | None, **values: Any) -> dict[str, Any]:
+    return {"source": source, "file": file, "values": values}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ([flag("batch_size", 64)], "--batch-size"),
+        ([read("yaml", "conf/a.yaml", train={"batch": 64})], "conf/a.yaml:train.batch"),
+        ([read("yaml", None, train={"batch": 64})], "yaml:train.batch"),
+        ([read("python", "/me/config.py", BATCH_SIZE=64)], "/me/config.py:BATCH_SIZE"),
+        ([read("json", "a.json", per_device_train_batch_size=64)], "a.json:per_device_train_batch_size"),
+        # A file first, then the command line with the file's values for defaults: the last one read wins.
+        ([read("yaml", "a.yaml", batch_size=64), flag("batch_size", 64)], "--batch-size"),
+        # A value that is not in force is another setting of a like name.
+        ([flag("batch_size", 64), read("json", "eval.json", batch_size=512)], "--batch-size"),
+    ],
+)
+def test_the_knob_is_where_the_value_in_force_was_read(settings: list[dict[str, Any]], expected: str) -> None:
+    assert knobs(settings, "batch_size", lambda value: value == 64)[0].text == expected
+
+
+def test_names_that_only_look_alike_are_no_knobs() -> None:
+    settings = [flag("batch_norm", 64, val_batch_size=64, num_workers_eval=64)]
+    assert knobs(settings, "batch_size", lambda value: value == 64) == []
+    assert knobs(settings, "num_workers", lambda value: value == 64) == []
+
+
+def test_a_starved_training_is_offered_the_data_path_as_one() -> None:
+    wanted, withheld = offers(view(World(machine=Machine(data_ms=80.0), workers=0)), Wishes())
+    assert [change.name for change in wanted[0].changes] == ["loader", "device_prefetch"]
+    assert wanted[0].promise > 2
+    assert withheld == []
+
+
+def test_decoder_threads_that_outnumber_the_cores_go_with_it() -> None:
+    world = World(machine=Machine(data_ms=80.0), workers=8, settings=[flag("decode_threads", 12)])
+    change = offered(world)["setting:decode_threads"]
+    assert (change.value, change.knob, change.safety) == (1, "--decode-threads", "identical")
+
+
+def test_augmentation_that_the_script_can_do_on_the_card_is_offered_if_allowed() -> None:
+    world = World(machine=Machine(data_ms=80.0), settings=[flag("jitter_on", "cpu", device="cpu")])
+    assert "setting:jitter_on" not in offered(world)
+    change = offered(world, Wishes.of(allow="all"))["setting:jitter_on"]
+    assert (change.value, change.knob, change.safety) == ("gpu", "--jitter-on", "semantic")
+
+
+def test_a_setting_that_has_no_effect_is_made_true() -> None:
+    world = World(
+        settings=[flag("amp", True, compile_model=True, cudnn_benchmark=True)],
+        facts={"autocast": ["None"], "compiled": False, "channels_last": True, "cudnn_benchmark": False},
+    )
+    changes = offered(world)
+    assert changes["precision"].value == "bf16"
+    assert changes["precision"].knob == ""  # its knob is on already, and did nothing
+    assert changes["compile"].value == "default"
+    assert changes["cudnn_benchmark"].value is True
+
+
+def test_sgd_scales_its_learning_rate_in_proportion() -> None:
+    world = World(
+        settings=[flag("batch_size", 64, lr=0.1)],
+        facts={"optimizer": "SGD", "learning_rate": 0.1, "memory_reserved_bytes": 20 << 30},
+        xray=LAUNCHES,
+    )
+    changes = offered(world, Wishes.of(allow="batch-size"))
+    assert changes["batch_size"].value == 128
+    assert changes["learning_rate"].value == pytest.approx(0.2)
+    assert "in proportion to the batch" in changes["learning_rate"].note
+
+
+def test_a_batch_is_never_made_so_large_that_an_epoch_has_few_steps() -> None:
+    world = World(
+        settings=[flag("batch_size", 64)], facts={"memory_reserved_bytes": 1 << 30}, xray=LAUNCHES, length=64 * 9
+    )
+    assert "batch_size" not in offered(world, Wishes.of(allow="all"))
+
+
+@pytest.mark.parametrize(
+    ("wishes", "names"),
+    [
+        (Wishes.of(skip="loader"), {"device_prefetch", "precision"}),
+        (Wishes.of(only="identical"), {"device_prefetch"}),
+        (Wishes.of(only="loader,precision"), {"loader", "precision"}),
+        (Wishes.of(only="batch-size"), set()),
+    ],
+)
+def test_wishes_are_kept(wishes: Wishes, names: set[str]) -> None:
+    world = World(machine=Machine(data_ms=80.0), workers=0, facts={"autocast": ["None"]}, xray={"tensor_core_ms": 0.0})
+    assert set(offered(world, wishes)) == names
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"allow": "batchsize"}, "--allow: there is no change or class called batchsize (did you mean batch-size?)"),
+        ({"skip": "qqq"}, "--skip: there is no change or class called qqq (there are loader, "),
+    ],
+)
+def test_a_slip_in_a_name_is_told_with_the_right_one(given: dict[str, str], complaint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Wishes.of(**given)
+    assert str(caught.value).startswith(complaint)

@@ -1,0 +1,174 @@
+"""Each wrong change is caught, a right one passes; and how often, of many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flatout.remedy.proof import same_batches, same_loss
+from flatout.remedy.running import ProofStep, Run
+
+BATCH = 4
+
+
+def proof_run(losses: Sequence[float | None], *, inputs: str = "", indices: Sequence[tuple[int, ...]] = ()) -> Run:
+    steps = tuple(
+        ProofStep(
+            inputs=(f"{inputs}{n}",),
+            indices=(indices[n] if indices else tuple(range(BATCH * n, BATCH * (n + 1))),),
+            loss=loss,
+        )
+        for n, loss in enumerate(losses)
+    )
+    return Run(changes=(), code=0, seconds=1.0, proof=(steps,))
+
+
+def learning(steps: int, seed: int = 0, noise: float = 0.1) -> np.ndarray:
+    """A loss that falls, with the noise of batches: the same in runs of the same data."""
+    rng = np.random.default_rng(seed)
+    return 0.5 + 1.5 * np.exp(-np.arange(steps) / 80) + noise * rng.normal(size=steps)
+
+
+def test_the_same_bytes_are_identical_and_the_losses_say_so() -> None:
+    proof = same_batches(proof_run(learning(60)), proof_run(learning(60)))
+    assert (proof.standing, proof.text) == (
+        "identical",
+        "60 batches: the same bytes reach the model; 60 losses equal to the last bit",
+    )
+
+
+def test_other_random_numbers_in_the_same_samples_are_reseeded() -> None:
+    proof = same_batches(proof_run(learning(60)), proof_run(learning(60, seed=1), inputs="other"))
+    assert proof.standing == "reseeded"
+
+
+def test_a_prefetcher_that_fetches_ahead_is_no_difference() -> None:
+    """Its batches belong to later steps, but come in the same order; and it has asked for two more."""
+    plain = proof_run(learning(60))
+    (steps,) = plain.proof
+    ahead = [replace(step, indices=()) for step in steps]
+    ahead[0] = replace(steps[0], indices=tuple(step.indices[0] for step in steps[:3]))
+    ahead[1:-2] = [replace(step, indices=later.indices) for step, later in zip(steps[1:-2], steps[3:], strict=True)]
+    assert same_batches(plain, replace(plain, proof=(tuple(ahead),))).standing == "identical"
+
+
+def drop(batches: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return [*batches[:30], batches[30][:-1], *batches[31:]]
+
+
+def leave_out(batches: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return [*batches[:30], *batches[31:], batches[30]]
+
+
+def reorder(batches: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return [*batches[:30], batches[30][::-1], *batches[31:]]
+
+
+def repeat(batches: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return [*batches[:30], batches[29], *batches[31:]]
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (drop, "batch 31: samples are missing"),
+        (leave_out, "batch 31: other samples"),
+        (reorder, "batch 31: the same samples in another order"),
+        (repeat, "batch 31: samples come more than once"),
+    ],
+)
+def test_harm_done_to_the_samples_is_named(
+    harm: Callable[[list[tuple[int, ...]]], list[tuple[int, ...]]], words: str
+) -> None:
+    batches = [tuple(range(BATCH * n, BATCH * (n + 1))) for n in range(60)]
+    proof = same_batches(proof_run(learning(60)), proof_run(learning(60), indices=harm(batches)))
+    assert proof.standing == "failed"
+    assert proof.text.startswith(words)
+
+
+def test_the_same_batches_that_teach_nothing_fail() -> None:
+    """Weights that went stale: what goes in is right, the loss stays where it was."""
+    stale = np.full(60, learning(60)[0])
+    proof = same_batches(proof_run(learning(60)), proof_run(stale))
+    assert proof.standing == "failed"
+    assert "but the loss is" in proof.text
+
+
+def test_few_batches_and_few_losses_prove_nothing() -> None:
+    assert same_batches(proof_run(learning(10)), proof_run(learning(10))).standing == "not proven"
+    short = same_loss(proof_run(learning(150)), proof_run(learning(150)))
+    assert (short.standing, short.text) == ("not proven", "150 steps with a loss, 200 are needed")
+
+
+def test_fingerprints_of_ranks_that_are_missing_prove_nothing() -> None:
+    one = proof_run(learning(60))
+    two = replace(one, proof=one.proof * 2)
+    assert same_batches(one, two).standing == "not proven"
+    assert same_batches(replace(one, proof=()), replace(one, proof=())).standing == "not proven"
+
+
+def test_a_loss_that_is_no_number_fails() -> None:
+    broken = learning(220)
+    broken[150:] = np.nan
+    assert same_loss(proof_run(learning(220)), proof_run(broken)).standing == "failed"
+
+
+def rounding(losses: np.ndarray, seed: int) -> np.ndarray:
+    """bf16: an error of a few ten-thousandths in each loss, and a path that strays slowly."""
+    rng = np.random.default_rng(1000 + seed)
+    return losses * (1 + 3e-4 * rng.normal(size=len(losses)) + 1e-4 * np.cumsum(rng.normal(size=len(losses))) / 5)
+
+
+def test_other_rounding_passes() -> None:
+    losses = learning(220)
+    proof = same_loss(proof_run(losses), proof_run(rounding(losses, 0)))
+    assert proof.standing == "equivalent", proof.text
+
+
+WRONG: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
+    "2% higher": lambda losses, seed: 1.02 * rounding(losses, seed),
+    "2% lower": lambda losses, seed: 0.98 * rounding(losses, seed),
+    "stale weights": lambda losses, seed: np.full(len(losses), losses[:5].mean()),
+    "half the speed of learning": lambda losses, seed: np.interp(
+        np.arange(len(losses)) / 2, np.arange(len(losses)), losses
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_power_wrong_changes_are_never_called_equivalent(name: str) -> None:
+    """Of 200 trainings with noise of 10% in the batches, none that teaches otherwise gets through."""
+    through = 0
+    for seed in range(200):
+        losses = learning(220, seed)
+        through += same_loss(proof_run(losses), proof_run(WRONG[name](losses, seed))).holds
+    assert through == 0, f"{through} of 200 got through"
+
+
+def test_power_right_changes_are_hardly_ever_refused() -> None:
+    passed = 0
+    for seed in range(200):
+        losses = learning(220, seed)
+        passed += same_loss(proof_run(losses), proof_run(rounding(losses, seed))).holds
+    assert passed >= 196, f"{passed} of 200 passed"
+
+
+def test_where_the_machine_itself_differs_from_run_to_run_its_noise_is_the_margin() -> None:
+    """Atomics in another order, say: two runs of the same plan differ by 2%, and so may a third."""
+    losses = learning(220)
+    rng = np.random.default_rng(5)
+    again, changed = (losses * (1 + shift + 0.01 * rng.normal(size=220)) for shift in (0.02, 0.012))
+    alone = same_loss(proof_run(losses), proof_run(changed))
+    with_repeat = same_loss(proof_run(losses), proof_run(changed), proof_run(again))
+    assert not alone.holds
+    assert with_repeat.standing == "equivalent"
+    assert "what two runs of the same plan differ by" in with_repeat.text
+
+
+def test_unpaired_data_is_no_proof_of_rounding() -> None:
+    other = [tuple(range(1000 + n, 1004 + n)) for n in range(220)]
+    proof = same_loss(proof_run(learning(220)), proof_run(learning(220), indices=other))
+    assert proof.standing == "failed"

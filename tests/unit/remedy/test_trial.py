@@ -1,0 +1,292 @@
+"""What is kept and what is undone, on a training whose right answer is known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from remedy_world import Machine, World, flag
+
+from flatout.errors import UsageError
+from flatout.remedy.candidates import Wishes
+from flatout.remedy.trial import Found, Search
+from flatout.trace import Sketch
+
+IN_FP32 = {"autocast": ["None"], "compiled": True}
+LAUNCHES = {"idle_by_phase_ms": {"forward": 60.0}, "kernel_us": Sketch.of([3.0] * 100)}  # the host is the limit
+ALL = Wishes.of(allow="all")
+
+
+def fix(world: World, wishes: Wishes | None = None, *, budget_s: float = 600.0, **more: Any) -> Found:
+    return Search(world, wishes or Wishes(), budget_s=budget_s, clock=world.clock, **more).go()
+
+
+def verdicts(found: Found) -> dict[str, str]:
+    return {attempt.change.name: attempt.outcome.verdict for attempt in found.attempts}
+
+
+def kept(found: Found) -> dict[str, Any]:
+    return {change.name: change.value for change in found.kept}
+
+
+def test_a_healthy_training_is_left_alone_within_two_minutes() -> None:
+    found = fix(World())
+    assert found.kept == ()
+    assert found.attempts == []
+    assert found.stopped == "at the ceiling of the step itself"
+    assert found.seconds < 120
+
+
+def test_a_starved_training_gets_the_elastic_loader_and_its_proof() -> None:
+    world = World(machine=Machine(data_ms=80.0), workers=0)
+    found = fix(world)
+    assert kept(found)["loader"] == "elastic"
+    assert found.gain is not None
+    assert found.gain.value == pytest.approx(100 / 21.6, rel=0.03)
+    attempt = next(a for a in found.attempts if a.change.name == "loader")
+    assert attempt.change.safety == "reseeded"
+    assert "the same samples in the same order" in attempt.outcome.proof
+    assert found.plan.changes[0].note.startswith("4.")
+
+
+def test_the_bottleneck_moves_and_is_followed() -> None:
+    """Data first; then, with the data there, precision."""
+    world = World(machine=Machine(data_ms=80.0), workers=0, facts=IN_FP32, xray={"tensor_core_ms": 0.0})
+    found = fix(world)
+    assert list(kept(found)) == ["loader", "device_prefetch", "precision"]
+    assert found.gain is not None
+    assert found.gain.value == pytest.approx(100 / 11.6, rel=0.05)
+    proof = next(a.outcome.proof for a in found.attempts if a.change.name == "precision")
+    assert "over the last 100 steps, margin 1%" in proof
+
+
+def test_what_gives_nothing_is_undone_and_says_so() -> None:
+    world = World(facts=IN_FP32, effects={"precision": lambda m, _: replace(m, compute_ms=0.995 * m.compute_ms)})
+    found = fix(world)
+    assert found.kept == ()
+    assert verdicts(found)["precision"] == "undone"
+    assert "no gain over 2% was shown" in found.plan.tried[0].note
+
+
+def test_a_gain_within_the_noise_is_not_believed() -> None:
+    """A machine whose runs differ by a tenth: three per cent cannot be shown, however often it looks like it."""
+    world = World(
+        facts=IN_FP32,
+        run_noise=0.10,
+        effects={"precision": lambda m, _: replace(m, compute_ms=m.compute_ms / 1.03)},
+    )
+    found = fix(world, budget_s=3600)
+    assert found.kept == ()
+    assert found.noise is not None
+
+
+def test_a_close_call_is_run_again_until_it_is_known() -> None:
+    world = World(
+        facts=IN_FP32,
+        run_noise=0.004,
+        effects={"precision": lambda m, _: replace(m, compute_ms=m.compute_ms / 1.028)},
+    )
+    found = fix(world, budget_s=3600)
+    again = [trial.what for trial in found.trials if "again" in trial.what]
+    assert any("is close" in what for what in again)
+    assert kept(found) == {"precision": "bf16"}
+
+
+def test_a_machine_that_gets_slower_does_not_undo_what_helps_and_is_reported() -> None:
+    world = World(machine=Machine(data_ms=80.0), workers=0, drift_a_run=0.03)
+    found = fix(world)
+    assert kept(found)["loader"] == "elastic"
+    assert found.gain is not None
+    assert found.gain.value == pytest.approx(100 / 21.6, rel=0.06)  # neighbours in time were compared
+    assert any("the machine drifted" in remark for remark in found.remarks)
+
+
+def test_a_machine_that_gets_faster_gives_nobody_a_gain() -> None:
+    """The page cache warms: each run is 1% faster than the one before. A change that does nothing is not kept."""
+    world = World(facts=IN_FP32, drift_a_run=-0.01, effects={})
+    assert fix(world, budget_s=3600).kept == ()
+
+
+def test_a_crash_is_an_outcome_with_its_place_and_the_rest_of_the_bundle_is_tried() -> None:
+    crash = (
+        'Traceback (most recent call last):\n  File "/home/me/net.py", line 41, in forward\n    x.view(-1)\n'
+        '  File "/venv/lib/python3.11/site-packages/torch/tensor.py", line 9, in view\n'
+        "RuntimeError: view size is not compatible with input tensor's size and stride\n"
+    )
+    world = World(
+        facts=IN_FP32 | {"channels_last": False},
+        xray={"tensor_core_ms": 0.0},
+        crash={"channels_last": crash},
+    )
+    found = fix(world)
+    assert verdicts(found)["channels_last"] == "unsafe"
+    note = next(o.note for o in found.plan.tried if o.change.name == "channels_last")
+    assert "view size is not compatible" in note
+    assert "net.py:41" in note
+    assert kept(found) == {"precision": "bf16"}
+
+
+def test_a_hang_is_an_outcome() -> None:
+    world = World(facts=IN_FP32, hang=frozenset({"precision"}))
+    found = fix(world)
+    assert verdicts(found)["precision"] == "unsafe"
+    assert "was ended after" in found.plan.tried[0].note
+
+
+def test_what_cannot_be_made_says_why_and_the_next_best_is_tried() -> None:
+    world = World(machine=Machine(data_ms=80.0), workers=0, refused={"loader": "the dataset is a DataPipe"})
+    found = fix(world)
+    assert verdicts(found)["loader"] == "not applicable"
+    assert kept(found)["num_workers"] >= 2
+
+
+def test_running_out_of_memory_is_said_in_plain_words() -> None:
+    world = World(
+        settings=[flag("batch_size", 64)],
+        facts={"memory_reserved_bytes": 20 << 30},
+        xray=LAUNCHES,
+        crash={"batch_size": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"},
+    )
+    found = fix(world, ALL)
+    assert verdicts(found)["batch_size"] == "unsafe"
+    assert "the card is out of memory" in found.plan.tried[0].note
+
+
+def test_the_batch_grows_while_that_pays_and_the_learning_rate_with_it() -> None:
+    world = World(
+        settings=[flag("batch_size", 64, lr=1e-3)],
+        facts={"memory_reserved_bytes": 2 << 30},
+        xray=LAUNCHES,
+    )
+    found = fix(world, ALL)
+    changes = {change.name: change for change in found.kept}
+    batch = changes["batch_size"].value
+    assert batch >= 1024
+    assert changes["batch_size"].knob == "--batch-size"
+    assert changes["learning_rate"].value == pytest.approx(1e-3 * math.sqrt(batch / 64), rel=1e-3)
+    assert changes["learning_rate"].safety == "semantic"
+
+
+def test_what_changes_learning_is_only_tried_when_allowed_and_offered_otherwise() -> None:
+    settings = [flag("batch_size", 64)]
+    world = World(settings=settings, facts={"memory_reserved_bytes": 2 << 30})
+    world.xray = LAUNCHES
+    found = fix(world)
+    assert found.kept == ()
+    assert [change.name for offer in found.withheld for change in offer.changes] == ["batch_size"]
+
+
+def test_evaluation_is_found_by_looking_at_a_whole_epoch() -> None:
+    """A short trial never sees it: 12,800 samples are 200 steps."""
+    world = World(machine=Machine(eval_s=2.0), length=19_200, settings=[flag("eval_every", 1)])
+    found = fix(world, ALL)
+    assert kept(found) == {"eval_interval": 5}
+    assert found.gain is not None
+    assert found.gain.value == pytest.approx((330 * 0.02 + 2) / (330 * 0.02), rel=0.08)
+
+
+def test_the_budget_is_kept_and_what_was_not_tried_is_named() -> None:
+    world = World(
+        machine=Machine(data_ms=80.0), workers=0, facts=IN_FP32 | {"compiled": False}, xray={"tensor_core_ms": 0.0}
+    )
+    found = fix(world, budget_s=100)
+    assert found.seconds <= 100 * 1.1
+    assert kept(found).get("loader") == "elastic"  # the most promising came first
+    assert "the budget is spent" in found.stopped
+
+
+def test_four_minutes_are_enough_for_everything() -> None:
+    """Loader, precision, layout, fused optimizer, compile, batch size and evaluation, where a run starts in 10 s."""
+    world = World(
+        machine=Machine(data_ms=60.0, eval_s=1.5, facts=IN_FP32 | {"compiled": False, "channels_last": False}),
+        workers=0,
+        length=38_400,
+        settings=[flag("batch_size", 64, lr=1e-3, eval_every=1)],
+        facts={"memory_reserved_bytes": 4 << 30, "optimizer_fused": False},
+        xray=LAUNCHES | {"tensor_core_ms": 0.0},
+    )
+    found = fix(world, ALL, budget_s=240)
+    assert found.seconds <= 260
+    assert {"loader", "precision", "batch_size"} <= set(kept(found))
+    before, by_hand = 64 / 80, 256 / (10 / 1.25 * 1.3 + 4.8)  # bf16, compiled, four times the batch, and its loading
+    assert found.gain is not None
+    assert found.gain.value > 0.95 * by_hand / before
+
+
+def test_an_interruption_leaves_what_is_known() -> None:
+    world = World(machine=Machine(data_ms=80.0), workers=0, facts=IN_FP32, xray={"tensor_core_ms": 0.0}, interrupt_at=3)
+    found = fix(world)
+    assert found.interrupted
+    assert kept(found) == {"loader": "elastic", "device_prefetch": True}  # rounding that was not looked at is not kept
+    assert "interrupted before the proof" in found.plan.changes[0].note
+
+
+def test_compiling_that_never_pays_back_is_undone() -> None:
+    world = World(
+        facts={"compiled": False},
+        xray={"top_ms": {"elementwise_kernel": 100.0}},
+        settings=[flag("epochs", 1)],
+        length=2_000,
+    )
+    found = fix(world)
+    assert verdicts(found)["compile"] == "undone"
+    assert "more than the 2,000 of the whole training" in found.plan.tried[0].note
+
+
+def test_a_change_that_teaches_otherwise_is_let_go() -> None:
+    def worse(changes: Any, losses: np.ndarray) -> np.ndarray:
+        return losses * 1.02 if any(change.name == "precision" for change in changes) else losses
+
+    world = World(facts=IN_FP32, teaches=worse)
+    found = fix(world)
+    assert found.kept == ()
+    assert verdicts(found)["precision"] == "unsafe"
+    assert "failed: loss +2.00%" in found.plan.tried[0].note
+
+
+def test_in_a_bundle_only_the_guilty_one_is_let_go() -> None:
+    def worse(changes: Any, losses: np.ndarray) -> np.ndarray:
+        return losses * 1.05 if any(change.name == "channels_last" for change in changes) else losses
+
+    slower = {**World().effects, "channels_last": lambda m, _: replace(m, compute_ms=m.compute_ms / 1.2)}
+    world = World(facts=IN_FP32 | {"channels_last": False}, effects=slower, teaches=worse)
+    found = fix(world)
+    assert kept(found) == {"precision": "bf16"}
+    assert verdicts(found)["channels_last"] == "unsafe"
+    assert found.gain is not None
+    assert found.gain.value == pytest.approx(2.0, rel=0.03)  # measured again without it
+
+
+def test_rounding_that_brings_nothing_beside_the_others_is_pruned() -> None:
+    world = World(facts=IN_FP32 | {"channels_last": False})  # channels_last has no effect in this world
+    found = fix(world)
+    assert kept(found) == {"precision": "bf16"}
+    assert "brings nothing beside the others" in found.plan.tried[0].note
+
+
+def test_a_command_that_fails_by_itself_is_the_persons_mistake() -> None:
+    class Broken(World):
+        def __call__(self, changes: Any, **more: Any) -> Any:
+            run = super().__call__(changes, **more)
+            return replace(run, code=1, trace=None, speed=None, output="ModuleNotFoundError: No module named 'torchh'")
+
+    with pytest.raises(UsageError, match=r"the command fails by itself: exit code 1: ModuleNotFoundError"):
+        fix(Broken())
+
+
+def test_the_script_s_own_switch_comes_first_and_the_hook_where_it_does_nothing() -> None:
+    amp_off = [flag("amp", False)]
+    works = World(settings=amp_off, facts=IN_FP32)
+    works.effects["precision"] = lambda m, v: replace(
+        m, compute_ms=m.compute_ms / 2, facts=m.facts | {"autocast": ["bfloat16"]}
+    )
+    change = fix(works).kept[0]
+    assert (change.value, change.knob) == (True, "--amp")
+    deaf = World(settings=amp_off, facts=IN_FP32)
+    deaf.effects["precision"] = lambda m, v: m if v is True else replace(m, compute_ms=m.compute_ms / 2)
+    found = fix(deaf)
+    assert (found.kept[0].value, found.kept[0].knob) == ("bf16", "")
+    assert "no forward pass ran under autocast" in found.plan.tried[0].note
