@@ -274,6 +274,54 @@ def _account_for(folder: Path, *, quiet: bool, json_to: str | None, html_to: str
 
 
 @app.command()
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file that describes the training.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE…]", help="Settings that go before the file's.")
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(metavar="NAME", help="fastest, small-memory or debug; goes before the file.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last run's newest whole checkpoint.")
+    ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print what would be in force, and why; no training.")
+    ] = False,
+    gpus: Annotated[int, typer.Option(metavar="N", min=1, help="Train on so many GPUs of this machine.")] = 1,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only what matters, for logs; no summary at the end.")] = False,
+    here: Annotated[bool, typer.Option("--here", hidden=True)] = False,
+) -> None:
+    """Train what a YAML file describes, with every switch right: fast by default, or an error that says why not.
+
+    `flatout train config.yaml train.batch_size=256 train.precision=bf16`; on several GPUs `--gpus 2`, or your own
+    `torchrun --nproc-per-node 2 -m flatout train config.yaml`. It is recorded as by `flatout run`, with the same end.
+    """
+    _linux_only("train")
+    words = [*(overrides or ()), *(["log.quiet=true"] if quiet else [])]
+    if explain or here or "RANK" in os.environ:
+        from flatout.engine.assemble import main as train_here
+
+        record = not (explain or here)  # under torchrun each rank records itself; `here` somebody else does
+        recorded = train_here(config, words, preset=preset, resume=resume, explain=explain, record=record)
+        if recorded is not None and os.environ.get("RANK") == "0":
+            _account_for(recorded, quiet=quiet, json_to=None, html_to=None)
+        return
+    from flatout import launch
+
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)] if gpus > 1 else []
+    options = [*(["--preset", preset] if preset is not None else []), *(["--resume"] if resume else [])]
+    command = [sys.executable, *ranks, "-m", "flatout", "train", "--here", *options, "--", str(config), *words]
+    folder = launch.default_folder([f"{config.stem}.py"])
+    code = launch.run(command, folder=folder)
+    if os.environ.get("FLATOUT") != "off":
+        for recording in launch.recordings(folder):
+            if any(recording.glob("rank-*.jsonl")):
+                _account_for(recording, quiet=quiet, json_to=None, html_to=None)
+    raise typer.Exit(code)
+
+
+@app.command()
 def report(
     trace: Annotated[list[Path], typer.Argument(metavar="TRACE…", help="A run's folder; of several machines, all.")],
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the report as JSON; - is stdout.")] = None,

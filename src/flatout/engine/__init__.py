@@ -1,0 +1,14 @@
+"""`flatout train`: a small trainer in which every setting either takes effect or is an error.
+
+    config.yaml ─► Config ─► assemble (parts by import path) ─► Trainer.fit ─► checkpoints, metrics, best.pt
+
+`config` reads and checks; each section of it stands beside what it configures. `assemble` builds the parts, `trainer`
+has the loop, `step` one optimizer step, `model` and `precision` what is done for speed, `data` the loaders,
+`batch_size` finds the fastest one, `evaluation`, `checkpoint` and `progress` do what they are called, `ranks` holds
+the processes together.
+"""
+
+from flatout.engine.config import Config, Settings, load
+from flatout.engine.trainer import Trainer
+
+__all__ = ["Config", "Settings", "Trainer", "load"]

@@ -1,0 +1,239 @@
+"""From a config to a training that runs: the parts are built, in the order in which they need each other."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, default_collate
+
+from flatout.augment import Augment
+from flatout.engine.batch_size import FIRST, fastest_batch, scale_learning_rate
+from flatout.engine.config import Config, effective, load
+from flatout.engine.data import datasets, train_loader, val_loader
+from flatout.engine.evaluation import can_share
+from flatout.engine.model import device_for
+from flatout.engine.precision import Decision, decide
+from flatout.engine.ranks import Ranks
+from flatout.engine.section import Part, build, found
+from flatout.engine.step import Step
+from flatout.engine.trainer import Trainer
+from flatout.errors import UsageError
+from flatout.feed import to_device
+from flatout.inject.attach import attach
+from flatout.sense.options import new_folder
+
+__all__ = ["assemble", "main"]
+
+
+def main(
+    path: Path, overrides: Sequence[str], *, preset: str | None, resume: bool, explain: bool, record: bool
+) -> Path | None:
+    """What `flatout train` does in each rank; the folder of the recording, if `record` asks for one."""
+    if not {"", str(Path.cwd())} & set(sys.path):
+        sys.path.insert(0, "")  # import paths begin where the person stands
+    notes: list[str] = []
+    config = load(path, overrides, preset, notes)
+    out = _folder(Path(config.out or f"runs/{path.stem}"), resume)
+    ranks = Ranks("cpu" if config.train.device == "cpu" or not torch.cuda.is_available() else "cuda")
+    out, trace = ranks.gathered((out, new_folder(path.stem)))[0]  # the first rank's word, should another look later
+    config = config.model_copy(update={"out": str(out)})
+    with attach(trace) if record else contextlib.nullcontext():
+        trainer = assemble(config, ranks)
+        for text in notes:
+            trainer.say(text)
+        for decision in trainer.decisions:
+            trainer.say(str(decision), always=explain)
+        if explain:
+            trainer.say(f"\n{effective(config)}")
+            return None
+        if resume and not trainer.resume():
+            raise UsageError(f"--resume: there is no whole checkpoint in {out / 'checkpoints'}")
+        trainer.say(f"run: {out}", always=False)
+        if ranks.first:
+            _keep(config, out)
+        trainer.fit()
+    ranks.leave()
+    return trace if record else None
+
+
+def assemble(config: Config, ranks: Ranks) -> Trainer:
+    """A trainer with everything the config names."""
+    train = config.train
+    device = device_for(train.device, ranks.local_rank)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(train.seed)
+    train_set, val_set = datasets(config.data)
+    model = build(config.model, "model")
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"model: a torch.nn.Module is wanted, {type(model).__name__} is none")
+    model.to(device)
+    criterion = _criterion(config.criterion)
+    optimizer, fused = _optimizer(config.optimizer, model, device)
+    augmentation = _augmentation(config, device)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed((train.seed + ranks.rank) % 2**32)
+    decisions = [fused]
+    batch_size = train.batch_size
+    if batch_size == "auto":
+        said: list[str] = []
+        batch_size = _found_batch(config, train_set, model, criterion, optimizer, augmentation, device, ranks, said)
+        decisions.append(Decision("train.batch_size", str(batch_size), said[-1]))
+    total = batch_size * ranks.world
+    if train.batch_size == "auto" or train.lr_rule != "none":
+        decisions.append(Decision("train.lr_rule", train.lr_rule, scale_learning_rate(optimizer, train, total)))
+    loader = train_loader(config.data, train_set, batch_size, train.seed, ranks)
+    decisions.append(Decision("data.workers", str(config.data.workers), f"{loader.num_workers} to begin with"))
+    metrics = {name: _metric(part, f"metrics.{name}") for name, part in config.metrics.items()}
+    shared = ranks.world > 1 and can_share(metrics)
+    if ranks.world > 1:
+        how = "each rank looks at its part" if shared else "a metric needs all of the data: each rank looks at it"
+        decisions.append(Decision("ranks", str(ranks.world), f"one gradient from {total} samples; {how}"))
+    val_batch = config.evaluate.batch_size or batch_size
+    trainer = Trainer(
+        model=model,
+        train_loader=loader,
+        val_loader=val_loader(config.data, val_set, val_batch, ranks, shared) if val_set is not None else None,
+        criterion=criterion,
+        optimizer=optimizer,
+        scheduler=_scheduler(config, optimizer, loader),
+        metrics=metrics,
+        augmentation=augmentation,
+        config=config,
+        device=device,
+        ranks=ranks,
+        val_shared=shared,
+    )
+    trainer.decisions += decisions
+    if augmentation is not None:
+        where = f"on {device.type}, training only; a number of its own for each sample"
+        trainer.decisions.append(Decision("augment", type(augmentation).__name__, where))
+    return trainer
+
+
+def _criterion(part: Part | None) -> Any:
+    """A loss function, or what makes one: `torch.nn:CrossEntropyLoss`, `torch.nn.functional:mse_loss`."""
+    if part is None:
+        return None
+    thing = found(part.factory, "criterion.factory")
+    return build(part, "criterion") if isinstance(thing, type) or part.args else thing
+
+
+def _metric(part: Part, where: str) -> Any:
+    thing = found(part.factory, f"{where}.factory")
+    return build(part, where) if isinstance(thing, type) or part.args else thing
+
+
+def _optimizer(part: Part, model: torch.nn.Module, device: torch.device) -> tuple[torch.optim.Optimizer, Decision]:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise UsageError("model: it has no parameter to train")
+    factory = found(part.factory, "optimizer.factory")
+    takes = callable(factory) and "fused" in _parameters(factory)
+    more: dict[str, Any] = {"fused": True} if takes and device.type == "cuda" and "foreach" not in part.args else {}
+    optimizer = build(part, "optimizer", parameters, **more)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"optimizer: a torch.optim.Optimizer is wanted, {type(optimizer).__name__} is none")
+    on = bool(part.args.get("fused", more.get("fused")))
+    why = (
+        "" if on else f"{part.factory} has no fused form" if not takes else f"as given, or the default on {device.type}"
+    )
+    return optimizer, Decision("fused optimizer", "on" if on else "off", why)
+
+
+def _parameters(factory: Any) -> Sequence[str]:
+    try:
+        return list(inspect.signature(factory).parameters)
+    except (TypeError, ValueError):
+        return ()
+
+
+def _scheduler(config: Config, optimizer: torch.optim.Optimizer, loader: Any) -> Any:
+    """The scheduler; "{steps}" and "{epochs}" among its arguments are those of the whole training."""
+    part = config.scheduler
+    if part is None:
+        return None
+    train = config.train
+    args = dict(part.args)
+    for name, value in args.items():
+        if value == "{steps}":
+            try:
+                args[name] = min(train.max_steps or sys.maxsize, train.epochs * len(loader))
+            except TypeError:
+                if train.max_steps is None:
+                    raise UsageError(f"scheduler.args.{name}: the data has no length; give train.max_steps") from None
+                args[name] = train.max_steps
+        elif value == "{epochs}":
+            args[name] = train.epochs
+    return build(part.model_copy(update={"args": args}), "scheduler", optimizer)
+
+
+def _augmentation(config: Config, device: torch.device) -> Any:
+    if config.augment is None:
+        return None
+    augmentation = build(config.augment, "augment")
+    if not isinstance(augmentation, torch.nn.Module):
+        raise UsageError(f"augment: a module such as flatout.augment:Standard is wanted (got {augmentation!r})")
+    precision, _ = decide(config.train.precision, device)
+    for module in augmentation.modules():
+        if isinstance(module, Augment):  # in the form that the model takes, whatever the config left open
+            module.dtype = precision.dtype or module.dtype
+            module.channels_last = module.channels_last or (device.type == "cuda" and bool(config.train.channels_last))
+    return augmentation.to(device)
+
+
+def _found_batch(
+    config: Config, dataset: Any, model: Any, criterion: Any, optimizer: Any, augmentation: Any,
+    device: torch.device, ranks: Ranks, said: list[str],
+) -> int:  # fmt: skip
+    """What `batch_size: auto` comes to, tried on the first samples of the data."""
+    if isinstance(dataset, IterableDataset):
+        raise UsageError("train.batch_size: auto needs data with a length; give a number")
+    collate = found(config.data.collate, "data.collate") if config.data.collate else default_collate
+    batch = collate([dataset[place] for place in range(min(FIRST, len(dataset)))])
+    precision, _ = decide(config.train.precision, device)
+    step = Step(model, criterion, optimizer, precision, config.train, lambda text: None)
+    model.train()
+    batch = next(iter(to_device([batch], device)))
+    if augmentation is not None:
+        images, *rest = batch
+        batch = [augmentation.eval()(images), *rest]
+    most = max(1, len(dataset) // ranks.world)
+    return fastest_batch(step, batch, most, config.train.memory_share, ranks, said.append)
+
+
+# -- the run's folder --------------------------------------------------------------------------------------------------
+
+
+def _folder(wanted: Path, resume: bool) -> Path:
+    """`wanted`, or wanted-2, wanted-3 … where there is a run already; to resume, the last of them."""
+    pattern = re.compile(rf"{re.escape(wanted.name)}(-(\d+))?")
+    beside = wanted.parent.iterdir() if wanted.parent.is_dir() else ()
+    taken = {int(match[2] or 1): path for path in beside if (match := pattern.fullmatch(path.name)) and path.is_dir()}
+    if resume:
+        if not taken:
+            raise UsageError(f"--resume: there is no run at {wanted}")
+        return taken[max(taken)]
+    number = max(taken, default=0) + 1
+    return wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+
+
+def _keep(config: Config, out: Path) -> None:
+    """Save the config that is in force beside what comes of it; one that is there is never overwritten."""
+    out.mkdir(parents=True, exist_ok=True)
+    text = effective(config)
+    for name in ("config.yaml", *(f"config-{number}.yaml" for number in range(2, 10_000))):
+        path = out / name
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            return
+        if not path.exists():
+            path.write_text(text, encoding="utf-8")
+            return

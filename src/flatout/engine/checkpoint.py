@@ -1,0 +1,218 @@
+"""Checkpoints: written in the background from a snapshot, whole or not at all, and read back without trust.
+
+    state ─► snapshot (host copies) ─► a thread: step-N.pt.part ─► fsync ─► rename to step-N.pt ─► the oldest goes
+                                                                                     └─► best.pt, the same file
+
+A file under its final name is complete: a `kill -9` leaves a .part behind, a full disk not even that. Should a disk
+cut one short all the same, its checksums tell, and the one before it is taken.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from flatout.engine.section import Count, Every, Often, Section
+from flatout.errors import FlatoutError, UsageError
+from flatout.feed import randomness
+
+__all__ = ["CheckpointConfig", "Checkpoints", "newest", "random_state", "set_random_state"]
+
+VERSION = 1
+_NAME = re.compile(r"step-(\d+)\.pt")
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are written, and which are kept."""
+
+    every: Often = Every(1, "epoch")
+    keep: Count = 2
+    best: Annotated[str, Field(min_length=1)] | None = "loss"  # the validation metric that chooses best.pt
+    best_is: Literal["min", "max"] = "min"
+
+
+class Checkpoints:
+    """The folder of one run's checkpoints, and the thread that writes them."""
+
+    def __init__(self, folder: Path, config: CheckpointConfig, say: Callable[[str], None]) -> None:
+        self.folder = folder
+        self._config = config
+        self._say = say
+        self._said: set[str] = set()
+        self._thread: threading.Thread | None = None
+        self.last_written: Path | None = None
+
+    def write(self, step: int, state: dict[str, Any], *, best: bool = False) -> None:
+        """Take a snapshot of `state` now and write it in the background, unless its weights are no numbers."""
+        started = time.monotonic()
+        self.wait()
+        if time.monotonic() - started > 1:
+            self._say_once("checkpoints take longer to write than lies between two of them: training waits for them")
+        snapshot, ready = _snapshot({"version": VERSION, **state})
+        arguments = (step, snapshot, ready, best)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="flatout-checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until what was begun is written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self, step: int, state: Any, ready: torch.cuda.Event | None, best: bool) -> None:
+        path = self.folder / f"step-{step:09d}.pt"
+        try:
+            if ready is not None:
+                ready.synchronize()  # this thread waits for the copies, the training does not
+            if any(bool(weights.isnan().any()) for weights in state["model"].values()):
+                self._say_once(f"no checkpoint at step {step}: there are weights that are not a number")
+                return
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _save(state, path)
+            if best:
+                _link(path, self.folder / "best.pt")
+            self.last_written = path
+            for old in _steps(self.folder)[self._config.keep :]:
+                old.unlink()
+        except OSError as problem:
+            why = problem.strerror or problem
+            self._say_once(f"no checkpoint at step {step}: {why}; training goes on, older ones are kept")
+
+    def _say_once(self, text: str) -> None:
+        kind = re.sub(r"\d+", "", text)
+        if kind not in self._said:
+            self._said.add(kind)
+            self._say(text)
+
+
+def newest(folder: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """The state in the newest whole checkpoint; what is damaged is told and passed over."""
+    for path in _steps(folder):
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except (RuntimeError, OSError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as problem:
+            say(f"{path} is damaged ({str(problem).splitlines()[0]}): taking the one before it")
+            continue
+        if not isinstance(state, dict) or state.get("version") != VERSION:
+            raise UsageError(f"{path} was not written by this version of flatout train")
+        return state
+    return None
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Where every random stream stands."""
+    state = randomness.capture()
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Put them back there."""
+    randomness.restore(dict(state))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def _steps(folder: Path) -> list[Path]:
+    """Checkpoints that have their final name, newest first."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in found if _NAME.fullmatch(path.name)), reverse=True)
+
+
+def _snapshot(state: Any) -> tuple[Any, torch.cuda.Event | None]:
+    """A copy on the host that training no longer touches, and the event after which it is complete."""
+    on_gpu = False
+
+    def copied(thing: Any, where: str) -> Any:
+        nonlocal on_gpu
+        if isinstance(thing, Tensor):
+            if not thing.is_cuda:
+                return thing.detach().clone()
+            on_gpu = True
+            host = torch.empty(thing.shape, dtype=thing.dtype, pin_memory=True)
+            return host.copy_(thing.detach(), non_blocking=True)
+        if isinstance(thing, Mapping):
+            return {key: copied(value, f"{where}.{key}") for key, value in thing.items()}
+        if isinstance(thing, list | tuple):
+            return type(thing)(copied(value, f"{where}[{n}]") for n, value in enumerate(thing))
+        if thing is None or isinstance(thing, bool | int | float | str):
+            return thing
+        raise FlatoutError(f"a checkpoint cannot hold {where}, a {type(thing).__name__}: it could not be read safely")
+
+    copy = copied(state, "state")
+    if not on_gpu:
+        return copy, None
+    event = torch.cuda.Event()
+    event.record()
+    return copy, event
+
+
+class _Sink:
+    """A file for torch.save, whose C++ side ends the process when a write fails: the error is kept for afterwards."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._problem: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        if self._problem is None:
+            try:
+                self._file.write(data)
+            except OSError as problem:
+                self._problem = problem
+        return len(memoryview(data).cast("B"))
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        """Bring it to the disk; raises what went wrong on the way."""
+        with self._file:
+            if self._problem is not None:
+                raise self._problem
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+
+def _save(state: Any, path: Path) -> None:
+    part = path.with_name(f"{path.name}.part")
+    try:
+        sink = _Sink(part)
+        torch.save(state, sink)  # type: ignore[arg-type]
+        sink.close()
+        part.replace(path)
+        _sync_folder(path.parent)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _link(path: Path, name: Path) -> None:
+    """The same file under another name, put there in one go."""
+    part = name.with_name(f"{name.name}.part")
+    part.unlink(missing_ok=True)
+    try:
+        part.hardlink_to(path)
+    except OSError:  # a file system without such links
+        shutil.copyfile(path, part)
+    part.replace(name)
+    _sync_folder(name.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,291 @@
+"""A training as one YAML file: read, completed by a preset and by key=value, and checked to the last key.
+
+    file ─► preset ─► key=value ─► Config        a mistake is one line: the key, what is wrong, the nearest right name
+
+`Settings` is what the trainer itself goes by; `Config` adds the parts it is made of, by import path.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from flatout.engine.checkpoint import CheckpointConfig
+from flatout.engine.data import DataConfig
+from flatout.engine.evaluation import EvaluateConfig
+from flatout.engine.progress import LogConfig
+from flatout.engine.section import Every, Part, Section, nearest
+from flatout.engine.step import TrainConfig
+from flatout.errors import UsageError
+
+__all__ = ["PRESETS", "Config", "Settings", "checked", "effective", "load"]
+
+Kind = TypeVar("Kind", bound=BaseModel)
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "fastest": {
+        "train.batch_size": "auto", "data.workers": "auto", "train.precision": "bf16", "train.compile": True,
+    },
+    "small-memory": {
+        "train.batch_size": 64, "train.accumulate": 4, "data.workers": 2, "train.precision": "bf16",
+        "augment.factory": "flatout.augment:Minimal",
+    },
+    "debug": {
+        "train.batch_size": 8, "data.workers": 0, "train.precision": "off", "train.device": "cpu",
+        "train.compile": False, "train.deterministic": True,
+    },
+}  # fmt: skip
+
+
+_AUGMENT_PRESETS = ("flatout.augment:Minimal", "flatout.augment:Standard", "flatout.augment:Strong")
+
+
+class Settings(Section):
+    """How to train, whatever is trained."""
+
+    train: TrainConfig = TrainConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    out: str | None = None  # the run's folder; None: runs/<name of the config>
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Settings:
+        train = self.train
+        if train.lr_rule != "none" and train.lr_batch is None:
+            raise ValueError("train.lr_rule needs train.lr_batch, the batch that the learning rate was chosen for")
+        if train.batch_size != "auto" and train.accumulate > train.batch_size:
+            raise ValueError(f"train.accumulate must be at most train.batch_size (got {train.accumulate})")
+        return self
+
+
+class Config(Settings):
+    """A whole training: its parts and its settings."""
+
+    model: Part
+    data: DataConfig
+    optimizer: Part
+    criterion: Part | None = None  # None: the model returns the loss
+    scheduler: Part | None = None
+    metrics: dict[str, Part] = Field(default_factory=dict)
+    augment: Part | None = None
+
+    @model_validator(mode="after")
+    def _best_is_measured(self) -> Config:
+        known = ["loss", *self.metrics]
+        best = self.checkpoint.best
+        if "best" in self.checkpoint.model_fields_set and best is not None and best.split(".")[0] not in known:
+            raise ValueError(f"checkpoint.best must be one of {', '.join(known)} (got {best!r}){nearest(best, known)}")
+        return self
+
+
+def load(
+    path: Path, overrides: Sequence[str] = (), preset: str | None = None, notes: list[str] | None = None
+) -> Config:
+    """The config in a file, after its preset and the overrides; what has no effect here goes to `notes`."""
+    layers = [(str(path), _read(path))]
+    if preset is not None:
+        if preset not in PRESETS:
+            known = ", ".join(PRESETS)
+            raise UsageError(f"there is no preset {preset!r}: {known}{nearest(preset, PRESETS)}")
+        layers.append((f"preset {preset}", _of_preset(preset, layers[0][1], notes if notes is not None else [])))
+    for text in overrides:
+        layers.append((text, _of_override(text)))
+    whole: dict[str, Any] = {}
+    for name, layer in layers:
+        _merge(whole, _amp_is_precision(layer, name))
+    return checked(Config, whole, str(path))
+
+
+def effective(config: Config) -> str:
+    """The config as YAML, with every default in it."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, BaseModel):
+            return {name: plain(getattr(value, name)) for name in type(value).model_fields}
+        if isinstance(value, dict):
+            return {key: plain(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [plain(inner) for inner in value]
+        return str(value) if isinstance(value, Every) else value
+
+    return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
+
+
+def checked(kind: type[Kind], data: Any, source: str) -> Kind:
+    """`data` as a model of that kind, or a UsageError that says which key is wrong and how."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        same = [dict(error) for error in problem.errors() if _key(error) == _key(first)]  # the branches of a union
+        raise UsageError(f"{source}: {_in_words(kind, same)}") from None
+    except RecursionError:
+        raise UsageError(f"{source}: it contains itself") from None
+
+
+# -- the layers --------------------------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: 1e-3 is a number, and the same key twice is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            name = getattr(key, "value", None)
+            if isinstance(name, str) and name != "<<" and name in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{name} is there twice", key.start_mark)
+            seen.add(name if isinstance(name, str) else None)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = copy.deepcopy(yaml.SafeLoader.yaml_implicit_resolvers)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _parsed(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as problem:
+        mark = getattr(problem, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        raise UsageError(f"{source}{line}: {getattr(problem, 'problem', None) or 'this is not YAML'}") from None
+    except (ValueError, TypeError, RecursionError) as problem:  # a date that is none, a list as a key, too deep
+        raise UsageError(f"{source}: this is not YAML that can be read ({problem})") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as problem:
+        raise UsageError(f"cannot read {path}: {problem.strerror}") from None
+    except ValueError:
+        raise UsageError(f"{path} is no text in UTF-8") from None
+    return _mapping(_parsed(text, str(path)), str(path))
+
+
+def _mapping(data: Any, source: str) -> dict[str, Any]:
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise UsageError(f"{source}: a mapping of settings is wanted, such as  train: {{epochs: 3}}")
+    return data
+
+
+def _of_preset(name: str, file: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    layer: dict[str, Any] = {}
+    augment = file.get("augment")
+    replaceable = (augment.get("factory") if isinstance(augment, dict) else augment) in _AUGMENT_PRESETS
+    for key, value in PRESETS[name].items():
+        if key.startswith("augment.") and not replaceable:
+            notes.append(f"preset {name}: {key}={value} has no effect, augment is none of flatout's presets here")
+        else:
+            _merge(layer, _nested(key, value))
+    return layer
+
+
+def _of_override(text: str) -> dict[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not all(key.split(".")):
+        raise UsageError(f"{text!r} is not key=value, such as train.batch_size=256")
+    return _nested(key, _parsed(value, text))
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value  # type: ignore[no-any-return]
+
+
+def _merge(into: dict[str, Any], layer: dict[str, Any]) -> None:
+    for key, value in layer.items():
+        below = into.get(key)
+        if isinstance(below, str) and isinstance(value, dict) and ":" in below:
+            below = into[key] = {"factory": below}
+        if isinstance(below, dict) and isinstance(value, dict):
+            _merge(below, value)
+        else:
+            into[key] = copy.deepcopy(value)
+
+
+def _amp_is_precision(layer: dict[str, Any], source: str) -> dict[str, Any]:
+    train = layer.get("train")
+    if not isinstance(train, dict) or "amp" not in train:
+        return layer
+    if "precision" in train:
+        raise UsageError(f"{source}: train.amp and train.precision are the same setting: give one")
+    renamed = {"precision" if key == "amp" else key: value for key, value in train.items()}
+    return {**layer, "train": renamed}
+
+
+# -- mistakes in words -------------------------------------------------------------------------------------------------
+
+
+_BRANCH = re.compile(r"(constrained-|function-|literal\[|lax-|list\[).*|int|str|bool|float|none")
+_WORDS = (
+    (r"^(Input|Value|String|List|Dictionary) should (be )?", ""),
+    (r"a valid integer", "a whole number"),
+    (r"a valid dictionary or instance of Part", "an import path, or factory and args"),
+    (r"a valid dictionary( or instance of \w+)?", "a group of settings"),
+    (r"a valid (boolean|list|string|number)", r"a \1"),
+    (r"a boolean", "true or false"),
+    (r"^greater than or equal to", "at least"),
+    (r"^less than or equal to", "at most"),
+)
+
+
+def _key(error: Any) -> str:
+    """The key it is about; pydantic also names the branch of a union that failed, which is no key."""
+    return ".".join(str(part) for part in error["loc"] if not _BRANCH.fullmatch(str(part)))
+
+
+def _in_words(kind: type[BaseModel], errors: list[dict[str, Any]]) -> str:
+    """What is wrong with one key, from all that pydantic has to say about it."""
+    key, first = _key(errors[0]), errors[0]
+    if first["type"] == "extra_forbidden":
+        return f"there is no setting {key}{_nearest_key(kind, key)}"
+    if first["type"] == "missing":
+        return f"{key} is missing"
+    if not key:
+        return str(first["ctx"]["error"])
+    wanted = " or ".join(dict.fromkeys(_wanted(error) for error in errors))
+    return f"{key} must be {wanted} (got {_short(first.get('input'))})"
+
+
+def _wanted(error: dict[str, Any]) -> str:
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    text = str(error["msg"])
+    for pattern, words in _WORDS:
+        text = re.sub(pattern, words, text)
+    return text
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def _nearest_key(kind: type[BaseModel], key: str) -> str:
+    """The nearest key beside it, or else one of that name in another section."""
+    every = list(_keys(kind))
+    section, _, name = key.rpartition(".")
+    beside = [known for known in every if known.rpartition(".")[0] == section]
+    elsewhere = [known for known in every if known.rpartition(".")[2] == name]
+    return nearest(key, beside) or (f"; did you mean {elsewhere[0]}?" if elsewhere else nearest(key, every))
+
+
+def _keys(kind: type[BaseModel], before: str = "") -> Iterator[str]:
+    for name, field in kind.model_fields.items():
+        yield before + name
+        inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+        for section in inner:
+            if issubclass(section, BaseModel):
+                yield from _keys(section, f"{before}{name}.")

@@ -1,0 +1,64 @@
+"""From data sets to loaders: the elastic loader, the same order at any number of workers, a share for every rank."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
+
+from flatout.engine.ranks import Ranks
+from flatout.engine.section import Part, Section, build, found
+from flatout.errors import UsageError
+from flatout.feed import DataLoader
+
+__all__ = ["DataConfig", "datasets", "train_loader", "val_loader"]
+
+
+class DataConfig(Section):
+    """Where samples come from. `args` go to both factories, beside their own."""
+
+    train: Part
+    val: Part | None = None
+    args: dict[str, Any] = Field(default_factory=dict)
+    workers: Annotated[int, Field(ge=0, le=4096)] | Literal["auto"] = "auto"
+    collate: str | None = None  # an import path
+    shuffle: bool = True
+    drop_last: bool = True
+    on_bad_sample: Literal["raise", "skip"] = "raise"
+
+
+def datasets(config: DataConfig) -> tuple[Any, Any]:
+    """The training and the validation data; None where there is none to validate with."""
+    train = build(config.train, "data.train", **config.args)
+    val = build(config.val, "data.val", **config.args) if config.val is not None else None
+    for name, dataset in (("train", train), ("val", val)):
+        if dataset is not None and not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__getitem__"):
+            raise UsageError(f"data.{name}: a data set is wanted, {type(dataset).__name__} is none")
+    return train, val
+
+
+def train_loader(config: DataConfig, dataset: Any, batch_size: int, seed: int, ranks: Ranks) -> DataLoader[Any]:
+    """Batches to learn from. Their order follows from the seed and the epoch alone."""
+    options = _options(config)
+    if isinstance(dataset, IterableDataset):  # it decides the order, and who gets what
+        return DataLoader(dataset, batch_size, drop_last=config.drop_last, **options)
+    if batch_size * ranks.world > len(dataset) and config.drop_last:
+        whole = f"{batch_size} x {ranks.world}" if ranks.world > 1 else str(batch_size)
+        raise UsageError(f"train.batch_size: {whole} is more than the {len(dataset)} samples of data.train")
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        dataset, ranks.world, ranks.rank, shuffle=config.shuffle, seed=seed, drop_last=config.drop_last
+    )
+    return DataLoader(dataset, batch_sampler=BatchSampler(sampler, batch_size, config.drop_last), **options)
+
+
+def val_loader(config: DataConfig, dataset: Any, batch_size: int, ranks: Ranks, shared: bool) -> DataLoader[Any]:
+    """Batches to validate with, in order; if `shared`, each rank has every so-manieth sample."""
+    if not shared or isinstance(dataset, IterableDataset):
+        return DataLoader(dataset, batch_size, **_options(config))
+    return DataLoader(dataset, batch_size, sampler=range(ranks.rank, len(dataset), ranks.world), **_options(config))
+
+
+def _options(config: DataConfig) -> dict[str, Any]:
+    collate = found(config.collate, "data.collate") if config.collate is not None else None
+    return {"num_workers": config.workers, "collate_fn": collate, "on_bad_sample": config.on_bad_sample}

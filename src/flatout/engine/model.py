@@ -1,0 +1,94 @@
+"""What is done to a model before it trains: layout, activation checkpointing, compilation; each decision says why."""
+
+from __future__ import annotations
+
+import functools
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from flatout.engine.precision import Decision
+from flatout.engine.section import nearest
+from flatout.engine.step import TrainConfig
+from flatout.errors import UsageError
+
+__all__ = ["device_for", "made_ready"]
+
+
+def device_for(wanted: str, local_rank: int) -> torch.device:
+    """The device a config names: of several ranks, each has the card of its number."""
+    there = torch.cuda.is_available()
+    if wanted == "auto":
+        wanted = "cuda" if there else "cpu"
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if not there:
+        raise UsageError(f"train.device: {wanted}, but there is no GPU here that torch can use")
+    device = torch.device(wanted if ":" in wanted else f"cuda:{local_rank}")
+    if device.index >= torch.cuda.device_count():
+        raise UsageError(f"train.device: {device}, but torch sees {torch.cuda.device_count()} GPU(s)")
+    torch.cuda.set_device(device)
+    return device
+
+
+def made_ready(model: nn.Module, config: TrainConfig, device: torch.device) -> list[Decision]:
+    """Bring the model to the device, in the form that is fastest there."""
+    model.to(device)
+    model.train()
+    return [
+        _layout(model, config.channels_last, device),
+        _activations(model, config.checkpoint_activations),
+        _compiled(model, config.compile, device),
+    ]
+
+
+def _layout(model: nn.Module, wanted: bool | str, device: torch.device) -> Decision:
+    convolves = any(isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in model.modules())
+    if wanted == "auto":
+        wanted = convolves and device.type == "cuda"
+        why = f"the default on {device.type}" if convolves else "there is no 2-d convolution"
+    else:
+        why = "" if convolves or not wanted else "without effect: there is no 2-d convolution"
+    if wanted and convolves:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return Decision("train.channels_last", "on" if wanted and convolves else "off", why)
+
+
+def _activations(model: nn.Module, wanted: bool | list[str]) -> Decision:
+    """Recompute what the named modules computed when backward wants it, instead of keeping it."""
+    name = "train.checkpoint_activations"
+    if not wanted:
+        return Decision(name, "off")
+    modules = {path: module for path, module in model.named_modules() if path}
+    if wanted is True:
+        chosen = [path for path in modules if isinstance(_parent(model, path), nn.Sequential | nn.ModuleList)]
+        chosen = [path for path in chosen if not any(path.startswith(f"{outer}.") for outer in chosen)]
+        if not chosen:
+            raise UsageError(f"{name}: no nn.Sequential or nn.ModuleList to take blocks from; name the modules")
+    else:
+        chosen = []
+        for pattern in wanted:
+            matching = [path for path in modules if fnmatchcase(path, pattern)]
+            if not matching:
+                raise UsageError(f"{name}: no module is called {pattern!r}{nearest(pattern, modules)}")
+            chosen += matching
+    for path in dict.fromkeys(chosen):
+        module = modules[path]
+        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+    return Decision(name, f"{len(set(chosen))} modules", ", ".join(chosen[:3]) + (" …" if len(chosen) > 3 else ""))
+
+
+def _parent(model: nn.Module, path: str) -> nn.Module:
+    return model.get_submodule(path.rpartition(".")[0])
+
+
+def _compiled(model: nn.Module, wanted: bool | str, device: torch.device) -> Decision:
+    why = ""
+    if wanted == "auto":
+        wanted, why = device.type == "cuda", f"the default on {device.type}"
+    if wanted is False:
+        return Decision("train.compile", "off", why)
+    model.compile(mode=None if wanted is True else wanted)
+    return Decision("train.compile", "on" if wanted is True else str(wanted), why or "eager should it fail")

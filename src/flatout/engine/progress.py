@@ -1,0 +1,176 @@
+"""What a person sees of a training, and what is written down of it.
+
+A bar in a terminal, a line every so often elsewhere, only what matters with `quiet`; `metrics.jsonl`, `train.csv` and
+`validation.csv` always, TensorBoard, W&B and MLflow when asked for. Only the first rank speaks.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from flatout.engine.section import Count, Section
+from flatout.errors import UsageError
+from flatout.sense.gpu import Cards
+
+__all__ = ["LogConfig", "Reporter"]
+
+Row = Mapping[str, float | int | None]
+_SHOWN = {
+    "loss": "loss {:.4g}", "samples_per_s": "{:.4g} samples/s", "data_wait_pct": "waits for data {:.0f}%",
+    "sm_active_pct": "SM active {:.0f}%", "memory_gb": "{:.1f} GB",
+}  # fmt: skip
+
+
+class LogConfig(Section):
+    """How much is said and written."""
+
+    every: Count = 50  # steps; the loss is read from the GPU only then
+    quiet: bool = False
+    tensorboard: bool = False
+    wandb: bool = False
+    mlflow: bool = False
+
+
+class Reporter:
+    """Says and writes down what happens; on other ranks than the first it is silent."""
+
+    def __init__(self, config: LogConfig, folder: Path, *, speaks: bool) -> None:
+        self._config, self._folder, self._speaks = config, folder, speaks
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        self._task: Any = None
+        self._sinks: list[Callable[[str, int, Row], None]] = []
+        self._close: list[Callable[[], None]] = []
+        self._cards: Cards | None = None
+
+    def begin(self, step: int, last: int | None, settings: Mapping[str, Any]) -> None:
+        """Training starts at `step` and ends at `last`, if that is known."""
+        if not self._speaks:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._sinks = [self._jsonl, self._csv]
+        for name in ("tensorboard", "wandb", "mlflow"):
+            if getattr(self._config, name):
+                write, close = _OPEN[name](self._folder, settings)
+                self._sinks.append(write)
+                self._close.append(close)
+        if torch.cuda.is_initialized():
+            self._cards = Cards(None, lambda text: None)
+            self._close.append(self._cards.close)
+        if self._console.is_terminal and not self._config.quiet:
+            self._bar = Progress(
+                TextColumn("step {task.completed}"), BarColumn(24), TextColumn("{task.fields[text]}"),
+                TimeRemainingColumn(), console=self._console, auto_refresh=False,
+            )  # fmt: skip
+            self._task = self._bar.add_task("", total=last, completed=step, text="")
+            self._bar.start()
+
+    def say(self, text: str, *, always: bool = True) -> None:
+        """One line, above the bar; what is not for `always` is left out when quiet."""
+        if self._speaks and (always or not self._config.quiet):
+            self._console.print(text, markup=False)
+
+    def trained(self, step: int, row: dict[str, Any]) -> None:
+        """How training went since the last time."""
+        if not self._speaks:
+            return
+        row |= {"sm_active_pct": self._sm_active(), "memory_gb": _memory_gb()}
+        self._write("train", step, row)
+        text = "  ".join(form.format(row[name]) for name, form in _SHOWN.items() if row.get(name) is not None)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, text=text, refresh=True)
+        else:
+            self.say(f"epoch {row['epoch']}  step {step}  {text}", always=False)
+
+    def evaluated(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
+        """What validation gave."""
+        if self._speaks:
+            self._write("validation", step, {"epoch": epoch, **values})
+            text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+            self.say(f"epoch {epoch}  step {step}  validation: {text}", always=False)
+
+    def end(self) -> None:
+        """Close everything."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        for close in self._close:
+            close()
+        self._close.clear()
+
+    def _write(self, kind: str, step: int, row: Row) -> None:
+        for sink in self._sinks:
+            sink(kind, step, row)
+
+    def _jsonl(self, kind: str, step: int, row: Row) -> None:
+        with (self._folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"kind": kind, "step": step, **row}) + "\n")
+
+    def _csv(self, kind: str, step: int, row: Row) -> None:
+        path = self._folder / f"{kind}.csv"
+        new = not path.exists()
+        with path.open("a", newline="") as file:
+            writer = csv.writer(file)
+            if new:
+                writer.writerow(["step", *row])
+            writer.writerow([step, *row.values()])
+
+    def _sm_active(self) -> float | None:
+        if self._cards is None:
+            return None
+        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        return next((c.sm_active_pct for c in self._cards.read(time.monotonic()) if c.uuid.endswith(uuid)), None)
+
+
+def _memory_gb() -> float | None:
+    return torch.cuda.memory_reserved() / 1e9 if torch.cuda.is_initialized() else None
+
+
+# -- other people's loggers: (write, close), or a UsageError where one is not installed --------------------------------
+
+
+def _needed(module: str, key: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise UsageError(f"log.{key}: {module.split('.')[0]} is not installed") from None
+
+
+def _numbers(kind: str, row: Row) -> dict[str, float]:
+    return {f"{kind}/{name}": float(value) for name, value in row.items() if value is not None}
+
+
+def _tensorboard(folder: Path, settings: Mapping[str, Any]) -> Any:
+    _needed("tensorboard", "tensorboard")
+    writer = _needed("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder / "tensorboard"))
+
+    def write(kind: str, step: int, row: Row) -> None:
+        for name, value in _numbers(kind, row).items():
+            writer.add_scalar(name, value, step)
+
+    return write, writer.close
+
+
+def _wandb(folder: Path, settings: Mapping[str, Any]) -> Any:
+    run = _needed("wandb", "wandb").init(dir=str(folder), config=dict(settings), resume="allow", id=folder.name)
+    return (lambda kind, step, row: run.log(_numbers(kind, row), step=step)), run.finish
+
+
+def _mlflow(folder: Path, settings: Mapping[str, Any]) -> Any:
+    mlflow = _needed("mlflow", "mlflow")
+    mlflow.start_run(run_name=folder.name)
+    mlflow.log_dict(dict(settings), "config.yaml")
+    return (lambda kind, step, row: mlflow.log_metrics(_numbers(kind, row), step=step)), mlflow.end_run
+
+
+_OPEN = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}

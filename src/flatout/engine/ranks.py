@@ -1,0 +1,134 @@
+"""The processes that train together: who they are, what they agree on, and how they end.
+
+What ranks agree on travels between hosts (gloo), beside the gradients and without the GPU; all of them ask at the
+same steps. Cores of the node are shared out among its ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flatout import budget
+
+__all__ = ["Interrupts", "Ranks"]
+
+_GRACE_S = 20.0  # torchrun kills after 30
+
+
+class Ranks:
+    """This process among those that train together; alone, everything is agreed at once."""
+
+    def __init__(self, device_type: str) -> None:
+        self.world = int(os.environ.get("WORLD_SIZE", "1") or 1)
+        self._ours = False
+        if dist.is_available() and dist.is_initialized():
+            self.world = dist.get_world_size()
+        elif self.world > 1:
+            dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+            self._ours = True
+        self.rank = dist.get_rank() if self.world > 1 else 0
+        self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
+        self._host = dist.new_group(backend="gloo") if self.world > 1 else None
+        if budget.measure().ranks_on_node > 1:
+            torch.set_num_threads(max(1, int(budget.measure().cores_allowed)))
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the one that writes and speaks."""
+        return self.rank == 0
+
+    def total(self, values: Iterable[float]) -> list[float]:
+        """The sums over all ranks."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def highest(self, values: Iterable[float]) -> list[float]:
+        """The highest of any rank."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def _reduced(self, values: Iterable[float], how: Any) -> list[float]:
+        if self._host is None:
+            return list(values)
+        numbers = torch.tensor(list(values), dtype=torch.float64)
+        dist.all_reduce(numbers, how, group=self._host)
+        return numbers.tolist()
+
+    def gathered(self, thing: Any) -> list[Any]:
+        """What every rank has, in their order."""
+        if self._host is None:
+            return [thing]
+        things: list[Any] = [None] * self.world
+        dist.all_gather_object(things, thing, group=self._host)
+        return things
+
+    def leave(self) -> None:
+        """End the group that was begun here."""
+        if self._ours:
+            dist.destroy_process_group()
+            self._ours = False
+
+
+def lost_contact(problem: BaseException) -> bool:
+    """Whether an error means that another rank is gone."""
+    words = ("Connection closed", "Connection reset", "Broken pipe", "Socket closed", "NCCL", "remote process")
+    return isinstance(problem, RuntimeError) and any(word in str(problem) for word in words)
+
+
+class Interrupts:
+    """SIGTERM and Ctrl-C as a wish to stop; the second one ends the process as ever.
+
+    A rank that stands in a collective with one that died hears no Python handler: a thread that the signal wakes
+    ends it, if the loop does not come by in time.
+    """
+
+    def __init__(self) -> None:
+        self.asked: str | None = None
+        self._heard = threading.Event()
+        self._before: dict[int, Any] = {}
+
+    def heard(self) -> bool:
+        """Whether to stop; the loop asks at every step."""
+        if self.asked is not None:
+            self._heard.set()
+        return self.asked is not None
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._read, self._write = os.pipe()
+            os.set_blocking(self._write, False)
+            self._thread = threading.Thread(target=self._watch, name="flatout-interrupts", daemon=True)
+            self._thread.start()
+            self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(self._wakeup)
+            os.close(self._write)
+            self._heard.set()
+            self._thread.join()
+            os.close(self._read)
+
+    def _ask(self, number: int, _: FrameType | None) -> None:
+        self.asked = signal.Signals(number).name
+        for known, handler in self._before.items():
+            signal.signal(known, handler)
+
+    def _watch(self) -> None:
+        while (byte := os.read(self._read, 1)) and byte[0] not in (signal.SIGTERM, signal.SIGINT):
+            pass
+        if byte and not self._heard.wait(_GRACE_S):
+            print("flatout: told to stop, but another rank does not answer: ending", file=sys.stderr, flush=True)
+            os._exit(1)

@@ -1,0 +1,229 @@
+"""One optimizer step: a batch in, its loss out, the weights moved.
+
+    batch ─► pieces (accumulate) ─► forward in the precision ─► backward ─► clip ─► optimizer
+                 ▲ out of memory: twice as many, and the very same step again
+
+A batch is a tuple, the model's inputs and then the target; without a criterion the model gets all of it and returns
+the loss, or something with a `.loss`. Nothing here waits for the GPU, unless `on_nan: skip` asks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BeforeValidator, Field, field_validator
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from flatout.engine.precision import Precision, PrecisionName
+from flatout.engine.section import Count, Section
+from flatout.errors import FlatoutError, UsageError
+
+__all__ = ["Step", "TrainConfig", "batch_rows", "cut", "out_of_memory", "pieces"]
+
+COMPILE_MODES = ("auto", True, False, "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_UNDER_SCALING = 65536.0  # torch's own start
+
+
+def _compile_mode(value: Any) -> Any:
+    if not any(value is mode or (isinstance(value, str) and value == mode) for mode in COMPILE_MODES):
+        raise ValueError(f"one of {', '.join(str(mode).lower() for mode in COMPILE_MODES)}")
+    return value
+
+
+class TrainConfig(Section):
+    """How long, how much at a time, in what numbers."""
+
+    epochs: Count = 1
+    max_steps: Count | None = None
+    batch_size: Count | Literal["auto"] = 32  # samples of one optimizer step, on each rank
+    accumulate: Count = 1  # pieces a batch is computed in; what is learned from it stays the same
+    memory_share: Annotated[float, Field(gt=0, le=1)] = 0.8  # of the card, for batch_size: auto
+    lr_rule: Literal["none", "linear", "sqrt"] = "none"  # how the learning rate follows from lr_batch to the batch
+    lr_batch: Count | None = None  # the effective batch that the learning rate was chosen for
+    precision: PrecisionName = "auto"
+    compile: Annotated[bool | str, BeforeValidator(_compile_mode)] = "auto"
+    channels_last: Literal["auto"] | bool = "auto"
+    checkpoint_activations: bool | list[str] = False  # or names of modules, * allowed
+    clip_norm: Annotated[float, Field(gt=0)] | None = None
+    on_nan: Literal["stop", "skip"] = "stop"
+    scheduler_per: Literal["step", "epoch"] = "step"
+    deterministic: bool = False
+    device: str = "auto"
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+
+    @field_validator("device")
+    @classmethod
+    def _is_device(cls, value: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value):
+            raise ValueError("auto, cpu, cuda or cuda:N")
+        return value
+
+
+class Step:
+    """Learns from one batch at a time."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        criterion: Callable[..., Any] | None,
+        optimizer: torch.optim.Optimizer,
+        precision: Precision,
+        config: TrainConfig,
+        say: Callable[[str], None],
+    ) -> None:
+        self.model, self.criterion, self.optimizer = model, criterion, optimizer
+        self.precision = precision
+        self.accumulate = config.accumulate
+        self.scaler = torch.amp.GradScaler(precision.device.type, _UNDER_SCALING, enabled=precision.scaled)
+        self._clip_norm, self._on_nan = config.clip_norm, config.on_nan
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._say = say
+        self._exchanging = False
+
+    def __call__(self, batch: Any) -> Tensor:
+        """The loss of `batch`, on its device; the weights have learned from it."""
+        while True:
+            try:
+                loss = self._gradients(batch)
+                break
+            except Exception as problem:
+                repair = self._repair(problem, batch)
+                if repair is None:
+                    raise
+            # Out of the except block: its traceback has kept the failed pass's tensors alive.
+            self._say(repair)
+            if self.precision.device.type == "cuda":
+                torch.cuda.empty_cache()
+        self._update()
+        return loss
+
+    def forward(self, batch: Any, model: nn.Module | None = None) -> tuple[Tensor, Any, Any]:
+        """Loss, output and target of (a piece of) a batch."""
+        model = model or self.model
+        with self.precision.autocast():
+            if self.criterion is None:
+                output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
+                return getattr(output, "loss", output), output, None
+            *inputs, target = batch
+            output = model(*inputs)
+            return self.criterion(output, target), output, target
+
+    def _gradients(self, batch: Any) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        rows, parts = batch_rows(batch), pieces(batch, self.accumulate)
+        losses = []
+        for number, part in enumerate(parts, 1):
+            last = number == len(parts)
+            with self._unexchanged(not last):
+                loss = self.forward(part)[0]
+                if len(parts) > 1:
+                    loss = loss * (batch_rows(part) / rows)
+                self._exchanging = last
+                self.scaler.scale(loss).backward()
+                self._exchanging = False
+            losses.append(loss.detach())
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _unexchanged(self, yes: bool) -> contextlib.AbstractContextManager[Any]:
+        """Gradients go to the other ranks with the last piece only."""
+        if yes and isinstance(self.model, DistributedDataParallel):
+            return self.model.no_sync()
+        return contextlib.nullcontext()
+
+    def _update(self) -> None:
+        if self._clip_norm is not None or (self._on_nan == "skip" and not self.precision.scaled):
+            self.scaler.unscale_(self.optimizer)
+            norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_norm or math.inf)
+            # Gradients have been averaged over the ranks: all of them see the same norm. A scaler skips by itself.
+            if self._on_nan == "skip" and not self.precision.scaled and not bool(norm.isfinite()):
+                self.optimizer.zero_grad(set_to_none=True)
+                return
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    # -- what can be mended -----------------------------------------------------------------------------------------
+
+    def _repair(self, problem: Exception, batch: Any) -> str | None:
+        """Change what can be changed so that the step can be repeated; what was done, or None."""
+        exchanging, self._exchanging = self._exchanging, False
+        if out_of_memory(problem):
+            return self._halve(batch, exchanging)
+        inner = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        compiled = isinstance(inner, nn.Module) and inner._compiled_call_impl is not None
+        if compiled and type(problem).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
+            inner._compiled_call_impl = None
+            why = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+            return f"train.compile: off from here on, torch.compile failed ({type(problem).__name__}: {why})"
+        return None
+
+    def _halve(self, batch: Any, exchanging: bool) -> str:
+        rows = batch_rows(batch)
+        size = math.ceil(rows / self.accumulate)
+        if size <= 1:
+            raise UsageError("out of memory with one sample at a time: try train.checkpoint_activations=true") from None
+        if exchanging and isinstance(self.model, DistributedDataParallel):
+            raise FlatoutError(
+                "out of memory while gradients were on their way to the other ranks, which cannot be taken back: "
+                f"go on with --resume train.accumulate={2 * self.accumulate}"
+            ) from None
+        self.accumulate *= 2
+        self.optimizer.zero_grad(set_to_none=True)
+        return (
+            f"out of memory: {math.ceil(rows / self.accumulate)} samples at a time from here on instead of {size}; "
+            f"train.accumulate is {self.accumulate}, the batch stays {rows}, and this step is repeated"
+        )
+
+
+def out_of_memory(problem: BaseException) -> bool:
+    """Whether the card is full, in either of the two ways torch says it."""
+    text = str(problem)
+    return isinstance(problem, torch.OutOfMemoryError) or (
+        isinstance(problem, RuntimeError) and ("CUDA out of memory" in text or "CUDA error: out of memory" in text)
+    )
+
+
+def batch_rows(batch: Any) -> int:
+    """How many samples a batch has: the length of the first tensor in it."""
+    if isinstance(batch, Tensor):
+        return len(batch)
+    for value in batch.values() if isinstance(batch, Mapping) else batch:
+        if isinstance(value, Tensor) and value.dim():
+            return len(value)
+        if isinstance(value, Mapping | list | tuple):
+            return batch_rows(value)
+    raise UsageError("there is no tensor in a batch: its number of samples is unknown")
+
+
+def pieces(batch: Any, count: int) -> list[Any]:
+    """A batch cut into `count` of the same make (fewer where it has fewer samples), as equal as can be."""
+    if count == 1:
+        return [batch]
+    rows = batch_rows(batch)
+    count = min(count, rows)
+    bounds = [rows * place // count for place in range(count + 1)]
+    return [cut(batch, start, end) for start, end in pairwise(bounds)]
+
+
+def cut(batch: Any, start: int, end: int) -> Any:
+    """The samples from `start` to `end` of a batch."""
+    return _cut(batch, start, end, batch_rows(batch))
+
+
+def _cut(thing: Any, start: int, end: int, rows: int) -> Any:
+    if isinstance(thing, Tensor):
+        return thing[start:end] if thing.dim() and len(thing) == rows else thing
+    if isinstance(thing, Mapping):
+        return {key: _cut(value, start, end, rows) for key, value in thing.items()}
+    if isinstance(thing, list | tuple):
+        if len(thing) == rows and not any(isinstance(value, Tensor | Mapping | list | tuple) for value in thing):
+            return thing[start:end]  # one name, or path, a sample
+        parts = [_cut(value, start, end, rows) for value in thing]
+        return type(thing)(*parts) if hasattr(thing, "_fields") else type(thing)(parts)
+    return thing

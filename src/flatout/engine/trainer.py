@@ -1,0 +1,444 @@
+"""The trainer: its loop is `fit`, on one screen; what it does not do itself is in the modules beside it.
+
+loader ─► device (copies ahead) ─► augmentation ─► Step ─► losses stay on the GPU
+                                                     │        └─► read every log.every steps, one step late
+                     evaluate, checkpoint ◄── when due
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from flatout.engine.checkpoint import Checkpoints, newest, random_state, set_random_state
+from flatout.engine.config import Settings, checked
+from flatout.engine.evaluation import evaluate
+from flatout.engine.model import device_for, made_ready
+from flatout.engine.precision import Decision, decide, switched
+from flatout.engine.progress import Reporter
+from flatout.engine.ranks import Interrupts, Ranks, lost_contact
+from flatout.engine.section import Every, nearest
+from flatout.engine.step import Step, batch_rows
+from flatout.errors import FlatoutError, UsageError
+from flatout.feed import DataLoader, to_device
+
+__all__ = ["At", "Trainer"]
+
+
+@dataclass(slots=True)
+class At:
+    """How far a training has got."""
+
+    epoch: int = 0
+    batch: int = 0  # of this epoch
+    step: int = 0
+    samples: int = 0  # of this rank
+
+
+class Trainer:
+    """Trains a model. What is in force, and why, is in `decisions`; what validation gave last in `results`."""
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        train_loader: Iterable[Any],
+        optimizer: torch.optim.Optimizer,
+        criterion: Callable[..., Any] | None = None,
+        val_loader: Iterable[Any] | None = None,
+        scheduler: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+        augmentation: nn.Module | None = None,
+        config: Settings | Mapping[str, Any] | None = None,
+        device: torch.device | str | None = None,
+        ranks: Ranks | None = None,
+        val_shared: bool = False,
+    ) -> None:
+        self.config = config if isinstance(config, Settings) else checked(Settings, dict(config or {}), "config")
+        train = self.config.train
+        wanted = str(device) if device is not None else train.device
+        self.ranks = ranks or Ranks("cpu" if wanted == "cpu" or not torch.cuda.is_available() else "cuda")
+        self.device = device_for(wanted, self.ranks.local_rank)
+        self.out = Path(self.config.out or "runs/train")
+        self.reporter = Reporter(self.config.log, self.out, speaks=self.ranks.first)
+        self.say = self.reporter.say
+        precision, decision = decide(train.precision, self.device)
+        self.decisions = [Decision("train.device", str(self.device)), decision]
+        self.decisions += made_ready(model, train, self.device)
+        self.model = model
+        if isinstance(criterion, nn.Module):
+            criterion.to(self.device)
+        self.step = Step(self._across_ranks(model), criterion, optimizer, precision, train, self.say)
+        self.scheduler, self.metrics, self.augmentation = scheduler, dict(metrics or {}), augmentation
+        self.checkpoints = Checkpoints(self.out / "checkpoints", self.config.checkpoint, self.say)
+        self._train_loader, self._val_loader, self._val_shared = train_loader, val_loader, val_shared
+        convert = self._channels_last if self.decisions[2].value == "on" else None
+        self._train_batches = to_device(train_loader, self.device, convert=convert)
+        self._val_batches = to_device(val_loader, self.device, convert=convert) if val_loader is not None else None
+        length = len(train_loader) if isinstance(train_loader, Sized) else None
+        if length == 0:
+            raise UsageError("there is not one batch to train on")
+        self.last_step = int(min(train.max_steps or math.inf, train.epochs * length)) if length else train.max_steps
+        self.at = At()
+        self.results: dict[str, float] = {}
+        self.best: float | None = None
+        self.stopped_by: str | None = None
+        self.skipped = 0  # steps whose loss was not a number
+        self._losses = Losses(self.device)
+        self._interrupts = Interrupts()
+        self._resumed: dict[str, Any] | None = None
+        self._epoch_random: dict[str, Any] = {}
+        self._waited_s = 0.0
+        self._evaluated_at = self._saved_at = -1
+        self._minutes = {name: time.monotonic() for name in ("evaluate", "checkpoint")}
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    def fit(self) -> dict[str, float]:
+        """Train to the end, or until told to stop; what the last validation gave."""
+        with self._running():
+            while not self._over():
+                for batch in self._batches():
+                    loss = self.step(self._augmented(batch, training=True))
+                    self._advance(loss, batch_rows(batch))
+                    if self._over():
+                        break
+                else:
+                    self._end_epoch()
+            self._end()
+        return self.results
+
+    def _advance(self, loss: Tensor, rows: int) -> None:
+        at = self.at
+        at.step, at.batch, at.samples = at.step + 1, at.batch + 1, at.samples + rows
+        self._losses.add(at.step, loss, rows)
+        if self.scheduler is not None and self.config.train.scheduler_per == "step":
+            self._schedule()
+        due = self._read_losses() if self._losses.begun else set()  # begun at the step before
+        if at.step % self.config.log.every == 0:
+            self._losses.begin_reading()
+        self._when_due({name for name in ("evaluate", "checkpoint") if self._is_due(name, "step", at.step)} | due)
+
+    def _end_epoch(self) -> None:
+        self.at.epoch, self.at.batch = self.at.epoch + 1, 0
+        if self.scheduler is not None and self.config.train.scheduler_per == "epoch":
+            self._schedule()
+        self._when_due({name for name in ("evaluate", "checkpoint") if self._is_due(name, "epoch", self.at.epoch)})
+
+    def _end(self) -> None:
+        """Read what is left, look at the validation data once more, and leave a checkpoint."""
+        self._losses.begin_reading()
+        self._read_losses()
+        if self.stopped_by is None and self._evaluated_at != self.at.step and self.config.evaluate.every is not None:
+            self._when_due({"evaluate"})
+        if self._saved_at != self.at.step and self.config.checkpoint.every is not None:
+            self.save()
+        self.checkpoints.wait()
+        if self.stopped_by is not None:
+            self.say(f"{self.stopped_by}: stopped at step {self.at.step}; go on with --resume")
+
+    def _over(self) -> bool:
+        if self.ranks.world == 1 and self._interrupts.heard():
+            self.stopped_by = self._interrupts.asked
+        finished = self.at.step >= (self.last_step or math.inf) or self.at.epoch >= self.config.train.epochs
+        return finished or self.stopped_by is not None
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        settings = self.config.model_dump(mode="json")
+        deterministic = self.config.train.deterministic
+        with switched(self.step.precision, deterministic=deterministic), self._interrupts:
+            try:
+                self.reporter.begin(self.at.step, self.last_step, settings)
+                yield
+            except RuntimeError as problem:
+                if self.ranks.world == 1 or not lost_contact(problem):
+                    raise
+                raise FlatoutError(
+                    f"rank {self.ranks.rank}: another rank is gone, training ends after step {self.at.step}; "
+                    f"go on with --resume ({str(problem).splitlines()[0]})"
+                ) from None
+            finally:
+                self.checkpoints.wait()
+                self.reporter.end()
+
+    # -- batches ----------------------------------------------------------------------------------------------------
+
+    def _batches(self) -> Iterator[Any]:
+        """The epoch's batches on the device, from where it was left; the time they are waited for is counted."""
+        batches = self._begun()
+        while True:
+            started = time.perf_counter()
+            batch = next(batches, _NONE)
+            self._waited_s += time.perf_counter() - started
+            if batch is _NONE:
+                return
+            yield batch
+
+    def _begun(self) -> Iterator[Any]:
+        loader, resumed = self._train_loader, self._resumed
+        self._resumed = None
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
+            if sampler is not None and hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(self.at.epoch)
+        if resumed is None or self.at.batch == 0:
+            if resumed is not None:
+                set_random_state(resumed["random"], self.device)
+            self._epoch_random = random_state(self.device)
+            return iter(self._train_batches)
+        self._epoch_random = resumed["epoch_random"]
+        if isinstance(loader, DataLoader) and loader.num_workers > 0 and "base_seed" in resumed["loader"]:
+            loader.load_state_dict(resumed["loader"])
+            batches = iter(self._train_batches)
+        else:
+            self.say(f"going forward {self.at.batch} batches of a loader that cannot begin in the middle")
+            set_random_state(self._epoch_random, self.device)
+            batches = iter(self._train_batches)
+            next(itertools.islice(batches, self.at.batch, self.at.batch), None)
+        set_random_state(resumed["random"], self.device)
+        return batches
+
+    def _augmented(self, batch: Any, *, training: bool) -> Any:
+        """The batch with its images augmented; where the target has their height and width, it moves with them."""
+        if self.augmentation is None:
+            return batch
+        images, *between, target = batch
+        rows = len(images)
+        first = (self.at.batch * self.ranks.world + self.ranks.rank) * rows
+        index = torch.arange(first, first + rows, device=images.device)  # places in the epoch
+        sizes = (tuple(images.shape[-2:]), tuple(images.shape[1:3]))
+        masks = target if isinstance(target, Tensor) and target.dim() > 2 and target.shape[-2:] in sizes else None
+        self.augmentation.train(training)
+        try:
+            made = self.augmentation(images, masks, index=index, epoch=self.at.epoch)
+        except ValueError as problem:
+            raise UsageError(f"augment: {problem}") from None
+        return [made, *between, target] if masks is None else [made[0], *between, made[1]]
+
+    @staticmethod
+    def _channels_last(batch: Any) -> Any:
+        def changed(thing: Any) -> Any:
+            if isinstance(thing, Tensor) and thing.dim() == 4 and thing.is_floating_point():
+                return thing.contiguous(memory_format=torch.channels_last)
+            return thing
+
+        return [changed(thing) for thing in batch] if type(batch) in (list, tuple) else batch
+
+    # -- when something is due --------------------------------------------------------------------------------------
+
+    def _is_due(self, name: str, unit: str, number: int) -> bool:
+        every: Every | None = getattr(self.config, name).every
+        return every is not None and every.unit == unit and number % every.number == 0
+
+    def _minutes_are_over(self, name: str) -> bool:
+        every: Every | None = getattr(self.config, name).every
+        if every is None or every.unit != "minute":
+            return False
+        return time.monotonic() - self._minutes[name] >= 60 * every.number
+
+    def _when_due(self, due: set[str]) -> None:
+        best = False
+        if "evaluate" in due and self._val_batches is not None:
+            best = self._evaluate()
+        if "checkpoint" in due or best:
+            self.save(best=best)
+
+    def _evaluate(self) -> bool:
+        """Look at the validation data; whether it never was better."""
+        assert self._val_batches is not None
+        random = random_state(self.device)  # training draws the same numbers, however often it is looked at
+        batches = (self._augmented(batch, training=False) for batch in self._val_batches)
+        self.results = evaluate(self.step, self.model, batches, self.metrics, self.ranks, self._val_shared)
+        set_random_state(random, self.device)
+        self._evaluated_at, self._minutes["evaluate"] = self.at.step, time.monotonic()
+        self.reporter.evaluated(self.at.step, self.at.epoch + (self.at.batch > 0), self.results)
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(self.results["loss"])
+        name = self.config.checkpoint.best
+        if name is None:
+            return False
+        if name not in self.results:
+            raise UsageError(f"checkpoint.best: there is no metric {name!r}{nearest(name, self.results)}")
+        value, sign = self.results[name], 1 if self.config.checkpoint.best_is == "min" else -1
+        better = math.isfinite(value) and (self.best is None or sign * value < sign * self.best)
+        self.best = value if better else self.best
+        return better
+
+    def _schedule(self) -> None:
+        if not isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step()
+
+    def _read_losses(self) -> set[str]:
+        """What the losses of the last stretch were; ranks agree on it, and on what else is to be done now."""
+        read = self._losses.read()
+        if read is None:
+            return set()
+        total, count, samples = self.ranks.total([read.total, read.count, read.samples])
+        bad_steps, first_bad, evaluate_now, save_now, stop = self.ranks.highest(
+            [
+                read.bad,
+                -(read.first_bad or math.inf),
+                self._minutes_are_over("evaluate"),
+                self._minutes_are_over("checkpoint"),
+                self._interrupts.heard(),
+            ]
+        )
+        self.skipped += int(bad_steps)
+        row = {
+            "epoch": min(self.at.epoch + 1, self.config.train.epochs),
+            "loss": total / count if count else None,
+            "lr": self.step.optimizer.param_groups[0]["lr"],
+            "samples": self.at.samples * self.ranks.world,
+            "samples_per_s": samples / read.seconds,
+            "data_wait_pct": min(100.0, 100 * self._waited_s / read.seconds),
+            "skipped": self.skipped,
+        }
+        self._waited_s = 0.0
+        self.reporter.trained(read.last_step, row)
+        if bad_steps:
+            self._not_a_number(int(-first_bad))
+        if stop and self.ranks.world > 1:
+            self.stopped_by = self._interrupts.asked or "stop"
+        return {name for name, now in (("evaluate", evaluate_now), ("checkpoint", save_now)) if now}
+
+    def _not_a_number(self, step: int) -> None:
+        if self.config.train.on_nan == "skip":
+            self.say(f"the loss is not a number at step {step}: skipped, {self.skipped} such step(s) so far")
+            return
+        self.checkpoints.wait()
+        kept = self.checkpoints.last_written
+        last = f"the last good checkpoint is {kept}" if kept else "there is no checkpoint from before"
+        raise FlatoutError(f"the loss is not a number at step {step}: training stopped; {last}")
+
+    # -- coming back ------------------------------------------------------------------------------------------------
+
+    def save(self, *, best: bool = False) -> None:
+        """Write a checkpoint, in the background."""
+        self._saved_at, self._minutes["checkpoint"] = self.at.step, time.monotonic()
+        mine = {
+            "random": random_state(self.device),
+            "epoch_random": self._epoch_random,
+            "loader": self._train_batches.state_dict() if isinstance(self._train_loader, DataLoader) else {},
+        }
+        ranks = self.ranks.gathered(mine)
+        if not self.ranks.first:
+            return
+        state = {
+            "at": asdict(self.at),
+            "model": self.model.state_dict(),
+            "optimizer": self.step.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+            "scaler": self.step.scaler.state_dict(),
+            "accumulate": self.step.accumulate,
+            "best": self.best,
+            "ranks": ranks,
+        }
+        self.checkpoints.write(self.at.step, state, best=best)
+
+    def resume(self) -> bool:
+        """Go on from the newest whole checkpoint, if there is one."""
+        state = newest(self.checkpoints.folder, self.say)
+        if state is None:
+            return False
+        if len(state["ranks"]) != self.ranks.world:
+            raise UsageError(f"{self.out}: saved by {len(state['ranks'])} rank(s), there are {self.ranks.world} now")
+        try:
+            self.model.load_state_dict(state["model"])
+            self.step.optimizer.load_state_dict(state["optimizer"])
+            if self.scheduler is not None:
+                self.scheduler.load_state_dict(state["scheduler"])
+        except (RuntimeError, ValueError, KeyError, TypeError) as problem:
+            why = " ".join(str(problem).split())
+            raise UsageError(f"{self.out}: its checkpoint does not fit this config: {why}") from None
+        self.step.scaler.load_state_dict(state["scaler"])
+        self.step.accumulate = max(self.step.accumulate, state["accumulate"])
+        self.at, self.best = At(**state["at"]), state["best"]
+        self._resumed = state["ranks"][self.ranks.rank]
+        self._saved_at = self.at.step
+        self.say(f"resumed at step {self.at.step}, epoch {self.at.epoch}, batch {self.at.batch}")
+        return True
+
+    def _across_ranks(self, model: nn.Module) -> nn.Module:
+        if self.ranks.world == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
+            return model
+        devices = [self.device] if self.device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=devices)
+
+
+_NONE = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What the losses of some steps came to; those that are no numbers are counted, not summed."""
+
+    last_step: int
+    total: float
+    count: int
+    bad: int
+    first_bad: int | None
+    samples: int
+    seconds: float
+
+
+class Losses:
+    """Losses where they were computed, until they are wanted: nothing is launched for them, nothing waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: list[Tensor] = []
+        self._last = self._samples = 0
+        self._since = time.monotonic()
+        self.begun: tuple[Tensor, torch.cuda.Event | None, int, int, float] | None = None
+
+    def add(self, step: int, loss: Tensor, rows: int) -> None:
+        """One more."""
+        self._kept.append(loss)
+        self._last, self._samples = step, self._samples + rows
+
+    def begin_reading(self) -> None:
+        """Start to bring them to the host; to be read a step later, when that is done."""
+        if not self._kept or self.begun is not None:
+            return
+        values = torch.stack([loss.float() for loss in self._kept])
+        event = None
+        if values.is_cuda:
+            host = torch.empty(values.shape, pin_memory=True)
+            values, event = host.copy_(values, non_blocking=True), torch.cuda.Event()
+            event.record()
+        now = time.monotonic()
+        self.begun = values, event, self._last, self._samples, now - self._since
+        self._kept, self._samples, self._since = [], 0, now
+
+    def read(self) -> Stretch | None:
+        """What was begun to be read."""
+        if self.begun is None:
+            return None
+        values, event, last, samples, seconds = self.begun
+        self.begun = None
+        if event is not None:
+            event.synchronize()
+        numbers = values.tolist()
+        good = [number for number in numbers if math.isfinite(number)]
+        bad = [place for place, number in enumerate(numbers) if not math.isfinite(number)]
+        return Stretch(
+            last_step=last,
+            total=math.fsum(good),
+            count=len(good),
+            bad=len(bad),
+            first_bad=last - len(numbers) + 1 + bad[0] if bad else None,
+            samples=samples,
+            seconds=max(seconds, 1e-9),
+        )
