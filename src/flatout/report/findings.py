@@ -13,22 +13,12 @@ from rich.text import Text
 from flatout.diagnose.case import ENOUGH_STEPS
 from flatout.diagnose.finding import Finding
 from flatout.report.account import Account
+from flatout.report.permanent import as_code
 from flatout.report.picture import waterfall
 
 _WIDTH = 80
 _INDENT = "   "
-
-# What to write where a script has no flag of its own for a change.
-_CODE = {
-    "num_workers": "DataLoader(..., num_workers={})",
-    "persistent_workers": "DataLoader(..., persistent_workers={})",
-    "pin_memory": "DataLoader(..., pin_memory={})",
-    "batch_size": "DataLoader(..., batch_size={})",
-    "precision": 'with torch.autocast("cuda", dtype=torch.bfloat16):  # around the forward pass and the loss',
-    "channels_last": "model = model.to(memory_format=torch.channels_last)",
-    "compile": "model.compile()",
-    "gc_freeze": "gc.collect(); gc.freeze()  # once, before the loop",
-}
+GUIDE = "docs/TROUBLESHOOTING.md"  # has an entry for every code
 
 
 def headline(account: Account, findings: Sequence[Finding]) -> str:
@@ -69,13 +59,12 @@ def _times(finding: Finding) -> str:
 def change_as_typed(account: Account, finding: Finding) -> str | None:
     """The change ready to paste: the script's own flag where it has one, else a line of code where there is one."""
     if finding.change is None or finding.value is None:
-        return None if finding.change != "gc_freeze" else _CODE["gc_freeze"]
+        return None if finding.change != "gc_freeze" else as_code("gc_freeze", True)
     for source in account.facts.get("settings") or ():
         flag = (source.get("options") or {}).get(finding.change)
         if flag and finding.value is not False:
             return str(flag) if finding.value is True else f"{flag} {finding.value}"
-    code = _CODE.get(finding.change)
-    return code.format(finding.value) if code is not None else None
+    return as_code(finding.change, finding.value)
 
 
 def show(account: Account, findings: Sequence[Finding], console: Console) -> None:
@@ -87,6 +76,8 @@ def show(account: Account, findings: Sequence[Finding], console: Console) -> Non
         lines = [f"{finding.title} ({gain(finding)}; {finding.code}{where})", finding.advice, change or ""]
         text = "\n".join(_hanging(line) for line in lines if line)
         console.print(Text(f"{number}. {text[len(_INDENT) :]}"), soft_wrap=True)
+    if findings:
+        console.print(Text(f"{_INDENT}each cause, how to make sure, what to do: {GUIDE}", style="dim"), soft_wrap=True)
     console.print()
 
 

@@ -16,7 +16,7 @@ from flatout import __version__
 from flatout.diagnose.finding import Finding
 from flatout.report import detail, drawing
 from flatout.report.account import Account
-from flatout.report.findings import change_as_typed, gain, headline, sentence
+from flatout.report.findings import GUIDE, change_as_typed, gain, headline, sentence
 from flatout.report.gather import RankFigures, of_breakdown
 from flatout.report.markup import Html, copyable, figures, folded, join, shown, spoken, table, tag
 from flatout.report.picture import Bar, marks, panels, timelines, waterfall, whole_run
@@ -33,9 +33,9 @@ def page(trace: Trace, account: Account, findings: Sequence[Finding] = (), ranks
     drawn, marked = panels(trace, first), marks(trace, first)
     sections = [
         ("findings", "What to change", _findings(account, findings)),
-        ("time", "Where the time went", _time(account)),
+        ("time", "Where the time went", time_spent(account)),
         ("steps", "Two steps, looked at closely", join(drawing.step_figure(t) for t in timelines(first))),
-        ("run", "Over the run", drawing.over_time(drawn, marked)),
+        ("run", "Over the run", drawing.overtime_spent(drawn, marked)),
         ("loading", "Loading", detail.loading(account, first)),
         ("sync", "Synchronizing calls", detail.sync(account, first)),
         ("xray", "X-ray: kernel by kernel", detail.xray(account)),
@@ -151,7 +151,7 @@ def _finding(account: Account, finding: Finding) -> Html:
         "article",
         tag(
             "p",
-            tag("code", finding.code, class_="chip"),
+            tag("code", finding.code, class_="chip", title=f"{GUIDE}: {finding.code}"),
             tag("span", finding.where, class_="where") if finding.where else None,
         ),
         tag("h3", sentence(finding.title)),
@@ -171,7 +171,7 @@ def _finding(account: Account, finding: Finding) -> Html:
 # Time
 
 
-def _time(account: Account) -> Html:
+def time_spent(account: Account) -> Html:
     b = account.breakdown
     bars = waterfall(b)
     on_gpu = any(bar.idle is not None for bar in bars)
