@@ -97,7 +97,7 @@ def workers_behind(case: Case) -> Finding | None:
             advice="let workers write into shared, page-locked memory: flatout.DataLoader",
         )
     if busy >= 0.7:
-        wanted = min(spare_cores(case), math.ceil(workers / (1 - min(0.9, saved))))
+        wanted = min(workers + _room(case), math.ceil(workers / (1 - min(0.9, saved))))
         if wanted <= workers:
             return _cpu_bound(case, saved, common)
         return Finding(
@@ -240,10 +240,24 @@ def _transforms(case: Case) -> dict[str, float]:
     return spent
 
 
+def _room(case: Case) -> int:
+    """How many more workers the free cores would carry, each with as much of a core as one takes now."""
+    if case.cpu_share is None or case.cores is None:
+        return spare_cores(case)
+    takes = (case.worker_busy or 1.0) * (case.worker_on_core or 1.0)
+    return round(case.cores * (1 - case.cpu_share) / max(0.05, takes))
+
+
 def _slow_tail(case: Case) -> float | None:
-    """How far the slowest hundredth lies above the median, where that hundredth takes a fifth of all loading time."""
+    """How far the slowest hundredth lies above the median, where that hundredth takes a tenth of all loading time.
+
+    A worker that had to wait for a core is no slower sample: what that explains of the tail does not count.
+    """
     times = case.sample_ms
     median, p99 = times.quantile(0.5), times.quantile(0.995)
     if not median or not p99 or not times.mean or times.count < 200 or p99 / median < _TAIL:
+        return None
+    beyond_s = (times.mean - median) * times.count / 1e3
+    if sum(r.run_delay_s or 0.0 for r in case.reports) > 0.5 * beyond_s:
         return None
     return p99 / median if 0.01 * p99 / times.mean > 0.1 else None
