@@ -37,7 +37,7 @@ class ProofStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What became of one run. `made` and `refused`: where each change was made, or why it was not."""
+    """What became of one run. For each change: how it was `made` and `where`, or why it was `refused`."""
 
     changes: tuple[Change, ...]
     code: int
@@ -46,6 +46,7 @@ class Run:
     speed: Speed | None = None
     output: str = ""
     made: dict[str, str] = field(default_factory=dict)
+    where: dict[str, str] = field(default_factory=dict)  # file:line
     refused: dict[str, str] = field(default_factory=dict)
     proof: tuple[tuple[ProofStep, ...], ...] = ()  # a row a rank
     folder: Path | None = None
@@ -123,16 +124,12 @@ def recorded(changes: tuple[Change, ...], code: int, seconds: float, folder: Pat
         trace=trace,
         speed=measure(trace) if trace is not None else None,
         output=_tail(folder / launch.OUTPUT),
-        made={c["name"]: _place(c) for c in said if c.get("applied")},
+        made={c["name"]: str(c.get("how") or "") for c in said if c.get("applied")},
+        where={c["name"]: str(c["where"]) for c in said if c.get("applied") and c.get("where")},
         refused={c["name"]: str(c.get("how") or "no reason given") for c in said if not c.get("applied")},
         proof=tuple(_proof(path) for path in sorted(folder.glob("proof-*.jsonl"))),
         folder=folder,
     )
-
-
-def _place(change: dict[str, Any]) -> str:
-    where = change.get("where")
-    return f"{change.get('how') or ''}{f' ({where})' if where else ''}".strip()
 
 
 def _tail(path: Path) -> str:

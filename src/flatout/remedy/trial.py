@@ -53,12 +53,13 @@ class Story:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A change that was tried. `together`: the others it was measured with; `made`: where flatout put it."""
+    """A change that was tried. `together`: the others it was measured with; `made` and `where`: how it got in."""
 
     outcome: Outcome
     gain: Gain | None = None
     together: tuple[str, ...] = ()
     made: str = ""
+    where: str = ""  # file:line
 
     @property
     def change(self) -> Change:
@@ -67,7 +68,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One run, for the record."""
+    """One run, for the record. Runs for a proof are not timed: they have no speed."""
 
     what: str
     seconds: float
@@ -313,11 +314,11 @@ class Search:
             together = tuple(in_words(other) for other in changes if other is not change)
             after = _as_figure(run.speed) if run is not None and run.speed is not None else None
             outcome = Outcome(change=change, verdict=verdict, before=before, after=after, note=note)
-            made = run.made.get(change.name, "") if run is not None else ""
+            made, where = (d.get(change.name, "") for d in (run.made, run.where)) if run is not None else ("", "")
             self.found.attempts = [
                 a for a in self.found.attempts if (a.change.name, a.change.value) != (change.name, change.value)
             ]
-            self.found.attempts.append(Attempt(outcome=outcome, gain=gained, together=together, made=made))
+            self.found.attempts.append(Attempt(outcome=outcome, gain=gained, together=together, made=made, where=where))
         names = " + ".join(in_words(change) for change in changes)
         self._story.said(
             f"{names}: {verdict}{f', {gained}' if gained and not note else ''}{f': {note}' if note else ''}"

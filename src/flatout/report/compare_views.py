@@ -30,7 +30,7 @@ def show(comparison: Comparison, console: Console) -> None:
     console.print()
     _print_table(console, ("", "A", "B", ""), _figures(comparison))
     console.print()
-    _print_table(console, ("a step's time", "A", "B", ""), _phases(comparison))
+    _print_table(console, ("a step's time", "A", "B", ""), phase_rows(comparison))
     if comparison.losses is not None:
         console.print()
         console.print(Text(_losses(comparison)))
@@ -82,7 +82,7 @@ def _said(ratio: Ratio | None) -> str:
     return f"{ratio.value:.2f}× ({ratio.low:.2f} to {ratio.high:.2f})" if ratio is not None else ""
 
 
-def _phases(comparison: Comparison) -> list[tuple[str, str, str, str]]:
+def phase_rows(comparison: Comparison) -> list[tuple[str, str, str, str]]:
     """The phases of a step, those that changed most first."""
     a, b = phases(comparison.a.breakdown), phases(comparison.b.breakdown)
     names = sorted(dict.fromkeys((*a, *b)), key=lambda name: -abs(b.get(name, 0.0) - a.get(name, 0.0)))
@@ -113,14 +113,14 @@ def _losses(comparison: Comparison) -> str:
 
 def page(comparison: Comparison, first: Trace, second: Trace) -> str:
     """The comparison as one self-contained file."""
-    drawn = _panels(comparison, first.ranks[0], second.ranks[0])
+    drawn = panels_of(comparison, first.ranks[0], second.ranks[0])
     differences = [(name, shown(a), shown(b)) for name, a, b in comparison.differences]
     sections = [
         ("runs", "The two runs", _runs(comparison)),
         (
             "phases",
             "Where a step's time goes",
-            table("A step, those that changed most first", ("phase", "A", "B", "change"), _phases(comparison)),
+            table("A step, those that changed most first", ("phase", "A", "B", "change"), phase_rows(comparison)),
         ),
         ("steps", "Step by step", join(drawing.plot(panel, place) for place, panel in enumerate(drawn))),
         ("losses", "Losses", tag("p", _losses(comparison)) if comparison.losses is not None else Html("")),
@@ -155,7 +155,7 @@ def _runs(comparison: Comparison) -> Html:
     )
 
 
-def _panels(comparison: Comparison, a: RankTrace, b: RankTrace) -> list[Panel]:
+def panels_of(comparison: Comparison, a: RankTrace, b: RankTrace) -> list[Panel]:
     panels = [Panel(title="Step time by step", unit="ms", series=(_steps("A", "other", a), _steps("B", "compute", b)))]
     losses = comparison.losses
     if losses is not None:

@@ -35,7 +35,7 @@ def page(trace: Trace, account: Account, findings: Sequence[Finding] = (), ranks
         ("findings", "What to change", _findings(account, findings)),
         ("time", "Where the time went", time_spent(account)),
         ("steps", "Two steps, looked at closely", join(drawing.step_figure(t) for t in timelines(first))),
-        ("run", "Over the run", drawing.overtime_spent(drawn, marked)),
+        ("run", "Over the run", drawing.over_time(drawn, marked)),
         ("loading", "Loading", detail.loading(account, first)),
         ("sync", "Synchronizing calls", detail.sync(account, first)),
         ("xray", "X-ray: kernel by kernel", detail.xray(account)),

@@ -1,0 +1,261 @@
+"""A fix as it goes on (a bar for the budget, a line for each thing known), as text at its end, and as a page."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from flatout.remedy.candidates import in_words
+from flatout.remedy.trial import Attempt, Story
+from flatout.report import drawing
+from flatout.report.account import account
+from flatout.report.compare import compare
+from flatout.report.compare_views import panels_of, phase_rows
+from flatout.report.fixed import FixReport
+from flatout.report.html import document, time_spent
+from flatout.report.markup import Html, copyable, figures, folded, join, table, tag
+from flatout.report.permanent import permanently
+from flatout.report.picture import Bar
+from flatout.report.terminal import duration, ms
+
+_WIDTH = 80
+_BAR = 24
+_SAFETY = {
+    "identical": "bit for bit the same",
+    "reseeded": "the same samples in the same order, other random numbers",
+    "equivalent": "the same mathematics, other rounding",
+    "semantic": "changes what is learned",
+}
+
+
+class Progress(Story):
+    """Tells the story on a terminal, with a bar for the budget; in a file or a pipe, by lines alone."""
+
+    def __init__(self, console: Console, budget_s: float) -> None:
+        self._console = console
+        self._budget_s = budget_s
+        self._began_s = time.monotonic()
+        self._what = ""
+        self._live = Live(self, console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+
+    def __enter__(self) -> Progress:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def trying(self, what: str, left_s: float) -> None:
+        self._what = what
+        if self._live is None:
+            self._console.print(
+                Text(f"… {what} ({duration(1e3 * max(0.0, left_s))} left)", style="dim"), soft_wrap=True
+            )
+
+    def said(self, line: str) -> None:
+        text = "\n  ".join(textwrap.wrap(line, _WIDTH - 2, break_on_hyphens=False, break_long_words=False))
+        self._console.print(Text(text), soft_wrap=True)
+
+    def __rich__(self) -> Table:
+        spent = time.monotonic() - self._began_s
+        row = Table.grid(padding=(0, 1))
+        left = f"{duration(1e3 * max(0.0, self._budget_s - spent))} left"
+        what = self._what if len(self._what) <= 38 else self._what[:37] + "…"
+        bar = ProgressBar(total=self._budget_s, completed=min(spent, self._budget_s), width=_BAR)
+        row.add_row(Text(what, style="cyan"), bar, Text(left, style="dim"))
+        return row
+
+
+# At the end
+
+
+def show(fixed: FixReport, console: Console) -> None:
+    """Print what was kept, what was not, and how to go on."""
+    _say(console, fixed.sentence(), style="bold")
+    for title, attempts in (("Kept", fixed.kept), ("Not kept", fixed.undone)):
+        if attempts:
+            console.print(Text(f"\n{title}", style="bold"))
+        for attempt in attempts:
+            for line in _lines(attempt):
+                _say(console, line, indent="  " if line is not _lines(attempt)[0] else "")
+    rows = before_and_after(fixed)
+    if rows:
+        console.print()
+        drawn = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+        for place, head in enumerate(("", "before", "after")):
+            drawn.add_column(head, justify="right" if place else "left")
+        for row in rows:
+            drawn.add_row(*(Text(cell) for cell in row))
+        console.print(drawn)
+    for offer in fixed.found.withheld:
+        allow = offer.changes[0].name.replace("_", "-").partition(":")[0]
+        _say(console, f"\nNot tried without your leave: {offer.name} ({offer.why}). --allow {allow}")
+    for remark in fixed.found.remarks:
+        _say(console, f"Mind: {remark}.")
+    runs = len(fixed.found.trials)
+    _say(
+        console, f"\n{runs} runs in {duration(1e3 * fixed.found.seconds)}; stopped: {fixed.found.stopped}.", style="dim"
+    )
+    if fixed.found.kept:
+        console.print(Text(f"\nTrain with it:  {fixed.train_with}"), soft_wrap=True)
+
+
+def _say(console: Console, text: str, *, indent: str = "", style: str = "") -> None:
+    lead = "\n" * (len(text) - len(text.lstrip("\n")))
+    lines = textwrap.wrap(text.strip(), _WIDTH - len(indent) - 2, break_on_hyphens=False, break_long_words=False)
+    console.print(Text(lead + f"\n{indent}  ".join([indent + lines[0], *lines[1:]]), style=style), soft_wrap=True)
+
+
+def _lines(attempt: Attempt) -> list[str]:
+    """A change, and what there is to say about it."""
+    change, outcome = attempt.change, attempt.outcome
+    if outcome.verdict != "kept":
+        return [f"{in_words(change)}: {outcome.verdict}", outcome.note]
+    beside = f" together with {', '.join(attempt.together)}" if attempt.together else ""
+    lines = [f"{in_words(change)}: {attempt.gain or 'not measured'}{beside}", f"{change.safety}: {_proof(attempt)}"]
+    return [*lines, *([change.note] if change.safety == "semantic" else []), f"for good: {permanently(attempt)}"]
+
+
+def _proof(attempt: Attempt) -> str:
+    return attempt.outcome.proof or _SAFETY[attempt.change.safety]
+
+
+def before_and_after(fixed: FixReport) -> list[tuple[str, str, str]]:
+    """The figures that both runs have."""
+    a, b = fixed.before, fixed.after
+    if a is None or b is None:
+        return []
+    rows = []
+    for name, shown, of in (
+        (a.unit, "{:,.4g}", "samples_per_s"),
+        ("median step", None, "step_ms"),
+        ("SM active", "{:.0f}%", "sm_active_pct"),
+        ("GPU-Util", "{:.0f}%", "gpu_util_pct"),
+        ("power", "{:.0f} W", "power_w"),
+        ("energy a sample", "{:.3g} J", "joules_a_sample"),
+        ("an epoch", None, "epoch_s"),
+        ("an epoch costs", "{:.3g}", "epoch_money"),
+    ):
+        values = [getattr(side, of) for side in (a, b)]
+        if None in values:
+            continue
+        told = ms if of == "step_ms" else lambda value: duration(1e3 * value)
+        cells = [shown.format(value) if shown is not None else told(value) for value in values]
+        rows.append((name, cells[0], cells[1]))
+    return rows
+
+
+# The page
+
+
+def page(fixed: FixReport) -> str:
+    """The fix as one self-contained file: what was changed, before and after."""
+    found = fixed.found
+    first, second = (run.trace if run is not None else None for run in (found.before, found.after))
+    sections: list[tuple[str, str, Html | None]] = [("kept", "What was kept", _kept(fixed))]
+    drawn = []
+    if first is not None and second is not None and found.kept:
+        both = compare(first, second, ("before", "after"))
+        drawn = panels_of(both, first.ranks[0], second.ranks[0])
+        heads = ("", "before", "after")
+        sections += [
+            ("figures", "Before and after", table("Before and after", heads, before_and_after(fixed))),
+            ("before", "Where the time went before", time_spent(account(first, "before"))),
+            ("after", "Where it goes now", time_spent(account(second, "after"))),
+            ("phases", "Phase by phase", table("A step", ("phase", "before", "after", "change"), phase_rows(both))),
+            ("steps", "Step by step (A: before, B: after)", join(drawing.plot(p, n) for n, p in enumerate(drawn))),
+        ]
+    elif first is not None:
+        sections.append(("before", "Where the time goes", time_spent(account(first, "before"))))
+    sections += [
+        ("undone", "What was tried and not kept", _undone(fixed)),
+        ("withheld", "What needs your leave", _withheld(fixed)),
+        ("runs", "Every run", _runs(fixed)),
+    ]
+    head = join(
+        [
+            tag("p", tag("strong", "flatout fix"), " · ", " ".join(fixed.command), class_="about"),
+            tag("h1", fixed.sentence()),
+            figures([(name, f"{a} → {b}", "") for name, a, b in before_and_after(fixed)]),
+            copyable(fixed.train_with) if found.kept else None,
+            *(tag("p", f"Mind: {remark}.", class_="warning") for remark in found.remarks),
+        ]
+    )
+    return document(
+        title="flatout fix",
+        head=head,
+        sections=[(key, title, body) for key, title, body in sections if body],
+        plots={"axis": "", "panels": [drawing.plain_panel(panel) for panel in drawn], "marks": []},
+    )
+
+
+def _kept(fixed: FixReport) -> Html | None:
+    if not fixed.kept:
+        return None
+    articles = []
+    for attempt in fixed.kept:
+        change = attempt.change
+        beside = f" together with {', '.join(attempt.together)}" if attempt.together else ""
+        articles.append(
+            tag(
+                "article",
+                tag("p", tag("code", change.safety, class_="chip"), tag("span", attempt.where, class_="where")),
+                tag("h3", f"{in_words(change)}: {attempt.gain or 'not measured'}{beside}"),
+                tag("p", change.note) if change.note else None,
+                tag("p", f"{_SAFETY[change.safety]}. {attempt.outcome.proof}", class_="meta"),
+                tag("p", "For good:"),
+                copyable(permanently(attempt)),
+                class_="finding",
+            )
+        )
+    return tag("ol", *(tag("li", article) for article in articles), class_="findings")
+
+
+def _undone(fixed: FixReport) -> Html | None:
+    rows = [(in_words(a.change), a.change.safety, a.outcome.verdict, a.outcome.note) for a in fixed.undone]
+    heads = ("change", "class", "verdict", "why")
+    return table("Tried and not kept", heads, rows, numbers_from=9) if rows else None
+
+
+def _withheld(fixed: FixReport) -> Html | None:
+    rows = [(offer.name, offer.why, f"up to {offer.promise:.1f}×") for offer in fixed.found.withheld]
+    return (
+        table("Allow with --allow", ("change", "why", "promise, an estimate"), rows, numbers_from=2) if rows else None
+    )
+
+
+def _runs(fixed: FixReport) -> Html:
+    """Each run with its speed as a bar: how the training became faster."""
+    trials = fixed.found.trials
+    fastest = max((t.speed.value for t in trials if t.speed is not None), default=1.0)
+    rows = []
+    for trial in trials:
+        speed = trial.speed
+        width = speed.value / fastest if speed is not None else 0.0
+        bar = Bar(label=trial.what, family="compute", left=0.0, width=width, ms=1e3 * trial.seconds)
+        rows.append(
+            tag(
+                "li",
+                tag("span", trial.what, class_="name"),
+                tag("span", drawing.block(bar) if speed is not None else None, class_="track"),
+                tag("span", f"{speed.value:,.4g}" if speed is not None else "", class_="figure"),
+                tag("span", duration(1e3 * trial.seconds), class_="figure quiet"),
+            )
+        )
+    noise = fixed.found.noise
+    seen = (
+        f"Runs of the same plan differ by {noise.sd:.1%} ({noise.repeats} repeats). " if noise and noise.repeats else ""
+    )
+    stopped = f"{seen}Stopped: {fixed.found.stopped}. {len(trials)} runs in {duration(1e3 * fixed.found.seconds)}."
+    listed = [(t.what, f"{t.speed.value:,.4g}" if t.speed else "", duration(1e3 * t.seconds)) for t in trials]
+    behind = folded("The figures", table("Every run", ("run", "samples/s", "took"), listed))
+    return join([tag("ul", *rows, class_="falls"), tag("p", stopped, class_="meta"), behind])

@@ -1,0 +1,158 @@
+"""What a fix has come to → FixReport: before and after in figures, and the documented JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.diagnose.case import cases
+from flatout.plan import Figure
+from flatout.remedy.candidates import Offer
+from flatout.remedy.running import Run
+from flatout.remedy.speed import Gain
+from flatout.remedy.trial import Attempt, Found
+from flatout.report.permanent import permanently
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """A training in figures; what the machine does not tell is None."""
+
+    samples_per_s: float
+    unit: str
+    steps: int
+    step_ms: float | None
+    sm_active_pct: float | None
+    gpu_util_pct: float | None
+    power_w: float | None
+    joules_a_sample: float | None
+    epoch_s: float | None
+    epoch_money: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixReport:
+    """Everything a view of a fix may show."""
+
+    command: tuple[str, ...]
+    plan_file: str
+    found: Found
+    before: Side | None
+    after: Side | None
+
+    @property
+    def kept(self) -> list[Attempt]:
+        """In the order of the plan."""
+        by_name = {a.change.name: a for a in self.found.attempts if a.outcome.verdict == "kept"}
+        return [by_name[change.name] for change in self.found.kept]
+
+    @property
+    def undone(self) -> list[Attempt]:
+        return [attempt for attempt in self.found.attempts if attempt.outcome.verdict != "kept"]
+
+    @property
+    def train_with(self) -> str:
+        """The command to train with what was kept."""
+        return f"flatout run --plan {self.plan_file} -- {' '.join(self.command)}"
+
+    def sentence(self) -> str:
+        """The answer."""
+        found = self.found
+        if not found.kept:
+            tried = (
+                f"{len(found.attempts)} changes were tried, none pays" if found.attempts else "nothing was worth trying"
+            )
+            return f"Nothing to change: {tried} ({found.stopped})."
+        speeds = ""
+        if self.before is not None and self.after is not None:
+            speeds = f", {self.before.samples_per_s:,.4g} → {self.after.samples_per_s:,.4g} {self.after.unit}"
+        if found.gain is None:
+            return f"{len(found.kept)} changes kept ({found.stopped}){speeds}: not measured as a whole."
+        return f"Trains {found.gain.value:.2f}× as fast ({found.gain.low:.2f} to {found.gain.high:.2f}){speeds}."
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON of `flatout fix --json`."""
+        found = self.found
+        return {
+            "schema": SCHEMA,
+            "command": list(self.command),
+            "plan": self.plan_file,
+            "gain": _gain(found.gain),
+            "before": dataclasses.asdict(self.before) if self.before is not None else None,
+            "after": dataclasses.asdict(self.after) if self.after is not None else None,
+            "kept": [_attempt(attempt) for attempt in self.kept],
+            "undone": [_attempt(attempt) for attempt in self.undone],
+            "withheld": [_offer(offer) for offer in found.withheld],
+            "trials": [
+                {"what": t.what, "seconds": t.seconds, "samples_per_s": t.speed.value if t.speed is not None else None}
+                for t in found.trials
+            ],
+            "noise": dataclasses.asdict(found.noise) if found.noise is not None else None,
+            "remarks": found.remarks,
+            "stopped": found.stopped,
+            "interrupted": found.interrupted,
+            "seconds": found.seconds,
+        }
+
+
+def report(found: Found, command: Sequence[str], plan_file: str, price_an_hour: float | None = None) -> FixReport:
+    """Before and after, side by side."""
+    before, after = (_side(run, price_an_hour) for run in (found.before, found.after if found.kept else None))
+    return FixReport(command=tuple(command), plan_file=plan_file, found=found, before=before, after=after)
+
+
+def _side(run: Run | None, price_an_hour: float | None) -> Side | None:
+    if run is None or run.trace is None or run.speed is None:
+        return None
+    case, speed = cases(run.trace)[0], run.speed
+    power = case.card("power_w").mean
+    power = power * len(run.trace.ranks) if power is not None else None
+    length = (case.loader or {}).get("length")
+    counted = speed.unit == "samples/s"
+    epoch_s = length / speed.with_pauses if length and counted else None
+    return Side(
+        samples_per_s=speed.value,
+        unit=speed.unit,
+        steps=speed.steps,
+        step_ms=case.step_ms or None,
+        sm_active_pct=case.card("sm_active_pct").mean,
+        gpu_util_pct=case.card("gpu_util_pct").mean,
+        power_w=power,
+        joules_a_sample=power / speed.value if power is not None and counted else None,
+        epoch_s=epoch_s,
+        epoch_money=epoch_s / 3600 * price_an_hour if epoch_s is not None and price_an_hour is not None else None,
+    )
+
+
+def _attempt(attempt: Attempt) -> dict[str, Any]:
+    outcome = attempt.outcome
+    return {
+        **dataclasses.asdict(attempt.change),
+        "verdict": outcome.verdict,
+        "gain": _gain(attempt.gain),
+        "together": list(attempt.together),
+        "before": _figure(outcome.before),
+        "after": _figure(outcome.after),
+        "proof": outcome.proof,
+        "why": outcome.note,
+        "made": attempt.made,
+        "where": attempt.where,
+        "permanently": permanently(attempt) if outcome.verdict == "kept" else None,
+    }
+
+
+def _offer(offer: Offer) -> dict[str, Any]:
+    changes = [{"name": change.name, "value": change.value} for change in offer.changes]
+    return {"changes": changes, "why": offer.why, "promise": offer.promise}
+
+
+def _gain(gain: Gain | None) -> dict[str, float] | None:
+    return dataclasses.asdict(gain) if gain is not None else None
+
+
+def _figure(figure: Figure | None) -> dict[str, Any] | None:
+    return dataclasses.asdict(figure) if figure is not None else None

@@ -1,0 +1,82 @@
+"""How to make a change for good: the flag to pass, the line of a file to change, or the source line with the edit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flatout.plan import Change
+from flatout.remedy.trial import Attempt
+
+# What a person would write. {} is the value.
+CODE = {
+    "loader": 'from flatout import DataLoader  # instead of torch.utils.data\'s; num_workers="auto"',
+    "num_workers": "DataLoader(..., num_workers={})",
+    "prefetch_factor": "DataLoader(..., prefetch_factor={})",
+    "persistent_workers": "DataLoader(..., persistent_workers={})",
+    "pin_memory": "DataLoader(..., pin_memory={})",
+    "batch_size": "DataLoader(..., batch_size={})",
+    "device_prefetch": 'for batch in flatout.feed.to_device(loader, "cuda"):',
+    "worker_threads": "torch.set_num_threads({})  # in worker_init_fn",
+    "precision": 'with torch.autocast("cuda", dtype=torch.bfloat16):  # around the forward pass and the loss',
+    "fused_optimizer": "torch.optim.AdamW(..., fused=True)  # whichever optimizer it is",
+    "channels_last": "model = model.to(memory_format=torch.channels_last)",
+    "compile": "model.compile()",
+    "cudnn_benchmark": "torch.backends.cudnn.benchmark = True",
+    "gc_freeze": "gc.collect(); gc.freeze()  # once, before the loop",
+}
+_AS_ARGUMENT = {"fused_optimizer": "fused=True"} | {
+    name: f"{name}={{}}" for name in ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
+}
+_OTHERWISE: dict[tuple[str, Any], str] = {
+    ("precision", "tf32"): 'torch.set_float32_matmul_precision("high"); torch.backends.cudnn.allow_tf32 = True',
+    ("precision", "fp16"): 'torch.autocast("cuda", dtype=torch.float16) around the forward pass, and a GradScaler',
+    ("compile", "reduce-overhead"): 'model.compile(mode="reduce-overhead")',
+    ("compile", "max-autotune"): 'model.compile(mode="max-autotune")',
+}
+
+
+def as_code(name: str, value: Any) -> str | None:
+    """A change as a line of Python, where there is one."""
+    line = _OTHERWISE.get((name, value), CODE.get(name))
+    return line.format(value) if line is not None else None
+
+
+def permanently(attempt: Attempt) -> str:
+    """What to do, in a line or two."""
+    change = attempt.change
+    if change.knob:
+        return _by_knob(change)
+    code = as_code(change.name, change.value) or f"{change.name} = {change.value!r}"
+    if not attempt.where:
+        return code
+    edited = _edited(attempt)
+    return f"{attempt.where}: {edited or code}"
+
+
+def _by_knob(change: Change) -> str:
+    value = "" if change.value is True else f" {change.value}"
+    if change.knob.startswith("-"):
+        return f"pass {change.knob}{value}"
+    file, _, key = change.knob.rpartition(":")
+    written = f"{key} = {change.value!r}" if file.endswith(".py") else f"{key}: {_plain(change.value)}"
+    return f"in {file}: {written}"
+
+
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _edited(attempt: Attempt) -> str | None:
+    """The source line with the argument put in; None where the call does not end on its line."""
+    argument = _AS_ARGUMENT.get(attempt.change.name)
+    file, _, number = attempt.where.rpartition(":")
+    if argument is None or not number.isdigit():
+        return None
+    try:
+        line = Path(file).read_text(encoding="utf-8").splitlines()[int(number) - 1].strip()
+    except (OSError, IndexError, UnicodeDecodeError):
+        return None
+    if not line.endswith(")") or line.count("(") != line.count(")") or argument.partition("=")[0] in line:
+        return None
+    return f"{line[:-1]}, {argument.format(attempt.change.value)})"
