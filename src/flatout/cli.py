@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -247,17 +248,100 @@ def run(
     _linux_only("run")
     from flatout import launch
 
-    command = list(context.args)
-    if command[:1] == ["--"]:
-        command = command[1:]
-    if command and command[0].endswith(".py"):
-        command = ["python" if shutil.which("python") else sys.executable, *command]
+    command = _command(context)
     folder = trace or launch.default_folder(command or ["run"])
     code = launch.run(command, folder=folder, max_steps=max_steps, xray=xray)
     if os.environ.get("FLATOUT") != "off":
         for recording in launch.recordings(folder):
             _account_for(recording, quiet=quiet, json_to=json, html_to=html)
     raise typer.Exit(code)
+
+
+def _command(context: typer.Context) -> list[str]:
+    """What comes after the options; a bare script is run with Python."""
+    command = list(context.args)
+    if command[:1] == ["--"]:
+        command = command[1:]
+    if command and command[0].endswith(".py"):
+        command = ["python" if shutil.which("python") else sys.executable, *command]
+    return command
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+def fix(
+    context: typer.Context,
+    budget: Annotated[str, typer.Option(metavar="TIME", help="How long to try: 90s, 10m, 1h.")] = "10m",
+    allow: Annotated[
+        str,
+        typer.Option(metavar="NAME,…", help="Try what changes learning too: batch-size, eval-interval, semantic, all."),
+    ] = "",
+    only: Annotated[str, typer.Option(metavar="NAME,…", help="Try these changes or classes only.")] = "",
+    skip: Annotated[str, typer.Option(metavar="NAME,…", help="Leave these changes or classes alone.")] = "",
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", min=20, help="Training steps a trial. Default: found by itself.")
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="PLAN", help="Where the plan goes.")] = Path("flatout-plan.yaml"),
+    price: Annotated[
+        str | None, typer.Option(metavar="MONEY/h", help="What an hour costs, such as 2.5/h: says what an epoch costs.")
+    ] = None,
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the result as JSON; - is stdout.")] = None,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write before and after as one HTML file.")] = None,
+) -> None:
+    """Make a training faster: try the remedies on your command, keep those that pay, prove that training is the same.
+
+    `flatout fix -- python train.py --epochs 90`. The command is run again and again for a few seconds, each time with
+    one change more; nothing of yours is written or edited. What was kept is in flatout-plan.yaml: train with it by
+    `flatout run --plan flatout-plan.yaml -- python train.py --epochs 90`. Ctrl-C leaves the plan so far.
+    """
+    _linux_only("fix")
+    from rich.console import Console
+
+    from flatout import launch
+    from flatout.remedy.candidates import Wishes
+    from flatout.remedy.fix import fix as search
+    from flatout.report import fix_views
+    from flatout.report.fixed import report as report_of
+
+    command = _command(context)
+    if not command:
+        raise UsageError("no command given: flatout fix -- python train.py …")
+    if shutil.which(command[0]) is None:
+        raise UsageError(f"{command[0]}: command not found")
+    wishes, budget_s, an_hour = Wishes.of(allow, only, skip), _seconds(budget), _price(price)
+    if not out.absolute().parent.is_dir():
+        raise UsageError(f"--out {out}: there is no folder {out.absolute().parent}")
+    runs = launch.default_folder([*command[:1], "fix.py"])
+    told = Console(stderr=True, highlight=False)
+    with fix_views.Progress(told, budget_s) as story:
+        found = search(command, wishes, budget_s=budget_s, steps=steps, story=story, keep_in=runs)
+    found.plan.save(out)
+    fixed = report_of(found, command, str(out), an_hour)
+    if json is not None:
+        _write_json(json, fixed.to_json())
+    if html is not None:
+        _write_text(html, fix_views.page(fixed))
+    if json != "-" and html != "-":
+        fix_views.show(fixed, Console(highlight=False))
+    if found.interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h)?", text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise UsageError(f"--budget {text}: a time such as 90s, 10m or 1h is wanted")
+    return float(match[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600, None: 1}[match[2]]
+
+
+def _price(text: str | None) -> float | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:/\s*h)?", text.strip())
+    if match is None:
+        raise UsageError(f"--price {text}: a price an hour such as 2.5/h is wanted")
+    return float(match[1])
 
 
 def _account_for(folder: Path, *, quiet: bool, json_to: str | None, html_to: str | None) -> None:
