@@ -185,7 +185,7 @@ def _end(process: Any, patience_s: float = 5) -> None:
 def _nursery_main(recipe: Recipe, far: socket.socket, parent: int) -> None:
     wire.close_inherited(but=[far.fileno()])
     _behave("flatout-nursery")
-    _one_thread_each()
+    limit_threads()
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # or no children
     context = multiprocessing.get_context("fork")
     pidfd_of_parent = os.pidfd_open(parent)
@@ -239,7 +239,7 @@ def _forked_main(recipe: Recipe, end: socket.socket, nursery_wire: socket.socket
 
 def _spawned_main(recipe: Recipe, end: socket.socket, parent: int) -> None:
     _behave("flatout-worker")
-    _one_thread_each()
+    limit_threads()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     worker.main(recipe, end)
 
@@ -267,18 +267,18 @@ def _behave(name: str) -> None:
     _libc().prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
-def _one_thread_each() -> None:
+def limit_threads(number: int = 1) -> None:
     """Keep BLAS, OpenMP and OpenCV from starting a thread a core in every worker."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(number)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENCV_FOR_THREADS_NUM"):
-        os.environ[name] = "1"
+        os.environ[name] = str(number)
     if "cv2" in sys.modules:
-        sys.modules["cv2"].setNumThreads(1)
+        sys.modules["cv2"].setNumThreads(number)
     maps = Path("/proc/self/maps").read_text()
     for path in {line.split(maxsplit=5)[5] for line in maps.splitlines() if ".so" in line}:
         for library, functions in _THREAD_SWITCHES.items():
             if Path(path).name.startswith(library):
-                _switch(path, functions)
+                _switch(path, functions, number)
 
 
 _THREAD_SWITCHES = {
@@ -291,14 +291,14 @@ _THREAD_SWITCHES = {
 }
 
 
-def _switch(path: str, functions: tuple[str, ...]) -> None:
+def _switch(path: str, functions: tuple[str, ...], number: int) -> None:
     try:
         library = ctypes.CDLL(path)
     except OSError:
         return
     for function in functions:
         if hasattr(library, function):
-            getattr(library, function)(1)
+            getattr(library, function)(number)
             return
 
 

@@ -7,7 +7,7 @@ device copies (`resident`: no loader and no copy).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ class Ceiling:
         if key not in self._copies:
             made = copy()
             batches = [batch for kept in self._kept.values() for batch in kept]
-            if made is tensor or not any(tensor is kept for batch in batches for kept in _tensors(batch)):
+            if made is tensor or not any(tensor is kept for batch in batches for kept in tensors_in(batch)):
                 return made
             self._copies[key] = made
         return self._copies[key]
@@ -77,9 +77,10 @@ def _apart(batch: Any) -> Any:
     return batch
 
 
-def _tensors(batch: Any) -> list[Any]:
-    if isinstance(batch, dict):
-        return [t for item in batch.values() for t in _tensors(item)]
+def tensors_in(batch: Any) -> list[Any]:
+    """Every tensor of a batch, in order."""
+    if isinstance(batch, Mapping):
+        return [t for item in batch.values() for t in tensors_in(item)]
     if isinstance(batch, list | tuple):
-        return [t for item in batch for t in _tensors(item)]
+        return [t for item in batch for t in tensors_in(item)]
     return [batch] if isinstance(batch, torch.Tensor) else []

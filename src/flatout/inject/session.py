@@ -20,12 +20,13 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.data.dataloader as stock
 
 from flatout.errors import FlatoutError, TraceError
+from flatout.inject.apply.ledger import Ledger
 from flatout.inject.ceiling import Ceiling
 from flatout.inject.startup import when_imported
 from flatout.sense import facts as look
@@ -38,6 +39,9 @@ from flatout.sense.worker import Meter, measure_fetcher
 from flatout.sense.xray import Profiler, read_kernels
 from flatout.trace import Facts, Note, RunInfo, Step, TraceWriter
 
+if TYPE_CHECKING:
+    from flatout.inject.apply.applied import Applied
+
 _FIRST_FACTS_AT_STEP = 3
 _FACTS_EVERY_TIMES = 10
 _RECORDINGS = 1000
@@ -48,12 +52,17 @@ _RECOVERY_STEPS = 12
 _GRACE_S = 5.0  # for a script that swallows SystemExit, or saves what it has on its way out
 
 _session: Session | None = None
+_applied: Applied | None = None
 
 
-def begin(options: Options, settings: Settings, *, made: Iterable[Any] = ()) -> Session:
-    """Start recording this process; `made` are the modules that are there already."""
-    global _session
+def begin(options: Options, settings: Settings, *, made: Iterable[Any] = (), ledger: Ledger | None = None) -> Session:
+    """Start recording this process; `made` are the modules that are there already, `ledger` has changes to make."""
+    global _session, _applied
     measure_workers(options)
+    if _applied is None and (options.plan is not None or options.trial is not None):
+        from flatout.inject.apply.applied import Applied  # seldom wanted, and not small
+
+        _applied = Applied(options, ledger or Ledger(), _rank())  # under the hooks: what they time is as changed
     if _session is None or _session.closed:
         _session = Session(options, settings, made)
     return _session
@@ -85,7 +94,8 @@ class Session(Listener):
         self._loaders: dict[int, dict[str, Any]] = {}
         self._autocast: set[str] = set()
         self._xray = _XrayPlan(options)
-        self._ceiling = Ceiling() if options.max_steps is not None else None
+        measures_ceiling = options.trial is None or (options.trial.ceiling and not options.trial.fingerprints)
+        self._ceiling = Ceiling() if options.max_steps is not None and measures_ceiling else None
         self._early: list[Step] = []
         self._first_step_s: float | None = None
         self._last_optimizer: Any = None
@@ -138,7 +148,9 @@ class Session(Listener):
             self._as_ours(self._write_facts)
         if not self._xray.done and torch.cuda.is_initialized():
             self._xray.step_ended(self)
-        if self._ceiling is not None:
+        if _applied is not None:
+            self._as_ours(_applied.step_ended)
+        if self._options.max_steps is not None:
             self._trial_step()
 
     def _as_ours(self, action: Callable[[], None]) -> None:
@@ -150,15 +162,17 @@ class Session(Listener):
     # -- a trial: so many steps, then the ceiling, then out ---------------------------------------------------------
 
     def _trial_step(self) -> None:
-        assert self._ceiling is not None
         if self._recorder.measured < (self._options.max_steps or 0) or self._xray.running:
             return
-        kind = self._ceiling.next_step()
+        kind = self._ceiling.next_step() if self._ceiling is not None else None
         self.resident = kind == "resident"
         if kind is not None:
             self._recorder.set_kind(kind)
             return
         self.close()
+        if self._options.trial is not None:
+            sys.stdout.flush()
+            os._exit(0)  # a script that catches SystemExit would go on to its checkpoint
         threading.Thread(target=_exit_after_grace, name="flatout-grace", daemon=True).start()
         raise SystemExit(0)
 
@@ -197,7 +211,14 @@ class Session(Listener):
             "settings": self._settings.read,
             "own_cost": self._own_cost(),
         }
+        if _applied is not None and _applied.ledger.changes:
+            values |= _applied.facts()
         self._writer.write(Facts(time_s=time.monotonic(), values=values))
+
+    def _note_changes_not_made(self) -> None:
+        for entry in _applied.ledger.entries() if _applied is not None else ():
+            if not entry["applied"]:
+                self.note(f"{entry['name']} was not changed: {entry['how']}")
 
     def _own_cost(self) -> dict[str, float]:
         """What measuring has cost so far, from the number of cuts and what one takes here, and the marks' own time."""
@@ -228,7 +249,10 @@ class Session(Listener):
             if self._writer is not None:
                 self._recorder.finish()
                 self._xray.finish(self)
+                if _applied is not None:
+                    _applied.finish(self._writer.path.with_name(f"proof-{_rank():05d}.jsonl"))
                 self._write_facts()
+                self._note_changes_not_made()
                 for meter in _meters:
                     meter.write()
                 _meters.clear()

@@ -13,15 +13,22 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.errors import FlatoutError, UsageError
+from flatout.inject.apply.ledger import Ledger
 from flatout.sense.options import Options
 from flatout.sense.settings import Settings
+
+if TYPE_CHECKING:
+    from flatout.inject.apply.knobs import Knobs
+    from flatout.plan import Plan
 
 OLDEST_TORCH = (2, 6)
 
 settings = Settings()
+ledger = Ledger()
+_knobs: Knobs | None = None
 _finder: _AfterImport | None = None
 
 
@@ -30,10 +37,22 @@ def start() -> None:
     try:
         options = Options.from_environment(os.environ)
         if _finder is None and options is not None:
+            if options.plan is not None:
+                _turn_knobs(options.plan)
             watch_imports()
             when_imported("torch", lambda torch: _torch_is_here(torch, options))
     except Exception as problem:
         _say_no(problem)
+
+
+def _turn_knobs(plan: Plan) -> None:
+    """Have values changed as they are read."""
+    global ledger, _knobs
+    ledger = Ledger(plan.changes)
+    if any(change.knob for change in plan.changes):
+        from flatout.inject.apply.knobs import Knobs
+
+        _knobs = Knobs(ledger)
 
 
 def watch_imports() -> None:
@@ -58,7 +77,7 @@ def _torch_is_here(torch: Any, options: Options) -> None:
     require_torch(torch)
     from flatout.inject.session import begin
 
-    begin(options, settings)
+    begin(options, settings, ledger=ledger)
 
 
 def require_torch(torch: Any) -> None:
@@ -139,6 +158,8 @@ def _record_arguments(argparse: Any) -> None:
 
     def parse_known_args(parser: Any, *args: Any, **kwargs: Any) -> Any:
         result = parse(parser, *args, **kwargs)
+        if _knobs is not None:
+            _quietly(_knobs.arguments, parser, result[0])
         _quietly(settings.note_arguments, parser, result[0])
         return result
 
@@ -146,25 +167,25 @@ def _record_arguments(argparse: Any) -> None:
 
 
 def _record_yaml(yaml: Any) -> None:
-    load = yaml.load
-
-    def load_and_note(stream: Any, *args: Any, **kwargs: Any) -> Any:
-        result = load(stream, *args, **kwargs)
-        _quietly(settings.note, "yaml", getattr(stream, "name", None), result)
-        return result
-
-    yaml.load = load_and_note
+    _record_loads("yaml", yaml)
 
 
 def _record_json(json: Any) -> None:
-    load = json.load
+    _record_loads("json", json)
+
+
+def _record_loads(source: str, module: Any) -> None:
+    load = module.load
 
     def load_and_note(stream: Any, *args: Any, **kwargs: Any) -> Any:
         result = load(stream, *args, **kwargs)
-        _quietly(settings.note, "json", getattr(stream, "name", None), result)
+        file = getattr(stream, "name", None)
+        if _knobs is not None:
+            _quietly(_knobs.loaded, source, file, result)
+        _quietly(settings.note, source, file, result)
         return result
 
-    json.load = load_and_note
+    module.load = load_and_note
 
 
 def _quietly(function: Callable[..., None], *args: Any) -> None:

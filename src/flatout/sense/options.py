@@ -55,10 +55,10 @@ class Options:
             return None
         data = json.loads(text)
         data |= {"folder": Path(data["folder"]), "command": tuple(data["command"])}
-        if data["trial"] is not None:
+        if data.get("trial") is not None:
             protect = data["trial"]["protect"]
             data["trial"] = Trial(**{**data["trial"], "protect": Path(protect) if protect is not None else None})
-        if data["plan"] is not None:
+        if data.get("plan") is not None:
             from flatout.plan import Change, Plan  # seldom wanted, and every Python of the command comes by here
 
             data["plan"] = Plan(changes=tuple(Change(**change) for change in data["plan"]["changes"]))

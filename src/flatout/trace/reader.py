@@ -57,7 +57,7 @@ def read(folder: Path) -> Trace:
     """The trace in `folder`."""
     if not folder.is_dir():
         raise TraceError(f"no trace at {folder}: there is no such folder")
-    files = sorted(path for path in folder.glob("*.jsonl") if not path.name.startswith("workers-"))
+    files = sorted(path for path in folder.glob("*.jsonl") if not path.name.startswith(("workers-", "proof-")))
     if not files:
         raise TraceError(f"{folder} is not a trace: it holds no .jsonl file")
     ranks: list[RankTrace] = []

@@ -1,0 +1,50 @@
+"""All that is changed in one training process: the families of changes, the imposed seed, the record for a proof."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from flatout.inject.apply.computing import Computing
+from flatout.inject.apply.ledger import Ledger
+from flatout.inject.apply.loading import Loading
+from flatout.inject.apply.seed import impose_seed
+from flatout.inject.proof import Proof
+from flatout.sense.options import Options
+
+
+class Applied:
+    """The plan's changes in this process, the imposed seed, and the record for a proof."""
+
+    def __init__(self, options: Options, ledger: Ledger, rank: int) -> None:
+        self.ledger = ledger
+        trial = options.trial
+        self._proof = Proof() if trial is not None and trial.fingerprints else None
+        self._computing = Computing(ledger, self._proof.inputs if self._proof is not None else None)
+        try:
+            if trial is not None and trial.seed is not None:
+                impose_seed(trial.seed + rank)
+            if ledger.changes or self._proof is not None:
+                self._computing.install()
+                Loading(ledger, self._computing.device).install()
+            if self._proof is not None:
+                self._proof.install()
+        except Exception as problem:
+            print(f"flatout: the plan is not applied ({type(problem).__name__}: {problem})", file=sys.stderr)
+
+    def step_ended(self) -> None:
+        """A training step is over."""
+        self._computing.step_ended()
+        if self._proof is not None:
+            self._proof.step_ended()
+
+    def facts(self) -> dict[str, Any]:
+        """What became of each change."""
+        return {"changes": self.ledger.entries(), "compile_s": self._computing.compile_s or None}
+
+    def finish(self, path: Path) -> None:
+        """The run is over: say what was not made, and write the proof."""
+        self._computing.finish()
+        if self._proof is not None:
+            self._proof.write(path)

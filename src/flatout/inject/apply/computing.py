@@ -1,0 +1,323 @@
+"""Changes to what is computed: the optimizer's kernels at its construction, the rest around a root module's calls.
+
+Autocast is entered anew for each call of a root, never for the process: cached casts of weights would go stale. What
+comes out is float32 again, as it was, so that the script's loss is computed as before.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from flatout.inject.apply.ledger import Ledger
+from flatout.inject.apply.root_calls import Call, RootCalls
+from flatout.sense.hooks import caller
+from flatout.sense.roots import Alive
+
+_AT_ROOTS = ("precision", "channels_last", "compile", "cudnn_benchmark")
+_HAVE_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+_compile = torch.compile  # before anything times it: a root's call is timed as such
+Seen = Callable[[tuple[Any, ...], dict[str, Any]], None]
+
+
+class Computing:
+    """The plan's changes to model and optimizer; `seen` is told what reaches a root module (for a proof)."""
+
+    def __init__(self, ledger: Ledger, seen: Seen | None = None) -> None:
+        self._ledger = ledger
+        self._seen = seen
+        self._optimizers = Alive()
+        self._roots = RootCalls(self._around)
+        self._scaler: LossScale | None = None
+        self._frozen = False
+        self.compile_s = 0.0  # the first calls of what we compiled
+
+    def install(self) -> None:
+        """Put the patches in place that the plan needs."""
+        wanted = self._ledger.wanted
+        if wanted("fused_optimizer"):
+            for kind in _HAVE_FUSED:
+                self._build_fused(kind)
+        self._note_optimizers()
+        if any(wanted(name) for name in _AT_ROOTS) or self._seen is not None:
+            self._roots.install()
+
+    def device(self) -> torch.device | None:
+        """Where the parameters are that an optimizer trains; None where that is in several places, or nowhere yet."""
+        places = {
+            p.device for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]
+        }
+        return places.pop() if len(places) == 1 else None
+
+    def finish(self) -> None:
+        """The run is over: what has had no occasion says why."""
+        if self._frozen:
+            gc.unfreeze()
+        for name in filter(self._ledger.wanted, _AT_ROOTS):
+            self._ledger.refused(name, self._roots.why_none())
+
+    # -- the optimizer ----------------------------------------------------------------------------------------------
+
+    def _note_optimizers(self) -> None:
+        optimizer_class: Any = torch.optim.Optimizer
+        init = optimizer_class.__init__
+
+        @functools.wraps(init)
+        def build(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            init(optimizer, *args, **kwargs)
+            self._optimizers.put(optimizer)
+            if self._ledger.wanted("fused_optimizer") and not isinstance(optimizer, _HAVE_FUSED):
+                self._ledger.refused("fused_optimizer", f"{type(optimizer).__name__} has no fused form in torch")
+
+        optimizer_class.__init__ = build
+
+    def _build_fused(self, kind: Any) -> None:
+        init = kind.__init__
+        signature = inspect.signature(init)
+
+        @functools.wraps(init)
+        def build(optimizer: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+            params = list(params)  # to be gone through twice, should the first time fail
+            given = signature.bind_partial(optimizer, params, *args, **kwargs).arguments
+            if given.get("fused") is None and given.get("foreach") is None and not given.get("differentiable"):
+                try:
+                    init(optimizer, params, *args, **{**kwargs, "fused": True})
+                except Exception as problem:  # sparse or integer parameters, a device without it
+                    self._ledger.refused("fused_optimizer", str(problem))
+                else:
+                    self._ledger.made("fused_optimizer", f"{kind.__name__}(…, fused=True)", caller())
+                    return
+            elif not given.get("fused"):
+                self._ledger.refused("fused_optimizer", "the script chooses another way of stepping itself")
+            init(optimizer, params, *args, **kwargs)
+
+        kind.__init__ = build
+
+    def step_ended(self) -> None:
+        """A training step is over: what lives now lives long."""
+        if not self._frozen and self._ledger.wanted("gc_freeze"):
+            self._frozen = True
+            if self._ledger.attempt("gc_freeze", _collect_and_freeze) is not None:
+                self._ledger.made("gc_freeze", "what lived after the first step is left out of garbage collections")
+
+    # -- around a root module ---------------------------------------------------------------------------------------
+
+    def _around(self, module: Any, call: Call) -> Call:
+        """How a root is to be called: each change in turn, the proof's look at the inputs outermost."""
+        where = caller()
+        for name, make in (
+            ("cudnn_benchmark", self._benchmark),
+            ("compile", self._compiled),  # innermost: the compiler is to see nothing of ours
+            ("channels_last", self._channels_last),
+            ("precision", self._precise),
+        ):
+            if self._ledger.wanted(name):
+                changed = self._ledger.attempt(name, make, module, call, where)
+                call = changed if changed is not None else call
+        return call if self._seen is None else self._looked_at(module, call)
+
+    def _looked_at(self, module: Any, call: Call) -> Call:
+        seen = self._seen
+        assert seen is not None
+
+        def look_and_call(*args: Any, **kwargs: Any) -> Any:
+            if module.training and torch.is_grad_enabled():
+                seen(args, kwargs)
+            return call(*args, **kwargs)
+
+        return look_and_call
+
+    def _benchmark(self, module: Any, call: Call, where: str | None) -> Call:
+        if not torch.cuda.is_available():
+            self._ledger.refused("cudnn_benchmark", "there is no GPU")
+        elif torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic:
+            self._ledger.refused("cudnn_benchmark", "the script asks for deterministic algorithms")
+        else:
+            torch.backends.cudnn.benchmark = True
+            self._ledger.made("cudnn_benchmark", "torch.backends.cudnn.benchmark = True", where)
+        return call
+
+    def _channels_last(self, module: Any, call: Call, where: str | None) -> Call:
+        if not any(p.dim() == 4 for p in module.parameters()):
+            self._ledger.refused("channels_last", "the model has no convolutions over pictures")
+            return call
+        module.to(memory_format=torch.channels_last)
+        for optimizer in self._optimizers:  # a state loaded before the first step has to lie as its parameter does
+            for state in optimizer.state.values():
+                for key, value in state.items():
+                    state[key] = _laid_out(value)
+        self._ledger.made(
+            "channels_last", "model.to(memory_format=torch.channels_last), and 4-d inputs likewise", where
+        )
+
+        def call_laid_out(*args: Any, **kwargs: Any) -> Any:
+            return call(*map(_laid_out, args), **{name: _laid_out(value) for name, value in kwargs.items()})
+
+        return call_laid_out
+
+    def _compiled(self, module: Any, call: Call, where: str | None) -> Call:
+        change = self._ledger.wanted("compile")
+        assert change is not None
+        if hasattr(module, "_orig_mod") or call != module._call_impl:
+            self._ledger.refused("compile", "the script compiles the model itself")
+            return call
+        compiled = _compile(_visible(module, call), mode=None if change.value == "default" else change.value)
+        self._ledger.made("compile", f"model.compile(mode={change.value!r})", where)
+        went_well = False
+
+        def call_compiled(*args: Any, **kwargs: Any) -> Any:
+            nonlocal compiled, went_well
+            start_s = time.perf_counter()
+            try:
+                result = compiled(*args, **kwargs)
+            except Exception as problem:
+                if went_well or not type(problem).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                    raise
+                self._ledger.failed("compile", problem)
+                compiled, went_well = call, True
+                return call(*args, **kwargs)
+            if not went_well:
+                self.compile_s += time.perf_counter() - start_s
+                went_well = True
+            return result
+
+        return call_compiled
+
+    def _precise(self, module: Any, call: Call, where: str | None) -> Call:
+        change = self._ledger.wanted("precision")
+        assert change is not None
+        parameters = list(module.parameters())
+        device = parameters[0].device.type
+        if change.value == "tf32":
+            _allow_tf32()
+            self._ledger.made("precision", "TF32 for matrix products and convolutions", where)
+            return call
+        dtype = torch.bfloat16 if change.value == "bf16" else torch.float16
+        why_not = _why_no_autocast(parameters, device, dtype)
+        if why_not:
+            self._ledger.refused("precision", why_not)
+            return call
+        if dtype == torch.float16:
+            self._scaler = self._scaler or LossScale()
+            self._scaler.guard(parameters, self._optimizers)
+        self._ledger.made("precision", f"each call of the model under torch.autocast({device!r}, {dtype})", where)
+
+        def call_in_autocast(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(device, dtype=dtype):
+                result = call(*args, **kwargs)
+            return tree_map_only(torch.Tensor, functools.partial(_as_float, dtype), result)
+
+        return call_in_autocast
+
+
+def _visible(module: Any, call: Call) -> Call:
+    """A call the compiler will look into: of torch's own files it does so only from a frame outside them."""
+    from torch._dynamo import external_utils, trace_rules
+
+    return external_utils.wrap_inline(call) if trace_rules.check(module.forward) else call
+
+
+def _collect_and_freeze() -> bool:
+    gc.collect()
+    gc.freeze()
+    return True
+
+
+def _laid_out(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.dim() == 4:
+        return value.contiguous(memory_format=torch.channels_last)
+    return value
+
+
+def _as_float(dtype: torch.dtype, tensor: Any) -> Any:
+    return tensor.float() if tensor.dtype == dtype else tensor
+
+
+def _allow_tf32() -> None:
+    """Through the interface the script has used: the old one cannot even be read after the new one was touched."""
+    matmul: Any = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
+    try:
+        matmul.allow_tf32, cudnn.allow_tf32  # noqa: B018
+    except RuntimeError:
+        matmul.fp32_precision = cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32"
+    else:
+        matmul.allow_tf32 = cudnn.allow_tf32 = True
+
+
+def _why_no_autocast(parameters: list[Any], device: str, dtype: torch.dtype) -> str:
+    if torch.is_autocast_enabled(device):
+        return "the script runs the model under autocast itself"
+    if any(p.dtype != torch.float32 for p in parameters if p.is_floating_point()):
+        return "the model's parameters are not float32"
+    if dtype == torch.float16 and device != "cuda":
+        return "float16 is for GPUs; a CPU has bfloat16"
+    if device == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return "this card has no bfloat16: float16 is what it has"
+    return ""
+
+
+class LossScale:
+    """What a GradScaler does, from outside: losses are scaled before `backward`, gradients unscaled as they arrive.
+
+    So every gradient the script sees (to clip, to log) has its true size. A step whose gradients are not finite is
+    skipped, and the scale halved; after many good ones it is doubled.
+    """
+
+    FIRST, GROW_AFTER = 2.0**16, 2000
+
+    def __init__(self) -> None:
+        self.scale = self.FIRST
+        self._good = 0
+        self._scaling = False
+        self._guarded = Alive()
+        backward = torch.autograd.backward
+
+        @functools.wraps(backward)
+        def backward_scaled(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(tensors, torch.Tensor) or tensors.numel() != 1 or grad_tensors is not None:
+                return backward(tensors, grad_tensors, *args, **kwargs)
+            self._scaling = True
+            try:
+                return backward(tensors * self.scale, None, *args, **kwargs)
+            finally:
+                self._scaling = False
+
+        torch.autograd.backward = backward_scaled
+
+    def guard(self, parameters: list[Any], optimizers: Alive) -> None:
+        """Unscale what arrives at these parameters, and look at gradients before an optimizer uses them."""
+        for parameter in parameters:
+            if parameter.requires_grad and self._guarded.get(parameter) is None:
+                self._guarded.put(parameter, True)
+                parameter.register_hook(self._unscaled)
+        for optimizer in optimizers:
+            if self._guarded.get(optimizer) is None:
+                self._guarded.put(optimizer, True)
+                optimizer.step = self._guarded_step(optimizer, optimizer.step)
+
+    def _unscaled(self, gradient: Any) -> Any:
+        return gradient / self.scale if self._scaling else gradient  # a power of two: exact
+
+    def _guarded_step(self, optimizer: Any, step: Any) -> Any:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+        @functools.wraps(step)
+        def step_if_finite(*args: Any, **kwargs: Any) -> Any:
+            norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
+            if norms and not torch.stack(norms).isfinite().all():
+                self.scale, self._good = self.scale / 2, 0
+                return None
+            self._good += 1
+            if self._good % self.GROW_AFTER == 0:
+                self.scale *= 2
+            return step(*args, **kwargs)
+
+        return step_if_finite

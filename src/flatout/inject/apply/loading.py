@@ -1,0 +1,346 @@
+"""Changes to the script's DataLoaders: their arguments at construction, and what feeds them when a pass begins.
+
+    DataLoader.__init__ ── num_workers, prefetch_factor, pin_memory, persistent_workers
+    DataLoader._get_iterator ── loader: ours instead of stock's ── device_prefetch: one batch ahead, its copy under way
+    a worker's main loop ── worker_threads
+
+All of it sits on the classes, so that earlier imports, subclasses and isinstance keep working.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.data.dataloader as stock
+from torch.utils.data._utils import worker as stock_worker
+
+from flatout.changes import STRICT
+from flatout.feed import DataLoader as OurLoader
+from flatout.feed import Options as FeedOptions
+from flatout.feed import iterator_for, randomness
+from flatout.feed.iterator import _is_pure
+from flatout.feed.nursery import limit_threads
+from flatout.inject.apply.ledger import Ledger
+from flatout.inject.ceiling import tensors_in
+from flatout.sense.hooks import caller
+from flatout.sense.roots import Alive
+
+_Loader: Any = stock.DataLoader
+_ARGUMENTS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+
+
+class Loading:
+    """The plan's changes to loaders. `device` says where the model is trained (None: not known yet)."""
+
+    def __init__(self, ledger: Ledger, device: Callable[[], torch.device | None]) -> None:
+        self._ledger = ledger
+        self._device = device
+        self._built = Alive()  # the loaders, and where each was made
+
+    def install(self) -> None:
+        """Put the patches in place that the plan needs."""
+        wanted = self._ledger.wanted
+        if any(wanted(name) for name in _ARGUMENTS) or wanted("loader") or wanted("device_prefetch"):
+            self._construction()
+        if wanted("loader") or wanted("device_prefetch"):
+            self._passes()
+        if wanted("device_prefetch"):
+            _answer_with_copies()
+        if wanted("worker_threads"):
+            self._worker_threads()
+
+    # -- at construction --------------------------------------------------------------------------------------------
+
+    def _construction(self) -> None:
+        init = _Loader.__init__
+        signature = inspect.signature(init)
+
+        @functools.wraps(init)
+        def build(loader: Any, *args: Any, **kwargs: Any) -> None:
+            where = caller()
+            self._built.put(loader, where)
+            try:
+                bound = signature.bind(loader, *args, **kwargs)
+            except TypeError:
+                init(loader, *args, **kwargs)  # raises: a mistake of the script's
+                return
+            changed = {} if isinstance(loader, OurLoader) else self._changed(bound)
+            if changed:
+                given = {name: value for name, value in bound.arguments.items() if name != "self"}
+                try:
+                    init(loader, **{**given, **changed})
+                except Exception as problem:  # stock will not have it
+                    for name in changed:
+                        self._ledger.refused(name, str(problem))
+                else:
+                    for name in filter(self._ledger.wanted, changed):
+                        self._ledger.made(name, f"DataLoader(…, {name}={changed[name]!r})", where)
+                    return
+            init(loader, *args, **kwargs)
+
+        _Loader.__init__ = build
+
+    def _changed(self, bound: inspect.BoundArguments) -> dict[str, Any]:
+        """The arguments that are to be others, with those that have to follow."""
+        given: dict[str, Any] = {
+            "num_workers": 0,
+            "prefetch_factor": None,
+            "pin_memory": False,
+            "persistent_workers": False,
+        }
+        given |= bound.arguments
+        changed: dict[str, Any] = {}
+        for name in _ARGUMENTS:
+            change = self._ledger.wanted(name)
+            if change is None:
+                continue
+            why_not = _why_not(name, given["dataset"], changed.get("num_workers", given["num_workers"]))
+            if why_not or given[name] == change.value:
+                self._ledger.refused(name, why_not or f"it is {change.value!r} already")
+            else:
+                changed[name] = change.value
+        if changed.get("num_workers") == 0:
+            changed |= {"prefetch_factor": None, "persistent_workers": False, "timeout": 0}
+        return changed
+
+    # -- when a pass begins -----------------------------------------------------------------------------------------
+
+    def _passes(self) -> None:
+        build = _Loader._get_iterator
+
+        @functools.wraps(build)
+        def get_iterator(loader: Any) -> Any:
+            device = None
+            if self._ledger.wanted("device_prefetch"):
+                device = self._ledger.attempt("device_prefetch", self._prefetch_to, loader)
+            iterator = self._ours(loader, page_locked=device is not None) if self._ledger.wanted("loader") else None
+            if iterator is None:
+                loader.pin_memory = loader.pin_memory or device is not None
+                iterator = build(loader)
+            if device is None or not self._workers_behind(iterator):
+                return iterator
+            fail = functools.partial(self._ledger.failed, "device_prefetch")
+            ahead = self._ledger.attempt("device_prefetch", _Ahead, iterator, device, fail)
+            if ahead is not None:
+                self._ledger.made(
+                    "device_prefetch", f"batches are copied to {device} one step ahead", self._built.get(loader)
+                )
+            return ahead if ahead is not None else iterator
+
+        _Loader._get_iterator = get_iterator
+
+    def _ours(self, loader: Any, *, page_locked: bool) -> Any:
+        """Our iterator, or None. What has been drawn in vain is put back."""
+        before = randomness.capture()
+        try:
+            iterator, why_not = self._elastic(loader, page_locked=page_locked)
+        except Exception as problem:
+            randomness.restore(before)
+            self._ledger.failed("loader", problem)
+            return None
+        if iterator is None:
+            self._ledger.refused("loader", why_not)
+        else:
+            self._ledger.made("loader", "batches come from flatout's own workers", self._built.get(loader))
+        return iterator
+
+    def _elastic(self, loader: Any, *, page_locked: bool) -> tuple[Any, str]:
+        change = self._ledger.wanted("loader")
+        strict = change is not None and change.value == STRICT
+        if loader.num_workers == 0 and strict:
+            return None, "num_workers=0: workers of any kind could change what random samples draw"
+        if loader.num_workers == 0 and _holds_card_memory(loader.dataset):
+            return None, "the dataset holds tensors on the GPU, which no worker may touch"
+        options = FeedOptions(
+            workers="auto" if loader.num_workers == 0 else None,
+            rng="stock" if strict else "position",
+            page_locked=True if page_locked else None,
+        )
+        return iterator_for(loader, options)
+
+    def _prefetch_to(self, loader: Any) -> torch.device | None:
+        """Where this pass's batches should go ahead of time; None where that is not for us to do."""
+        device = self._device()
+        if device is None or device.type != "cuda":
+            self._ledger.refused("device_prefetch", "the model is not trained on a GPU")
+        elif not torch.is_grad_enabled():
+            self._ledger.refused("device_prefetch", "no training loader was seen")
+        elif not _is_pure(loader):
+            self._ledger.refused("device_prefetch", "the sampler is the script's own: asking it early could be noticed")
+        else:
+            return device
+        return None
+
+    def _workers_behind(self, iterator: Any) -> bool:
+        """Whether asking for the next batch early draws nothing in this process."""
+        if isinstance(iterator, stock._SingleProcessDataLoaderIter):
+            self._ledger.refused("device_prefetch", "samples are loaded in the training process itself")
+            return False
+        return True
+
+    # -- in the workers ---------------------------------------------------------------------------------------------
+
+    def _worker_threads(self) -> None:
+        change = self._ledger.wanted("worker_threads")
+        assert change is not None
+        main = stock_worker._worker_loop
+
+        @functools.wraps(main)
+        def with_few_threads(*args: Any, **kwargs: Any) -> Any:
+            self._ledger.attempt("worker_threads", limit_threads, change.value)
+            return main(*args, **kwargs)
+
+        stock_worker._worker_loop = with_few_threads
+        self._ledger.made("worker_threads", f"{change.value} threads for BLAS, OpenMP and OpenCV in each worker")
+
+
+def _why_not(name: str, dataset: Any, workers: int) -> str:
+    if isinstance(dataset, torch.utils.data.IterableDataset) and name == "num_workers":
+        return "the dataset is an IterableDataset: the number of workers decides what is in the data"
+    if name in ("prefetch_factor", "persistent_workers") and workers == 0:
+        return "num_workers=0: there are no workers"
+    if name == "pin_memory" and not torch.cuda.is_available():
+        return "there is no GPU to copy to"
+    return ""
+
+
+def _holds_card_memory(thing: Any, depth: int = 3) -> bool:
+    """Whether a dataset keeps tensors on a card, as far as a look into its attributes can tell."""
+    if isinstance(thing, torch.Tensor):
+        return thing.is_cuda
+    if depth == 0:
+        return False
+    inner = thing if isinstance(thing, list | tuple) else getattr(thing, "__dict__", thing)
+    values = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list | tuple) else ()
+    return any(_holds_card_memory(value, depth - 1) for value in list(values)[:64])
+
+
+# --- copies ahead of time ---------------------------------------------------------------------------------------------
+
+
+class _Copies:
+    """Device copies on their way, by the host tensor the script holds. Each is given out once.
+
+    The script keeps its host batch, so whatever it does with it on the CPU goes on working; when it asks for that very
+    tensor on that very device, unchanged, the copy made meanwhile is the answer.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[weakref.ref[Any], int, Any, Any]] = {}
+
+    def put(self, host: Any, copy: Any, done: Any) -> None:
+        """A copy is under way."""
+        key = id(host)
+        self._made[key] = (weakref.ref(host, lambda _: self._made.pop(key, None)), host._version, copy, done)
+
+    def take(self, host: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The copy of `host` where it is asked for, and the current stream waits for it; else `host` itself."""
+        entry: Any = self._made.get(id(host))
+        if entry is None or entry[0]() is not host:
+            return host
+        version, copy, done = entry[1:]
+        if version != host._version or _target(args, kwargs) != copy.device:
+            return host
+        del self._made[id(host)]
+        current = torch.cuda.current_stream(copy.device)
+        current.wait_event(done)
+        copy.record_stream(current)
+        return copy
+
+    def __bool__(self) -> bool:
+        return bool(self._made)
+
+
+_copies = _Copies()
+
+
+def _answer_with_copies() -> None:
+    """Have `.to` and `.cuda` give the copy that is there already."""
+    for name in ("to", "cuda"):
+        original = getattr(torch.Tensor, name)
+
+        @functools.wraps(original)
+        def move(tensor: Any, *args: Any, _original: Any = original, _name: str = name, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling() and _copies and not tensor.is_cuda:
+                asked = args if _name == "to" else (*args, "cuda")[:1]
+                tensor = _copies.take(tensor, asked, kwargs)
+            return _original(tensor, *args, **kwargs)
+
+        setattr(torch.Tensor, name, move)
+
+
+def _target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+    """The device that `.to(*args, **kwargs)` names."""
+    target: Any = kwargs.get("device", args[0] if args else None)
+    if isinstance(target, torch.Tensor):
+        return target.device
+    if not isinstance(target, str | int | torch.device):
+        return None
+    named: Any = torch.device("cuda", target) if isinstance(target, int) else torch.device(target)
+    return torch.device("cuda", torch.cuda.current_device()) if named == torch.device("cuda") else named
+
+
+class _Ahead(stock._BaseDataLoaderIter):
+    """A loader's iterator that fetches one batch ahead and starts its copy to the GPU on a stream of its own."""
+
+    def __init__(self, inner: Any, device: torch.device, fail: Callable[[Exception], None]) -> None:
+        # Not stock's own: that would draw random numbers.
+        self._inner = inner
+        self._to = device
+        self._fail = fail
+        self._side = torch.cuda.Stream(device)
+        self._num_yielded = 0
+        self._next: Any = None
+        self._copying: deque[tuple[Any, Any]] = deque()  # host batches that must stay until their copy is over
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_inner"], name)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self._next = None
+        self._num_yielded = 0
+        self._inner._reset(loader, first_iter)
+
+    def _next_data(self) -> Any:
+        batch = self._next if self._next is not None else self._fetch()
+        self._next = None
+        if isinstance(batch, Exception):
+            raise batch
+        self._next = self._fetch()
+        return batch
+
+    def _fetch(self) -> Any:
+        """The next batch, its copy begun; or the exception that comes instead, for its turn."""
+        try:
+            batch = _stock_next(self._inner)
+        except Exception as problem:  # the end, or the script's own: raised when it is its turn
+            return problem
+        try:
+            self._copy(batch)
+        except Exception as problem:  # out of memory, say: then the script copies for itself
+            self._fail(problem)
+        return batch
+
+    def _copy(self, batch: Any) -> None:
+        while self._copying and self._copying[0][1].query():
+            self._copying.popleft()
+        done = torch.cuda.Event()
+        with torch.cuda.stream(self._side):
+            hosts = [tensor for tensor in tensors_in(batch) if tensor.device.type == "cpu"]
+            copies = [host.to(self._to, non_blocking=True) for host in hosts]
+            done.record(self._side)
+        for host, copy in zip(hosts, copies, strict=True):
+            _copies.put(host, copy, done)
+        self._copying.append((batch, done))
+
+
+_stock_next = stock._BaseDataLoaderIter.__next__  # before anything times it: the fetch is timed from the outside

@@ -1,0 +1,26 @@
+"""A seed for a script that sets none, so that two trials of it are two runs of the same training."""
+
+from __future__ import annotations
+
+import functools
+import random
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def impose_seed(seed: int) -> None:
+    """Seed torch, numpy and `random` before the script's first line; one that seeds later has the last word."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    numpy_random: Any = np.random
+    new_generator, made = numpy_random.default_rng, count()
+
+    @functools.wraps(new_generator)
+    def default_rng(given: Any = None) -> Any:
+        return new_generator(given if given is not None else [seed, next(made)])
+
+    numpy_random.default_rng = default_rng

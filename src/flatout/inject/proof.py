@@ -1,0 +1,126 @@
+"""What reached the model, step by step: the run of a proof, which is not timed.
+
+    loaders ── the indices of each training batch     roots ── a checksum of each tensor, made where it is
+    backward ── the loss                              ──► proof-<rank>.jsonl, a line a step, when the run ends
+
+A checksum is a sum over all 8-byte words, each times an odd number that depends on its place, modulo 2^64: integers,
+so it comes out the same on any device and in any order of adding, and says so when two words change places.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.data.dataloader as stock
+
+from flatout.inject.ceiling import tensors_in
+
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+_MASK = (1 << 64) - 1
+
+
+class Proof:
+    """Collects what the steps are made of; nothing is read from the device before the end."""
+
+    def __init__(self) -> None:
+        self._steps: list[dict[str, Any]] = []
+        self._open = _step()
+
+    def install(self) -> None:
+        """Watch loaders and losses (root modules tell `inputs` themselves)."""
+        loader_class: Any = stock.DataLoader
+        iterator_class: Any = stock._BaseDataLoaderIter
+        index_sampler = loader_class._index_sampler.fget
+        fetch, backward = iterator_class.__next__, torch.autograd.backward
+
+        @functools.wraps(fetch)
+        def fetch_and_note(iterator: Any) -> Any:
+            batch = fetch(iterator)
+            if torch.is_grad_enabled():
+                asked = iterator._index_sampler
+                self._open["indices"].append(
+                    asked.taken.popleft() if isinstance(asked, _Asked) and asked.taken else None
+                )
+            return batch
+
+        @functools.wraps(backward)
+        def backward_and_note(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
+            if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+                self._open["losses"].append(loss.detach().double().clone())
+            return backward(tensors, *args, **kwargs)
+
+        loader_class._index_sampler = property(lambda loader: _Asked(index_sampler(loader)))
+        iterator_class.__next__ = fetch_and_note
+        torch.autograd.backward = backward_and_note
+
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """These reach a root module in training."""
+        self._open["inputs"] += [checksum(tensor) for tensor in tensors_in([args, kwargs])]
+
+    def step_ended(self) -> None:
+        """A training step is over."""
+        self._steps.append(self._open)
+        self._open = _step()
+
+    def write(self, path: Path) -> None:
+        """Bring it all to the host, into a file."""
+        with path.open("w", encoding="utf-8") as file:
+            for number, step in enumerate(self._steps):
+                losses = [float(loss) for loss in step["losses"]]
+                line = {
+                    "step": number,
+                    "inputs": [f"{int(value) & _MASK:016x}" for value in step["inputs"]],
+                    "indices": step["indices"],
+                    "loss": sum(losses) / len(losses) if losses else None,
+                }
+                file.write(json.dumps(line, default=str) + "\n")
+
+
+def checksum(tensor: Any) -> Any:
+    """A tensor's checksum, as a number on its own device. Layout does not count; shape and type do."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    short = -data.numel() % 8
+    words = torch.cat([data, data.new_zeros(short)]).view(torch.int64) if short else data.view(torch.int64)
+    places = torch.arange(1, words.numel() + 1, dtype=torch.int64, device=words.device)
+    kind = sum((at + 2) * size for at, size in enumerate(tensor.shape)) * 31 + tensor.element_size()
+    return (words * (places * _ODD | 1)).sum() + kind
+
+
+def _step() -> dict[str, Any]:
+    return {"inputs": [], "indices": [], "losses": []}
+
+
+class _Asked:
+    """A sampler that remembers what it was asked for in the present pass."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self.taken: deque[Any] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        taken = self.taken = deque()
+        for indices in self._sampler:
+            taken.append(_plain(indices))
+            yield indices
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_sampler"], name)
+
+
+def _plain(indices: Any) -> Any:
+    """Indices as JSON can hold them."""
+    if isinstance(indices, torch.Tensor):
+        return indices.tolist()
+    if isinstance(indices, list | tuple):
+        return [_plain(index) for index in indices]
+    return int(indices) if hasattr(indices, "__index__") else indices
