@@ -7,13 +7,13 @@ that is not finite counts as not measured, an empty tuple as measured ("no throt
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import numbers
 import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, TypeVar, Union
 
 from flatout.trace.sketch import Sketch
@@ -361,30 +361,36 @@ def _shortened(value: float) -> float | None:
 
 def from_json(kind: Callable[..., R], data: dict[str, Any]) -> R:
     """A record of class `kind` from what `to_json` gave; keys it does not know are ignored."""
-    known = _field_types(kind)
-    return kind(**{name: _revive(known[name], item) for name, item in data.items() if name in known})
+    revivers = _revivers(kind)
+    values = {}
+    for name, item in data.items():
+        if name in revivers:
+            revive = revivers[name]
+            values[name] = item if revive is None or item is None else revive(item)
+    return kind(**values)
 
 
-@cache
-def _field_types(kind: Callable[..., Any]) -> dict[str, Any]:
+@functools.cache
+def _revivers(kind: Callable[..., Any]) -> dict[str, Callable[[Any], Any] | None]:
+    """What makes each field of a class out of JSON; None where JSON has it already. Worked out once a class."""
     hints = typing.get_type_hints(kind)
-    return {f.name: _without_none(hints[f.name]) for f in dataclasses.fields(typing.cast("type[Any]", kind))}
+    return {f.name: _reviver(hints[f.name]) for f in dataclasses.fields(typing.cast("type[Any]", kind))}
 
 
-def _without_none(hint: Any) -> Any:
-    if typing.get_origin(hint) in (Union, types.UnionType):
-        return next(arm for arm in typing.get_args(hint) if arm is not type(None))
-    return hint
-
-
-def _revive(hint: Any, data: Any) -> Any:
-    if data is None or hint in (int, float, str, bool, Any):
-        return data
-    if hint is Sketch:
-        return Sketch.from_json(data)
-    if dataclasses.is_dataclass(hint):
-        return from_json(typing.cast("type[Any]", hint), data)
+def _reviver(hint: Any) -> Callable[[Any], Any] | None:
     arms = typing.get_args(hint)
-    if typing.get_origin(hint) is tuple:
-        return tuple(_revive(arms[0], item) for item in data)
-    return {key: _revive(arms[1], item) for key, item in data.items()}
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return _reviver(next(arm for arm in arms if arm is not type(None)))
+    if hint in (int, float, str, bool, Any):
+        return None
+    if hint is Sketch:
+        return Sketch.from_json
+    if dataclasses.is_dataclass(hint):
+        return functools.partial(from_json, typing.cast("type[Any]", hint))
+    whole = tuple if typing.get_origin(hint) is tuple else dict
+    inner = _reviver(arms[0] if whole is tuple else arms[1])
+    if inner is None:
+        return whole
+    if whole is tuple:
+        return lambda items: tuple([inner(item) for item in items])
+    return lambda items: {key: inner(item) for key, item in items.items()}
