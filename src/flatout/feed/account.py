@@ -13,7 +13,6 @@ __all__ = ["Account", "BadSample", "BadSampleError", "name_of", "out_of_memory_k
 
 # Attributes under which datasets keep their files, as people call them.
 _PATH_LISTS = ("samples", "imgs", "paths", "files", "image_paths", "filenames", "image_files", "items")
-TINY_BATCH_S = 300e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,27 +47,20 @@ class Account:
     redone: int = 0
     drew: bool = False
     bad: list[BadSample] = field(default_factory=list)
-    slowest_s: float = 0.0
     cpu_s: float = 0.0  # of the workers
     parent_s: float = 0.0  # what handing over takes the training process, waiting apart
 
     def made(self, done: Done) -> None:
         """A worker has made a batch, or a part of one."""
         self.parts += 1
-        self.cpu_s += done.timing.cpu_s
+        self.cpu_s += done.cpu_s
         self.drew |= bool(done.drew)
-        self.slowest_s = max(self.slowest_s, done.timing.slowest_s)
 
-    def served(self, waited_s: float, parent_s: float) -> None:
-        """The consumer has got one."""
-        self.batches += 1
+    def served(self, batches: int, waited_s: float, parent_s: float) -> None:
+        """The consumer has got some."""
+        self.batches += batches
         self.waited_s += waited_s
         self.parent_s += parent_s
-
-    @property
-    def tiny(self) -> bool:
-        """Whether making a batch is seen to cost hardly more than handing it over."""
-        return self.batches >= 8 and self.cpu_s < max(TINY_BATCH_S * self.batches, 6 * self.parent_s)
 
 
 def name_of(dataset: Any, index: Any) -> str | None:

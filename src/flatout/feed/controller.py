@@ -3,6 +3,7 @@
     consumer waits, workers all busy ──► more workers, as long as each step brings more batches a second
     consumer waits, workers not busy ──► more batches ahead (uneven samples), else leave it
     consumer never waits             ──► fewer workers, down to the fewest that keep up
+    consumer waits, batches are tiny ──► none: making one takes less time than handing it over
 
 Every step is checked against the rate before it and taken back when it brought nothing; what was found out is
 remembered, so the numbers settle. No clock in here: an `Observation` says how long its window was.
@@ -13,47 +14,62 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["Controller", "Decision", "Observation"]
+__all__ = ["Controller", "Observation"]
 
 STARVED, FED = 0.05, 0.02  # share of the window that the consumer waited
 BUSY = 0.75
 WORTH_IT = 1.025  # a step up has to bring this much
 KEEPS_UP = 0.85  # how busy workers may be where the consumer is the limit
 REMEMBER = 40  # windows after which a limit found is tried again
+WINDOW_S, GLANCE_S = 1.0, 0.05  # how long to look; and where the differences are large
+TINY_S = 2e-3  # batches that take longer are never made in the training process
+CALLS_WORKERS_BACK = 1.1  # how much quicker they have to promise to be
+_QUICKER = "batches take less time to make than to hand over"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Observation:
     """One window of a running loader."""
 
-    seconds: float
-    batches: int
-    waited_s: float
-    workers: int
-    busy_s: float  # summed over workers
-    cpu_s: float
+    seconds: float = 0.0
+    batches: int = 0
+    waited_s: float = 0.0  # by the consumer, for workers, or while a batch is made in its own process
+    parent_s: float = 0.0  # what handing over took the consumer beside that
+    workers: int = 0
+    busy_s: float = 0.0  # summed over workers
+    cpu_s: float = 0.0
     run_delay_s: float = 0.0  # ready to run, but no core was free
-    cores: float  # that this loader may use
+    cores: float = 1.0  # that this loader may use
     memory_kills: int = 0
 
+    @property
+    def rate(self) -> float:
+        return self.batches / self.seconds
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    workers: int
-    depth: float  # batches under way a worker
-    why: str
+    @property
+    def work_s(self) -> float:
+        """What the workers would have taken, each with a core to itself."""
+        return max(self.busy_s - self.run_delay_s, self.cpu_s)
 
 
 class Controller:
-    """Decides from one observation to the next. `workers` and `depth` are what it wants now."""
+    """Decides from one observation to the next. `workers` and `depth` (batches under way a worker) are what it wants.
 
-    def __init__(self, workers: int, *, cores: float, most_workers: int = 128) -> None:
+    No workers at all (`may_do_without`) means that batches are made in the training process.
+    """
+
+    def __init__(self, workers: int, *, cores: float, most_workers: int = 128, may_do_without: bool = False) -> None:
         self._most = max(1, most_workers)
         self.workers = min(workers, self._ceiling(cores, 1.0))
         self.depth = 2.0
         self.why = "as declared" if self.workers == workers else f"{workers} declared, {cores:g} cores to use"
+        self.may_do_without = may_do_without
+        self.window_s = GLANCE_S if may_do_without else WINDOW_S
         self._rates: dict[int, float] = {}
         self._tried_from: int | None = None  # the count before a step whose effect is not known yet
+        self._hand_over_s = 0.0  # a batch, when workers were last given up
+        self._crew = 1  # how many they were
+        self._of_no_use = False  # they were called back in vain
         self._too_many: int | None = None
         self._too_few = 0
         self._calm = 0
@@ -61,29 +77,70 @@ class Controller:
         self._age = 0
         self._kills = 0
 
-    def observe(self, seen: Observation) -> Decision:
-        """Take in one window; what to do now."""
+    def observe(self, seen: Observation) -> None:
+        """Take in one window, and decide."""
         self._count_kills(seen)
         if self._warming or seen.workers != self.workers:
             self._warming = False  # the window in which a change took place says nothing
-            return self._now()
+            return
         self._forget_sometimes()
-        on_their_own = max(seen.busy_s - seen.run_delay_s, seen.cpu_s)  # what they would take, each with a core
-        ceiling = self._ceiling(seen.cores, seen.cpu_s / on_their_own if on_their_own else 1.0)
-        if self.workers > ceiling:
-            return self._go(ceiling, f"{seen.cores:g} cores to use")
-        waits = seen.waited_s / seen.seconds
-        if waits > STARVED:
-            return self._starved(seen, ceiling)
-        self._tried_from = None
-        if waits < FED:
-            return self._fed(seen)
-        self._calm = 0
-        return self._now()
+        if self.workers == 0:
+            self._without(seen)
+        elif not self._better_without(seen):
+            self._with(seen)
 
-    def _starved(self, seen: Observation, ceiling: int) -> Decision:
+    # --- without workers, or with some --------------------------------------------------------------------------------
+
+    def _better_without(self, seen: Observation) -> bool:
+        """Whether doing without workers is tried now, or there is no more to learn from this window."""
+        called_back, self._tried_from = self._tried_from == 0, self._tried_from or None
+        glance, self.window_s = self.window_s < WINDOW_S, WINDOW_S
+        if called_back and seen.rate < self._rates[0]:
+            self._of_no_use = True
+            self._go(0, _QUICKER)
+            return True
+        tiny = seen.work_s < TINY_S * seen.batches and seen.waited_s > STARVED * seen.seconds
+        if self.may_do_without and tiny and not called_back and self._tried_from is None:
+            self._rates[self.workers], self._hand_over_s = seen.rate, seen.parent_s / seen.batches
+            self._tried_from = self._crew = self.workers
+            self.window_s = GLANCE_S
+            self._go(0, _QUICKER)
+            return True
+        return glance
+
+    def _without(self, seen: Observation) -> None:
+        """No workers: were they quicker, or would they be by now?"""
+        tried_from, self._tried_from = self._tried_from, None
+        self.window_s = WINDOW_S
+        self._rates[0] = seen.rate
+        step_s = (seen.seconds - seen.waited_s) / seen.batches  # what the consumer does between batches
+        with_workers_s = max(1 / self._rates[self._crew], step_s + self._hand_over_s)
+        if tried_from and seen.rate < self._rates[tried_from]:
+            self.may_do_without = False
+            self._go(tried_from, f"{tried_from} workers bring more than the training process by itself")
+        elif with_workers_s * CALLS_WORKERS_BACK < seen.seconds / seen.batches and not self._of_no_use:
+            self._tried_from = 0
+            self._go(self._crew, "the consumer has become slow enough for workers to be of use")
+
+    def _with(self, seen: Observation) -> None:
+        ceiling = self._ceiling(seen.cores, seen.cpu_s / seen.work_s if seen.work_s else 1.0)
+        waits = seen.waited_s / seen.seconds
+        if self.workers > ceiling:
+            self._go(ceiling, f"{seen.cores:g} cores to use")
+        elif waits > STARVED:
+            self._starved(seen, ceiling)
+        else:
+            self._tried_from = None
+            if waits < FED:
+                self._fed(seen)
+            else:
+                self._calm = 0
+
+    # --- more or fewer of them ----------------------------------------------------------------------------------------
+
+    def _starved(self, seen: Observation, ceiling: int) -> None:
         self._calm = 0
-        rate = seen.batches / seen.seconds
+        rate = seen.rate
         self._rates[self.workers] = rate
         tried_from, self._tried_from = self._tried_from, None
         if tried_from is not None and tried_from < self.workers:
@@ -103,27 +160,27 @@ class Controller:
         if seen.busy_s < BUSY * seen.seconds * self.workers:
             if self.depth < 4:
                 self.depth = min(4.0, self.depth * 1.5)
-                return self._now(f"batches take unevenly long: {self.depth:g} ahead a worker")
-            return self._now("the consumer waits, but not for workers")
+                return self._say(f"batches take unevenly long: {self.depth:g} ahead a worker")
+            return self._say("the consumer waits, but not for workers")
         limit = min(ceiling, (self._too_many or self._most + 1) - 1)
         wanted = min(limit, max(self.workers + 1, int(self.workers * 1.5)))
         if wanted > self.workers:
             self._tried_from = self.workers
             return self._go(wanted, "every worker is busy and the consumer waits")
         if self.workers == ceiling:
-            return self._now(f"all {seen.cores:g} cores are in use")
-        return self._now(f"more than {self.workers} workers bring nothing")
+            return self._say(f"all {seen.cores:g} cores are in use")
+        return self._say(f"more than {self.workers} workers bring nothing")
 
-    def _fed(self, seen: Observation) -> Decision:
+    def _fed(self, seen: Observation) -> None:
         needed = max(1, math.ceil(seen.busy_s / seen.seconds / KEEPS_UP), self._too_few + 1)
         self._calm = self._calm + 1 if needed < self.workers else 0
         if self._calm >= 2:
             self._calm = 0
-            self._rates[self.workers] = seen.batches / seen.seconds
+            self._rates[self.workers] = seen.rate
             self._tried_from = self.workers
             # Halfway: how busy the others get with one gone is a guess.
             return self._go((self.workers + needed) // 2, "fewer workers keep up")
-        return self._now(f"{self.workers} workers keep up")
+        return self._say(f"{self.workers} workers keep up")
 
     def _count_kills(self, seen: Observation) -> None:
         self._kills += seen.memory_kills
@@ -139,13 +196,12 @@ class Controller:
     def _forget_sometimes(self) -> None:
         self._age += 1
         if self._age % REMEMBER == 0:
-            self._too_many, self._too_few = None, 0
+            self._too_many, self._too_few, self._of_no_use = None, 0, False
 
-    def _go(self, workers: int, why: str) -> Decision:
+    def _go(self, workers: int, why: str) -> None:
         self._warming = workers != self.workers
         self.workers = workers
-        return self._now(why)
+        self._say(why)
 
-    def _now(self, why: str | None = None) -> Decision:
-        self.why = why or self.why
-        return Decision(self.workers, self.depth, self.why)
+    def _say(self, why: str) -> None:
+        self.why = why

@@ -136,18 +136,20 @@ class Crew:
     def listen(self, timeout_s: float) -> list[tuple[Hand, Any, list[int]]]:
         """What workers said; a message of None is a worker's death. Waits for the first for `timeout_s`."""
         heard: list[tuple[Hand, Any, list[int]]] = []
-        for descriptor, _ in self._poll.poll(timeout_s * 1000):
-            hand = self._hands[descriptor]
-            try:
-                while True:
+        ready = self._poll.poll(timeout_s * 1000)
+        while ready:  # asking again costs a fifth of reading from a wire that has nothing more
+            for descriptor, _ in ready:
+                hand = self._hands[descriptor]
+                try:
                     fields, fds = wire.receive(hand.wire, wait=False)
                     hand.answered = True
                     heard.append((hand, named(fields), fds))
-            except BlockingIOError:
-                pass
-            except (EOFError, OSError):
-                heard.append((hand, None, []))
-                self._part_with(hand)
+                except BlockingIOError:
+                    pass
+                except (EOFError, OSError):
+                    heard.append((hand, None, []))
+                    self._part_with(hand)
+            ready = self._poll.poll(0)
         return heard
 
     def dismiss(self, hand: Hand) -> None:

@@ -82,7 +82,7 @@ class Faults:
             self._lethal.add(index)
             part.leave_out |= {row}
         else:
-            part.problem = bad
+            part.fail(bad)
 
     def _cause(self, hand: Hand) -> str:
         return f"stood still for over {self._hang_timeout:g} s" if hand.hung else self._crew.cause_of_death(hand)

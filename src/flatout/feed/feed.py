@@ -21,6 +21,7 @@ from flatout.feed import packing
 from flatout.feed.account import Account
 from flatout.feed.crew import Assignment, Crew, Hand
 from flatout.feed.faults import Faults
+from flatout.feed.here import Here
 from flatout.feed.messages import Birth, Cancel, Done, Ended, Failed, Recipe, Task
 from flatout.feed.numbered import Post, Posts
 from flatout.feed.randomness import CHUNK, Key
@@ -31,6 +32,8 @@ from flatout.feed.tuning import Tuning
 __all__ = ["Epoch", "Feed"]
 
 WORTH_CUTTING_S, PIECE_S = 0.03, 0.01  # a batch that takes a worker less is not divided; how long a piece should take
+STALL_S = 0.01  # of waiting, after which a worker may be stuck and others should help
+AT_ONCE = 16  # batches taken in hand together when they are made in this process
 SPARE_SLOTS = 4
 RESERVE_BYTES = 1 << 30
 
@@ -52,15 +55,25 @@ class Feed:
     """Workers, slots and the table of one loader, kept from epoch to epoch."""
 
     def __init__(
-        self, recipe: Recipe, context: Any, budget: Budget, *, workers: int, page_locked: bool, hang_timeout: float
+        self,
+        recipe: Recipe,
+        context: Any,
+        budget: Budget,
+        *,
+        workers: int,
+        may_do_without: bool,
+        page_locked: bool,
+        hang_timeout: float,
     ) -> None:
         self.recipe = recipe
         self.crew = Crew(recipe, context)
         self.slots = Slots(budget.memory_available_bytes // 8, page_locked=page_locked)
         self.posts = Posts(recipe)
         self.account = Account()
+        self.made: deque[Any] = deque()  # in this process, and not asked for yet
         self.pid = os.getpid()
-        self._tuning = Tuning(workers, budget)
+        self._tuning = Tuning(workers, budget, may_do_without=may_do_without and not recipe.streams)
+        self._here: Here | None = None
         self._faults = Faults(recipe, self.crew, self.account, hang_timeout)
         self._epoch: Epoch | None = None
         self._table: deque[Batch] = deque()
@@ -120,6 +133,7 @@ class Feed:
             self._drop(batch)
         self._table.clear()
         self._waiting.clear()
+        self.made.clear()
         self._epoch = None
 
     def ship_again(self) -> None:
@@ -169,28 +183,63 @@ class Feed:
         began = time.monotonic()
         waited = 0.0
         self.slots.collect()
-        self._hear(0)
+        if self.crew:
+            self._hear(0)
         batch = self._finished()
         while batch is None:
-            self._fill()
-            if not self._table:
-                return None
-            if timeout_s and waited >= timeout_s:
-                raise RuntimeError(f"DataLoader timed out after {timeout_s:g} seconds")
-            self._steal()
+            if self._waiting or not self._table:
+                self._fill()
+                if not self._table:
+                    return None
             asked = time.monotonic()
-            self._hear(min(1.0, timeout_s - waited) if timeout_s else 1.0)
-            waited += time.monotonic() - asked
-            self._faults.end_hung(began)
+            if not self.crew and not self._tuning.workers:
+                self._make_here()
+            else:
+                self._hear(min(STALL_S if waited < STALL_S else 1.0, timeout_s - waited if timeout_s else 1.0))
+            now = time.monotonic()
+            waited += now - asked
             batch = self._finished()
-        self._table.remove(batch)
-        self._release_slot(batch)
-        if self._tuning.served(waited, sum(not hand.retiring for hand in self.crew)):
+            if batch is None and timeout_s and waited >= timeout_s:
+                raise RuntimeError(f"DataLoader timed out after {timeout_s:g} seconds")
+            if batch is None and waited >= STALL_S:
+                self._faults.end_hung(began)
+                self._steal()
+        self._take(batch)
+        now = time.monotonic()
+        self._served(1 + len(self.made), waited, now - began - waited, now)
+        return batch
+
+    def _served(self, batches: int, waited: float, parent_s: float, now: float) -> None:
+        self.account.served(batches, waited, parent_s)
+        window_over = self._tuning.served(batches, waited, parent_s, now)
+        if window_over and self._tuning.decide(sum(not hand.retiring for hand in self.crew)):
             self._scale()
             self.crew.forget(self.slots.trim(keep=SPARE_SLOTS))
-        self._fill()
-        self.account.served(waited, time.monotonic() - began - waited)
-        return batch
+
+    def _take(self, batch: Batch) -> None:
+        """Hand a finished batch out of the table, and have another begun in its place."""
+        if batch is self._table[0]:
+            self._table.popleft()
+        else:
+            self._table.remove(batch)
+        self._release_slot(batch)
+        if self.crew:
+            self._fill()
+
+    def _make_here(self) -> None:
+        """No workers are wanted, and none is left: make the next batches in this process."""
+        assert self._epoch is not None
+        if self._here is None:
+            self._here = Here(self.recipe, drew=self.account.drew)
+        unmade = [batch for batch in self._table if not batch.finished]
+        for batch in unmade:
+            if len(batch.parts) > 1:  # was to be divided
+                self._make_whole(batch)
+        self._here.make(unmade, self._epoch.key)
+        # Those behind the first one wait where the iterator finds them at once, unless there is something to say.
+        while len(self._table) > 1 and self._table[1].finished and self._table[1].parts[0].clean:
+            self.made.append(self._table[1].parts[0].data)
+            del self._table[1]
 
     def _finished(self) -> Batch | None:
         assert self._epoch is not None
@@ -221,7 +270,7 @@ class Feed:
             self._cut(batch)
             self._table.append(batch)
             self._waiting.extend(batch.parts)
-        for _ in range(len(self._waiting)):
+        while self._waiting:
             part = self._waiting.popleft()
             if part.batch.dropped or part.finished:
                 continue
@@ -232,6 +281,8 @@ class Feed:
 
     def _depth(self) -> int:
         """Batches under way: enough for every worker, and a reserve for a consumer that comes in bursts."""
+        if not self._tuning.workers:
+            return AT_ONCE
         pieces = len(self._table[-1].parts) if self._table else 1
         reserve = min(8, RESERVE_BYTES // max(1, self.slots.size))
         return max(3, reserve, round(self._tuning.depth * self._tuning.workers / pieces) + 1)
@@ -302,11 +353,13 @@ class Feed:
     # --- taking in --------------------------------------------------------------------------------------------------
 
     def _hear(self, timeout_s: float) -> None:
-        for hand, message, fds in self.crew.listen(timeout_s):
+        heard = self.crew.listen(timeout_s)
+        if any(message is not None for _, message, _ in heard):
+            self._faults.answered()
+        for hand, message, fds in heard:
             if message is None:
                 self._on_end_of_wire(hand)
                 continue
-            self._faults.answered()
             assignment = hand.tasks.pop(message.ticket)
             part = assignment.part
             if self.posts:
@@ -316,7 +369,7 @@ class Feed:
             if isinstance(message, Done):
                 fds = self._on_done(assignment, message, fds) if wanted else fds
             elif wanted and isinstance(message, Failed):
-                part.problem = message.error
+                part.fail(message.error)
             elif wanted and isinstance(message, Ended):
                 self._on_stream_end(self.posts[hand.post])
             elif wanted and not part.given:  # a cancelled part that turns out to be wanted
@@ -342,23 +395,24 @@ class Feed:
             self._remake_whole(batch)
             return fds
         if fds:
-            part.memory, fds = packing.map_file(fds[0]), fds[1:]
-        elif slot is not None and in_parts:
-            if batch.memory is None:
-                batch.memory = self.slots.lease(slot)
-            part.memory = batch.memory
-        elif slot is not None:
-            part.memory = self.slots.lease(slot)
-        part.done = done
-        self._tuning.worked(done.timing)
+            memory, fds = packing.map_file(fds[0]), fds[1:]
+        elif slot is None:
+            memory = packing.empty()
+        elif in_parts and batch.memory is not None:
+            memory = batch.memory
+        else:
+            memory = self.slots.lease(slot)
+            batch.memory = memory if in_parts else None
+        part.packed, part.bad, part.finished = (done.skeleton, done.spans, memory), done.bad, True
+        self._tuning.worked(done)
         self.account.made(done)
         self._learn(done, in_parts=in_parts)
         return fds
 
     def _learn(self, done: Done, *, in_parts: bool) -> None:
         """How long a row takes, how large a slot has to be, and where in it the rows lie."""
-        rows = done.timing.rows
-        row_s = done.timing.wall_s / max(1, rows)
+        rows = done.rows
+        row_s = done.wall_s / max(1, rows)
         self._row_s = 0.9 * self._row_s + 0.1 * row_s if self._row_s else row_s
         if in_parts:
             return
@@ -371,10 +425,13 @@ class Feed:
     def _remake_whole(self, batch: Batch) -> None:
         """Parts that do not go together: let one worker make the batch, as stock would."""
         self._call_off(batch)
+        self._make_whole(batch)
+        self._waiting.appendleft(batch.parts[0])
+
+    def _make_whole(self, batch: Batch) -> None:
         batch.release()
         self._release_slot(batch)
         cut(batch, 1)
-        self._waiting.appendleft(batch.parts[0])
 
     def _on_stream_end(self, post: Post) -> None:
         post.active = False

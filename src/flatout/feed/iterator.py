@@ -51,6 +51,7 @@ class FeedIterator(_BaseDataLoaderIter):
     def __init__(self, loader: StockLoader[Any], feed: Feed, resume: dict[str, Any] | None = None) -> None:
         super().__init__(loader)
         self._feed = feed
+        self._made = feed.made
         self._seed = int(self._base_seed)
         self._prefetch_factor = loader.prefetch_factor or 2
         self._in_order = getattr(loader, "in_order", True)
@@ -109,6 +110,14 @@ class FeedIterator(_BaseDataLoaderIter):
         return [new._replace(**old) if old else new for new, old in zip(fresh, resume["workers"], strict=True)]
 
     def _next_data(self) -> Any:
+        if self._made:
+            self.position.yielded += 1
+            data = self._made.popleft()
+        else:
+            data = self._next_batch()
+        return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
+
+    def _next_batch(self) -> Any:
         while True:
             batch = self._feed.next(self._timeout)
             if batch is None:
@@ -116,16 +125,20 @@ class FeedIterator(_BaseDataLoaderIter):
                 raise StopIteration
             self._step(batch)
             problem = batch.problem()
-            if isinstance(problem, ExceptionWrapper):
-                problem.reraise()
-            if isinstance(problem, BadSample):
-                raise BadSampleError(problem)
-            empty = self._note_bad(batch)
-            data = None if empty else batch.open()
-            batch.release()
-            if empty:
-                continue  # every sample of it is bad
-            return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
+            if problem is not None:
+                self._raise(problem)
+            if not self._note_bad(batch):  # else every sample of it is bad
+                data = batch.open()
+                batch.release()
+                return data
+
+    def _raise(self, problem: ExceptionWrapper | BadSample | Exception) -> None:
+        if isinstance(problem, ExceptionWrapper):
+            problem.reraise()
+        elif isinstance(problem, BadSample):
+            raise BadSampleError(problem)
+        else:
+            raise problem
 
     def _step(self, batch: Batch) -> None:
         self.position.yielded += 1
@@ -137,9 +150,8 @@ class FeedIterator(_BaseDataLoaderIter):
         """Count samples that were left out; whether none is left."""
         left_out = 0
         for part in batch.parts:
-            assert part.done is not None
-            left_out += len(part.done.bad) + len(part.leave_out)
-            for row, why in part.done.bad:
+            left_out += len(part.bad) + len(part.leave_out)
+            for row, why in part.bad:
                 index = part.indices[row]
                 name = name_of(self._feed.recipe.dataset, index)
                 self._feed.account.bad.append(BadSample(index=index, name=name, why=why))

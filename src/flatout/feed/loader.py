@@ -13,7 +13,6 @@ import torch
 from torch import multiprocessing
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, _DatasetKind
 from torch.utils.data.dataloader import DataLoader as StockLoader
-from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from flatout import budget
 from flatout.feed import randomness
@@ -112,13 +111,7 @@ class DataLoader(StockLoader[T_co]):
     def _stock_iterator(self, reason: str, resume: dict[str, Any] | None) -> Any:
         if resume is not None:
             raise RuntimeError(f"this loader cannot resume in mid-epoch: {reason}")
-        if reason is not _TINY:
-            return super()._get_iterator()
-        declared, self.num_workers = self.num_workers, 0
-        try:
-            return _SingleProcessDataLoaderIter(self)
-        finally:
-            self.num_workers = declared
+        return super()._get_iterator()
 
     def state_dict(self, *, behind: int = 0) -> dict[str, Any]:
         """Where the present pass is; `behind` batches were fetched but not used yet."""
@@ -158,7 +151,6 @@ class DataLoader(StockLoader[T_co]):
 # --- building a feed from any stock loader ----------------------------------------------------------------------------
 
 _kept: weakref.WeakKeyDictionary[StockLoader[Any], _Kept] = weakref.WeakKeyDictionary()
-_TINY = "a batch takes less time to make than to hand over: loading in the training process"
 
 
 @dataclass(slots=True)
@@ -178,9 +170,7 @@ def iterator_for(
     reason = _why_not(loader, options)
     if reason:
         return None, reason
-    workers = loader.num_workers
-    if options.workers is not None:
-        workers = _workers_to_start_with(loader.dataset) if options.workers == "auto" else options.workers
+    kept = _kept.get(loader)
     recipe = Recipe(
         dataset=loader.dataset,
         collate_fn=loader.collate_fn,
@@ -189,13 +179,10 @@ def iterator_for(
         drop_last=loader.drop_last,
         worker_init_fn=loader.worker_init_fn,
         batch_size=loader.batch_size,
-        declared=loader.num_workers or workers,
+        declared=loader.num_workers or (kept.feed.recipe.declared if kept else _workers(loader, options)),
         streams=_numbered(loader, options),
         skip_bad=options.on_bad_sample == "skip",
     )
-    kept = _kept.get(loader)
-    if kept is not None and _is_tiny(kept.feed, options):
-        return None, _TINY
     page_locked = _page_locked(loader, options)
     lone = kept is not None and kept.user is not None and _in_use(kept.user())
     if lone or kept is None or kept.feed.closed or not kept.feed.serves(recipe, page_locked=page_locked):
@@ -203,7 +190,8 @@ def iterator_for(
             recipe,
             loader.multiprocessing_context,
             budget.measure(),
-            workers=workers,
+            workers=_workers(loader, options),
+            may_do_without=options.workers == "auto" and _may_do_without(loader),
             page_locked=page_locked,
             hang_timeout=options.hang_timeout,
         )
@@ -224,6 +212,12 @@ def iterator_for(
     iterator = FeedIterator(loader, kept.feed, resume)
     kept.user = weakref.ref(iterator)
     return iterator, ""
+
+
+def _workers(loader: StockLoader[Any], options: Options) -> int:
+    if options.workers is None:
+        return loader.num_workers
+    return _workers_to_start_with(loader.dataset) if options.workers == "auto" else options.workers
 
 
 def _workers_to_start_with(dataset: Any) -> int:
@@ -268,6 +262,7 @@ def _in_use(iterator: FeedIterator | None) -> bool:
     return iterator is not None and not iterator.position.finished
 
 
-def _is_tiny(feed: Feed, options: Options) -> bool:
-    account = feed.account
-    return options.workers == "auto" and not feed.posts and not account.drew and account.tiny
+def _may_do_without(loader: StockLoader[Any]) -> bool:
+    """Whether the training process may touch the dataset: workers stay as they are, and later ones can be started."""
+    context = loader.multiprocessing_context or multiprocessing
+    return not loader.persistent_workers and context.get_start_method() == "fork"

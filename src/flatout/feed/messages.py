@@ -28,7 +28,6 @@ __all__ = [
     "Recipe",
     "Skipped",
     "Task",
-    "Timing",
     "named",
     "plain",
 ]
@@ -90,16 +89,9 @@ class Cancel(NamedTuple):
     ticket: int
 
 
-class Timing(NamedTuple):
-    rows: int
-    wall_s: float
-    cpu_s: float
-    run_delay_s: float
-    slowest_s: float
-    slowest_row: int
-
-
 class Done(NamedTuple):
+    """A batch, or a part of one: what to unpack it from, what there is to learn from it, and what making it took."""
+
     ticket: int
     skeleton: bytes
     spans: list[Span]
@@ -109,7 +101,10 @@ class Done(NamedTuple):
     misfit: bool
     bad: list[tuple[int, str]]
     drew: bool | None  # None: did not look this time
-    timing: Timing
+    rows: int
+    wall_s: float
+    cpu_s: float
+    run_delay_s: float
     random_state: dict[str, Any] | None = None
     data_state: Any = None
     checksum: int = 0
@@ -140,12 +135,9 @@ _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
 def plain(message: Message) -> tuple[Any, ...]:
     """A message as an ordinary tuple: its pickle is made and read three times as fast."""
-    if isinstance(message, Done):
-        message = message._replace(timing=tuple(message.timing))  # type: ignore[arg-type]
     return (_NUMBERS[type(message)], *message)
 
 
 def named(fields: tuple[Any, ...]) -> Any:
     """The message again."""
-    message = _KINDS[fields[0]]._make(fields[1:])
-    return message._replace(timing=Timing._make(message.timing)) if fields[0] == _NUMBERS[Done] else message
+    return _KINDS[fields[0]](*fields[1:])

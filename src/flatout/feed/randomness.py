@@ -7,15 +7,30 @@ worker, is here too, with the means to take a stream from a dead worker to its s
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.random.mtrand import get_bit_generator
 from torch.utils.data._utils.worker import _generate_state
 
-__all__ = ["CHUNK", "Key", "capture", "generators_in", "restore", "same", "seed_chunk", "seed_stream"]
+__all__ = [
+    "CHUNK",
+    "Key",
+    "capture",
+    "generators_in",
+    "put_back",
+    "restore",
+    "same",
+    "seed_chunk",
+    "seed_stream",
+    "snapshot",
+    "untouched",
+]
 
 CHUNK = 16
 Key = tuple[int, int]  # the loader's base seed, the epoch
@@ -66,19 +81,47 @@ def _numpy_state() -> tuple[Any, ...]:
 
 
 def snapshot() -> tuple[Any, ...]:
-    """The generators' states in the form that is quickest to compare with `same`."""
-    return torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+    """The generators' states in the form that is quickest to take, to compare and to put back."""
+    return torch.default_generator.get_state(), random.getstate(), _numpy_words()
 
 
 def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     """Whether nothing was drawn between two snapshots."""
-    numpy_one, numpy_other = one[2], other[2]
-    return (
-        torch.equal(one[0], other[0])
-        and one[1] == other[1]
-        and numpy_one[2:] == numpy_other[2:]
-        and np.array_equal(numpy_one[1], numpy_other[1])
-    )
+    return torch.equal(one[0], other[0]) and one[1:] == other[1:]
+
+
+def put_back(taken: tuple[Any, ...]) -> None:
+    """Go back to a snapshot, if nothing but draws happened since."""
+    torch.default_generator.set_state(taken[0])
+    random.setstate(taken[1])
+    generator = get_bit_generator()
+    if isinstance(taken[2], bytes):
+        ctypes.memmove(generator.ctypes.state_address, taken[2], _MT19937_BYTES)
+    else:
+        generator.state = taken[2]
+
+
+@contextlib.contextmanager
+def untouched() -> Iterator[None]:
+    """Leave the generators after the block as they were before it, seeded or drawn from meanwhile."""
+    before = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])
+
+
+_MT19937_BYTES = 625 * 4  # its 624 words and the place among them
+
+
+def _numpy_words() -> Any:
+    """The words of numpy's generator, where it is the usual one: `get_state` takes a hundred times as long."""
+    generator = get_bit_generator()
+    if type(generator) is np.random.MT19937:
+        return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    return generator.state
 
 
 def generators_in(dataset: object) -> list[Any]:

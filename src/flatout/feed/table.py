@@ -18,7 +18,7 @@ from torch._utils import ExceptionWrapper
 from flatout.feed import packing
 from flatout.feed.account import BadSample
 from flatout.feed.messages import Birth, Done
-from flatout.feed.packing import Bytes
+from flatout.feed.packing import Bytes, Span
 from flatout.feed.randomness import CHUNK
 from flatout.feed.slots import Slot
 
@@ -33,14 +33,25 @@ class Part:
     first_row: int
     indices: Any
     leave_out: frozenset[int] = frozenset()
-    done: Done | None = None
-    memory: Bytes | None = None
-    problem: ExceptionWrapper | BadSample | None = None
+    finished: bool = False
+    bad: Sequence[tuple[int, str]] = ()
+    data: Any = None  # of a part made in this process
+    packed: tuple[bytes, Sequence[Span], Bytes] | None = None  # of one that travelled
+    problem: ExceptionWrapper | BadSample | Exception | None = None
     given: int = 0  # to how many workers it is given right now
 
     @property
-    def finished(self) -> bool:
-        return self.done is not None or self.problem is not None
+    def clean(self) -> bool:
+        """Whether it is just data, made in this process: nothing left out, nothing to raise."""
+        return self.packed is None and self.problem is None and not self.bad and not self.leave_out
+
+    def fail(self, problem: ExceptionWrapper | BadSample | Exception) -> None:
+        """There will be no data, only something to raise."""
+        self.finished, self.problem = True, problem
+
+    def open(self) -> Any:
+        """The rows as the user gets them."""
+        return self.data if self.packed is None else packing.unpack(*self.packed)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,21 +72,22 @@ class Batch:
     def finished(self) -> bool:
         return all(part.finished for part in self.parts)
 
-    def problem(self) -> ExceptionWrapper | BadSample | None:
+    def problem(self) -> ExceptionWrapper | BadSample | Exception | None:
         """What went wrong in the earliest rows, if anything did."""
         return next((part.problem for part in self.parts if part.problem is not None), None)
 
     def open(self) -> Any:
         """The finished batch as the user gets it."""
         if len(self.parts) == 1:
-            return _open(self.parts[0])
-        return packing.join([_open(part) for part in self.parts], _NOTHING if self.memory is None else self.memory)
+            return self.parts[0].open()
+        memory = packing.empty() if self.memory is None else self.memory
+        return packing.join([part.open() for part in self.parts], memory)
 
     def release(self) -> None:
         """Let go of the memory: batch and parts refer to each other, and a slot must not wait for that to be found."""
         self.memory = None
         for part in self.parts:
-            part.memory = part.done = None
+            part.data = part.packed = part.problem = None
 
 
 @dataclass(slots=True)
@@ -101,12 +113,3 @@ def cut(batch: Batch, pieces: int) -> None:
         return
     step = -(-chunks // pieces) * CHUNK
     batch.parts = [Part(batch, start, batch.indices[start : start + step]) for start in range(0, rows, step)]
-
-
-def _open(part: Part) -> Any:
-    assert part.done is not None
-    memory = part.memory if part.memory is not None else _NOTHING
-    return packing.unpack(part.done.skeleton, part.done.spans, memory)
-
-
-_NOTHING = packing.empty()

@@ -52,18 +52,18 @@ def send(wire: socket.socket, message: object, fds: Sequence[int] = ()) -> None:
 
 def receive(wire: socket.socket, *, wait: bool = True) -> tuple[Any, list[int]]:
     """The next message and its descriptors; `EOFError` once the other side is gone and everything was read."""
-    while True:
-        try:
-            data, ancillary, _, _ = wire.recvmsg(INLINE_BYTES + 1, _ANCILLARY_BYTES, _WAIT if wait else _DO_NOT_WAIT)
-        except ConnectionResetError:
-            continue  # said once, when the other side died with unread messages; its own may still be queued
-        break
+    try:
+        data, ancillary, _, _ = wire.recvmsg(INLINE_BYTES + 1, _ANCILLARY_BYTES, _WAIT if wait else _DO_NOT_WAIT)
+    except ConnectionResetError:  # said once, when the other side died with unread messages; its own may be queued
+        return receive(wire, wait=wait)
     if not data:
         raise EOFError
+    if not ancillary and data[0] == _INLINE[0]:
+        return pickle.loads(memoryview(data)[1:]), []
     fds = array.array("i")
     for _, _, payload in ancillary:
         fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    if data[:1] == _INLINE:
+    if data[0] == _INLINE[0]:
         return pickle.loads(memoryview(data)[1:]), list(fds)
     carrier = fds.pop()
     try:

@@ -35,11 +35,10 @@ from flatout.feed.messages import (
     Recipe,
     Skipped,
     Task,
-    Timing,
     named,
     plain,
 )
-from flatout.feed.rows import LEFT_OUT, NOT_IN_A_ROW, Rows
+from flatout.feed.rows import NOT_IN_A_ROW, Rows, renumbered, worker_info
 
 __all__ = ["main"]
 
@@ -72,12 +71,9 @@ class _Worker:
         self._checksum = 0
         self._drawn_to: tuple[Any, ...] | None = None
         self._init_error: ExceptionWrapper | None = None
-        self._fetcher: Any = None
-        self._rows = Rows(recipe, self._board)
-        self._info = stock_worker.WorkerInfo(
-            id=birth.number, num_workers=recipe.declared, seed=birth.base_seed + birth.number, dataset=recipe.dataset
-        )
-        stock_worker._worker_info = self._info
+        self._fetcher: Any = None  # of an iterable dataset
+        self._rows = Rows(recipe, self._board, self._collate)
+        self._info = stock_worker._worker_info = renumbered(worker_info(recipe), birth.number, birth.base_seed)
         self._arena = packing.Arena(None)
         if stock_collate.default_collate_fn_map[torch.Tensor] is packing._stock_tensor:
             # A custom collate_fn that ends in default_collate stacks into the slot too, and not into /dev/shm.
@@ -96,10 +92,6 @@ class _Worker:
                 randomness.restore(birth.random_state)
             if recipe.iterable:
                 self._open_stream()
-            else:
-                self._fetcher = _DatasetKind.create_fetcher(
-                    _DatasetKind.Map, self._rows, recipe.auto_collation, self._collate, recipe.drop_last
-                )
         except Exception:
             self._init_error = ExceptionWrapper(where=f"in DataLoader worker process {birth.number}")
         if recipe.streams:
@@ -188,7 +180,12 @@ class _Worker:
         memory = self._slots.get(task.slot) if task.slot is not None else None
         self._arena = arena = packing.Arena(memory, task.regions, task.first_row)
         rows = self._rows
-        batch = self._fetcher.fetch(task.indices) if self._recipe.iterable else self._map_style(task)
+        if self._recipe.iterable:
+            batch = self._fetcher.fetch(task.indices)
+        else:
+            if not self._recipe.streams:  # the worker that stock would have asked
+                renumbered(self._info, task.batch % self._recipe.declared, task.key[0])
+            batch = rows.load(task.key, task.batch, task.indices, task.first_row, task.leave_out)
         packed = packing.pack(batch, arena)
         if packed.file is not None:
             fds.append(packed.file)
@@ -199,32 +196,19 @@ class _Worker:
             data_state = _data_state(self._fetcher.dataset_iter, self._recipe.dataset)
             if data_state is None:
                 self._sum_up(packed, memory)
-        count = len(task.indices) if self._recipe.auto_collation else 1
+        wall_s, cpu_s, run_delay_s = watch.read()
         return Done(
             ticket=task.ticket, skeleton=packed.skeleton, spans=packed.spans, in_slot=packed.file is None,
             needs=packed.needs, regions=packed.regions, misfit=arena.misfit or bool(rows.bad), bad=rows.bad, drew=drew,
-            timing=watch.read(count, rows.slowest), random_state=state, data_state=data_state, checksum=self._checksum,
+            rows=len(task.indices) if self._recipe.auto_collation else 1,
+            wall_s=wall_s, cpu_s=cpu_s, run_delay_s=run_delay_s,
+            random_state=state, data_state=data_state, checksum=self._checksum,
         )  # fmt: skip
-
-    def _map_style(self, task: Task) -> Any:
-        """The batch of a map-style dataset, by torch's own fetcher over our rows."""
-        if not self._recipe.streams:
-            number = task.batch % self._recipe.declared  # the worker that stock would have asked
-            object.__setattr__(self._info, "id", number)
-            object.__setattr__(self._info, "seed", task.key[0] + number)
-        self._rows.begin(task)
-        return self._fetcher.fetch(task.indices)
 
     def _collate(self, samples: Any) -> Any:
         """The loader's collate_fn, into the arena where it is torch's own."""
-        self._rows.end()
-        recipe = self._recipe
-        if recipe.skip_bad and recipe.auto_collation:
-            samples = [sample for sample in samples if sample is not LEFT_OUT]
-            if not samples:
-                return None
-        if recipe.collate_fn is not default_collate:
-            return recipe.collate_fn(samples)
+        if self._recipe.collate_fn is not default_collate:
+            return self._recipe.collate_fn(samples)
         return (packing.collate_whole if self._arena.regions is None else packing.collate_parts)(samples, self._arena)
 
     def _state_if_drawn(self) -> tuple[dict[str, Any] | None, bool]:
@@ -247,9 +231,9 @@ class _Watch:
         self._schedstat = schedstat
         self._wall, self._cpu, self._delay = time.perf_counter(), time.thread_time(), self._run_delay_s()
 
-    def read(self, rows: int, slowest: tuple[float, int]) -> Timing:
+    def read(self) -> tuple[float, float, float]:
         wall, cpu = time.perf_counter() - self._wall, time.thread_time() - self._cpu
-        return Timing(rows, wall, cpu, self._run_delay_s() - self._delay, *slowest)
+        return wall, cpu, self._run_delay_s() - self._delay
 
     def _run_delay_s(self) -> float:
         return int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9

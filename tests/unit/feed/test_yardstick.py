@@ -182,17 +182,3 @@ def test_stock_takes_over_where_it_has_to_and_the_log_says_why(caplog: pytest.Lo
         assert same(list(loader), list(Stock(Things(10), 2)))
     assert "num_workers=0" in caplog.text
     assert feed_of(loader) is None
-
-
-def test_a_tiny_dataset_ends_up_in_the_training_process() -> None:
-    loader = DataLoader(TensorDataset(torch.arange(64)), 2, shuffle=True)
-    torch.manual_seed(0)
-    list(loader)
-    assert loader.feed is not None
-    loader.feed.account.cpu_s = 0.0  # as on a machine that nobody else uses
-    second = list(loader)
-    assert type(iter(loader)).__name__ == "_SingleProcessDataLoaderIter"
-    stock = Stock(TensorDataset(torch.arange(64)), 2, shuffle=True, num_workers=1)
-    torch.manual_seed(0)
-    list(stock)
-    assert same(second, list(stock))

@@ -1,0 +1,171 @@
+"""Batches made in the training process: those that workers would have made, and nobody's random numbers touched."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from feed_samples import Drawing, Things, as_list, same
+from torch.utils.data import DataLoader as Stock
+from torch.utils.data import IterableDataset, get_worker_info
+
+from flatout.feed import DataLoader
+from flatout.feed.feed import Feed
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+def feed(loader: DataLoader[Any]) -> Feed:
+    assert loader.feed is not None
+    return loader.feed
+
+
+def one_pass(loader: DataLoader[Any], workers_at: dict[int, int] | None = None) -> list[Any]:
+    """All batches; before each of those numbers the workers become so many. Other code draws in between."""
+    torch.manual_seed(4)
+    found = []
+    for number, batch in enumerate(loader):
+        found.append((batch, torch.rand(()).item(), np.random.rand(), random.random()))
+        if workers_at and number in workers_at:
+            feed(loader).resize(workers_at[number], hold=True)
+    return found
+
+
+def random_state_set() -> None:
+    random.seed(1)
+    np.random.seed(1)
+
+
+class LateDrawing(Things):
+    """Draws from each of three generators, but not before sample 700: nobody has seen it draw by then."""
+
+    def __getitem__(self, index: int) -> Any:
+        drawn = [torch.rand(()).item(), np.random.rand(), random.random()] if index >= 700 else [0.0] * 3
+        return torch.tensor([index, *drawn], dtype=torch.float64)
+
+
+class OwnGenerator(Things):
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.rng = np.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rng.random()
+
+
+class WhoAmI(Things):
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        return info.id, info.num_workers, info.seed
+
+
+@pytest.mark.parametrize("make", [Things, Drawing, LateDrawing, OwnGenerator, WhoAmI], ids=lambda make: make.__name__)
+def test_batches_are_those_of_workers_and_the_main_stream_is_left_alone(make: Callable[[int], Things]) -> None:
+    """GIVEN a pass that goes from workers to none and back, THEN every bit is as with workers throughout."""
+    random_state_set()
+    expected = one_pass(DataLoader(make(1000), 20, num_workers=2))
+    random_state_set()
+    loader = DataLoader(make(1000), 20, num_workers=2)
+    found = one_pass(loader, {2: 0, 30: 2, 36: 0})
+    assert same(found, expected)
+    assert feed(loader).account.parts < len(expected), "workers made all of them"
+    assert feed(loader).workers == 0
+    assert get_worker_info() is None
+
+
+def test_a_later_epoch_without_workers_is_stocks() -> None:
+    torch.manual_seed(3)
+    stock = Stock(Things(100, "nested"), 8, shuffle=True, num_workers=2)
+    expected = [list(stock), list(stock)]
+    torch.manual_seed(3)
+    loader = DataLoader(Things(100, "nested"), 8, shuffle=True, num_workers=2)
+    first = list(loader)
+    feed(loader).resize(0, hold=True)
+    parts = feed(loader).account.parts
+    assert same([first, list(loader)], expected)
+    assert feed(loader).account.parts == parts, "workers made some of it"
+    assert feed(loader).account.batches == 26
+
+
+def without_workers(dataset: Any, batch_size: int, **arguments: Any) -> DataLoader[Any]:
+    """A loader that has got rid of its workers in a first pass."""
+    loader = DataLoader(dataset, batch_size, num_workers=1, **arguments)
+    next(iter(loader))
+    feed(loader).resize(0, hold=True)
+    return loader
+
+
+class Raising(Things):
+    def __getitem__(self, index: int) -> Any:
+        if index in (8, 9, 10, 11, 21):
+            raise OSError("truncated")
+        return index
+
+
+def test_an_exception_is_raised_as_it_is_and_the_pass_goes_on() -> None:
+    loader = without_workers(Raising(24), 4)
+    pass_ = iter(loader)
+    assert [next(pass_).tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(OSError, match=r"^truncated$"):
+        next(pass_)
+    assert next(pass_).tolist() == [12, 13, 14, 15]
+    del pass_, loader
+    gc.collect()
+
+
+def test_samples_that_raise_can_be_skipped() -> None:
+    loader = without_workers(Raising(24), 4, on_bad_sample="skip")
+    feed(loader).account.bad.clear()
+    found = [batch.tolist() for batch in loader]
+    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [12, 13, 14, 15], [16, 17, 18, 19], [20, 22, 23]]
+    assert [bad.index for bad in feed(loader).account.bad] == [8, 9, 10, 11, 21]
+
+
+def test_a_pass_left_half_way_resumes_where_the_loop_was() -> None:
+    """... not where the batches made ahead were."""
+    expected = one_pass(DataLoader(Drawing(90), 3, shuffle=True, num_workers=2))
+    loader = without_workers(Drawing(90), 3, shuffle=True)
+    torch.manual_seed(4)
+    pass_ = iter(loader)
+    for _ in range(4):
+        next(pass_)
+        torch.rand(())
+    state = loader.state_dict()
+    assert state["yielded"] == 4
+    del pass_
+    assert len(list(loader)) == 30, "what was made ahead got into the next pass"
+    other = DataLoader(Drawing(90), 3, shuffle=True, num_workers=1)
+    other.load_state_dict(state)
+    assert same(list(other), [batch for batch, *_ in expected[4:]])
+
+
+def test_batches_of_the_training_process_need_no_shared_memory() -> None:
+    loader = without_workers(Things(8), 4)
+    for images, _ in loader:
+        assert not images.is_shared()
+
+
+def test_only_auto_does_without_workers() -> None:
+    """... and not where workers have a meaning, keep an old dataset, or get theirs by pickle."""
+
+    def may(loader: DataLoader[Any]) -> bool:
+        next(iter(loader))
+        return feed(loader)._tuning._controller.may_do_without
+
+    assert may(DataLoader(Things(8), 4))
+    assert not may(DataLoader(Things(8), 4, num_workers=1))
+    assert not may(DataLoader(Things(8), 4, persistent_workers=True))
+    assert not may(DataLoader(Things(8), 4, rng="stock"))
+    assert not may(DataLoader(Things(8), 4, multiprocessing_context="spawn", collate_fn=as_list))
+    assert not may(DataLoader(Ten(), None))
+
+
+class Ten(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(range(10))
