@@ -19,10 +19,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import psutil
 
+from flatout import sandbox
 from flatout.errors import UsageError
 from flatout.plan import Plan
 from flatout.sense.hardware import PULSE_EVERY_S, Sampler
@@ -68,18 +69,62 @@ def run(
     measured = os.environ.get("FLATOUT") != "off" and _made(options.folder)
     if trial is not None and not measured:
         raise UsageError("a trial has to be recorded: FLATOUT is off, or its folder cannot be written to")
-    environment = {**os.environ, **_injection(options)} if measured else os.environ
-    try:
-        with _output(options) as output:
-            process = subprocess.Popen([program, *command[1:]], env=environment, stdout=output, stderr=output)
-    except OSError as problem:
-        print(f"flatout: cannot start {command[0]}: {problem.strerror}", file=sys.stderr)
-        return _CANNOT_START
+    environment = {**os.environ, **_injection(options)} if measured else dict(os.environ)
+    words = [program, *command[1:]]
+    if trial is not None:
+        return _try(words, options, trial, environment)
+    process = _started(words, env=environment)
+    if isinstance(process, int):
+        return process
     with _watching(process.pid, options if measured else None):
-        code = _wait(process, trial.timeout_s if trial is not None else None)
-    if measured and (max_steps is not None or trial is not None):
+        code = _wait(process)
+    if measured and max_steps is not None:
         _end_what_is_left(options.folder)
     return code if code >= 0 else 128 - code
+
+
+def _try(words: list[str], options: Options, trial: Trial, environment: dict[str, str]) -> int:
+    """Run a command as a trial: in a sandbox, in a session of its own, to its end or its time's."""
+    before = None
+    if trial.seed is not None:
+        environment.setdefault("PYTHONHASHSEED", str(trial.seed % (1 << 32)))
+    if trial.protect is not None:
+        box = sandbox.sandbox_for(words, trial.protect, options.folder)
+        within = sandbox.overlaid(words, box)
+        environment |= sandbox.environment(box, redirected=within is None)
+        if within is None:
+            before = sandbox.look(words, box.keep)
+        words = within or words
+    with (options.folder / OUTPUT).open("wb") as output:
+        process = _started(
+            words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    if isinstance(process, int):
+        return process
+    try:
+        with _watching(process.pid, options):
+            code = _wait(process, trial)
+    finally:
+        _end_what_is_left(options.folder, process)
+    if before is not None and trial.protect is not None:
+        _say_what_was_written(before, sandbox.look(words, box.keep))
+    return code if code >= 0 else 128 - code
+
+
+def _started(words: list[str], **how: Any) -> subprocess.Popen[bytes] | int:
+    try:
+        return subprocess.Popen(words, **how)
+    except OSError as problem:
+        print(f"flatout: cannot start {words[0]}: {problem.strerror}", file=sys.stderr)
+        return _CANNOT_START
+
+
+def _say_what_was_written(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> None:
+    """No overlay could be mounted, and something wrote past the redirection: the person has to know."""
+    changed = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+    if changed:
+        shown = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+        print(f"flatout: a trial has written to your folders: {shown}", file=sys.stderr)
 
 
 def default_folder(command: Sequence[str]) -> Path:
@@ -138,30 +183,27 @@ def _injection(options: Options) -> dict[str, str]:
     }
 
 
-@contextmanager
-def _output(options: Options) -> Iterator[IO[bytes] | None]:
-    """Where the command's output goes: to the terminal, and of a trial into a file beside the recording."""
-    if options.trial is None:
-        yield None
-        return
-    with (options.folder / OUTPUT).open("wb") as file:
-        yield file
+def _wait(process: subprocess.Popen[bytes], trial: Trial | None = None) -> int:
+    """Wait for the command. Signals meant for it go on to it; Ctrl-C in a terminal reaches it without us.
 
-
-def _wait(process: subprocess.Popen[bytes], timeout_s: float | None = None) -> int:
-    """Wait for the command. Signals meant for it go on to it; Ctrl-C in a terminal reaches it without us."""
-    end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    A trial is ours to end: what would end us ends it, and its time may be over.
+    """
+    left_s = trial.timeout_s if trial is not None else None
     if threading.current_thread() is not threading.main_thread():
         try:
-            return process.wait(timeout_s)
+            return process.wait(left_s)
         except subprocess.TimeoutExpired:
             return TIMED_OUT
+    end_s = math.inf if left_s is None else time.monotonic() + left_s
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
     try:
         while process.poll() is None:
             sent = signal.sigtimedwait({*_PASSED_ON, signal.SIGCHLD}, min(1.0, max(0.0, end_s - time.monotonic())))
-            if sent is not None and sent.si_signo in _PASSED_ON and _for_us_alone(sent):
-                process.send_signal(sent.si_signo)
+            if sent is not None and sent.si_signo in _PASSED_ON:
+                if trial is not None:
+                    raise KeyboardInterrupt
+                if _for_us_alone(sent):
+                    process.send_signal(sent.si_signo)
             if time.monotonic() >= end_s:
                 return TIMED_OUT
     finally:
@@ -220,14 +262,19 @@ def _watch(pid: int, options: Options, stop: threading.Event) -> None:
         print(f"flatout: the hardware is not watched ({problem})", file=sys.stderr)
 
 
-def _end_what_is_left(folder: Path) -> None:
-    """End what a trial has left running: processes that still carry our variable for this folder."""
-    ours = [process for process in psutil.process_iter() if process.pid != os.getpid() and _belongs(process, folder)]
+def _end_what_is_left(folder: Path, root: subprocess.Popen[bytes] | None = None) -> None:
+    """End what a trial has left running: its tree, and processes that still carry our variable for this folder."""
+    ours = {process for process in psutil.process_iter() if process.pid != os.getpid() and _belongs(process, folder)}
+    if root is not None and root.poll() is None:
+        tree = psutil.Process(root.pid)
+        ours |= {tree, *tree.children(recursive=True)}
     for process in ours:
         _quietly(process.terminate)
     _, alive = psutil.wait_procs(ours, timeout=_END_WITHIN_S)
     for process in alive:
         _quietly(process.kill)
+    if root is not None:
+        root.wait()
 
 
 def _belongs(process: psutil.Process, folder: Path) -> bool:

@@ -37,12 +37,31 @@ def start() -> None:
     try:
         options = Options.from_environment(os.environ)
         if _finder is None and options is not None:
+            _redirect()
             if options.plan is not None:
                 _turn_knobs(options.plan)
             watch_imports()
             when_imported("torch", lambda torch: _torch_is_here(torch, options))
     except Exception as problem:
         _say_no(problem)
+
+
+def _redirect() -> None:
+    """In a trial without an overlay, keep what this process writes away from the user's folders."""
+    if not os.environ.get("FLATOUT_REDIRECT"):
+        return
+    from flatout.inject import redirect
+    from flatout.sandbox import REDIRECT, Sandbox
+
+    try:
+        sandbox = Sandbox.from_json(os.environ[REDIRECT])
+        redirect.install(sandbox)
+    except Exception as problem:  # better no trial than one that writes
+        print(f"flatout: the trial cannot be kept from writing ({problem})", file=sys.stderr)
+        os._exit(1)
+    watch_imports()
+    when_imported("torch", lambda torch: redirect.redirect_torch(torch, sandbox))
+    when_imported("safetensors.torch", lambda module: redirect.redirect_safetensors(module, sandbox))
 
 
 def _turn_knobs(plan: Plan) -> None:

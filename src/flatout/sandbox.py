@@ -1,0 +1,240 @@
+"""A trial writes nothing of the user's: what it writes goes to a scratch folder, and it reads back what it wrote.
+
+    overlay       where the system permits: a mount namespace in which the user's folders are overlays
+    redirection   elsewhere: Python's ways of writing go to a copy (inject/redirect.py); this says which folders
+
+Run as a program this file makes the namespace and becomes the command: standard library only, nothing of flatout.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+REDIRECT = "FLATOUT_REDIRECT"  # to the processes inside: a Sandbox as JSON
+_FILES_LOOKED_AT = 50_000
+_TRACKERS_OFF = {
+    "WANDB_MODE": "disabled",
+    "COMET_MODE": "disabled",
+    "NEPTUNE_MODE": "debug",
+    "CLEARML_OFFLINE_MODE": "1",
+}
+_SYSTEM = {"proc", "sys", "dev", "run", "usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc", "boot", "snap"}
+_SYSTEM |= {"var", "opt", "lost+found"}
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
+_MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
+_NOT_DISKS = {"proc", "sysfs", "devtmpfs", "devpts", "mqueue", "cgroup", "cgroup2", "securityfs", "debugfs", "tracefs"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sandbox:
+    """`cover`: folders in which nothing may be written; `keep`: folders in them that may; `scratch` takes the rest."""
+
+    scratch: str
+    cover: tuple[str, ...]
+    keep: tuple[str, ...]
+
+    def to_json(self) -> str:
+        """For another process."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Sandbox:
+        """What `to_json` gave."""
+        data = json.loads(text)
+        return cls(scratch=data["scratch"], cover=tuple(data["cover"]), keep=tuple(data["keep"]))
+
+
+def sandbox_for(command: Sequence[str], scratch: Path, trace: Path) -> Sandbox:
+    """What to keep a command from writing to: all of the user's folders. Caches stay: they change no result."""
+    named = [Path(word.partition("=")[2] or word) for word in command]
+    near = [Path.cwd(), *(path if path.is_dir() else path.parent for path in named if path.is_absolute())]
+    tops = [
+        path for path in Path("/").iterdir() if path.name not in _SYSTEM and path.is_dir() and not path.is_symlink()
+    ]
+    cover = sorted({path.resolve() for path in (*tops, *near) if path.is_dir()} - {Path("/")})
+    home = Path.home()
+    caches = [os.environ.get("XDG_CACHE_HOME") or home / ".cache", home / ".triton", home / ".nv"]
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{_user()}"
+    keep = [trace, *(Path(path) for path in (*caches, compiled) if Path(path).is_dir())]
+    return Sandbox(
+        scratch=str(scratch.resolve()),
+        cover=tuple(str(path) for path in cover if not any(other in path.parents for other in cover)),
+        keep=tuple(str(path.resolve()) for path in keep),
+    )
+
+
+def overlaid(command: Sequence[str], sandbox: Sandbox) -> list[str] | None:
+    """How to start `command` so that the user's folders are overlays for it; None where the system forbids that."""
+    return [*_entrance(sandbox), *command] if overlays_permitted() else None
+
+
+@functools.cache
+def overlays_permitted() -> bool:
+    """Whether this system lets us mount overlays: tried out, on a folder of our own."""
+    with tempfile.TemporaryDirectory(prefix="flatout-overlay-") as folder:
+        below, scratch = Path(folder) / "below", Path(folder) / "scratch"
+        below.mkdir()
+        scratch.mkdir()
+        sandbox = Sandbox(scratch=str(scratch), cover=(str(below),), keep=())
+        done = subprocess.run([*_entrance(sandbox), "touch", str(below / "written")], capture_output=True, check=False)
+        return done.returncode == 0 and not any(below.iterdir())
+
+
+def environment(sandbox: Sandbox, *, redirected: bool) -> dict[str, str]:
+    """What a trial's environment has beside the user's: trackers off; without an overlay, the word to redirect."""
+    scratch = Path(sandbox.scratch)
+    set_ = {**_TRACKERS_OFF, "MLFLOW_TRACKING_URI": (scratch / "mlruns").as_uri()}
+    if redirected:
+        (scratch / "tmp").mkdir(exist_ok=True)
+        set_ |= {REDIRECT: sandbox.to_json(), "TMPDIR": str(scratch / "tmp"), "PYTHONDONTWRITEBYTECODE": "1"}
+    return set_
+
+
+def look(command: Sequence[str], keep: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Size and time of the files in the working folder and in folders the command names, up to a good many."""
+    folders = {Path.cwd(), *(path for path in map(Path, command) if path.is_absolute() and path.is_dir())}
+    seen: dict[str, tuple[int, int]] = {}
+    for folder in sorted(folders):
+        for place, inside, files in os.walk(folder):
+            inside[:] = [name for name in inside if f"{place}/{name}" not in keep]
+            for name in files:
+                try:
+                    found = Path(place, name).lstat()
+                except OSError:
+                    continue
+                seen[f"{place}/{name}"] = (found.st_size, found.st_mtime_ns)
+            if len(seen) > _FILES_LOOKED_AT:
+                return seen
+    return seen
+
+
+def _user() -> str:
+    import getpass
+
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+def _entrance(sandbox: Sandbox) -> list[str]:
+    return [sys.executable, "-I", "-S", __file__, sandbox.to_json()]
+
+
+# --- inside the program that becomes the command ----------------------------------------------------------------------
+
+
+def main(text: str, command: Sequence[str]) -> None:
+    """Make the namespace, and become the command."""
+    data = json.loads(text)
+    here = Path.cwd()
+    _leave_the_users_mounts()
+    _cover(data["cover"], Path(data["scratch"]), data["keep"])
+    os.chdir(here)  # the same path, seen through the overlay
+    os.execvp(command[0], list(command))
+
+
+def _leave_the_users_mounts() -> None:
+    """A mount namespace; of a user namespace of our own where we are not root."""
+    uid, gid = os.getuid(), os.getgid()
+    if uid == 0:
+        _call("unshare", _CLONE_NEWNS)
+    else:
+        _call("unshare", _CLONE_NEWUSER | _CLONE_NEWNS)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
+
+
+def _cover(cover: Sequence[str], scratch: Path, keep: Sequence[str]) -> None:
+    """An overlay upon each folder and upon each disk mounted in one; what is to be kept shows through."""
+    disks = [path for path in _mounted_disks() if any(_under(path, top) and path != top for top in cover)]
+    places = sorted({*cover, *disks}, key=lambda path: path.count("/"))
+    handles = {path: os.open(path, os.O_PATH | os.O_DIRECTORY) for path in (*places, *keep)}
+    layers = os.open(scratch, os.O_PATH | os.O_DIRECTORY)
+    memory: int | None = None
+    for number, path in enumerate(places):
+        try:
+            _overlay(handles[path], layers, number, path)
+        except OSError:
+            if memory is None:  # the scratch folder lies in what it would cover, or on a disk that cannot: memory then
+                memory = _memory_disk(layers)
+            try:
+                _overlay(handles[path], memory, number, path)
+            except OSError:
+                if os.access(path, os.W_OK):
+                    _read_only(handles[path], path)
+    for path in keep:
+        _mount(f"/proc/self/fd/{handles[path]}", path, "", _MS_BIND | _MS_REC)
+    _mount(f"/proc/self/fd/{layers}", str(scratch), "", _MS_BIND | _MS_REC)
+
+
+def _overlay(lower: int, layers: int, number: int, path: str) -> None:
+    base = f"/proc/self/fd/{layers}"
+    for part in ("upper", "work"):
+        os.makedirs(f"{base}/overlay/{number}/{part}", exist_ok=True)  # noqa: PTH103
+    _match_owner(lower, f"{base}/overlay/{number}/upper")
+    options = f"lowerdir=/proc/self/fd/{lower},upperdir={base}/overlay/{number}/upper"
+    options += f",workdir={base}/overlay/{number}/work" + (",userxattr" if os.getuid() else "")
+    _mount("overlay", path, "overlay", 0, options)
+
+
+def _match_owner(lower: int, upper: str) -> None:
+    """The top of an overlay looks as its upper folder does: a /tmp has to stay open to all."""
+    there = os.stat(f"/proc/self/fd/{lower}")  # noqa: PTH116
+    os.chmod(upper, there.st_mode & 0o7777)  # noqa: PTH101
+    if os.getuid() == 0:
+        os.chown(upper, there.st_uid, there.st_gid)
+
+
+def _memory_disk(layers: int) -> int:
+    place = f"/proc/self/fd/{layers}/memory"
+    os.makedirs(place, exist_ok=True)  # noqa: PTH103
+    _mount("tmpfs", place, "tmpfs", 0)
+    return os.open(place, os.O_PATH | os.O_DIRECTORY)
+
+
+def _read_only(handle: int, path: str) -> None:
+    """Where no overlay can be: to be looked at, not to be written to."""
+    _mount(f"/proc/self/fd/{handle}", path, "", _MS_BIND | _MS_REC)
+    _mount("none", path, "", _MS_REMOUNT | _MS_BIND | _MS_RDONLY)
+
+
+def _mounted_disks() -> list[str]:
+    """Where file systems are mounted that hold files of people."""
+    found = []
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+        fields, _, rest = line.partition(" - ")
+        place = fields.split()[4].encode().decode("unicode_escape")
+        if rest.split()[0] not in _NOT_DISKS and os.path.isdir(place):  # noqa: PTH112
+            found.append(place)
+    return found
+
+
+def _under(path: str, top: str) -> bool:
+    return path == top or path.startswith(top.rstrip("/") + "/")
+
+
+def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    _call("mount", source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
+
+
+def _call(name: str, *args: object) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*args) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

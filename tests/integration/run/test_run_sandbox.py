@@ -1,0 +1,163 @@
+"""A trial writes nothing of the user's, by an overlay or by redirection, and leaves no process behind."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from observing import write
+
+from flatout import launch, sandbox, trace
+from flatout.sense.options import Trial
+
+# A script with bad manners: wipes its output folder, appends to a file, writes and reads back all it can.
+RUDE = """
+    import csv, os, shutil, sys
+    from pathlib import Path
+    import torch
+    from torch.utils.tensorboard import SummaryWriter
+    out = Path("out")
+    shutil.rmtree(out)
+    assert not out.exists() and not os.path.exists("out/old.txt"), "it still sees what it wiped"
+    out.mkdir()
+    assert os.listdir(out) == []
+    Path("logs/deep").mkdir(parents=True)
+    os.remove("stale.txt")
+    assert "stale.txt" not in os.listdir(".") and not Path("stale.txt").exists()
+    with open("results.csv", "a") as file:
+        csv.writer(file).writerow(["epoch", 1])
+    assert Path("results.csv").read_text().splitlines() == ["epoch,0", "epoch,1"]
+    board = SummaryWriter("logs/board")
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(8):
+        loss = model(torch.ones(2, 4)).sum()
+        loss.backward()
+        optimizer.step()
+        board.add_scalar("loss", float(loss), step)
+        torch.save(model.state_dict(), out / "last.tmp")
+        os.replace(out / "last.tmp", out / "last.pt")
+        assert sorted(path.name for path in out.iterdir()) == ["last.pt"]
+        assert torch.load(out / "last.pt").keys() == model.state_dict().keys()
+    board.close()
+    assert any(Path("logs/board").glob("events*"))
+    os.rename("logs", out / "logs")
+    assert (out / "logs" / "deep").is_dir() and not Path("logs").exists()
+    Path(sys.argv[1], "elsewhere.txt").write_text("here too")
+    shutil.copy("results.csv", out)
+    print("to the end")
+"""
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Every file and folder, byte for byte."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+@pytest.fixture
+def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "user"
+    (folder / "out").mkdir(parents=True)
+    (folder / "data").mkdir()
+    (folder / "out" / "old.txt").write_text("a result of last week")
+    (folder / "stale.txt").write_text("stale")
+    (folder / "results.csv").write_text("epoch,0\n")
+    write(folder, train=RUDE)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return folder
+
+
+@pytest.mark.parametrize("way", ["overlay", "redirection"])
+def test_a_trial_writes_nothing_of_the_users(
+    user_folder: Path,
+    tmp_path: Path,
+    way: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    if way == "overlay" and not sandbox.overlays_permitted():
+        pytest.skip("this system permits no overlay")
+    if way == "redirection":
+        monkeypatch.setattr(sandbox, "overlays_permitted", lambda: False)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    before = tree(user_folder)
+    code = launch.run(
+        [sys.executable, "train.py", str(user_folder / "data")],
+        folder=tmp_path / "trace",
+        xray=False,
+        trial=Trial(protect=scratch),
+    )
+    output = (tmp_path / "trace" / launch.OUTPUT).read_text()
+    assert (code, "to the end" in output) == (0, True), output
+    assert tree(user_folder) == before
+    assert len(trace.read(tmp_path / "trace").ranks[0].steps) > 8
+    assert "has written to your folders" not in capfd.readouterr().err
+
+
+def test_what_gets_past_the_redirection_is_told(
+    user_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """GIVEN no overlay WHEN another program writes for the script THEN the person learns which file it was."""
+    monkeypatch.setattr(sandbox, "overlays_permitted", lambda: False)
+    (tmp_path / "scratch").mkdir()
+    write(user_folder, train="import subprocess; subprocess.run(['touch', 'by-touch.txt'], check=True)")
+    launch.run([sys.executable, "train.py"], folder=tmp_path / "trace", trial=Trial(protect=tmp_path / "scratch"))
+    said = capfd.readouterr().err
+    assert "a trial has written to your folders" in said
+    assert "by-touch.txt" in said
+
+
+def test_a_trial_that_hangs_is_ended_with_its_tree(user_folder: Path, tmp_path: Path) -> None:
+    write(user_folder, train="import subprocess, sys; print('up', flush=True); subprocess.run(['sleep', '1000'])")
+    trial = Trial(timeout_s=2.0)
+    code = launch.run([sys.executable, "train.py"], folder=tmp_path / "trace", trial=trial)
+    assert code == launch.TIMED_OUT
+    assert (tmp_path / "trace" / launch.OUTPUT).read_text() == "up\n"
+    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "1000"]]
+
+
+def test_ctrl_c_ends_the_trial_and_comes_back_to_us(user_folder: Path, tmp_path: Path) -> None:
+    write(user_folder, train="import time; print('up', flush=True); time.sleep(1000)")
+    output = tmp_path / "trace" / launch.OUTPUT
+
+    def interrupt_when_up() -> None:
+        while not (output.exists() and output.read_text()):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt_when_up)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        launch.run([sys.executable, "train.py"], folder=tmp_path / "trace", trial=Trial(timeout_s=60.0))
+    thread.join()
+
+
+def test_an_unprivileged_overlay_keeps_files_too(tmp_path: Path) -> None:
+    """GIVEN the user's folder under an overlay WHEN a shell removes and writes there THEN only the scratch has it."""
+    if not sandbox.overlays_permitted():
+        pytest.skip("this system permits no overlay")
+    for name in ("below", "below/kept", "scratch"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "below" / "file").write_text("as it was")
+    box = sandbox.Sandbox(
+        scratch=str(tmp_path / "scratch"), cover=(str(tmp_path / "below"),), keep=(str(tmp_path / "below/kept"),)
+    )
+    words = ["sh", "-c", "cat file && rm file && echo new > other && echo kept > kept/file && ls"]
+    command = sandbox.overlaid(words, box)
+    assert command is not None
+    done = subprocess.run(command, cwd=tmp_path / "below", capture_output=True, text=True, check=True)
+    assert done.stdout == "as it waskept\nother\n"
+    assert tree(tmp_path / "below").keys() == {"file", "kept", "kept/file"}
