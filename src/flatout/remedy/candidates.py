@@ -219,10 +219,10 @@ def _data_path(view: View) -> Offer | None:
 
 
 def _loading(view: View, behind: Sequence[Finding], why: str) -> list[Change]:
-    """The elastic loader; where that cannot be had, the number of workers and what goes with it."""
+    """The elastic loader; where that cannot be had, the number of workers and what goes with them."""
     draws = any(report.random_used for report in view.case.reports) or not view.case.reports
     safety: Safety = "reseeded" if draws else "identical"
-    if not view.failed("loader", "elastic"):
+    if view.verdict("loader", "elastic") not in ("not applicable", "unsafe"):
         return [_made("loader", "elastic", why, safety=safety)]
     loader = view.case.loader or {}
     wanted = next((f.value for f in behind if f.change == "num_workers" and f.value), spare_cores(view.case))
@@ -230,9 +230,9 @@ def _loading(view: View, behind: Sequence[Finding], why: str) -> list[Change]:
     if wanted != loader.get("num_workers"):
         knob = _knob(view, "num_workers", loader.get("num_workers"))
         changes.append(_made("num_workers", int(wanted), why, safety=safety, knob=knob))
-    if (loader.get("prefetch_factor") or 2) < 4:
+    if loader.get("num_workers") and (loader.get("prefetch_factor") or 2) < 4:
         changes.append(_made("prefetch_factor", 4, why))
-    if not loader.get("persistent_workers"):
+    if view.found("data.worker-start") and not loader.get("persistent_workers"):
         changes.append(_made("persistent_workers", True, why, knob=_knob(view, "persistent_workers", False)))
     return changes
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-import shutil
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,9 +72,13 @@ class Run:
 class Runner(Protocol):
     """Runs the command with these changes."""
 
-    def __call__(
-        self, changes: Sequence[Change], *, steps: int, timeout_s: float, fingerprints: bool = False
-    ) -> Run: ...
+    def __call__(self, changes: Sequence[Change], *, steps: int, timeout_s: float, fingerprints: bool = False) -> Run:
+        """One run; with `fingerprints` for a proof, and then not timed."""
+        ...
+
+    def side_by_side(self, wanted: Sequence[tuple[tuple[Change, ...], int]], *, timeout_s: float) -> list[Run]:
+        """Several runs for a proof at once, each with its changes and steps: nobody times them."""
+        ...
 
 
 class Launcher:
@@ -82,11 +87,10 @@ class Launcher:
     def __init__(self, command: Sequence[str], folder: Path) -> None:
         self._command = list(command)
         self._folder = folder
-        self._runs = 0
+        self._numbers = itertools.count(1)
 
     def __call__(self, changes: Sequence[Change], *, steps: int, timeout_s: float, fingerprints: bool = False) -> Run:
-        self._runs += 1
-        folder = self._folder / f"{self._runs:02d}"
+        folder = self._folder / f"{next(self._numbers):02d}"
         start_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="flatout-trial-") as scratch:
             trial = Trial(
@@ -102,10 +106,13 @@ class Launcher:
             )
         return recorded(tuple(changes), code, time.monotonic() - start_s, folder)
 
-    def forget(self, run: Run) -> None:
-        """Remove the recording of a run that nobody will look at again."""
-        if run.folder is not None:
-            shutil.rmtree(run.folder, ignore_errors=True)
+    def side_by_side(self, wanted: Sequence[tuple[tuple[Change, ...], int]], *, timeout_s: float) -> list[Run]:
+        with ThreadPoolExecutor(len(wanted)) as pool:
+            runs = [
+                pool.submit(self, changes, steps=steps, timeout_s=timeout_s, fingerprints=True)
+                for changes, steps in wanted
+            ]
+            return [run.result() for run in runs]
 
 
 def recorded(changes: tuple[Change, ...], code: int, seconds: float, folder: Path) -> Run:

@@ -12,6 +12,7 @@ above zero and the gain above 2%.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -39,6 +40,7 @@ DRIFT = 0.05
 COLD = 0.05  # of the time spent waiting for storage: the page cache is not warm yet
 IDENTITY_STEPS = 60
 PARITY_STEPS = FEWEST_LOSSES + 20
+_ROOM = 0.7  # of a card's memory, for runs side by side
 
 
 class Story:
@@ -128,6 +130,7 @@ class Search:
         self._budget_s = budget_s
         self._speeds: dict[tuple[str, bool], list[Speed]] = {}
         self._tried: dict[tuple[str, str], str] = {}
+        self._ahead: dict[tuple[str, bool], Run] = {}  # runs of a proof that are there before they are asked for
         self._long: Run | None = None  # what was kept, over more than an epoch
         self.found = Found()
 
@@ -401,32 +404,68 @@ class Search:
     # -- proof ------------------------------------------------------------------------------------------------------
 
     def _prove(self) -> None:
-        same = self._of_class("identical", "reseeded")
-        other = self._of_class("equivalent")
-        if not same and not other:
+        """Class by class, each on top of the one before, so that what is compared differs in nothing else."""
+        reseeded, identical, rounded = (self._of_class(name) for name in ("reseeded", "identical", "equivalent"))
+        if not reseeded and not identical and not rounded:
             return
         if self._left_s <= 0:
             self._let_go_of_the_unproven("the budget was spent before the proof")
             return
-        parity = PARITY_STEPS if other else IDENTITY_STEPS
-        first = self._fingerprints("as it was", (), IDENTITY_STEPS if same else parity)
-        second = self._fingerprints("with the same mathematics", same, parity) if same else first
-        if same:
-            proof = same_batches(first, second)
-            if not proof.holds and len(same) > 1:
-                same = self._prove_alone(same, lambda run: same_batches(first, run), (), IDENTITY_STEPS)
-                second = self._fingerprints("with those that passed", same, parity) if other else second
-            else:
-                self._proven(same, proof)
-        if other:
-            self._prove_equivalent(second, other)
+        last = PARITY_STEPS if rounded else IDENTITY_STEPS
+        plans = [plan for plan in (reseeded, identical, rounded) if plan]
+        every = [(), *itertools.accumulate(plans, _with)]
+        lengths = [IDENTITY_STEPS] * (len(every) - 1 - bool(rounded)) + [last] * (1 + bool(rounded))
+        if self._side_by_side(len(every)):
+            self._run_ahead(list(zip(every, lengths, strict=True)))
+        paired = self._fingerprints("the command as it was", (), lengths.pop(0))
+        if reseeded:
+            paired = self._prove_batches(paired, reseeded, ("reseeded", "identical"), lengths.pop(0))
+        if identical:
+            paired = self._prove_batches(paired, identical, ("identical",), lengths.pop(0))
+        if rounded:
+            self._prove_equivalent(paired, rounded)
+
+    def _side_by_side(self, runs: int) -> bool:
+        """Whether so many runs have room at once: on one card, by one process each, and with cores to go round."""
+        case = _case(self._now)
+        memory, total = case.facts.get("memory_reserved_bytes"), case.card("memory_total_bytes").high
+        roomy = bool(memory) and math.isfinite(total) and runs * int(memory or 0) < _ROOM * total
+        return roomy and case.rank.info.world_size == 1 and (case.cores or 0) >= 2 * runs
+
+    def _run_ahead(self, wanted: list[tuple[tuple[Change, ...], int]]) -> None:
+        """All the runs of a proof at once; `_fingerprints` finds them."""
+        self._story.trying(f"proof: {len(wanted)} runs side by side", self._left_s)
+        patience = len(wanted) * max(self._timeout_s(changes) for changes, _ in wanted)
+        runs = self._start.side_by_side(wanted, timeout_s=patience)
+        for (changes, _), run in zip(wanted, runs, strict=True):
+            self._ahead[_key(changes)] = run
+        slowest = max(run.seconds for run in runs)
+        self.found.trials.append(Trial(what=f"proof: {len(runs)} runs side by side", seconds=slowest, speed=None))
+
+    def _prove_batches(self, paired: Run, changes: tuple[Change, ...], needed: Sequence[str], steps: int) -> Run:
+        """Whether the same batches reach the model; the run with what passed, to compare the next class with."""
+
+        def prove(run: Run) -> Proof:
+            proof = same_batches(paired, run)
+            if proof.holds and proof.standing not in needed:
+                return Proof(standing="failed", text=f"{proof.text}, where none should differ")
+            return proof
+
+        run = self._fingerprints(_names(changes), _with(paired.changes, changes), steps)
+        proof = prove(run)
+        if proof.holds or len(changes) == 1:
+            self._proven(changes, proof)
+        else:
+            changes = self._prove_alone(changes, prove, paired.changes, steps)
+            run = self._fingerprints(_names(changes), _with(paired.changes, changes), steps) if changes else paired
+        return run if proof.holds or len(changes) > 1 else paired
 
     def _prove_equivalent(self, paired: Run, other: tuple[Change, ...]) -> None:
-        same = self._of_class("identical", "reseeded")
-        run = self._fingerprints("with other rounding", _with(same, other), PARITY_STEPS)
+        same = paired.changes
+        run = self._fingerprints(_names(other), _with(same, other), PARITY_STEPS)
         proof = same_loss(paired, run)
         if not proof.holds and self._left_s > 0:
-            repeat = self._fingerprints("the same once more: what the machine alone does", same, PARITY_STEPS)
+            repeat = self._fingerprints("without it once more: what the machine alone does", same, PARITY_STEPS)
             proof = same_loss(paired, run, repeat)
             if not proof.holds and len(other) > 1:
                 self._prove_alone(other, lambda run: same_loss(paired, run, repeat), same, PARITY_STEPS)
@@ -449,22 +488,18 @@ class Search:
         return tuple(passed)
 
     def _fingerprints(self, what: str, changes: tuple[Change, ...], steps: int) -> Run:
-        return self._run(f"proof: {what}", changes, steps=steps, fingerprints=True)
+        ahead = self._ahead.pop(_key(changes), None)
+        return ahead or self._run(f"proof: {what}", changes, steps=steps, fingerprints=True)
 
     def _proven(self, changes: Sequence[Change], proof: Proof) -> None:
-        """Write the proof down. What has none is let go; what claimed to be identical and is not is called reseeded."""
+        """Write the proof down; what has none is let go."""
         for change in changes:
             attempt = self._attempt(change)
-            if not proof.holds:
+            if proof.holds:
+                self._replace(attempt, outcome=replace(attempt.outcome, proof=proof.text))
+            else:
                 self._let_go(attempt, f"{proof.standing}: {proof.text}")
-                continue
-            found = change
-            if proof.standing == "reseeded" and change.name in ("loader", "num_workers"):
-                found = replace(change, safety="reseeded")
-                self.found.kept = tuple(found if kept == change else kept for kept in self.found.kept)
-            self._replace(attempt, outcome=replace(attempt.outcome, change=found, proof=proof.text))
-        names = " + ".join(in_words(change) for change in changes)
-        self._story.said(f"proof, {names}: {proof.standing} ({proof.text})")
+        self._story.said(f"proof, {_names(changes)}: {proof.standing} ({proof.text})")
 
     def _let_go(self, attempt: Attempt, why: str) -> None:
         verdict: Verdict = "unsafe" if why.startswith("failed") else "undone"
@@ -570,9 +605,11 @@ class Search:
     def _reserve_s(self, changes: Sequence[Change] = ()) -> float:
         """What the proof and the last comparison will take, with these changes too."""
         now, before = self._now, self.before
-        rounds = any(change.safety == "equivalent" for change in (*self.found.kept, *changes))
-        proof = self._cost_s(before, IDENTITY_STEPS) + self._cost_s(now, PARITY_STEPS if rounds else IDENTITY_STEPS)
-        proof += self._cost_s(now, PARITY_STEPS) if rounds else 0.0
+        classes = {change.safety for change in (*self.found.kept, *changes)} - {"semantic"}
+        rounds = "equivalent" in classes
+        runs = [self._cost_s(before, IDENTITY_STEPS)] + [self._cost_s(now, IDENTITY_STEPS)] * len(classes)
+        runs[-1 - rounds :] = [self._cost_s(now, PARITY_STEPS if rounds else IDENTITY_STEPS)] * (1 + rounds)
+        proof = 1.5 * max(runs) if self._side_by_side(len(runs)) else sum(runs)
         return proof + before.seconds + now.seconds
 
     def _affords(self, changes: Sequence[Change], *, runs: int = 1) -> bool:
@@ -590,6 +627,10 @@ class Search:
 
 
 _PAUSES = ("eval_interval", "checkpoint_interval")
+
+
+def _names(changes: Iterable[Change]) -> str:
+    return " + ".join(in_words(change) for change in changes)
 
 
 def _key(changes: Sequence[Change], long: bool = False) -> tuple[str, bool]:

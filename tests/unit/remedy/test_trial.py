@@ -192,8 +192,8 @@ def test_the_budget_is_kept_and_what_was_not_tried_is_named() -> None:
     world = World(
         machine=Machine(data_ms=80.0), workers=0, facts=IN_FP32 | {"compiled": False}, xray={"tensor_core_ms": 0.0}
     )
-    found = fix(world, budget_s=100)
-    assert found.seconds <= 100 * 1.1
+    found = fix(world, budget_s=115)
+    assert found.seconds <= 115 * 1.1
     assert kept(found).get("loader") == "elastic"  # the most promising came first
     assert "the budget is spent" in found.stopped
 
