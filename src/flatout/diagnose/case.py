@@ -111,6 +111,23 @@ class Case:
         worked = sum(r.sample_wall_s + r.collate_s for r in self.reports)
         return sum(r.samples for r in self.reports) / worked if worked else None
 
+    @cached_property
+    def start_share(self) -> float:
+        """The share of time that starting workers takes: the start itself, and the wait for a first batch beyond what
+        a worker takes to make one. The raw steps tell how long such a wait is beside a start."""
+        loader, started = self.loader or {}, self.share("loader start")
+        rate, batch = self.samples_a_worker_s, loader.get("batch_size")
+        if not rate or not batch or loader.get("persistent_workers") or not loader.get("num_workers"):
+            return started
+        starts_ms = beyond_ms = 0.0
+        for step in self.steps:
+            start_ms = sum(span.host_ms for span in step.spans if span.name == "loader start")
+            if start_ms:
+                wait_ms = sum(span.host_ms for span in step.spans if span.name == "data")
+                starts_ms += start_ms
+                beyond_ms += max(0.0, wait_ms - batch / rate * 1e3)
+        return started + (min(self.share("data"), started * beyond_ms / starts_ms) if starts_ms else 0.0)
+
     # -- time -------------------------------------------------------------------------------------------------------
 
     def share(self, phase: str) -> float:
@@ -185,23 +202,17 @@ class Case:
     @cached_property
     def cpu_share(self) -> float | None:
         """How busy the cores were that this run may use: all of the machine's, or else by its own processes."""
-        machine, ours = self.cores_of_machine, self.cores_ours
-        ranks = sum(rank.info.host == self.rank.info.host for rank in self.trace.ranks)
-        if ours is not None and self.cores and machine and self.cores * ranks < 0.9 * machine:
-            return min(1.0, ours / (self.cores * ranks))
+        machine, ours = self.cores_of_machine, Sketch.of(self._cores_ours(s) for s in self.samples).mean
+        if ours is not None and self.cores and machine and self.cores * self._ranks_here < 0.9 * machine:
+            return min(1.0, ours / (self.cores * self._ranks_here))
         mean = Sketch.of(s.host.cpu_pct for s in self.samples).mean
         return mean / 100 if mean is not None else None
-
-    @cached_property
-    def cores_ours(self) -> float | None:
-        """How many cores the processes of this run kept busy."""
-        return Sketch.of(_cores_busy(s) for s in self.samples).mean
 
     @cached_property
     def cores_others(self) -> float | None:
         """How many cores were kept busy by what is none of this run's."""
         machine = self.cores_of_machine or 0
-        seen = ((s.host.cpu_pct, _cores_busy(s)) for s in self.samples)
+        seen = ((s.host.cpu_pct, self._cores_ours(s)) for s in self.samples)
         mean = Sketch.of(pct / 100 * machine - ours for pct, ours in seen if pct is not None and ours is not None).mean
         return max(0.0, mean) if mean is not None else None
 
@@ -211,6 +222,18 @@ class Case:
         taken = (p for s in self.samples for p in s.processes if p.pid == self.rank.info.pid)
         mean = Sketch.of(p.run_delay_pct for p in taken).mean
         return min(1.0, mean / 100) if mean is not None else None
+
+    @property
+    def _ranks_here(self) -> int:
+        return sum(rank.info.host == self.rank.info.host for rank in self.trace.ranks)
+
+    def _cores_ours(self, sample: Sample) -> float | None:
+        """How many cores this run kept busy; None of a sample that did not see all its workers: they are found late."""
+        known = [p for p in sample.processes if p.cpu_pct is not None]
+        workers = sum(p.role == "worker" for p in known)
+        if not known or workers < int((self.loader or {}).get("num_workers") or 0) * self._ranks_here:
+            return None
+        return sum(p.cpu_pct or 0.0 for p in known) / 100
 
     @cached_property
     def storage_share(self) -> float:
@@ -223,11 +246,6 @@ class Case:
         """A figure of this rank's card over the training."""
         index = int(self.facts.get("gpu_index") or 0)
         return Sketch.of(getattr(g, field) for s in self.samples for g in s.gpus if g.index == index)
-
-
-def _cores_busy(sample: Sample) -> float | None:
-    known = [p.cpu_pct for p in sample.processes if p.cpu_pct is not None]
-    return sum(known) / 100 if known else None
 
 
 def cases(trace: Trace) -> tuple[Case, ...]:

@@ -40,7 +40,7 @@ def main_thread(case: Case) -> Finding | None:
 
 def workers_behind(case: Case) -> Finding | None:
     """Which of the reasons why workers do not keep up, if they do not."""
-    saved = data_saved(case)
+    saved = data_saved(case) - (case.start_share - case.share("loader start"))
     if case.loader is None or not case.loader.get("num_workers") or saved < WORTH:
         return None
     workers, cores = int(case.loader["num_workers"]), case.cores or 1.0
@@ -131,7 +131,7 @@ def _cpu_bound(case: Case, saved: float, common: dict[str, Any]) -> Finding:
 
 
 def worker_start(case: Case) -> Finding | None:
-    share = case.share("loader start")
+    share = case.start_share
     if share < WORTH or case.loader is None:
         return None
     return Finding(

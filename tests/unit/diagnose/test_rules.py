@@ -195,7 +195,7 @@ def test_strangers_on_the_cores(ours_pct: float, codes_expected: list[str]) -> N
     """GIVEN 16 cores that are all busy, and a trainer that waits for one; it matters whose work that is."""
     trainer = ProcessSample(pid=0, role="trainer", name="python", cpu_pct=ours_pct, run_delay_pct=30.0)
     busy = tuple(dataclasses.replace(s, processes=(trainer,)) for s in hardware(98.0))
-    found = diagnose(trace(samples=busy))
+    found = diagnose(trace(samples=busy, loader={"num_workers": 0}))
     assert [f.code for f in found if f.code != "compute.saturated"] == codes_expected
 
 
