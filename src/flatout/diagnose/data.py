@@ -14,6 +14,7 @@ _FREE = 0.85
 _HELD_BACK = 0.25
 _STORAGE = 0.10
 _TAIL = 8.0
+_JOINING = 0.4
 
 
 def main_thread(case: Case) -> Finding | None:
@@ -83,18 +84,22 @@ def workers_behind(case: Case) -> Finding | None:
             value=wanted,
             advice=f"num_workers={wanted}",
         )
-    if (case.cpu_share or 0.0) >= _BUSY:
+    joining = case.collate_share or 0.0
+    if (case.cpu_share or 0.0) >= _BUSY and joining <= _JOINING:
         return _cpu_bound(case, saved, common)
-    if (case.collate_share or 0.0) > 0.4 or (busy < 0.5 and (case.cpu_share or 1.0) < _FREE):
+    if joining > _JOINING or (busy < 0.5 and (case.cpu_share or 1.0) < _FREE):
         return Finding(
             code="data.collate-bound",
-            title=f"handing batches over is the cost: workers are busy loading only {busy:.0%} of the time",
+            title=f"joining samples is the cost: {joining:.0%} of the workers' work"
+            if joining > _JOINING
+            else f"handing batches over is the cost: workers are busy loading only {busy:.0%} of the time",
             **common,
             **step_gain(case, 0.2 * saved, saved),
             confidence=0.6,
             change="loader",
             value="elastic",
-            advice="let workers write into shared, page-locked memory: flatout.DataLoader",
+            advice="a collate function that works on whole tensors; workers that write into shared, page-locked "
+            "memory: flatout.DataLoader",
         )
     if busy >= 0.7:
         wanted = min(workers + _room(case), math.ceil(workers / (1 - min(0.9, saved))))
