@@ -11,13 +11,16 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from typer.core import TyperGroup
 
 from flatout import __version__
 from flatout.errors import FlatoutError, GateFailed, UsageError
+
+if TYPE_CHECKING:
+    from flatout.plan import Plan
 
 INTERRUPTED = 130
 READER_LEFT = 141
@@ -234,6 +237,15 @@ def run(
         typer.Option(metavar="N", min=1, help="Stop after N training steps, then measure the ceiling. For trying out."),
     ] = None,
     xray: Annotated[bool, typer.Option("--xray/--no-xray", help="Take a few steps under the kernel profiler.")] = True,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Make these changes to the run: what flatout fix has kept.")
+    ] = None,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="Without any trial: flatout's loader, page-locked batches, copies ahead.")
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="With --auto: only what leaves every batch bit for bit as it was.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No summary at the end.")] = False,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the account as JSON; - is stdout.")] = None,
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write the report as one HTML file.")] = None,
@@ -243,18 +255,54 @@ def run(
     `flatout run -- python train.py --epochs 3`, or your own launcher, word for word: torchrun, accelerate launch,
     bash train.sh, make train. `flatout run train.py` is short for `-- python train.py`.
 
+    `--plan FILE` trains with what `flatout fix` has kept; `--auto` with the changes that are safe without any trial.
+
     Output, signals and exit code are the command's own; the summary comes after it. FLATOUT=off switches it all off.
     """
     _linux_only("run")
     from flatout import launch
 
+    changes = _changes(plan, auto=auto, strict=strict)
     command = _command(context)
     folder = trace or launch.default_folder(command or ["run"])
-    code = launch.run(command, folder=folder, max_steps=max_steps, xray=xray)
+    code = launch.run(command, folder=folder, max_steps=max_steps, xray=xray, plan=changes)
     if os.environ.get("FLATOUT") != "off":
         for recording in launch.recordings(folder):
+            if changes is not None:
+                _say_what_was_changed(recording)
             _account_for(recording, quiet=quiet, json_to=json, html_to=html)
     raise typer.Exit(code)
+
+
+def _changes(path: Path | None, *, auto: bool, strict: bool) -> Plan | None:
+    """What to change in a run, from --plan or --auto."""
+    from flatout import changes
+    from flatout.plan import Plan
+
+    if strict and not auto:
+        raise UsageError("--strict goes with --auto")
+    if path is not None and auto:
+        raise UsageError("--plan and --auto: give one of them")
+    if auto:
+        return changes.auto(strict=strict)
+    if path is None:
+        return None
+    plan = Plan.load(path)
+    changes.check(plan, str(path))
+    return plan
+
+
+def _say_what_was_changed(folder: Path) -> None:
+    """A paragraph on stderr; what is wrong with it never changes the run's exit code."""
+    from flatout import trace
+    from flatout.report.made import paragraph
+
+    try:
+        text = paragraph(trace.read(folder))
+    except FlatoutError:
+        return  # no step was taken: the account says so
+    if text:
+        print(f"flatout: {text}", file=sys.stderr)
 
 
 def _command(context: typer.Context) -> list[str]:
