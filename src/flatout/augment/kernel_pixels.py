@@ -20,12 +20,8 @@ _ONE = tl.constexpr(1 << 24)  # of the fixed-point sums: integers add up to the 
 
 
 @triton.jit
-def _unit(word, BYTE: tl.constexpr, BITS: tl.constexpr):
-    """1 + byte / 256, put together from bits: the conversion proper runs at a fraction of the speed of the rest."""
-    if not BITS:
-        return ((word >> (8 * BYTE)) & 0xFF).to(tl.float32) * (1 / 256) + 1.0
-    shifted = word << (15 - 8 * BYTE) if BYTE < 2 else word >> (8 * BYTE - 15)
-    return ((shifted & 0x7F8000) | 0x3F800000).to(tl.float32, bitcast=True)
+def _byte(word, BYTE: tl.constexpr):
+    return ((word >> (8 * BYTE)) & 0xFF).to(tl.float32)
 
 
 @triton.jit
@@ -44,7 +40,7 @@ def _within(place, first, end):
 def _bilinear(
     source, x, y, left, top, right, bottom,
     C: tl.constexpr, STRIDES: tl.constexpr, FILLED: tl.constexpr, FILL: tl.constexpr, IN_WORDS: tl.constexpr,
-    INSIDE: tl.constexpr, BITS: tl.constexpr,
+    INSIDE: tl.constexpr,
 ):  # fmt: skip
     """Four pixels around a place weighed; INSIDE: all of them are known to be in the box."""
     x -= 0.5
@@ -52,11 +48,11 @@ def _bilinear(
     floor_x, column = _whole(x)
     floor_y, row = _whole(y)
     part_x = (x - floor_x) + 0.5
-    part_y = (y - floor_y) * (256 / 255) + 128 / 255
+    part_y = (y - floor_y) * (1 / 255) + 0.5 / 255
     w11 = part_x * part_y
-    w01 = part_x * (256 / 255) - w11
+    w01 = part_x * (1 / 255) - w11
     w10 = part_y - w11
-    w00 = 256 / 255 - part_y - w01
+    w00 = 1 / 255 - part_y - w01
     px = ()
     if INSIDE and IN_WORDS:  # three channels side by side: six bytes of a row lie in three aligned words
         place = row * STRIDES[1] + column * 3
@@ -69,15 +65,11 @@ def _bilinear(
         a_high = (((a2.to(tl.uint64) << 32) | a1) >> shift).to(tl.uint32)
         b_low = (((b1.to(tl.uint64) << 32) | b0) >> shift).to(tl.uint32)
         b_high = (((b2.to(tl.uint64) << 32) | b1) >> shift).to(tl.uint32)
-        taps = ((a_low, 0, a_low, 3, b_low, 0, b_low, 3), (a_low, 1, a_high, 0, b_low, 1, b_high, 0),
-                (a_low, 2, a_high, 1, b_low, 2, b_high, 1))  # fmt: skip
-        for c in tl.static_range(3):
-            px = px + (
-                w00 * _unit(taps[c][0], taps[c][1], BITS)
-                + w01 * _unit(taps[c][2], taps[c][3], BITS)
-                + w10 * _unit(taps[c][4], taps[c][5], BITS)
-                + w11 * _unit(taps[c][6], taps[c][7], BITS),
-            )
+        px = (
+            w00 * _byte(a_low, 0) + w01 * _byte(a_low, 3) + w10 * _byte(b_low, 0) + w11 * _byte(b_low, 3),
+            w00 * _byte(a_low, 1) + w01 * _byte(a_high, 0) + w10 * _byte(b_low, 1) + w11 * _byte(b_high, 0),
+            w00 * _byte(a_low, 2) + w01 * _byte(a_high, 1) + w10 * _byte(b_low, 2) + w11 * _byte(b_high, 1),
+        )
     else:
         if INSIDE or FILLED:
             p00 = source + (row * STRIDES[1] + column * STRIDES[2])
@@ -95,12 +87,12 @@ def _bilinear(
             m00, m01, m10, m11, other = x0 & y0, x1 & y0, x0 & y1, x1 & y1, FILL
         for c in tl.static_range(C):
             px = px + (
-                w00 * _unit(tl.load(p00 + c * STRIDES[0], m00, other).to(tl.uint32), 0, BITS)
-                + w01 * _unit(tl.load(p01 + c * STRIDES[0], m01, other).to(tl.uint32), 0, BITS)
-                + w10 * _unit(tl.load(p10 + c * STRIDES[0], m10, other).to(tl.uint32), 0, BITS)
-                + w11 * _unit(tl.load(p11 + c * STRIDES[0], m11, other).to(tl.uint32), 0, BITS),
+                w00 * tl.load(p00 + c * STRIDES[0], m00, other).to(tl.float32)
+                + w01 * tl.load(p01 + c * STRIDES[0], m01, other).to(tl.float32)
+                + w10 * tl.load(p10 + c * STRIDES[0], m10, other).to(tl.float32)
+                + w11 * tl.load(p11 + c * STRIDES[0], m11, other).to(tl.float32),
             )
-    return [value - 256 / 255 for value in px]
+    return px
 
 
 @triton.jit
@@ -277,19 +269,39 @@ def _apply(px, x, y, row, sums, n, OUT: tl.constexpr, POINTS: tl.constexpr):
 # --- a pass ----------------------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def _quarters(values, dtype: tl.constexpr):
+    """Every fourth value from the first, second, third and fourth on, as the bits of `dtype`."""
+    bits = values.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint64)
+    even, odd = tl.split(tl.reshape(bits, [bits.shape[0] // 2, 2]))
+    first, third = tl.split(tl.reshape(even, [even.shape[0] // 2, 2]))
+    second, fourth = tl.split(tl.reshape(odd, [odd.shape[0] // 2, 2]))
+    return first, second, third, fourth
+
+
+@triton.jit
+def _store_quads(sink, px, place, live):
+    """Three channels of 16 bits side by side: four pixels are three words of 64 bits, not twelve small writes."""
+    r0, r1, r2, r3 = _quarters(px[0], sink.dtype.element_ty)
+    g0, g1, g2, g3 = _quarters(px[1], sink.dtype.element_ty)
+    b0, b1, b2, b3 = _quarters(px[2], sink.dtype.element_ty)
+    words = sink.to(tl.pointer_type(tl.uint64)) + place // 4 * 3
+    tl.store(words, r0 | (g0 << 16) | (b0 << 32) | (r1 << 48), mask=live)
+    tl.store(words + 1, g1 | (b1 << 16) | (r2 << 32) | (g2 << 48), mask=live)
+    tl.store(words + 2, b2 | (r3 << 16) | (g3 << 32) | (b3 << 48), mask=live)
+
+
 @triton.jit(do_not_specialize=["n"])
 def pass_kernel(
     source, rows, sums, sink, n, source_stride,
     SOURCE: tl.constexpr, C: tl.constexpr, STRIDES: tl.constexpr, OUT: tl.constexpr, OUT_STRIDES: tl.constexpr,
     COLUMNS: tl.constexpr, FILLED: tl.constexpr, FILL: tl.constexpr, POINTS: tl.constexpr, SUM: tl.constexpr,
-    STORE: tl.constexpr, PACKED_SOURCE: tl.constexpr, PACKED_SINK: tl.constexpr,
+    STORE: tl.constexpr, PACKED_SOURCE: tl.constexpr, PACKED_SINK: tl.constexpr, QUADS: tl.constexpr,
     RADIUS: tl.constexpr, SIGMA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one sample. A warp's pixels form a patch, so that a turned gather touches few cache lines."""
+    """One tile of one sample: TILE[0]×TILE[1] pixels, line by line."""
     TILE_W: tl.constexpr = TILE[0]
     TILE_H: tl.constexpr = TILE[1]
-    PATCH_W: tl.constexpr = TILE[2]
-    PATCH_H: tl.constexpr = TILE[3]
     across: tl.constexpr = (OUT[1] + TILE_W - 1) // TILE_W
     tiles: tl.constexpr = across * ((OUT[0] + TILE_H - 1) // TILE_H)
     sample = tl.program_id(0) // tiles
@@ -297,9 +309,7 @@ def pass_kernel(
     x0 = (tile % across) * TILE_W
     y0 = (tile // across) * TILE_H
     i = tl.arange(0, TILE_W * TILE_H)
-    patch = i // (PATCH_W * PATCH_H)
-    x = x0 + (patch % (TILE_W // PATCH_W) * PATCH_W + i % PATCH_W)
-    y = y0 + (patch // (TILE_W // PATCH_W) * PATCH_H + (i // PATCH_W) % PATCH_H)
+    x, y = x0 + i % TILE_W, y0 + i // TILE_W
     if OUT[0] % TILE_H == 0 and OUT[1] % TILE_W == 0:
         live = None
     else:
@@ -343,10 +353,10 @@ def pass_kernel(
             high_y = corner_y + tl.maximum(d * (TILE_W - 1), 0.0) + tl.maximum(e * (TILE_H - 1), 0.0)
             if (low_x >= left + 1) & (high_x < right - 5) & (low_y >= top + 1) & (high_y < bottom - 2):
                 px = _bilinear(source, from_x, from_y, left, top, right, bottom,
-                               C, STRIDES, FILLED, FILL, SOURCE == WORDS, True, TILE[5])  # fmt: skip
+                               C, STRIDES, FILLED, FILL, SOURCE == WORDS, True)  # fmt: skip
             else:
                 px = _bilinear(source, from_x, from_y, left, top, right, bottom,
-                               C, STRIDES, FILLED, FILL, SOURCE == WORDS, False, TILE[5])  # fmt: skip
+                               C, STRIDES, FILLED, FILL, SOURCE == WORDS, False)  # fmt: skip
 
     px = _apply(px, x, y, row, sums, n, OUT, POINTS)
     if SUM >= 0:
@@ -362,12 +372,18 @@ def pass_kernel(
             g = (px[1] * 2047 + 8388608.0).to(tl.uint32, bitcast=True) & 0x7FF
             b = (px[2] * 1023 + 8388608.0).to(tl.uint32, bitcast=True)
             place = y * OUT[1] + x
-            if not TILE[4]:
+            if not TILE[2]:
                 place = tl.max_contiguous(place, 1)
             tl.store(sink + place, r | (g << 11) | (b << 22), mask=live)
+        elif QUADS:
+            i = 4 * tl.arange(0, TILE_W * TILE_H // 4)
+            x, y = x0 + i % TILE_W, y0 + i // TILE_W
+            if live is not None:
+                live = (x < OUT[1]) & (y < OUT[0])
+            _store_quads(sink, px, y * OUT[1] + x, live)
         else:
             place = y * OUT_STRIDES[1] + x * OUT_STRIDES[2]
-            if not TILE[4]:
+            if not TILE[2]:
                 place = tl.max_contiguous(place, 1)
             for channel in tl.static_range(C):
                 tl.store(sink + (place + channel * OUT_STRIDES[0]), px[channel].to(sink.dtype.element_ty), mask=live)

@@ -92,6 +92,14 @@ def test_every_point_operation_alone_is_within_1e_5():
         compare([operation], pictures(n=2, height=9, width=13), within=1e-5)
 
 
+@pytest.mark.parametrize(("height", "width"), [(32, 64), (9, 36), (9, 37)])
+@pytest.mark.parametrize("operations", [[HFlip(), NORMALIZE], [Rotate(9)], [Contrast(0.5)]])
+def test_channels_last_in_words_of_four_pixels_or_one_by_one(operations, height, width):
+    images = pictures(n=1, height=height, width=width)
+    for dtype, within in ((torch.bfloat16, 1.6e-2), (torch.float16, 2e-3)):
+        compare(operations, images, dtype=dtype, channels_last=True, within=within)
+
+
 def test_replay():
     images = pictures(n=1)
     plan, rows, out = compare(STANDARD, images, within=1e-4)

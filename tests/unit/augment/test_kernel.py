@@ -41,37 +41,43 @@ def test_kernels_under_the_interpreter_do_what_the_reference_does():
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.parametrize(
-    ("aug", "dtype"),
+    ("aug", "dtype", "channels_last"),
     [
-        (Standard(), torch.bfloat16),
-        (Augment([ResizedCrop(40), Affine(9), Blur(3), Noise(), Erase(), Hue(0.1), Contrast(0.2)]), torch.float32),
-        (Augment([Resize((99, 70), antialias=False), HFlip(), Gamma(0.2), Invert()]), torch.float16),
-        (Augment([Crop(20, padding=3), Grayscale()]), torch.float32),
+        (Standard(), torch.bfloat16, True),
+        (
+            Augment([ResizedCrop(40), Affine(9), Blur(3), Noise(), Erase(), Hue(0.1), Contrast(0.2)]),
+            torch.float32,
+            True,
+        ),
+        (Augment([Resize((99, 70), antialias=False), HFlip(), Gamma(0.2), Invert()]), torch.float16, False),
+        (Augment([Crop(20, padding=3), Grayscale()]), torch.float32, False),
     ],
 )
-def test_kernels_compile_for_a_gpu_that_is_not_here(aug, dtype, tmp_path, monkeypatch):
+def test_kernels_compile_for_a_gpu_that_is_not_here(aug, dtype, channels_last, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     from flatout.augment import kernel, kernel_pixels, kernel_rows
 
-    def cubin(function, types, constants):
+    def compiled(function, types, constants):
         signature = {name: types.get(name, "constexpr") for name in function.arg_names}
         values = {name: value for name, value in constants.items() if name in function.arg_names}
-        return compile(ASTSource(function, signature, values), target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+        return compile(ASTSource(function, signature, values), target=GPUTarget("cuda", 90, 32)).asm
 
     images = torch.zeros(1, 64, 48, 3, dtype=torch.uint8).movedim(3, 1)
     program = aug._program(images, training=True)
-    plan = kernel.Plan(program, images, dtype=dtype, channels_last=False, fill=0)
+    plan = kernel.Plan(program, images, dtype=dtype, channels_last=channels_last, fill=0)
     kept = "*u32" if plan.packed else "*fp32"
     out = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}[dtype]
 
     common = {"rows": "*fp32", "sums": "*i64", "n": "i32"}
     types = {**common, "index": "*i64", "table": "*fp64", "epoch": "i32", "seed": "i64"}
-    assert cubin(kernel_rows.draw_kernel, types, plan.drawing)
+    assert compiled(kernel_rows.draw_kernel, types, plan.drawing)["cubin"]
     for constants in plan.passes:
         types = {**common, "source_stride": "i32"}
         types["source"] = "*u8" if constants["SOURCE"] < kernel_pixels.BUFFER.value else kept
         types["sink"] = out if constants is plan.passes[-1] else kept
-        assert cubin(kernel_pixels.pass_kernel, types, constants)
+        code = compiled(kernel_pixels.pass_kernel, types, constants)
+        assert code["cubin"]
+    assert ("st.global.b64" in code["ptx"]) == (channels_last and dtype != torch.float32)  # pixels stored by fours
