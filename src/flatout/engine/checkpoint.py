@@ -15,6 +15,7 @@ import re
 import shutil
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -100,14 +101,24 @@ def newest(folder: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
     """The state in the newest whole checkpoint; what is damaged is told and passed over."""
     for path in _steps(folder):
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, OSError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as problem:
-            say(f"{path} is damaged ({str(problem).splitlines()[0]}): taking the one before it")
+            state = _load(path)
+        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as problem:
+            why = (str(problem).splitlines() or [type(problem).__name__])[0]
+            say(f"{path} is damaged ({why}): taking the one before it")
             continue
         if not isinstance(state, dict) or state.get("version") != VERSION:
             raise UsageError(f"{path} was not written by this version of flatout train")
         return state
     return None
+
+
+def _load(path: Path) -> Any:
+    """What a file holds, once every checksum in it has been compared: torch.load alone would not look at them."""
+    with zipfile.ZipFile(path) as archive:
+        bad = archive.testzip()
+    if bad is not None:
+        raise zipfile.BadZipFile(f"the checksum of {bad} is wrong")
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -89,18 +89,18 @@ def load(
     path: Path, overrides: Sequence[str] = (), preset: str | None = None, notes: list[str] | None = None
 ) -> Config:
     """The config in a file, after its preset and the overrides; what has no effect here goes to `notes`."""
-    layers = [(str(path), _read(path))]
+    whole = _amp_is_precision(_read(path), str(path))
     if preset is not None:
         if preset not in PRESETS:
             known = ", ".join(PRESETS)
             raise UsageError(f"there is no preset {preset!r}: {known}{nearest(preset, PRESETS)}")
-        layers.append((f"preset {preset}", _of_preset(preset, layers[0][1], notes if notes is not None else [])))
+        _apply_preset(whole, preset, notes if notes is not None else [])
     for text in overrides:
-        layers.append((text, _of_override(text)))
-    whole: dict[str, Any] = {}
-    for name, layer in layers:
-        _merge(whole, _amp_is_precision(layer, name))
-    return checked(Config, whole, str(path))
+        key, equals, value = text.partition("=")
+        if not equals or not all(key.split(".")):
+            raise UsageError(f"{text!r} is not key=value, such as train.batch_size=256")
+        _set(whole, "train.precision" if key == "train.amp" else key, _parsed(value, text))
+    return checked(Config, _amp_is_precision(whole, str(path)), str(path))
 
 
 def effective(config: Config) -> str:
@@ -123,8 +123,9 @@ def checked(kind: type[Kind], data: Any, source: str) -> Kind:
     try:
         return kind.model_validate(data)
     except ValidationError as problem:
-        first = problem.errors()[0]
-        same = [dict(error) for error in problem.errors() if _key(error) == _key(first)]  # the branches of a union
+        errors = sorted(problem.errors(), key=lambda error: error["type"] != "extra_forbidden")  # a misspelling first
+        first = errors[0]
+        same = [dict(error) for error in errors if _key(error) == _key(first)]  # the branches of a union
         raise UsageError(f"{source}: {_in_words(kind, same)}") from None
     except RecursionError:
         raise UsageError(f"{source}: it contains itself") from None
@@ -179,40 +180,25 @@ def _mapping(data: Any, source: str) -> dict[str, Any]:
     return data
 
 
-def _of_preset(name: str, file: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    layer: dict[str, Any] = {}
-    augment = file.get("augment")
+def _apply_preset(whole: dict[str, Any], name: str, notes: list[str]) -> None:
+    augment = whole.get("augment")
     replaceable = (augment.get("factory") if isinstance(augment, dict) else augment) in _AUGMENT_PRESETS
     for key, value in PRESETS[name].items():
         if key.startswith("augment.") and not replaceable:
             notes.append(f"preset {name}: {key}={value} has no effect, augment is none of flatout's presets here")
         else:
-            _merge(layer, _nested(key, value))
-    return layer
+            _set(whole, key, value)
 
 
-def _of_override(text: str) -> dict[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals or not all(key.split(".")):
-        raise UsageError(f"{text!r} is not key=value, such as train.batch_size=256")
-    return _nested(key, _parsed(value, text))
-
-
-def _nested(key: str, value: Any) -> dict[str, Any]:
-    for name in reversed(key.split(".")):
-        value = {name: value}
-    return value  # type: ignore[no-any-return]
-
-
-def _merge(into: dict[str, Any], layer: dict[str, Any]) -> None:
-    for key, value in layer.items():
-        below = into.get(key)
-        if isinstance(below, str) and isinstance(value, dict) and ":" in below:
-            below = into[key] = {"factory": below}
-        if isinstance(below, dict) and isinstance(value, dict):
-            _merge(below, value)
-        else:
-            into[key] = copy.deepcopy(value)
+def _set(whole: dict[str, Any], key: str, value: Any) -> None:
+    """Put a value where a dotted key points; what stood there is gone."""
+    *sections, name = key.split(".")
+    for section in sections:
+        inner = whole.get(section)
+        if isinstance(inner, str) and ":" in inner:
+            inner = {"factory": inner}
+        whole[section] = whole = dict(inner) if isinstance(inner, dict) else {}
+    whole[name] = value
 
 
 def _amp_is_precision(layer: dict[str, Any], source: str) -> dict[str, Any]:

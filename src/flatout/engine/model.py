@@ -90,5 +90,8 @@ def _compiled(model: nn.Module, wanted: bool | str, device: torch.device) -> Dec
         wanted, why = device.type == "cuda", f"the default on {device.type}"
     if wanted is False:
         return Decision("train.compile", "off", why)
-    model.compile(mode=None if wanted is True else wanted)
+    try:
+        model.compile(mode=None if wanted is True else wanted)
+    except Exception as problem:  # whatever is wrong with the compiler here, training does without it
+        return Decision("train.compile", "off", f"torch.compile failed: {type(problem).__name__}: {problem}")
     return Decision("train.compile", "on" if wanted is True else str(wanted), why or "eager should it fail")

@@ -102,9 +102,9 @@ def switched(precision: Precision, *, deterministic: bool) -> Iterator[None]:
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = torch.are_deterministic_algorithms_enabled()
     kept = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic
-    if deterministic:
+    if deterministic and precision.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(deterministic)
     matmul.allow_tf32, cudnn.allow_tf32 = precision.tf32, precision.tf32
     cudnn.benchmark, cudnn.deterministic = not deterministic, deterministic
     try:

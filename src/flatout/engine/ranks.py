@@ -115,10 +115,12 @@ class Interrupts:
         if self._before:
             for number, handler in self._before.items():
                 signal.signal(number, handler)
+            self._before = {}
             signal.set_wakeup_fd(self._wakeup)
-            os.close(self._write)
             self._heard.set()
+            os.write(self._write, bytes([signal.SIGTERM]))  # the thread is to see that all is over
             self._thread.join()
+            os.close(self._write)
             os.close(self._read)
 
     def _ask(self, number: int, _: FrameType | None) -> None:
@@ -132,3 +134,15 @@ class Interrupts:
         if byte and not self._heard.wait(_GRACE_S):
             print("flatout: told to stop, but another rank does not answer: ending", file=sys.stderr, flush=True)
             os._exit(1)
+
+
+def _leave_children_alone() -> None:
+    """A loader worker that is forked is none of those that are to stop in good order."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if isinstance(getattr(handler, "__self__", None), Interrupts):
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+os.register_at_fork(after_in_child=_leave_children_alone)

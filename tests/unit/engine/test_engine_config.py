@@ -1,0 +1,229 @@
+"""What a config may say, and what is said of one that is wrong."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import CONFIG
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flatout import cli
+from flatout.engine.assemble import main
+from flatout.engine.config import PRESETS, Config, effective, load
+from flatout.engine.section import Every
+from flatout.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("amp=true", "bf16"), ("amp=on", "bf16"), ("amp='bf16'", "bf16"), ("amp=false", "off"), ("amp=fp16", "fp16"),
+        ("precision=off", "off"), ("precision='off'", "off"), ("precision=tf32", "tf32"), ("precision=16", "fp16"),
+        ("precision=BF16", "bf16"), ("precision=torch.bfloat16", "bf16"), ("precision=32", "off"),
+    ],
+)  # fmt: skip
+def test_a_precision_means_what_a_person_means(config: Path, said: str, meant: str) -> None:
+    assert load(config, [f"train.{said}"]).train.precision == meant
+
+
+def test_a_file_then_a_preset_then_the_command_line(config: Path) -> None:
+    loaded = load(config, ["train.accumulate=2"], preset="small-memory")
+    assert (loaded.train.batch_size, loaded.train.accumulate, loaded.data.workers) == (64, 2, 2)
+    assert loaded.train.epochs == 3
+
+
+def test_a_precision_on_the_command_line_goes_before_amp_in_the_file(config: Path) -> None:
+    config.write_text(CONFIG.replace("epochs: 3", "epochs: 3, amp: true"))
+    assert load(config).train.precision == "bf16"
+    assert load(config, ["train.precision=off"]).train.precision == "off"
+
+
+def test_every_value_of_every_preset_takes_effect(config: Path) -> None:
+    config.write_text(f"{CONFIG}augment: flatout.augment:Strong\n")
+    for name, values in PRESETS.items():
+        loaded = load(config, preset=name)
+        for key, value in values.items():
+            found: Any = loaded
+            for part in key.split("."):
+                found = getattr(found, part)
+            assert found == value
+
+
+def test_what_a_preset_cannot_do_here_is_told(config: Path) -> None:
+    notes: list[str] = []
+    load(config, preset="small-memory", notes=notes)
+    assert notes == [
+        "preset small-memory: augment.factory=flatout.augment:Minimal has no effect, "
+        "augment is none of flatout's presets here"
+    ]
+
+
+def test_numbers_as_people_write_them_and_how_often(config: Path) -> None:
+    loaded = load(config, ["optimizer.args.lr=3e-4", "evaluate.every=2 epochs", "checkpoint.every=never"])
+    assert loaded.optimizer.args["lr"] == 3e-4
+    assert loaded.evaluate.every == Every(2, "epoch")
+    assert loaded.checkpoint.every is None
+    assert load(config, ["evaluate.every=0.5 minutes"]).evaluate.every == Every(0.5, "minute")
+
+
+def test_the_effective_config_is_a_config_again(config: Path, tmp_path: Path) -> None:
+    first = load(config, ["evaluate.every=10 minutes", "train.compile=max-autotune"])
+    again = tmp_path / "again.yaml"
+    again.write_text(effective(first))
+    assert load(again) == first
+
+
+WRONG = [
+    ("train.batchsize=3", "there is no setting train.batchsize; did you mean train.batch_size?"),
+    ("batch_size=3", "there is no setting batch_size; did you mean train.batch_size?"),
+    ("modle=a:b", "there is no setting modle; did you mean model?"),
+    ("train.precision=bf-16", "train.precision must be one of auto, off, tf32, bf16, fp16; did you mean bf16?"),
+    ("train.batch_size=many", "train.batch_size must be a whole number or 'auto' (got 'many')"),
+    ("train.batch_size=-1", "train.batch_size must be at least 1 or 'auto' (got -1)"),
+    ("train.epochs=true", "train.epochs must be a whole number (got True)"),
+    ("train.compile=fast", "train.compile must be one of auto, true, false, reduce-overhead"),
+    ("train.device=tpu", "train.device must be auto, cpu, cuda or cuda:N (got 'tpu')"),
+    ("train=fast", "train must be a group of settings (got 'fast')"),
+    ("model=3", "model must be an import path, or factory and args (got 3)"),
+    ("model=torch", "model.factory must be an import path such as package.module:name (got 'torch')"),
+    ("evaluate.every=5", 'evaluate.every must be such as "5 epochs", "1000 steps", "10 minutes" or never (got 5)'),
+    ("evaluate.every=0.5 epochs", "evaluate.every must be such as"),
+    (
+        "checkpoint.best=acuracy",
+        "checkpoint.best must be one of loss, accuracy (got 'acuracy'); did you mean accuracy?",
+    ),
+    ("train.lr_rule=sqrt", "train.lr_rule needs train.lr_batch"),
+    ("train.accumulate=9", "train.accumulate must be at most train.batch_size (got 9)"),
+    ("epochs", "'epochs' is not key=value, such as train.batch_size=256"),
+    ("train.=3", "'train.=3' is not key=value"),
+    ("train.epochs=[", "expected the node content"),
+    # what only building the parts can tell
+    ("model=engine_toys:Net", "model.factory: there is no module 'engine_toys'"),
+    ("model=engine_toy:Nett", "model.factory: engine_toy has no 'Nett'; did you mean Net?"),
+    ("model.args.hiden=3", "model.args: Net got an unexpected keyword argument 'hiden'; did you mean hidden?"),
+    ("model=engine_toy:not_a_data_set", "model: a torch.nn.Module is wanted, int is none"),
+    ("model=engine_toy:seen", "cannot be called"),
+    ("model=torch.nn:Identity", "model: it has no parameter to train"),
+    ("data.train=engine_toy:not_a_data_set", "data.train: a data set is wanted, int is none"),
+    ("data.collate=engine_toy:colate", "data.collate: engine_toy has no 'colate'"),
+    ("optimizer=torch.nn:Identity", "optimizer: a torch.optim.Optimizer is wanted"),
+    ("train.batch_size=65", "train.batch_size: 65 is more than the 64 samples of data.train"),
+    ("train.precision=fp16", "train.precision: fp16 needs a GPU"),
+    ("train.checkpoint_activations=[layer.*]", "no module is called 'layer.*'; did you mean layers"),
+    ("train.batch_size=100000000000000000000", "train.batch_size must be at most"),
+]
+
+
+@pytest.mark.parametrize(("override", "complaint"), WRONG)
+def test_a_wrong_config_is_one_line_and_exit_code_2(
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    override: str,
+    complaint: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["flatout", "train", "--here", str(config), override])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    printed = capsys.readouterr()
+    assert ended.value.code == 2
+    assert complaint in printed.err
+    assert printed.err.startswith("flatout: ")
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "a mapping of settings is wanted"),
+        ("- 1\n", "a mapping of settings is wanted"),
+        ("train: {epochs: 1}\ntrain: {epochs: 2}\n", "line 2: train is there twice"),
+        ("train: [\n", "line 2"),
+        ("\t", "line 1"),
+        ("a: &a [*a]\n", "there is no setting a"),
+        ("train: {epochs: 1}\n", "model is missing"),
+        ("1: 2\n", "a mapping of settings is wanted"),
+        ("? [1, 2]\n: 3\n", "line 1"),
+        ("train: {amp: true, precision: off}\n", "train.amp and train.precision are the same setting: give one"),
+        ("a: 2001-99-99\n", "not YAML"),
+    ],
+)
+def test_a_file_that_is_no_config_is_told_with_its_line(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as raised:
+        load(path)
+    assert str(raised.value).startswith(str(path))
+    assert complaint in str(raised.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot read .*nowhere\.yaml: No such file"):
+        load(tmp_path / "nowhere.yaml")
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="no text in UTF-8"):
+        load(tmp_path / "bytes.yaml")
+
+
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["a:b", "auto"])
+)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+)
+KEYS = st.sampled_from(
+    [f"{section}.{key}" for section, field in Config.model_fields.items()
+     for key in (*getattr(field.annotation, "model_fields", {}), "factory", "args", "new")]
+    + list(Config.model_fields)
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=st.lists(st.tuples(KEYS, VALUES), min_size=1, max_size=3))
+def test_any_value_under_any_key_is_a_config_or_one_clear_line(config: Path, changes: list[tuple[str, Any]]) -> None:
+    overrides = [f"{key}={yaml.safe_dump(value, default_flow_style=True, width=10**6)}" for key, value in changes]
+    _loads_or_complains(config, overrides)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(alphabet="train:{}[]&*!|>-'\"#%@ \n\t,0.1eE+~?", max_size=40), place=st.integers(0, len(CONFIG)))
+def test_any_text_in_a_file_is_a_config_or_one_clear_line(tmp_path: Path, text: str, place: int) -> None:
+    path = tmp_path / "fuzzed.yaml"
+    path.write_text(CONFIG[:place] + text + CONFIG[place:])
+    _loads_or_complains(path, [])
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(override=st.text(max_size=20) | st.from_regex(r"[a-z.]{0,12}=[^\n]{0,12}", fullmatch=True))
+def test_any_word_on_the_command_line_is_an_override_or_one_clear_line(config: Path, override: str) -> None:
+    _loads_or_complains(config, [override])
+
+
+def _loads_or_complains(path: Path, overrides: list[str]) -> None:
+    try:
+        found: Config | UsageError = load(path, overrides)
+    except UsageError as problem:
+        found = problem
+    assert isinstance(found, Config) or (found.exit_code == 2 and len(str(found).strip()) > 10)
+
+
+def test_explain_says_what_is_in_force_and_trains_nothing(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wanted = ["train.precision=tf32", "train.channels_last=true", "log.quiet=false"]
+    main(config, wanted, preset=None, resume=False, explain=True, record=False)
+    out = capsys.readouterr().out
+    assert "train.precision: off  (TF32 is a matter of NVIDIA cards: plain fp32 on cpu)" in out
+    assert "train.channels_last: off  (without effect: there is no 2-d convolution)" in out
+    assert yaml.safe_load(out[out.index("\ntrain:") :])["train"]["batch_size"] == 8
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,394 @@
+"""Real trainings on the CPU: what is learned, in what order, and what becomes of faults on the way."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import math
+import os
+import signal
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import engine_toy
+import pytest
+import torch
+from conftest import Ready
+from torch import nn
+from torch.utils.data import DataLoader as Stock
+
+from flatout import augment
+from flatout.engine import Trainer, checkpoint
+from flatout.engine.assemble import main
+from flatout.engine.config import load
+from flatout.errors import FlatoutError, UsageError
+from flatout.feed import DataLoader
+
+
+def weights(trainer: Trainer) -> list[torch.Tensor]:
+    """Everything training has moved."""
+    state = trainer.step.optimizer.state_dict()["state"]
+    return [*trainer.model.state_dict().values(), *(value for each in state.values() for value in each.values())]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+# -- a training --------------------------------------------------------------------------------------------------------
+
+
+def test_it_learns_validates_and_writes_down_what_happened(ready: Ready, tmp_path: Path) -> None:
+    trainer = ready("train.epochs=12", "log.tensorboard=true")
+    results = trainer.fit()
+    run = tmp_path / "run"
+    assert results["accuracy"] > 0.8
+    assert trainer.at.step == 12 * 8
+    train, validation = rows(run / "train.csv"), rows(run / "validation.csv")
+    assert [int(row["step"]) for row in train] == list(range(4, 97, 4))
+    assert float(train[-1]["loss"]) < float(train[0]["loss"])
+    assert [int(row["epoch"]) for row in validation] == list(range(1, 13))
+    assert float(validation[-1]["accuracy"]) == results["accuracy"]
+    kinds = [json.loads(line)["kind"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert (kinds.count("train"), kinds.count("validation")) == (24, 12)
+    assert list((run / "tensorboard").iterdir())
+
+
+def test_every_sample_is_seen_once_an_epoch_in_an_order_that_follows_from_the_seed(ready: Ready) -> None:
+    ready("checkpoint.every=never").fit()
+    first = list(engine_toy.seen)
+    assert [sorted(chain(*first[epoch * 8 : epoch * 8 + 8])) for epoch in range(3)] == [list(range(64))] * 3
+    assert first[:8] != first[8:16]
+    engine_toy.seen.clear()
+    ready("checkpoint.every=never", "data.workers=2").fit()
+    assert engine_toy.seen == first
+
+
+def test_accumulation_learns_what_the_whole_batch_teaches(ready: Ready) -> None:
+    whole = ready("model.args.dropout=0", "out=never", "checkpoint.every=never")
+    whole.fit()
+    halves = ready("model.args.dropout=0", "train.accumulate=3", "checkpoint.every=never")
+    engine_toy.seen.clear()
+    halves.fit()
+    assert [len(piece) for piece in engine_toy.seen[:3]] == [2, 3, 3]
+    for a, b in zip(weights(whole), weights(halves), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_the_trainer_takes_parts_of_ones_own(tmp_path: Path) -> None:
+    model = engine_toy.Net()
+    trainer = Trainer(
+        model=model,
+        train_loader=Stock(engine_toy.Points(), 16, shuffle=True),
+        val_loader=Stock(engine_toy.Points(seed=1), 16),
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        config={"train": {"epochs": 4}, "log": {"quiet": True}, "out": str(tmp_path / "run")},
+        device="cpu",
+    )
+    first = nn.functional.cross_entropy(model(engine_toy.Points().points), torch.zeros(64).long())
+    assert trainer.fit()["loss"] < first
+
+
+def test_a_model_that_returns_its_loss_needs_no_criterion(ready: Ready) -> None:
+    trainer = ready("model=engine_toy:Scored", "criterion=null", "metrics={}")
+    before = trainer.model.layer.weight.clone()
+    assert "loss" in trainer.fit()
+    assert not torch.equal(before, trainer.model.layer.weight)
+
+
+@pytest.mark.parametrize("metric", ["engine_toy:RightShare", "engine_toy:accuracy"])
+def test_a_metric_is_a_function_or_an_object(ready: Ready, metric: str) -> None:
+    trainer = ready(f"metrics.accuracy={metric}", "evaluate.batch_size=24")
+    found = trainer.fit()["accuracy"]
+    trainer.model.eval()
+    data = engine_toy.Points(seed=1)
+    right = sum(int(trainer.model(data[i][0][None]).argmax() == data[i][1]) for i in range(64))
+    assert found == pytest.approx(right / 64)
+
+
+def test_validation_changes_nothing_in_training(ready: Ready) -> None:
+    seldom = ready("evaluate.every=never")
+    seldom.fit()
+    often = ready("evaluate.every=1 steps", "checkpoint.best=null")
+    often.fit()
+    assert same(weights(seldom), weights(often))
+
+
+def test_augmentation_is_for_training_only_and_moves_masks_along(ready: Ready) -> None:
+    def pictures(*more: str) -> Trainer:
+        return ready(
+            "data.train=engine_toy:Pictures", "data.val=engine_toy:Pictures", "model=engine_toy:Convolution",
+            "metrics={}", "train.epochs=2", "train.batch_size=16", "data.shuffle=false", *more,
+        )  # fmt: skip
+
+    trainer = pictures("augment={factory: flatout.augment:Minimal, args: {seed: 3}}")
+    trainer.fit()
+    train_1, val_1, train_2, val_2 = trainer.model.pictures
+    assert torch.equal(val_1, val_2)
+    assert not torch.equal(train_1, val_1)
+    assert not torch.equal(train_1, train_2)
+    aug = augment.Minimal(seed=3)
+    raw = torch.stack([engine_toy.Pictures()[i][0] for i in range(16)])
+    assert torch.equal(train_1, aug(raw, index=torch.arange(16), epoch=0))
+    masks = torch.stack([engine_toy.Pictures()[i][1] for i in range(16)])
+    batch = trainer._augmented([raw, masks], training=False)
+    assert torch.equal(batch[1], masks)
+    with pytest.raises(UsageError, match="augment: images must be a uint8 tensor"):
+        ready("augment=flatout.augment:Minimal").fit()
+
+
+def test_a_compiler_that_fails_costs_speed_and_not_the_training(ready: Ready, capsys: Any) -> None:
+    plain = ready()
+    plain.fit()
+    trainer = ready()
+
+    def broken(*_: object, **__: object) -> None:
+        raise torch._dynamo.exc.InternalTorchDynamoError("no compiler here")
+
+    trainer.model._compiled_call_impl = broken
+    trainer.fit()
+    assert "train.compile: off from here on, torch.compile failed (InternalTorchDynamoError" in capsys.readouterr().out
+    assert same(weights(plain), weights(trainer))
+
+
+@pytest.mark.parametrize("wanted", ["true", "[layers.0, 'layers.*']"])
+def test_activations_recomputed_are_the_same_activations(ready: Ready, wanted: str) -> None:
+    kept = ready()
+    kept.fit()
+    recomputed = ready(f"train.checkpoint_activations={wanted}")
+    recomputed.fit()
+    assert same(weights(kept), weights(recomputed))
+    assert any("4 modules" in str(decision) for decision in recomputed.decisions)
+
+
+def test_bf16_on_a_cpu_is_bf16(ready: Ready) -> None:
+    trainer = ready("train.precision=bf16")
+    seen: list[torch.dtype] = []
+    trainer.model.layers[0].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    trainer.fit()
+    assert set(seen) == {torch.bfloat16}
+
+
+def test_the_fastest_batch_is_found_and_nothing_has_been_learned_by_then(ready: Ready) -> None:
+    trainer = ready("train.batch_size=auto", "train.lr_rule=sqrt", "train.lr_batch=16", "checkpoint.every=never")
+    size = trainer._train_loader.batch_sampler.batch_size
+    assert size in (32, 64)
+    assert trainer.step.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * (size / 16) ** 0.5)
+    assert not trainer.step.optimizer.state_dict()["state"]
+    fresh = ready("checkpoint.every=never")
+    assert same(list(trainer.model.state_dict().values()), list(fresh.model.state_dict().values()))
+
+
+# -- coming back -------------------------------------------------------------------------------------------------------
+
+
+def stop_at(step: int) -> None:
+    engine_toy.faults[step] = lambda: os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("draws", "workers", "workers_then"), [(False, 0, 2), (False, 2, 0), (True, 1, 2), (True, 0, 0)]
+)
+def test_a_resumed_training_is_the_same_to_the_bit(
+    ready: Ready, tmp_path: Path, draws: bool, workers: int, workers_then: int
+) -> None:
+    data = [f"data.train.args.draws={draws}", "train.clip_norm=1.0"]
+    data += ["scheduler={factory: torch.optim.lr_scheduler:CosineAnnealingLR, args: {T_max: '{steps}'}}"]
+    straight = ready(f"out={tmp_path / 'straight'}", f"data.workers={workers}", *data)
+    straight.fit()
+    order = list(engine_toy.seen)
+    engine_toy.seen.clear()
+
+    stop_at(11)  # of 24, in the middle of the second epoch
+    broken = ready(f"data.workers={workers}", *data)
+    broken.fit()
+    assert (broken.stopped_by, broken.at.step, broken.at.batch) == ("SIGTERM", 11, 3)
+    resumed = ready(f"data.workers={workers_then}", *data)
+    assert resumed.resume()
+    resumed.fit()
+    assert engine_toy.seen == order
+    assert same(weights(straight), weights(resumed))
+    assert straight.results == resumed.results
+    assert straight.scheduler.get_last_lr() == resumed.scheduler.get_last_lr()
+
+
+def test_a_users_own_stock_loader_is_resumed_too(tmp_path: Path) -> None:
+    def trainer(out: str) -> Trainer:
+        torch.manual_seed(0)
+        model = engine_toy.Net()
+        return Trainer(
+            model=model,
+            train_loader=Stock(engine_toy.Points(), 8, shuffle=True),
+            criterion=nn.CrossEntropyLoss(),
+            optimizer=torch.optim.AdamW(model.parameters()),
+            config={"train": {"epochs": 3, "device": "cpu"}, "log": {"quiet": True}, "out": str(tmp_path / out)},
+        )
+
+    straight = trainer("straight")
+    straight.fit()
+    engine_toy.seen.clear()
+    stop_at(13)
+    trainer("run").fit()
+    resumed = trainer("run")
+    torch.manual_seed(99)
+    assert resumed.resume()
+    resumed.fit()
+    assert same(weights(straight), weights(resumed))
+
+
+def test_runs_stay_apart_and_configs_are_never_overwritten(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def train(*overrides: str, resume: bool = False) -> None:
+        main(config, overrides, preset=None, resume=resume, explain=False, record=False)
+
+    with pytest.raises(UsageError, match="--resume: there is no run at runs/toy"):
+        train(resume=True)
+    train("train.max_steps=3")
+    train("train.max_steps=5")
+    train("train.max_steps=7", resume=True)
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["toy", "toy-2"]
+    assert load(Path("runs/toy-2/config.yaml")).train.max_steps == 5
+    assert load(Path("runs/toy-2/config-2.yaml")).train.max_steps == 7
+    assert "resumed at step 5, epoch 0, batch 5" in capsys.readouterr().out
+    assert not Path("runs/toy/config-2.yaml").exists()
+
+
+def test_a_checkpoint_of_another_model_is_one_line(ready: Ready) -> None:
+    ready().fit()
+    with pytest.raises(UsageError, match=r"its checkpoint does not fit this config: .*size mismatch"):
+        ready("model.args.hidden=5").resume()
+
+
+@pytest.mark.parametrize("best_is", ["min", "max"])
+def test_the_best_and_the_last_are_kept(ready: Ready, tmp_path: Path, best_is: str) -> None:
+    trainer = ready("train.epochs=6", "checkpoint.keep=3", "checkpoint.best=accuracy", f"checkpoint.best_is={best_is}")
+    trainer.fit()
+    folder = tmp_path / "run" / "checkpoints"
+    kept = sorted(path.name for path in folder.iterdir())
+    assert kept == ["best.pt", "step-000000032.pt", "step-000000040.pt", "step-000000048.pt"]
+    values = [float(row["accuracy"]) for row in rows(tmp_path / "run" / "validation.csv")]
+    best = torch.load(folder / "best.pt", weights_only=True)
+    choose = min if best_is == "min" else max
+    assert best["best"] == choose(values)
+    assert best["at"]["step"] == 8 * (values.index(choose(values)) + 1)
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+def test_out_of_memory_halves_the_pieces_and_repeats_the_very_step(ready: Ready, capsys: Any) -> None:
+    undisturbed = ready("model.args.dropout=0", "checkpoint.every=never")
+    undisturbed.fit()
+    order = list(engine_toy.seen)
+    engine_toy.seen.clear()
+    engine_toy.faults[6] = engine_toy.faults[8] = engine_toy.out_of_memory
+    trainer = ready("model.args.dropout=0", "checkpoint.every=never")
+    trainer.fit()
+    # Step 6 failed whole, then in its second half, and is done in quarters.
+    assert [len(piece) for piece in engine_toy.seen[:13]] == [8] * 6 + [4, 4] + [2] * 4 + [2]
+    done = engine_toy.seen[:5] + engine_toy.seen[8:]
+    assert done[:5] == order[:5]
+    assert [list(chain(*done[5 + 4 * i : 9 + 4 * i])) for i in range(19)] == order[5:]
+    assert trainer.at.step == undisturbed.at.step
+    for a, b in zip(weights(undisturbed), weights(trainer), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+    out = capsys.readouterr().out
+    assert (
+        "out of memory: 4 samples at a time from here on instead of 8; train.accumulate is 2, the batch stays 8" in out
+    )
+
+
+def test_out_of_memory_with_one_sample_is_the_end(ready: Ready) -> None:
+    for call in range(1, 6):
+        engine_toy.faults[call] = engine_toy.out_of_memory
+    with pytest.raises(UsageError, match="out of memory with one sample at a time"):
+        ready().fit()
+
+
+@pytest.mark.parametrize("step", [5, 12])
+def test_a_loss_that_is_no_number_stops_with_its_step_and_the_last_good_checkpoint(
+    ready: Ready, tmp_path: Path, step: int
+) -> None:
+    trainer = ready("checkpoint.every=2 steps", "checkpoint.keep=100", "checkpoint.best=null")
+    engine_toy.faults[step] = lambda: trainer.model.layers[0].weight.data.fill_(math.nan)
+    with pytest.raises(
+        FlatoutError, match=rf"the loss is not a number at step {step}: .*last good checkpoint is"
+    ) as it:
+        trainer.fit()
+    named = Path(str(it.value).split()[-1])
+    assert int(named.stem.removeprefix("step-")) < step
+    for path in named.parent.iterdir():
+        assert not any(value.isnan().any() for value in torch.load(path, weights_only=True)["model"].values())
+
+
+def test_such_steps_can_be_skipped_and_are_counted(ready: Ready, tmp_path: Path) -> None:
+    trainer = ready("train.on_nan=skip")
+    whole = trainer.step.criterion
+
+    def poisoned(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = whole(output, target)
+        return loss * math.nan if len(engine_toy.seen) in (5, 6) and output.requires_grad else loss
+
+    trainer.step.criterion = poisoned
+    trainer.fit()
+    assert (trainer.at.step, trainer.skipped) == (24, 2)
+    assert rows(tmp_path / "run" / "train.csv")[-1]["skipped"] == "2"
+    assert all(bool(value.isfinite().all()) for value in trainer.model.state_dict().values())
+    assert {int(state["step"]) for state in trainer.step.optimizer.state_dict()["state"].values()} == {22}
+
+
+def test_a_full_disk_costs_checkpoints_and_is_told_once(
+    ready: Ready, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """/dev/full refuses every byte, as a full disk does."""
+    save = checkpoint._save
+
+    def to_full_disk(state: Any, path: Path) -> None:
+        if int(path.stem.removeprefix("step-")) > 4:
+            path.with_name(f"{path.name}.part").symlink_to("/dev/full")
+        save(state, path)
+
+    monkeypatch.setattr(checkpoint, "_save", to_full_disk)
+    trainer = ready("checkpoint.every=2 steps", "checkpoint.best=null")
+    trainer.fit()
+    assert trainer.at.step == 24
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step-000000002.pt", "step-000000004.pt"]
+    out = capsys.readouterr().out
+    assert (
+        out.count(f"no checkpoint at step 6: {os.strerror(errno.ENOSPC)}; training goes on, older ones are kept") == 1
+    )
+    assert out.count("no checkpoint") == 1
+    assert ready().resume()
+
+
+def test_what_cannot_be_read_back_safely_is_not_written(ready: Ready) -> None:
+    trainer = ready()
+    trainer.step.optimizer.param_groups[0]["note"] = Path("somewhere")
+    with pytest.raises(FlatoutError, match=r"a checkpoint cannot hold state.optimizer.param_groups\[0\].note, a P"):
+        trainer.fit()
+
+
+def test_switches_of_torch_are_put_back(ready: Ready) -> None:
+    def switches() -> list[bool]:
+        cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+        return [torch.are_deterministic_algorithms_enabled(), cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32]
+
+    before = switches()
+    ready("train.deterministic=true").fit()
+    assert switches() == before
+
+
+def test_our_own_loader_is_used_for_what_the_config_names(ready: Ready) -> None:
+    assert isinstance(ready()._train_loader, DataLoader)
