@@ -5,7 +5,6 @@ Shares are of the training time, 0 to 1. What the trace does not tell is None, a
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -141,11 +140,23 @@ class Case:
         return tuple(has[-_MARKED_STEPS_USED:])
 
     def saved_without(self, *phases: str) -> float | None:
-        """The share of a step that would be saved if the host spent no time in these phases (the median of replays)."""
-        saved = [gain for step in self.marked if (gain := gain_without(step, *phases)) is not None]
-        if saved:
-            return statistics.median(saved)
-        return None if self.on_gpu else min(0.99, sum(self.share(p) for p in phases))
+        """The share of training time that would be saved if the host spent none in these phases.
+
+        Steps with events say how much of such time is saved when it is gone; all steps say how much of it there is.
+        Waits come in bursts: a median step may have none of them.
+        """
+        share = sum(self.share(phase) for phase in phases)
+        if not self.on_gpu:
+            return min(0.99, share)
+        spent_ms = saved_ms = 0.0
+        for step in self.marked:
+            saved = gain_without(step, *phases)
+            if saved is not None:
+                spent_ms += sum(span.host_ms for span in step.spans if span.name in phases)
+                saved_ms += saved * step.wall_ms
+        if not self.marked:
+            return None
+        return min(0.99, share * saved_ms / spent_ms) if spent_ms else 0.0
 
     @cached_property
     def busy_share(self) -> float | None:
@@ -216,13 +227,6 @@ class Case:
         mean = Sketch.of(pct / 100 * machine - ours for pct, ours in seen if pct is not None and ours is not None).mean
         return max(0.0, mean) if mean is not None else None
 
-    @cached_property
-    def trainer_delay(self) -> float | None:
-        """The share of time in which the training process was ready to run but had no core."""
-        taken = (p for s in self.samples for p in s.processes if p.pid == self.rank.info.pid)
-        mean = Sketch.of(p.run_delay_pct for p in taken).mean
-        return min(1.0, mean / 100) if mean is not None else None
-
     @property
     def _ranks_here(self) -> int:
         return sum(rank.info.host == self.rank.info.host for rank in self.trace.ranks)
@@ -234,6 +238,13 @@ class Case:
         if not known or workers < int((self.loader or {}).get("num_workers") or 0) * self._ranks_here:
             return None
         return sum(p.cpu_pct or 0.0 for p in known) / 100
+
+    @cached_property
+    def trainer_delay(self) -> float | None:
+        """The share of time in which the training process was ready to run but had no core."""
+        taken = (p for s in self.samples for p in s.processes if p.pid == self.rank.info.pid)
+        mean = Sketch.of(p.run_delay_pct for p in taken).mean
+        return min(1.0, mean / 100) if mean is not None else None
 
     @cached_property
     def storage_share(self) -> float:

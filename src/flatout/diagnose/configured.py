@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from flatout.diagnose.case import Case
@@ -12,13 +12,14 @@ from flatout.diagnose.finding import Finding
 _OFF = {"", "0", "false", "no", "none", "off", "null", "fp32", "float32", "32", "32-true", "highest"}
 
 
-def ignored_settings(case: Case) -> list[Finding]:
-    """A finding for each setting that was read and has no effect."""
+def ignored_settings(case: Case, others: Iterable[Finding]) -> list[Finding]:
+    """A finding for each setting that was read and has no effect; it promises what mending that cause would give."""
+    costs = {finding.code: finding for finding in others}
     found: dict[str, Finding] = {}
     for source, file, key, value in _settings(case):
-        for pattern, contradicted, what in _RULES:
+        for pattern, contradicted, what, cause in _RULES:
             if pattern.fullmatch(key) and _is_on(value) and contradicted(case) and what not in found:
-                found[what] = _finding(source, file, key, value, what)
+                found[what] = _finding(source, file, key, value, what, costs.pop(cause, None))
     return list(found.values())
 
 
@@ -41,17 +42,18 @@ def _is_on(value: Any) -> bool:
     return str(value).strip().lower() not in _OFF
 
 
-def _finding(source: str, file: str | None, key: str, value: Any, what: str) -> Finding:
+def _finding(source: str, file: str | None, key: str, value: Any, what: str, cost: Finding | None) -> Finding:
     place = file or {"argparse": "the command line"}.get(source, source)
     return Finding(
         code="config.ignored",
-        title=f"{key}={value!r} was read from {place}, but {what}",
-        share=0.0,
-        gain_low=1.0,
-        gain_high=1.0,
-        derived="seen in force",
+        title=f"{key}={value!r} was read from {place}, but {what}" + (f"; {cost.title}" if cost is not None else ""),
+        share=cost.share if cost is not None else 0.0,
+        gain_low=cost.gain_low if cost is not None else 1.0,
+        gain_high=cost.gain_high if cost is not None else 1.0,
+        derived=cost.derived if cost is not None else "seen in force",
         confidence=0.9,
-        evidence={"setting": key, "value": value, "source": source, "file": file},
+        evidence={"setting": key, "value": value, "source": source, "file": file}
+        | ({"cause": cost.code, **cost.evidence} if cost is not None else {}),
         change=f"setting:{key}",
         value=value,
         advice=f"find where the script uses {key}: a value of another spelling or type, or a call that is missing",
@@ -71,45 +73,54 @@ def _workers(case: Case) -> Any:
     return (case.loader or {}).get("num_workers")
 
 
-_RULES: tuple[tuple[re.Pattern[str], Callable[[Case], bool], str], ...] = (
+# The setting, when it has no effect, how one says so, and the cause that then has the user's own remedy.
+_RULES: tuple[tuple[re.Pattern[str], Callable[[Case], bool], str, str], ...] = (
     (
         re.compile(r"(use_?)?(amp|bf16|fp16|mixed_precision|autocast)(_dtype)?"),
         _no_autocast,
         "every forward pass ran in fp32 without autocast",
+        "compute.precision",
     ),
     (
         re.compile(r"(use_?)?(torch_?)?compile(_model)?|compiled"),
         lambda case: case.facts.get("compiled") is False,
         "nothing was compiled",
+        "compute.eager",
     ),
     (
         re.compile(r"(allow_?|use_?)?tf32"),
         lambda case: case.on_gpu and case.facts.get("tf32_matmul") is False,
         "matrix products do not use TF32",
+        "compute.precision",
     ),
     (
         re.compile(r"(cudnn_?)?benchmark"),
         lambda case: case.on_gpu and case.facts.get("cudnn_benchmark") is False,
         "cuDNN's benchmark mode is off",
+        "",
     ),
     (
         re.compile(r"(use_?)?channels_last"),
         lambda case: case.facts.get("channels_last") is False,
         "the convolutions' weights are not in channels_last",
+        "compute.layout",
     ),
     (
         re.compile(r"persistent(_workers)?"),
         lambda case: _workers(case) == 0,
         "there are no workers to keep",
+        "",
     ),
     (
         re.compile(r"pin(_memory|ned)?"),
         lambda case: case.on_gpu and (case.loader or {}).get("pin_memory") is False,
         "the loader does not page-lock its batches",
+        "copy.pageable",
     ),
     (
         re.compile(r"(use_?)?fused(_adamw?|_optimizer)?"),
         lambda case: case.on_gpu and not case.facts.get("optimizer_fused"),
         "the optimizer is not fused",
+        "compute.optimizer",
     ),
 )

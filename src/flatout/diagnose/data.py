@@ -24,7 +24,8 @@ def main_thread(case: Case) -> Finding | None:
     rate, now = case.samples_a_worker_s, case.breakdown.samples_per_s
     wanted = spare_cores(case)
     if rate and now:
-        wanted = min(wanted, math.ceil(now / (1 - min(0.99, saved)) / rate) + 1)
+        eaten = case.breakdown.ceiling_samples_per_s or now / (1 - min(0.99, saved))
+        wanted = min(wanted, math.ceil(eaten / rate) + 1)
     fed = min(saved, fed_by(case, wanted))
     return Finding(
         code="data.main-thread",
@@ -203,6 +204,8 @@ def copies(case: Case) -> Finding | None:
 
 def waits_for_card(case: Case) -> Finding | None:
     saved = case.saved_without("sync") if case.on_gpu else None
+    if saved is not None and case.busy_share is not None:
+        saved = min(saved, 1 - case.busy_share)  # a wait for useful work costs nothing
     if saved is None or saved < 0.01:
         return None
     waits = sorted((p for p in case.breakdown.training if p.name == "sync"), key=lambda p: -p.ms)

@@ -30,9 +30,24 @@ def diagnose(trace: Trace) -> tuple[Finding, ...]:
     case = every[0]
     found = [finding for rule in RULES if (finding := rule(case)) is not None]
     found += [finding for rule in RANK_RULES if (finding := rule(every)) is not None]
-    found += ignored_settings(case)
+    ignored = ignored_settings(case, found)
+    explained = {finding.evidence.get("cause") for finding in ignored}
+    found = [finding for finding in found if finding.code not in explained] + ignored
     found.sort(key=lambda f: (-f.gain_high * f.confidence, f.code))
+    found = _one_for_each_change(found)
     return tuple(_within(found, case.headroom)) or ((_saturated(case),) if _is_saturated(case) else ())
+
+
+def _one_for_each_change(ranked: list[Finding]) -> list[Finding]:
+    """The same, without those whose remedy a better one has asked for already."""
+    asked: set[str] = set()
+    kept = []
+    for finding in ranked:
+        if finding.change is None or finding.change not in asked:
+            kept.append(finding)
+        if finding.change is not None:
+            asked.add(finding.change)
+    return kept
 
 
 def _within(ranked: list[Finding], headroom: float) -> list[Finding]:

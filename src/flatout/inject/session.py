@@ -343,6 +343,7 @@ class _XrayPlan:
                 self.running = True
         elif len(self._after_ms) >= _RECOVERY_STEPS and len(self._steps) >= _XRAY_STEPS:
             self.done = True
+            recorder.set_kind("after xray")
             session._as_ours(functools.partial(self._read, session))  # a thread would take the trainer's time unseen
 
     def _stop(self) -> None:

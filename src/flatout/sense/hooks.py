@@ -334,6 +334,9 @@ class Hooks:
                 self.guarded(recorder.move_here)
             self.guarded(end, optimizer)
 
+        for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
+            for name in ("clip_grad_norm_", "clip_grad_value_"):
+                self.around(owner, name, lambda *_, **__: OPTIMIZER)
         for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
             self._undo.append(handle.remove)
 

@@ -33,7 +33,7 @@ _PART_OF_EVALUATION = frozenset({DATA, START, COPY, FORWARD, LOSS, SYNC, REST})
 _SPANS_A_STEP = 64
 _STEPS_IN_FLIGHT = 64
 _EVENT_SHARE = 0.002  # of a step's time may go into its events; shorter steps carry them less often
-_FIRST_EVENTS_EVERY = 4
+_EVENTS_EVERY = (4, 64)  # steps, at most and at least as often
 
 
 class GpuClock(Protocol):
@@ -100,12 +100,14 @@ class Recorder:
         self._optimizers = _Cycle()
         self._evaluation = _Evaluation()
         self._marking = False
-        self._mark_every = _FIRST_EVENTS_EVERY
+        self._mark_every = _EVENTS_EVERY[0]
+        self._mark_at = 1
         self.steps = 0  # all that ended, of whatever kind
         self.measured = 0  # those of kind train
         self.cuts = 0
         self.marks = 0
         self.marks_s = 0.0  # what dropping them took
+        self._mark_s = 1.0  # what dropping one takes at best: the first ones take far longer
 
     def is_elsewhere(self) -> bool:
         """Whether this is not the thread that trains."""
@@ -230,8 +232,10 @@ class Recorder:
         self.measured += self._open.kind == "train"
         self._close(self.steps)
         self.steps += 1
-        self._marking = self._gpu is not None and self.steps % self._mark_every == 0
+        self._marking = self._gpu is not None and self.steps >= self._mark_at
         if self._marking:
+            # Not every n-th: waits that come round with the workers would be met always, or never.
+            self._mark_at = self.steps + 1 + self.steps * 7919 % (2 * self._mark_every - 1)
             self._mark()
         self._send()
 
@@ -283,7 +287,9 @@ class Recorder:
             return None
         start_s = self._clock()
         mark = self._gpu.mark()
-        self.marks_s += self._clock() - start_s
+        took_s = self._clock() - start_s
+        self.marks_s += took_s
+        self._mark_s = min(self._mark_s, took_s)
         if mark is None:
             self._marking = False
             return None
@@ -304,8 +310,9 @@ class Recorder:
         self._waiting.append((step, index, self._cut_s))
         wall_s = self._cut_s - step.start_s
         if step.marks and wall_s > 0:
-            events_s = self.marks_s / self.marks * len(step.marks)
-            self._mark_every = max(1, min(64, round(events_s / (_EVENT_SHARE * wall_s))))
+            events_s = self._mark_s * len(step.marks)
+            fewest, most = _EVENTS_EVERY
+            self._mark_every = max(fewest, min(most, round(events_s / (_EVENT_SHARE * wall_s))))
 
     def _send(self, all_of_them: bool = False) -> None:
         while self._waiting:

@@ -106,6 +106,7 @@ def train(plan: Plan, folder: Path) -> None:
         loss = cross_entropy(output, y)
         loss.register_hook(lambda gradient: plan.at("backward"))
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(slowly(plan, model.parameters()), 1.0)
         optimizer.step()
         if plan._where == "item":
             SlowItem.plan = plan
@@ -117,6 +118,11 @@ def train(plan: Plan, folder: Path) -> None:
                 break
         logger.info("a step")
         torch.save(Saved(), folder / "checkpoint.pt")
+
+
+def slowly(plan: Plan, parameters: Any) -> Any:
+    plan.at("clipping")
+    yield from parameters
 
 
 class SlowItem(torch.Tensor):
@@ -145,6 +151,7 @@ def total(observed: Observed, name: str) -> float:
         ("forward", "forward"),
         ("loss", "loss"),
         ("backward", "backward"),
+        ("clipping", "optimizer"),
         ("item", "sync"),
         ("evaluation", "evaluation"),
         ("logging", "logging"),
