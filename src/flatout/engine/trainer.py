@@ -127,7 +127,7 @@ class Trainer:
             self._schedule()
         due = self._read_losses() if self._losses.begun else set()  # begun at the step before
         if at.step % self.config.log.every == 0:
-            self._losses.begin_reading()
+            self._losses.begin_reading(at.epoch + 1)
         self._when_due({name for name in ("evaluate", "checkpoint") if self._is_due(name, "step", at.step)} | due)
 
     def _end_epoch(self) -> None:
@@ -138,7 +138,7 @@ class Trainer:
 
     def _end(self) -> None:
         """Read what is left, look at the validation data once more, and leave a checkpoint."""
-        self._losses.begin_reading()
+        self._losses.begin_reading(self.at.epoch + (self.at.batch > 0))
         self._read_losses()
         if self.stopped_by is None and self._evaluated_at != self.at.step and self.config.evaluate.every is not None:
             self._when_due({"evaluate"})
@@ -297,7 +297,7 @@ class Trainer:
         )
         self.skipped += int(bad_steps)
         row = {
-            "epoch": min(self.at.epoch + 1, self.config.train.epochs),
+            "epoch": read.epoch,
             "loss": total / count if count else None,
             "lr": self.step.optimizer.param_groups[0]["lr"],
             "samples": self.at.samples * self.ranks.world,
@@ -384,6 +384,7 @@ _NONE = object()
 class Stretch:
     """What the losses of some steps came to; those that are no numbers are counted, not summed."""
 
+    epoch: int
     last_step: int
     total: float
     count: int
@@ -401,14 +402,14 @@ class Losses:
         self._kept: list[Tensor] = []
         self._last = self._samples = 0
         self._since = time.monotonic()
-        self.begun: tuple[Tensor, torch.cuda.Event | None, int, int, float] | None = None
+        self.begun: tuple[Tensor, torch.cuda.Event | None, int, int, int, float] | None = None
 
     def add(self, step: int, loss: Tensor, rows: int) -> None:
         """One more."""
         self._kept.append(loss)
         self._last, self._samples = step, self._samples + rows
 
-    def begin_reading(self) -> None:
+    def begin_reading(self, epoch: int) -> None:
         """Start to bring them to the host; to be read a step later, when that is done."""
         if not self._kept or self.begun is not None:
             return
@@ -419,14 +420,14 @@ class Losses:
             values, event = host.copy_(values, non_blocking=True), torch.cuda.Event()
             event.record()
         now = time.monotonic()
-        self.begun = values, event, self._last, self._samples, now - self._since
+        self.begun = values, event, epoch, self._last, self._samples, now - self._since
         self._kept, self._samples, self._since = [], 0, now
 
     def read(self) -> Stretch | None:
         """What was begun to be read."""
         if self.begun is None:
             return None
-        values, event, last, samples, seconds = self.begun
+        values, event, epoch, last, samples, seconds = self.begun
         self.begun = None
         if event is not None:
             event.synchronize()
@@ -434,6 +435,7 @@ class Losses:
         good = [number for number in numbers if math.isfinite(number)]
         bad = [place for place, number in enumerate(numbers) if not math.isfinite(number)]
         return Stretch(
+            epoch=epoch,
             last_step=last,
             total=math.fsum(good),
             count=len(good),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -110,3 +112,16 @@ def out_of_memory() -> None:
 
 def not_a_data_set() -> int:
     return 3
+
+
+class MortalNet(Net):
+    """Kills the process of rank 1 in the middle of training, the first time."""
+
+    def __init__(self, dies_at: int | None = None, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.dies_at = dies_at
+
+    def forward(self, points: Tensor) -> Tensor:
+        if self.training and len(seen) == self.dies_at and os.environ.get("RANK") == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(points)

@@ -1,0 +1,104 @@
+"""Two ranks under torchrun, on gloo: what they learn together, and what becomes of one when the other dies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import engine_toy
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Ready
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from flatout.engine.precision import decide
+from flatout.engine.step import Step, TrainConfig
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+
+
+def train_on_two(config: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    here = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[3] / "src")])}
+    command = [*TORCHRUN, "flatout", "train", str(config), *words]
+    return subprocess.run(
+        command, cwd=config.parent, env={**os.environ, **here}, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_two_ranks_learn_what_one_would_and_come_back_when_one_has_died(ready: Ready, config: Path) -> None:
+    # GIVEN what one process learns from batches of 16
+    alone = ready("model.args.dropout=0", "train.batch_size=16", "checkpoint.every=never")
+    alone.fit()
+
+    # WHEN two learn from 8 each, in two pieces, and one of them is killed in the second epoch
+    words = ["model.factory=engine_toy:MortalNet", "model.args.dropout=0", "train.accumulate=2", "log.quiet=false"]
+    words += ["checkpoint.every=2 steps", "checkpoint.best=null"]
+    started = time.monotonic()
+    died = train_on_two(config, *words, "model.args.dies_at=13")
+    took_s = time.monotonic() - started
+
+    # THEN the other ends soon, and says why in one line
+    assert died.returncode != 0
+    assert took_s < 60
+    told = [line for line in died.stderr.splitlines() if line.startswith("flatout: ")]
+    assert len(told) == 1
+    assert "rank 0: another rank is gone, training ends after step 6; go on with --resume" in told[0]
+
+    # AND both go on from the last checkpoint to the very weights of the one
+    resumed = train_on_two(config, *words, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed at step 6, epoch 1, batch 2" in resumed.stdout
+    assert resumed.stdout.count("validation:") == 2  # of the second and of the third epoch; one rank speaks
+    saved = torch.load(config.parent / "runs/toy/checkpoints/step-000000012.pt", weights_only=True)
+    for name, weight in alone.model.state_dict().items():
+        torch.testing.assert_close(saved["model"][name], weight, rtol=1e-4, atol=1e-6)
+    assert f"accuracy {alone.results['accuracy']:.4g}" in resumed.stdout
+
+    # AND it was recorded, rank by rank, with the verdict at the end
+    assert len(list(config.parent.glob("flatout-runs/*/rank-*.jsonl"))) == 4
+    assert "where training's time went" in resumed.stderr
+
+    # BUT not on another number of ranks
+    with pytest.raises(Exception, match=r"saved by 2 rank\(s\), there are 1 now"):
+        ready(f"out={config.parent / 'runs/toy'}", "model.args.dropout=0").resume()
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Any:
+    """A group of one, so that DistributedDataParallel can be looked at in this process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_gradients_travel_once_a_step_however_many_pieces_and_after_running_out_of_memory() -> None:
+    exchanged: list[int] = []
+
+    def counted(_, bucket):  # torch wants its own annotations or none
+        exchanged.append(bucket.index())
+        future: Any = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model = DistributedDataParallel(engine_toy.Net())
+    model.register_comm_hook(None, counted)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    precision, _ = decide("off", torch.device("cpu"))
+    said: list[str] = []
+    step = Step(model, nn.CrossEntropyLoss(), optimizer, precision, TrainConfig(accumulate=4), said.append)
+    data = engine_toy.Points()
+    batch = [data.points[:16], torch.zeros(16).long()]
+    step(batch)
+    assert (len(engine_toy.seen), exchanged) == (4, [0])
+    engine_toy.faults[6] = engine_toy.out_of_memory
+    step(batch)
+    assert step.accumulate == 8
+    assert exchanged == [0, 0]
+    assert len(said) == 1
