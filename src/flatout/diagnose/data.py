@@ -86,7 +86,7 @@ def workers_behind(case: Case) -> Finding | None:
             advice=f"num_workers={wanted}",
         )
     joining = case.collate_share or 0.0
-    if (case.cpu_share or 0.0) >= _BUSY and joining <= _JOINING:
+    if (case.cpu_share or 0.0) >= _BUSY and joining <= _JOINING and busy >= 0.5:
         return _cpu_bound(case, saved, common)
     if joining > _JOINING or (busy < 0.5 and (case.cpu_share or 1.0) < _FREE):
         return Finding(
