@@ -6,6 +6,7 @@ workers whenever a batch is handed over, so they go on while the parent is away.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import weakref
@@ -33,7 +34,8 @@ __all__ = ["Epoch", "Feed"]
 
 WORTH_CUTTING_S, PIECE_S = 0.03, 0.01  # a batch that takes a worker less is not divided; how long a piece should take
 STALL_S = 0.01  # of waiting, after which a worker may be stuck and others should help
-AT_ONCE = 16  # batches taken in hand together when they are made in this process
+QUICK_S, AT_ONCE = 2e-3, 4  # batches that take less are handed out so many at a time
+AHEAD_HERE = 16  # batches in hand when they are made in this process
 SPARE_SLOTS = 4
 RESERVE_BYTES = 1 << 30
 
@@ -82,6 +84,8 @@ class Feed:
         self._layout: Layout | None = None
         self._misfits = 0
         self._row_s = 0.0
+        self._batch_s = math.inf
+        self._refill_at = 0
         self._cuttable = (
             not recipe.streams
             and recipe.auto_collation
@@ -182,10 +186,11 @@ class Feed:
         """The next finished batch, None at the end; sees to it that workers have enough to do meanwhile."""
         began = time.monotonic()
         waited = 0.0
-        self.slots.collect()
-        if self.crew:
+        batch = self._finished() if len(self._table) > self._refill_at + 1 else None
+        if batch is None:
+            self.slots.collect()
             self._hear(0)
-        batch = self._finished()
+            batch = self._finished()
         while batch is None:
             if self._waiting or not self._table:
                 self._fill()
@@ -223,7 +228,7 @@ class Feed:
         else:
             self._table.remove(batch)
         self._release_slot(batch)
-        if self.crew:
+        if self.crew and (self._waiting or len(self._table) <= self._refill_at):
             self._fill()
 
     def _make_here(self) -> None:
@@ -237,8 +242,8 @@ class Feed:
                 self._make_whole(batch)
         self._here.make(unmade, self._epoch.key)
         # Those behind the first one wait where the iterator finds them at once, unless there is something to say.
-        while len(self._table) > 1 and self._table[1].finished and self._table[1].parts[0].clean:
-            self.made.append(self._table[1].parts[0].data)
+        while len(self._table) > 1 and self._table[1].finished and self._table[1].clean:
+            self.made.append(self._table[1].open())
             del self._table[1]
 
     def _finished(self) -> Batch | None:
@@ -270,6 +275,9 @@ class Feed:
             self._cut(batch)
             self._table.append(batch)
             self._waiting.extend(batch.parts)
+        # Waking a worker takes as long as all the rest of this: quick batches are handed out a few at a time.
+        quick = self._batch_s < QUICK_S and epoch.next_number < epoch.free_until
+        self._refill_at = depth - min(depth // 2, AT_ONCE) if quick else depth
         while self._waiting:
             part = self._waiting.popleft()
             if part.batch.dropped or part.finished:
@@ -282,7 +290,7 @@ class Feed:
     def _depth(self) -> int:
         """Batches under way: enough for every worker, and a reserve for a consumer that comes in bursts."""
         if not self._tuning.workers:
-            return AT_ONCE
+            return AHEAD_HERE
         pieces = len(self._table[-1].parts) if self._table else 1
         reserve = min(8, RESERVE_BYTES // max(1, self.slots.size))
         return max(3, reserve, round(self._tuning.depth * self._tuning.workers / pieces) + 1)
@@ -307,7 +315,11 @@ class Feed:
     def _choose(self, part: Part) -> Hand | None:
         if self.posts:
             return self.posts[part.batch.post].hand
-        return min((hand for hand in self.crew if not hand.retiring), key=lambda hand: len(hand.tasks), default=None)
+        idlest = None
+        for hand in self.crew:
+            if not hand.retiring and (idlest is None or len(hand.tasks) < len(idlest.tasks)):
+                idlest = hand
+        return idlest
 
     def _give(self, part: Part, hand: Hand, *, again: bool = False) -> bool:
         assert self._epoch is not None
@@ -353,13 +365,11 @@ class Feed:
     # --- taking in --------------------------------------------------------------------------------------------------
 
     def _hear(self, timeout_s: float) -> None:
-        heard = self.crew.listen(timeout_s)
-        if any(message is not None for _, message, _ in heard):
-            self._faults.answered()
-        for hand, message, fds in heard:
+        for hand, message, fds in self.crew.listen(timeout_s):
             if message is None:
                 self._on_end_of_wire(hand)
                 continue
+            self._faults.answered()
             assignment = hand.tasks.pop(message.ticket)
             part = assignment.part
             if self.posts:
@@ -416,6 +426,7 @@ class Feed:
         self._row_s = 0.9 * self._row_s + 0.1 * row_s if self._row_s else row_s
         if in_parts:
             return
+        self._batch_s = self._row_s * rows
         if done.needs > self.slots.size:
             self._layout = None
             self.crew.forget(self.slots.fit(done.needs))

@@ -124,13 +124,15 @@ class FeedIterator(_BaseDataLoaderIter):
                 self.position.finished = True
                 raise StopIteration
             self._step(batch)
-            problem = batch.problem()
-            if problem is not None:
-                self._raise(problem)
-            if not self._note_bad(batch):  # else every sample of it is bad
-                data = batch.open()
-                batch.release()
-                return data
+            if not batch.clean:
+                problem = batch.problem()
+                if problem is not None:
+                    self._raise(problem)
+                if self._note_bad(batch):
+                    continue  # every sample of it is bad
+            data = batch.open()
+            batch.release()
+            return data
 
     def _raise(self, problem: ExceptionWrapper | BadSample | Exception) -> None:
         if isinstance(problem, ExceptionWrapper):

@@ -42,8 +42,8 @@ class Part:
 
     @property
     def clean(self) -> bool:
-        """Whether it is just data, made in this process: nothing left out, nothing to raise."""
-        return self.packed is None and self.problem is None and not self.bad and not self.leave_out
+        """Whether it is just data: nothing left out, nothing to raise."""
+        return self.problem is None and not self.bad and not self.leave_out
 
     def fail(self, problem: ExceptionWrapper | BadSample | Exception) -> None:
         """There will be no data, only something to raise."""
@@ -71,6 +71,10 @@ class Batch:
     @property
     def finished(self) -> bool:
         return all(part.finished for part in self.parts)
+
+    @property
+    def clean(self) -> bool:
+        return len(self.parts) == 1 and self.parts[0].clean
 
     def problem(self) -> ExceptionWrapper | BadSample | Exception | None:
         """What went wrong in the earliest rows, if anything did."""
