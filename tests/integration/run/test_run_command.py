@@ -77,6 +77,7 @@ WAYS = {
     "-E": (PYTHON, "-E", "train.py"),
     "-I": (PYTHON, "-I", "train.py"),
     "PYTHONPATH": ("env", "PYTHONPATH=.", PYTHON, "train.py"),
+    "accelerate": (str(Path(PYTHON).with_name("accelerate")), "launch", "--cpu", "--num_processes=1", "train.py"),
 }
 
 
