@@ -57,7 +57,7 @@ def measure(trace: Trace) -> Speed | None:
     if not trace.ranks:
         return None
     steps = [step for step in trace.ranks[0].steps if step.kind == "train"]
-    steps = steps[min(50, len(steps) // 5) :]
+    steps = steps[_warming_up(trace, len(steps)) :]
     if len(steps) < FEWEST_STEPS:
         return None
     own, pauses = (np.asarray([_spent_ms(step, names) for step in steps]) for names in (_NOT_TRAINING, _PAUSES))
@@ -73,6 +73,13 @@ def measure(trace: Trace) -> Speed | None:
         steps=len(steps),
         unit="samples/s" if len(known) == len(steps) else "steps/s",
     )
+
+
+def _warming_up(trace: Trace, steps: int) -> int:
+    """Steps that do not count yet: batches lie ready from before, and the elastic loader is finding its workers."""
+    made = trace.ranks[0].facts.get("changes") or ()
+    elastic = any(change.get("name") == "loader" and change.get("applied") for change in made)
+    return max(0, min(steps // 2 if elastic else min(50, steps // 5), steps - FEWEST_STEPS))
 
 
 def _spent_ms(step: Step, names: Sequence[str]) -> float:

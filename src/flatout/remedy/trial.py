@@ -30,7 +30,7 @@ from flatout.remedy.speed import Gain, Noise, Speed, gain, noise_between_runs
 FIRST_STEPS = 48
 KNOWN_TO = 0.02  # how well the baseline has to be known
 WORTH = 1.02
-MEASURE_S = 4.0  # of steady training in a trial
+MEASURE_S = 5.0  # of training in a trial, at its ceiling
 LONGEST_S = 12.0
 MOST_STEPS = 1_500
 CLEAR = 1.25  # a gain that is believed before any run was repeated
@@ -552,8 +552,8 @@ class Search:
         if before is None or after is None:  # interrupted in between, or a proof has taken something away
             self._remark("what was kept in the end was not measured as a whole")
             return
-        # Where the machine drifted only neighbours compare.
-        self.found.gain = gain(before[-1:], after[-1:], self._noise, pauses=long)
+        # Both were measured early and late: a machine that drifts treats them alike.
+        self.found.gain = gain(before, after, self._noise, pauses=long)
         self._story.said(f"before → after: {self.found.gain}")
 
     # -- runs, time and noise ---------------------------------------------------------------------------------------
