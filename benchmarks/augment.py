@@ -1,36 +1,44 @@
 """What augmentation costs: Kornia, torchvision, CPU workers and `flatout.augment`, against the floor of the memory.
 
-    python benchmarks/augment.py                  every row, a table and benchmarks/results/augment.json
-    python benchmarks/augment.py --variants       tiles, patches and ways to read the source, tried side by side
+    python benchmarks/augment.py                               every row but the last two parts
+    python benchmarks/augment.py --only segment --data DIR     a whole training, augmented by its workers and by the GPU
+    python benchmarks/augment.py --only tiles                  other tiles for the gather, to choose again elsewhere
 
 Every measured call takes another of several input sets in turn, so that nothing is found in the cache because it was
 just there. "GPU time" is a captured graph, replayed: no host in it. "Call" is what a training loop sees: the wall time
 of a call with its parameters drawn, in a row of calls. Kornia and torchvision start from the same uint8 and end with
-normalized float32; ours ends with bfloat16. The floor is one elementwise kernel that reads the bytes and writes them.
+normalized float32; ours ends with bfloat16. The floor is a copy within the card's memory that moves as many bytes.
+DIR holds the data of `python -m workloads.segment.make --size full --out DIR`.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
 import itertools
 import json
-import multiprocessing
-import platform
+import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.augment import Augment, Standard, Strong
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+from benchmarks.machine import describe, headline  # noqa: E402
+from benchmarks.mended import Edit  # noqa: E402
+from flatout.augment import Augment, Standard, Strong  # noqa: E402
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SETS = 4
@@ -45,13 +53,13 @@ Call = Callable[[int], Any]  # of the number of an input set
 
 @dataclass(frozen=True)
 class Row:
-    """A measured line of the table: milliseconds a batch."""
+    """A measured line of the table: milliseconds a batch; None where there is no figure, and the note says why."""
 
     case: str
     what: str
-    median_ms: float
-    p10_ms: float
-    p90_ms: float
+    median_ms: float | None
+    p10_ms: float | None
+    p90_ms: float | None
     n: int
     note: str = ""
 
@@ -116,8 +124,11 @@ def ours(case: str) -> Iterator[Row]:
     nhwc = _pictures(n, size)
     nchw = [images.movedim(3, 1).contiguous() for images in nhwc]
     indices = [torch.arange(number * n, (number + 1) * n, device="cuda") for number in range(SETS)]
-    outputs = [torch.empty(n, 3, size, size, dtype=torch.bfloat16, device="cuda") for _ in range(SETS)]
-    yield _row(case, "floor: bytes in and out once", _timed_graph(lambda k: outputs[k].copy_(nchw[k])))
+    moved = nhwc[0].numel() * (1 + 2)  # uint8 in, bfloat16 out
+    copies = [torch.zeros(2, moved // 2, dtype=torch.uint8, device="cuda") for _ in range(SETS)]
+    yield _row(
+        case, "floor: device-to-device copy of as many bytes", _timed_graph(lambda k: copies[k][1].copy_(copies[k][0]))
+    )
     for layout, images in (("NHWC", nhwc), ("NCHW", nchw)):
         for channels_last in (False, True):
             aug = preset(size=size, dtype=torch.bfloat16, channels_last=channels_last)
@@ -159,11 +170,11 @@ def kornia_compiled(case: str) -> Iterator[Row]:
     command = [sys.executable, __file__, "--only", "kornia_compiled_here", "--case", case, "--out", "-"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_LIMIT_S)
-        rows = json.loads(done.stdout.splitlines()[-1])["rows"] if done.returncode == 0 else []
+        rows = json.loads(done.stdout)["rows"] if done.returncode == 0 else []
         note = "" if rows else (done.stderr.strip().splitlines() or ["failed"])[-1][:80]
     except subprocess.TimeoutExpired:
         rows, note = [], f"not compiled after {COMPILE_LIMIT_S} s"
-    yield from [Row(**row) for row in rows] or [Row(case, "Kornia, torch.compile", *[float("nan")] * 3, 0, note)]
+    yield from [Row(**row) for row in rows] or [Row(case, "Kornia, torch.compile", None, None, None, 0, note)]
 
 
 def _torchvision(case: str) -> Any:
@@ -221,102 +232,6 @@ def cpu_workers(case: str) -> Iterator[Row]:
         yield Row(case, f"CPU, {workers} workers", mean_ms, ordered[0], ordered[-1], len(times), "mean, min to max")
 
 
-# --- variants --------------------------------------------------------------------------------------------------------
-
-
-def _variants() -> list[tuple[str, dict[str, Any]]]:
-    """Names and what to set in `flatout.augment.kernel`."""
-    from flatout.augment.kernel import GATHER, STREAM, Tile
-
-    made: dict[str, dict[str, Any]] = {}
-    patches = [(32, 1), (16, 2), (8, 4)]
-    tiles = [(32, 16, 4), (32, 32, 4), (32, 32, 8), (64, 32, 4), (64, 32, 8), (32, 8, 2)]
-    for keep, (pw, ph), (w, h, warps), wide in itertools.product((True, False), patches, tiles, (False, True)):
-        if (wide or not keep) and (w, h, warps) not in ((32, 32, 4), (64, 32, 8)):
-            continue
-        name = f"{'keep' if keep else 'again'} tile {w}×{h} patch {pw}×{ph} warps {warps}{' wide' if wide else ''}"
-        made[name] = {"KEEP": keep, "GATHER": Tile(w, h, pw, ph, wide, True, warps)}
-    made["keep, bytes converted"] = {"KEEP": True, "GATHER": GATHER._replace(bits=False)}
-    for w, h, warps in ((32, 16, 4), (32, 32, 8), (64, 32, 4), (128, 16, 4), (256, 4, 4), (512, 2, 4), (512, 4, 8)):
-        stream = STREAM._replace(width=w, height=h, patch_width=w, warps=warps)
-        made[f"keep, stream {w}×{h} warps {warps}"] = {"KEEP": True, "STREAM": stream}
-    return list(made.items())
-
-
-@contextlib.contextmanager
-def _set(module: Any, values: dict[str, Any]) -> Iterator[None]:
-    before = {name: getattr(module, name) for name in values}
-    for name, value in values.items():
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)
-
-
-def _ways(settings: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    yield "NHWC words", settings, True
-    yield "NHWC bytes", {**settings, "in_words": lambda images: False}, True
-    yield "NCHW bytes", settings, False
-
-
-def _compile_one(number: int, case: str) -> None:
-    """Leave a variant's kernels in Triton's cache on disk."""
-    from flatout.augment import kernel
-
-    preset, _, size = CASES[case]
-    nhwc = torch.zeros(16, size, size, 3, dtype=torch.uint8, device="cuda")
-    for _, settings, last in _ways(_variants()[number][1]):
-        with _set(kernel, settings):
-            images = nhwc if last else nhwc.movedim(3, 1).contiguous()
-            preset(size=size, dtype=torch.bfloat16)(images, index=torch.arange(16), epoch=1)
-    torch.cuda.synchronize()
-
-
-def variants(case: str) -> Iterator[Row]:
-    """All variants of the kernel, compiled side by side first."""
-    from flatout.augment import kernel
-
-    preset, n, size = CASES[case]
-    names = _variants()
-    with ProcessPoolExecutor(12, mp_context=multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(_compile_one, range(len(names)), [case] * len(names)))
-    nhwc = _pictures(n, size)
-    nchw = [images.movedim(3, 1).contiguous() for images in nhwc]
-    index = torch.arange(n, device="cuda")
-    for name, chosen in names:
-        for way, settings, last in _ways(chosen):
-            with _set(kernel, settings):
-                images = nhwc if last else nchw
-                aug = preset(size=size, dtype=torch.bfloat16)
-                times = _timed_graph(lambda k: aug(images[k], index=index, epoch=1), repeats=10)  # noqa: B023
-                yield _row(case, f"{way}: {name}", times)
-
-
-def kernels(case: str) -> Iterator[Row]:
-    """Each launch of one call, by the profiler."""
-    preset, n, size = CASES[case]
-    index = torch.arange(n, device="cuda")
-    nhwc = _pictures(n, size)
-    for layout, images in (("NHWC", nhwc), ("NCHW", [images.movedim(3, 1).contiguous() for images in nhwc])):
-        aug: Augment = preset(size=size, dtype=torch.bfloat16)
-        for number in range(SETS):
-            aug(images[number], index=index, epoch=1)
-        torch.cuda.synchronize()
-        calls = 5 * SETS
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for number in range(calls):
-                aug(images[number % SETS], index=index, epoch=1)
-            torch.cuda.synchronize()
-        launched = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        launched = sorted((e for e in launched if "kernel" in e.name), key=lambda e: e.time_range.start)
-        each = len(launched) // calls
-        for place in range(each):
-            times = [event.time_range.elapsed_us() / 1e3 for event in launched[place::each]]
-            yield _row(case, f"{layout}: launch {place}, {launched[place].name}", times)
-
-
 def host(case: str) -> Iterator[Row]:
     """How long the host is busy with one call when the GPU keeps up: a batch of two tiny pictures."""
     images, index = torch.zeros(2, 32, 32, 3, dtype=torch.uint8, device="cuda"), torch.arange(2, device="cuda")
@@ -324,69 +239,192 @@ def host(case: str) -> Iterator[Row]:
     yield _row(case, "flatout, host time a call", _timed_calls(lambda _: aug(images, index=index, epoch=1), 20, 100))
 
 
+def tiles(case: str) -> Iterator[Row]:
+    """Other tiles for the gather than the one in the kernel."""
+    from flatout.augment import kernel
+
+    preset, n, size = CASES[case]
+    nhwc, index = _pictures(n, size), torch.arange(n, device="cuda")
+    for layout, images in (("NHWC", nhwc), ("NCHW", [images.movedim(3, 1).contiguous() for images in nhwc])):
+        for tile in itertools.starmap(kernel.Tile, itertools.product((32, 64), (8, 16, 32), (False, True), (2, 4, 8))):
+            with mock.patch.object(kernel, "GATHER", tile):
+                aug = preset(size=size, dtype=torch.bfloat16)
+                times = _timed_graph(lambda k: aug(images[k], index=index, epoch=1), repeats=10)  # noqa: B023
+                yield _row(case, f"{layout}, {tile}", times)
+
+
+# --- a whole training ------------------------------------------------------------------------------------------------
+
+SEGMENT_S = 8.0
+SEGMENT_EDITS = (
+    Edit(
+        "the same augmentation, of a whole batch where it is; only normalized when it is validation data",
+        "train.py",
+        old="""\
+def to_device(batch, device, cfg):
+    images, masks = batch
+    images = images.to(device, non_blocking=True)
+    masks = masks.to(device, non_blocking=True).long()
+    if cfg.channels_last:
+        images = images.to(memory_format=torch.channels_last)
+    return images, masks
+""",
+        new="""\
+@cache
+def augmentation(amp, channels_last):
+    dtype = torch.bfloat16 if amp else torch.float32
+    return Standard(mean=(MEAN,), std=(STD,), mask_fill=IGNORE, dtype=dtype, channels_last=channels_last)
+
+
+def to_device(batch, device, cfg, epoch=None):
+    images, masks, index = (tensor.to(device, non_blocking=True) for tensor in batch)
+    augment = augmentation(cfg.amp, cfg.channels_last).train(epoch is not None)
+    images, masks = augment(images, masks, index=index, epoch=epoch or 0)
+    return images, masks.long()
+""",
+    ),
+    Edit(
+        "bytes travel, as they were decoded",
+        "train.py",
+        old="""\
+        if self.cfg is not None:
+            image, mask = augment(image, mask, self.cfg)
+        image = (np.array(image) / 255.0 - MEAN) / STD
+        return torch.from_numpy(image).permute(2, 0, 1).float(), torch.from_numpy(np.array(mask))
+""",
+        new="""\
+        return torch.from_numpy(np.array(image)), torch.from_numpy(np.array(mask)), index
+""",
+    ),
+    Edit(
+        "copied and augmented while the step before is computed",
+        "train.py",
+        old="""\
+        for images, masks in islice(cycle(resident), len(loader)) if cfg.resident else loader:
+            images, masks = to_device((images, masks), device, cfg)
+""",
+        new="""\
+        for images, masks in feed.to_device(loader, device, convert=lambda b: to_device(b, device, cfg, epoch)):
+""",
+    ),
+    Edit(
+        "the loader that goes with it", "train.py", old="    loader = DataLoader(", new="    loader = feed.DataLoader("
+    ),
+    Edit(
+        "what all this takes",
+        "train.py",
+        old="from torch.utils.data import DataLoader,",
+        new="""\
+from functools import cache
+from flatout import feed
+from flatout.augment import Standard
+from torch.utils.data import DataLoader,""",
+    ),
+)
+
+
+def segment(data: Path, device: str = "cuda", extra: Sequence[str] = ()) -> dict[str, Any]:
+    """The workload as its author wrote it, with its augmentation moved to the GPU, and then with bf16 as well."""
+    from benchmarks.workloads import copied, measure
+
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    flags = ["--data", str(data.resolve()), "--device", device, "--epochs", "1000000", *extra]
+    half = ["--amp", "true", "--channels-last", "true"]
+    with copied(()) as written, copied([("segment", edit) for edit in SEGMENT_EDITS]) as moved:
+        return {
+            "as written: 16 workers augment": measure(written, "segment", flags, SEGMENT_S),
+            "flatout.augment on the GPU": measure(moved, "segment", flags, SEGMENT_S),
+            "the same in bf16, channels_last": measure(moved, "segment", [*flags, *half], SEGMENT_S),
+        }
+
+
+def segment_batch(data: Path) -> Iterator[Row]:
+    """What augmenting one batch of its pictures and masks takes: a core running the script's code, and the GPU."""
+    import yaml
+
+    from workloads.segment import train as script
+
+    torch.set_num_threads(1)  # as in a worker
+    settings = SimpleNamespace(**yaml.safe_load((ROOT / "workloads/segment/config.yaml").read_text()))
+    names = [f"{number:06}" for number in range(settings.batch_size)]
+    augmented = script.PhotoDataset(data, names, settings)
+    with mock.patch.object(script, "read", functools.cache(script.read)):  # read and decoded before the clock starts
+        pictures = [
+            [torch.from_numpy(np.array(script.read(*place))) for place in _places(data, name)] for name in names
+        ]
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            for number in range(len(augmented)):
+                augmented[number]
+            times.append((time.perf_counter() - start) * 1e3)
+    yield _row("segment", "the script's own augmentation, one core", times)
+    images, masks = (torch.stack(parts).cuda() for parts in zip(*pictures, strict=True))
+    sets = [(images.clone(), masks.clone()) for _ in range(SETS)]
+    index = torch.arange(len(images), device="cuda")
+    for dtype in (torch.float32, torch.bfloat16):
+        aug = Standard(mean=(script.MEAN,), std=(script.STD,), mask_fill=script.IGNORE, dtype=dtype)
+        times = _timed_graph(lambda k: aug(*sets[k], index=index, epoch=1))  # noqa: B023
+        yield _row("segment", f"flatout, GPU time, images and masks, {dtype}".replace("torch.", ""), times)
+
+
+def _places(data: Path, name: str) -> Iterator[tuple[Path, str]]:
+    """A picture and its mask, as the script's `read` wants them."""
+    yield data / "images" / f"{name}.jpg", "RGB"
+    yield data / "masks" / f"{name}.png", "L"
+
+
 # --- the table -------------------------------------------------------------------------------------------------------
-
-
-def _machine() -> dict[str, str]:
-    import triton
-
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cpu_threads": str(torch.get_num_threads()),
-    }
 
 
 def main() -> None:
     """Measure, print, write."""
+    parts = {part.__name__: part for part in (ours, host, kornia, torchvision, cpu_workers, kornia_compiled, tiles)}
+    parts["kornia_compiled_here"] = functools.partial(kornia, compiled=True)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", action="store_true", help="try ways to launch the kernel instead")
-    parser.add_argument("--only", help="one of ours, kornia, kornia_compiled, torchvision, cpu_workers, kernels, host")
+    parser.add_argument("--only", choices=[*parts, "segment"])
     parser.add_argument("--case", choices=CASES, action="append", help="one case only")
-    parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "augment.json"), help="'-' is stdout")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="of the workload segment")
+    parser.add_argument("--out", default=str(ROOT / "benchmarks" / "results" / "augment.json"), help="'-' is stdout")
     options = parser.parse_args()
-    torch.cuda.init()
+    if options.only == "segment" and options.data is None:
+        parser.error("--only segment wants --data DIR")
 
-    parts: list[tuple[Callable[[str], Iterator[Row]], str]] = []
-    standard, smaller, strong = CASES
-    if options.variants:
-        parts = [(kernels, standard), (host, standard), (variants, standard), (kernels, smaller), (kernels, strong)]
-    else:
-        everything = [(ours, case) for case in CASES] + [(host, standard)]
-        everything += [(part, case) for case in CASES for part in (kornia, torchvision)]
-        parts = [*everything, (cpu_workers, standard), (kornia_compiled, standard)]
+    every_case, one_case = ("ours", "kornia", "torchvision"), ("host", "cpu_workers", "kornia_compiled")
+    plan = [(name, case) for name in every_case for case in CASES] + [(name, next(iter(CASES))) for name in one_case]
     if options.only:
-        functions = {f.__name__: f for f in (ours, kornia, kornia_compiled, torchvision, cpu_workers, kernels, host)}
-        functions["kornia_compiled_here"] = lambda case: kornia(case, compiled=True)
-        parts = [(functions[options.only], case) for case in CASES]
-    parts = [(part, case) for part, case in parts if not options.case or case in options.case]
+        plan = [(options.only, case) for case in CASES if options.only in parts]
+    show = functools.partial(print, file=sys.stderr if options.out == "-" else sys.stdout, flush=True)
+    machine = describe(("torch", "triton", "torchvision", "kornia", "pillow"))
+    results: dict[str, Any] = {"machine": machine, "rows": []}
+    show(f"{headline(machine)}; ms a batch, {SETS} input sets in turn")
 
-    machine, rows, to_stdout = _machine(), [], options.out == "-"
-    show = (lambda *_, **__: None) if to_stdout else print
-    show(", ".join(f"{key} {value}" for key, value in machine.items()), f"; ms a batch, {SETS} input sets in turn")
-    for part, case in parts:
-        try:
-            for row in part(case):
-                rows.append(row)
-                spread = f"({row.p10_ms:.4f} to {row.p90_ms:.4f}, n={row.n})"
-                if part is variants:  # many lines: keep them short
-                    show(f"{row.median_ms:.4f} {row.what}", flush=True)
-                else:
-                    show(f"{row.median_ms:9.4f}  {row.case}: {row.what} {spread} {row.note}", flush=True)
-        except Exception as error:  # one library that does not run must not cost the rest of the table
-            show(f"{case:22} {part.__name__}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-            if to_stdout:
-                raise
-    text = json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}, ensure_ascii=False)
-    if to_stdout:
+    def take(rows: Iterator[Row]) -> None:
+        for row in rows:
+            results["rows"].append(asdict(row))
+            took = "no figure" if row.n == 0 else f"{row.median_ms:.4f} ({row.p10_ms:.4f} to {row.p90_ms:.4f})"
+            show(f"{row.case}: {row.what}: {took}, n={row.n} {row.note}")
+
+    for name, case in plan:
+        if not options.case or case in options.case:
+            try:
+                take(parts[name](case))
+            except Exception as error:  # one library that does not run must not cost the rest of the table
+                if options.only:
+                    raise
+                show(f"{case}: {name}: {type(error).__name__}: {error}")
+    if options.data:
+        from benchmarks.workloads import table
+
+        results["segment"] = segment(options.data)
+        show(table("segment", {"variants": results["segment"], "ratios": {}}))
+        take(segment_batch(options.data))
+    text = json.dumps(results, ensure_ascii=False, indent=1)
+    if options.out == "-":
         print(text)
     else:
-        path = Path(options.out).with_suffix(".variants.json" if options.variants else ".json")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-        print(f"written: {path.name}")
+        Path(options.out).write_text(text + "\n")
+        show(f"written: {options.out}")
 
 
 if __name__ == "__main__":
