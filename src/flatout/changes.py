@@ -28,12 +28,8 @@ class Kind:
     by_knob_only: bool = False
 
 
-def _one_of(*values: Any) -> Kind:
-    return Kind(lambda value: any(value is known or value == known != True for known in values), _listed(values))  # noqa: E712
-
-
-def _listed(values: tuple[Any, ...]) -> str:
-    return " or ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in values)
+def _one_of(*names: str) -> Kind:
+    return Kind(lambda value: isinstance(value, str) and value in names, " or ".join(names))
 
 
 def _is_count(value: Any, least: int) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.machinery
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,26 +84,50 @@ class Knobs:
         loader.get_code = get_changed_code
 
     def _assign(self, tree: ast.Module, change: Change, key: str) -> None:
-        owner, _, name = key.rpartition(".")
-        body = tree.body if not owner else _class_body(tree, owner)
-        for statement in body:
-            targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-            if isinstance(statement, ast.Assign | ast.AnnAssign) and any(_names(target, name) for target in targets):
-                before = ast.unparse(statement.value) if statement.value is not None else None
-                statement.value = ast.copy_location(ast.parse(repr(change.value), mode="eval").body, statement)
-                self._ledger.made_by_knob(
-                    change.name, f"{change.knob} set to {change.value!r} instead of {before} (line {statement.lineno})"
-                )
-                return
-        self._ledger.refused(change.name, f"nothing is assigned to {key} in {change.knob.rpartition(':')[0]}")
+        """Put the value where the module, a class in it or a dict in it says what `key` is."""
+        places = list(_assignments(tree.body, key.split(".")))
+        for statement in places:
+            before = ast.unparse(statement.value)
+            statement.value = ast.copy_location(ast.parse(repr(change.value), mode="eval").body, statement.value)
+            self._ledger.made_by_knob(change.name, f"{change.knob} set to {change.value!r} instead of {before}")
+        if not places:
+            self._ledger.refused(change.name, f"nothing is assigned to {key} in {change.knob.rpartition(':')[0]}")
 
 
-def _class_body(tree: ast.Module, name: str) -> list[ast.stmt]:
-    return next((node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), [])
+class _Entry:
+    """One entry of a dict display, as something with a value that can be set."""
+
+    def __init__(self, owner: ast.Dict, at: int) -> None:
+        self._owner, self._at = owner, at
+
+    @property
+    def value(self) -> ast.expr:
+        return self._owner.values[self._at]
+
+    @value.setter
+    def value(self, new: ast.expr) -> None:
+        self._owner.values[self._at] = new
 
 
-def _names(target: Any, name: str) -> bool:
-    return isinstance(target, ast.Name) and target.id == name
+def _assignments(body: list[ast.stmt], path: list[str]) -> Iterator[Any]:
+    """Where the thing called `path` gets its value."""
+    name, rest = path[0], path[1:]
+    for statement in body:
+        if isinstance(statement, ast.ClassDef) and statement.name == name and rest:
+            yield from _assignments(statement.body, rest)
+        elif isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                yield from _entries(statement, rest)
+
+
+def _entries(holder: Any, path: list[str]) -> Iterator[Any]:
+    if not path:
+        yield holder
+    elif isinstance(holder.value, ast.Dict):
+        for at, key in enumerate(holder.value.keys):
+            if isinstance(key, ast.Constant) and str(key.value) == path[0]:
+                yield from _entries(_Entry(holder.value, at), path[1:])
 
 
 def _inside(holder: Any, key: str) -> Any:

@@ -1,0 +1,96 @@
+"""The run of a proof says what reached the model: the same for the same training, another for any other."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from observing import write
+
+from flatout import launch
+from flatout.inject.apply.computing import LossScale
+from flatout.inject.proof import checksum
+from flatout.plan import Change, Plan
+from flatout.sense.options import Trial
+from flatout.sense.roots import Alive
+
+UNSEEDED = """
+    import random, sys, torch
+    from torch.utils.data import DataLoader, TensorDataset
+    rows = torch.arange(64.0).reshape(32, 2)
+    if "perturbed" in sys.argv:
+        rows[5, 0] += 1e-3
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for epoch in range(2):
+        for (batch,) in DataLoader(TensorDataset(rows), batch_size=4, shuffle=True):
+            for half in batch.split(2):
+                (model(half).square().mean() / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+def proof(folder: Path, name: str, *flags: str, plan: Plan | None = None, seed: int = 1) -> list[dict[str, Any]]:
+    command = [sys.executable, str(folder / "train.py"), *flags]
+    trial = Trial(seed=seed, fingerprints=True)
+    code = launch.run(command, folder=folder / name, max_steps=10, xray=False, plan=plan, trial=trial)
+    assert code == 0, (folder / name / launch.OUTPUT).read_text()
+    return [json.loads(line) for line in (folder / name / "proof-00000.jsonl").read_text().splitlines()]
+
+
+def test_a_proof_tells_the_same_training_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    write(tmp_path, train=UNSEEDED)
+    first = proof(tmp_path, "first")
+    elastic = Plan(changes=(Change(name="loader", value="elastic", safety="reseeded"),))
+    assert proof(tmp_path, "elastic", plan=elastic) == first, "one seed, one training: whoever loads"
+    perturbed = proof(tmp_path, "perturbed", "perturbed")
+    assert [step["indices"] for step in perturbed] == [step["indices"] for step in first]
+    differing = [
+        step["step"] for step, other in zip(first, perturbed, strict=True) if step["inputs"] != other["inputs"]
+    ]
+    assert differing == [step["step"] for step in first if 5 in step["indices"][0]]
+    assert [len(step["inputs"]) for step in first] == [2] * len(first), "two micro-steps a step"
+    seen = [index for step in first[:8] for batch in step["indices"] for index in batch]
+    assert sorted(seen) == list(range(32)) != seen
+    assert all(isinstance(step["loss"], float) for step in first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bfloat16, torch.bool])
+def test_a_checksum_sees_every_change_but_not_the_layout(dtype: torch.dtype) -> None:
+    tensor = torch.arange(2 * 3 * 5 * 7).reshape(2, 3, 5, 7).remainder(97).to(dtype)
+    known = int(checksum(tensor))
+    assert int(checksum(tensor.to(memory_format=torch.channels_last))) == known
+    assert int(checksum(tensor.reshape(3, 2, 5, 7))) != known
+    changed = tensor.clone()
+    changed[1, 2, 4, 6] = 0
+    assert int(checksum(changed)) != known
+    if dtype != torch.bool:
+        assert int(checksum(tensor.flip(3))) != known
+
+
+def test_a_scaled_loss_gives_true_gradients_and_skips_what_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)  # put back afterwards
+    weight = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    optimizers = Alive()
+    optimizers.put(optimizer)
+    scale = LossScale()
+    scale.guard([weight], optimizers)
+    scale.guard([weight], optimizers)  # the next root with the same parameters
+    seen: list[float] = []
+    weight.register_hook(lambda gradient: seen.append(float(gradient[0])))
+    (weight * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    optimizer.step()
+    assert weight.tolist() == [0.0, -1.0, -2.0]
+    assert seen == [1.0]
+    optimizer.zero_grad()
+    (weight * torch.inf).sum().backward()
+    optimizer.step()
+    assert weight.tolist() == [0.0, -1.0, -2.0], "the step is skipped"
+    assert scale.scale == LossScale.FIRST / 2

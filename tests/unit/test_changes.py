@@ -1,0 +1,72 @@
+"""A plan that could not be carried out is refused before anything runs, in one line that says what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flatout import changes
+from flatout.errors import PlanError
+from flatout.plan import Change, Plan
+
+
+def plan(name: str, value: Any, knob: str = "") -> Plan:
+    return Plan(changes=(Change(name=name, value=value, safety="equivalent", knob=knob),))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        (plan("complie", "default"), "change 1 (complie): flatout knows no such change (did you mean compile?)"),
+        (plan("zzz", 1), "flatout knows no such change (there are loader, num_workers"),
+        (plan("precision", "bf-16"), "change 1 (precision): value must be tf32 or bf16 or fp16 (got 'bf-16')"),
+        (plan("num_workers", True), "value must be a whole number from 0 (got True)"),
+        (plan("num_workers", -1), "value must be a whole number from 0 (got -1)"),
+        (plan("prefetch_factor", 0), "value must be a whole number from 1 (got 0)"),
+        (plan("pin_memory", 1), "value must be true or false (got 1)"),
+        (plan("compile", True), "value must be default or reduce-overhead or max-autotune (got True)"),
+        (plan("fused_optimizer", False), "value must be true (got False)"),
+        (plan("batch_size", 64), "needs a knob, such as --batch-size: nothing else can set it"),
+        (plan("learning_rate", 0.1), "needs a knob, such as --learning-rate"),
+        (plan("setting:amp", "bf16"), "needs a knob, such as --amp or train.yaml:amp"),
+    ],
+)
+def test_a_wrong_change_is_named(wrong: Plan, complaint: str) -> None:
+    with pytest.raises(PlanError) as raised:
+        changes.check(wrong, "plan.yaml")
+    assert complaint in str(raised.value)
+    assert str(raised.value).startswith("plan.yaml: change 1")
+
+
+def test_every_change_takes_what_it_says_it_takes() -> None:
+    good = {"loader": "elastic", "precision": "tf32", "compile": "max-autotune", "learning_rate": 0.1}
+    for name, kind in changes.KNOWN.items():
+        value = good.get(name, True if kind.takes.startswith("true") else 4)
+        changes.check(plan(name, value, knob="--knob" if kind.by_knob_only else ""), "plan.yaml")
+    changes.check(plan("num_workers", "as the script likes it", knob="--workers"), "plan.yaml")
+    for strict in (False, True):
+        changes.check(changes.auto(strict=strict), "--auto")
+    assert {change.safety for change in changes.auto(strict=True).changes} == {"identical"}
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (
+            ("--plan", "plan.yaml"),
+            "plan.yaml: change 1 (complie): flatout knows no such change (did you mean compile?)",
+        ),
+        (("--plan", "missing.yaml"), "cannot read missing.yaml: No such file or directory"),
+        (("--strict",), "--strict goes with --auto"),
+        (("--auto", "--plan", "plan.yaml"), "--plan and --auto: give one of them"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path, options: tuple[str, ...], complaint: str) -> None:
+    plan("complie", "default").save(tmp_path / "plan.yaml")
+    command = [sys.executable, "-m", "flatout", "run", *options, "--", sys.executable, "-c", "print('it ran')"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"flatout: {complaint}\n")
