@@ -101,12 +101,15 @@ def show(fixed: FixReport, console: Console) -> None:
         _say(console, f"\nNot tried without your leave: {offer.name} ({offer.why}). --allow {allow}")
     for remark in fixed.found.remarks:
         _say(console, f"Mind: {remark}.")
-    runs = len(fixed.found.trials)
-    _say(
-        console, f"\n{runs} runs in {duration(1e3 * fixed.found.seconds)}; stopped: {fixed.found.stopped}.", style="dim"
-    )
+    _say(console, f"\n{_summed_up(fixed)}", style="dim")
     if fixed.found.kept:
         console.print(Text(f"\nTrain with it:  {fixed.train_with}"), soft_wrap=True)
+
+
+def _summed_up(fixed: FixReport) -> str:
+    runs = len(fixed.found.trials)
+    took = f"{runs} run{'s' if runs != 1 else ''} in {duration(1e3 * fixed.found.seconds)}"
+    return f"{took}; stopped: {fixed.found.stopped}."
 
 
 def _say(console: Console, text: str, *, indent: str = "", style: str = "") -> None:
@@ -255,7 +258,7 @@ def _runs(fixed: FixReport) -> Html:
     seen = (
         f"Runs of the same plan differ by {noise.sd:.1%} ({noise.repeats} repeats). " if noise and noise.repeats else ""
     )
-    stopped = f"{seen}Stopped: {fixed.found.stopped}. {len(trials)} runs in {duration(1e3 * fixed.found.seconds)}."
+    stopped = f"{seen}{_summed_up(fixed)}"
     listed = [(t.what, f"{t.speed.value:,.4g}" if t.speed else "", duration(1e3 * t.seconds)) for t in trials]
     behind = folded("The figures", table("Every run", ("run", "samples/s", "took"), listed))
     return join([tag("ul", *rows, class_="falls"), tag("p", stopped, class_="meta"), behind])

@@ -1,0 +1,128 @@
+"""What a person sees of a fix: the story, the page, and what to do for good."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "remedy"))
+
+from remedy_world import Machine, World, flag
+
+from flatout.plan import Change, Outcome
+from flatout.remedy.candidates import Wishes
+from flatout.remedy.trial import Attempt, Search
+from flatout.report import fix_views
+from flatout.report.fixed import FixReport, report
+from flatout.report.permanent import permanently
+
+
+def fixed(world: World, allow: str = "", price: float | None = None) -> FixReport:
+    found = Search(world, Wishes.of(allow=allow), budget_s=600, clock=world.clock).go()
+    return report(found, ("python", "train.py"), "flatout-plan.yaml", price)
+
+
+@pytest.fixture(scope="module")
+def starved() -> FixReport:
+    return fixed(World(machine=Machine(data_ms=80.0), workers=0, settings=[flag("eval_every", 1)]), price=3.6)
+
+
+def shown(fix: FixReport) -> str:
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    fix_views.show(fix, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(len(line) <= 80 for line in text.splitlines() if "flatout run --plan" not in line)
+    return text
+
+
+def test_the_story_ends_with_what_was_kept_its_proof_and_how_to_go_on(starved: FixReport) -> None:
+    text = shown(starved)
+    assert text.startswith("Trains 4.")
+    assert "elastic loader: 4." in text
+    assert "reseeded: 60 batches: the same samples in the same order" in text
+    assert "for good: from flatout import DataLoader" in text
+    assert text.rstrip().endswith("Train with it:  flatout run --plan flatout-plan.yaml -- python train.py")
+
+
+def test_before_and_after_have_energy_and_money(starved: FixReport) -> None:
+    rows = {name: (before, after) for name, before, after in fix_views.before_and_after(starved)}
+    assert rows["energy a sample"] == ("0.47 J", "0.101 J")  # 300 W at 640 and about 2,960 samples/s
+    assert rows["an epoch"][0] == "2 min 36 s"
+    assert rows["an epoch costs"][0] == "0.156"
+
+
+def test_nothing_to_change_is_said_with_the_reason() -> None:
+    text = shown(fixed(World()))
+    assert text.startswith("Nothing to change: nothing was worth trying (at the ceiling of the step")
+    assert "1 run in 11.2 s" in text
+    assert "Train with it" not in text
+
+
+def test_the_page_has_both_waterfalls_every_run_and_the_edits(starved: FixReport) -> None:
+    page = fix_views.page(starved)
+    for words in ("Where the time went before", "Where it goes now", "Every run", "from flatout import DataLoader"):
+        assert words in page
+    assert "Nothing to change" in fix_views.page(fixed(World()))
+
+
+def test_the_json_names_what_was_tried(starved: FixReport) -> None:
+    data = starved.to_json()
+    assert data["schema"] == 1
+    assert data["gain"]["low"] > 1
+    assert [entry["name"] for entry in data["kept"]] == ["loader", "device_prefetch"]
+    assert data["kept"][0]["permanently"].startswith("from flatout import DataLoader")
+    assert data["trials"][0]["what"] == "the command as it is"
+
+
+def attempt(change: Change, where: str = "") -> Attempt:
+    return Attempt(outcome=Outcome(change=change, verdict="kept"), where=where)
+
+
+@pytest.mark.parametrize(
+    ("knob", "value", "words"),
+    [
+        ("--batch-size", 256, "pass --batch-size 256"),
+        ("--amp", True, "pass --amp"),
+        ("conf/train.yaml:train.batch_size", 256, "in conf/train.yaml: train.batch_size: 256"),
+        ("conf/train.yaml:amp", True, "in conf/train.yaml: amp: true"),
+        ("config.py:BATCH_SIZE", 256, "in config.py: BATCH_SIZE = 256"),
+    ],
+)
+def test_a_knob_is_turned_for_good_where_it_is(knob: str, value: object, words: str) -> None:
+    assert permanently(attempt(Change(name="batch_size", value=value, safety="semantic", knob=knob))) == words
+
+
+def test_a_call_that_ends_on_its_line_is_shown_with_the_edit(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\noptimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)\nloader = DataLoader(\n"
+    )
+    fused = Change(name="fused_optimizer", value=True, safety="equivalent")
+    assert permanently(attempt(fused, f"{script}:2")) == (
+        f"{script}:2: optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)"
+    )
+    pinned = Change(name="pin_memory", value=True, safety="identical")
+    assert permanently(attempt(pinned, f"{script}:3")) == f"{script}:3: DataLoader(..., pin_memory=True)"
+
+
+def test_in_a_pipe_the_progress_is_lines() -> None:
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    world = World(machine=Machine(data_ms=80.0), workers=0)
+    with fix_views.Progress(console, 600) as story:
+        Search(world, Wishes(), budget_s=600, clock=world.clock, story=story).go()
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[0] == "… the command as it is (10 min 0 s left)"
+    assert any(line.startswith("elastic loader + device_prefetch: kept, 4.") for line in lines)
+
+
+def test_on_a_terminal_there_is_a_bar_for_the_budget() -> None:
+    console = Console(file=io.StringIO(), width=80, highlight=False, force_terminal=True)
+    with fix_views.Progress(console, 600) as story:
+        story.trying("elastic loader", 599)
+        console.print(story)
+    assert "elastic loader" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "left" in console.file.getvalue()  # type: ignore[attr-defined]
