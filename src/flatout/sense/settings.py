@@ -24,6 +24,7 @@ _LOOKS_SECRET = re.compile(
 _IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 _IN_SHELL = re.compile(r"(?P<name>--?[\w.-]+|\b\w+)(?P<gap>=|\s+)(?P<value>'[^']*'|\"[^\"]*\"|\S+)")
 _CONFIG = re.compile(r"config|settings|options", re.I)
+_PYTHONS_OWN = os.path.dirname(os.__file__)  # noqa: PTH120  # has a module of how Python itself was built
 _HIDDEN = "***"
 _MOST_SETTINGS = 400
 _MOST_ITEMS = 50
@@ -112,7 +113,9 @@ class Settings:
             if not _CONFIG.search(name.rpartition(".")[2]):
                 continue
             path = getattr(module, "__file__", None)
-            if not path or not (path.startswith(here) or os.path.dirname(path) in sys.path):  # noqa: PTH120
+            if not path or path.startswith(_PYTHONS_OWN):
+                continue
+            if not (path.startswith(here) or os.path.dirname(path) in sys.path):  # noqa: PTH120
                 continue
             plain = (bool, int, float, str, list, tuple, dict, type(None))
             values = {k: v for k, v in vars(module).items() if not k.startswith("_") and isinstance(v, plain)}
