@@ -26,7 +26,7 @@ from flatout.feed.messages import Birth
 from flatout.feed.slots import Slots
 from flatout.feed.table import Batch
 
-__all__ = ["FeedIterator", "Position"]
+__all__ = ["FeedIterator", "Position", "is_pure"]
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +57,7 @@ class FeedIterator(_BaseDataLoaderIter):
         self._in_order = getattr(loader, "in_order", True)
         self._epoch_number = 0
         self._generators = _generators_of(loader)
-        self._pure_sampler = _is_pure(loader)
+        self._pure_sampler = is_pure(loader)
         if resume is not None:
             self._seed = resume["base_seed"]
             self._epoch_number = resume["epoch"]
@@ -180,7 +180,7 @@ def _generators_of(loader: StockLoader[Any]) -> list[torch.Generator]:
     return found
 
 
-def _is_pure(loader: StockLoader[Any]) -> bool:
+def is_pure(loader: StockLoader[Any]) -> bool:
     """Whether asking the sampler early cannot be noticed: torch's own, which draw only when they are started."""
 
     def pure(sampler: Any) -> bool:

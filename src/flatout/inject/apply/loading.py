@@ -24,7 +24,7 @@ from flatout.changes import STRICT
 from flatout.feed import DataLoader as OurLoader
 from flatout.feed import Options as FeedOptions
 from flatout.feed import iterator_for, randomness
-from flatout.feed.iterator import _is_pure
+from flatout.feed.iterator import is_pure
 from flatout.feed.nursery import limit_threads
 from flatout.inject.apply.ledger import Ledger
 from flatout.inject.ceiling import tensors_in
@@ -171,7 +171,7 @@ class Loading:
             self._ledger.refused("device_prefetch", "the model is not trained on a GPU")
         elif not torch.is_grad_enabled():
             self._ledger.refused("device_prefetch", "no training loader was seen")
-        elif not _is_pure(loader):
+        elif not is_pure(loader):
             self._ledger.refused("device_prefetch", "the sampler is the script's own: asking it early could be noticed")
         else:
             return device

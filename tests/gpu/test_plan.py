@@ -1,0 +1,90 @@
+"""A plan's changes on a real card: copies ahead of time leave every batch as it was; precision and layout show."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "integration" / "run"))
+
+from observing import Run, flatout_run, write
+
+from flatout.plan import Change, Plan
+
+TRAIN = """
+    import sys, torch
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset
+
+    class Pictures(Dataset):
+        def __len__(self):
+            return 256
+
+        def __getitem__(self, index):
+            return torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(index)), index % 5
+
+    torch.manual_seed(0)
+    torch.backends.cudnn.deterministic = "deterministic" in sys.argv
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 14 * 14, 5)).cuda()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    loader = DataLoader(Pictures(), batch_size=16, shuffle=True, num_workers=2)
+    for epoch in range(2):
+        for number, (pictures, labels) in enumerate(loader):
+            if number % 3 == 0:
+                pictures.mul_(0.5)  # in place, on the host: a copy made before is worth nothing
+            on_card = pictures.to("cuda", non_blocking=True)
+            mean = pictures.mean().item()  # the host batch stays a host batch
+            out = net(on_card)
+            assert out.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
+            loss = nn.functional.cross_entropy(out, labels.cuda())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print("loss", loss.item().hex(), mean.hex())
+"""
+
+
+def run_with(folder: Path, *changes: tuple[str, object], flags: tuple[str, ...] = ()) -> Run:
+    folder.mkdir()
+    write(folder, train=TRAIN)
+    plan = Plan(changes=tuple(Change(name=name, value=value, safety="equivalent") for name, value in changes))
+    plan.save(folder / "plan.yaml")
+    options = ("--plan", "plan.yaml", "--no-xray", "--quiet")
+    run = flatout_run(folder, sys.executable, "train.py", *flags, options=options)
+    assert run.code == 0, run.err
+    return run
+
+
+def losses(run: Run) -> list[str]:
+    return [line for line in run.out.splitlines() if line.startswith("loss")]
+
+
+@pytest.mark.parametrize("loader", [(), (("loader", "elastic"),)], ids=["stock", "elastic"])
+def test_copies_ahead_of_time_leave_every_loss_as_it_was(
+    tmp_path: Path, loader: tuple[tuple[str, object], ...]
+) -> None:
+    plain = run_with(tmp_path / "plain", flags=("deterministic",))
+    ahead = run_with(
+        tmp_path / "ahead", *loader, ("pin_memory", True), ("device_prefetch", True), flags=("deterministic",)
+    )
+    assert losses(ahead) == losses(plain) != []
+    made = {entry["name"]: entry["applied"] for entry in ahead.observed.rank.facts["changes"]}
+    assert made == dict.fromkeys(made, True)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
+def test_precision_layout_and_benchmark_show_and_training_goes_the_same_way(tmp_path: Path, precision: str) -> None:
+    plain = run_with(tmp_path / "plain")
+    changes = (("precision", precision), ("channels_last", True), ("cudnn_benchmark", True), ("fused_optimizer", True))
+    changed = run_with(tmp_path / "changed", *changes)
+    facts = changed.observed.rank.facts
+    assert all(entry["applied"] for entry in facts["changes"]), facts["changes"]
+    assert (facts["channels_last"], facts["cudnn_benchmark"], facts["optimizer_fused"]) == (True, True, True)
+    if precision == "tf32":
+        assert facts["tf32_matmul"] is True
+    else:
+        assert facts["autocast"] == ["bfloat16" if precision == "bf16" else "float16"]
+    pairs = zip(losses(plain), losses(changed), strict=True)
+    assert max(abs(float.fromhex(a.split()[1]) - float.fromhex(b.split()[1])) for a, b in pairs) < 0.1
