@@ -160,7 +160,8 @@ class Search:
         speed, case = first.speed, _case(first)
         cold = case.storage_share >= COLD
         few = first.speed.steps < 2 * _queued_batches(case)
-        if self._steps is None and (speed.known_to > KNOWN_TO or cold or few):
+        affordable = self._left_s > 5 * first.seconds
+        if self._steps is None and affordable and (speed.known_to > KNOWN_TO or cold or few):
             again = self._run("the command once more", (), steps=self._steps_for(first))
             if again.speed is not None and again.trace is not None:
                 faster = again.speed.value / speed.value
@@ -538,7 +539,8 @@ class Search:
             self._remark("the gain is that of the steps alone: there was no time for a whole epoch as it was")
             steps = None
         first = self._speeds[_key(())][0]
-        if self._left_s > 0:
+        measured = self._speeds.get(_key(kept, long)) is not None
+        if self._left_s > (0.7 * (self.before.seconds + self._now.seconds) if measured else 0.0):
             old = self._run("the command as it was, again", (), steps=steps)
             new = self._run("with all that was kept", kept, steps=steps)
             if not self._failed(old) and not self._failed(new) and old.speed is not None and new.speed is not None:
@@ -610,7 +612,7 @@ class Search:
         runs = [self._cost_s(before, IDENTITY_STEPS)] + [self._cost_s(now, IDENTITY_STEPS)] * len(classes)
         runs[-1 - rounds :] = [self._cost_s(now, PARITY_STEPS if rounds else IDENTITY_STEPS)] * (1 + rounds)
         proof = 1.5 * max(runs) if self._side_by_side(len(runs)) else sum(runs)
-        return proof + before.seconds + now.seconds
+        return proof + (before.seconds + now.seconds if self.found.kept else 0.0)
 
     def _affords(self, changes: Sequence[Change], *, runs: int = 1) -> bool:
         extra = COMPILING_S if _compiles(changes) and not _compiles(self.found.kept) else 0.0
