@@ -6,7 +6,8 @@
 
 Nothing waits for the GPU except once when the measured window opens and once when it closes. The window opens after a
 warm-up; when it closes the figures are written and the process ends on the spot, in the middle of the script.
-With `--supply` the script's first training loader is drained instead, and not one step is taken.
+With `--supply` the script's first training loader is drained instead, and not one step is taken. With `--resident` the
+first batches that flatout's engine has brought to the device are given to it over and over.
 """
 
 from __future__ import annotations
@@ -162,6 +163,21 @@ def drain(out: Path, seconds: float) -> None:
     DataLoader.__iter__ = drained
 
 
+def keep_resident() -> None:
+    """Give the engine batches that are on the device already."""
+    from flatout.feed.device import OnDevice
+
+    begin = OnDevice.__iter__
+
+    def resident(batches: Any) -> Iterator[Any]:
+        if not torch.is_grad_enabled():
+            return begin(batches)
+        kept = list(itertools.islice(begin(batches), 4))
+        return itertools.islice(itertools.cycle(kept), len(batches))
+
+    OnDevice.__iter__ = resident  # type: ignore[method-assign]
+
+
 def samples_in(batch: Any) -> int:
     """The length of the first tensor in a batch."""
     while not isinstance(batch, torch.Tensor):
@@ -184,6 +200,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--epochs", type=int, default=0, help="keep the window open until so many epochs have begun")
     parser.add_argument("--supply", action="store_true")
+    parser.add_argument("--resident", action="store_true")
     parser.add_argument("script", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     sys.argv = options.script[1:] if options.script[0] == "--" else options.script
@@ -193,6 +210,8 @@ def main() -> None:
         drain(options.out, options.seconds)
     else:
         window.install()
+    if options.resident:
+        keep_resident()
     runpy.run_path(sys.argv[0], run_name="__main__")
     window.close()
 

@@ -9,6 +9,9 @@
 | mended         | the mistakes put right: see mended.py                                                   |
 | mended ceiling | mended, fed from the device                                                             |
 | supply         | the mended loader drained by nobody, a worker for each core: what the cores can produce |
+| engine         | (with --engine) the same model and data in `flatout train`: see workloads/after         |
+| engine ceiling | that, fed from the device                                                               |
+| engine supply  | its loader drained by nobody                                                            |
 
 Data that is missing is made first (and so lies in the page cache). Each variant is a process of its own, measured
 over a window after a warm-up (see timed.py); the hardware is sampled from here. Flags after `--` go to every variant.
@@ -60,6 +63,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="figures of other workloads are kept")
     parser.add_argument("--seconds", type=float, default=12, help="a window lasts; ceilings and supply a third of it")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--engine", nargs="*", metavar="KEY=VALUE", help="measure flatout train too, so set")
     own, extra = _split_at_dashes(sys.argv[1:])
     options = parser.parse_args(own)
 
@@ -99,6 +103,8 @@ def benchmark(name: str, options: argparse.Namespace, extra: Sequence[str]) -> d
             "mended ceiling": measure(mended, name, ["--resident", *flags, *common], short),
             "supply": measure(mended, name, [*flags, "--num-workers", str(CORES), *common], short, supply=True),
         }
+        if options.engine is not None:
+            variants |= engine_variants(before, name, data, options)
     speed = {variant: figures["samples_per_s"] for variant, figures in variants.items()}
     return {
         "size": options.size,
@@ -111,7 +117,32 @@ def benchmark(name: str, options: argparse.Namespace, extra: Sequence[str]) -> d
             "before / its ceiling": speed["before"] / speed["before ceiling"],
             "mended / its ceiling": speed["mended"] / speed["mended ceiling"],
             "supply / mended ceiling": speed["supply"] / speed["mended ceiling"],
+            **engine_ratios(speed),
         },
+    }
+
+
+def engine_variants(root: Path, name: str, data: Path, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The workload in `flatout train`, at its ceiling, and what its loader can produce."""
+    words = [root / "workloads" / "after" / f"{name}.yaml", f"data.args.root={data}", f"train.device={options.device}"]
+    words += ["train.epochs=1000000", "log.quiet=true", *([f"model.args.root={data}"] if name == "stock" else [])]
+    words += options.engine
+    long, short = options.seconds, options.seconds / 3
+    return {
+        "engine": measure(root, name, words, long, engine=True),
+        "engine ceiling": measure(root, name, words, short, engine=True, resident=True),
+        "engine supply": measure(root, name, words, short, engine=True, supply=True),
+    }
+
+
+def engine_ratios(speed: dict[str, float]) -> dict[str, float]:
+    """How near the engine comes to what is possible in its settings, and how far it is from the script."""
+    if "engine" not in speed:
+        return {}
+    possible = min(speed["engine ceiling"], speed["engine supply"])
+    return {
+        "engine / min(its ceiling, supply)": speed["engine"] / possible,
+        "engine / mended": speed["engine"] / speed["mended"],
     }
 
 
@@ -139,13 +170,22 @@ def copied(edits: Sequence[tuple[str, Edit]]) -> Iterator[Path]:
 
 
 def measure(
-    root: Path, name: str, flags: Sequence[str], seconds: float, *, epochs: int = 0, supply: bool = False
+    root: Path,
+    name: str,
+    flags: Sequence[str | Path],
+    seconds: float,
+    *,
+    epochs: int = 0,
+    supply: bool = False,
+    engine: bool = False,
+    resident: bool = False,
 ) -> dict[str, Any]:
     """Run one variant as a person would start it, with a `python` on its path that times it; then end its tree."""
     with tempfile.TemporaryDirectory(prefix="run-") as folder:
         figures_file, log = Path(folder, "figures.json"), Path(folder, "log.txt")
         timed = [sys.executable, str(BENCHMARKS / "timed.py"), "--out", str(figures_file), "--seconds", str(seconds)]
-        timed += ["--epochs", str(epochs), *(["--supply"] if supply else []), "--"]
+        timed += ["--epochs", str(epochs), *(["--supply"] if supply else [])]
+        timed += [*(["--resident"] if resident else []), "--"]
         python = Path(folder, "python")
         python.write_text(f'#!/bin/sh\nexec {shlex.join(timed)} "$@"\n')
         python.chmod(0o755)
@@ -154,6 +194,8 @@ def measure(
         command: list[str | Path]
         command = ["bash", script / "train.sh"] if (script / "train.sh").exists() else ["python", script / "train.py"]
         command += [*flags, "--out", Path(folder, "run")]
+        if engine:
+            command = ["python", BENCHMARKS / "engine.py", *flags, f"out={Path(folder, 'run')}"]
         env = environment(root) | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
         with log.open("w") as output:
             child = subprocess.Popen(
