@@ -17,27 +17,17 @@ import torch
 import triton
 from torch import Tensor
 
+from . import points
 from .kernel_pixels import BILINEAR, BLUR_X, BLUR_Y, BUFFER, CONTRAST, PIXEL, TENT, WORDS, mask_kernel, pass_kernel
 from .kernel_rows import draw_kernel
-from .points import (
-    Blur,
-    Brightness,
-    Contrast,
-    Erase,
-    Gamma,
-    Grayscale,
-    Hue,
-    Invert,
-    Noise,
-    Normalize,
-    Point,
-    Saturation,
-)  # fmt: skip
 from .program import Program
 
 __all__ = ["Plan", "Tile"]
 
-POINTS = (Brightness, Contrast, Saturation, Hue, Gamma, Grayscale, Invert, Noise, Erase, Normalize)
+POINTS = (
+    points.Brightness, points.Contrast, points.Saturation, points.Hue, points.Gamma,
+    points.Grayscale, points.Invert, points.Noise, points.Erase, points.Normalize,
+)  # fmt: skip
 
 
 class Tile(NamedTuple):
@@ -153,37 +143,37 @@ def _passes(program: Program, gather: int, channels: int, packed: bool) -> tuple
     if gather == PIXEL.value:
         source["TILE"] = STREAM
     buffer = {"SOURCE": BUFFER.value, "PACKED_SOURCE": packed, "RADIUS": 0, "SIGMA": 0, "TILE": STREAM}
-    points: list[tuple[float, ...]] = []
+    pending: list[tuple[float, ...]] = []
     sums = 0
 
     def launch(sum_: int = -1, store: bool = True, last: bool = False) -> None:
-        chosen = {"POINTS": tuple(points), "SUM": sum_, "STORE": store, "PACKED_SINK": packed and not last}
+        chosen = {"POINTS": tuple(pending), "SUM": sum_, "STORE": store, "PACKED_SINK": packed and not last}
         passes.append(source | chosen)
 
     for operation, columns in program.points:
-        if isinstance(operation, Blur):
+        if isinstance(operation, points.Blur):
             launch()
-            points = []
+            pending = []
             source = buffer | {"SOURCE": BLUR_X.value, "RADIUS": operation.radius, "SIGMA": columns.start}
             launch()
             source = source | {"SOURCE": BLUR_Y.value}
             continue
-        if isinstance(operation, Contrast):
+        if isinstance(operation, points.Contrast):
             again = source["SOURCE"] in (PIXEL.value, BUFFER.value)  # reading it once more costs little
             launch(sums, store=not again)
             if not again:
-                source, points = buffer, []
-            points.append((CONTRAST.value, columns.start, sums))
+                source, pending = buffer, []
+            pending.append((CONTRAST.value, columns.start, sums))
             sums += 1
         else:
-            points.append((POINTS.index(type(operation)), columns.start, *_constants(operation, channels)))
+            pending.append((POINTS.index(type(operation)), columns.start, *_constants(operation, channels)))
     launch(last=True)
     return passes, sums
 
 
-def _constants(operation: Point, channels: int) -> list[float]:
-    if isinstance(operation, Erase):
+def _constants(operation: points.Point, channels: int) -> list[float]:
+    if isinstance(operation, points.Erase):
         return [float(operation.value)]
-    if isinstance(operation, Normalize):
+    if isinstance(operation, points.Normalize):
         return [number for mean, std in operation.per_channel(channels) for number in (1 / std, -mean / std)]
     return []

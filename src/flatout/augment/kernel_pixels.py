@@ -366,14 +366,14 @@ def pass_kernel(
         tl.atomic_add(sums + SUM * n, (tl.sum(shade, 0) * _ONE).to(tl.int64), sem="relaxed")
     if STORE:
         sink += sample.to(tl.int64) * (OUT[0] * OUT[1] * (1 if PACKED_SINK else C))
+        place = y * OUT_STRIDES[1] + x * OUT_STRIDES[2]
+        if not TILE[2]:
+            place = tl.max_contiguous(place, 1)
         if PACKED_SINK:
             # 11, 11 and 10 bits, rounded in the adder
             r = (px[0] * 2047 + 8388608.0).to(tl.uint32, bitcast=True) & 0x7FF
             g = (px[1] * 2047 + 8388608.0).to(tl.uint32, bitcast=True) & 0x7FF
             b = (px[2] * 1023 + 8388608.0).to(tl.uint32, bitcast=True)
-            place = y * OUT[1] + x
-            if not TILE[2]:
-                place = tl.max_contiguous(place, 1)
             tl.store(sink + place, r | (g << 11) | (b << 22), mask=live)
         elif QUADS:
             i = 4 * tl.arange(0, TILE_W * TILE_H // 4)
@@ -382,9 +382,6 @@ def pass_kernel(
                 live = (x < OUT[1]) & (y < OUT[0])
             _store_quads(sink, px, y * OUT[1] + x, live)
         else:
-            place = y * OUT_STRIDES[1] + x * OUT_STRIDES[2]
-            if not TILE[2]:
-                place = tl.max_contiguous(place, 1)
             for channel in tl.static_range(C):
                 tl.store(sink + (place + channel * OUT_STRIDES[0]), px[channel].to(sink.dtype.element_ty), mask=live)
 

@@ -194,14 +194,9 @@ _handles = itertools.count()
 
 @torch.no_grad()
 def _run(
-    images: Tensor,
-    masks: Tensor | None,
-    index: Tensor | None,
-    params: Tensor | None,
-    epoch: int,
-    handle: int,
+    images: Tensor, masks: Tensor | None, index: Tensor | None, params: Tensor | None, epoch: int, handle: int,
     training: bool,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Images, masks (nothing where there were none) and params."""
     augment = _alive[handle]
     images = augment._channels_first(images)
@@ -241,28 +236,18 @@ def _empty(augment: Augment, images: Tensor, masks: Tensor | None, program: Prog
 
 @torch.library.custom_op("flatout::augment", mutates_args=())
 def _run_compiled(
-    images: Tensor,
-    masks: Tensor | None,
-    index: Tensor | None,
-    params: Tensor | None,
-    epoch: int,
-    handle: int,
+    images: Tensor, masks: Tensor | None, index: Tensor | None, params: Tensor | None, epoch: int, handle: int,
     training: bool,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     out, out_masks, rows = _run(images, masks, index, params, epoch, handle, training)
     return [out, out_masks, rows if params is None else rows.clone()]  # an operation must not return its arguments
 
 
 @_run_compiled.register_fake
 def _(
-    images: Tensor,
-    masks: Tensor | None,
-    index: Tensor | None,
-    params: Tensor | None,
-    epoch: int,
-    handle: int,
+    images: Tensor, masks: Tensor | None, index: Tensor | None, params: Tensor | None, epoch: int, handle: int,
     training: bool,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     augment = _alive[handle]
     images = augment._channels_first(images)
     return _empty(augment, images, masks, augment._program(images, training))

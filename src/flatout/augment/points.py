@@ -50,10 +50,11 @@ class Brightness(Point):
 
     amount: float | Interval
     p: float = 1.0
+    drawn: ClassVar[tuple[str, int, float, float]] = ("factor", 1, 0, 1000)  # name, around, lowest, highest
 
     def draws(self, size: Size) -> tuple[Draw, ...]:
-        what = f"{type(self).__name__}.amount"
-        return (between("factor", what, self.amount, around=1, low=0, high=1000, neutral=1),)
+        (name, around, low, high), what = self.drawn, f"{type(self).__name__}.amount"
+        return (between(name, what, self.amount, around=around, low=low, high=high, neutral=around),)
 
     def apply(self, x: Tensor, *drawn: Tensor) -> Tensor:
         return (x * drawn[0]).clamp(0, 1)
@@ -81,8 +82,7 @@ class Saturation(Brightness):
 class Gamma(Brightness):
     """x to the power of the factor."""
 
-    def draws(self, size: Size) -> tuple[Draw, ...]:
-        return (between("gamma", "Gamma.amount", self.amount, around=1, low=0.01, high=100, neutral=1),)
+    drawn: ClassVar[tuple[str, int, float, float]] = ("gamma", 1, 0.01, 100)
 
     def apply(self, x: Tensor, *drawn: Tensor) -> Tensor:
         return x.pow(drawn[0])
@@ -93,9 +93,7 @@ class Hue(Brightness):
     """The hue of HSV turned by a part of the circle, −0.5 to 0.5."""
 
     colour: ClassVar[bool] = True
-
-    def draws(self, size: Size) -> tuple[Draw, ...]:
-        return (between("turn", "Hue.amount", self.amount, around=0, low=-0.5, high=0.5, neutral=0),)
+    drawn: ClassVar[tuple[str, int, float, float]] = ("turn", 0, -0.5, 0.5)
 
     def apply(self, x: Tensor, *drawn: Tensor) -> Tensor:
         r, g, b = x[:, 0:1], x[:, 1:2], x[:, 2:3]
