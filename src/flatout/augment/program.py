@@ -32,7 +32,7 @@ from .ops import (
     Size,
     VFlip,
     require,
-)  # fmt: skip
+)
 from .philox import philox, uniform
 from .points import ColorJitter, Erase, Normalize, Point
 
