@@ -69,6 +69,8 @@ def run(
     measured = os.environ.get("FLATOUT") != "off" and _made(options.folder)
     if trial is not None and not measured:
         raise UsageError("a trial has to be recorded: FLATOUT is off, or its folder cannot be written to")
+    if plan is not None and not measured:
+        print("flatout: the plan is not applied: FLATOUT is off, or nothing can be recorded", file=sys.stderr)
     environment = {**os.environ, **_injection(options)} if measured else dict(os.environ)
     words = [program, *command[1:]]
     if trial is not None:

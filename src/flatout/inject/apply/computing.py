@@ -139,14 +139,20 @@ class Computing:
             self._ledger.refused("cudnn_benchmark", "there is no GPU")
         elif torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic:
             self._ledger.refused("cudnn_benchmark", "the script asks for deterministic algorithms")
+        elif torch.backends.cudnn.benchmark:
+            self._ledger.refused("cudnn_benchmark", "it is on already")
         else:
             torch.backends.cudnn.benchmark = True
             self._ledger.made("cudnn_benchmark", "torch.backends.cudnn.benchmark = True", where)
         return call
 
     def _channels_last(self, module: Any, call: Call, where: str | None) -> Call:
-        if not any(p.dim() == 4 for p in module.parameters()):
-            self._ledger.refused("channels_last", "the model has no convolutions over pictures")
+        pictures = [p for p in module.parameters() if p.dim() == 4]
+        if all(p.is_contiguous(memory_format=torch.channels_last) for p in pictures):
+            already = (
+                "the model is in channels_last already" if pictures else "the model has no convolutions over pictures"
+            )
+            self._ledger.refused("channels_last", already)
             return call
         module.to(memory_format=torch.channels_last)
         for optimizer in self._optimizers:  # a state loaded before the first step has to lie as its parameter does
@@ -196,8 +202,10 @@ class Computing:
         parameters = list(module.parameters())
         device = parameters[0].device.type
         if change.value == "tf32":
-            _allow_tf32()
-            self._ledger.made("precision", "TF32 for matrix products and convolutions", where)
+            if _allow_tf32():
+                self._ledger.made("precision", "TF32 for matrix products and convolutions", where)
+            else:
+                self._ledger.refused("precision", "TF32 is on already")
             return call
         dtype = torch.bfloat16 if change.value == "bf16" else torch.float16
         why_not = _why_no_autocast(parameters, device, dtype)
@@ -240,16 +248,21 @@ def _as_float(dtype: torch.dtype, tensor: Any) -> Any:
     return tensor.float() if tensor.dtype == dtype else tensor
 
 
-def _allow_tf32() -> None:
-    """Through the interface the script has used: the old one cannot even be read after the new one was touched."""
+def _allow_tf32() -> bool:
+    """Through the interface the script has used: the old one cannot even be read after the new one was touched.
+
+    Whether anything had to be changed.
+    """
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
     try:
-        matmul.allow_tf32, cudnn.allow_tf32  # noqa: B018
+        if matmul.allow_tf32 and cudnn.allow_tf32:
+            return False
     except RuntimeError:
         matmul.fp32_precision = cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32"
     else:
         matmul.allow_tf32 = cudnn.allow_tf32 = True
+    return True
 
 
 def _why_no_autocast(parameters: list[Any], device: str, dtype: torch.dtype) -> str:
