@@ -91,7 +91,8 @@ def _compiled(model: nn.Module, wanted: bool | str, device: torch.device) -> Dec
     if wanted is False:
         return Decision("train.compile", "off", why)
     try:
-        model.compile(mode=None if wanted is True else wanted)
+        # `model.compile()` would pass over an nn.Sequential in silence; the forward method is compiled in any case.
+        model.forward = torch.compile(model.forward, mode=None if wanted is True else wanted)
     except Exception as problem:  # whatever is wrong with the compiler here, training does without it
         return Decision("train.compile", "off", f"torch.compile failed: {type(problem).__name__}: {problem}")
     return Decision("train.compile", "on" if wanted is True else str(wanted), why or "eager should it fail")

@@ -25,7 +25,7 @@ from flatout.engine.precision import Precision, PrecisionName
 from flatout.engine.section import Count, Section
 from flatout.errors import FlatoutError, UsageError
 
-__all__ = ["Step", "TrainConfig", "batch_rows", "cut", "out_of_memory", "pieces"]
+__all__ = ["Step", "TrainConfig", "batch_rows", "cut", "out_of_memory", "pieces", "uncompiled"]
 
 COMPILE_MODES = ("auto", True, False, "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _UNDER_SCALING = 65536.0  # torch's own start
@@ -156,11 +156,9 @@ class Step:
         if out_of_memory(problem):
             return self._halve(batch, exchanging)
         inner = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
-        compiled = isinstance(inner, nn.Module) and inner._compiled_call_impl is not None
-        if compiled and type(problem).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
-            inner._compiled_call_impl = None
-            why = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
-            return f"train.compile: off from here on, torch.compile failed ({type(problem).__name__}: {why})"
+        if type(problem).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")) and uncompiled(inner):
+            why = (str(problem).strip().splitlines() or [""])[:2]
+            return f"train.compile: off from here on, torch.compile failed ({type(problem).__name__}: {' '.join(why)})"
         return None
 
     def _halve(self, batch: Any, exchanging: bool) -> str:
@@ -179,6 +177,14 @@ class Step:
             f"out of memory: {math.ceil(rows / self.accumulate)} samples at a time from here on instead of {size}; "
             f"train.accumulate is {self.accumulate}, the batch stays {rows}, and this step is repeated"
         )
+
+
+def uncompiled(model: nn.Module) -> bool:
+    """Take the compiler away from a model again; whether it had one."""
+    plain = getattr(model.forward, "_torchdynamo_orig_callable", None)
+    if plain is not None:
+        model.forward = plain
+    return plain is not None
 
 
 def out_of_memory(problem: BaseException) -> bool:

@@ -327,10 +327,12 @@ class Trainer:
     def save(self, *, best: bool = False) -> None:
         """Write a checkpoint, in the background."""
         self._saved_at, self._minutes["checkpoint"] = self.at.step, time.monotonic()
+        loader = self._train_loader
+        begins_anywhere = isinstance(loader, DataLoader) and loader.num_workers > 0
         mine = {
             "random": random_state(self.device),
             "epoch_random": self._epoch_random,
-            "loader": self._train_batches.state_dict() if isinstance(self._train_loader, DataLoader) else {},
+            "loader": self._train_batches.state_dict() if begins_anywhere else {},
         }
         ranks = self.ranks.gathered(mine)
         if not self.ranks.first:
