@@ -9,6 +9,10 @@
 | mended         | the mistakes put right: see mended.py                                                   |
 | mended ceiling | mended, fed from the device                                                             |
 | supply         | the mended loader drained by nobody, a worker for each core: what the cores can produce |
+| auto           | (with --fix BUDGET) under `flatout run --auto`: no trials                               |
+| fix            | with the plan that `flatout fix --allow all` has found within the budget                |
+| fix ceiling    | that plan, fed from the device                                                          |
+| fix supply     | that plan's loader drained by nobody                                                    |
 | engine         | (with --engine) the same model and data in `flatout train`: see workloads/after         |
 | engine ceiling | that, fed from the device                                                               |
 | engine supply  | its loader drained by nobody                                                            |
@@ -63,6 +67,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="figures of other workloads are kept")
     parser.add_argument("--seconds", type=float, default=12, help="a window lasts; ceilings and supply a third of it")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--fix", metavar="BUDGET", help="measure flatout run --auto and flatout fix too, such as 4m")
     parser.add_argument("--engine", nargs="*", metavar="KEY=VALUE", help="measure flatout train too, so set")
     own, extra = _split_at_dashes(sys.argv[1:])
     options = parser.parse_args(own)
@@ -103,6 +108,10 @@ def benchmark(name: str, options: argparse.Namespace, extra: Sequence[str]) -> d
             "mended ceiling": measure(mended, name, ["--resident", *flags, *common], short),
             "supply": measure(mended, name, [*flags, "--num-workers", str(CORES), *common], short, supply=True),
         }
+        fixed: dict[str, Any] = {}
+        if options.fix is not None:
+            fixed, measured = fix_variants(before, name, common, options)
+            variants |= measured
         if options.engine is not None:
             variants |= engine_variants(before, name, data, options)
     speed = {variant: figures["samples_per_s"] for variant, figures in variants.items()}
@@ -112,13 +121,64 @@ def benchmark(name: str, options: argparse.Namespace, extra: Sequence[str]) -> d
         "extra_flags": list(extra),
         "mends": [dataclasses.asdict(mend) for mend in MENDED[name]],
         "variants": variants,
+        **fixed,
         "ratios": {
             "before / mended": speed["before"] / speed["mended"],
             "before / its ceiling": speed["before"] / speed["before ceiling"],
             "mended / its ceiling": speed["mended"] / speed["mended ceiling"],
             "supply / mended ceiling": speed["supply"] / speed["mended ceiling"],
+            **fix_ratios(speed),
             **engine_ratios(speed),
         },
+    }
+
+
+def fix_variants(
+    root: Path, name: str, flags: Sequence[str], options: argparse.Namespace
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The script as it is under `flatout run --auto`; then `flatout fix`, and its plan measured like the others."""
+    long, short = options.seconds, options.seconds / 3
+    variants = {"auto": measure(root, name, flags, long, through=["--auto"])}
+    with tempfile.TemporaryDirectory(prefix="fix-") as folder:
+        plan, told = Path(folder, "plan.yaml"), Path(folder, "fix.json")
+        python = Path(folder, "python")
+        python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+        python.chmod(0o755)
+        words = ["fix", "--allow", "all", "--budget", options.fix, "--out", str(plan), "--json", str(told), "--"]
+        env = environment(root, ROOT / "src") | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+        command = [
+            sys.executable,
+            "-m",
+            "flatout",
+            *words,
+            *start(root, name),
+            *flags,
+            "--out",
+            str(Path(folder, "run")),
+        ]
+        start_s = time.monotonic()
+        if subprocess.run(command, cwd=folder, env=env).returncode:
+            raise Failed(f"flatout fix did not come to its end: {shlex.join(map(str, command))}")
+        found = {**json.loads(told.read_text()), "wall_s": time.monotonic() - start_s, "plan": plan.read_text()}
+        through = ["--plan", str(plan)]
+        variants |= {
+            "fix": measure(root, name, flags, long, through=through),
+            "fix ceiling": measure(root, name, ["--resident", *flags], short, through=through),
+            "fix supply": measure(root, name, flags, short, through=through, supply=True),
+        }
+    return {"fix": found}, variants
+
+
+def fix_ratios(speed: dict[str, float]) -> dict[str, float]:
+    """Against the script as it was, against the hand, and against what is possible in the plan's settings."""
+    if "fix" not in speed:
+        return {}
+    possible = min(speed["fix ceiling"], speed["fix supply"])
+    return {
+        "fix / before": speed["fix"] / speed["before"],
+        "fix / mended": speed["fix"] / speed["mended"],
+        "fix / min(its ceiling, supply)": speed["fix"] / possible,
+        "auto / before": speed["auto"] / speed["before"],
     }
 
 
@@ -179,8 +239,12 @@ def measure(
     supply: bool = False,
     engine: bool = False,
     resident: bool = False,
+    through: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Run one variant as a person would start it, with a `python` on its path that times it; then end its tree."""
+    """Run one variant as a person would start it, with a `python` on its path that times it; then end its tree.
+
+    `through`: options of the `flatout run` that it is started with.
+    """
     with tempfile.TemporaryDirectory(prefix="run-") as folder:
         figures_file, log = Path(folder, "figures.json"), Path(folder, "log.txt")
         timed = [sys.executable, str(BENCHMARKS / "timed.py"), "--out", str(figures_file), "--seconds", str(seconds)]
@@ -190,13 +254,13 @@ def measure(
         python.write_text(f'#!/bin/sh\nexec {shlex.join(timed)} "$@"\n')
         python.chmod(0o755)
 
-        script = root / "workloads" / name
-        command: list[str | Path]
-        command = ["bash", script / "train.sh"] if (script / "train.sh").exists() else ["python", script / "train.py"]
-        command += [*flags, "--out", Path(folder, "run")]
+        command = [*start(root, name), *flags, "--out", Path(folder, "run")]
         if engine:
             command = ["python", BENCHMARKS / "engine.py", *flags, f"out={Path(folder, 'run')}"]
-        env = environment(root) | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+        if through:
+            run = ["run", *through, "--quiet", "--no-xray", "--trace", Path(folder, "trace"), "--"]
+            command = [sys.executable, "-m", "flatout", *run, *command]
+        env = environment(root, ROOT / "src") | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
         with log.open("w") as output:
             child = subprocess.Popen(
                 command, cwd=folder, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -206,6 +270,12 @@ def measure(
             tail = "\n  ".join(log.read_text().strip().splitlines()[-8:])
             raise Failed(f"no figures (exit code {child.returncode}) from  {shlex.join(map(str, command))}\n  {tail}")
         return summary(json.loads(figures_file.read_text()), samples)
+
+
+def start(root: Path, name: str) -> list[str | Path]:
+    """How a person starts this workload."""
+    script = root / "workloads" / name
+    return ["bash", script / "train.sh"] if (script / "train.sh").exists() else ["python", script / "train.py"]
 
 
 def watch(child: subprocess.Popen[bytes], deadline: float) -> list[Sample]:
@@ -245,10 +315,10 @@ def hardware_means(samples: Sequence[Sample]) -> dict[str, float | None]:
     return means | {"cpu_pct": _mean([sample.host.cpu_pct for sample in samples]), "hardware_samples": len(samples)}
 
 
-def environment(root: Path) -> dict[str, str]:
-    """This environment, in which `import workloads` finds those at `root`, whatever folder a command runs in."""
+def environment(*roots: Path) -> dict[str, str]:
+    """This environment, in which `import workloads` finds those at the first root, in whatever folder one is."""
     inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    path = [str(root), *(str(Path(entry).resolve()) for entry in inherited)]
+    path = [*map(str, roots), *(str(Path(entry).resolve()) for entry in inherited)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
 
 
