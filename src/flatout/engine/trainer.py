@@ -67,6 +67,9 @@ class Trainer:
     ) -> None:
         self.config = config if isinstance(config, Settings) else checked(Settings, dict(config or {}), "config")
         train = self.config.train
+        if type(self.config) is Settings:  # the parts are the caller's own
+            for name in {"batch_size", "memory_share", "lr_rule", "lr_batch", "seed"} & train.model_fields_set:
+                raise UsageError(f"train.{name} has no effect here: loaders and optimizer were made by you")
         wanted = str(device) if device is not None else train.device
         self.ranks = ranks or Ranks("cpu" if wanted == "cpu" or not torch.cuda.is_available() else "cuda")
         self.device = device_for(wanted, self.ranks.local_rank)
