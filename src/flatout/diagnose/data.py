@@ -85,8 +85,8 @@ def workers_behind(case: Case) -> Finding | None:
             value=wanted,
             advice=f"num_workers={wanted}",
         )
-    joining = case.collate_share or 0.0
-    if (case.cpu_share or 0.0) >= _BUSY and joining <= _JOINING and busy >= 0.5:
+    joining, wants_core = case.collate_share or 0.0, on_core + (delay or 0.0) >= 0.5
+    if (case.cpu_share or 0.0) >= _BUSY and joining <= _JOINING and busy >= 0.5 and wants_core:
         return _cpu_bound(case, saved, common)
     if joining > _JOINING or (busy < 0.5 and (case.cpu_share or 1.0) < _FREE):
         return Finding(
@@ -103,12 +103,15 @@ def workers_behind(case: Case) -> Finding | None:
             "memory: flatout.DataLoader",
         )
     if busy >= 0.7:
-        wanted = min(workers + _room(case), math.ceil(workers / (1 - min(0.9, saved))))
+        room = _room(case) if wants_core else max(workers, _room(case))
+        wanted = min(workers + room, math.ceil(workers / (1 - min(0.9, saved))))
         if wanted <= workers:
             return _cpu_bound(case, saved, common)
+        free = f"{1 - (case.cpu_share or 0.0):.0%} of the CPU is free"
+        waiting = f"each is on a core only {on_core:.0%} of that time"
         return Finding(
             code="data.too-few-workers",
-            title=f"{workers} workers are {busy:.0%} busy while {1 - (case.cpu_share or 0.0):.0%} of the CPU is free",
+            title=f"the workers ({workers}) are {busy:.0%} busy, and {free if wants_core else waiting}",
             **common,
             **step_gain(case, 0.7 * min(saved, fed_by(case, wanted)), saved),
             confidence=0.85,

@@ -74,13 +74,16 @@ def _pause(phase: str, code: str, change: str | None, advice: str, worth: float 
         share = case.share(phase)
         if share < worth:
             return None
+        times = sum(any(span.name == phase for span in step.spans) for step in case.steps)
+        once = times == 1 and len(case.steps) == case.breakdown.steps  # how often it comes, one does not tell
         return Finding(
             code=code,
-            title=f"training stands still for {phase} {share:.0%} of the time",
+            title=f"training stands still for {phase} {share:.0%} of the time"
+            + (", all at once" if once else ""),
             share=share,
             **compute_gain(0.3 * share, share),
-            confidence=0.9,
-            evidence={"share": rounded(share)},
+            confidence=0.3 if once else 0.9,
+            evidence={"share": rounded(share), "steps_recorded_with_it": times},
             change=change,
             advice=advice,
         )

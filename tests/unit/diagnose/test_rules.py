@@ -56,6 +56,18 @@ def test_too_many_workers_wait_for_a_core() -> None:
     assert (found.code, found.value) == ("data.too-many-workers", 14)
 
 
+def test_workers_that_wait_for_a_server_are_too_few_however_busy_the_cores_are() -> None:
+    made = trace(
+        *STARVED,
+        loader={"num_workers": 2},
+        workers=workers(2, sample_ms=20.0, busy=0.98, on_core=0.1),
+        samples=hardware(97.0),
+    )
+    found = first(made)
+    assert found.code == "data.too-few-workers"
+    assert found.value > 2
+
+
 def test_all_cores_busy_is_cpu_bound_not_too_few_workers() -> None:
     made = trace(
         *STARVED,
@@ -102,6 +114,14 @@ def test_workers_started_again_and_again() -> None:
 )
 def test_pauses(phase: str, code: str) -> None:
     assert codes(trace((phase, 5.0, 4.0, None), *HEALTHY)) == [code]
+
+
+def test_one_pause_does_not_tell_how_often_it_comes() -> None:
+    plain, long = steps(*HEALTHY), steps(("evaluation", 400.0, None, None), *HEALTHY)
+    made = (long[0], *plain[1:])
+    rank = dataclasses.replace(trace().ranks[0], steps=made, windows=(window_of(list(made)),))
+    found = first(Trace(ranks=(rank,), samples={"node": hardware()}))
+    assert (found.code, found.confidence) == ("pause.eval", 0.3)
 
 
 def test_pageable_copies() -> None:
