@@ -153,13 +153,44 @@ class Resumable(Counting):
         self.at = state["at"]
 
 
+class StatefulIterator(Counting):
+    """Its iterator, not the dataset, knows where it is."""
+
+    def __iter__(self) -> Any:
+        return _Place()
+
+
+class _Place:
+    def __init__(self) -> None:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        self.number, self.at = info.id, 0
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at == 60:
+            raise StopIteration
+        self.at += 1
+        return torch.tensor([self.number, self.at - 1]), torch.rand(1)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
 class Unrepeatable(Counting):
     def __iter__(self) -> Iterator[Any]:
         for _ in range(60):
             yield torch.tensor([time.time_ns()]), torch.zeros(1)
 
 
-@pytest.mark.parametrize("dataset", [Counting(), Resumable()], ids=["replayed", "with state_dict"])
+@pytest.mark.parametrize(
+    "dataset", [Counting(), Resumable(), StatefulIterator()], ids=["replayed", "with state_dict", "of its iterator"]
+)
 def test_a_killed_worker_of_an_iterable_dataset_is_replaced_where_it_was(dataset: IterableDataset[Any]) -> None:
     torch.manual_seed(0)
     expected = list(Stock(dataset, 4, num_workers=2))

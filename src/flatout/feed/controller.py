@@ -21,7 +21,7 @@ BUSY = 0.75
 WORTH_IT = 1.025  # a step up has to bring this much
 KEEPS_UP = 0.85  # how busy workers may be where the consumer is the limit
 REMEMBER = 40  # windows after which a limit found is tried again
-WINDOW_S, GLANCE_S = 1.0, 0.05  # how long to look; and where the differences are large
+WINDOW_S, GLANCE_S = 1.0, 0.1  # how long to look; and where the differences are large
 TINY_S = 2e-3  # batches that take longer are never made in the training process
 CALLS_WORKERS_BACK = 1.1  # how much quicker they have to promise to be
 _QUICKER = "batches take less time to make than to hand over"
@@ -70,6 +70,7 @@ class Controller:
         self._hand_over_s = 0.0  # a batch, when workers were last given up
         self._crew = 1  # how many they were
         self._of_no_use = False  # they were called back in vain
+        self._next_try, self._patience = 0, 4  # windows until doing without them is tried again
         self._too_many: int | None = None
         self._too_few = 0
         self._calm = 0
@@ -100,7 +101,8 @@ class Controller:
             self._go(0, _QUICKER)
             return True
         tiny = seen.work_s < TINY_S * seen.batches and seen.waited_s > STARVED * seen.seconds
-        if self.may_do_without and tiny and not called_back and self._tried_from is None:
+        due = self._age >= self._next_try and not called_back and self._tried_from is None
+        if self.may_do_without and tiny and due:
             self._rates[self.workers], self._hand_over_s = seen.rate, seen.parent_s / seen.batches
             self._tried_from = self._crew = self.workers
             self.window_s = GLANCE_S
@@ -116,7 +118,8 @@ class Controller:
         step_s = (seen.seconds - seen.waited_s) / seen.batches  # what the consumer does between batches
         with_workers_s = max(1 / self._rates[self._crew], step_s + self._hand_over_s)
         if tried_from and seen.rate < self._rates[tried_from]:
-            self.may_do_without = False
+            # A busy machine can make either look slow: ask again, but less and less often.
+            self._next_try, self._patience = self._age + self._patience, self._patience * 2
             self._go(tried_from, f"{tried_from} workers bring more than the training process by itself")
         elif with_workers_s * CALLS_WORKERS_BACK < seen.seconds / seen.batches and not self._of_no_use:
             self._tried_from = 0

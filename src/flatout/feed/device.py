@@ -121,7 +121,7 @@ class OnDevice:
                 self._on_the_way = len(waiting)
                 current = torch.cuda.current_stream(self._device)
                 current.wait_event(done)
-                _each_tensor(ready, lambda tensor: tensor.record_stream(current) if tensor.is_cuda else None)  # noqa: B023
+                _map(ready, _used_on(current))
                 yield ready
                 del ready
         finally:
@@ -161,12 +161,10 @@ def _map(thing: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     return thing
 
 
-def _each_tensor(thing: Any, look: Callable[[torch.Tensor], Any]) -> None:
-    if isinstance(thing, torch.Tensor):
-        look(thing)
-    elif isinstance(thing, Mapping):
-        for value in thing.values():
-            _each_tensor(value, look)
-    elif isinstance(thing, Sequence) and not isinstance(thing, (str, bytes)):
-        for value in thing:
-            _each_tensor(value, look)
+def _used_on(stream: torch.cuda.Stream) -> Callable[[torch.Tensor], torch.Tensor]:
+    def mark(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
+        return tensor
+
+    return mark

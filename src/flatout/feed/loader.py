@@ -116,6 +116,8 @@ class DataLoader(StockLoader[T_co]):
     def state_dict(self, *, behind: int = 0) -> dict[str, Any]:
         """Where the present pass is; `behind` batches were fetched but not used yet."""
         position = self._position
+        if position is None and self._said:
+            log.warning("this loader cannot resume in mid-epoch, only at the start of one: %s", self._said)
         if position is None or position.finished:
             return {"version": 1, "yielded": 0}
         yielded = max(0, position.yielded - behind)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
 import os
-import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from feed_samples import Things, as_list, same
-from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, IterableDataset, MapDataPipe, Subset, TensorDataset
 from torch.utils.data import DataLoader as Stock
 
-from flatout.feed import DataLoader, feed_of
+from flatout.feed import DataLoader, feed_of, iterator_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -159,7 +160,10 @@ def test_an_exception_of_any_make_says_what_and_where() -> None:
 
 class Threads(Things):
     def __getitem__(self, index: int) -> Any:
-        return torch.get_num_threads(), threading.active_count()
+        square = np.ones((600, 600))
+        square @ square  # enough for a BLAS that would use all cores
+        torch.ones(600, 600) @ torch.ones(600, 600)
+        return torch.get_num_threads(), len(list(Path("/proc/self/task").iterdir()))
 
 
 def test_workers_have_one_thread() -> None:
@@ -176,9 +180,42 @@ def test_tensors_of_a_batch_can_be_written_to_and_saved_alone(tmp_path: Any) -> 
     assert images.sum() == 0
 
 
-def test_stock_takes_over_where_it_has_to_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
-    loader = DataLoader(Things(10), 2, num_workers=0)
+class Pipe(MapDataPipe[Any]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(("dataset", "workers", "reason"), [
+    (Things(10), 0, "num_workers=0"), (Pipe(), 1, "DataPipes share random seeds"),
+], ids=["no workers", "datapipe"])  # fmt: skip
+def test_stock_takes_over_where_it_has_to_and_the_log_says_why_once(
+    dataset: Any, workers: int, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = DataLoader(dataset, 2, num_workers=workers)
     with caplog.at_level(logging.INFO, "flatout.feed"):
-        assert same(list(loader), list(Stock(Things(10), 2)))
-    assert "num_workers=0" in caplog.text
+        assert same(list(loader), list(Stock(dataset, 2)))
+        list(loader)
+    assert caplog.text.count(reason) == 1
     assert feed_of(loader) is None
+
+
+def test_a_state_that_cannot_be_resumed_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    loader = DataLoader(Things(10), 2, num_workers=0)
+    next(iter(loader))
+    assert loader.state_dict()["yielded"] == 0
+    assert "cannot resume in mid-epoch" in caplog.text
+
+
+def in_a_daemon(reasons: Any) -> None:
+    reasons.send(iterator_for(Stock(Things(4), 2, num_workers=1))[1])
+
+
+def test_a_daemonic_process_gets_stocks_loader() -> None:
+    near, far = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=in_a_daemon, args=(far,), daemon=True)
+    process.start()
+    assert near.recv() == "a daemonic process may have no workers"
+    process.join()
