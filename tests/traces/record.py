@@ -1,0 +1,518 @@
+"""Records the traces that the diagnosis is tested on: one real training a malady, and healthy ones.
+
+    python tests/traces/record.py [NAME…] [--to FOLDER]     all that this machine can produce; about ten minutes
+
+A file is named MACHINE-CODE[-VARIANT].tgz, and CODE is the verdict it must get. Each function below is a training with
+one fault, told in its docstring. A recording is kept only if what else ran on the machine did not get in its way; as
+root it goes first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import gzip
+import io
+import logging
+import mmap
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import urllib.request
+import zlib
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+ROOT = Path(__file__).resolve().parents[2]
+CLASSES = 10
+SIDE = 16
+STEPS = 160
+OTHERS_CORES, DELAY = 0.2, 0.04  # so much beside a recording, or so much waiting for a core, spoils nothing
+TRIES = 20
+
+TRAININGS: dict[str, Callable[[], None]] = {}
+HOW: dict[str, dict[str, Any]] = {}
+
+
+def training(name: str, **how: Any) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Register a training under the verdict it deserves. `how`: ranks, what runs beside it, its flags, its memory."""
+
+    def register(function: Callable[[], None]) -> Callable[[], None]:
+        TRAININGS[name], HOW[name] = function, how
+        return function
+
+    return register
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+class Packed(Dataset[Any]):
+    """Pictures that have to be unpacked: a few milliseconds of CPU each, as a decoder takes."""
+
+    def __init__(self, samples: int, kilobytes: int = 1200) -> None:
+        self.samples = samples
+        self.blob = zlib.compress(os.urandom(1 << 10) * kilobytes)
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def unpacked(self, times: int = 1) -> torch.Tensor:
+        for _ in range(times):
+            pixels = zlib.decompress(self.blob)
+        return torch.frombuffer(bytearray(pixels[: SIDE * SIDE]), dtype=torch.uint8).float() / 255
+
+    def __getitem__(self, index: int) -> Any:
+        return self.unpacked(), index % CLASSES
+
+
+def ready(samples: int, features: int = SIDE * SIDE) -> TensorDataset:
+    """Samples that are there already."""
+    return TensorDataset(torch.rand(samples, features), torch.randint(0, CLASSES, (samples,)))
+
+
+def quick() -> nn.Module:
+    """A model that takes next to no time."""
+    return nn.Linear(SIDE * SIDE, CLASSES)
+
+
+def thorough(width: int = 2048) -> nn.Module:
+    """A model whose step takes some 30 ms on one core."""
+    return nn.Sequential(
+        nn.Linear(SIDE * SIDE, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES)
+    )
+
+
+def train(
+    model: nn.Module,
+    loader: Any,
+    steps: int = STEPS,
+    *,
+    after_step: Callable[[int, nn.Module], None] = lambda step, model: None,
+    after_epoch: Callable[[nn.Module], None] = lambda model: None,
+) -> None:
+    """A plain loop."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    step = 0
+    while step < steps:
+        model.train()
+        for x, y in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            step += 1
+            after_step(step, model)
+            if step == steps:
+                break
+        after_epoch(model)
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+@training("data.main-thread")
+def loads_in_the_training_process() -> None:
+    """num_workers=0, and pictures to unpack."""
+    train(thorough(1024), DataLoader(Packed(4000), batch_size=32, shuffle=True))
+
+
+@training("data.too-few-workers")
+def fetches_one_by_one() -> None:
+    """One worker asks a server for each sample, and the server takes 4 ms to answer: nobody is busy."""
+    with _server(delay_s=0.004) as address:
+        train(quick(), DataLoader(Fetched(4000, address), batch_size=16, num_workers=1))
+
+
+class Fetched(Packed):
+    def __init__(self, samples: int, address: str) -> None:
+        super().__init__(samples, kilobytes=4)
+        self.address = address
+
+    def __getitem__(self, index: int) -> Any:
+        with urllib.request.urlopen(f"{self.address}/{index}") as answer:
+            answer.read()
+        return self.unpacked(), index % CLASSES
+
+
+@contextlib.contextmanager
+def _server(delay_s: float) -> Iterator[str]:
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            time.sleep(delay_s)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"x" * 100)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        serving = multiprocessing.Process(target=server.serve_forever, daemon=True)
+        serving.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        serving.terminate()
+        serving.join()
+
+
+@training("data.too-many-workers")
+def crowds_the_cores() -> None:
+    """Eight workers a core."""
+    workers = 8 * len(os.sched_getaffinity(0))
+    train(quick(), DataLoader(Packed(100_000), batch_size=16, num_workers=workers), 240)
+
+
+@training("data.cpu-bound")
+def unpacks_on_every_core() -> None:
+    """As many workers as cores, each busy unpacking."""
+    workers = len(os.sched_getaffinity(0))
+    train(quick(), DataLoader(Packed(100_000), batch_size=32, num_workers=workers))
+
+
+@training("data.disk-bound")
+def reads_what_is_not_in_memory() -> None:
+    """Four workers read records of 4 MiB at random places of a large file, past the page cache."""
+    with tempfile.NamedTemporaryFile(dir=Path.cwd()) as file:
+        for _ in range(OnDisk.RECORDS):
+            file.write(os.urandom(OnDisk.BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+        train(quick(), DataLoader(OnDisk(Path(file.name)), batch_size=16, num_workers=4))
+
+
+class OnDisk(Packed):
+    RECORDS, BYTES = 512, 4 << 20
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(100_000, kilobytes=4)
+        self.file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        self.buffer = mmap.mmap(-1, self.BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def __getitem__(self, index: int) -> Any:
+        os.preadv(self.file, [self.buffer], index * 7919 % self.RECORDS * self.BYTES)
+        return self.unpacked(), index % CLASSES
+
+
+@training("data.slow-samples")
+def holds_a_few_giants() -> None:
+    """One sample in a hundred is sixty times as large as the others."""
+    train(quick(), DataLoader(Giants(40_000, kilobytes=400), batch_size=64, num_workers=1, shuffle=True), 240)
+
+
+class Giants(Packed):
+    def __getitem__(self, index: int) -> Any:
+        return self.unpacked(60 if index % 100 == 0 else 1), index % CLASSES
+
+
+@training("data.collate-bound")
+def pads_in_python() -> None:
+    """Samples come at once; a collate function of the user's own fills the batch number by number."""
+    train(quick(), DataLoader(ready(20_000), batch_size=32, num_workers=1, collate_fn=padded))
+
+
+def padded(samples: list[Any]) -> Any:
+    batch = torch.zeros(len(samples), SIDE * SIDE)
+    for row, (x, _) in enumerate(samples):
+        for column in range(0, SIDE * SIDE, 2):
+            batch[row, column] = x[column]
+    return batch, torch.stack([y for _, y in samples])
+
+
+@training("data.worker-start")
+def starts_again_and_again() -> None:
+    """Two workers are started for each short epoch."""
+    train(thorough(1024), DataLoader(ready(640), batch_size=64, num_workers=2), 300)
+
+
+# -- pauses ------------------------------------------------------------------------------------------------------------
+
+
+@training("pause.eval")
+def evaluates_all_the_time() -> None:
+    """A look at a large validation set after each short epoch."""
+    validation = DataLoader(ready(4000), batch_size=64)
+
+    def evaluate(model: nn.Module) -> None:
+        model.eval()
+        with torch.no_grad():
+            for x, y in validation:
+                cross_entropy(model(x), y)
+
+    train(thorough(), DataLoader(ready(2000), batch_size=64), 300, after_epoch=evaluate)
+
+
+@training("pause.checkpoint")
+def saves_all_the_time() -> None:
+    """The model is saved every few steps."""
+
+    def save(step: int, model: nn.Module) -> None:
+        if step % 4 == 0:
+            torch.save(model.state_dict(), "model.pt")
+
+    train(thorough(), DataLoader(ready(4000), batch_size=64), 300, after_step=save)
+
+
+@training("pause.logging")
+def logs_all_the_time() -> None:
+    """Each step writes a thousand lines into a log file."""
+    logger = logging.getLogger("train")
+    logger.addHandler(logging.FileHandler("train.log"))
+    logger.setLevel(logging.INFO)
+
+    def log(step: int, model: nn.Module) -> None:
+        for row in range(1000):
+            logger.info("step %d row %d", step, row)
+
+    train(thorough(), DataLoader(ready(4000), batch_size=64), 80, after_step=log)
+
+
+@training("pause.gc")
+def collects_each_step() -> None:
+    """gc.collect() after each step, beside a large table of Python objects."""
+    table = [{"index": index} for index in range(200_000)]
+    train(thorough(), DataLoader(ready(4000), batch_size=64), 200, after_step=lambda step, model: gc.collect() and None)
+    assert table
+
+
+# -- the machine, ranks, settings --------------------------------------------------------------------------------------
+
+
+@training("hardware.shared", beside=2)
+def has_company() -> None:
+    """Nothing is wrong with it, but two other programs compute on the same cores."""
+    train(thorough(), DataLoader(ready(4000), batch_size=64), 300)
+
+
+@training("memory.host", memory_bytes=1 << 30)
+def fills_the_memory() -> None:
+    """The dataset keeps more and more in memory, until the container's limit is near."""
+    from flatout.budget import CgroupFiles
+
+    hoard: list[bytearray] = []
+    group = CgroupFiles()
+
+    def keep(step: int, model: nn.Module) -> None:
+        limit, used = group.memory() or (0, 0)
+        if used < 0.97 * limit:
+            hoard.append(bytearray(os.urandom(16 << 20)))
+
+    train(thorough(), DataLoader(ready(4000), batch_size=64), 300, after_step=keep)
+
+
+@training("dist.straggler", ranks=2)
+def waits_for_one_rank() -> None:
+    """Two ranks; the second has samples that take five times as long to unpack."""
+    torch.distributed.init_process_group("gloo")
+    times = 5 if torch.distributed.get_rank() == 1 else 1
+    model = nn.parallel.DistributedDataParallel(thorough(1024))
+    train(model, DataLoader(Uneven(8000, times), batch_size=16))
+    torch.distributed.destroy_process_group()
+
+
+class Uneven(Packed):
+    def __init__(self, samples: int, times: int) -> None:
+        super().__init__(samples, kilobytes=400)
+        self.times = times
+
+    def __getitem__(self, index: int) -> Any:
+        return self.unpacked(self.times), index % CLASSES
+
+
+@training("config.ignored", flags=("--compile",))
+def asks_for_what_never_happens() -> None:
+    """--compile is read, and nothing is compiled."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--compile", action="store_true")
+    parser.parse_args(sys.argv[3:])
+    train(thorough(), DataLoader(ready(4000), batch_size=64), 300)
+
+
+# -- healthy -----------------------------------------------------------------------------------------------------------
+
+
+@training("compute.saturated-plain")
+def computes() -> None:
+    """A plain loop over data that is there, in the training process."""
+    train(thorough(), DataLoader(ready(4000), batch_size=64, shuffle=True), 300)
+
+
+@training("compute.saturated-fed")
+def is_fed() -> None:
+    """One worker unpacks faster than the model learns; an evaluation and a checkpoint at the end."""
+    model = thorough(5000)
+    train(model, DataLoader(Packed(40_000, kilobytes=100), batch_size=64, num_workers=1), 60)
+    torch.save(model.state_dict(), "model.pt")
+
+
+@training("compute.saturated-convolutions")
+def convolves() -> None:
+    """Convolutions, batch norm, a loss printed now and then."""
+    model = nn.Sequential(
+        nn.Unflatten(1, (1, SIDE, SIDE)), nn.Conv2d(1, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, CLASSES),
+    )  # fmt: skip
+    data = DataLoader(ready(8000), batch_size=128, shuffle=True)
+    train(model, data, 120, after_step=lambda step, model: print(step) if step % 50 == 0 else None)
+
+
+@training("compute.saturated-accumulation")
+def accumulates() -> None:
+    """A recurrent net, four micro-steps to a step, gradients clipped."""
+    recurrent, head = nn.LSTM(SIDE, 512, batch_first=True), nn.Linear(512, CLASSES)
+    parameters = [*recurrent.parameters(), *head.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    for number, (x, y) in enumerate(DataLoader(ready(10_000), batch_size=32)):
+        hidden, _ = recurrent(x.unflatten(1, (SIDE, SIDE)))
+        (cross_entropy(head(hidden[:, -1]), y) / 4).backward()
+        if number % 4 == 3:
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@training("compute.saturated-two-models")
+def plays_against_itself() -> None:
+    """A GAN: two models, two optimizers, no loader."""
+    maker = nn.Sequential(nn.Linear(32, 1024), nn.ReLU(), nn.Linear(1024, SIDE * SIDE))
+    judge = nn.Sequential(nn.Linear(SIDE * SIDE, 1024), nn.ReLU(), nn.Linear(1024, 1))
+    optimizers = [torch.optim.Adam(model.parameters(), lr=1e-4) for model in (judge, maker)]
+    for _ in range(300):
+        real, made = torch.rand(128, SIDE * SIDE), maker(torch.randn(128, 32))
+        optimizers[0].zero_grad()
+        (mse_loss(judge(real), torch.ones(128, 1)) + mse_loss(judge(made.detach()), torch.zeros(128, 1))).backward()
+        optimizers[0].step()
+        optimizers[1].zero_grad()
+        mse_loss(judge(made), torch.ones(128, 1)).backward()
+        optimizers[1].step()
+
+
+# -- recording ---------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", default=list(TRAININGS))
+    parser.add_argument("--to", type=Path, default=Path(__file__).parent, metavar="FOLDER")
+    options = parser.parse_args()
+    options.to.mkdir(exist_ok=True)
+    for name in options.names:
+        for _ in range(TRIES):
+            with tempfile.TemporaryDirectory(dir="/var/tmp") as scratch:
+                record(name, Path(scratch))
+                others, delay, verdict = look_at(Path(scratch, "trace"))
+                kept = others < OTHERS_CORES or delay < DELAY or "beside" in HOW[name]
+                print(f"{name}: {verdict}; others {others:.2f} cores, delay {delay:.3f}, {kept=}", flush=True)
+                if kept:
+                    pack(Path(scratch, "trace"), options.to / f"cpu-{name}.tgz")
+                    break
+
+
+def record(name: str, folder: Path) -> None:
+    """Run one training under `flatout run`."""
+    how = HOW[name]
+    script = [str(Path(__file__).resolve()), "--train", name, *how.get("flags", ())]
+    launcher = [sys.executable]
+    if "ranks" in how:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(how["ranks"])]
+    command = [sys.executable, "-m", "flatout", "run", "--quiet", "--trace", "trace", "--", *launcher, *script]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    with company(how.get("beside", 0)), limited(how.get("memory_bytes")) as group:
+        enter = functools.partial(enter_group, group)
+        subprocess.run(
+            command,
+            cwd=folder,
+            env=environment,
+            check=True,
+            stdout=subprocess.DEVNULL,
+            preexec_fn=enter,
+            start_new_session=True,
+        )
+
+
+def enter_group(group: Path | None) -> None:
+    """Between fork and exec."""
+    if group is not None:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def go_first() -> None:
+    """Go before what else runs on this machine: the processes of this session, the kernel's way (Linux, as root)."""
+    if os.geteuid() == 0:
+        Path("/proc/self/autogroup").write_text("-15")
+
+
+@contextlib.contextmanager
+def company(count: int) -> Iterator[None]:
+    """Other programs that compute meanwhile."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for program in busy:
+            program.kill()
+            program.wait()
+
+
+@contextlib.contextmanager
+def limited(most_bytes: int | None) -> Iterator[Path | None]:
+    """A control group with this much memory (as root, cgroup v1)."""
+    if most_bytes is None:
+        yield None
+        return
+    group = Path(f"/sys/fs/cgroup/memory/flatout-record-{os.getpid()}")
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(most_bytes))
+        yield group
+    finally:
+        group.rmdir()
+
+
+def look_at(folder: Path) -> tuple[float, float, str]:
+    """How many cores were busy with something else, how much the training waited for one, and the diagnosis."""
+    sys.path.insert(0, str(ROOT / "src"))
+    from flatout import trace
+    from flatout.diagnose.case import cases
+    from flatout.diagnose.rules import diagnose
+
+    recorded = trace.read(folder)
+    said = ", ".join(f"{f.code} {f.gain_high:.2f}" for f in diagnose(recorded)) or "nothing"
+    case = cases(recorded)[0]
+    return case.cores_others or 0.0, case.trainer_delay or 0.0, said
+
+
+def pack(folder: Path, target: Path) -> None:
+    """The records alone, without what they say of this machine's name and paths; the same bytes each time."""
+    hidden = {str(folder.parent): "run", str(ROOT): "flatout", sys.prefix: "venv", socket.gethostname(): "machine"}
+    with gzip.GzipFile(target, "wb", mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as archive:
+        for path in sorted(folder.glob("*.jsonl")):
+            text, name = path.read_text(), path.name
+            for word, instead in hidden.items():
+                text, name = text.replace(word, instead), name.replace(word, instead)
+            entry = tarfile.TarInfo(name)
+            entry.size = len(text.encode())
+            archive.addfile(entry, io.BytesIO(text.encode()))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--train"]:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        if "beside" not in HOW[sys.argv[2]]:
+            go_first()
+        TRAININGS[sys.argv[2]]()
+    else:
+        main()
