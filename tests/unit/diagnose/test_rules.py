@@ -130,6 +130,29 @@ def test_pageable_copies() -> None:
     assert (found.code, found.change, found.value) == ("copy.pageable", "pin_memory", True)
 
 
+def test_many_small_copies() -> None:
+    small = [("copy", 0.1, None, 0.1)] * 20
+    assert "copy.fragmented" in codes(trace(*small, *HEALTHY[2:]))
+
+
+def test_copies_that_nothing_overlaps() -> None:
+    found = first(trace(*HEALTHY, xray=xray(copies_ms={"HtoD Pinned": 16.0})))
+    assert (found.code, found.change) == ("copy.blocking", "device_prefetch")
+
+
+def test_a_small_batch_on_a_large_card() -> None:
+    found = first(trace(facts={"memory_reserved_bytes": 2 << 30}, samples=hardware(sm=10.0)))
+    assert (found.code, found.value) == ("memory.underused", 256)
+
+
+def test_ranks_that_wait_for_the_network() -> None:
+    ranks = tuple(
+        dataclasses.replace(r, info=RunInfo(name="t", host="node", rank=n, world_size=2))
+        for n, r in enumerate((trace(xray=xray(collective_ms=60.0)).ranks[0],) * 2)
+    )
+    assert "dist.comm" in codes(Trace(ranks=ranks, samples={"node": hardware()}))
+
+
 def test_an_item_that_costs_run_ahead_is_found_with_its_line() -> None:
     # GIVEN 6 ms of host work after each wait, while the card's queue is empty
     made = trace(
