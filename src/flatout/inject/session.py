@@ -13,7 +13,6 @@ import math
 import multiprocessing.util
 import os
 import socket
-import statistics
 import sys
 import threading
 import time
@@ -33,7 +32,7 @@ from flatout.sense import facts as look
 from flatout.sense.clock import CudaClock, LossReader
 from flatout.sense.hooks import Hooks, Listener
 from flatout.sense.options import RANK, Options
-from flatout.sense.recorder import OWN, Recorder
+from flatout.sense.recorder import DATA, OWN, Recorder
 from flatout.sense.settings import Settings, hide_in_arguments
 from flatout.sense.worker import Meter, measure_fetcher
 from flatout.sense.xray import Profiler, read_kernels
@@ -355,7 +354,7 @@ class _XrayPlan:
             self._steps.append(step)
         elif step.kind == "train" and not self.done:
             walls = self._after_ms if self._results is not None else self._before_ms
-            walls.append(step.wall_ms)
+            walls.append(sum(span.host_ms for span in step.spans if span.name not in (DATA, OWN)))  # data has its moods
             del walls[: -4 * _RECOVERY_STEPS]
 
     def finish(self, session: Session) -> None:
@@ -377,7 +376,7 @@ class _XrayPlan:
     def _recovered(self) -> bool | None:
         if len(self._before_ms) < 4 or len(self._after_ms) < 4:
             return None
-        before, after = statistics.median(self._before_ms[-_RECOVERY_STEPS:]), statistics.median(self._after_ms)
+        before, after = (sorted(ms)[len(ms) // 2] for ms in (self._before_ms[-_RECOVERY_STEPS:], self._after_ms))
         return after <= 1.1 * before + 0.1
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from flatout import budget
-
 
 def loader_facts(loader: Any) -> dict[str, Any]:
     """A DataLoader's settings as they are in force."""
@@ -34,6 +32,8 @@ def loader_facts(loader: Any) -> dict[str, Any]:
 
 def in_force(optimizer: Any) -> dict[str, Any]:
     """Switches, optimizer, model and machine, as they are now."""
+    from flatout import budget  # with psutil: not while torch is being imported
+
     groups = optimizer.param_groups
     parameters = [p for group in groups for p in group["params"]]
     facts: dict[str, Any] = {

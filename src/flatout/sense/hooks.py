@@ -374,7 +374,7 @@ class Hooks:
         self.around(torch.Tensor, "cuda", lambda t, *_, **__: None if t.is_cuda else COPY)
         self.around(torch.Tensor, "pin_memory", lambda t, *_, **__: COPY if on_card_possible() else None)
         self.around(torch.Tensor, "copy_", lambda t, s, *_, **__: COPY if crosses(t, s) else None)
-        for name in ("to", "cuda"):
+        for name in ("to", "cuda") if listener.replays else ():
             self._remember(torch.Tensor, name, listener)
 
     def _remember(self, owner: Any, name: str, listener: Listener) -> None:
@@ -432,6 +432,7 @@ class Hooks:
 class Listener:
     """What the session wants to know beside times; the defaults want nothing."""
 
+    replays = False  # whether it will ever answer `replayed_batch` or be `resident`
     resident = False
 
     def loader_seen(self, number: int, loader: Any) -> None:

@@ -110,7 +110,7 @@ class Settings:
         self._looked_at_modules = True
         here = str(Path.cwd())
         for name, module in list(sys.modules.items()):
-            if not _CONFIG.search(name.rpartition(".")[2]):
+            if not _CONFIG.search(name.rpartition(".")[2]) or name.startswith("flatout."):
                 continue
             path = getattr(module, "__file__", None)
             if not path or path.startswith(_PYTHONS_OWN):
