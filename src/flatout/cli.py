@@ -439,8 +439,10 @@ def train(
         if recorded is not None and os.environ.get("RANK") == "0":
             _account_for(recorded, quiet=quiet, json_to=None, html_to=None)
         return
-    from flatout import launch
+    from flatout import budget, launch
 
+    if gpus > 1:  # torchrun would give each rank one thread, and say so at length
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(budget.measure().cores_allowed / gpus))))
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)] if gpus > 1 else []
     options = [*(["--preset", preset] if preset is not None else []), *(["--resume"] if resume else [])]
     command = [sys.executable, *ranks, "-m", "flatout", "train", "--here", *options, "--", str(config), *words]
