@@ -59,6 +59,8 @@ def _within(ranked: list[Finding], headroom: float) -> list[Finding]:
             high = min(finding.gain_high, max(1.0, left))
             finding = dataclasses.replace(finding, gain_high=high, gain_low=min(finding.gain_low, high))
             left /= high
+            if high < 1 + WORTH / 10:
+                continue  # others have taken all there was
         shared.append(finding)
     return shared
 
@@ -78,8 +80,7 @@ def _pause(phase: str, code: str, change: str | None, advice: str, worth: float 
         once = times == 1 and len(case.steps) == case.breakdown.steps  # how often it comes, one does not tell
         return Finding(
             code=code,
-            title=f"training stands still for {phase} {share:.0%} of the time"
-            + (", all at once" if once else ""),
+            title=f"training stands still for {phase} {share:.0%} of the time" + (", all at once" if once else ""),
             share=share,
             **compute_gain(0.3 * share, share),
             confidence=0.3 if once else 0.9,
