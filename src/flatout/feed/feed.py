@@ -244,6 +244,7 @@ class Feed:
         # Those behind the first one wait where the iterator finds them at once, unless there is something to say.
         while len(self._table) > 1 and self._table[1].finished and self._table[1].clean:
             self.made.append(self._table[1].open())
+            self._table[1].release()
             del self._table[1]
 
     def _finished(self) -> Batch | None:

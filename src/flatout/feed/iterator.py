@@ -124,23 +124,22 @@ class FeedIterator(_BaseDataLoaderIter):
                 self.position.finished = True
                 raise StopIteration
             self._step(batch)
-            if not batch.clean:
-                problem = batch.problem()
-                if problem is not None:
-                    self._raise(problem)
-                if self._note_bad(batch):
-                    continue  # every sample of it is bad
-            data = batch.open()
-            batch.release()
-            return data
+            try:
+                if batch.clean or not self._something_wrong(batch):
+                    return batch.open()
+            finally:
+                batch.release()
 
-    def _raise(self, problem: ExceptionWrapper | BadSample | Exception) -> None:
+    def _something_wrong(self, batch: Batch) -> bool:
+        """Raise what there is to raise; else whether every sample of it is bad."""
+        problem = batch.problem()
         if isinstance(problem, ExceptionWrapper):
             problem.reraise()
         elif isinstance(problem, BadSample):
             raise BadSampleError(problem)
-        else:
+        elif problem is not None:
             raise problem
+        return self._note_bad(batch)
 
     def _step(self, batch: Batch) -> None:
         self.position.yielded += 1

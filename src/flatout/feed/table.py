@@ -88,10 +88,12 @@ class Batch:
         return packing.join([part.open() for part in self.parts], memory)
 
     def release(self) -> None:
-        """Let go of the memory: batch and parts refer to each other, and a slot must not wait for that to be found."""
+        """Let go of it all: batch and parts refer to each other, and neither a slot nor anybody should have to wait
+        until that is found."""
         self.memory = None
         for part in self.parts:
             part.data = part.packed = part.problem = None
+        self.parts = []
 
 
 @dataclass(slots=True)
