@@ -92,7 +92,7 @@ class Launcher:
     def __call__(self, changes: Sequence[Change], *, steps: int, timeout_s: float, fingerprints: bool = False) -> Run:
         folder = self._folder / f"{next(self._numbers):02d}"
         start_s = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="flatout-trial-") as scratch:
+        with tempfile.TemporaryDirectory(prefix="flatout-trial-", ignore_cleanup_errors=True) as scratch:
             trial = Trial(
                 seed=SEED,
                 fingerprints=fingerprints,

@@ -9,7 +9,7 @@ from typing import Any
 
 from flatout.diagnose.case import cases
 from flatout.plan import Figure
-from flatout.remedy.candidates import Offer
+from flatout.remedy.candidates import Offer, in_words
 from flatout.remedy.running import Run
 from flatout.remedy.speed import Gain
 from flatout.remedy.trial import Attempt, Found
@@ -63,15 +63,18 @@ class FixReport:
         """The answer."""
         found = self.found
         if not found.kept:
-            tried = (
-                f"{len(found.attempts)} changes were tried, none pays" if found.attempts else "nothing was worth trying"
-            )
+            tried = "nothing was worth trying"
+            if found.attempts:
+                names = dict.fromkeys(in_words(attempt.change) for attempt in found.attempts)
+                tried = f"tried and not worth it: {', '.join(names)}"
             return f"Nothing to change: {tried} ({found.stopped})."
         speeds = ""
         if self.before is not None and self.after is not None:
             speeds = f", {self.before.samples_per_s:,.4g} → {self.after.samples_per_s:,.4g} {self.after.unit}"
         if found.gain is None:
             return f"{len(found.kept)} changes kept ({found.stopped}){speeds}: not measured as a whole."
+        if found.gain.low <= 1:
+            return f"{len(found.kept)} changes kept, but in the end the gain is not sure: {found.gain}{speeds}."
         return f"Trains {found.gain.value:.2f}× as fast ({found.gain.low:.2f} to {found.gain.high:.2f}){speeds}."
 
     def to_json(self) -> dict[str, Any]:

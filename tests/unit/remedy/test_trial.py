@@ -110,6 +110,17 @@ def test_a_machine_that_gets_faster_gives_nobody_a_gain() -> None:
     assert fix(world, budget_s=3600).kept == ()
 
 
+def test_what_the_last_comparison_does_not_confirm_is_let_go() -> None:
+    """It was fast once, and never again."""
+    world = World(facts=IN_FP32)
+    once = iter([2.0])
+    world.effects["precision"] = lambda m, _: replace(m, compute_ms=m.compute_ms / next(once, 0.5))
+    found = fix(world)
+    assert found.kept == ()
+    assert found.gain is None
+    assert "not confirmed" in found.plan.tried[0].note
+
+
 def test_a_crash_is_an_outcome_with_its_place_and_the_rest_of_the_bundle_is_tried() -> None:
     crash = (
         'Traceback (most recent call last):\n  File "/home/me/net.py", line 41, in forward\n    x.view(-1)\n'
