@@ -85,8 +85,10 @@ def show(fixed: FixReport, console: Console) -> None:
         if attempts:
             console.print(Text(f"\n{title}", style="bold"))
         for attempt in attempts:
-            for line in _lines(attempt):
-                _say(console, line, indent="  " if line is not _lines(attempt)[0] else "")
+            first, *others = _lines(attempt)
+            _say(console, first, indent="  ")
+            for line in others:
+                _say(console, line, indent="    ")
     rows = before_and_after(fixed)
     if rows:
         console.print()
