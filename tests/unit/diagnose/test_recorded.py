@@ -26,8 +26,6 @@ BUILT_BY_HAND = {
     "copy.blocking",
     "copy.fragmented",
     "sync.item",
-    "launch.bound",
-    "compute.precision",
     "compute.layout",
     "compute.optimizer",
     "compute.eager",
