@@ -189,7 +189,7 @@ def test_what_cannot_be_compiled_runs_eagerly_and_says_so(
     torch._dynamo.reset()
 
 
-def test_a_full_card_is_met_with_smaller_pieces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_card_is_met_with_smaller_pieces() -> None:
     """GIVEN a limit on the card's memory that a whole batch does not fit into, THEN the step is done in pieces."""
 
     class Hungry(nn.Module):
@@ -219,14 +219,15 @@ def test_a_full_card_is_met_with_smaller_pieces(tmp_path: Path, capsys: pytest.C
     assert said[0].startswith("out of memory: 128 samples at a time from here on instead of 256")
 
 
-def test_the_fastest_batch_stays_within_the_share(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_fastest_batch_stays_within_the_share() -> None:
     model = net().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     precision, _ = decide("bf16", torch.device("cuda"))
     step = Step(model, nn.CrossEntropyLoss(), optimizer, precision, TrainConfig(), print)
     batch = [torch.randn(32, 3, 32, 32, device="cuda"), torch.zeros(32, dtype=torch.long, device="cuda")]
     weights = [parameter.clone() for parameter in model.parameters()]
-    size = fastest_batch(step, batch, 1 << 14, 0.2, Ranks("cuda"), print)
+    size, why = fastest_batch(step, batch, 1 << 14, 0.2, Ranks("cuda"))
+    assert why.startswith("the fastest; samples/s of the step alone, uncompiled: 32: ")
     assert 32 <= size <= 1 << 14
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
     assert not optimizer.state_dict()["state"]

@@ -3,9 +3,9 @@
     config.yaml ─► Config ─► assemble (parts by import path) ─► Trainer.fit ─► checkpoints, metrics, best.pt
 
 `config` reads and checks; each section of it stands beside what it configures. `assemble` builds the parts, `trainer`
-has the loop, `step` one optimizer step, `model` and `precision` what is done for speed, `data` the loaders,
-`batch_size` finds the fastest one, `evaluation`, `checkpoint` and `progress` do what they are called, `ranks` holds
-the processes together.
+has the loop, `step` one optimizer step, `losses` what came of it; `model` and `precision` are what is done for speed,
+`data` makes the loaders, `batch_size` finds the fastest, `evaluation`, `checkpoint` and `progress` do what they are
+called, `ranks` holds the processes together; `section` is what all sections are made of.
 """
 
 from flatout.engine.config import Config, Settings, load

@@ -84,9 +84,10 @@ def assemble(config: Config, ranks: Ranks) -> Trainer:
     decisions = [fused]
     batch_size = train.batch_size
     if batch_size == "auto":
-        said: list[str] = []
-        batch_size = _found_batch(config, train_set, model, criterion, optimizer, augmentation, device, ranks, said)
-        decisions.append(Decision("train.batch_size", str(batch_size), said[-1]))
+        precision, _ = decide(train.precision, device)
+        step = Step(model.train(), criterion, optimizer, precision, train, say=lambda text: None)
+        batch_size, why = _fastest(config, train_set, step, augmentation, ranks)
+        decisions.append(Decision("train.batch_size", str(batch_size), why))
     total = batch_size * ranks.world
     if train.batch_size == "auto" or train.lr_rule != "none":
         decisions.append(Decision("train.lr_rule", train.lr_rule, scale_learning_rate(optimizer, train, total)))
@@ -190,24 +191,17 @@ def _augmentation(config: Config, device: torch.device) -> Any:
     return augmentation.to(device)
 
 
-def _found_batch(
-    config: Config, dataset: Any, model: Any, criterion: Any, optimizer: Any, augmentation: Any,
-    device: torch.device, ranks: Ranks, said: list[str],
-) -> int:  # fmt: skip
+def _fastest(config: Config, dataset: Any, step: Step, augmentation: Any, ranks: Ranks) -> tuple[int, str]:
     """What `batch_size: auto` comes to, tried on the first samples of the data."""
     if isinstance(dataset, IterableDataset):
         raise UsageError("train.batch_size: auto needs data with a length; give a number")
     collate = found(config.data.collate, "data.collate") if config.data.collate else default_collate
-    batch = collate([dataset[place] for place in range(min(FIRST, len(dataset)))])
-    precision, _ = decide(config.train.precision, device)
-    step = Step(model, criterion, optimizer, precision, config.train, lambda text: None)
-    model.train()
-    batch = next(iter(to_device([batch], device)))
+    samples = collate([dataset[place] for place in range(min(FIRST, len(dataset)))])
+    batch = next(iter(to_device([samples], step.precision.device)))
     if augmentation is not None:
         images, *rest = batch
         batch = [augmentation.eval()(images), *rest]
-    most = max(1, len(dataset) // ranks.world)
-    return fastest_batch(step, batch, most, config.train.memory_share, ranks, said.append)
+    return fastest_batch(step, batch, max(1, len(dataset) // ranks.world), config.train.memory_share, ranks)
 
 
 # -- the run's folder --------------------------------------------------------------------------------------------------

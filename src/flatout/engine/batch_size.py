@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,15 +25,8 @@ _ABOUT_AS_FAST = 0.97
 _WARM_UP, _TIMED = 3, 5
 
 
-def fastest_batch(
-    step: Step,
-    first: Any,
-    most: int,
-    share: float,
-    ranks: Ranks,
-    say: Callable[[str], None],
-) -> int:
-    """The batch size to take; `first` is a batch as the step wants it, of any size."""
+def fastest_batch(step: Step, first: Any, most: int, share: float, ranks: Ranks) -> tuple[int, str]:
+    """The batch size to take, and why; `first` is a batch as the step wants it, of any size."""
     device = step.precision.device
     kept = copy.deepcopy(step.model.state_dict()), copy.deepcopy(step.optimizer.state_dict()), random_state(device)
     scale = copy.deepcopy(step.scaler.state_dict())
@@ -60,8 +52,7 @@ def fastest_batch(
         raise UsageError(f"train.batch_size: even {min(FIRST, most)} samples take more than {share:.0%} of the memory")
     best = next(size for size in speeds if speeds[size] >= _ABOUT_AS_FAST * max(speeds.values()))
     tried = ", ".join(f"{size}: {speed:.4g}" for size, speed in speeds.items())
-    say(f"train.batch_size: {best}, the fastest (samples/s of the step alone, uncompiled; {tried})")
-    return best
+    return best, f"the fastest; samples/s of the step alone, uncompiled: {tried}"
 
 
 def _tried(step: Step, batch: Any, device: torch.device) -> tuple[float, float]:

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from flatout.engine.checkpoint import Checkpoints, newest, random_state, set_random_state
 from flatout.engine.config import Settings, checked
 from flatout.engine.evaluation import evaluate
+from flatout.engine.losses import Losses
 from flatout.engine.model import device_for, made_ready
 from flatout.engine.precision import Decision, decide, switched
 from flatout.engine.progress import Reporter
@@ -98,7 +99,7 @@ class Trainer:
         self.best: float | None = None
         self.stopped_by: str | None = None
         self.skipped = 0  # steps whose loss was not a number
-        self._losses = Losses(self.device)
+        self._losses = Losses()
         self._interrupts = Interrupts()
         self._resumed: dict[str, Any] | None = None
         self._epoch_random: dict[str, Any] = {}
@@ -383,69 +384,3 @@ class Trainer:
 
 
 _NONE = object()
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """What the losses of some steps came to; those that are no numbers are counted, not summed."""
-
-    epoch: int
-    last_step: int
-    total: float
-    count: int
-    bad: int
-    first_bad: int | None
-    samples: int
-    seconds: float
-
-
-class Losses:
-    """Losses where they were computed, until they are wanted: nothing is launched for them, nothing waits."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._kept: list[Tensor] = []
-        self._last = self._samples = 0
-        self._since = time.monotonic()
-        self.begun: tuple[Tensor, torch.cuda.Event | None, int, int, int, float] | None = None
-
-    def add(self, step: int, loss: Tensor, rows: int) -> None:
-        """One more."""
-        self._kept.append(loss)
-        self._last, self._samples = step, self._samples + rows
-
-    def begin_reading(self, epoch: int) -> None:
-        """Start to bring them to the host; to be read a step later, when that is done."""
-        if not self._kept or self.begun is not None:
-            return
-        values = torch.stack([loss.float() for loss in self._kept])
-        event = None
-        if values.is_cuda:
-            host = torch.empty(values.shape, pin_memory=True)
-            values, event = host.copy_(values, non_blocking=True), torch.cuda.Event()
-            event.record()
-        now = time.monotonic()
-        self.begun = values, event, epoch, self._last, self._samples, now - self._since
-        self._kept, self._samples, self._since = [], 0, now
-
-    def read(self) -> Stretch | None:
-        """What was begun to be read."""
-        if self.begun is None:
-            return None
-        values, event, epoch, last, samples, seconds = self.begun
-        self.begun = None
-        if event is not None:
-            event.synchronize()
-        numbers = values.tolist()
-        good = [number for number in numbers if math.isfinite(number)]
-        bad = [place for place, number in enumerate(numbers) if not math.isfinite(number)]
-        return Stretch(
-            epoch=epoch,
-            last_step=last,
-            total=math.fsum(good),
-            count=len(good),
-            bad=len(bad),
-            first_bad=last - len(numbers) + 1 + bad[0] if bad else None,
-            samples=samples,
-            seconds=max(seconds, 1e-9),
-        )
