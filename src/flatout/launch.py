@@ -214,12 +214,18 @@ def _wait(process: subprocess.Popen[bytes], trial: Trial | None = None) -> int:
 
 
 def _for_us_alone(sent: signal.struct_siginfo) -> bool:
-    """Whether a signal came by `kill`, not from the terminal or our own process group, which tell the command too."""
-    by_kill = sent.si_code <= 0
+    """Whether the command has not been told already, as far as one can know.
+
+    The terminal tells the whole process group. So may a `kill` from within the group; but a batch script's
+    `trap 'kill -TERM $PID' TERM` tells us alone. A second polite signal does no harm and a lost one does: only an
+    interrupt, which many take as "at once" when it comes twice, is left to the group.
+    """
+    if sent.si_code > 0:
+        return False
     try:
-        return by_kill and os.getpgid(sent.si_pid) != os.getpgrp()
+        return sent.si_signo != signal.SIGINT or os.getpgid(sent.si_pid) != os.getpgrp()
     except ProcessLookupError:
-        return by_kill
+        return True
 
 
 @contextmanager

@@ -149,6 +149,16 @@ def test_signals_reach_the_script(place: Path, number: int, code: int, said: str
     assert run.account is not None
 
 
+def test_a_batch_script_that_passes_its_signal_on_reaches_the_script(place: Path) -> None:
+    write(place, loop=INTERRUPTED)
+    process = subprocess.Popen(**call(place, PYTHON, "loop.py"))  # in our own process group
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    run = finish(place, process)
+    assert (run.code, run.out.strip()) == (7, "stopped by 15")
+
+
 def test_switched_off_it_is_as_if_we_were_not_there(place: Path) -> None:
     ours = "[k for k in os.environ if 'FLATOUT' in k], 'flatout' in sys.modules"
     write(place, look=f"import os, sys; print({ours})")
