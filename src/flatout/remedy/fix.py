@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flatout.remedy.candidates import Wishes
+from flatout.remedy.found import Found, Story
 from flatout.remedy.running import Launcher
-from flatout.remedy.trial import Found, Search, Story
+from flatout.remedy.trial import Search
 
 
 def fix(

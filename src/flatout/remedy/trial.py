@@ -16,13 +16,14 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from flatout.diagnose.case import Case, cases
 from flatout.diagnose.rules import diagnose
 from flatout.errors import UsageError
-from flatout.plan import Change, Figure, Outcome, Plan, Verdict
+from flatout.plan import Change, Figure, Outcome, Verdict
 from flatout.remedy.candidates import Offer, View, Wishes, in_words, offers, pause_knobs
+from flatout.remedy.found import Attempt, Found, Story, Trial
 from flatout.remedy.proof import FEWEST_LOSSES, Proof, same_batches, same_loss
 from flatout.remedy.running import Run, Runner
 from flatout.remedy.speed import Gain, Noise, Speed, gain, noise_between_runs
@@ -42,71 +43,6 @@ COLD = 0.05  # of the time spent waiting for storage: the page cache is not warm
 IDENTITY_STEPS = 60
 PARITY_STEPS = FEWEST_LOSSES + 20
 _ROOM = 0.7  # of a card's memory, for runs side by side
-
-
-class Story:
-    """Who is told what goes on. This one keeps it to itself."""
-
-    def trying(self, what: str, left_s: float) -> None:
-        """A run begins."""
-
-    def said(self, line: str) -> None:
-        """Something is known."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """A change that was tried. `together`: the others it was measured with; `made` and `where`: how it got in."""
-
-    outcome: Outcome
-    gain: Gain | None = None
-    together: tuple[str, ...] = ()
-    made: str = ""
-    where: str = ""  # file:line
-
-    @property
-    def change(self) -> Change:
-        return self.outcome.change
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """One run, for the record. Runs for a proof are not timed: they have no speed."""
-
-    what: str
-    seconds: float
-    speed: Speed | None
-
-
-@dataclass(slots=True, kw_only=True)
-class Found:
-    """What a fix has come to."""
-
-    attempts: list[Attempt] = field(default_factory=list)
-    kept: tuple[Change, ...] = ()
-    before: Run | None = None
-    after: Run | None = None
-    gain: Gain | None = None
-    noise: Noise | None = None
-    trials: list[Trial] = field(default_factory=list)
-    withheld: list[Offer] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-    stopped: str = ""
-    interrupted: bool = False
-    seconds: float = 0.0
-
-    @property
-    def plan(self) -> Plan:
-        """The plan to train with; what was tried and not kept stands in it too."""
-        kept = {a.change.name: a for a in self.attempts if a.outcome.verdict == "kept"}
-        changes = tuple(replace(change, note=_note(kept[change.name])) for change in self.kept)
-        return Plan(changes=changes, tried=tuple(a.outcome for a in self.attempts if a.outcome.verdict != "kept"))
-
-
-def _note(attempt: Attempt) -> str:
-    gained = f"{attempt.gain}" if attempt.gain is not None else ""
-    beside = f" together with {', '.join(attempt.together)}" if attempt.together else ""
-    return "; ".join(filter(None, (f"{gained}{beside}", attempt.outcome.proof, attempt.outcome.note)))
 
 
 class Search:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.remedy.candidates import in_words
-from flatout.remedy.trial import Attempt, Story
+from flatout.remedy.found import Attempt, Story
 from flatout.report import drawing
 from flatout.report.account import account
 from flatout.report.compare import compare

@@ -10,9 +10,9 @@ from typing import Any
 from flatout.diagnose.case import cases
 from flatout.plan import Figure
 from flatout.remedy.candidates import Offer, in_words
+from flatout.remedy.found import Attempt, Found
 from flatout.remedy.running import Run
 from flatout.remedy.speed import Gain
-from flatout.remedy.trial import Attempt, Found
 from flatout.report.permanent import permanently
 
 SCHEMA = 1

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.plan import Change
-from flatout.remedy.trial import Attempt
+from flatout.remedy.found import Attempt
 
 # What a person would write. {} is the value.
 CODE = {

@@ -12,7 +12,8 @@ from remedy_world import Machine, World, flag
 
 from flatout.errors import UsageError
 from flatout.remedy.candidates import Wishes
-from flatout.remedy.trial import Found, Search
+from flatout.remedy.found import Found
+from flatout.remedy.trial import Search
 from flatout.trace import Sketch
 
 IN_FP32 = {"autocast": ["None"], "compiled": True}

@@ -15,7 +15,8 @@ from remedy_world import Machine, World, flag
 
 from flatout.plan import Change, Outcome
 from flatout.remedy.candidates import Wishes
-from flatout.remedy.trial import Attempt, Search
+from flatout.remedy.found import Attempt
+from flatout.remedy.trial import Search
 from flatout.report import fix_views
 from flatout.report.fixed import FixReport, report
 from flatout.report.permanent import permanently
