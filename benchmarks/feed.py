@@ -372,17 +372,18 @@ def tiny(seconds: float) -> dict[str, Any]:
     for workers in (1, 2):
         times = measured.median(f"ours, {workers} workers") / measured.median(f"stock, {workers} workers, persistent")
         notes.append(f"{workers} declared: {times:.3f} times stock's time (wanted: at most 1.02)")
-    times = figure(ratios)
-    feed = feed_of(auto)
-    notes.append(
+    times, feed = figure(ratios), feed_of(auto)
+    assert feed is not None
+    notes += [
         f"auto: {times['median']:.3f} times the time of stock without workers, pass by pass, "
-        f"spread {times['spread']:.3f} (wanted: at most 1.02); {feed.workers if feed else '?'} workers: {feed.why if feed else ''}"
-    )
+        f"spread {times['spread']:.3f} (wanted: at most 1.02)",
+        f"auto has {feed.workers} workers: {feed.why}",
+    ]
     return table("tiny: 40,000 rows in memory, batches of 64", measured, notes)
 
 
 def in_pairs(measured: Measurements, loaders: dict[str, Stock[Any]], pairs: int) -> list[float]:
-    """Two loaders in turns, so that a busy machine is busy for both; pass by pass, the second's time over the first's."""
+    """Two loaders in turns, so that a busy machine is busy for both: the second's time over the first's."""
     for loader in loaders.values():
         for _ in range(4):  # our own has made up its mind by then
             list(loader)
