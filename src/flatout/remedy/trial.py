@@ -68,6 +68,7 @@ class Search:
         self._speeds: dict[tuple[str, bool], list[Speed]] = {}
         self._tried: dict[tuple[str, str], str] = {}
         self._clear = CLEAR
+        self._undecided: list[Offer] = []  # looked like a gain, and could not be told from noise: once more, at the end
         self._ahead: dict[tuple[str, bool], Run] = {}  # runs of a proof that are there before they are asked for
         self._long: Run | None = None  # what was kept, over more than an epoch
         self.found = Found()
@@ -147,6 +148,9 @@ class Search:
             if not wanted and self._may_look_at_an_epoch(view):
                 self._look_at_an_epoch()
                 continue
+            if not wanted and self._undecided and self._affords(self._undecided[0].changes):
+                self._try(self._undecided.pop(0), again=True)
+                continue
             if not wanted:
                 at_ceiling = view.case.has_ceiling and view.case.headroom < 1.05
                 self.found.stopped = "at the ceiling of the step itself" if at_ceiling else "nothing promises more"
@@ -163,7 +167,7 @@ class Search:
         assert self.before.trace is not None
         return View(trace=run.trace, first=self.before.trace, kept=self.found.kept, tried=self._tried)
 
-    def _try(self, offer: Offer) -> None:
+    def _try(self, offer: Offer, *, again: bool = False) -> None:
         if offer.pauses and self._long is None:
             self._look_at_an_epoch()
         steps = self._epoch_steps() if offer.pauses else None
@@ -190,6 +194,8 @@ class Search:
             self._story.said(f"{offer.name}: {gained}. One by one")
             self._one_by_one(replace(offer, changes=changes))
         else:
+            if gained.value > WORTH and not again:
+                self._undecided.append(replace(offer, changes=changes))
             shown = "slower" if gained.high < 1 else "no gain over 2% was shown"
             self._decide(changes, "undone", gained, note=f"{gained}: {shown}")
 
