@@ -31,6 +31,7 @@ _BEGINS = frozenset({START, DATA, FORWARD, BACKWARD})
 _PART_OF_EVALUATION = frozenset({DATA, START, COPY, FORWARD, LOSS, SYNC, REST})
 
 _SPANS_A_STEP = 64
+_SLIVER_S = 20e-6  # less than this before a phase is counted with it
 _STEPS_IN_FLIGHT = 64
 _EVENT_SHARE = 0.002  # of a step's time may go into its events; shorter steps carry them less often
 _EVENTS_EVERY = (4, 64)  # steps, at most and at least as often
@@ -132,7 +133,8 @@ class Recorder:
         """The thread enters a phase; the first that belongs to training ends the set-up."""
         if self._open.kind == "setup" and name in _BEGINS:
             self._begin_training()
-        self._cut()
+        if self._clock() - self._cut_s > _SLIVER_S:  # what lies between two phases may be no more than our own work
+            self._cut()
         self._stack.append((name, where, loader))
 
     def leave(self, depth: int) -> None:

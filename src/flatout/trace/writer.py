@@ -25,6 +25,7 @@ MAX_SUMMARY_BYTES = 100_000
 WRITE_EVERY_S = 0.5
 SUMMARY_EVERY_WRITES = 60
 NOTES_KEPT = 100
+_as_json = json.JSONEncoder(separators=(",", ":")).encode
 CLOSE_WITHIN_S = 30.0  # a network disk that hangs must not hang the end of a training
 
 
@@ -122,7 +123,7 @@ class TraceWriter:
         """Line one record up for writing; its length."""
         if isinstance(record, Window):
             self._totals.count(record)
-        line = (json.dumps(encode(record), separators=(",", ":")) + "\n").encode("ascii")
+        line = (_as_json(encode(record)) + "\n").encode("ascii")
         if self.error or self._bytes + len(line) > MAX_BYTES:
             self._unwritten += 1
             return 0
@@ -207,7 +208,7 @@ class _Totals:
                 notes=tuple(self._notes[:notes]),
                 ended=ended,
             )
-            text = json.dumps(encode(summary), separators=(",", ":")).encode("ascii")
+            text = _as_json(encode(summary)).encode("ascii")
             if len(text) < most_bytes:
                 break
         return text
