@@ -143,8 +143,8 @@ class View:
         return list(cases(self.first)[0].facts.get("settings") or ())
 
     def found(self, *codes: str) -> list[Finding]:
-        """Findings whose code begins like one of these."""
-        return [finding for finding in self.findings if finding.code.startswith(codes)]
+        """Findings whose code begins like one of these, or that an ignored setting is the reason of."""
+        return [f for f in self.findings if f.code.startswith(codes) or f.evidence.get("cause", "").startswith(codes)]
 
     def ignored(self, *words: str) -> Finding | None:
         """A setting the script read and does not act on, by a word of what is missing."""
