@@ -1,4 +1,4 @@
-"""Trace → Offers: which changes to try next, the most promising first.
+"""Trace → Offers: which changes to try next, the harmless ones first, and of those the most promising.
 
 Diagnosis says what is wrong; here it becomes changes, by the script's own knob where it has one. Changes that belong
 together and rarely do harm make one Offer, which is tried as a whole and taken apart only if it fails:
@@ -48,6 +48,7 @@ SAFETIES: dict[str, Safety] = {
     "checkpoint_interval": "semantic",
     "setting": "semantic",
 }
+PAUSES = ("eval_interval", "checkpoint_interval")
 EVALUATE_LESS = 5
 FUSABLE = ("Adam", "AdamW", "SGD", "Adagrad")
 _HALF_A_GPU_IDLE = 0.3  # of its memory in use: there is room for a larger batch
@@ -161,7 +162,7 @@ class View:
 
 
 def offers(view: View, wishes: Wishes) -> tuple[list[Offer], list[Offer]]:
-    """What to try, the most promising first; and what would be tried if it were allowed."""
+    """What to try, in this order; and what would be tried if it were allowed."""
     made = [_data_path(view), _augment_elsewhere(view), _compute(view), _compile(view), _batch(view), _pauses(view)]
     wanted, withheld = [], []
     for offer in made:
@@ -174,9 +175,14 @@ def offers(view: View, wishes: Wishes) -> tuple[list[Offer], list[Offer]]:
             wanted.append(replace(offer, changes=may))
         elif may_not:
             withheld.append(replace(offer, changes=may_not))
-    # Once a model is compiled every later run pays for it at its start: last.
-    wanted.sort(key=lambda offer: (any(change.name == "compile" for change in offer.changes), -offer.promise))
+    wanted.sort(key=_turn)
     return wanted, withheld
+
+
+def _turn(offer: Offer) -> tuple[bool, bool, float]:
+    """What leaves learning alone comes first. Compiling comes last: every later run pays for it at its start."""
+    compiles = any(change.name == "compile" for change in offer.changes)
+    return compiles, any(change.safety == "semantic" for change in offer.changes), -offer.promise
 
 
 def _is_new(change: Change, view: View) -> bool:
@@ -368,7 +374,7 @@ def _pauses(view: View) -> Offer | None:
 
 def pause_knobs(view: View) -> bool:
     """Whether the script could evaluate or save less often, if that is found to cost much."""
-    return any(knobs(view.settings, name, _is_count) for name in ("eval_interval", "checkpoint_interval"))
+    return any(knobs(view.settings, name, _is_count) for name in PAUSES)
 
 
 # Knobs

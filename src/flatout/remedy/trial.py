@@ -22,7 +22,7 @@ from flatout.diagnose.case import Case, cases
 from flatout.diagnose.rules import diagnose
 from flatout.errors import UsageError
 from flatout.plan import Change, Figure, Outcome, Verdict
-from flatout.remedy.candidates import Offer, View, Wishes, in_words, offers, pause_knobs
+from flatout.remedy.candidates import PAUSES, Offer, View, Wishes, in_words, offers, pause_knobs
 from flatout.remedy.found import Attempt, Found, Story, Trial
 from flatout.remedy.proof import FEWEST_LOSSES, Proof, same_batches, same_loss
 from flatout.remedy.running import Run, Runner
@@ -297,7 +297,7 @@ class Search:
         """Whether pauses could be had less often, a short trial did not see them, and a longer one is affordable."""
         if self._long is not None or not pause_knobs(view):
             return False
-        if not any(self._wishes.permits(Change(name=n, value=0, safety="semantic")) for n in _PAUSES):
+        if not any(self._wishes.permits(Change(name=n, value=0, safety="semantic")) for n in PAUSES):
             return False
         steps = self._epoch_steps()
         wanted = steps is not None and steps > self._steps_for(self._now)
@@ -484,7 +484,7 @@ class Search:
         kept = self.found.kept
         if not kept:
             return
-        steps = self._epoch_steps() if any(change.name in _PAUSES for change in kept) else None
+        steps = self._epoch_steps() if any(change.name in PAUSES for change in kept) else None
         long = steps is not None and self._cost_s(self.before, steps) + self._cost_s(self._now, steps) < self._left_s
         if steps is not None and not long:
             self._remark("the gain is that of the steps alone: there was no time for a whole epoch as it was")
@@ -584,9 +584,6 @@ class Search:
     def _remark(self, text: str) -> None:
         self.found.remarks.append(text)
         self._story.said(text)
-
-
-_PAUSES = ("eval_interval", "checkpoint_interval")
 
 
 def _names(changes: Iterable[Change]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from flatout.diagnose.case import cases
 from flatout.plan import Figure
-from flatout.remedy.candidates import Offer, in_words
+from flatout.remedy.candidates import PAUSES, Offer, in_words
 from flatout.remedy.found import Attempt, Found
 from flatout.remedy.running import Run
 from flatout.remedy.speed import Gain
@@ -104,28 +104,31 @@ class FixReport:
 
 def report(found: Found, command: Sequence[str], plan_file: str, price_an_hour: float | None = None) -> FixReport:
     """Before and after, side by side."""
-    before, after = (_side(run, price_an_hour) for run in (found.before, found.after if found.kept else None))
+    pauses = any(change.name in PAUSES for change in found.kept)
+    runs = (found.before, found.after if found.kept else None)
+    before, after = (_side(run, price_an_hour, pauses=pauses) for run in runs)
     return FixReport(command=tuple(command), plan_file=plan_file, found=found, before=before, after=after)
 
 
-def _side(run: Run | None, price_an_hour: float | None) -> Side | None:
+def _side(run: Run | None, price_an_hour: float | None, *, pauses: bool) -> Side | None:
+    """With evaluation and checkpoints in the time where these were changed."""
     if run is None or run.trace is None or run.speed is None:
         return None
     case, speed = cases(run.trace)[0], run.speed
     power = case.card("power_w").mean
     power = power * len(run.trace.ranks) if power is not None else None
     length = (case.loader or {}).get("length")
-    counted = speed.unit == "samples/s"
+    counted, rate = speed.unit == "samples/s", speed.with_pauses if pauses else speed.value
     epoch_s = length / speed.with_pauses if length and counted else None
     return Side(
-        samples_per_s=speed.value,
+        samples_per_s=rate,
         unit=speed.unit,
         steps=speed.steps,
         step_ms=case.step_ms or None,
         sm_active_pct=case.card("sm_active_pct").mean,
         gpu_util_pct=case.card("gpu_util_pct").mean,
         power_w=power,
-        joules_a_sample=power / speed.value if power is not None and counted else None,
+        joules_a_sample=power / rate if power is not None and counted else None,
         epoch_s=epoch_s,
         epoch_money=epoch_s / 3600 * price_an_hour if epoch_s is not None and price_an_hour is not None else None,
     )
