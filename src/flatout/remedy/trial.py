@@ -491,7 +491,7 @@ class Search:
             steps = None
         first = self._speeds[_key(())][0]
         measured = self._speeds.get(_key(kept, long)) is not None
-        if self._left_s > (0.7 * (self.before.seconds + self._now.seconds) if measured else 0.0):
+        if self._left_s > (0.9 * (self.before.seconds + self._now.seconds) if measured else 0.0):
             old = self._run("the command as it was, again", (), steps=steps)
             new = self._run("with all that was kept", kept, steps=steps)
             if not self._failed(old) and not self._failed(new) and old.speed is not None and new.speed is not None:

@@ -68,13 +68,14 @@ class FixReport:
                 names = dict.fromkeys(in_words(attempt.change) for attempt in found.attempts)
                 tried = f"tried and not worth it: {', '.join(names)}"
             return f"Nothing to change: {tried} ({found.stopped})."
+        changes = f"{len(found.kept)} change{'s' if len(found.kept) > 1 else ''} kept"
         speeds = ""
         if self.before is not None and self.after is not None:
             speeds = f", {self.before.samples_per_s:,.4g} → {self.after.samples_per_s:,.4g} {self.after.unit}"
         if found.gain is None:
-            return f"{len(found.kept)} changes kept ({found.stopped}){speeds}: not measured as a whole."
+            return f"{changes} ({found.stopped}){speeds}: not measured as a whole."
         if found.gain.low <= 1:
-            return f"{len(found.kept)} changes kept, but in the end the gain is not sure: {found.gain}{speeds}."
+            return f"{changes}, but in the end the gain is not sure: {found.gain}{speeds}."
         return f"Trains {found.gain.value:.2f}× as fast ({found.gain.low:.2f} to {found.gain.high:.2f}){speeds}."
 
     def to_json(self) -> dict[str, Any]:
