@@ -29,12 +29,12 @@ def test_a_sample_an_interval_until_the_duration_is_over(machine) -> None:
     assert all(sample.interval_s == pytest.approx(2.0) for sample in taken)
 
 
-@pytest.mark.parametrize(("interval_s", "pulses"), [(1.0, 5), (2.0, 10), (0.05, 0)])
-def test_pulses_come_five_times_a_second_in_between(machine, interval_s: float, pulses: int) -> None:
+@pytest.mark.parametrize(("interval_s", "pulses"), [(1.0, 4), (2.0, 8), (0.05, 0)])
+def test_pulses_come_four_times_a_second_in_between(machine, interval_s: float, pulses: int) -> None:
     here = machine()
     taken = list(islice(live(here, interval_s=interval_s).samples(here.stop()), 40))
     assert len(taken[-1].gpus[0].pulses) in (pulses, 1 if interval_s < 0.1 else pulses)
-    assert here.pulses_asked <= 5 * (here.clock() - 100.0) + 41
+    assert here.pulses_asked <= 4 * (here.clock() - 100.0) + 41
 
 
 def test_asked_to_stop_it_stops(machine) -> None:
@@ -71,8 +71,8 @@ def test_a_load_switched_on_and_off_shows_its_true_fluctuation(machine, phase_s:
     # THEN its standard deviation, 48 points, is found to within a tenth; its idle times to a pulse at either end
     gpu = builder.gpus()[0]
     assert gpu.fluctuation_pct == pytest.approx(48, rel=0.1)
-    assert gpu.idle_pct == pytest.approx(50, abs=5.1)
-    assert gpu.longest_idle_s == pytest.approx(2, abs=0.41)
+    assert gpu.idle_pct == pytest.approx(50, abs=6.3)
+    assert gpu.longest_idle_s == pytest.approx(2, abs=0.51)
 
 
 def test_a_recording_comes_back_as_it_was(make_sample: Make, record: Callable[..., Path]) -> None:
