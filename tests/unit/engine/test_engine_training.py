@@ -72,7 +72,7 @@ def test_every_sample_is_seen_once_an_epoch_in_an_order_that_follows_from_the_se
 
 
 def test_accumulation_learns_what_the_whole_batch_teaches(ready: Ready) -> None:
-    whole = ready("model.args.dropout=0", "out=never", "checkpoint.every=never")
+    whole = ready("model.args.dropout=0", "checkpoint.every=never")
     whole.fit()
     halves = ready("model.args.dropout=0", "train.accumulate=3", "checkpoint.every=never")
     engine_toy.seen.clear()
