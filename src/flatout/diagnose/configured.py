@@ -8,6 +8,7 @@ from typing import Any
 
 from flatout.diagnose.case import Case
 from flatout.diagnose.finding import Finding
+from flatout.diagnose.names import pattern_of
 
 _OFF = {"", "0", "false", "no", "none", "off", "null", "fp32", "float32", "32", "32-true", "highest"}
 
@@ -76,49 +77,49 @@ def _workers(case: Case) -> Any:
 # The setting, when it has no effect, how one says so, and the cause that then has the user's own remedy.
 _RULES: tuple[tuple[re.Pattern[str], Callable[[Case], bool], str, str], ...] = (
     (
-        re.compile(r"(use_?)?(amp|bf16|fp16|mixed_precision|autocast)(_dtype)?"),
+        pattern_of("precision", "fp16"),
         _no_autocast,
         "every forward pass ran in fp32 without autocast",
         "compute.precision",
     ),
     (
-        re.compile(r"(use_?)?(torch_?)?compile(_model)?|compiled"),
+        pattern_of("compile"),
         lambda case: case.facts.get("compiled") is False,
         "nothing was compiled",
         "compute.eager",
     ),
     (
-        re.compile(r"(allow_?|use_?)?tf32"),
+        pattern_of("tf32"),
         lambda case: case.on_gpu and case.facts.get("tf32_matmul") is False,
         "matrix products do not use TF32",
         "compute.precision",
     ),
     (
-        re.compile(r"(cudnn_?)?benchmark"),
+        pattern_of("cudnn_benchmark"),
         lambda case: case.on_gpu and case.facts.get("cudnn_benchmark") is False,
         "cuDNN's benchmark mode is off",
         "",
     ),
     (
-        re.compile(r"(use_?)?channels_last"),
+        pattern_of("channels_last"),
         lambda case: case.facts.get("channels_last") is False,
         "the convolutions' weights are not in channels_last",
         "compute.layout",
     ),
     (
-        re.compile(r"persistent(_workers)?"),
+        pattern_of("persistent_workers"),
         lambda case: _workers(case) == 0,
         "there are no workers to keep",
         "",
     ),
     (
-        re.compile(r"pin(_memory|ned)?"),
+        pattern_of("pin_memory"),
         lambda case: case.on_gpu and (case.loader or {}).get("pin_memory") is False,
         "the loader does not page-lock its batches",
         "copy.pageable",
     ),
     (
-        re.compile(r"(use_?)?fused(_adamw?|_optimizer)?"),
+        pattern_of("fused_optimizer"),
         lambda case: case.on_gpu and not case.facts.get("optimizer_fused"),
         "the optimizer is not fused",
         "compute.optimizer",

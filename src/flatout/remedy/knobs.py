@@ -7,29 +7,11 @@ is then seen in the trial.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-_EVERY = r"_?(every|interval|freq|frequency|period|each)(_?n)?(_?(epochs?|steps?|iters?))?"
-
-# What people call it. The name is that of the change.
-NAMES = {
-    "batch_size": r"(train_?|micro_?|per_device_?|per_gpu_?|local_?)*batch(_?size)?(_per_(gpu|device))?|bs",
-    "num_workers": r"(num_?|n_?)?(data_?(loader)?_?|loader_?|train_?)?(num_?)?workers|workers_per_gpu|nw",
-    "prefetch_factor": r"(dataloader_?)?prefetch(_?factor)?",
-    "persistent_workers": r"(dataloader_?)?persistent(_?workers)?",
-    "pin_memory": r"(dataloader_?)?pin(_?mem(ory)?)?|pinned(_?memory)?",
-    "learning_rate": r"(base_?|max_?|init_?|peak_?)?(lr|learning_?rate)(_?init)?",
-    "eval_interval": rf"(eval|evaluate|evaluation|val|valid|validate|validation|test){_EVERY}|check_val_every_n_epoch",
-    "checkpoint_interval": rf"(save|checkpoint|ckpt){_EVERY}",
-    "precision": r"(use_?)?(amp|bf16|mixed_?precision|autocast)(_?dtype)?",
-    "channels_last": r"(use_?)?channels_?last",
-    "compile": r"(use_?)?(torch_?)?compile(_?model)?",
-    "threads": r"(decode|decoder|reader|read|io|video|cv|opencv|transform|aug\w*)_?(num_?)?threads|threads_per_worker",
-    "augment_on": r"(aug\w*|jitter|transforms?|preprocess\w*)_?(on|device|where|backend)",
-}
+from flatout.diagnose.names import pattern_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +25,7 @@ class Knob:
 
 def knobs(settings: list[dict[str, Any]], name: str, fits: Callable[[Any], bool] = lambda value: True) -> list[Knob]:
     """The places for a change, the likeliest first."""
-    pattern = re.compile(NAMES[name], re.I)
+    pattern = pattern_of(name)
     found = [
         knob
         for source in settings

@@ -1,4 +1,4 @@
-"""What can be told of a value without running: through arguments, flags, configs, dicts, calls, classes, branches."""
+"""What can be told of a value without running: through names, dicts, parameters, branches; settings by their name."""
 
 from __future__ import annotations
 
@@ -60,11 +60,6 @@ WAYS = {
         "        self.workers = workers\n    def load(self):\n"
         "        return DataLoader(train_set, 32, num_workers=self.workers)\nTrainer(40).load()\n"
     ),
-    "mp.spawn": (
-        "import torch.multiprocessing as mp\nfrom torch.utils.data import DataLoader\n"
-        "def work(rank, workers):\n    DataLoader(train_set, 32, num_workers=workers)\n"
-        "mp.spawn(work, args=(40,), nprocs=2)\n"
-    ),
 }  # fmt: skip
 
 
@@ -73,7 +68,41 @@ def test_a_value_is_followed_to_where_it_is_said(tmp_path: Path, text: str) -> N
     assert workers_of(tmp_path, text).startswith("num_workers=40, but")
 
 
+CFG = "from torch.utils.data import DataLoader\nloader = DataLoader(train_set, 32, num_workers={})\n"
+
+
+CARRIED = [
+    "cfg.loader.workers",
+    "self.cfg.loader.workers",
+    "cfg['loader']['workers']",
+    "config.get('loader')['workers']",
+    "getattr(cfg.loader, 'workers', 2)",
+    "opts.workers",
+]
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_a_setting_is_known_by_its_name_however_it_is_carried(tmp_path: Path, name: str) -> None:
+    config = "loader:\n  workers: 40\n"
+    assert workers_of(tmp_path, CFG.format(name), config=config).startswith("num_workers=40, but")
+
+
+def test_a_path_tells_settings_of_one_name_apart(tmp_path: Path) -> None:
+    config = "train:\n  workers: 40\nval:\n  workers: 2\n"
+    assert "num_workers=40, but" in workers_of(tmp_path, CFG.format("cfg.train.workers"), config=config)
+    assert "not told" in workers_of(tmp_path, CFG.format("cfg.workers"), config=config)
+
+
 UNTOLD = {
+    "an object that carries no settings": (
+        "import argparse\nargparse.ArgumentParser().add_argument('--workers', type=int, default=40)\n"
+        "workers = pool.workers\n" + LOADER
+    ),
+    "a class of settings that something else fills": (
+        "class Config:\n    workers: int = 40\ncfg = Config(**read())\nworkers = cfg.workers\n" + LOADER
+    ),
+    "a setting the script changes": "class CFG:\n    workers = 40\nCFG.workers = 2\nworkers = CFG.workers\n" + LOADER,
+    "what a function returns": "def pick():\n    return 40\nworkers = pick()\n" + LOADER,
     "both branches possible": "workers = 40\nif fast():\n    workers = 4\n" + LOADER,
     "two callers": (
         "from torch.utils.data import DataLoader\n"
@@ -83,7 +112,6 @@ UNTOLD = {
     "the environment": "import os\nworkers = int(os.environ['WORKERS'])\n" + LOADER,
     "counted up": "workers = 40\nworkers -= busy\n" + LOADER,
     "a name that defines itself": "workers = workers + 1\n" + LOADER,
-    "functions that call each other": "def a():\n    return b()\ndef b():\n    return a()\nworkers = a()\n" + LOADER,
     "division by nothing": "workers = 40 // 0\n" + LOADER,
 }  # fmt: skip
 
@@ -138,12 +166,10 @@ def test_constants_of_an_imported_config_module(tmp_path: Path) -> None:
 def test_yaml_knows_its_lines_merges_and_strange_tags(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("base: &base\n  lr: 0.1\n  deep: !mine 3\ntrain:\n  <<: *base\n  epochs: 10\n")
-    table = read_data(path).table
-    train = table.entries["train"].what.entries
-    assert train["lr"].what == 0.1
-    assert train["epochs"].where is not None
-    assert train["epochs"].where.endswith("a.yaml:6")
-    assert not train["deep"].known
+    found = dict(read_data(path))
+    assert found["train", "lr"].what == 0.1
+    assert (found["train", "epochs"].where or "").endswith("a.yaml:6")
+    assert not found["train", "deep"].known
 
 
 def test_json_with_tabs(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """PREFLIGHT: a training looked over before it starts. Runs nothing of the user's, imports neither torch nor sense.
 
-script ──source──► Program ──evaluate──► Values ┐
-command, config ──settings──► Tables ───────────┼──► Study ──loading, computing, looping, surroundings──► Checklist
+script ──source──► Program ──evaluate──► Values ─┐
+command, config ──settings, arguments──► Settings ┼──► Study ──loading, computing, looping, surroundings──► Checklist
 machine: Budget, cards, a data folder ──────────┘
 
 What cannot be told without running is said to be unknown; a check that guessed would be read once.
@@ -25,8 +25,8 @@ from flatout.trace import GpuSample
 
 __all__ = ["Checklist", "DataFolder", "Line", "Machine", "check", "inspect", "read_folder"]
 
-# In the order of a person's own list. The first ones can do without a script.
-_OF_SETTINGS = {
+# In the order of a person's own list. Those that need the script say nothing of a config alone.
+_CHECKS = {
     "workers": loading.check_workers,
     "decode threads": loading.check_decode_threads,
     "shared memory": loading.check_shared_memory,
@@ -35,8 +35,6 @@ _OF_SETTINGS = {
     "persistent_workers": loading.check_persistent_workers,
     "mixed precision": computing.check_mixed_precision,
     "batch size": computing.check_batch_size,
-}
-_OF_SOURCE = {
     "prefetch_factor": loading.check_prefetch_factor,
     "drop_last": loading.check_drop_last,
     "loader in the loop": loading.check_loader_in_loop,
@@ -50,12 +48,14 @@ _OF_SOURCE = {
     "host waits": looping.check_host_waits,
     "evaluation": looping.check_evaluation,
     "checkpoints": looping.check_checkpoints,
-}
-_OF_MACHINE = {
     "GPUs": surroundings.check_gpus,
     "shared card": surroundings.check_sharing,
     "temperature": surroundings.check_temperature,
 }
+_NEED_THE_SCRIPT = (
+    "drop_last", "loader in the loop", "set_epoch", "TF32", "cuDNN benchmark", "compile", "fused optimizer",
+    "channels_last", "zero_grad", "host waits", "evaluation", "checkpoints",
+)  # fmt: skip
 
 
 def check(
@@ -76,22 +76,24 @@ def check(
 
 def inspect(study: Study, folder: DataFolder | None = None) -> Checklist:
     """All checks on a study."""
-    files = [shown(module.path) for module in study.program.modules] if study.program is not None else []
-    if study.config is not None:
-        files.append(shown(study.config.path))
-    lines = [one(study) for one in _OF_SETTINGS.values()]
-    for subject, one in _OF_SOURCE.items():
-        lines.append(one(study) if study.program is not None else unknown(subject, "needs the script"))
+    files = [module.name for module in study.program.modules]
+    if study.settings.config is not None:
+        files.append(shown(study.settings.config))
+    lines = {
+        subject: unknown("needs the script") if study.command is None and subject in _NEED_THE_SCRIPT else look(study)
+        for subject, look in _CHECKS.items()
+    }
     if study.on_cpu():
-        lines = [_on_cpu(line) for line in lines]
-    lines += [one(study) for one in _OF_MACHINE.values()]
-    return Checklist(looked_at=tuple(files), lines=(*lines, surroundings.check_disk(study, folder)))
+        lines = {subject: _on_cpu(line) for subject, line in lines.items()}
+    lines["disk"] = surroundings.check_disk(study, folder)
+    named = tuple(dataclasses.replace(line, subject=subject) for subject, line in lines.items())
+    return Checklist(looked_at=tuple(files), lines=named)
 
 
 def _on_cpu(line: Line) -> Line:
     """What costs a GPU time costs none where no GPU is used."""
     of_a_gpu = str(line.code).startswith(("compute", "sync", "copy", "pause", "data.main-thread"))
-    return unknown(line.subject, "nothing here uses a GPU") if line.status == WARN and of_a_gpu else line
+    return unknown("nothing here uses a GPU") if line.status == WARN and of_a_gpu else line
 
 
 def _command(script: Path | None, flags: tuple[str, ...]) -> Command | None:

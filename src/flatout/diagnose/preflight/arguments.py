@@ -1,121 +1,158 @@
-"""What a script's own arguments are: what argparse declares, the flags given, a config that overrules defaults."""
+"""The settings of a script: what argparse declares, classes of constants, a config file, the flags given."""
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import libcst as cst
-
-from flatout.diagnose.preflight.evaluate import Evaluator
-from flatout.diagnose.preflight.settings import Config
-from flatout.diagnose.preflight.source import Module, arguments
-from flatout.diagnose.preflight.values import UNKNOWN, Table, Value, folded, merged
+from flatout.diagnose.preflight.evaluate import Evaluator, is_settings_class
+from flatout.diagnose.preflight.settings import Command, Leaves, Settings, as_data, folded, read_data
+from flatout.diagnose.preflight.source import Module, Program, argument, read_program, spread
+from flatout.diagnose.preflight.values import UNKNOWN, Table, Value, merged
+from flatout.errors import UsageError
 
 _WANTS_A_GPU = ("cuda", "usecuda", "gpu", "usegpu", "accel", "useaccel")
 _CONFIGS = (".yaml", ".yml", ".json", ".py")
 
 
-def declared(evaluator: Evaluator) -> Table:
-    """Every argument with its default, or with what the command gives it."""
-    table = Table(complete=False)
+def read_settings(program: Program, command: Command | None, config: Path | None, answers: dict[str, Any]) -> Settings:
+    """Every setting that can be known before the script runs."""
+    settings = Settings()
+    evaluator = Evaluator(program, settings, answers)
+    settings.changed = {folded(name) for name in _changed(evaluator)}
+    declared = list(_declared(evaluator, command))
+    path = config or _config_by_default(evaluator, command)
+    try:
+        settings.config, read = path, read_config(path, answers) if path is not None else []
+    except UsageError:
+        if config is not None:
+            raise
+        settings.config, read = None, []  # nobody named it: what it holds stays unknown
+    if _defaults_come_from_elsewhere(evaluator):
+        over = {folded(leaf[-1]) for leaf, _ in read}
+        declared = [(leaf, value) for leaf, value in declared if folded(leaf[-1]) not in over]
+    settings.leaves = [*declared, *_of_classes(evaluator), *read]
+    settings.given(command)
+    return settings
+
+
+def read_config(path: Path, answers: dict[str, Any]) -> Leaves:
+    """A config file: YAML, JSON, or a Python module of constants."""
+    if path.suffix != ".py":
+        return read_data(path)
+    program = read_program(path)
+    module = program.modules[0]
+    return list(_constants(Evaluator(program, Settings(), answers), module, module.tree))
+
+
+def _constants(evaluator: Evaluator, module: Module, scope: ast.Module | ast.ClassDef) -> Leaves:
+    found: Leaves = []
+    for name in module.names_in(scope):
+        targets = [bound.target for bound in module.bindings(scope, name)]
+        value = merged(evaluator.value(module, bound.node) for bound in module.bindings(scope, name))
+        if isinstance(targets[0], ast.Name):
+            found += _leaves((name,), Value(value.what, value.where, f"{name} =") if value.known else value)
+    return found
+
+
+def _leaves(path: tuple[str, ...], value: Value) -> Iterator[tuple[tuple[str, ...], Value]]:
+    if isinstance(value.what, Table):
+        for name, entry in value.what.entries.items():
+            yield from _leaves((*path, name), entry)
+    else:
+        yield path, value
+
+
+def _changed(evaluator: Evaluator) -> Iterator[str]:
+    """Settings that the script sets itself: args.workers = …, cfg["workers"] = …"""
+    for module in evaluator.program.modules:
+        for target, _ in module.assigns:
+            match target:
+                case ast.Attribute(value=ast.Name(id=holder) | ast.Attribute(attr=holder), attr=name):
+                    pass
+                case ast.Subscript(value=ast.Name(id=holder), slice=ast.Constant(value=str(name))):
+                    pass
+                case _:
+                    continue
+            if evaluator.carries_settings(holder):
+                yield name
+
+
+def _of_classes(evaluator: Evaluator) -> Leaves:
+    """Constants of classes such as CFG; what one is built with stands above them."""
+    found: Leaves = []
+    for module in evaluator.program.modules:
+        for owner in filter(is_settings_class, module.classes.values()):
+            for leaf, value in _constants(evaluator, module, owner):
+                built = [(m, call) for m, call, _ in evaluator.program.calls(owner.name)]
+                given = [evaluator.value(m, node) for m, call in built if (node := argument(call, leaf[-1]))]
+                unclear = any(call.args or spread(call) for _, call in built)
+                found.append((leaf, Value() if unclear or value.what is None else merged(given or [value])))
+    return found
+
+
+def _declared(evaluator: Evaluator, command: Command | None) -> Leaves:
+    """Every argument of argparse with its default, or with what the command gives it."""
+    found: Leaves = []
     for module, call, _ in evaluator.program.calls("add_argument"):
-        flags = [evaluator.value(module, flag).what for flag in arguments(call).positional]
-        if flags and all(isinstance(flag, str) for flag in flags):
-            name, found = _argument(evaluator, module, call, flags)
-            table.entries[name] = merged([table.entries[name], found]) if name in table.entries else found
-    return table
+        flags = [flag for one in call.args if isinstance(flag := evaluator.value(module, one).what, str)]
+        if flags:
+            found.append(_argument(evaluator, module, call, flags, command))
+    return found
 
 
-def config_by_default(evaluator: Evaluator, table: Table) -> Path | None:
-    """The config file the script reads when it is told nothing else."""
-    for name, value in table.entries.items():
-        if not isinstance(value.what, str | Path) or not any(word in name.lower() for word in ("config", "cfg")):
+def _argument(
+    evaluator: Evaluator, module: Module, call: ast.Call, flags: list[str], command: Command | None
+) -> tuple[tuple[str, ...], Value]:
+    long = next((flag for flag in flags if flag.startswith("--")), flags[0])
+    given = {k.arg: evaluator.value(module, k.value) for k in call.keywords if k.arg is not None}
+    name = given.get("dest", Value()).what
+    leaf = (name if isinstance(name, str) else long.lstrip("-").replace("-", "_"),)
+    action, kind = given.get("action", Value()).what, argument(call, "type")
+    switch, where, knob = action in ("store_true", "store_false"), module.where(call), long
+    text = command.flag(*flags) if command is not None else None
+    if command is not None and text is not None:
+        what = action == "store_true" if switch else _converted(module, kind, text)
+        return leaf, Value(what, command.where or where, knob)
+    if action == "store_true" and folded(leaf[0]) in _WANTS_A_GPU:
+        return leaf, Value(True)
+    if given.get("required", Value()).what is True or not long.startswith("-") or spread(call):
+        return leaf, Value()
+    default = given["default"].what if "default" in given else (action == "store_false" if switch else None)
+    if folded(leaf[0]) == "device" and default == "cpu":
+        return leaf, Value()  # it is there to be overridden
+    return leaf, Value(_converted(module, kind, default) if isinstance(default, str) else default, where, knob)
+
+
+def _converted(module: Module, kind: ast.expr | None, text: str | bool) -> Any:
+    """A text as add_argument's `type` makes a value of it."""
+    name = module.dotted(kind) if kind is not None else "str"
+    if isinstance(text, bool) or name not in ("int", "float", "str"):
+        return text if isinstance(text, bool) else UNKNOWN
+    return as_data(text, is_text=name == "str")
+
+
+def _config_by_default(evaluator: Evaluator, command: Command | None) -> Path | None:
+    """The config file the script reads when it is told nothing else: the file its own --config has for a default."""
+    for module, call, _ in evaluator.program.calls("add_argument"):
+        names = [one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+        if not any(word in name.lower() for name in names for word in ("config", "cfg")):
             continue
-        path = Path(value.what)
-        for base in (Path(), evaluator.program.script.path.parent):
+        text, default = command.flag(*names) if command is not None else None, argument(call, "default")
+        parts = [node for node in ast.walk(default) if isinstance(node, ast.Constant)] if default is not None else []
+        words = [str(node.value) for node in sorted(parts, key=lambda node: (node.lineno, node.col_offset))]
+        path = Path(text) if isinstance(text, str) else Path(*words)
+        for base in (Path(), module.path.parent):
             if path.suffix in _CONFIGS and (base / path).is_file():
                 return base / path
     return None
 
 
-def with_config(evaluator: Evaluator, table: Table, config: Config) -> Table:
-    """The arguments, with the config's values where the script takes its defaults from there."""
-    if not _defaults_come_from_elsewhere(evaluator):
-        return table
-    found = Table(dict(table.entries), complete=False)
-    known = {folded(name): name for name in table.entries}
-    for name, value in config.table.entries.items():
-        dest = known.get(folded(name), name)
-        flag = f"--{dest.replace('_', '-')}".lower()
-        given = evaluator.command.flag(f"--{dest}", flag)
-        found.entries[dest] = value if given is None else _given(evaluator, given, flag, value)
-    return found
-
-
 def _defaults_come_from_elsewhere(evaluator: Evaluator) -> bool:
-    """set_defaults(**config), setattr(args, key, value), or add_argument with names that a loop makes."""
-    for _, call, name in evaluator.program.calls("set_defaults", "setattr", "update"):
-        if (
-            name == "setattr"
-            or name.endswith("__dict__.update")
-            or (name.endswith("set_defaults") and arguments(call).rest)
-        ):
-            return True
-    declarations = [(m, arguments(call).positional) for m, call, _ in evaluator.program.calls("add_argument")]
-    return any(not isinstance(evaluator.value(m, flags[0]).what, str) for m, flags in declarations if flags)
-
-
-def _given(evaluator: Evaluator, text: str | bool, flag: str, default: Value) -> Value:
-    """A flag of the command line, of the kind its default is."""
-    what = text if isinstance(text, bool) or isinstance(default.what, str) else _as_data(text)
-    return Value(what, evaluator.command.where, flag)
-
-
-def _argument(evaluator: Evaluator, module: Module, call: cst.Call, flags: list[str]) -> tuple[str, Value]:
-    """The name of one declared argument, and what it is."""
-    given = arguments(call)
-    long = next((flag for flag in flags if flag.startswith("--")), flags[0])
-    dest = evaluator.value(module, given.keywords.get("dest")).what
-    name = dest if isinstance(dest, str) else long.lstrip("-").replace("-", "_")
-    knob, where = (long if long.startswith("-") else None), module.where(call)
-    action = evaluator.value(module, given.keywords.get("action")).what
-    switch, kind = action in ("store_true", "store_false"), given.keywords.get("type")
-    text = evaluator.command.flag(*flags)
-    if text is not None:
-        what = action == "store_true" if switch else _converted(module, kind, text)
-        return name, Value(what, evaluator.command.where or where, knob)
-    if action == "store_true" and folded(name) in _WANTS_A_GPU:
-        return name, Value(True)
-    if evaluator.value(module, given.keywords.get("required")).what is True or knob is None:
-        return name, Value()
-    if "default" not in given.keywords:
-        return name, Value(action == "store_false" if switch else None, where, knob)
-    default = evaluator.value(module, given.keywords["default"]).what
-    if folded(name) == "device" and default == "cpu":
-        return name, Value()  # it is there to be overridden
-    return name, Value(_converted(module, kind, default) if isinstance(default, str) else default, where, knob)
-
-
-def _converted(module: Module, kind: cst.BaseExpression | None, text: str | bool) -> Any:
-    """A text as add_argument's `type` makes a value of it."""
-    if isinstance(text, bool) or kind is None:
-        return text if "$" not in str(text) else UNKNOWN
-    name = module.dotted(kind) or ""
-    try:
-        if name in ("int", "float", "str"):
-            return {"int": int, "float": float, "str": str}[name](text)
-    except ValueError:
-        return UNKNOWN
-    return Path(text) if name in ("Path", "pathlib.Path") else UNKNOWN
-
-
-def _as_data(text: str) -> Any:
-    import yaml
-
-    if "$" in text:
-        return UNKNOWN
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
+    """Whether the config has the last word: set_defaults(**config), setattr(args, …), args.__dict__.update(config)."""
+    return any(
+        name == "setattr" or name.endswith("__dict__.update") or (name.endswith("set_defaults") and spread(call))
+        for _, call, name in evaluator.program.calls("set_defaults", "setattr", "update")
+    )

@@ -16,7 +16,7 @@ OK, WARN, FAIL, NOT_APPLICABLE = "ok", "warn", "fail", "n/a"
 class Line:
     """One subject: how it stands, why, and what to write instead. `code` is the cause it would have in a run."""
 
-    subject: str
+    subject: str = ""  # the checks leave it to `inspect`, which knows them by it
     status: str
     reason: str
     fix: str | None = None
@@ -55,21 +55,21 @@ class Checklist:
         }
 
 
-def ok(subject: str, reason: str, where: str | None = None) -> Line:
-    """A subject that is as it should be."""
-    return Line(subject=subject, status=OK, reason=reason, where=where)
+def ok(reason: str, where: str | None = None) -> Line:
+    """As it should be."""
+    return Line(status=OK, reason=reason, where=where)
 
 
-def unknown(subject: str, reason: str, *, fix: str | None = None, where: str | None = None) -> Line:
-    """A subject that does not apply, or that cannot be judged without running; perhaps with something to try."""
-    return Line(subject=subject, status=NOT_APPLICABLE, reason=reason, fix=fix, where=where)
+def unknown(reason: str, where: str | None = None, *, fix: str | None = None) -> Line:
+    """Does not apply, or cannot be judged without running; perhaps with something to try."""
+    return Line(status=NOT_APPLICABLE, reason=reason, fix=fix, where=where)
 
 
-def warn(subject: str, reason: str, *, fix: str, code: str, where: str | None = None) -> Line:
-    """A subject that costs time, or may."""
-    return Line(subject=subject, status=WARN, reason=reason, fix=fix, where=where, code=code)
+def warn(reason: str, where: str | None = None, *, fix: str, code: str) -> Line:
+    """Costs time, or may."""
+    return Line(status=WARN, reason=reason, fix=fix, where=where, code=code)
 
 
-def fail(subject: str, reason: str, *, fix: str, code: str | None = None, where: str | None = None) -> Line:
-    """A subject that is wrong for certain: it has no effect, breaks the run, or spoils what is learned."""
-    return Line(subject=subject, status=FAIL, reason=reason, fix=fix, where=where, code=code)
+def fail(reason: str, where: str | None = None, *, fix: str, code: str | None = None) -> Line:
+    """Wrong for certain: it has no effect, breaks the run, or spoils what is learned."""
+    return Line(status=FAIL, reason=reason, fix=fix, where=where, code=code)

@@ -1,582 +1,320 @@
 """What expressions of a Program are worth, as far as that can be told without running it.
 
-Followed are literals, arithmetic, names with one meaning, argparse defaults and the flags given, config files and
-config modules, dicts handed on with **, parameters whose callers agree, attributes set once. A GPU is taken to be
-there. Everything else is unknown, and so is whatever depends on it.
+Followed are literals, arithmetic, names that all places set alike, parameters whose callers agree, dicts handed on
+with **. Settings (argparse, config files, classes of constants) are looked up by their names,
+not followed through the objects that carry them. A GPU is taken to be there. Everything else is unknown.
 """
 
 from __future__ import annotations
 
+import ast
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import libcst as cst
+from flatout.diagnose.preflight.settings import Settings
+from flatout.diagnose.preflight.source import Module, Program, argument, parameters, spread
+from flatout.diagnose.preflight.values import Table, Value, merged
 
-from flatout.diagnose.preflight.settings import Command, Config
-from flatout.diagnose.preflight.source import Binding, Module, Program, Scope, arguments
-from flatout.diagnose.preflight.values import Device, Table, Value, merged
-
-_TOO_DEEP = 40
-_BINARY: dict[type[cst.BaseBinaryOp], Callable[[Any, Any], Any]] = {
-    cst.Add: operator.add,
-    cst.Subtract: operator.sub,
-    cst.Multiply: operator.mul,
-    cst.Divide: operator.truediv,
-    cst.FloorDivide: operator.floordiv,
-    cst.Modulo: operator.mod,
-    cst.Power: operator.pow,
-}
-_COMPARE: dict[type[cst.BaseCompOp], Callable[[Any, Any], Any]] = {
-    cst.Equal: operator.eq,
-    cst.NotEqual: operator.ne,
-    cst.LessThan: operator.lt,
-    cst.LessThanEqual: operator.le,
-    cst.GreaterThan: operator.gt,
-    cst.GreaterThanEqual: operator.ge,
-    cst.Is: operator.is_,
-    cst.IsNot: operator.is_not,
-    cst.In: lambda a, b: a in b,
-    cst.NotIn: lambda a, b: a not in b,
-}
-_PLAIN_CALLS: dict[str, Callable[..., Any]] = {
-    "int": int, "float": float, "str": str, "bool": bool, "min": min, "max": max, "abs": abs, "round": round,
-    "os.path.join": lambda *parts: Path(*parts), "os.path.dirname": lambda path: Path(path).parent,
-    "os.path.abspath": Path, "os.path.realpath": Path,
+_OPERATORS: dict[type[ast.operator | ast.cmpop | ast.unaryop], Callable[..., Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Eq: operator.eq, ast.NotEq: operator.ne,
+    ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Is: operator.is_,
+    ast.IsNot: operator.is_not, ast.Not: operator.not_, ast.USub: operator.neg,
+    ast.In: lambda a, b: a in _plain(b), ast.NotIn: lambda a, b: a not in _plain(b),
 }  # fmt: skip
-_CONFIG_READERS = (
-    "yaml.safe_load", "yaml.load", "yaml.full_load", "json.load", "json.loads", "runpy.run_path",
-    "OmegaConf.load", "omegaconf.OmegaConf.load",
-)  # fmt: skip
-# Wrappers that give a mapping attributes and change nothing about its values.
-_WRAPPERS = (
-    "SimpleNamespace", "Namespace", "EasyDict", "edict", "AttrDict", "DotMap", "Munch", "munchify", "Box",
-    "create", "to_container", "deepcopy", "copy", "vars",
-)  # fmt: skip
+_PLAIN_CALLS: dict[str, Callable[..., Any]] = {"int": int, "float": float, "bool": bool, "min": min, "max": max}
+# How people call what carries their settings.
+_CARRIER = re.compile(
+    r"_*(args?|arguments|opts?|options|cfg|conf(ig)?s?|settings|flags|hparams|hps?|params)\d?", re.IGNORECASE
+)
+# A condition that holds on one rank holds there every time.
+_ON_ONE_RANK = re.compile(r"rank|main_process|is_main|is_master|master_process|is_primary", re.IGNORECASE)
+_TOO_DEEP = 60
 
 
 class Evaluator:
-    """Answers `value(module, expression)`. `machine` has os.cpu_count() and the like, by name."""
+    """Answers `value(module, expression)`. `answers` has os.cpu_count() and the like, by name."""
 
-    def __init__(
-        self, program: Program, *, command: Command, config: Config | None = None, machine: dict[str, Any] | None = None
-    ) -> None:
-        self.program = program
-        self.command = command
-        self.config = config
-        self.machine = machine or {}
-        self._memory: dict[cst.CSTNode, Value] = {}
-        self._cuts = 0
-        self._open: list[Any] = []
-        self.mutated = {
-            target.attr.value
-            for module in program.modules
-            for target, _ in module.assigns
-            if isinstance(target, cst.Attribute) and module.dotted(target.value) not in ("self", None)
-        }
-        self.arguments = Table(complete=False)  # what argparse declares: arguments.py fills it
+    def __init__(self, program: Program, settings: Settings, answers: dict[str, Any]) -> None:
+        self.program, self.settings, self.answers = program, settings, answers
+        self._memory: dict[ast.expr, Value] = {}
+        self._depth = 0
 
-    # ------------------------------------------------------------------ expressions
-
-    def value(self, module: Module, node: cst.BaseExpression | None) -> Value:
-        """What an expression is worth."""
-        if node is None:
+    def value(self, module: Module, node: ast.expr | None) -> Value:
+        """What an expression is worth, and where that was said."""
+        if node is None or self._depth > _TOO_DEEP:
             return Value()
-        if node in self._memory:
-            return self._memory[node]
-        if len(self._open) > _TOO_DEEP or any(node is other for other in self._open):
-            self._cuts += 1
-            return Value()
-        cuts = self._cuts
-        with self._opened(node):
+        if node not in self._memory:
+            self._memory[node] = Value()  # for whoever asks on the way: what is made of itself is not known
+            self._depth += 1
             found = self._evaluated(module, node)
-        if cuts == self._cuts:  # an answer that was cut short holds only for the question in whose midst it was asked
-            self._memory[node] = found
-        return found
+            self._depth -= 1
+            where = found.where or module.where(node)
+            self._memory[node] = Value(found.what, where, found.knob) if found.known else Value()
+        return self._memory[node]
 
-    def told(self, module: Module, node: cst.BaseExpression | None) -> Value:
-        """The same, with the place of the expression where nothing better is known."""
-        found = self.value(module, node)
-        if node is None or not found.known or found.where:
-            return found
-        return Value(found.what, module.where(node), found.knob)
-
-    def take(self, config: Config | None, declared: Table) -> None:
-        """Settings that were found since; what was evaluated without them is forgotten."""
-        self.config, self.arguments = config, declared
-        self._memory.clear()
-
-    @contextmanager
-    def _opened(self, key: Any) -> Iterator[None]:
-        self._open.append(key)
-        try:
-            yield
-        finally:
-            self._open.pop()
-
-    def _evaluated(self, module: Module, node: cst.BaseExpression) -> Value:
+    def _evaluated(self, module: Module, node: ast.expr) -> Value:
         match node:
-            case cst.Integer() | cst.Float() | cst.SimpleString():
-                return Value(node.evaluated_value, module.where(node))
-            case cst.ConcatenatedString():
-                return Value(node.evaluated_value) if isinstance(node.evaluated_value, str) else Value()
-            case cst.Name():
+            case ast.Constant(value=what):
+                return Value(what)
+            case ast.Name():
                 return self._name(module, node)
-            case cst.Attribute():
-                return self._attribute(module, node)
-            case cst.Subscript():
-                return self._subscript(module, node)
-            case cst.Tuple() | cst.List():
-                return Value(tuple(self.value(module, element.value) for element in node.elements))
-            case cst.Dict():
-                return self._dict(module, node)
-            case cst.IfExp():
-                return self._either(module, node)
-            case cst.BooleanOperation():
-                return self._boolean(module, node)
-            case cst.UnaryOperation():
-                return self._unary(module, node)
-            case cst.Comparison():
-                return self._comparison(module, node)
-            case cst.BinaryOperation():
-                return self._binary(module, node)
-            case cst.NamedExpr():
-                return self.value(module, node.value)
-            case cst.Call():
+            case ast.Tuple(elts=parts) | ast.List(elts=parts):
+                return Value(tuple(self.value(module, part) for part in parts))
+            case ast.Dict(keys=keys, values=values):
+                return self._dict(module, list(zip(keys, values, strict=True)))
+            case ast.IfExp(test=test, body=body, orelse=orelse):
+                told = self.value(module, test)
+                taken = (body if told.what else orelse,) if told.known else (body, orelse)
+                return merged(self.value(module, one) for one in taken)
+            case ast.BoolOp(op=op, values=parts):
+                return self._boolean([self.value(module, part) for part in parts], isinstance(op, ast.And))
+            case ast.UnaryOp(op=op, operand=operand):
+                return _computed(_OPERATORS.get(type(op)), self.value(module, operand))
+            case ast.BinOp(left=left, op=op, right=right):
+                return _computed(_OPERATORS.get(type(op)), self.value(module, left), self.value(module, right))
+            case ast.Compare(left=left, ops=[op], comparators=[right]):
+                # A step counted modulo 1 is 0 every time, whatever the step.
+                counts = isinstance(left, ast.BinOp) and isinstance(left.op, ast.Mod)
+                every = counts and self.value(module, left.right).what == 1  # type: ignore[attr-defined]
+                first = Value(0) if every else self.value(module, left)
+                return _computed(_OPERATORS.get(type(op)), first, self.value(module, right))
+            case ast.Attribute() | ast.Subscript():
+                return self._looked_up(module, node)
+            case ast.Call():
                 return self._call(module, node)
         return Value()
 
-    def _either(self, module: Module, node: cst.IfExp) -> Value:
-        test = self.value(module, node.test)
-        if test.known:
-            return self.value(module, node.body if test.what else node.orelse)
-        return merged([self.value(module, node.body), self.value(module, node.orelse)])
-
-    def _boolean(self, module: Module, node: cst.BooleanOperation) -> Value:
-        left, is_and = self.value(module, node.left), isinstance(node.operator, cst.And)
-        if left.known:
-            if bool(left.what) is not is_and:
-                return left
-            right = self.value(module, node.right)
-            # `cfg.pin_memory and on_gpu`: what is set is the left side; the right only confirms it.
-            return left if right.known and right.what is left.what is True else right
-        right = self.value(module, node.right)
-        return Value(right.what) if right.known and is_and and right.what is False else Value()
-
-    def _unary(self, module: Module, node: cst.UnaryOperation) -> Value:
-        operand = self.value(module, node.expression)
-        if not operand.known:
-            return operand
-        if isinstance(node.operator, cst.Not):
-            return Value(not operand.what)
-        return (
-            Value(-operand.what, operand.where)
-            if isinstance(node.operator, cst.Minus) and operand.is_number()
-            else Value()
-        )
-
-    def _comparison(self, module: Module, node: cst.Comparison) -> Value:
-        if len(node.comparisons) != 1:
-            return Value()
-        target = node.comparisons[0]
-        # A step counted modulo 1 is 0 every time, whatever the step.
-        if isinstance(node.left, cst.BinaryOperation) and isinstance(node.left.operator, cst.Modulo):
-            by = self.value(module, node.left.right)
-            if by.what == 1 and by.is_number():
-                return _computed(_COMPARE.get(type(target.operator)), Value(0), self.value(module, target.comparator))
-        return _computed(
-            _COMPARE.get(type(target.operator)), self.value(module, node.left), self.value(module, target.comparator)
-        )
-
-    def _binary(self, module: Module, node: cst.BinaryOperation) -> Value:
-        left, right = self.value(module, node.left), self.value(module, node.right)
-        if isinstance(left.what, Table) and isinstance(right.what, Table) and isinstance(node.operator, cst.BitOr):
-            return Value(Table(left.what.entries | right.what.entries, left.what.complete and right.what.complete))
-        return _computed(_BINARY.get(type(node.operator)), left, right)
-
-    def _dict(self, module: Module, node: cst.Dict) -> Value:
-        table = Table()
-        for element in node.elements:
-            if isinstance(element, cst.DictElement):
-                key = self.value(module, element.key)
-                if isinstance(key.what, str):
-                    table.entries[key.what] = self.told(module, element.value)
-                else:
-                    table.complete = False
-            else:
-                self._merge(table, self.value(module, element.value))
-        return Value(table)
-
     @staticmethod
-    def _merge(table: Table, other: Value) -> None:
-        if isinstance(other.what, Table):
-            table.entries |= other.what.entries
-            table.complete &= other.what.complete
-        else:
-            table.complete = False
+    def _boolean(parts: list[Value], is_and: bool) -> Value:
+        """The first part that decides; where none does, the first, which is what a person would set."""
+        for part in parts:
+            if not part.known:
+                certain = is_and and any(other.known and not other.what for other in parts)
+                return Value(False) if certain else Value()
+            if bool(part.what) is not is_and:
+                return part
+        return parts[0] if all(part.what is True for part in parts) else parts[-1]
+
+    def _dict(self, module: Module, items: list[tuple[ast.expr | None, ast.expr]]) -> Value:
+        table = Table()
+        for key, node in items:
+            name = self.value(module, key).what
+            if key is None:  # ** of another
+                table = table.plus(self.value(module, node))
+            elif isinstance(name, str):
+                table.entries[name] = self.value(module, node)
+            else:
+                table = Table(table.entries, False)
+        return Value(table)
 
     # ------------------------------------------------------------------ names
 
-    def _name(self, module: Module, node: cst.Name) -> Value:
-        name = node.value
-        if name in ("True", "False", "None"):
-            return Value({"True": True, "False": False, "None": None}[name], module.where(node))
-        if name == "__file__":
-            return Value(module.path)
-        for scope in module.scopes(node):
-            if isinstance(scope, cst.FunctionDef) and _parameter(scope, name) is not None:
-                bound = [b for b in module.bindings(scope, name) if not self._is_open(b)]
-                return merged([self._parameter_value(module, scope, name), *(self._bound(module, b) for b in bound)])
-            if module.bindings(scope, name):
-                return self.named(module, scope, name)
-        if name in module.imports:
-            return self._imported(module, module.imports[name])
-        for base in module.starred:
-            other = self.program.by_name.get(base)
-            if other is not None and other.bindings(other.tree, name):
-                return self.named(other, other.tree, name)
-        return Value()
-
-    def named(self, module: Module, scope: Scope, name: str) -> Value:
-        """What a name is worth in a scope: all places that set it have to agree."""
-        if scope is module.tree and self.config is not None and self._runs_config(module):
-            over = self.config.table.entries.get(name)
+    def _name(self, module: Module, node: ast.Name) -> Value:
+        if self.settings.config is not None and any(module.dotted(call.func) == "exec" for call in module.calls):
+            over = self.settings.of((node.id,))  # a config that is run in the script's own namespace
             if over is not None:
                 return over
-        open_ones = [b for b in module.bindings(scope, name) if not self._is_open(b)]
-        taken = [b for b in open_ones if b.node is None or self._reachable(module, b.node)]
-        found = merged(self._bound(module, binding) for binding in taken)
-        if isinstance(found.what, Table):
-            self._add_items(module, scope, name, found.what)
-        return found
+        found = merged(self.value(m, origin) for m, origin in self.origins(module, node))
+        return Value(self._with_items(module, node, found.what)) if isinstance(found.what, Table) else found
 
-    def _is_open(self, binding: Binding) -> bool:
-        """Whether its value is being found out: `cfg = wrapped(cfg)` asks for what cfg was before."""
-        if any(binding is other for other in self._open):
-            self._cuts += 1
-            return True
-        return False
-
-    def _bound(self, module: Module, binding: Binding) -> Value:
-        if binding.node is None:
-            return Value()
-        with self._opened(binding):
-            found = self.value(module, binding.node)
-        if binding.element is None:
-            return found
-        return (
-            found.what[binding.element]
-            if isinstance(found.what, tuple) and binding.element < len(found.what)
-            else Value()
-        )
-
-    def _reachable(self, module: Module, node: cst.CSTNode) -> bool:
-        """Whether no `if` around it is known to go the other way."""
-        below = node
-        for above in module.around(node):
-            if isinstance(above, cst.FunctionDef):
-                break
-            if isinstance(above, cst.If) and below is not above.test:
-                test = self.value(module, above.test)
-                if test.known and bool(test.what) is not (below is above.body):
-                    return False
-            below = above
-        return True
-
-    def _add_items(self, module: Module, scope: Scope, name: str, table: Table) -> None:
-        """d["key"] = value and d.update(other), wherever they stand in the scope."""
-        for target, given in module.assigns:
-            if isinstance(target, cst.Subscript) and isinstance(target.value, cst.Name) and target.value.value == name:
-                key = self.value(module, _index(target))
-                if not isinstance(key.what, str):
-                    table.complete = False
-                elif given is not target:
-                    before, now = table.entries.get(key.what), self.told(module, given)
-                    table.entries[key.what] = now if before is None else merged([before, now])
-        for call in module.calls:
-            here = module.dotted(call.func) == f"{name}.update" and scope in module.scopes(call)
-            if here and call.args and self._reachable(module, call):
-                self._merge(table, self.value(module, call.args[0].value))
-
-    def _imported(self, module: Module, full: str) -> Value:
-        other = self.program.by_name.get(full)
-        if other is None:
-            return Value()
-        last = full.rsplit(".", 1)[-1]
-        if other.bindings(other.tree, last):
-            return self.named(other, other.tree, last)
-        if other.path.stem == last:
-            return Value(self.constants(other))
-        return Value()
-
-    def constants(self, module: Module) -> Table:
-        """What a module sets at its top level."""
-        table = Table(complete=False)
-        for base in module.starred:
-            other = self.program.by_name.get(base)
-            if other is not None and other is not module:
-                table.entries |= self.constants(other).entries
-        for name in module.names_in(module.tree):
-            found = self.named(module, module.tree, name)
-            if found.known:
-                table.entries[name] = Value(found.what, found.where, found.knob or f"{name} =")
-        return table
-
-    def _parameter_value(self, module: Module, function: cst.FunctionDef, name: str) -> Value:
-        parameter = _parameter(function, name)
-        position = _position(function, name)
-        owner = module.class_of(function)
-        callers = self.program.calls_of(
-            function, owner.name.value if owner and function.name.value == "__init__" else None
-        )
-        method = owner is not None and "staticmethod" not in [module.text(d.decorator) for d in function.decorators]
-        values = []
-        for caller_module, call in callers:
-            given = arguments(call)
-            at = position - 1 if position is not None and method else position
-            argument = given.get(name, at)
-            if argument is not None:
-                values.append(self.value(caller_module, argument))
-            elif given.rest or given.starred:
-                values.append(Value())
-            else:
-                values.append(self.told(module, parameter.default if parameter else None))
-        values += [self.value(m, a) for m, a in self._spawned(function, position)]
-        if not values and any("hydra" in module.text(d.decorator) for d in function.decorators):
-            return Value(self.config.table) if self.config is not None else Value()
-        return merged(values)
-
-    def _spawned(self, function: cst.FunctionDef, position: int | None) -> list[tuple[Module, cst.BaseExpression]]:
-        """The argument a function gets through mp.spawn(function, args=(…)), which puts the rank before them."""
-        found = []
-        for module, call, _ in self.program.calls("spawn"):
-            given = arguments(call)
-            if not given.positional or position is None:
-                continue
-            if module.dotted(given.positional[0]) != function.name.value:
-                continue
-            handed = given.get("args", 1)
-            if isinstance(handed, cst.Tuple) and 1 <= position <= len(handed.elements):
-                found.append((module, handed.elements[position - 1].value))
-        return found
-
-    def sources(
-        self, module: Module, node: cst.BaseExpression, depth: int = 6
-    ) -> Iterator[tuple[Module, cst.BaseExpression]]:
-        """The expressions a name may stand for, through assignments, returns and parameters."""
-        if depth == 0:
-            return
-        if isinstance(node, cst.Name):
-            for scope in module.scopes(node):
-                for binding in module.bindings(scope, node.value):
-                    if binding.node is not None:
-                        yield from self.sources(*self._part(module, binding), depth - 1)
-                if isinstance(scope, cst.FunctionDef) and _parameter(scope, node.value) is not None:
-                    for caller, call in self.program.calls_of(scope):
-                        given = arguments(call).get(node.value, _position(scope, node.value))
-                        if given is not None:
-                            yield from self.sources(caller, given, depth - 1)
-                    return
-                if module.bindings(scope, node.value):
-                    return
-        elif isinstance(node, cst.Call) and (found := self.program.function(module, node.func)) is not None:
-            for given in self._returned(*found):
-                yield from self.sources(found[0], given, depth - 1)
-        else:
-            yield module, node
-
-    def _part(self, module: Module, binding: Binding) -> tuple[Module, cst.BaseExpression]:
-        """What a binding binds: of `a, b = make()` with a function of the program, the part of what it returns."""
-        assert binding.node is not None
-        if binding.element is not None and isinstance(binding.node, cst.Call):
-            found = self.program.function(module, binding.node.func)
-            for given in self._returned(*found) if found is not None else ():
-                if isinstance(given, cst.Tuple) and binding.element < len(given.elements) and found is not None:
-                    return found[0], given.elements[binding.element].value
-        return module, binding.node
-
-    @staticmethod
-    def _returned(module: Module, function: cst.FunctionDef) -> list[cst.BaseExpression]:
-        returns = [n for n in module.nodes if isinstance(n, cst.Return) and module.function_of(n) is function]
-        return [r.value for r in returns if r.value is not None]
-
-    # ------------------------------------------------------------------ attributes and items
-
-    def _attribute(self, module: Module, node: cst.Attribute) -> Value:
-        name = node.attr.value
-        if isinstance(node.value, cst.Name) and node.value.value == "self":
-            return self._own_attribute(module, node, name)
-        holder = self.value(module, node.value)
-        if isinstance(holder.what, Device):
-            return Value(holder.what.type) if name == "type" else Value()
-        if isinstance(holder.what, Path):
-            return Value(getattr(holder.what, name)) if name in ("parent", "stem", "name", "suffix") else Value()
-        if isinstance(holder.what, Table):
-            return self._entry(holder.what, name)
-        if holder.known:
-            return Value()
-        dotted = module.dotted(node) or ""
-        if dotted in ("torch.bfloat16", "torch.float16", "torch.half", "torch.float32"):
-            return Value(dotted)
-        found = self.program.find_class(module.dotted(node.value) or "?") if isinstance(node.value, cst.Name) else None
-        if found is not None:
-            return self._entry(self._class_table(*found), name)
-        return self._imported(module, dotted)
-
-    def _entry(self, table: Table, name: str) -> Value:
-        if name in self.mutated:
-            return Value()
-        return table.get(name) or Value()
-
-    def _own_attribute(self, module: Module, node: cst.Attribute, name: str) -> Value:
+    def origins(self, module: Module, node: ast.Name | ast.Attribute) -> Iterator[tuple[Module, ast.expr | None]]:
+        """What a name (or self.name) may stand for, each with its module; None for what cannot be told."""
         owner = module.class_of(node)
-        if owner is None:
-            return Value()
-        given = [
-            value
-            for target, value in module.assigns
-            if isinstance(target, cst.Attribute) and target.attr.value == name and module.class_of(target) is owner
-            and module.dotted(target.value) == "self"
-        ]  # fmt: skip
-        if given:
-            return merged(self.value(module, value) for value in given)
-        return self.named(module, owner, name) if module.bindings(owner, name) else Value()
+        if isinstance(node, ast.Name):
+            places = [(scope, node.id) for scope in module.scopes(node)]
+        else:
+            places = [(owner, f"self.{node.attr}"), (owner, node.attr)] if owner is not None else []
+        for scope, name in places:
+            bindings = module.bindings(scope, name)
+            is_parameter = isinstance(scope, ast.FunctionDef) and name in parameters(scope)
+            for binding in bindings:
+                if self.runs(module, binding.target) is not False:
+                    yield module, binding.node
+            if is_parameter and isinstance(scope, ast.FunctionDef):
+                yield from self._given(module, scope, name)
+            if bindings or is_parameter:
+                return
+        if isinstance(node, ast.Name):
+            yield from self._imported(module, node.id)
 
-    def _class_table(self, module: Module, owner: cst.ClassDef) -> Table:
-        table = Table(complete=False)
-        for name in module.names_in(owner):
-            found = self.named(module, owner, name)
-            if found.known:
-                table.entries[name] = found
+    def _given(self, module: Module, function: ast.FunctionDef, name: str) -> Iterator[tuple[Module, ast.expr | None]]:
+        """What the callers of a function give for a parameter."""
+        owner, known = module.class_of(function), parameters(function)
+        called = owner.name if owner is not None and function.name == "__init__" else function.name
+        position = list(known).index(name) - (1 if next(iter(known)) in ("self", "cls") else 0)
+        for caller, call, _ in self.program.calls(called):
+            node = argument(call, name, position)
+            uncertain = spread(call) or any(isinstance(given, ast.Starred) for given in call.args)
+            yield (caller, node) if node is not None else (module, None if uncertain else known[name])
+
+    def _imported(self, module: Module, name: str) -> Iterator[tuple[Module, ast.expr | None]]:
+        full = module.imports.get(name)
+        for source in [full] if full else module.starred:
+            other = self.program.by_name.get(source)
+            if other is not None:
+                bindings = other.bindings(other.tree, full.rsplit(".", 1)[-1] if full else name)
+                yield from ((other, binding.node) for binding in bindings)
+
+    def _with_items(self, module: Module, node: ast.Name, table: Table) -> Table:
+        """A dict with what d["key"] = value and d.update(other) put in, wherever they stand in the function."""
+        function, table = module.function_of(node), Table(dict(table.entries), table.complete)
+        for target, given in module.assigns:
+            if isinstance(target, ast.Subscript) and _is_name(target.value, node.id):
+                key = self.value(module, target.slice).what
+                if not isinstance(key, str):
+                    table = Table(table.entries, False)
+                elif self.runs(module, target) is not False:
+                    before, now = table.entries.get(key), self.value(module, given)
+                    table.entries[key] = now if before is None else merged([before, now])
+        for call in module.calls:
+            updates = module.dotted(call.func) == f"{node.id}.update" and call.args
+            if updates and module.function_of(call) is function and self.runs(module, call) is not False:
+                table = table.plus(self.value(module, call.args[0]))
         return table
 
-    def _subscript(self, module: Module, node: cst.Subscript) -> Value:
-        holder, key = self.value(module, node.value), self.value(module, _index(node))
-        if isinstance(holder.what, Table) and isinstance(key.what, str):
-            return holder.what.get(key.what) or Value()
-        if (
-            isinstance(holder.what, tuple)
-            and isinstance(key.what, int)
-            and -len(holder.what) <= key.what < len(holder.what)
-        ):
-            found = holder.what[key.what]
-            return found if isinstance(found, Value) else Value(found)
+    # ------------------------------------------------------------------ settings, attributes, items
+
+    def _looked_up(self, module: Module, node: ast.expr, default: ast.expr | None = None) -> Value:
+        """A name of a holder: config.key, config["key"], config.get("key", default), getattr(args, "key", default)."""
+        if isinstance(node, ast.Attribute) and _is_name(node.value, "self"):
+            return merged(self.value(m, origin) for m, origin in self.origins(module, node))
+        *before, name = _path(node) or [""]
+        holder = self.value(module, _holder(node))
+        if isinstance(holder.what, Table):
+            found = holder.what.entries.get(name)
+            return found or (self.value(module, default) if holder.what.complete else Value())
+        if isinstance(holder.what, tuple) and isinstance(node, ast.Subscript):
+            part = self.value(module, node.slice).what
+            inside = isinstance(part, int) and -len(holder.what) <= part < len(holder.what)
+            return holder.what[part] if inside else Value()
+        other = self.program.by_name.get(module.dotted(node.value) or "") if isinstance(node, ast.Attribute) else None
+        if other is not None and (bindings := other.bindings(other.tree, name)):
+            return merged(self.value(other, binding.node) for binding in bindings)
+        if before and name == "type" and "device" in before[-1].lower():
+            return Value("cuda")
+        carried = [at for at, one in enumerate(before) if self.carries_settings(one)]
+        if not carried:
+            return Value()
+        setting = self.settings.of((*before[carried[-1] + 1 :], name))
+        if setting is None and default is not None and self.settings.config is not None:
+            return self.value(module, default)
+        return setting or Value()
+
+    def carries_settings(self, name: str) -> bool:
+        """Whether what is called so has settings for its attributes."""
+        found = self.program.find_class(name)
+        return bool(_CARRIER.fullmatch(name)) or (found is not None and is_settings_class(found[1]))
+
+    def _call(self, module: Module, node: ast.Call) -> Value:
+        name = module.dotted(node.func) or ""
+        if name in self.answers:
+            return Value(self.answers[name])
+        if name in _PLAIN_CALLS and not node.keywords:
+            given = [self.value(module, one) for one in node.args]
+            spread_out = given[0].what if len(given) == 1 and isinstance(given[0].what, tuple) else given
+            return _computed(_PLAIN_CALLS[name], *spread_out)
+        if name == "dict":
+            pairs: list[tuple[ast.expr | None, ast.expr]] = [(None, one) for one in node.args]
+            pairs += [(ast.Constant(k.arg, lineno=node.lineno) if k.arg else None, k.value) for k in node.keywords]
+            return self._dict(module, pairs)
+        if _path(node):
+            has_default = len(node.args) == (3 if name == "getattr" else 2)
+            return self._looked_up(
+                module, node, node.args[-1] if has_default else ast.Constant(None, lineno=node.lineno)
+            )
         return Value()
 
-    # ------------------------------------------------------------------ calls
+    # ------------------------------------------------------------------ conditions
 
-    def _call(self, module: Module, node: cst.Call) -> Value:
-        name = module.dotted(node.func) or (
-            f"?.{node.func.attr.value}" if isinstance(node.func, cst.Attribute) else "?"
-        )
-        last = name.rsplit(".", 1)[-1]
-        given = arguments(node)
-        if name in self.machine:
-            return Value(self.machine[name], module.where(node))
-        if name == "torch.cuda.is_available":
-            return Value(True)
-        if name == "torch.device":
-            kind = self.value(module, given.get("type", 0) or given.get("device"))
-            return Value(Device(kind.what.split(":")[0])) if isinstance(kind.what, str) else kind
-        if name in _PLAIN_CALLS and not given.rest and not given.starred:
-            values = [self.value(module, argument) for argument in given.positional]
-            return _computed(_PLAIN_CALLS[name], *values)
-        if last == "parse_args" or last == "parse_known_args":
-            return Value(self.arguments if last == "parse_args" else (Value(self.arguments), Value()))
-        if name in _CONFIG_READERS:
-            return Value(self.config.table) if self.config is not None else Value()
-        if name == "getattr" and len(given.positional) >= 2:
-            return self._looked_up(module, given.positional)
-        if last == "get" and isinstance(node.func, cst.Attribute) and given.positional:
-            return self._looked_up(module, (node.func.value, *given.positional))
-        if last in ("Path", "with_name", "resolve", "absolute", "with_suffix", "joinpath"):
-            return self._path(module, node, last, given.positional)
-        if last == "dict" and name == "dict":
-            return self._keywords(module, node)
-        if last in _WRAPPERS and (given.positional or given.rest):
-            return self.value(module, (given.positional or given.rest)[0])
-        return self._own_call(module, node)
+    def runs(self, module: Module, node: ast.AST, within: ast.AST | None = None) -> bool | None:
+        """Whether a node runs each time `within` (or its function) does; None where a condition cannot be told."""
+        below, certain = node, True
+        for above in module.around(node):
+            if isinstance(above, ast.For | ast.While) and _skipped(above.body, below):
+                certain = False
+            if above is within or (within is None and isinstance(above, ast.FunctionDef)):
+                return certain or None
+            if isinstance(above, ast.If | ast.IfExp) and below is not above.test:
+                then = below is above.body if isinstance(above, ast.IfExp) else below in above.body
+                test = self.value(module, above.test)
+                if test.known and bool(test.what) is not then:
+                    return False
+                certain &= test.known or (then and _on_one_rank(ast.unparse(above.test)))
+            elif isinstance(above, ast.BoolOp):
+                certain &= below is above.values[0]
+            elif isinstance(above, ast.FunctionDef | ast.Lambda | ast.ExceptHandler | ast.ClassDef):
+                certain = False
+            below = above
+        return (certain or None) if within is None else None
 
-    def _looked_up(self, module: Module, given: Sequence[cst.BaseExpression]) -> Value:
-        holder, key = self.value(module, given[0]), self.value(module, given[1])
-        if not isinstance(holder.what, Table) or not isinstance(key.what, str):
-            return Value()
-        found = self._entry(holder.what, key.what)
-        if found.known or key.what in self.mutated or holder.what.get(key.what) is not None or not holder.what.complete:
-            return found
-        return self.told(module, given[2]) if len(given) > 2 else Value(None)
 
-    def _path(self, module: Module, node: cst.Call, last: str, given: Sequence[cst.BaseExpression]) -> Value:
-        parts = [self.value(module, part).what for part in given]
-        if not all(isinstance(part, str | Path) for part in parts):
-            return Value()
-        if last == "Path":
-            return Value(Path(*parts))
-        holder = self.value(module, node.func.value) if isinstance(node.func, cst.Attribute) else Value()
-        if not isinstance(holder.what, Path):
-            return Value()
-        return _computed(lambda path: path if last in ("resolve", "absolute") else getattr(path, last)(*parts), holder)
+def is_settings_class(node: ast.ClassDef) -> bool:
+    """Whether a class is called like a holder of settings: CFG, TrainConfig, TrainingArguments."""
+    return bool(re.search(r"(cfg|config|conf|settings|arguments|args|options|hparams|hyperparam\w*)$", node.name, re.I))
 
-    def _keywords(self, module: Module, node: cst.Call) -> Value:
-        given, table = arguments(node), Table()
-        for other in (*given.positional, *given.rest):
-            self._merge(table, self.value(module, other))
-        for name, value in given.keywords.items():
-            table.entries[name] = self.told(module, value)
-        return Value(table)
 
-    def _own_call(self, module: Module, node: cst.Call) -> Value:
-        """A function or a class of the program itself."""
-        found = self.program.function(module, node.func)
-        if found is not None:
-            other, function = found
-            if any(isinstance(n, cst.Yield) and other.function_of(n) is function for n in other.nodes):
-                return Value()
-            return merged(self.value(other, given) for given in self._returned(other, function))
-        if isinstance(node.func, cst.Name):
-            owner = self.program.find_class(module.dotted(node.func) or "?")
-            if owner is not None:
-                table = self._class_table(*owner)
-                for name, value in arguments(node).keywords.items():
-                    if name in table.entries:
-                        table.entries[name] = self.told(module, value)
-                return Value(table)
-        return Value()
+def _is_name(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
 
-    @staticmethod
-    def _runs_config(module: Module) -> bool:
-        return any(module.dotted(call.func) == "exec" for call in module.calls)
+
+def _holder(node: ast.expr) -> ast.expr | None:
+    """What a name is looked up in."""
+    match node:
+        case ast.Attribute(value=holder) | ast.Subscript(value=holder):
+            return holder
+        case ast.Call(func=ast.Name(id="getattr"), args=[holder, *_]):
+            return holder
+        case ast.Call(func=ast.Attribute(value=holder)):
+            return holder
+    return None
+
+
+def _path(node: ast.expr | None) -> list[str]:
+    """The names that lead to a setting: cfg.train["amp"] → cfg, train, amp. Empty where it is something else."""
+    match node:
+        case ast.Name(id=name):
+            return [name]
+        case ast.Attribute(attr=name):
+            pass
+        case ast.Subscript(slice=ast.Constant(value=str(name))):
+            pass
+        case ast.Call(func=ast.Attribute(attr="get"), args=[ast.Constant(value=str(name)), *_]):
+            pass
+        case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=str(name)), *_]):
+            pass
+        case _:
+            return []
+    before = _path(_holder(node))
+    return [*before, name] if before else []
+
+
+def _plain(what: Any) -> Any:
+    return [value.what for value in what] if isinstance(what, tuple) else what
 
 
 def _computed(function: Callable[..., Any] | None, *values: Value) -> Value:
-    """A function of known values; the place is that of the first that has one."""
+    """A function of known values."""
     if function is None or not all(value.known for value in values):
         return Value()
     try:
-        found = function(*(value.what for value in values))
+        return Value(function(*(value.what for value in values)))
     except Exception:  # whatever the user's arithmetic may raise: it is not ours to run into
         return Value()
-    return Value(
-        found,
-        next((value.where for value in values if value.where), None),
-        next((v.knob for v in values if v.knob), None),
-    )
 
 
-def _index(node: cst.Subscript) -> cst.BaseExpression | None:
-    inside = node.slice[0].slice if len(node.slice) == 1 else None
-    return inside.value if isinstance(inside, cst.Index) else None
+def _on_one_rank(test: str) -> bool:
+    return bool(_ON_ONE_RANK.search(test)) and "%" not in test and " and " not in test
 
 
-def _parameter(function: cst.FunctionDef, name: str) -> cst.Param | None:
-    parameters = function.params
-    every = (*parameters.posonly_params, *parameters.params, *parameters.kwonly_params)
-    extra = [p for p in (parameters.star_arg, parameters.star_kwarg) if isinstance(p, cst.Param)]
-    return next((p for p in (*every, *extra) if p.name.value == name), None)
-
-
-def _position(function: cst.FunctionDef, name: str) -> int | None:
-    names = [p.name.value for p in (*function.params.posonly_params, *function.params.params)]
-    return names.index(name) if name in names else None
+def _skipped(body: list[ast.stmt], statement: ast.AST) -> bool:
+    """Whether an `if step % 10: continue` stands above a statement of a loop."""
+    for earlier in body:
+        if earlier is statement:
+            break
+        skips = isinstance(earlier, ast.If) and "%" in ast.unparse(earlier.test)
+        if skips and any(isinstance(node, ast.Continue) for node in ast.walk(earlier)):
+            return True
+    return False

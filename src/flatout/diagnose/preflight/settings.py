@@ -1,10 +1,12 @@
-"""Settings that are not in the source: a config file (YAML, JSON), and the command that starts the training.
+"""Settings that stand outside the code: config files (YAML, JSON), and the command that starts the training.
 
-A config file becomes a Table whose values know their line. A shell script is searched for the line that starts Python.
+A setting is known by its path (`train`, `amp`) and is looked up by it, however the script carries it about: as
+`cfg.train.amp`, `config["train"]["amp"]` or `self.args.amp`. A shell script is searched for the line that starts one.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -12,8 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flatout.diagnose.preflight.values import UNKNOWN, Table, Value
+from flatout.diagnose.names import pattern_of
+from flatout.diagnose.preflight.values import UNKNOWN, Value, merged
 from flatout.errors import UsageError
+
+Leaves = list[tuple[tuple[str, ...], Value]]
 
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "torch.distributed.run", "torch.distributed.launch")
 _RANKS = re.compile(r"--?(?:nproc[-_]per[-_]node|num_processes|num_gpus)[= ](\d+)")
@@ -44,11 +49,54 @@ class Command:
 
 
 @dataclass(slots=True)
-class Config:
-    """A config file that was read."""
+class Settings:
+    """Every setting that is known of, by its path; `changed` are the names that the script itself sets anew."""
 
-    path: Path
-    table: Table = field(default_factory=Table)
+    leaves: Leaves = field(default_factory=list)
+    changed: set[str] = field(default_factory=set)
+    config: Path | None = None
+
+    def of(self, path: tuple[str, ...]) -> Value | None:
+        """The setting at the end of a path; unknown where several fit and disagree, None where there is none."""
+        wanted = tuple(folded(name) for name in path)
+        if wanted[-1] in self.changed:
+            return Value()
+        fitting = [(tuple(folded(name) for name in leaf), value) for leaf, value in self.leaves]
+        exactly = [value for leaf, value in fitting if leaf[-len(wanted) :] == wanted]
+        found = exactly or [value for leaf, value in fitting if leaf[-1] == wanted[-1]]
+        return merged(found) if found else None
+
+    def named(self, *subjects: str) -> list[tuple[str, Value]]:
+        """Every known setting about these, by any of the names people give them."""
+        pattern = pattern_of(*subjects)
+        names = dict.fromkeys(leaf[-1] for leaf, _ in self.leaves if pattern.fullmatch(leaf[-1].replace("-", "_")))
+        found = [(name, self.of((name,))) for name in names]
+        return [(name, value) for name, value in found if value is not None and value.known]
+
+    def given(self, command: Command | None) -> None:
+        """Let the flags of the command have the last word, where a flag is called like a setting."""
+        for position, (leaf, value) in enumerate(self.leaves):
+            name = leaf[-1].lower()
+            flag = f"--{name.replace('_', '-')}"
+            text = command.flag(f"--{name}", f"--{leaf[-1]}", flag) if command is not None else None
+            if command is not None and text is not None and value.where != command.where:
+                what = text if isinstance(text, bool) else as_data(text, is_text=isinstance(value.what, str))
+                self.leaves[position] = (leaf, Value(what, command.where, flag))
+
+
+def folded(name: str) -> str:
+    """A name without what people spell differently."""
+    return re.sub(r"[-_ .]", "", name).lower()
+
+
+def as_data(text: str, *, is_text: bool = False) -> Any:
+    """A word of a command line as the value it stands for."""
+    if "$" in text:
+        return UNKNOWN
+    try:
+        return text if is_text else ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def shown(path: Path) -> str:
@@ -71,110 +119,76 @@ def text_of(path: Path) -> str:
         raise UsageError(f"{path} is not text in UTF-8") from None
 
 
-def read_data(path: Path) -> Config:
-    """A YAML or JSON file, with the line of every key."""
+def read_data(path: Path) -> Leaves:
+    """The settings in a YAML or JSON file, each with its line."""
     import yaml
 
     text = text_of(path)
     if path.suffix == ".json":
         try:
-            data = json.loads(text)
+            json.loads(text)
         except json.JSONDecodeError as problem:
             raise UsageError(f"{path}:{problem.lineno}: not JSON: {problem.msg}") from None
-        if not isinstance(data, dict):
-            raise UsageError(f"{path} holds no settings: not an object of names and values")
+        text = text.replace("\t", " ")  # JSON is YAML but for tabs between its tokens
     try:
-        # JSON is YAML but for tabs between its tokens.
-        root = next(
-            yaml.compose_all(text.replace("\t", " ") if path.suffix == ".json" else text, yaml.SafeLoader), None
-        )
+        root = next(yaml.compose_all(text, yaml.SafeLoader), None)
     except yaml.YAMLError as problem:
         mark = getattr(problem, "problem_mark", None)
         line = f":{mark.line + 1}" if mark is not None else ""
         raise UsageError(f"{path}{line}: not YAML: {getattr(problem, 'problem', None) or problem}") from None
-    if root is None:
-        return Config(path)
-    if not isinstance(root, yaml.MappingNode):
+    if root is not None and not isinstance(root, yaml.MappingNode):
         raise UsageError(f"{path} holds no settings: not a mapping of names to values")
-    return Config(path, _table(root, shown(path), ()))
+    return list(_leaves(root, shown(path), ()).items()) if root is not None else []
 
 
-def _table(node: Any, file: str, path: tuple[str, ...]) -> Table:
+def _leaves(mapping: Any, file: str, above: tuple[str, ...]) -> dict[tuple[str, ...], Value]:
     import yaml
 
-    table = Table()
-    for key_node, value_node in node.value:
-        key = str(key_node.value)
-        if key_node.tag == "tag:yaml.org,2002:merge":  # <<: *defaults
-            for source in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
-                if isinstance(source, yaml.MappingNode):
-                    table.entries = _table(source, file, path).entries | table.entries
+    found: dict[tuple[str, ...], Value] = {}
+    for key, node in mapping.value:
+        if key.tag == "tag:yaml.org,2002:merge":  # <<: *defaults
+            for source in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+                found = _leaves(source, file, above) | found
             continue
-        where = f"{file}:{key_node.start_mark.line + 1}"
-        table.entries[key] = Value(_plain(value_node, file, (*path, key)), where, ".".join((*path, key)))
-    return table
-
-
-def _plain(node: Any, file: str, path: tuple[str, ...]) -> Any:
-    import yaml
-
-    if isinstance(node, yaml.MappingNode):
-        return _table(node, file, path)
-    if isinstance(node, yaml.SequenceNode):
-        return tuple(Value(_plain(item, file, path)) for item in node.value)
-    try:
-        return yaml.constructor.SafeConstructor().construct_object(node)
-    except (yaml.YAMLError, ValueError):
-        return UNKNOWN  # a tag of the user's own: only their loader knows what it means
+        path = (*above, str(key.value))
+        if isinstance(node, yaml.MappingNode):
+            found |= _leaves(node, file, path)
+            continue
+        try:
+            what = yaml.constructor.SafeConstructor().construct_object(node, deep=True)
+        except (yaml.YAMLError, ValueError):
+            what = UNKNOWN  # a tag of the user's own: only their loader knows what it means
+        found[path] = Value(what, f"{file}:{key.start_mark.line + 1}", ".".join(path))
+    return found
 
 
 def read_command(path: Path) -> Command:
     """The line of a shell script that starts a Python script, with its flags."""
     text = text_of(path)
-    for first_line, line in _whole_lines(text):
+    for found in re.finditer(r"(?:.*\\\n)*.*", text):  # with those lines that a backslash continues
+        line = re.sub(r'\$\(dirname "?\$0"?\)', "$HERE", found[0].replace("\\\n", " "))
+        where = f"{shown(path)}:{text.count(chr(10), 0, found.start()) + 1}"
         try:
-            words = shlex.split(
-                line.replace('$(dirname "$0")', "$HERE").replace("$(dirname $0)", "$HERE"), comments=True
-            )
+            command = _command(shlex.split(line, comments=True), path.parent, where)
         except ValueError:
             continue  # a quote that ends on another line: a message, not a command
-        command = _command(words, path.parent, f"{shown(path)}:{first_line}")
         if command is not None:
             return command
     raise UsageError(f"{path} starts no Python script that is there; name the script itself")
 
 
-def _whole_lines(text: str) -> list[tuple[int, str]]:
-    """Lines with those joined that a backslash continues."""
-    whole: list[tuple[int, str]] = []
-    begun: tuple[int, str] | None = None
-    for number, line in enumerate(text.splitlines(), 1):
-        start, before = begun or (number, "")
-        if line.rstrip().endswith("\\"):
-            begun = (start, before + line.rstrip()[:-1] + " ")
-        else:
-            whole.append((start, before + line))
-            begun = None
-    return whole
-
-
 def _command(words: list[str], folder: Path, where: str) -> Command | None:
-    starts = next(
-        (i for i, w in enumerate(words) if re.match(r"(python[\d.]*|torchrun|accelerate|deepspeed)$", Path(w).name)),
-        None,
-    )
-    if starts is None:
-        return None
+    starters = r"(python[\d.]*|torchrun|accelerate|deepspeed)$"
+    starts = next((at for at, word in enumerate(words) if re.match(starters, Path(word).name)), len(words))
     for position in range(starts + 1, len(words)):
         script = _script(words, position, folder)
         if script is None:
             continue
         before = " ".join(words[starts:position])
         ranks = _RANKS.search(before)
-        flags = tuple(w for w in words[position + 1 :] if not re.fullmatch(r"\$[@*]|\$\{@.*\}", w))
         return Command(
             script=script,
-            flags=flags,
+            flags=tuple(word for word in words[position + 1 :] if not re.fullmatch(r"\$[@*]|\$\{@.*\}", word)),
             where=where,
             launcher=next((name for name in _LAUNCHERS if name in before), None),
             ranks=int(ranks[1]) if ranks else None,

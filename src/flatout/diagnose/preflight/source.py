@@ -6,121 +6,136 @@ of it is ever run. What the names are worth is evaluate.py's business.
 
 from __future__ import annotations
 
+import ast
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import libcst as cst
-from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
 
 from flatout.diagnose.preflight.settings import shown, text_of
 from flatout.errors import UsageError
 
-_AT_MOST_FILES = 24
-_AT_MOST_BYTES = 400_000
-
-Function = cst.FunctionDef | cst.Lambda
-Scope = cst.Module | cst.ClassDef | cst.FunctionDef | cst.Lambda
-Loop = cst.For | cst.While
+Loop = ast.For | ast.While
+Scope = ast.Module | ast.ClassDef | ast.FunctionDef
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """One place where a name gets a value: `node`'s, or part `element` of it; None where it cannot be told."""
+    """One place where a name gets a value: `node`'s, None where it cannot be told."""
 
-    node: cst.BaseExpression | None
-    element: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """What a call is given. `rest` are the ** mappings; with a * among the positions, they cannot be counted."""
-
-    positional: tuple[cst.BaseExpression, ...]
-    keywords: dict[str, cst.BaseExpression]
-    rest: tuple[cst.BaseExpression, ...]
-    starred: bool
-
-    def get(self, name: str, position: int | None = None) -> cst.BaseExpression | None:
-        """The argument of that name, or at that position."""
-        if name in self.keywords:
-            return self.keywords[name]
-        if position is not None and not self.starred and position < len(self.positional):
-            return self.positional[position]
-        return None
+    target: ast.expr
+    node: ast.expr | None
 
 
 class Module:
     """One file."""
 
-    def __init__(self, path: Path, tree: cst.Module, parents: Any, positions: Any) -> None:
-        self.path = path
-        self.tree = tree
-        self.name = shown(path)
+    def __init__(self, path: Path, tree: ast.Module) -> None:
+        self.path, self.tree, self.name = path, tree, shown(path)
         self.imports: dict[str, str] = {}
         self.starred: list[str] = []  # modules imported with *
-        self.functions: dict[str, list[cst.FunctionDef]] = defaultdict(list)
-        self.classes: dict[str, cst.ClassDef] = {}
-        self.calls: list[cst.Call] = []
-        self.assigns: list[tuple[cst.BaseExpression, cst.BaseExpression]] = []  # to an attribute or an item
-        self.nodes: list[cst.CSTNode] = []
-        self._bindings: dict[tuple[Any, str], list[Binding]] = defaultdict(list)
-        self._parents = parents
-        self._positions = positions
-        self._fill()
+        self.functions: dict[str, list[ast.FunctionDef]] = defaultdict(list)
+        self.classes: dict[str, ast.ClassDef] = {}
+        self.calls: list[ast.Call] = []
+        self.assigns: list[tuple[ast.expr, ast.expr | None]] = []  # to an attribute or an item
+        self.nodes: list[ast.AST] = []
+        self._parents: dict[ast.AST, ast.AST] = {}
+        self._bindings: dict[tuple[Scope, str], list[Binding]] = defaultdict(list)
+        waiting: list[ast.AST] = [tree]
+        while waiting:
+            node = waiting.pop()
+            children = list(ast.iter_child_nodes(node))
+            self._parents |= dict.fromkeys(children, node)
+            self.nodes.append(node)
+            self._note(node)
+            waiting += reversed(children)
 
-    def where(self, node: cst.CSTNode) -> str:
+    def _note(self, node: ast.AST) -> None:
+        match node:
+            case ast.FunctionDef(name=name):
+                self.functions[name].append(node)
+            case ast.ClassDef(name=name):
+                self.classes.setdefault(name, node)
+            case ast.Call():
+                self.calls.append(node)
+            case ast.Assign(targets=targets, value=value):
+                for target in targets:
+                    self._bind(target, value)
+            case ast.AnnAssign(target=target, value=ast.expr() as value) | ast.NamedExpr(target=target, value=value):
+                self._bind(target, value)
+            case ast.AugAssign(target=target) | ast.For(target=target):
+                self._bind(target, None)
+            case ast.withitem(optional_vars=ast.expr() as target):
+                self._bind(target, None)
+            case ast.Import(names=names):
+                for alias in names:
+                    short = alias.asname or alias.name.split(".")[0]
+                    self.imports[short] = alias.name if alias.asname else short
+            case ast.ImportFrom(module=module, names=names, level=level):
+                base = "." * level + (module or "")
+                for alias in names:
+                    if alias.name == "*":
+                        self.starred.append(base)
+                    else:
+                        self.imports[alias.asname or alias.name] = base + ("." if module else "") + alias.name
+
+    def _bind(self, target: ast.expr, value: ast.expr | None) -> None:
+        match target:
+            case ast.Name(id=name):
+                self._bindings[self.scopes(target)[0], name].append(Binding(target, value))
+            case ast.Tuple(elts=parts) | ast.List(elts=parts):
+                values = value.elts if isinstance(value, ast.Tuple | ast.List) else []
+                for position, part in enumerate(parts):
+                    self._bind(part, values[position] if len(values) == len(parts) else None)
+            case ast.Attribute() | ast.Subscript():
+                self.assigns.append((target, value))
+                owner = self.class_of(target)
+                if isinstance(target, ast.Attribute) and self.dotted(target.value) == "self" and owner is not None:
+                    self._bindings[owner, f"self.{target.attr}"].append(Binding(target, value))
+
+    def where(self, node: ast.AST) -> str:
         """file:line of a node."""
-        return f"{self.name}:{self.line(node)}"
+        return f"{self.name}:{getattr(node, 'lineno', 1)}"
 
-    def line(self, node: cst.CSTNode) -> int:
-        """The line a node begins on."""
-        return int(self._positions[node].start.line)
-
-    def text(self, node: cst.CSTNode) -> str:
-        """The source of a node."""
-        return self.tree.code_for_node(node)
-
-    def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
+    def parent(self, node: ast.AST) -> ast.AST | None:
         """The node around it."""
-        found: cst.CSTNode | None = self._parents.get(node)
-        return found
+        return self._parents.get(node)
 
-    def around(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    def around(self, node: ast.AST) -> Iterator[ast.AST]:
         """The nodes around it, innermost first."""
-        found = self.parent(node)
-        while found is not None:
-            yield found
-            found = self.parent(found)
+        above = self._parents.get(node)
+        while above is not None:
+            yield above
+            above = self._parents.get(above)
 
-    def scopes(self, node: cst.CSTNode) -> list[Scope]:
+    def scopes(self, node: ast.AST) -> list[Scope]:
         """Where a name at this node is looked up: functions outwards, the class it stands in directly, the module."""
         found: list[Scope] = []
         for above in self.around(node):
-            if isinstance(above, cst.Module | cst.FunctionDef | cst.Lambda) or (
-                isinstance(above, cst.ClassDef) and not found
-            ):
+            if isinstance(above, ast.Module | ast.FunctionDef) or (isinstance(above, ast.ClassDef) and not found):
                 found.append(above)
-        return found
+        return found or [self.tree]
 
-    def function_of(self, node: cst.CSTNode) -> cst.FunctionDef | None:
+    def function_of(self, node: ast.AST) -> ast.FunctionDef | None:
         """The function it stands in."""
-        return next((above for above in self.around(node) if isinstance(above, cst.FunctionDef)), None)
+        return next((above for above in self.around(node) if isinstance(above, ast.FunctionDef)), None)
 
-    def class_of(self, node: cst.CSTNode) -> cst.ClassDef | None:
+    def class_of(self, node: ast.AST) -> ast.ClassDef | None:
         """The class it stands in."""
-        return next((above for above in self.around(node) if isinstance(above, cst.ClassDef)), None)
+        return next((above for above in self.around(node) if isinstance(above, ast.ClassDef)), None)
 
-    def loops(self, node: cst.CSTNode) -> list[Loop]:
+    def inside(self, node: ast.AST, outer: ast.AST) -> bool:
+        """Whether a node is part of another."""
+        return any(above is outer for above in self.around(node))
+
+    def loops(self, node: ast.AST) -> list[Loop]:
         """The loops around it within its function, innermost first."""
         found: list[Loop] = []
         below = node
         for above in self.around(node):
-            if isinstance(above, cst.FunctionDef | cst.Lambda):
+            if isinstance(above, ast.FunctionDef | ast.Lambda):
                 break
-            if isinstance(above, cst.For | cst.While) and below is above.body:
+            if isinstance(above, ast.For | ast.While) and below in above.body:
                 found.append(above)
             below = above
         return found
@@ -133,259 +148,134 @@ class Module:
         """Every name that gets a value in a scope."""
         return [name for bound_in, name in self._bindings if bound_in is scope]
 
-    def dotted(self, node: cst.CSTNode) -> str | None:
+    def imported(self) -> list[str]:
+        """Everything it imports, in full."""
+        return list(dict.fromkeys((*self.imports.values(), *self.starred)))
+
+    def dotted(self, node: ast.AST) -> str | None:
         """A.b.c in full: with what was imported put in the place of its alias."""
-        if isinstance(node, cst.Name):
-            return self.imports.get(node.value, node.value)
-        if isinstance(node, cst.Attribute):
+        if isinstance(node, ast.Name):
+            return self.imports.get(node.id, node.id)
+        if isinstance(node, ast.Attribute):
             before = self.dotted(node.value)
-            return f"{before}.{node.attr.value}" if before else None
+            return f"{before}.{node.attr}" if before else None
         return None
-
-    def bind(
-        self, scope: Scope, target: cst.CSTNode, value: cst.BaseExpression | None, element: int | None = None
-    ) -> None:
-        """Note that a target gets a value."""
-        if isinstance(target, cst.Name):
-            self._bindings[scope, target.value].append(Binding(value, element))
-        elif isinstance(target, cst.Tuple | cst.List):
-            parts = value.elements if isinstance(value, cst.Tuple | cst.List) else ()
-            pairwise = len(parts) == len(target.elements) and element is None
-            for position, item in enumerate(target.elements):
-                if pairwise:
-                    self.bind(scope, item.value, parts[position].value)
-                else:
-                    self.bind(scope, item.value, value if element is None else None, position)
-        elif isinstance(target, cst.Attribute | cst.Subscript) and value is not None:
-            self.assigns.append((target, value if element is None else target))
-
-    def _fill(self) -> None:
-        collector = _Collector(self)
-        self.tree.visit(collector)
-        for node in self.nodes:
-            if isinstance(node, cst.FunctionDef):
-                self.functions[node.name.value].append(node)
-            elif isinstance(node, cst.ClassDef):
-                self.classes.setdefault(node.name.value, node)
-            elif isinstance(node, cst.Call):
-                self.calls.append(node)
-
-
-class _Collector(cst.CSTVisitor):
-    """Fills a Module."""
-
-    def __init__(self, module: Module) -> None:
-        super().__init__()
-        self._module = module
-        self._scopes: list[Scope] = []
-
-    def on_visit(self, node: cst.CSTNode) -> bool:
-        self._module.nodes.append(node)
-        if isinstance(node, cst.Module | cst.ClassDef | cst.FunctionDef | cst.Lambda):
-            self._scopes.append(node)
-        return super().on_visit(node)
-
-    def on_leave(self, original_node: cst.CSTNode) -> None:
-        super().on_leave(original_node)
-        if self._scopes and original_node is self._scopes[-1]:
-            self._scopes.pop()
-
-    def visit_Assign(self, node: cst.Assign) -> None:
-        for target in node.targets:
-            self._module.bind(self._scopes[-1], target.target, node.value)
-
-    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
-        if node.value is not None:
-            self._module.bind(self._scopes[-1], node.target, node.value)
-
-    def visit_AugAssign(self, node: cst.AugAssign) -> None:
-        if isinstance(node.target, cst.Name):
-            self._module.bind(self._scopes[-1], node.target, None)
-        else:
-            self._module.assigns.append((node.target, node.target))
-
-    def visit_NamedExpr(self, node: cst.NamedExpr) -> None:
-        self._module.bind(self._scopes[-1], node.target, node.value)
-
-    def visit_For(self, node: cst.For) -> None:
-        self._module.bind(self._scopes[-1], node.target, None)
-
-    def visit_AsName(self, node: cst.AsName) -> None:
-        self._module.bind(self._scopes[-1], node.name, None)
-
-    def visit_Import(self, node: cst.Import) -> bool:
-        for alias in node.names:
-            full = _dots(alias.name)
-            name = alias.asname.name if alias.asname else None
-            if isinstance(name, cst.Name):
-                self._module.imports[name.value] = full
-            else:
-                self._module.imports[full.split(".")[0]] = full.split(".")[0]
-        return False
-
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        base = "." * len(node.relative) + (_dots(node.module) if node.module else "")
-        if isinstance(node.names, cst.ImportStar):
-            self._module.starred.append(base)
-            return False
-        for alias in node.names:
-            name = alias.asname.name if alias.asname else alias.name
-            if isinstance(name, cst.Name):
-                self._module.imports[name.value] = (
-                    f"{base}.{_dots(alias.name)}" if base.strip(".") else base + _dots(alias.name)
-                )
-        return False
-
-
-def _dots(node: cst.CSTNode) -> str:
-    return f"{_dots(node.value)}.{node.attr.value}" if isinstance(node, cst.Attribute) else getattr(node, "value", "")
 
 
 @dataclass(slots=True)
 class Program:
     """The script (first) and the modules of its own that it imports; `missing` names own modules not looked at."""
 
-    modules: list[Module]
+    modules: list[Module] = field(default_factory=list)
     by_name: dict[str, Module] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
-    _calls: dict[str, list[tuple[Module, cst.Call, str]]] = field(default_factory=lambda: defaultdict(list))
+    _calls: dict[str, list[tuple[Module, ast.Call, str]]] = field(default_factory=lambda: defaultdict(list))
 
-    @property
-    def script(self) -> Module:
-        """The file a person named."""
-        return self.modules[0]
-
-    def calls(self, *last_names: str) -> Iterator[tuple[Module, cst.Call, str]]:
+    def calls(self, *last_names: str) -> Iterator[tuple[Module, ast.Call, str]]:
         """Every call whose function has a name, with that name in full; or those whose name ends in one of these."""
         if not self._calls:
             for module in self.modules:
                 for call in module.calls:
-                    name = module.dotted(call.func)
-                    if name is None and isinstance(call.func, cst.Attribute):
-                        name = f"?.{call.func.attr.value}"
+                    name = module.dotted(call.func) or (
+                        f"?.{call.func.attr}" if isinstance(call.func, ast.Attribute) else None
+                    )
                     if name is not None:
                         self._calls[name.rsplit(".", 1)[-1]].append((module, call, name))
-        for last in last_names or self._calls:
+        for last in last_names or tuple(self._calls):
             yield from self._calls.get(last, ())
 
-    def calls_of(self, function: cst.FunctionDef, name: str | None = None) -> list[tuple[Module, cst.Call]]:
-        """Who calls a function, by its name alone (or by that of its class, for __init__)."""
-        return [(module, call) for module, call, _ in self.calls(name or function.name.value)]
+    def nodes(self) -> Iterator[tuple[Module, ast.AST]]:
+        """Every node of every module."""
+        return ((module, node) for module in self.modules for node in module.nodes)
 
-    def function(self, module: Module, node: cst.CSTNode) -> tuple[Module, cst.FunctionDef] | None:
+    def function(self, module: Module, node: ast.expr) -> tuple[Module, ast.FunctionDef] | None:
         """The function of this program that an expression names, where only one can be meant."""
-        name = node.attr.value if isinstance(node, cst.Attribute) else getattr(node, "value", None)
-        dotted = module.dotted(node) or ""
-        if isinstance(name, str):
-            if isinstance(node, cst.Name) and module.functions.get(name):
-                found = [(module, function) for function in module.functions[name]]
-            else:
-                last = dotted.rsplit(".", 1)[-1] if isinstance(node, cst.Name) else name
-                found = [(other, function) for other in self.modules for function in other.functions.get(last, [])]
-            if len(found) == 1:
-                return found[0]
-        return None
+        last = node.attr if isinstance(node, ast.Attribute) else (module.dotted(node) or "").rsplit(".", 1)[-1]
+        own = isinstance(node, ast.Name) and node.id in module.functions
+        found = [(m, f) for m in ([module] if own else self.modules) for f in m.functions.get(last, [])]
+        return found[0] if len(found) == 1 else None
 
     def uses(self, *packages: str) -> str | None:
         """The first of these packages that is imported."""
-        for module in self.modules:
-            for full in (*module.imports.values(), *module.starred):
-                for package in packages:
-                    if full == package or full.startswith(f"{package}."):
-                        return package
-        return None
+        imported = {full.split(".")[0] for module in self.modules for full in module.imported()}
+        return next((package for package in packages if package in imported), None)
 
-    def find_class(self, name: str) -> tuple[Module, cst.ClassDef] | None:
+    def find_class(self, name: str) -> tuple[Module, ast.ClassDef] | None:
         """A class of this program."""
         last = name.rsplit(".", 1)[-1]
         return next(((module, module.classes[last]) for module in self.modules if last in module.classes), None)
 
 
-def arguments(call: cst.Call) -> Arguments:
-    """What a call is given, sorted."""
-    positional, keywords, rest, starred = [], {}, [], False
-    for argument in call.args:
-        if argument.star == "**":
-            rest.append(argument.value)
-        elif argument.star == "*":
-            starred = True
-        elif argument.keyword is not None:
-            keywords[argument.keyword.value] = argument.value
-        else:
-            positional.append(argument.value)
-    return Arguments(tuple(positional), keywords, tuple(rest), starred)
+def argument(call: ast.Call, name: str, position: int | None = None) -> ast.expr | None:
+    """What a call is given under a name, or at a position that no * makes uncertain."""
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value
+    before = call.args[: position + 1] if position is not None else []
+    if position is None or len(before) <= position or any(isinstance(given, ast.Starred) for given in before):
+        return None
+    return before[position]
+
+
+def spread(call: ast.Call) -> list[ast.expr]:
+    """The mappings a call is given with **."""
+    return [keyword.value for keyword in call.keywords if keyword.arg is None]
+
+
+def parameters(function: ast.FunctionDef) -> dict[str, ast.expr | None]:
+    """A function's parameters in order, each with its default; but for *args and **kwargs."""
+    given = function.args
+    placed = [*given.posonlyargs, *given.args]
+    defaults = [None] * (len(placed) - len(given.defaults)) + given.defaults
+    found = {one.arg: default for one, default in zip(placed, defaults, strict=True)}
+    return found | {one.arg: default for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)}
 
 
 def parse(path: Path) -> Module:
     """One file as a Module; a mistake in it is one line."""
-    text = text_of(path)
     try:
-        wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
-    except cst.ParserSyntaxError as problem:
-        raise UsageError(f"{path}:{problem.raw_line}: not Python: {problem.message.splitlines()[0]}") from None
-    except RecursionError:
-        raise UsageError(f"{path} is nested too deeply to be read") from None
-    return Module(path, wrapper.module, wrapper.resolve(ParentNodeProvider), wrapper.resolve(PositionProvider))
+        return Module(path, ast.parse(text_of(path)))
+    except SyntaxError as problem:
+        raise UsageError(f"{path}:{problem.lineno}: not Python: {problem.msg}") from None
+    except (RecursionError, ValueError) as problem:
+        raise UsageError(f"{path} cannot be read as Python: {problem}") from None
 
 
 def read_program(script: Path) -> Program:
     """A script with the modules of its own folder or package that it imports."""
-    program = Program([parse(script)])
-    roots = _roots(script)
-    for module in [program.script]:
-        for full in dict.fromkeys((*module.imports.values(), *module.starred)):
-            _follow(program, full, roots, script)
+    first = parse(script)
+    program = Program([first])
+    roots = [folder := script.resolve().parent]
+    while (folder / "__init__.py").exists():
+        roots.append(folder := folder.parent)
+    for full in first.imported():
+        path = _own_file(full, roots, script)
+        known = next((module for module in program.modules if module.path == path), None)
+        try:
+            if path is not None and known is None:
+                program.modules.append(known := parse(path))
+        except UsageError:
+            program.missing.append(shown(path) if path else full)  # only the script itself has to be whole
+        if known is not None:
+            program.by_name[full] = known
     for module in program.modules[1:]:
-        for full in (*module.imports.values(), *module.starred):
+        for full in module.imported():
             path = _own_file(full, roots, module.path)
-            if path is not None and all(path != known.path for known in program.modules):
+            if path is not None and all(path != known.path.resolve() for known in program.modules):
                 program.missing.append(shown(path))
     return program
 
 
-def _follow(program: Program, full: str, roots: Sequence[Path], importer: Path) -> None:
-    path = _own_file(full, roots, importer)
-    if path is None:
-        return
-    known = next((module for module in program.modules if module.path == path), None)
-    if known is None:
-        if len(program.modules) >= _AT_MOST_FILES or path.stat().st_size > _AT_MOST_BYTES:
-            program.missing.append(shown(path))
-            return
-        try:
-            known = parse(path)
-        except UsageError:
-            program.missing.append(shown(path))  # only the script itself has to be whole
-            return
-        program.modules.append(known)
-    program.by_name[full] = known
-
-
-def _roots(script: Path) -> list[Path]:
-    """Where the script's own modules are looked for: its folder, and the folder its package lies in."""
-    folder = script.resolve().parent
-    roots = [folder]
-    while (folder / "__init__.py").exists():
-        folder = folder.parent
-        roots.append(folder)
-    return roots
-
-
-def _own_file(full: str, roots: Sequence[Path], importer: Path) -> Path | None:
+def _own_file(full: str, roots: list[Path], importer: Path) -> Path | None:
     """The file behind a module, or behind the module a name was imported from."""
     dots = len(full) - len(full.lstrip("."))
     parts = [part for part in full.strip(".").split(".") if part]
     if dots:
-        folder = importer.resolve().parent
-        roots = [folder if dots == 1 else folder.parents[dots - 2]]
-    for count in (len(parts), len(parts) - 1):
-        if count < 1:
-            continue
-        for root in roots:
-            for path in (
-                root.joinpath(*parts[:count]).with_suffix(".py"),
-                root.joinpath(*parts[:count], "__init__.py"),
-            ):
+        roots = list(importer.resolve().parents[dots - 1 : dots])
+    for some in (parts, parts[:-1]):
+        for root in roots if some else ():
+            stem = root.joinpath(*some)
+            for path in (stem.with_suffix(".py"), stem / "__init__.py"):
                 if path.is_file() and path != importer.resolve():
                     return path
     return None
