@@ -20,6 +20,7 @@ NAMES = {
     "checkpoint_interval": rf"(save|checkpoint|ckpt){_EVERY}",
     "precision": r"(use_?)?(amp|bf16|mixed_?precision|autocast)(_?dtype)?",
     "fp16": r"(use_?)?fp16",
+    "trainer_precision": r"precision",  # Lightning's; elsewhere it may be about digits
     "tf32": r"(allow_?|use_?|enable_?)?tf32",
     "cudnn_benchmark": r"(cudnn[_.]?)?benchmark(_?cudnn)?",
     "channels_last": r"(use_?)?channels_?last",

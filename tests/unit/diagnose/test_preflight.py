@@ -48,6 +48,8 @@ FAULTS = [
     ("set_epoch", FAIL, "        sampler.set_epoch(epoch)\n", "", "the same order"),
     ("mixed precision", WARN, 'with torch.autocast("cuda", torch.bfloat16):', "if True:", "no autocast"),
     ("mixed precision", WARN, "torch.bfloat16):", "torch.bfloat16, enabled=False):", "switched off"),
+    ("mixed precision", WARN,
+     'torch.autocast("cuda", torch.bfloat16):', "torch.cuda.amp.autocast(False):", "switched off"),
     ("cuDNN benchmark", WARN, "cudnn.benchmark = True", "cudnn.benchmark = False", "switched off"),
     ("fused optimizer", WARN, ", fused=True", "", "AdamW without fused=True"),
     ("channels_last", WARN, "device, memory_format=torch.channels_last", "device", "NCHW"),

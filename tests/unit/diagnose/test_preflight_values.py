@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from preflight_cases import SCRIPTS, line, look_over
 
+from flatout.diagnose.preflight.checklist import WARN
 from flatout.diagnose.preflight.settings import read_command, read_data
 
 LOADER = "from torch.utils.data import DataLoader\nloader = DataLoader(train_set, 32, num_workers=workers)\n"
@@ -170,6 +171,17 @@ def test_yaml_knows_its_lines_merges_and_strange_tags(tmp_path: Path) -> None:
     assert found["train", "lr"].what == 0.1
     assert (found["train", "epochs"].where or "").endswith("a.yaml:6")
     assert not found["train", "deep"].known
+
+
+def test_a_config_alone_is_judged_by_what_it_says(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("trainer:\n  precision: 32\ndata:\n  num_workers: 40\n  pin_memory: false\n")
+    found = {line.subject: line.fix for line in look_over(None, config=path).of(WARN)}
+    assert found == {
+        "mixed precision": "trainer.precision: bf16",
+        "workers": "data.num_workers: 14",
+        "pin_memory": "data.pin_memory: true",
+    }
 
 
 def test_json_with_tabs(tmp_path: Path) -> None:

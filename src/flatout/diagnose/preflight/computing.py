@@ -53,7 +53,7 @@ def check_mixed_precision(study: Study) -> Line:
 
 
 def _precisions(study: Study) -> list[tuple[str, Value]]:
-    return study.settings.named("precision", "fp16")
+    return study.settings.named("precision", "fp16", "trainer_precision")
 
 
 def _asks(setting: Value) -> bool:
@@ -107,19 +107,20 @@ def _misspelled(study: Study) -> Line | None:
 def _autocast(study: Study) -> Line | None:
     """torch's own autocast, and whether it is switched on."""
     places = [
-        (module.where(call), study.argument(module, call, "enabled", 0 if "cuda" in ast.unparse(call.func) else None))
-        for module, call in study.called(*_AUTOCAST)
+        (module.where(call), study.argument(module, call, "enabled", 0 if "cuda" in name else None) or Value(True))
+        for module, call, name in study.program.calls("autocast")
+        if name in _AUTOCAST
     ]
     if not places:
         return None
     for where, enabled in places:
-        if enabled is None or enabled.what is True:
+        if enabled.what is True:
             return ok("autocast is on", where)
-    unclear = next((where for where, enabled in places if enabled is None or not enabled.known), None)
+    unclear = next((where for where, enabled in places if not enabled.known), None)
     if unclear is not None:
         return unknown("autocast is there; whether it is on is not told by the source alone", unclear)
     where, enabled = places[0]
-    off = next((value for _, value in _precisions(study) if not _asks(value)), enabled or Value())
+    off = next((value for _, value in _precisions(study) if not _asks(value)), enabled)
     reason = f"autocast is there ({where}), but switched off: matrix work runs in fp32"
     return warn(reason, off.where or where, fix=_switched_on(study, off), code="compute.precision")
 

@@ -186,10 +186,6 @@ class Evaluator:
         if isinstance(holder.what, Table):
             found = holder.what.entries.get(name)
             return found or (self.value(module, default) if holder.what.complete else Value())
-        if isinstance(holder.what, tuple) and isinstance(node, ast.Subscript):
-            part = self.value(module, node.slice).what
-            inside = isinstance(part, int) and -len(holder.what) <= part < len(holder.what)
-            return holder.what[part] if inside else Value()
         other = self.program.by_name.get(module.dotted(node.value) or "") if isinstance(node, ast.Attribute) else None
         if other is not None and (bindings := other.bindings(other.tree, name)):
             return merged(self.value(other, binding.node) for binding in bindings)
