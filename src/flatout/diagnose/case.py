@@ -16,6 +16,7 @@ from flatout.trace import RankTrace, Sample, Sketch, Step, Trace, WorkerReport, 
 ENOUGH_STEPS = 20
 LAUNCHING = ("forward", "loss", "backward", "optimizer", "rest", "copy")
 _MARKED_STEPS_USED = 200
+_DISTURBED = 0.8  # a ceiling below so much of what the run itself did
 
 
 @dataclass(frozen=True)
@@ -169,16 +170,22 @@ class Case:
     @cached_property
     def headroom(self) -> float:
         """How many times faster the step could be at most: by the measured ceiling, or else by the X-ray."""
-        b = self.breakdown
-        ceiling = b.ceiling_samples_per_s or b.replay_samples_per_s
-        if ceiling and b.samples_per_s:
-            return max(1.0, ceiling / b.samples_per_s)
+        if self._above_now is not None:
+            return max(1.0, self._above_now)
         return 1 / self.busy_share if self.busy_share else float("inf")
 
     @property
     def has_ceiling(self) -> bool:
         """Whether the headroom was measured by replaying batches."""
-        return self.breakdown.ceiling_samples_per_s is not None or self.breakdown.replay_samples_per_s is not None
+        return self._above_now is not None
+
+    @cached_property
+    def _above_now(self) -> float | None:
+        """The ceiling as a multiple of the run. One far below the run says nothing: others had the cores meanwhile."""
+        b = self.breakdown
+        ceiling = b.ceiling_samples_per_s or b.replay_samples_per_s
+        above = ceiling / b.samples_per_s if ceiling and b.samples_per_s else None
+        return above if above is not None and above > _DISTURBED else None
 
     def xray_idle(self, *phases: str) -> float | None:
         """Milliseconds a step in which the card had nothing to do while the host was in these phases."""

@@ -56,6 +56,7 @@ class Found:
     noise: Noise | None = None
     trials: list[Trial] = field(default_factory=list)
     withheld: list[Offer] = field(default_factory=list)
+    untried: list[Offer] = field(default_factory=list)  # for want of time
     remarks: list[str] = field(default_factory=list)
     stopped: str = ""
     interrupted: bool = False

@@ -34,6 +34,9 @@ class Speed:
     steps: int
     unit: str = "samples/s"
 
+    def __str__(self) -> str:
+        return f"{in_full(self.value)} {self.unit}"
+
     @property
     def known_to(self) -> float:
         """Half the width of the 95% interval, as a share."""
@@ -50,6 +53,12 @@ class Gain:
 
     def __str__(self) -> str:
         return f"{self.value:.2f}× ({self.low:.2f} to {self.high:.2f})"
+
+
+def in_full(value: float) -> str:
+    """A number to four digits as people write it: 14,130 and 0.3712, never 1.413e+04."""
+    whole = len(f"{abs(value):.0f}")
+    return f"{float(f'{value:.4g}'):,.0f}" if whole >= 4 else f"{value:,.4g}"
 
 
 def measure(trace: Trace) -> Speed | None:

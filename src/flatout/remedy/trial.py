@@ -113,10 +113,11 @@ class Search:
                 self._note((), again)
                 self.found.before = self.found.after = again
         found = diagnose(self.before.trace) if self.before.trace is not None else ()
+        said = found[0].title if found else "nothing wrong was found"
+        self._story.said(f"{self._incumbent}: {said}")
         if any(finding.code == "hardware.shared" for finding in found):
             self._clear = CLEAR_IN_COMPANY
-        said = found[0].title if found else "nothing wrong was found"
-        self._story.said(f"{_rate(self._incumbent)}: {said}")
+            self._remark("others use this machine: a gain may not show, run it again when it is quiet")
 
     def _why_no_baseline(self, run: Run) -> str:
         if run.hung:
@@ -157,9 +158,18 @@ class Search:
                 return
             affordable = [offer for offer in wanted if self._affords(offer.changes)]
             if not affordable:
-                self.found.stopped = f"the budget is spent; not tried: {', '.join(offer.name for offer in wanted)}"
+                self.found.untried = wanted
+                self.found.stopped = self._too_short_for(wanted)
                 return
             self._try(affordable[0])
+
+    def _too_short_for(self, wanted: Sequence[Offer]) -> str:
+        """What was not tried for want of time, and a budget that would do for the first of it."""
+        runs = self.before.seconds + 2 * self._now.seconds  # the trial, and the comparison at the end
+        missing_s = self._reserve_s(wanted[0].changes) + runs - self._left_s
+        enough = math.ceil((self._budget_s + max(0.0, missing_s)) / 60 + 0.5)
+        names = ", ".join(offer.name for offer in wanted)
+        return f"too little time was left to try and prove {names}: --budget {enough}m would do"
 
     def _view(self) -> View:
         run = self._long or self._now
@@ -647,7 +657,3 @@ def _compiles(changes: Iterable[Change]) -> bool:
 
 def _as_figure(speed: Speed) -> Figure:
     return Figure(median=speed.value, spread=speed.value * speed.sd, n=speed.steps, unit=speed.unit)
-
-
-def _rate(speed: Speed) -> str:
-    return f"{speed.value:,.4g} {speed.unit}"

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from flatout.diagnose.breakdown import Breakdown
 from flatout.diagnose.resample import INTERVAL, RESAMPLES, Floats, resampled_means
+from flatout.remedy.speed import in_full
 from flatout.report.account import Account, account
 from flatout.report.picture import grouped
 from flatout.trace import RankTrace, Sketch, Trace
@@ -181,10 +182,11 @@ def _too_short(name: str, one: Account, blocks: _Blocks | None) -> Iterator[str]
 
 def _cautions(a: Account, b: Account, per: str) -> Iterator[str]:
     if per == "sample":
+        first, second = _samples_a_step(a), _samples_a_step(b)
         yield (
-            f"a step of A has {_samples_a_step(a):,.4g} samples, one of B {_samples_a_step(b):,.4g}: "
+            f"a step of A has {in_full(first)} samples, one of B {in_full(second)}: "
             "time for each sample is compared, not for each step"
-            if _samples_a_step(a) and _samples_a_step(b)
+            if first and second
             else "their steps have unlike numbers of samples"
         )
     for fact, what in (("gpu", "card"), ("parameters", "number of parameters")):

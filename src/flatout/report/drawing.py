@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from flatout.remedy.speed import in_full
 from flatout.report.markup import Html, folded, join, table, tag
 from flatout.report.picture import Bar, Mark, Panel, Timeline, words
 from flatout.report.terminal import duration, ms
@@ -182,7 +183,7 @@ def plot(panel: Panel, place: int) -> Html:
             (
                 series.name,
                 f"{len(series.y):,}",
-                *(f"{v:,.4g}" for v in (values.low, middle, values.mean or 0.0, values.high)),
+                *(in_full(v) for v in (values.low, middle, values.mean or 0.0, values.high)),
             )
         )
     label = f"{panel.title} over the run, {panel.unit}: " + "; ".join(
@@ -204,7 +205,7 @@ def _excerpt(panel: Panel) -> Html:
     for series in panel.series:
         every = max(1, -(-len(series.x) // TABLE_ROWS))
         rows += [
-            (series.name, f"{x:,.2f} s", f"{y:,.4g}") for x, y in zip(series.x[::every], series.y[::every], strict=True)
+            (series.name, f"{x:,.2f} s", in_full(y)) for x, y in zip(series.x[::every], series.y[::every], strict=True)
         ]
     return table(f"{panel.title}: moments of the run", ("series", "after", panel.unit or "value"), rows)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
@@ -14,6 +16,7 @@ from rich.text import Text
 
 from flatout.remedy.candidates import in_words
 from flatout.remedy.found import Attempt, Story
+from flatout.remedy.speed import in_full
 from flatout.report import drawing
 from flatout.report.account import account
 from flatout.report.compare import compare
@@ -140,22 +143,20 @@ def before_and_after(fixed: FixReport) -> list[tuple[str, str, str]]:
     if a is None or b is None:
         return []
     rows = []
-    for name, shown, of in (
-        (a.unit, "{:,.4g}", "samples_per_s"),
-        ("median step", None, "step_ms"),
-        ("SM active", "{:.0f}%", "sm_active_pct"),
-        ("GPU-Util", "{:.0f}%", "gpu_util_pct"),
-        ("power", "{:.0f} W", "power_w"),
-        ("energy a sample", "{:.3g} J", "joules_a_sample"),
-        ("an epoch", None, "epoch_s"),
-        ("an epoch costs", "{:.3g}", "epoch_money"),
-    ):
-        values = [getattr(side, of) for side in (a, b)]
-        if None in values:
-            continue
-        told = ms if of == "step_ms" else lambda value: duration(1e3 * value)
-        cells = [shown.format(value) if shown is not None else told(value) for value in values]
-        rows.append((name, cells[0], cells[1]))
+    told: tuple[tuple[str, Callable[[float], str], str], ...] = (
+        (a.unit, in_full, "samples_per_s"),
+        ("median step", ms, "step_ms"),
+        ("SM active", "{:.0f}%".format, "sm_active_pct"),
+        ("GPU-Util", "{:.0f}%".format, "gpu_util_pct"),
+        ("power", "{:.0f} W".format, "power_w"),
+        ("energy a sample", "{:.3g} J".format, "joules_a_sample"),
+        ("an epoch", lambda seconds: duration(1e3 * seconds), "epoch_s"),
+        ("an epoch costs", in_full, "epoch_money"),
+    )
+    for name, say, of in told:
+        before, after = (getattr(side, of) for side in (a, b))
+        if before is not None and after is not None:
+            rows.append((name, say(before), say(after)))
     return rows
 
 
@@ -188,7 +189,7 @@ def page(fixed: FixReport) -> str:
     ]
     head = join(
         [
-            tag("p", tag("strong", "flatout fix"), " · ", " ".join(fixed.command), class_="about"),
+            tag("p", tag("strong", "flatout fix"), " · ", shlex.join(fixed.command), class_="about"),
             tag("h1", fixed.sentence()),
             figures([(name, f"{a} → {b}", "") for name, a, b in before_and_after(fixed)]),
             copyable(fixed.train_with) if found.kept else None,
@@ -252,7 +253,7 @@ def _runs(fixed: FixReport) -> Html:
                 "li",
                 tag("span", trial.what, class_="name"),
                 tag("span", drawing.block(bar) if speed is not None else None, class_="track"),
-                tag("span", f"{speed.value:,.4g}" if speed is not None else "", class_="figure"),
+                tag("span", in_full(speed.value) if speed is not None else "", class_="figure"),
                 tag("span", duration(1e3 * trial.seconds), class_="figure quiet"),
             )
         )
@@ -261,6 +262,6 @@ def _runs(fixed: FixReport) -> Html:
         f"Runs of the same plan differ by {noise.sd:.1%} ({noise.repeats} repeats). " if noise and noise.repeats else ""
     )
     stopped = f"{seen}{_summed_up(fixed)}"
-    listed = [(t.what, f"{t.speed.value:,.4g}" if t.speed else "", duration(1e3 * t.seconds)) for t in trials]
+    listed = [(t.what, in_full(t.speed.value) if t.speed else "", duration(1e3 * t.seconds)) for t in trials]
     behind = folded("The figures", table("Every run", ("run", "samples/s", "took"), listed))
     return join([tag("ul", *rows, class_="falls"), tag("p", stopped, class_="meta"), behind])

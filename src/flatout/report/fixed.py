@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from flatout.plan import Figure
 from flatout.remedy.candidates import PAUSES, Offer, in_words
 from flatout.remedy.found import Attempt, Found
 from flatout.remedy.running import Run
-from flatout.remedy.speed import Gain
+from flatout.remedy.speed import Gain, in_full
 from flatout.report.permanent import permanently
 
 SCHEMA = 1
@@ -57,11 +58,13 @@ class FixReport:
     @property
     def train_with(self) -> str:
         """The command to train with what was kept."""
-        return f"flatout run --plan {self.plan_file} -- {' '.join(self.command)}"
+        return f"flatout run --plan {self.plan_file} -- {shlex.join(self.command)}"
 
     def sentence(self) -> str:
         """The answer."""
         found = self.found
+        if found.untried and not found.attempts:
+            return f"Nothing was tried: {found.stopped}."
         if not found.kept:
             tried = "nothing was worth trying"
             if found.attempts:
@@ -71,7 +74,7 @@ class FixReport:
         changes = f"{len(found.kept)} change{'s' if len(found.kept) > 1 else ''} kept"
         speeds = ""
         if self.before is not None and self.after is not None:
-            speeds = f", {self.before.samples_per_s:,.4g} → {self.after.samples_per_s:,.4g} {self.after.unit}"
+            speeds = f", {in_full(self.before.samples_per_s)} → {in_full(self.after.samples_per_s)} {self.after.unit}"
         if found.gain is None:
             return f"{changes} ({found.stopped}){speeds}: not measured as a whole."
         if found.gain.low <= 1:
@@ -85,6 +88,7 @@ class FixReport:
             "schema": SCHEMA,
             "command": list(self.command),
             "plan": self.plan_file,
+            "sentence": self.sentence(),
             "gain": _gain(found.gain),
             "before": dataclasses.asdict(self.before) if self.before is not None else None,
             "after": dataclasses.asdict(self.after) if self.after is not None else None,

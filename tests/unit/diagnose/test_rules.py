@@ -43,6 +43,14 @@ def test_loading_in_the_training_process() -> None:
     assert 1.0 < found.gain_low < found.gain_high <= 4.1
 
 
+def test_a_ceiling_below_the_run_itself_says_nothing() -> None:
+    """Others had the cores while it was measured."""
+    made = trace(*STARVED, loader={"num_workers": 0}, workers=workers(1, sample_ms=1.0, busy=0.7), xray=None)
+    slow = [dataclasses.replace(step, kind="replay", wall_ms=2 * step.wall_ms) for step in made.ranks[0].steps]
+    rank = dataclasses.replace(made.ranks[0], steps=(*made.ranks[0].steps, *slow))
+    assert codes(dataclasses.replace(made, ranks=(rank,))) == codes(made)
+
+
 def test_too_few_workers_are_busy_while_cores_are_free() -> None:
     made = trace(*STARVED, loader={"num_workers": 2}, workers=workers(2, sample_ms=2.0, busy=0.95))
     found = first(made)

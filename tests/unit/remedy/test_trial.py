@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -216,7 +217,17 @@ def test_the_budget_is_kept_and_what_was_not_tried_is_named() -> None:
     found = fix(world, budget_s=115)
     assert found.seconds <= 115 * 1.1
     assert kept(found).get("loader") == "elastic"  # the most promising came first
-    assert "the budget is spent" in found.stopped
+    assert found.stopped.startswith("too little time was left to try and prove precision bf16")
+
+
+def test_a_budget_too_short_for_anything_says_what_would_do() -> None:
+    starved = World(machine=Machine(data_ms=80.0), workers=0)
+    found = fix(starved, budget_s=40)
+    assert found.attempts == []
+    assert [offer.changes[0].name for offer in found.untried] == ["loader"]
+    enough = re.search(r"--budget (\d+)m would do", found.stopped)
+    assert enough is not None
+    assert kept(fix(World(machine=Machine(data_ms=80.0), workers=0), budget_s=60 * int(enough[1])))
 
 
 def test_four_minutes_are_enough_for_everything() -> None:

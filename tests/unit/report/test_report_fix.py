@@ -16,14 +16,15 @@ from remedy_world import Machine, World, flag
 from flatout.plan import Change, Outcome
 from flatout.remedy.candidates import Wishes
 from flatout.remedy.found import Attempt
+from flatout.remedy.speed import in_full
 from flatout.remedy.trial import Search
 from flatout.report import fix_views
 from flatout.report.fixed import FixReport, report
 from flatout.report.permanent import permanently
 
 
-def fixed(world: World, allow: str = "", price: float | None = None) -> FixReport:
-    found = Search(world, Wishes.of(allow=allow), budget_s=600, clock=world.clock).go()
+def fixed(world: World, allow: str = "", price: float | None = None, budget_s: float = 600) -> FixReport:
+    found = Search(world, Wishes.of(allow=allow), budget_s=budget_s, clock=world.clock).go()
     return report(found, ("python", "train.py"), "flatout-plan.yaml", price)
 
 
@@ -53,7 +54,7 @@ def test_before_and_after_have_energy_and_money(starved: FixReport) -> None:
     rows = {name: (before, after) for name, before, after in fix_views.before_and_after(starved)}
     assert rows["energy a sample"] == ("0.47 J", "0.101 J")  # 300 W at 640 and about 2,960 samples/s
     assert rows["an epoch"][0] == "2 min 37 s"
-    assert rows["an epoch costs"][0] == "0.157"
+    assert rows["an epoch costs"][0] == "0.1565"
 
 
 def test_nothing_to_change_is_said_with_the_reason() -> None:
@@ -61,6 +62,22 @@ def test_nothing_to_change_is_said_with_the_reason() -> None:
     assert text.startswith("Nothing to change: nothing was worth trying (at the ceiling of the step")
     assert "1 run in 11.2 s" in text
     assert "Train with it" not in text
+
+
+def test_nothing_tried_for_want_of_time_is_not_called_nothing_to_change() -> None:
+    text = shown(fixed(World(machine=Machine(data_ms=80.0), workers=0), budget_s=40))
+    assert text.startswith("Nothing was tried: too little time was left to try and prove elastic loader")
+
+
+def test_numbers_are_written_in_full() -> None:
+    assert [in_full(v) for v in (14_131.2, 1_234_567, 999.96, 580.94, 0.37124, 0)] == [
+        "14,130",
+        "1,235,000",
+        "1,000",
+        "580.9",
+        "0.3712",
+        "0",
+    ]
 
 
 def test_the_page_has_both_waterfalls_every_run_and_the_edits(starved: FixReport) -> None:
