@@ -1,7 +1,7 @@
 """`flatout top`: see what the GPU really does.
 
-    source   the machine now, or a recording ─► Sample
-      │                                            │
+    source   the machine now, or a recording ─► Sample (readings: what it says that is no field of it)
+      │
       ├──────────────► view     the live terminal view (the only part that imports Textual)
       ├──────────────► text     a line a sample, when stdout is not a terminal
       ├──────────────► table    --csv: a row a sample

@@ -21,48 +21,35 @@ _PARTS = " ▏▎▍▌▋▊▉█"
 class Palette:
     """Colours by what they mean."""
 
+    name: str
+    ground: str
+    panel: str
+    text: str
+    bold: str
+    dim: str
+    track: str
     work: str
     claim: str
     cool: str
     warm: str
     hot: str
-    dim: str
-    track: str
-    bold: str
 
 
 DARK = Palette(
-    work="#4ade80",
-    claim="#b7791f",
-    cool="#60a5fa",
-    warm="#fbbf24",
-    hot="#f87171",
-    dim="#8b949e",
-    track="#30363d",
-    bold="#e6edf3",
-)
+    name="flatout-dark", ground="#0d1117", panel="#161b22", text="#c9d1d9", bold="#e6edf3", dim="#8b949e",
+    track="#30363d", work="#4ade80", claim="#b7791f", cool="#60a5fa", warm="#fbbf24", hot="#f87171",
+)  # fmt: skip
 LIGHT = Palette(
-    work="#15803d",
-    claim="#b45309",
-    cool="#1d4ed8",
-    warm="#b45309",
-    hot="#b91c1c",
-    dim="#57606a",
-    track="#d0d7de",
-    bold="#1f2328",
-)
+    name="flatout-light", ground="#ffffff", panel="#eaeef2", text="#1f2328", bold="#1f2328", dim="#57606a",
+    track="#d0d7de", work="#15803d", claim="#b45309", cool="#1d4ed8", warm="#b45309", hot="#b91c1c",
+)  # fmt: skip
 
 
 def bar(pct: float | None, width: int, colour: str, palette: Palette) -> Text:
     """A horizontal bar, exact to an eighth of a character."""
-    text = Text()
-    if width <= 0:
-        return text
-    eighths = round(_clip(pct) / 100 * width * 8)
-    full, part = divmod(eighths, 8)
-    text.append("█" * full + (_PARTS[part] if part else ""), style=colour)
-    text.append("·" * (width - full - bool(part)), style=palette.track)
-    return text
+    full, part = divmod(round(_clip(pct) / 100 * max(0, width) * 8), 8)
+    text = Text("█" * full + (_PARTS[part] if part else ""), style=colour)
+    return text.append("·" * (width - full - bool(part)), style=palette.track)
 
 
 def sparkline(values: Sequence[float | None], width: int, colour: str) -> Text:

@@ -19,11 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from flatout import budget
 from flatout.errors import GateFailed, UsageError
-from flatout.top.source import Live, Reader, Replay, Source, Stop
-from flatout.top.summary import SummaryBuilder, TopSummary
+from flatout.sense.hardware import Sampler
+from flatout.top.figures import FigureBuilder
+from flatout.top.source import Live, Replay, Source, Stop
+from flatout.top.summary import TopSummary, sum_up
 from flatout.top.table import CsvTable
-from flatout.top.targets import DEFAULT_TARGETS, parse_targets
+from flatout.top.targets import DEFAULT_TARGETS, Target, parse_targets
 from flatout.top.text import line_of, paint, reading_lines, summary_lines
 from flatout.trace import Note, Sample, TraceWriter
 from flatout.trace.records import SCHEMA, to_json
@@ -75,14 +78,11 @@ class Terminal:
         return cls(interactive=interactive and os.environ.get("TERM") != "dumb", columns=size.columns, lines=size.lines)
 
 
-SamplerFactory = Callable[[tuple[int, ...] | None, tuple[int, ...]], Reader]
-
-
 def run(
     options: TopOptions,
     *,
     terminal: Terminal | None = None,
-    make_sampler: SamplerFactory | None = None,
+    make_sampler: Callable[..., Sampler] = Sampler,
     stop: Stop | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TopSummary:
@@ -90,14 +90,19 @@ def run(
 
     Tests bring a terminal, a sampler, a stop and a clock of their own.
     """
-    _check(options)
+    for mistake in _mistakes(options):
+        raise UsageError(mistake)
     targets = parse_targets(options.target) if options.target is not None else DEFAULT_TARGETS
     view = _wants_view(options, terminal or Terminal.here())
     stop = stop or Stop()
     with ExitStack() as stack:
-        source = _source(options, paced=view, make_sampler=make_sampler or _hardware, clock=clock)
+        if options.replay_from is not None:
+            pace = (options.speed or 1.0) if view else None
+            source: Source = Replay(options.replay_from, gpus=options.gpus, speed=pace)
+        else:
+            source = _live(options, make_sampler, clock)
         stack.callback(source.close)
-        session = _Session(options, source, SummaryBuilder(targets=targets, **_about(source)), stack)
+        session = _Session(options, source, targets, stack)
         with _ends_on_signal(stop):
             if view:
                 from flatout.top.view import TopView  # only now: it brings Textual
@@ -110,121 +115,103 @@ def run(
         return session.finish()
 
 
+def _live(options: TopOptions, make_sampler: Callable[..., Sampler], clock: Callable[[], float]) -> Live:
+    interval_s = options.interval_s or (ONCE_INTERVAL_S if options.once else USUAL_INTERVAL_S)
+    return Live(
+        make_sampler(gpus=options.gpus, pids=options.pids),
+        interval_s=interval_s,
+        duration_s=interval_s if options.once else options.duration_s,
+        cores_allowed=budget.measure().cores_allowed,
+        clock=clock,
+    )
+
+
 class _Session:
     """What happens to each sample, and in the end."""
 
-    def __init__(self, options: TopOptions, source: Source, builder: SummaryBuilder, stack: ExitStack) -> None:
+    def __init__(self, options: TopOptions, source: Source, targets: tuple[Target, ...], stack: ExitStack) -> None:
         self._options = options
         self._source = source
-        self._builder = builder
+        self._targets = targets
         self._stack = stack
-        self._cores_allowed = source.info.facts.get("cores_allowed")
+        self._figures = FigureBuilder(cores_allowed=source.cores_allowed)
         self._notes_written = 0
         self._last: Sample | None = None
+        self._writer: TraceWriter | None = None
+        self._table: CsvTable | None = None
         for path in (options.json_to, options.csv_to):
             if path not in (None, "-"):
                 _must_be_writable(Path(path))
-        self._writer: TraceWriter | None = None
         if options.record_to is not None:
             self._writer = stack.enter_context(TraceWriter(options.record_to, source.info))
-        self._table: CsvTable | None = None
         if options.csv_to is not None:
-            file = _open(options.csv_to, stack)
-            self._table = CsvTable(file, cores_allowed=self._cores_allowed)
+            self._table = CsvTable(stack.enter_context(_opened(options.csv_to)), cores_allowed=source.cores_allowed)
 
     def take(self, sample: Sample) -> None:
         """Count one sample in, and write it where it belongs."""
         self._last = sample
-        self._builder.add(sample)
+        self._figures.add(sample)
         if self._writer is not None:
             self._writer.write(sample)
             for text in self._source.notes[self._notes_written :]:
                 self._writer.write(Note(time_s=sample.time_s, text=text))
             self._notes_written = len(self._source.notes)
         if self._table is not None:
-            self._table.write(sample, self._unix_s(sample))
+            self._table.write(sample, self._source.unix_s(sample))
 
     def say(self, sample: Sample) -> None:
         """One line for a person who watches a log."""
         quiet = self._options.stdout_is_data or self._options.once or self._options.replay_from is not None
         if not quiet:
-            print(line_of(sample, self._unix_s(sample), self._cores_allowed), flush=True)
+            print(line_of(sample, self._source.unix_s(sample), self._source.cores_allowed), flush=True)
 
     def finish(self) -> TopSummary:
         """Close the files, print the summary, ask the gate."""
         self._stack.close()
-        notes = list(self._source.notes)
+        options, notes = self._options, list(self._source.notes)
         if self._writer is not None and self._writer.error is not None:
             notes.append(self._writer.error)
-        summary = self._builder.summary(notes)
-        if self._options.json_to is not None:
-            data = self._reading(notes) if self._options.once else summary.to_json()
-            _write_json(data, self._options.json_to)
-        if not self._options.stdout_is_data:
-            self._print(summary)
-        if self._options.fail_below_pct is not None:
-            _ask_gate(summary, self._options.fail_below_pct)
+        summary = sum_up(self._figures, targets=self._targets, hostname=self._source.info.host, notes=notes)
+        if options.json_to is not None:
+            data = self._reading(notes) if options.once else summary.to_json()
+            with _opened(options.json_to) as file:
+                file.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+        if not options.stdout_is_data:
+            once = self._last if options.once else None
+            _print(reading_lines(once, self._source.cores_allowed) if once is not None else summary_lines(summary))
+        if options.fail_below_pct is not None:
+            _ask_gate(summary, options.fail_below_pct)
         return summary
 
-    def _print(self, summary: TopSummary) -> None:
-        if self._options.once and self._last is not None:
-            lines: Iterator[str] = reading_lines(self._last, self._cores_allowed)
-        else:
-            lines = summary_lines(summary)
-        if not sys.stdout.isatty():
-            print("\n".join(lines))
-            return
-        from rich.console import Console
-        from rich.text import Text
-
-        console = Console(highlight=False)
-        for line in lines:
-            console.print(Text(line, style=paint(line)), soft_wrap=True)
-
     def _reading(self, notes: list[str]) -> dict[str, Any]:
-        sample = self._last
         data = {"record": "top-reading", "schema": SCHEMA, "hostname": self._source.info.host, "notes": notes}
-        if sample is not None:
-            data |= to_json(sample) | {"time_unix_s": to_json(self._unix_s(sample))}
+        if self._last is not None:
+            data |= to_json(self._last) | {"time_unix_s": to_json(self._source.unix_s(self._last))}
         return data
 
-    def _unix_s(self, sample: Sample) -> float:
-        info = self._source.info
-        return info.started_unix_s + sample.time_s - info.started_s
 
-
-def _check(options: TopOptions) -> None:
-    """Refuse what cannot be meant."""
-    if options.interval_s is not None and not FASTEST_S <= options.interval_s <= SLOWEST_S:
-        raise UsageError(f"--interval must be from {FASTEST_S:g} to {SLOWEST_S:g} seconds (got {options.interval_s:g})")
-    if options.duration_s is not None:
-        interval_s = options.interval_s or USUAL_INTERVAL_S
-        if not (math.isfinite(options.duration_s) and options.duration_s >= interval_s):
-            raise UsageError(f"--duration must be at least one interval, {interval_s:g} s (got {options.duration_s:g})")
+def _mistakes(options: TopOptions) -> Iterator[str]:
+    """What cannot be meant."""
+    interval_s, duration_s, speed = options.interval_s, options.duration_s, options.speed
+    if interval_s is not None and not FASTEST_S <= interval_s <= SLOWEST_S:
+        yield f"--interval must be from {FASTEST_S:g} to {SLOWEST_S:g} seconds (got {interval_s:g})"
+    least_s = interval_s or USUAL_INTERVAL_S
+    if duration_s is not None and not least_s <= duration_s < math.inf:
+        yield f"--duration must be at least one interval, {least_s:g} s (got {duration_s:g})"
     if options.fail_below_pct is not None and not 0 <= options.fail_below_pct <= 100:
-        raise UsageError(f"--fail-below must be from 0 to 100 per cent (got {options.fail_below_pct:g})")
-    if options.speed is not None and not (math.isfinite(options.speed) and options.speed > 0):
-        raise UsageError(f"--speed must be above 0 (got {options.speed:g})")
-    if options.json_to == options.csv_to == "-":
-        raise UsageError("--json and --csv cannot both write to stdout")
+        yield f"--fail-below must be from 0 to 100 per cent (got {options.fail_below_pct:g})"
+    if speed is not None and not 0 < speed < math.inf:
+        yield f"--speed must be above 0 (got {speed:g})"
     if options.json_to is not None and options.json_to == options.csv_to:
-        raise UsageError(f"--json and --csv cannot both write to {options.csv_to}")
-    given = {
-        "--duration": options.duration_s is not None,
-        "--interval": options.interval_s is not None,
-        "--once": options.once,
-        "--pid": bool(options.pids),
-        "--record": options.record_to is not None,
-        "--replay": options.replay_from is not None,
-    }
-    if options.speed is not None and not given["--replay"]:
-        raise UsageError("--speed goes with --replay only")
-    if options.once and given["--duration"]:
-        raise UsageError("--once and --duration cannot go together")
-    if given["--replay"]:
-        clash = next((name for name, is_there in given.items() if is_there and name != "--replay"), None)
-        if clash is not None:
-            raise UsageError(f"--replay and {clash} cannot go together")
+        yield f"--json and --csv cannot both write to {'stdout' if options.csv_to == '-' else options.csv_to}"
+    if speed is not None and options.replay_from is None:
+        yield "--speed goes with --replay only"
+    if options.once and duration_s is not None:
+        yield "--once and --duration cannot go together"
+    if options.replay_from is not None:
+        live: dict[str, object] = {"--duration": duration_s, "--interval": interval_s, "--record": options.record_to}
+        live |= {"--once": options.once or None, "--pid": options.pids or None}
+        yield from (f"--replay and {name} cannot go together" for name, value in live.items() if value is not None)
 
 
 def _wants_view(options: TopOptions, terminal: Terminal) -> bool:
@@ -238,58 +225,39 @@ def _wants_view(options: TopOptions, terminal: Terminal) -> bool:
     return True
 
 
-def _source(options: TopOptions, *, paced: bool, make_sampler: SamplerFactory, clock: Callable[[], float]) -> Source:
-    if options.replay_from is not None:
-        return Replay(options.replay_from, gpus=options.gpus, speed=(options.speed or 1.0) if paced else None)
-    from flatout import budget
-
-    interval_s = options.interval_s or (ONCE_INTERVAL_S if options.once else USUAL_INTERVAL_S)
-    return Live(
-        make_sampler(options.gpus, options.pids),
-        interval_s=interval_s,
-        duration_s=interval_s if options.once else options.duration_s,
-        cores_allowed=budget.measure().cores_allowed,
-        clock=clock,
-    )
-
-
-def _hardware(gpus: tuple[int, ...] | None, pids: tuple[int, ...]) -> Reader:
-    from flatout.sense.hardware import Sampler
-
-    return Sampler(gpus=gpus, pids=pids)
-
-
-def _about(source: Source) -> dict[str, Any]:
-    return {"hostname": source.info.host, "cores_allowed": source.info.facts.get("cores_allowed")}
-
-
 def _must_be_writable(path: Path) -> None:
     """Find out now, not after an hour of measuring; leave nothing behind."""
-    try:
-        if path.exists():
-            path.open("a", encoding="utf-8").close()
-        else:
-            path.open("x", encoding="utf-8").close()
-            path.unlink()
-    except OSError as problem:
-        raise UsageError(f"cannot write {path}: {problem.strerror}") from None
+    is_new = not path.exists()
+    with _opened(str(path), "a"):
+        pass
+    if is_new:
+        path.unlink()
 
 
-def _open(name: str, stack: ExitStack) -> IO[str]:
+@contextmanager
+def _opened(name: str, mode: str = "w") -> Iterator[IO[str]]:
+    """A file to write to; `-` is stdout."""
     if name == "-":
-        return sys.stdout
-    return stack.enter_context(Path(name).open("w", encoding="utf-8", newline=""))
-
-
-def _write_json(data: dict[str, Any], name: str) -> None:
-    text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
-    if name == "-":
-        sys.stdout.write(text)
+        yield sys.stdout
         return
-    try:
-        Path(name).write_text(text, encoding="utf-8")
-    except OSError as problem:
-        raise UsageError(f"cannot write {name}: {problem.strerror}") from None
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(Path(name).open(mode, encoding="utf-8", newline=""))
+        except OSError as problem:
+            raise UsageError(f"cannot write {name}: {problem.strerror}") from None
+        yield file
+
+
+def _print(lines: Iterator[str]) -> None:
+    if not sys.stdout.isatty():
+        print("\n".join(lines))
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for line in lines:
+        console.print(Text(line, style=paint(line)), soft_wrap=True)
 
 
 def _ask_gate(summary: TopSummary, least_pct: float) -> None:
@@ -301,11 +269,8 @@ def _ask_gate(summary: TopSummary, least_pct: float) -> None:
         if gpu.work_pct is None:
             raise GateFailed(f"--fail-below {least_pct:g}: what GPU {gpu.index} did could not be measured")
         if gpu.work_pct < least_pct:
-            stands_in = "" if gpu.has_gpm else " (standing in for SM active)"
-            raise GateFailed(
-                f"GPU {gpu.index}: mean {gpu.work_name}{stands_in} is {gpu.work_pct:.1f}%, "
-                f"below the {least_pct:g}% asked for"
-            )
+            what = "SM active" if gpu.has_gpm else "power share (standing in for SM active)"
+            raise GateFailed(f"GPU {gpu.index}: mean {what} is {gpu.work_pct:.1f}%, below the {least_pct:g}% asked for")
 
 
 @contextmanager

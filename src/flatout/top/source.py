@@ -8,14 +8,13 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 from flatout import __version__
 from flatout.errors import TraceError, UsageError
-from flatout.sense.hardware import PULSE_EVERY_S
+from flatout.sense.hardware import PULSE_EVERY_S, Sampler
 from flatout.trace import RunInfo, Sample, read
 
-__all__ = ["Live", "Reader", "Replay", "Source", "Stop"]
+__all__ = ["Live", "Replay", "Source", "Stop"]
 
 
 class Stop:
@@ -33,54 +32,40 @@ class Stop:
         return self.asked
 
 
-class Reader(Protocol):
-    """What a hardware sampler must do; `flatout.sense.hardware.Sampler` does."""
+class Source:
+    """A stream of samples, and what one must know to read them. `notes` may grow as samples come."""
 
-    notes: list[str]
-
-    def read(self) -> Sample:
-        """Everything since the last read."""
-
-    def pulse(self) -> None:
-        """Look at the cards' activity."""
-
-    def close(self) -> None:
-        """Let go of everything."""
-
-
-class Source(Protocol):
-    """A stream of samples, and what one must know to read them."""
-
-    info: RunInfo
-
-    @property
-    def notes(self) -> list[str]:
-        """What a person should know about these samples."""
+    def __init__(self, info: RunInfo, notes: list[str], clock: Callable[[], float]) -> None:
+        self.info = info
+        self.notes = notes
+        self.cores_allowed: float | None = info.facts.get("cores_allowed")
+        self._clock = clock
 
     def samples(self, stop: Stop) -> Iterator[Sample]:
         """The samples, as they come."""
+        raise NotImplementedError
+
+    def unix_s(self, sample: Sample) -> float:
+        """When a sample was taken, by the calendar."""
+        return self.info.started_unix_s + sample.time_s - self.info.started_s
 
     def close(self) -> None:
         """Let go of everything."""
 
 
-class Live:
+class Live(Source):
     """This machine: a sample every `interval_s`, pulses in between."""
 
     def __init__(
         self,
-        sampler: Reader,
+        sampler: Sampler,
         *,
         interval_s: float,
         duration_s: float | None,
         cores_allowed: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._sampler = sampler
-        self._interval_s = interval_s
-        self._duration_s = duration_s
-        self._clock = clock
-        self.info = RunInfo(
+        info = RunInfo(
             name="top",
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -89,11 +74,10 @@ class Live:
             started_s=clock(),
             facts={"cores_allowed": cores_allowed, "interval_s": interval_s},
         )
-
-    @property
-    def notes(self) -> list[str]:
-        """What the sampler could not read."""
-        return self._sampler.notes
+        super().__init__(info, sampler.notes, clock)
+        self._sampler = sampler
+        self._interval_s = interval_s
+        self._duration_s = duration_s
 
     def samples(self, stop: Stop) -> Iterator[Sample]:
         """A sample an interval, until the duration is over or one is asked to stop."""
@@ -115,7 +99,7 @@ class Live:
         self._sampler.close()
 
 
-class Replay:
+class Replay(Source):
     """A recording, at `speed` times its own pace, or all at once."""
 
     def __init__(
@@ -128,23 +112,19 @@ class Replay:
     ) -> None:
         trace = read(folder)
         if len(trace.machines) > 1:
-            names = ", ".join(info.host for info in trace.machines)
-            raise UsageError(
-                f"{folder} holds {len(trace.machines)} machines ({names}): keep one hardware-*.jsonl in it"
-            )
+            machines = f"{len(trace.machines)} machines ({', '.join(info.host for info in trace.machines)})"
+            raise UsageError(f"{folder} holds {machines}: keep one hardware-*.jsonl in it")
         if not any(trace.samples.values()):
             raise TraceError(f"{folder} holds no hardware samples: nothing to replay")
-        self.info = trace.machines[0]
-        self.notes = [note.text for note in trace.notes]
-        self._samples = trace.samples[self.info.host]
+        super().__init__(trace.machines[0], [note.text for note in trace.notes], clock)
         self._speed = speed
-        self._clock = clock
+        self._samples = trace.samples[self.info.host]
         if gpus is not None:
-            self._samples = tuple(_only(sample, gpus) for sample in self._samples)
             there = {gpu.index for sample in self._samples for gpu in sample.gpus}
-            missing = [index for index in gpus if index not in there]
-            if missing:
-                raise UsageError(f"there is no GPU {missing[0]} in {folder}")
+            for index in gpus:
+                if index not in there:
+                    raise UsageError(f"there is no GPU {index} in {folder}")
+            self._samples = tuple(_only(sample, gpus) for sample in self._samples)
 
     def samples(self, stop: Stop) -> Iterator[Sample]:
         """The recorded samples, in order."""
@@ -152,9 +132,6 @@ class Replay:
             if self._speed is not None and self._pass(sample.interval_s / self._speed, stop):
                 return
             yield sample
-
-    def close(self) -> None:
-        """Nothing is held open."""
 
     def _pass(self, seconds: float, stop: Stop) -> bool:
         end_s = self._clock() + seconds

@@ -14,17 +14,17 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.events import Resize
-from textual.message import Message
 from textual.theme import Theme
 from textual.widgets import Footer, Static
 
 from flatout.top import panels
 from flatout.top.draw import DARK, LIGHT, Palette
+from flatout.top.figures import FigureBuilder
 from flatout.top.panels import Drawing, Scene
 from flatout.top.source import Source, Stop
-from flatout.top.summary import summarize
+from flatout.top.summary import sum_up
 from flatout.top.text import duration_text
-from flatout.top.verdict import Verdict
+from flatout.top.verdict import Verdict, tone
 from flatout.trace import Sample
 
 __all__ = ["TopView"]
@@ -34,29 +34,6 @@ VERDICT_OVER_S = 60.0
 VERDICT_EVERY_S = 1.0
 USUAL_LINES = 24
 TALL_LINES = 36
-
-_THEMES = {
-    True: Theme(
-        name="flatout-dark",
-        primary=DARK.cool,
-        accent=DARK.work,
-        foreground="#c9d1d9",
-        background="#0d1117",
-        surface="#0d1117",
-        panel="#161b22",
-        dark=True,
-    ),
-    False: Theme(
-        name="flatout-light",
-        primary=LIGHT.cool,
-        accent=LIGHT.work,
-        foreground=LIGHT.bold,
-        background="#ffffff",
-        surface="#ffffff",
-        panel="#eaeef2",
-        dark=False,
-    ),
-}
 
 
 class TopView(App[None]):
@@ -90,27 +67,18 @@ class TopView(App[None]):
     ]
     ENABLE_COMMAND_PALETTE = False
 
-    class Taken(Message):
-        """A sample came in."""
-
-        def __init__(self, sample: Sample) -> None:
-            super().__init__()
-            self.sample = sample
-
-    class Ended(Message):
-        """No more samples will come."""
-
     def __init__(self, *, source: Source, stop: Stop, take: Callable[[Sample], None]) -> None:
         # Textual answers NO_COLOR with shades of grey; told to use the terminal's own colours, it leaves all out.
         super().__init__(ansi_color=True if os.environ.get("NO_COLOR") else None)
         self.samples: deque[Sample] = deque(maxlen=KEPT_SAMPLES)
         self.card = 0
-        self.ended = False
         self._source = source
         self._stop = stop
         self._take = take
+        self._ended = False
         self._problem: BaseException | None = None
         self._thread = threading.Thread(target=self._measure, name="flatout-top", daemon=True)
+        self._palette = LIGHT if _terminal_is_light() else DARK
         self._cards = 0
         self._verdict: Verdict | None = None
         self._verdict_s = 0.0
@@ -138,9 +106,9 @@ class TopView(App[None]):
 
     def on_mount(self) -> None:
         """Set the colours, start measuring."""
-        for theme in _THEMES.values():
-            self.register_theme(theme)
-        self.theme = _THEMES[not _terminal_is_light()].name
+        for palette in (DARK, LIGHT):
+            self.register_theme(_theme(palette))
+        self.theme = self._palette.name
         self._thread.start()
 
     def on_unmount(self) -> None:
@@ -154,18 +122,6 @@ class TopView(App[None]):
         self.screen.set_class(event.size.height < USUAL_LINES, "short")
         self.screen.set_class(event.size.height >= TALL_LINES, "tall")
         self.call_after_refresh(self._draw)
-
-    def on_top_view_taken(self, message: Taken) -> None:
-        """Draw a new sample."""
-        self.samples.append(message.sample)
-        self._draw_unless_held()
-
-    def on_top_view_ended(self) -> None:
-        """A recording stays on the screen at its end; anything else is over."""
-        self.ended = True
-        if self._stop.asked or self._problem is not None:
-            self.exit()
-        self._draw_unless_held()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """There is a next card only where there are several."""
@@ -188,24 +144,31 @@ class TopView(App[None]):
 
     def action_light_or_dark(self) -> None:
         """Change the colours."""
-        self.theme = _THEMES[not self.current_theme.dark].name
+        self._palette = LIGHT if self._palette is DARK else DARK
+        self.theme = self._palette.name
         self._draw()
 
     def _measure(self) -> None:
+        """On a thread of its own; what it says to the view goes through the view's queue."""
         try:
             for sample in self._source.samples(self._stop):
                 self._take(sample)
-                self.post_message(self.Taken(sample))
+                self.call_later(self._show_new, sample)
         except BaseException as problem:  # raised again by `raise_problem`
             self._problem = problem
         finally:
-            self.post_message(self.Ended())
+            self.call_later(self._end)
 
-    @property
-    def _palette(self) -> Palette:
-        return DARK if self.current_theme.dark else LIGHT
+    def _show_new(self, sample: Sample) -> None:
+        self.samples.append(sample)
+        if not self._stop.held:
+            self._draw()
 
-    def _draw_unless_held(self) -> None:
+    def _end(self) -> None:
+        """A recording stays on the screen at its end; anything else is over."""
+        self._ended = True
+        if self._stop.asked or self._problem is not None:
+            self.exit()
         if not self._stop.held:
             self._draw()
 
@@ -214,53 +177,49 @@ class TopView(App[None]):
             return
         now = self.samples[-1]
         self.card = min(self.card, max(0, len(now.gpus) - 1))
-        cores_allowed = self._source.info.facts.get("cores_allowed")
         scene = Scene(
             samples=self.samples,
             card=self.card,
             palette=self._palette,
-            cores_allowed=cores_allowed,
+            cores_allowed=self._source.cores_allowed,
             notes=self._source.notes,
         )
         self.screen.set_class(not now.gpus, "hostonly")
         self.query_one("#title", Static).update(self._title())
-        self.query_one("#verdict", Static).update(self._verdict_line(cores_allowed))
+        self.query_one("#verdict", Static).update(self._verdict_line())
         for panel in self.query(_Panel):
             panel.show(scene)
         if self.screen.has_class("tall"):
-            most = self.size.height * 2 // 5
-            self.query_one("#processes").styles.height = min(panels.process_count(now) + 2, most)
+            needed = max(1, len(now.processes)) + 3  # a header, and the frame
+            self.query_one("#processes").styles.height = min(needed, self.size.height * 2 // 5)
         if len(now.gpus) != self._cards:
             self._cards = len(now.gpus)
             self.refresh_bindings()
 
     def _title(self) -> Text:
-        palette, info = self._palette, self._source.info
-        now = self.samples[-1]
-        elapsed_s = now.time_s - info.started_s
-        text = Text.assemble(("flatout top", f"bold {palette.work}"), (f"  {info.host}", f"bold {palette.bold}"))
-        state = "END OF THE RECORDING" if self.ended else "PAUSED" if self._stop.held else ""
-        text.append(f"  {state}" if state else "", f"bold {palette.warm}")
-        text.append(f"  every {self.samples[0].interval_s:.2g} s, {duration_text(elapsed_s)} so far", palette.dim)
-        clock = time.strftime("%H:%M:%S", time.localtime(info.started_unix_s + elapsed_s))
+        palette, source, now = self._palette, self._source, self.samples[-1]
+        elapsed = duration_text(now.time_s - source.info.started_s)
+        state = "  END OF THE RECORDING" if self._ended else "  PAUSED" if self._stop.held else ""
+        clock = time.strftime("%H:%M:%S", time.localtime(source.unix_s(now)))
+        text = Text.assemble(
+            ("flatout top", f"bold {palette.work}"),
+            (f"  {source.info.host}", f"bold {palette.bold}"),
+            (state, f"bold {palette.warm}"),
+            (f"  every {self.samples[0].interval_s:.2g} s, {elapsed} so far", palette.dim),
+        )
         text.append(f"  {clock}".rjust(max(0, self.size.width - 2 - text.cell_len)), palette.dim)
         return _cut(text, self.size.width - 2)
 
-    def _verdict_line(self, cores_allowed: float | None) -> Text:
+    def _verdict_line(self) -> Text:
         """The verdict on the last minute."""
         now_s = self.samples[-1].time_s
         if self._verdict is None or now_s - self._verdict_s >= VERDICT_EVERY_S:
-            recent = [sample for sample in self.samples if now_s - sample.time_s < VERDICT_OVER_S]
-            self._verdict, self._verdict_s = summarize(recent, cores_allowed=cores_allowed).verdict, now_s
-        palette = self._palette
-        colours = {
-            "healthy": palette.work,
-            "no GPU": palette.dim,
-            "idle": palette.dim,
-            "not enough samples": palette.dim,
-        }
-        word, reason = self._verdict.word, self._verdict.reason
-        text = Text.assemble((word, f"bold {colours.get(word, palette.warm)}"), (f"  {reason}", palette.dim))
+            recent = (sample for sample in self.samples if now_s - sample.time_s < VERDICT_OVER_S)
+            self._verdict = sum_up(FigureBuilder(recent, cores_allowed=self._source.cores_allowed)).verdict
+            self._verdict_s = now_s
+        palette, verdict = self._palette, self._verdict
+        colour = {"good": palette.work, "bad": palette.warm, "none": palette.dim}[tone(verdict.word)]
+        text = Text.assemble((verdict.word, f"bold {colour}"), (f"  {verdict.reason}", palette.dim))
         return _cut(text, self.size.width - 2)
 
 
@@ -284,6 +243,19 @@ class _Panel(Static):
         drawing = self._draw_scene(scene, width, height)
         self.border_title, self.border_subtitle = drawing.title, drawing.subtitle
         self.update(Text("\n").join(_cut(line, width) for line in drawing.lines[:height]))
+
+
+def _theme(palette: Palette) -> Theme:
+    return Theme(
+        name=palette.name,
+        primary=palette.cool,
+        accent=palette.work,
+        foreground=palette.text,
+        background=palette.ground,
+        surface=palette.ground,
+        panel=palette.panel,
+        dark=palette is DARK,
+    )
 
 
 def _cut(line: Text, width: int) -> Text:

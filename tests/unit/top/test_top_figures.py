@@ -12,17 +12,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flatout.top.figures import FigureBuilder, GpuFigures, Stats, cpu_budget_pct
+from flatout.top.figures import FigureBuilder, GpuFigures, Stats
+from flatout.top.readings import cpu_budget_pct
 from flatout.trace import DiskSample, Sample
 
 Make = Callable[..., Sample]
 
 
 def figures_of(samples: list[Sample]) -> GpuFigures:
-    builder = FigureBuilder()
-    for sample in samples:
-        builder.add(sample)
-    return builder.gpus()[0]
+    return FigureBuilder(samples).gpus()[0]
 
 
 def activity_of(gpu: GpuFigures) -> Stats:
@@ -89,10 +87,7 @@ def test_without_gpm_power_stands_in_for_work_but_never_above_util(make_sample: 
 
 
 def test_a_card_that_vanishes_keeps_what_was_seen_of_it(make_sample: Make) -> None:
-    builder = FigureBuilder()
-    builder.add(make_sample(1.0, sm=80, cards=2))
-    builder.add(make_sample(2.0, sm=60, cards=1))
-    first, second = builder.gpus()
+    first, second = FigureBuilder([make_sample(1.0, sm=80, cards=2), make_sample(2.0, sm=60, cards=1)]).gpus()
     assert (activity_of(first).mean, activity_of(second).mean) == (70, 80)
 
 
@@ -126,12 +121,11 @@ def test_under_a_quota_the_cpu_figure_is_the_share_of_the_quota(make_sample: Mak
 
 
 def test_the_host_in_figures(make_sample: Make) -> None:
-    builder = FigureBuilder(cores_allowed=16.0)
     disks = tuple(
         DiskSample(name=n, read_bytes_s=1e6, write_bytes_s=0.0, busy_pct=b) for n, b in (("a", 20.0), ("b", 70.0))
     )
-    builder.add(make_sample(cpu=40.0, trainer_cpu=90.0, workers=4, host={"disks": disks, "iowait_pct": 3.0}))
-    host = builder.host()
+    sample = make_sample(cpu=40.0, trainer_cpu=90.0, workers=4, host={"disks": disks, "iowait_pct": 3.0})
+    host = FigureBuilder([sample], cores_allowed=16.0).host()
     expected = {
         "disk_busy_pct": 70,
         "disk_read_bytes_s": 2e6,
@@ -140,9 +134,9 @@ def test_the_host_in_figures(make_sample: Make) -> None:
         "trainer_cpu_pct": 90,
         "training_cpu_pct": 290,
         "memory_pct": 25,
+        "iowait_pct": 3,
     }
-    assert {name: getattr(host, name).mean for name in expected} == expected
-    assert host.levels["iowait_pct"].mean == 3
+    assert {name: host.mean(name) for name in expected} == expected
     assert host.cores == 16
 
 

@@ -35,7 +35,7 @@ def top(machine) -> Callable[..., TopSummary]:
         return run(
             TopOptions(**options),
             terminal=terminal,
-            make_sampler=lambda *_: here,
+            make_sampler=lambda **_: here,
             stop=here.stop(),
             clock=here.clock,
         )

@@ -7,16 +7,14 @@ from collections.abc import Callable
 import pytest
 
 from flatout.errors import UsageError
-from flatout.top.summary import SummaryBuilder
+from flatout.top.figures import FigureBuilder
+from flatout.top.summary import sum_up
 from flatout.top.targets import DEFAULT_TARGETS, Target, TargetResult, parse_targets
 from flatout.trace import Sample
 
 
 def check(targets: str, *samples: Sample) -> list[TargetResult]:
-    builder = SummaryBuilder(targets=parse_targets(targets))
-    for sample in samples:
-        builder.add(sample)
-    return list(builder.summary().targets)
+    return list(sum_up(FigureBuilder(samples), targets=parse_targets(targets)).targets)
 
 
 @pytest.mark.parametrize(

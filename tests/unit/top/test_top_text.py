@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 
 import pytest
 
-from flatout.top.summary import SummaryBuilder, TopSummary
-from flatout.top.text import bytes_text, duration_text, line_of, paint, reading_lines, summary_lines
+from flatout.top.figures import FigureBuilder
+from flatout.top.summary import TopSummary, sum_up
+from flatout.top.text import duration_text, line_of, paint, reading_lines, size, summary_lines
 from flatout.trace import DiskSample, Sample
 
 Make = Callable[..., Sample]
 
 
 def summed(*samples: Sample, notes: tuple[str, ...] = ()) -> TopSummary:
-    builder = SummaryBuilder(hostname="node-1", cores_allowed=16.0)
-    for sample in samples:
-        builder.add(sample)
-    return builder.summary(notes)
+    return sum_up(FigureBuilder(samples, cores_allowed=16.0), hostname="node-1", notes=notes)
 
 
 def test_a_line_a_sample(make_sample: Make) -> None:
@@ -35,6 +34,14 @@ def test_a_line_names_the_stand_in_and_leaves_out_what_is_not_there(make_sample:
     absent = dict.fromkeys(("temperature_c", "sm_clock_mhz", "memory_used_bytes"))
     sample = make_sample(util=98, cpu=None, gpu=absent, host={"iowait_pct": None, "memory_used_bytes": None})
     assert list(reading_lines(sample)) == ["GPU 0 power share 50% (for SM) util 98% 350 W", "CPU –"]
+
+
+def test_a_process_whose_use_of_the_cpu_is_not_known_yet_is_not_idle(make_sample: Make) -> None:
+    sample = make_sample(sm=50, trainer_cpu=97, workers=2)
+    trainer, first, second = sample.processes
+    unknown = [dataclasses.replace(process, cpu_pct=None) for process in (trainer, first)]
+    *_, training = reading_lines(dataclasses.replace(sample, processes=(*unknown, second)))
+    assert training == "trainer – of a core, 2 workers 50% each"
 
 
 def test_the_summary_of_one_card(make_sample: Make) -> None:
@@ -121,7 +128,7 @@ def test_colours(line: str, style: str) -> None:
 
 
 def test_sizes_and_times_as_people_write_them() -> None:
-    assert [bytes_text(n) for n in (None, 0, 2048, 150 * 2**20, 12.34 * 2**30, 3 * 2**40)] == [
+    assert [size(n) for n in (None, 0, 2048, 150 * 2**20, 12.34 * 2**30, 3 * 2**40)] == [
         "–",
         "0 B",
         "2.0 KiB",

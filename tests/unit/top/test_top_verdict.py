@@ -9,11 +9,16 @@ from typing import Any
 import pytest
 
 from flatout.sense.gpu import THROTTLE_REASONS
-from flatout.top.summary import summarize
-from flatout.top.verdict import HARMFUL_THROTTLES, SEVERITY, Verdict
+from flatout.top.figures import FigureBuilder
+from flatout.top.summary import TopSummary, sum_up
+from flatout.top.verdict import HARMFUL_THROTTLES, WORDS, Verdict
 from flatout.trace import DiskSample, Sample
 
 Make = Callable[..., Sample]
+
+
+def summed(samples: list[Sample]) -> TopSummary:
+    return sum_up(FigureBuilder(samples, cores_allowed=16.0))
 
 
 @pytest.fixture
@@ -21,7 +26,7 @@ def verdict(make_sample: Make) -> Callable[..., Verdict]:
     """The verdict on five seconds of the same."""
 
     def of(**fields: Any) -> Verdict:
-        return summarize([make_sample(float(t), **fields) for t in range(5)], cores_allowed=16.0).verdict
+        return summed([make_sample(float(t), **fields) for t in range(5)]).verdict
 
     return of
 
@@ -93,7 +98,7 @@ def test_without_gpm_power_and_clock_stand_in(
 
 
 def test_two_samples_are_not_enough(make_sample: Make) -> None:
-    verdict = summarize([make_sample(1.0, sm=9), make_sample(2.0, sm=9)]).verdict
+    verdict = summed([make_sample(1.0, sm=9), make_sample(2.0, sm=9)]).verdict
     assert verdict == Verdict(word="not enough samples", reason="2 of the 3 samples a verdict needs.")
 
 
@@ -108,7 +113,7 @@ def test_a_machine_is_judged_by_its_worst_card(make_sample: Make) -> None:
         )
         return dataclasses.replace(base, gpus=gpus)
 
-    summary = summarize([sample(float(t)) for t in range(5)])
+    summary = summed([sample(float(t)) for t in range(5)])
     assert [card.verdict.word for card in summary.gpus] == ["healthy", "starved", "idle"]
     assert summary.verdict.word == "starved"
     assert summary.verdict.reason.startswith("GPU 1: SM active averages 40%")
@@ -121,4 +126,4 @@ def test_the_throttle_words_are_those_the_sampler_says() -> None:
 
 def test_the_words_are_the_ones_promised() -> None:
     promised = ["healthy", "fluctuating", "starved", "CPU-bound", "disk-bound", "throttled", "idle"]
-    assert set(SEVERITY) == {*promised, "busy but wasteful", "near out of memory", "no GPU", "not enough samples"}
+    assert set(WORDS) == {*promised, "busy but wasteful", "near out of memory", "no GPU", "not enough samples"}
