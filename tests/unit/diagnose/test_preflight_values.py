@@ -113,6 +113,14 @@ UNTOLD = {
     "the environment": "import os\nworkers = int(os.environ['WORKERS'])\n" + LOADER,
     "counted up": "workers = 40\nworkers -= busy\n" + LOADER,
     "a name that defines itself": "workers = workers + 1\n" + LOADER,
+    "a method of what cannot be seen": (
+        "from torch.utils.data import DataLoader\nclass Data:\n    def load(self):\n"
+        "        return DataLoader(train_set, 32, num_workers=self.count())\nData().load()\n"
+    ),
+    "self": (
+        "from torch.utils.data import DataLoader\nclass Data:\n    def load(self):\n"
+        "        return DataLoader(train_set, 32, num_workers=len(self) and self)\nData().load()\n"
+    ),
     "division by nothing": "workers = 40 // 0\n" + LOADER,
 }  # fmt: skip
 

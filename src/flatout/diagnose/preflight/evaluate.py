@@ -145,7 +145,7 @@ class Evaluator:
         owner, known = module.class_of(function), parameters(function)
         called = owner.name if owner is not None and function.name == "__init__" else function.name
         position = list(known).index(name) - (1 if next(iter(known)) in ("self", "cls") else 0)
-        for caller, call, _ in self.program.calls(called):
+        for caller, call, _ in self.program.calls(called) if position >= 0 else ():  # nobody is given self
             node = argument(call, name, position)
             uncertain = spread(call) or any(isinstance(given, ast.Starred) for given in call.args)
             yield (caller, node) if node is not None else (module, None if uncertain else known[name])

@@ -258,11 +258,9 @@ def read_program(script: Path) -> Program:
             program.missing.append(shown(path) if path else full)  # only the script itself has to be whole
         if known is not None:
             program.by_name[full] = known
-    for module in program.modules[1:]:
-        for full in module.imported():
-            path = _own_file(full, roots, module.path)
-            if path is not None and all(path != known.path.resolve() for known in program.modules):
-                program.missing.append(shown(path))
+    seen = {module.path.resolve() for module in program.modules}
+    deeper = {_own_file(full, roots, module.path) for module in program.modules[1:] for full in module.imported()}
+    program.missing += sorted(shown(path) for path in deeper if path is not None and path not in seen)
     return program
 
 
