@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -41,6 +42,10 @@ class _Verbs(TyperGroup):
             # Python would complain once more when it flushes stdout at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(READER_LEFT) from None
+        except SystemExit as ended:
+            if isinstance(ended.__context__, BrokenPipeError):  # rich makes 1 of it, which is a gate's word
+                raise typer.Exit(READER_LEFT) from None
+            raise
         return result
 
 
@@ -56,6 +61,10 @@ app = typer.Typer(
 )
 
 
+# Options of flatout's come first; from the command's first word on, all is the command's.
+_TAKES_A_COMMAND = {"allow_extra_args": True, "allow_interspersed_args": False}
+
+
 def main() -> None:
     """The `flatout` command."""
     for stream in (sys.stdout, sys.stderr):
@@ -64,6 +73,8 @@ def main() -> None:
     try:
         code = app(prog_name="flatout", standalone_mode=False)
     except FlatoutError as problem:
+        if problem.__cause__ is not None:  # it came out of the person's own code: where there, they want to know
+            traceback.print_exception(problem.__cause__)
         _complain(str(problem), problem.exit_code)
     except _ArgumentError as problem:
         _complain(getattr(problem, "format_message", problem.__str__)(), 2)
@@ -186,10 +197,10 @@ def doctor(
 @app.command()
 def check(
     script: Annotated[
-        Path | None, typer.Argument(metavar="[SCRIPT]", help="The training script, or the .sh that starts it.")
+        Path | None, typer.Argument(metavar="SCRIPT", help="The training script, or the .sh that starts it.")
     ] = None,
     flags: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- FLAGS…]", help="What you would give the script.")
+        list[str] | None, typer.Argument(metavar="-- FLAGS", help="What you would give the script.")
     ] = None,
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Its config: YAML, JSON, or a Python file of constants.")
@@ -223,14 +234,12 @@ def check(
         raise typer.Exit(1)
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-)
+@app.command(options_metavar="[OPTIONS] -- COMMAND…", context_settings=_TAKES_A_COMMAND)
 def run(
     context: typer.Context,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Record into this new folder. Default: flatout-runs/<time>-<name>."),
+        typer.Option(metavar="DIR", help="Record into this new folder. Default: flatout-runs/TIME-NAME."),
     ] = None,
     max_steps: Annotated[
         int | None,
@@ -248,7 +257,9 @@ def run(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No summary at the end.")] = False,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the account as JSON; - is stdout.")] = None,
-    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write the report as one HTML file.")] = None,
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the report as one HTML file; - is stdout.")
+    ] = None,
 ) -> None:
     """Run a training command and say where every second of GPU time went. The script stays as it is.
 
@@ -315,15 +326,15 @@ def _command(context: typer.Context) -> list[str]:
     return command
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-)
+@app.command(options_metavar="[OPTIONS] -- COMMAND…", context_settings=_TAKES_A_COMMAND)
 def fix(
     context: typer.Context,
     budget: Annotated[str, typer.Option(metavar="TIME", help="How long to try: 90s, 10m, 1h.")] = "10m",
     allow: Annotated[
         str,
-        typer.Option(metavar="NAME,…", help="Try what changes learning too: batch-size, eval-interval, semantic, all."),
+        typer.Option(
+            metavar="NAME,…", help="Try what changes learning too: batch-size, eval-interval, checkpoint-interval; all."
+        ),
     ] = "",
     only: Annotated[str, typer.Option(metavar="NAME,…", help="Try these changes or classes only.")] = "",
     skip: Annotated[str, typer.Option(metavar="NAME,…", help="Leave these changes or classes alone.")] = "",
@@ -335,7 +346,9 @@ def fix(
         str | None, typer.Option(metavar="MONEY/h", help="What an hour costs, such as 2.5/h: says what an epoch costs.")
     ] = None,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the result as JSON; - is stdout.")] = None,
-    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write before and after as one HTML file.")] = None,
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write before and after as one HTML file; - is stdout.")
+    ] = None,
 ) -> None:
     """Make a training faster: try the remedies on your command, keep those that pay, prove that training is the same.
 
@@ -409,7 +422,7 @@ def _account_for(folder: Path, *, quiet: bool, json_to: str | None, html_to: str
 def train(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file that describes the training.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE…]", help="Settings that go before the file's.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings that go before the file's.")
     ] = None,
     preset: Annotated[
         str | None, typer.Option(metavar="NAME", help="fastest, small-memory or debug; goes before the file.")
@@ -441,6 +454,8 @@ def train(
         return
     from flatout import budget, launch
 
+    if not config.is_file():  # a mistake that need not wait for torch
+        raise UsageError(f"cannot read {config}: there is no such file")
     if gpus > 1:  # torchrun would give each rank one thread, and say so at length
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(budget.measure().cores_allowed / gpus))))
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)] if gpus > 1 else []
@@ -452,14 +467,18 @@ def train(
         for recording in launch.recordings(folder):
             if any(recording.glob("rank-*.jsonl")):
                 _account_for(recording, quiet=quiet, json_to=None, html_to=None)
+            else:  # it never came to a step, and has said why
+                shutil.rmtree(recording, ignore_errors=True)
     raise typer.Exit(code)
 
 
 @app.command()
 def report(
-    trace: Annotated[list[Path], typer.Argument(metavar="TRACE…", help="A run's folder; of several machines, all.")],
+    trace: Annotated[list[Path], typer.Argument(metavar="TRACE", help="A run's folder; of several machines, all.")],
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the report as JSON; - is stdout.")] = None,
-    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write the report as one HTML file.")] = None,
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the report as one HTML file; - is stdout.")
+    ] = None,
 ) -> None:
     """Say what a recorded run shows: the verdict, what to change, and where every second went.
 
@@ -497,10 +516,12 @@ def compare(
     a: Annotated[Path, typer.Argument(metavar="A", help="The run before.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="The run after.")],
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the comparison as JSON; - is stdout.")] = None,
-    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write the comparison as one HTML file.")] = None,
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the comparison as one HTML file; - is stdout.")
+    ] = None,
     fail_if_slower: Annotated[
         float | None,
-        typer.Option(metavar="PCT", min=0.0, help="Exit 1 if B is shown to be slower by more than this."),
+        typer.Option(metavar="PCT", min=0.0, help="Exit with 1 when B is shown to be slower by more than this."),
     ] = None,
 ) -> None:
     """Compare two recorded runs: is B faster than A, beyond the noise of both?

@@ -82,6 +82,9 @@ def run(
         code = _wait(process)
     if measured and max_steps is not None:
         _end_what_is_left(options.folder)
+    if measured and not any(options.folder.iterdir()):
+        print("flatout: the command was over before anything could be recorded", file=sys.stderr)
+        options.folder.rmdir()
     return code if code >= 0 else 128 - code
 
 
@@ -267,7 +270,8 @@ def _watch(pid: int, options: Options, stop: threading.Event) -> None:
             for text in sampler.notes:
                 writer.write(Note(time_s=time.monotonic(), text=text))
     except Exception as problem:
-        print(f"flatout: the hardware is not watched ({problem})", file=sys.stderr)
+        if psutil.pid_exists(pid):  # of a command that is over already there is nothing to watch
+            print(f"flatout: the hardware is not watched ({problem})", file=sys.stderr)
 
 
 def _end_what_is_left(folder: Path, root: subprocess.Popen[bytes] | None = None) -> None:

@@ -56,6 +56,9 @@ def test_a_verbs_help_names_every_option(monkeypatch: pytest.MonkeyPatch, capsys
         (("top", "--interval"), "--interval"),
         (("top", "--interval", "0"), "--interval must be from 0.05 to 60 seconds (got 0)"),
         (("top", "--interval", "-2"), "--interval must be from 0.05 to 60 seconds (got -2)"),
+        (("run", "--htm", "page.html", "--", "true"), "No such option: --htm"),
+        (("fix", "--budgt", "4m", "train.py"), "No such option: --budgt"),
+        (("train", "no-such.yaml"), "cannot read no-such.yaml: there is no such file"),
         (("fix",), "no command given: flatout fix -- python train.py …"),
         (("fix", "--", "no-such-program"), "no-such-program: command not found"),
         (("fix", "--budget", "soon", "train.py"), "--budget soon: a time such as 90s, 10m or 1h is wanted"),
@@ -132,6 +135,16 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert top.wait(timeout=60) == 141
     assert " | CPU" in first
     assert complaints == ""
+
+
+def test_a_reader_that_leaves_a_table_is_no_error() -> None:
+    check = subprocess.Popen([*FLATOUT, "check"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert check.stdout is not None
+    assert check.stderr is not None
+    check.stdout.close()
+    complaints = check.stderr.read()
+    check.stderr.close()
+    assert (check.wait(timeout=60), complaints) == (141, b"")
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])

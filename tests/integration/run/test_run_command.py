@@ -193,6 +193,13 @@ def test_a_process_that_never_trains_leaves_no_file(place: Path) -> None:
     assert "Traceback" not in run.err
 
 
+def test_a_command_that_is_over_at_once_is_no_trouble(place: Path) -> None:
+    run = flatout_run(place, "echo", "--html", "done")
+    assert (run.code, run.out) == (0, "--html done\n")
+    assert len(run.err.splitlines()) == 1
+    assert "not watched" not in run.err
+
+
 # -- mistakes and faults --------------------------------------------------------------------------------------------
 
 
