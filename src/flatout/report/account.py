@@ -80,6 +80,8 @@ class Account:
 def account(trace: Trace, folder: str) -> Account:
     """The account of a run."""
     if not trace.ranks:
+        if trace.machines and not any(info.command for info in trace.machines):
+            raise TraceError(f"{folder} was recorded by flatout top: look at it with flatout top --replay {folder}")
         raise TraceError(
             f"no optimizer step was seen in {folder}: nothing to account for. flatout counts calls of "
             "torch.optim.Optimizer.step; did the script train, and did it run with the Python it was started with?"

@@ -41,6 +41,9 @@ class Ratio:
     low: float
     high: float
 
+    def __str__(self) -> str:
+        return f"{self.value:.2f}×, {self.low:.2f} to {self.high:.2f}"
+
     @property
     def verdict(self) -> str:
         """faster, slower or no difference shown."""
@@ -94,6 +97,12 @@ class Comparison:
         if self.typical is None or self.overall is None:
             return "Not comparable: " + "; ".join(self.reasons) + "."
         typical, overall = self.typical, self.overall
+        if {typical.verdict, overall.verdict} == {"faster", "slower"}:
+            by_the = "" if self.per == "step" else ", by the sample"
+            return (
+                f"Over all its steps B is {overall.verdict}: {overall}{by_the}. "
+                f"Its median step is {typical.verdict}: {typical}."
+            )
         speed = f"{typical.value:.2f}× the speed of A, {typical.low:.2f} to {typical.high:.2f}"
         what = "median step" if self.per == "step" else "median step, by the sample"
         first = typical.verdict[0].upper() + typical.verdict[1:]
@@ -102,8 +111,7 @@ class Comparison:
         first = f"{first}: {speed} ({what})."
         if overall.verdict == typical.verdict and overall.low <= typical.value <= overall.high:
             return first
-        slow_too = f"Over all steps, slow ones included: {overall.value:.2f}×, {overall.low:.2f} to {overall.high:.2f}"
-        return f"{first} {slow_too} ({overall.verdict})."
+        return f"{first} Over all steps, slow ones included: {overall} ({overall.verdict})."
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON of `flatout compare --json`."""

@@ -36,7 +36,7 @@ def show(comparison: Comparison, console: Console) -> None:
         console.print(Text(_losses(comparison)))
     if comparison.differences:
         console.print()
-        rows = [(name, _cut(a), _cut(b), "") for name, a, b in comparison.differences[:MOST_LINES]]
+        rows = [(name, *_cut(shown(a), shown(b)), "") for name, a, b in comparison.differences[:MOST_LINES]]
         _print_table(console, ("what differs", "A", "B", ""), rows, figures_=False)
         more = len(comparison.differences) - MOST_LINES
         if more > 0:
@@ -55,8 +55,15 @@ def _print_table(
     console.print(drawn)
 
 
-def _cut(value: object) -> str:
-    text = shown(value)
+def _cut(a: str, b: str) -> tuple[str, str]:
+    """Two values that differ, short enough for a column, from shortly before where they do."""
+    same = next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    start = same - _VALUE // 3 if max(len(a), len(b)) > _VALUE and same > _VALUE // 2 else 0
+    a, b = (f"…{text[start:]}" if start else text for text in (a, b))
+    return _ended(a), _ended(b)
+
+
+def _ended(text: str) -> str:
     return text if len(text) <= _VALUE else text[: _VALUE - 1] + "…"
 
 

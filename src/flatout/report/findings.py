@@ -15,8 +15,8 @@ from flatout.diagnose.finding import Finding
 from flatout.report.account import Account
 from flatout.report.permanent import as_code
 from flatout.report.picture import waterfall
+from flatout.report.terminal import WIDTH
 
-_WIDTH = 80
 _INDENT = "   "
 GUIDE = "docs/TROUBLESHOOTING.md"  # has an entry for every code
 
@@ -69,20 +69,22 @@ def change_as_typed(account: Account, finding: Finding) -> str | None:
 
 def show(account: Account, findings: Sequence[Finding], console: Console) -> None:
     """Print the verdict, and each finding with what to change."""
-    console.print(Text("\n".join(textwrap.wrap(headline(account, findings), _WIDTH)), style="bold"), soft_wrap=True)
+    width = min(WIDTH, console.width)
+    console.print(Text("\n".join(textwrap.wrap(headline(account, findings), width)), style="bold"), soft_wrap=True)
     for number, finding in enumerate(findings, 1):
         where = f", {finding.where}" if finding.where else ""
         change = change_as_typed(account, finding)
         lines = [f"{finding.title} ({gain(finding)}; {finding.code}{where})", finding.advice, change or ""]
-        text = "\n".join(_hanging(line) for line in lines if line)
+        text = "\n".join(_hanging(line, width) for line in lines if line)
         console.print(Text(f"{number}. {text[len(_INDENT) :]}"), soft_wrap=True)
-    if findings:
-        console.print(Text(f"{_INDENT}each cause, how to make sure, what to do: {GUIDE}", style="dim"), soft_wrap=True)
+    if any(finding.gain_high >= 1.005 for finding in findings):
+        guide = _hanging(f"each cause, how to make sure, what to do: {GUIDE}", width)
+        console.print(Text(guide, style="dim"), soft_wrap=True)
     console.print()
 
 
-def _hanging(line: str) -> str:
-    wrapped = textwrap.wrap(line, _WIDTH - len(_INDENT), break_on_hyphens=False, break_long_words=False)
+def _hanging(line: str, width: int) -> str:
+    wrapped = textwrap.wrap(line, width - len(_INDENT), break_on_hyphens=False, break_long_words=False)
     return "\n".join(_INDENT + piece for piece in wrapped)
 
 

@@ -33,7 +33,7 @@ PHASES = {
     "checkpoint": ("checkpoint", "pause"),
     "logging": ("logging", "pause"),
     "gc": ("garbage collection", "pause"),
-    "flatout": ("flatout itself", "other"),
+    "flatout": ("flatout itself, once", "other"),
     "rest": ("everything else", "other"),
     "forward": ("forward", "compute"),
     "loss": ("loss and glue", "compute"),

@@ -1,4 +1,4 @@
-"""An Account as text for a terminal: 80 columns, no colour when piped."""
+"""An Account as text for a terminal: at most 80 columns, no colour when piped."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from flatout.report.account import Account, Workers
 from flatout.report.picture import words
 from flatout.trace import Xray
 
-_WIDTH = 80
+WIDTH = 80
 _LABEL = 9
-_NAME = 36
+_NAME, _SHORT_NAME = 36, 26
 _BAR = 12
 _SMALL = 0.002
 
 
 def show(account: Account, console: Console) -> None:
     """Print the account."""
-    console.print(Text.assemble(("flatout  ", "bold"), _wrapped("; ".join(_headline(account)))), soft_wrap=True)
-    console.print(_table(account.breakdown))
+    width = min(WIDTH, console.width)
+    headline = _wrapped("; ".join(_headline(account)), width)
+    console.print(Text.assemble(("flatout  ", "bold"), headline), soft_wrap=True)
+    console.print(_table(account.breakdown, WIDTH - width))
     for label, text in _remarks(account):
-        console.print(Text.assemble((f"{label:<{_LABEL}}", "dim"), _wrapped(text)), soft_wrap=True)
+        console.print(Text.assemble((f"{label:<{_LABEL}}", "dim"), _wrapped(text, width)), soft_wrap=True)
 
 
-def _wrapped(text: str) -> str:
+def _wrapped(text: str, width: int) -> str:
     """Text beside a label, in as many lines as it takes."""
-    lines = textwrap.wrap(text, _WIDTH - _LABEL, break_on_hyphens=False) or [""]
+    lines = textwrap.wrap(text, width - _LABEL, break_on_hyphens=False) or [""]
     return f"\n{'':<{_LABEL}}".join(lines)
 
 
@@ -47,18 +49,22 @@ def _headline(account: Account) -> list[str]:
     return words
 
 
-def _table(b: Breakdown) -> Table:
+def _table(b: Breakdown, missing: int) -> Table:
+    """The phases; of the columns that are missing in a narrow terminal, the names give way first, then the bars."""
+    name_width = max(_SHORT_NAME, _NAME - missing)
+    bar_width = max(0, _BAR - max(0, missing - (_NAME - _SHORT_NAME)))
     table = Table(box=None, padding=(0, 1), pad_edge=False, show_edge=False, header_style="dim")
     on_gpu = any(part.gpu_idle_ms is not None for part in b.training)
-    table.add_column("where training's time went", width=_NAME, no_wrap=True)
-    table.add_column("", width=_BAR)
+    table.add_column("where training's time went", width=name_width, no_wrap=True)
+    table.add_column("", width=bar_width)
     table.add_column("share", justify="right")
     table.add_column("a step", justify="right")
     if on_gpu:
         table.add_column("GPU idle", justify="right")
     shown = [p for p in b.training if p.share >= _SMALL]
     for part in shown:
-        cells: list[Text | str] = [_name(part), _bar(part.share), f"{part.share:6.1%}", ms(part.ms / max(1, b.steps))]
+        cells: list[Text | str] = [_name(part, name_width), _bar(part.share, bar_width)]
+        cells += [f"{part.share:6.1%}", ms(part.ms / max(1, b.steps))]
         if on_gpu:
             cells.append(ms(part.gpu_idle_ms / max(1, b.steps)) if part.gpu_idle_ms is not None else "")
         table.add_row(*cells)
@@ -68,18 +74,19 @@ def _table(b: Breakdown) -> Table:
     return table
 
 
-def _name(part: Part) -> str:
+def _name(part: Part, width: int) -> str:
     """A part in words, with the end of its file:line as far as there is room."""
     name = words(part.name)
     if not part.where:
         return name
-    room = _NAME - len(name) - 2
+    room = width - len(name) - 2
+    if room < 2:
+        return name
     return f"{name}  {part.where if len(part.where) <= room else '…' + part.where[1 - room :]}"
 
 
-def _bar(share: float) -> Text:
-    full = round(share * _BAR)
-    return Text("█" * full or "▏", style="cyan")
+def _bar(share: float, width: int) -> Text:
+    return Text("█" * round(share * width) or "▏"[:width], style="cyan")
 
 
 def _remarks(account: Account) -> list[tuple[str, str]]:
@@ -99,7 +106,8 @@ def _remarks(account: Account) -> list[tuple[str, str]]:
     remarks += [("loading", _worker_line(workers)) for workers in account.workers]
     if account.own_us_per_step is not None and b.step_ms.mean:
         share = account.own_us_per_step / 1e3 / b.step_ms.mean
-        remarks.append(("cost", f"measuring took about {account.own_us_per_step:.0f} µs a step ({share:.2%})"))
+        of_it = f"{share:.2%}" if share >= 5e-5 else "below 0.01%"
+        remarks.append(("cost", f"measuring took about {account.own_us_per_step:.0f} µs a step ({of_it})"))
     remarks += [("note", note.text) for note in account.notes]
     remarks.append(("trace", account.folder))
     return remarks
@@ -124,7 +132,7 @@ def _worker_line(w: Workers) -> str:
     words = [f"{who} on {w.dataset}: {median:.2f} ms a sample (worst {worst:.0f} ms)"]
     if w.workers:
         words.append(f"busy {w.busy_share:.0%}")
-    words.append(f"on a core {w.cpu_share:.0%} of that")
+    words.append(f"on a core {min(1.0, w.cpu_share):.0%} of that")
     if w.transforms_ms:
         name, spent = max(w.transforms_ms.items(), key=lambda item: item[1])
         words.append(f"{name} takes {spent:.2f} ms")
@@ -141,6 +149,8 @@ def ms(value: float) -> str:
 def duration(value_ms: float) -> str:
     """A length of time in words."""
     seconds = value_ms / 1e3
+    if seconds < 1:
+        return ms(value_ms)
     if seconds < 90:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -17,7 +17,7 @@ from test_report_html import Page
 from flatout import cli
 from flatout.report import compare_views
 from flatout.report.compare import Comparison, Ratio, compare
-from flatout.trace import Facts, RankTrace, Step, Trace, TraceWriter
+from flatout.trace import Facts, HostSample, RankTrace, RunInfo, Sample, Step, Trace, TraceWriter
 from flatout.trace.thin import window_of
 
 
@@ -77,6 +77,14 @@ def test_stalls_that_the_median_does_not_see_are_said_and_count_for_the_gate() -
     assert result.overall.verdict == "slower"
     assert result.slower_than(50)
     assert "Over all steps, slow ones included: 0.5" in result.sentence()
+
+
+def test_a_faster_median_does_not_hide_that_all_steps_together_are_slower() -> None:
+    bursts = [900.0 if index % 8 == 3 else ms / 2 for index, ms in enumerate(noisy(2, count=400))]
+    result = compare(run_of(noisy(1, count=400)), run_of(bursts))
+
+    assert result.sentence().startswith("Over all its steps B is slower: 0.6")
+    assert "Its median step is faster: 1.9" in result.sentence()
 
 
 def test_with_another_batch_size_samples_are_compared() -> None:
@@ -194,6 +202,13 @@ def test_the_terminal_gets_80_columns() -> None:
         assert figure in text
 
 
+def test_long_values_are_shown_from_where_they_differ() -> None:
+    long = "python train.py --data somewhere/far/down --num-workers "
+    a, b = (run_of(noisy(1), optimizer=f"{long}{workers}") for workers in (2, 16))
+    row = [line for line in printed(compare(a, b)).splitlines() if line.startswith("optimizer")][-1]
+    assert row.split() == ["optimizer", "…workers", "2", "…workers", "16"]
+
+
 def test_the_page_shows_both_runs() -> None:
     a, b = trace_of(rank_of(losing(1, 0.5))), trace_of(rank_of(losing(2, 0.5), facts=facts(optimizer="SGD")))
     shown = Page(compare_views.page(compare(a, b), a, b))
@@ -270,3 +285,15 @@ def test_a_report_of_nothing_is_one_line(
         cli.main()
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("flatout: no trace at")
+
+
+def test_a_recording_of_top_is_called_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with TraceWriter(tmp_path, RunInfo(name="top", host="here")) as writer:
+        writer.write(Sample(time_s=1.0, interval_s=1.0, host=HostSample()))
+    monkeypatch.setattr(sys, "argv", ["flatout", "report", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert f"look at it with flatout top --replay {tmp_path}" in capsys.readouterr().err

@@ -69,6 +69,11 @@ def test_nothing_tried_for_want_of_time_is_not_called_nothing_to_change() -> Non
     assert text.startswith("Nothing was tried: too little time was left to try and prove elastic loader")
 
 
+def test_an_interruption_is_not_called_nothing_to_change() -> None:
+    text = shown(fixed(World(machine=Machine(data_ms=80.0), workers=0, interrupt_at=1)))
+    assert text.startswith("Interrupted: nothing was kept so far.")
+
+
 def test_numbers_are_written_in_full() -> None:
     assert [in_full(v) for v in (14_131.2, 1_234_567, 999.96, 580.94, 0.37124, 0)] == [
         "14,130",

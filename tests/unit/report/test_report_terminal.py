@@ -41,11 +41,17 @@ def drawn(width: int = 80) -> list[str]:
 
 def test_no_line_is_longer_than_the_terminal() -> None:
     assert max(len(line) for line in drawn()) <= 80
+    narrow = drawn(60)
+    assert max(len(line) for line in narrow) <= 60
+    data = next(line for line in narrow if line.startswith("waiting for data"))
+    assert data.split()[-5:] == ["60.0%", "6.00", "ms", "5.50", "ms"]
+    wait = next(line for line in narrow if line.startswith("waiting for the GPU"))
+    assert "…1234" in wait
 
 
 def test_the_parts_stand_in_order_with_the_idle_time_beside_them() -> None:
     lines = drawn()
-    assert lines[0].startswith("flatout  10 steps in 0.1 s (of 0.1 s); a step 10.")
+    assert lines[0].startswith("flatout  10 steps in 100.0 ms (of 100.0 ms); a step 10.")
     top = next(n for n, line in enumerate(lines) if line.startswith("where training's time went"))
     data, forward, wait, small = lines[top + 1 : top + 5]
     assert data.startswith("waiting for data")
@@ -67,4 +73,9 @@ def test_remarks_hang_beside_their_labels() -> None:
 
 def test_numbers_have_the_digits_that_mean_something() -> None:
     assert [ms(v) for v in (0.002, 0.5, 12.34, 4321.0)] == ["2 µs", "0.50 ms", "12.3 ms", "4.32 s"]
-    assert [duration(v) for v in (1500.0, 95_000.0, 7_260_000.0)] == ["1.5 s", "1 min 35 s", "2 h 1 min"]
+    assert [duration(v) for v in (40.0, 1500.0, 95_000.0, 7_260_000.0)] == [
+        "40.0 ms",
+        "1.5 s",
+        "1 min 35 s",
+        "2 h 1 min",
+    ]
