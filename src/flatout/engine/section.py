@@ -104,15 +104,22 @@ def _call(factory: Callable[..., Any], where: str, first: tuple[Any, ...], given
         signature = None  # of some built-in functions nothing is known before they are called
     if not callable(factory):
         raise UsageError(f"{where}.factory: {factory!r} cannot be called")
+    name = getattr(factory, "__qualname__", factory)
     if signature is not None:
         try:
             signature.bind(*first, **arguments)
         except TypeError as problem:
             unknown = [name for name in arguments if name not in signature.parameters]
             hint = nearest(unknown[0], signature.parameters) if unknown else ""
-            name = getattr(factory, "__qualname__", factory)
             raise UsageError(f"{where}.args: {name} {problem}{hint}") from None
-    return factory(*first, **arguments)
+    try:
+        return factory(*first, **arguments)
+    except UsageError:
+        raise
+    except Exception as problem:  # theirs: they get its traceback, from their own code on
+        theirs = problem.__traceback__.tb_next if problem.__traceback__ is not None else None
+        reason = f"{type(problem).__name__}: {problem}"
+        raise UsageError(f"{where}: {name} failed: {reason}") from problem.with_traceback(theirs)
 
 
 def _made(value: Any, where: str) -> Any:

@@ -373,7 +373,7 @@ class Trainer:
         self.at, self.best = At(**state["at"]), state["best"]
         self._resumed = state["ranks"][self.ranks.rank]
         self._saved_at = self.at.step
-        self.say(f"resumed at step {self.at.step}, epoch {self.at.epoch}, batch {self.at.batch}")
+        self.say(f"resumed after step {self.at.step}: epoch {self.at.epoch + 1}, batch {self.at.batch}")
         return True
 
     def _across_ranks(self, model: nn.Module) -> nn.Module:

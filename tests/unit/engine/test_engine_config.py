@@ -141,6 +141,19 @@ def test_a_wrong_config_is_one_line_and_exit_code_2(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_part_that_fails_is_named_after_the_traceback_of_its_own_code(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["flatout", "train", str(config), "model.args.hidden=wide", "--explain"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    *trace, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("flatout: model: Net failed: TypeError: ")
+    assert trace[0].startswith("Traceback")
+    assert "engine_toy.py" in trace[1]
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [

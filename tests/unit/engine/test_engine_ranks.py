@@ -53,7 +53,7 @@ def test_two_ranks_learn_what_one_would_and_come_back_when_one_has_died(ready: R
     # AND both go on from the last checkpoint to the very weights of the one
     resumed = train_on_two(config, *words, "--resume")
     assert resumed.returncode == 0, resumed.stderr
-    assert "resumed at step 6, epoch 1, batch 2" in resumed.stdout
+    assert "resumed after step 6: epoch 2, batch 2" in resumed.stdout
     assert resumed.stdout.count("validation:") == 2  # of the second and of the third epoch; one rank speaks
     saved = torch.load(config.parent / "runs/toy/checkpoints/step-000000012.pt", weights_only=True)
     for name, weight in alone.model.state_dict().items():

@@ -261,7 +261,7 @@ def test_runs_stay_apart_and_configs_are_never_overwritten(
     assert sorted(path.name for path in Path("runs").iterdir()) == ["toy", "toy-2"]
     assert load(Path("runs/toy-2/config.yaml")).train.max_steps == 5
     assert load(Path("runs/toy-2/config-2.yaml")).train.max_steps == 7
-    assert "resumed at step 5, epoch 0, batch 5" in capsys.readouterr().out
+    assert "resumed after step 5: epoch 1, batch 5" in capsys.readouterr().out
     assert not Path("runs/toy/config-2.yaml").exists()
 
 
