@@ -23,7 +23,7 @@ from typing import Any
 from flatout import __version__, budget
 from flatout.budget import Budget, CgroupFiles
 
-__all__ = ["Card", "Examination", "Piece", "Torch", "examine", "probe_torch", "report_lines"]
+__all__ = ["Card", "Examination", "Torch", "examine", "probe_torch", "report_lines"]
 
 SCHEMA = 1
 TORCH_WITHIN_S = 60
@@ -79,17 +79,8 @@ class Torch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """A package that is not needed, but gives something."""
-
-    name: str
-    version: str | None
-    gives: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """Everything that was found."""
+    """Everything that was found. `pieces` are packages that are not needed, but give something."""
 
     flatout: str
     python: str
@@ -103,7 +94,7 @@ class Examination:
     cgroup: str | None
     visible_devices: str | None
     device_order: str | None
-    pieces: tuple[Piece, ...]
+    pieces: tuple[dict[str, str | None], ...]
     missing: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -122,7 +113,7 @@ def examine(
     torch = (ask_torch or probe_torch)()
     driver = _Driver(nvml or importlib.import_module("pynvml"), torch)
     allowed = budget.measure(root, environ)
-    pieces = tuple(Piece(name=name, version=_version(name), gives=gives) for name, gives in _OPTIONAL.items())
+    pieces = tuple({"name": name, "version": _version(name), "gives": gives} for name, gives in _OPTIONAL.items())
     return Examination(
         flatout=__version__,
         python=platform.python_version(),
@@ -137,20 +128,20 @@ def examine(
         visible_devices=environ.get("CUDA_VISIBLE_DEVICES"),
         device_order=environ.get("CUDA_DEVICE_ORDER"),
         pieces=pieces,
-        missing=(*_missing_gpu(driver, torch, environ, root), *_missing_host(allowed, root)),
+        missing=(
+            *_missing_gpu(driver, root),
+            *_missing_torch(driver, torch, environ.get("CUDA_VISIBLE_DEVICES")),
+            *_missing_host(allowed, root),
+        ),
     )
 
 
 def probe_torch() -> Torch:
     """Import torch in a process of its own and see what it finds."""
+    command = [sys.executable, "-c", _PROBE]
     try:
         answer = subprocess.run(
-            [sys.executable, "-c", _PROBE],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=TORCH_WITHIN_S,
-            check=False,
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TORCH_WITHIN_S
         )
     except subprocess.TimeoutExpired:
         return Torch(problem=f"importing torch took more than {TORCH_WITHIN_S} s")
@@ -217,30 +208,22 @@ class _Driver:
             return None
 
 
-def _missing_gpu(driver: _Driver, torch: Torch, environ: Mapping[str, str], root: Path) -> Iterator[str]:
+def _missing_gpu(driver: _Driver, root: Path) -> Iterator[str]:
     if driver.problem is not None:
-        yield (
-            f"No NVIDIA driver answers ({driver.problem}). Nothing can be said about a card: "
-            "flatout top shows the host only."
-        )
+        said = f"No NVIDIA driver answers ({driver.problem})"
+        yield f"{said}. Nothing can be said about a card: flatout top shows the host only."
     for card in driver.cards:
         if card.mig_instances is not None:
             yield f"GPU {card.index} is split (MIG): the driver gives no activity of the whole card, only its memory."
         elif not card.gpm:
-            yield (
-                f"GPU {card.index} ({card.name}) has no GPM counters: how busy its SMs are is not known; "
-                "power share and clocks stand in."
-            )
-    yield from _missing_torch(driver, torch, environ)
-    hidden = [pid for pid in driver.pids if sys.platform == "linux" and not (root / "proc" / str(pid)).exists()]
-    if hidden:
-        yield (
-            "This container hides the processes that use the cards: trainings are found by their loader workers, "
-            "or with --pid."
-        )
+            without = f"GPU {card.index} ({card.name}) has no GPM counters"
+            yield f"{without}: how busy its SMs are is not known; power share and clocks stand in."
+    if sys.platform == "linux" and any(not (root / "proc" / str(pid)).exists() for pid in driver.pids):
+        hidden = "This container hides the processes that use the cards"
+        yield f"{hidden}: trainings are found by their loader workers, or with --pid."
 
 
-def _missing_torch(driver: _Driver, torch: Torch, environ: Mapping[str, str]) -> Iterator[str]:
+def _missing_torch(driver: _Driver, torch: Torch, visible: str | None) -> Iterator[str]:
     if torch.version is None:
         yield f"torch does not import in {sys.executable} ({torch.problem}): flatout can watch, but not run a training."
         return
@@ -248,13 +231,10 @@ def _missing_torch(driver: _Driver, torch: Torch, environ: Mapping[str, str]) ->
         yield f"torch {torch.version} sees no card: {torch.problem}"
     elif driver.cards and not torch.cuda:
         yield f"torch {torch.version} is built without CUDA: trainings of this Python run on the CPU."
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
     unseen = [str(card.index) for card in driver.cards if card.cuda_index is None]
     if torch.devices and unseen and visible is not None:
         yield f"CUDA_VISIBLE_DEVICES={visible} hides GPU {', '.join(unseen)} from trainings started here."
-    swapped = [card for card in driver.cards if card.cuda_index not in (None, card.index)]
-    if swapped:
-        card = swapped[0]
+    for card in [card for card in driver.cards if card.cuda_index not in (None, card.index)][:1]:
         cure = "" if visible else " CUDA_DEVICE_ORDER=PCI_BUS_ID makes them agree."
         yield f"CUDA calls the card {card.cuda_index} that nvidia-smi and flatout call {card.index}.{cure}"
 
@@ -280,69 +260,60 @@ def report_lines(found: Examination) -> Iterator[str]:
     """The examination in words, 80 columns wide."""
     yield f"flatout {found.flatout} · Python {found.python} · {found.system}"
     yield ""
-    yield from _entry("GPUs", _driver_words(found))
-    for card in found.cards:
-        yield from _entry(f"  GPU {card.index}", _card_words(card))
-    for name, value in (("CUDA_VISIBLE_DEVICES", found.visible_devices), ("CUDA_DEVICE_ORDER", found.device_order)):
-        if value is not None:
-            yield from _entry("", f"{name}={value}")
-    yield from _entry("torch", _torch_words(found.torch))
-    yield from _entry("cores", _core_words(found.budget))
-    memory, free = found.budget.memory_bytes, found.budget.memory_available_bytes
-    yield from _entry("memory", f"{_gib(memory)}, {_gib(free)} available" + _each(found.budget))
-    if found.budget.shm_bytes is not None:
-        yield from _entry("/dev/shm", f"{_gib(found.budget.shm_bytes)}, {_gib(found.budget.shm_free_bytes)} free")
-    yield from _entry("cgroup", found.cgroup or "none")
-    there = ", ".join(f"{piece.name} {piece.version}" for piece in found.pieces if piece.version)
-    yield from _entry("extras", there or "none")
-    for piece in found.pieces:
-        if not piece.version:
-            yield from _entry("", f"not there: {piece.name} ({piece.gives})")
+    for label, text in _entries(found):
+        yield from textwrap.wrap(text, WIDTH, initial_indent=f"{label:<10}", subsequent_indent=" " * 10)
     yield ""
     yield "Missing, and what that costs" if found.missing else "Nothing is missing."
     for text in found.missing:
         yield from textwrap.wrap(text, WIDTH, initial_indent="  – ", subsequent_indent="    ")
 
 
-def _entry(label: str, text: str) -> Iterator[str]:
-    indent = " " * 10
-    yield from textwrap.wrap(text, WIDTH, initial_indent=f"{label:<10}", subsequent_indent=indent)
-
-
-def _driver_words(found: Examination) -> str:
+def _entries(found: Examination) -> Iterator[tuple[str, str]]:
+    """What was found, each under its label."""
     if found.driver_problem is not None:
-        return f"none: no NVIDIA driver answers ({found.driver_problem})"
-    return f"{len(found.cards)}, driver {found.driver or 'unknown'}, made for CUDA up to {found.driver_cuda or '?'}"
+        yield "GPUs", f"none: no NVIDIA driver answers ({found.driver_problem})"
+    else:
+        driver = f"driver {found.driver or 'unknown'}, made for CUDA up to {found.driver_cuda or '?'}"
+        yield "GPUs", f"{len(found.cards)}, {driver}"
+    yield from ((f"  GPU {card.index}", _card_words(card)) for card in found.cards)
+    for name, value in (("CUDA_VISIBLE_DEVICES", found.visible_devices), ("CUDA_DEVICE_ORDER", found.device_order)):
+        if value is not None:
+            yield "", f"{name}={value}"
+    yield "torch", _torch_words(found.torch)
+    allowed = found.budget
+    each = f" for each of {allowed.ranks_on_node} ranks" if allowed.ranks_on_node > 1 else ""
+    reasons = f": {'; '.join(allowed.reasons)}" if allowed.reasons else ""
+    yield "cores", f"{allowed.cores} for loading data, of {allowed.cores_of_machine}{each}{reasons}"
+    yield "memory", f"{_gib(allowed.memory_bytes)}, {_gib(allowed.memory_available_bytes)} available{each}"
+    if allowed.shm_bytes is not None:
+        yield "/dev/shm", f"{_gib(allowed.shm_bytes)}, {_gib(allowed.shm_free_bytes)} free"
+    yield "cgroup", found.cgroup or "none"
+    there = [f"{piece['name']} {piece['version']}" for piece in found.pieces if piece["version"]]
+    yield "extras", ", ".join(there) or "none"
+    for piece in found.pieces:
+        if not piece["version"]:
+            yield "", f"not there: {piece['name']} ({piece['gives']})"
 
 
 def _card_words(card: Card) -> str:
-    return " · ".join(
-        (
-            card.name,
-            _gib(card.memory_bytes),
-            f"compute capability {card.compute_capability or 'unknown'}",
-            "GPM" if card.gpm else "no GPM",
-            "not split" if card.mig_instances is None else f"MIG: {card.mig_instances} instances",
-            f"CUDA {card.cuda_index}" if card.cuda_index is not None else "not seen by CUDA",
-            card.uuid,
-        )
+    words = (
+        card.name,
+        _gib(card.memory_bytes),
+        f"compute capability {card.compute_capability or 'unknown'}",
+        "GPM" if card.gpm else "no GPM",
+        "not split" if card.mig_instances is None else f"MIG: {card.mig_instances} instances",
+        f"CUDA {card.cuda_index}" if card.cuda_index is not None else "not seen by CUDA",
+        card.uuid,
     )
+    return " · ".join(words)
 
 
 def _torch_words(torch: Torch) -> str:
     if torch.version is None:
         return f"not usable: {torch.problem}"
-    build = f"built for CUDA {torch.cuda}" if torch.cuda else "built without CUDA"
-    return f"{torch.version}, {build}" + (f", sees {len(torch.devices)} GPUs" if torch.cuda else "")
-
-
-def _core_words(allowed: Budget) -> str:
-    reasons = f": {'; '.join(allowed.reasons)}" if allowed.reasons else ""
-    return f"{allowed.cores} for loading data, of {allowed.cores_of_machine}{_each(allowed)}{reasons}"
-
-
-def _each(allowed: Budget) -> str:
-    return f" for each of {allowed.ranks_on_node} ranks" if allowed.ranks_on_node > 1 else ""
+    if not torch.cuda:
+        return f"{torch.version}, built without CUDA"
+    return f"{torch.version}, built for CUDA {torch.cuda}, sees {len(torch.devices)} GPUs"
 
 
 def _gib(size: int | None) -> str:
