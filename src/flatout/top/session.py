@@ -109,9 +109,11 @@ def run(
 
                 TopView(source=source, stop=stop, take=session.take).show()
             else:
+                talks = not (options.stdout_is_data or options.once or options.replay_from is not None)
                 for sample in source.samples(stop):
                     session.take(sample)
-                    session.say(sample)
+                    if talks:
+                        print(line_of(sample, source.unix_s(sample), source.cores_allowed), flush=True)
         return session.finish()
 
 
@@ -158,12 +160,6 @@ class _Session:
             self._notes_written = len(self._source.notes)
         if self._table is not None:
             self._table.write(sample, self._source.unix_s(sample))
-
-    def say(self, sample: Sample) -> None:
-        """One line for a person who watches a log."""
-        quiet = self._options.stdout_is_data or self._options.once or self._options.replay_from is not None
-        if not quiet:
-            print(line_of(sample, self._source.unix_s(sample), self._source.cores_allowed), flush=True)
 
     def finish(self) -> TopSummary:
         """Close the files, print the summary, ask the gate."""

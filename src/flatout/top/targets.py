@@ -47,18 +47,16 @@ class Target:
     """One wish: a quantity, and the bounds it should stay in."""
 
     name: str
-    at_least: float | None = None
-    at_most: float | None = None
+    at_least: float = -math.inf
+    at_most: float = math.inf
 
     @property
     def wish(self) -> str:
         """The bounds in words."""
         unit = _QUANTITIES[self.name].unit
-        if self.at_least is None:
-            return f"at most {self.at_most:g}{unit}"
-        if self.at_most is None:
-            return f"at least {self.at_least:g}{unit}"
-        return f"{self.at_least:g} to {self.at_most:g}{unit}"
+        if self.at_least > -math.inf and self.at_most < math.inf:
+            return f"{self.at_least:g} to {self.at_most:g}{unit}"
+        return f"at least {self.at_least:g}{unit}" if self.at_least > -math.inf else f"at most {self.at_most:g}{unit}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +108,7 @@ def check_targets(
 
 
 def _result(target: Target, gpu: int | None, what: str, value: float | None) -> TargetResult:
-    margin: float | None = None
-    if value is not None:
-        above = value - target.at_least if target.at_least is not None else math.inf
-        below = target.at_most - value if target.at_most is not None else math.inf
-        margin = min(above, below)
+    margin = min(value - target.at_least, target.at_most - value) if value is not None else None
     return TargetResult(
         name=target.name,
         gpu=gpu,
