@@ -94,6 +94,8 @@ class Search:
         first = self._run("the command as it is", (), steps=self._steps or FIRST_STEPS)
         if first.speed is None or first.trace is None:
             raise UsageError(self._why_no_baseline(first))
+        if first.code != 0 and not first.hung:
+            self._remark(f"the command does not end well by itself: {first.reason()}")
         self.found.before = self.found.after = first
         self._note((), first)
         speed, case = first.speed, _case(first)

@@ -54,6 +54,16 @@ def test_a_starved_training_gets_the_elastic_loader_and_its_proof() -> None:
     assert found.plan.changes[0].note.startswith("4.")
 
 
+def test_a_training_that_crashes_after_some_steps_is_said_to() -> None:
+    world = World()
+
+    def crashes(*args: Any, **more: Any) -> Any:
+        return replace(world(*args, **more), code=1, output="RuntimeError: boom")
+
+    found = Search(crashes, Wishes(), budget_s=600.0, clock=world.clock).go()  # type: ignore[arg-type]
+    assert found.remarks == ["the command does not end well by itself: exit code 1: RuntimeError: boom"]
+
+
 def test_the_bottleneck_moves_and_is_followed() -> None:
     """Data first; then, with the data there, precision."""
     world = World(machine=Machine(data_ms=80.0), workers=0, facts=IN_FP32, xray={"tensor_core_ms": 0.0})
