@@ -31,7 +31,7 @@ from flatout.top.text import line_of, paint, reading_lines, summary_lines
 from flatout.trace import Note, Sample, TraceWriter
 from flatout.trace.records import SCHEMA, to_json
 
-__all__ = ["Terminal", "TopOptions", "run"]
+__all__ = ["TopOptions", "run"]
 
 FASTEST_S, SLOWEST_S = 0.05, 60.0
 USUAL_INTERVAL_S = 1.0
@@ -62,26 +62,16 @@ class TopOptions:
         return "-" in (self.json_to, self.csv_to)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terminal:
-    """What stdin and stdout are connected to."""
-
-    interactive: bool
-    columns: int = 80
-    lines: int = 24
-
-    @classmethod
-    def here(cls) -> Terminal:
-        """The one of this process."""
-        size = shutil.get_terminal_size()
-        interactive = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
-        return cls(interactive=interactive and os.environ.get("TERM") != "dumb", columns=size.columns, lines=size.lines)
+def terminal_here() -> os.terminal_size | None:
+    """The size of the terminal one could draw in and read keys from; None where there is none."""
+    is_one = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    return shutil.get_terminal_size() if is_one else None
 
 
 def run(
     options: TopOptions,
     *,
-    terminal: Terminal | None = None,
+    find_terminal: Callable[[], os.terminal_size | None] = terminal_here,
     make_sampler: Callable[..., Sampler] = Sampler,
     stop: Stop | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -93,7 +83,7 @@ def run(
     for mistake in _mistakes(options):
         raise UsageError(mistake)
     targets = parse_targets(options.target) if options.target is not None else DEFAULT_TARGETS
-    view = _wants_view(options, terminal or Terminal.here())
+    view = _wants_view(options, find_terminal())
     stop = stop or Stop()
     with ExitStack() as stack:
         if options.replay_from is not None:
@@ -210,8 +200,8 @@ def _mistakes(options: TopOptions) -> Iterator[str]:
         yield from (f"--replay and {name} cannot go together" for name, value in live.items() if value is not None)
 
 
-def _wants_view(options: TopOptions, terminal: Terminal) -> bool:
-    if options.once or options.duration_s is not None or options.stdout_is_data or not terminal.interactive:
+def _wants_view(options: TopOptions, terminal: os.terminal_size | None) -> bool:
+    if options.once or options.duration_s is not None or options.stdout_is_data or terminal is None:
         return False
     if terminal.columns < FEWEST_COLUMNS or terminal.lines < FEWEST_LINES:
         raise UsageError(

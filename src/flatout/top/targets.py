@@ -11,6 +11,7 @@ import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from flatout.errors import UsageError
 from flatout.top.figures import GpuFigures, HostFigures
@@ -20,15 +21,15 @@ __all__ = ["DEFAULT_TARGETS", "Target", "TargetResult", "check_targets", "parse_
 
 @dataclass(frozen=True, slots=True)
 class _Quantity:
-    """What can be wished for. `usual` is what one wishes for when nothing is said."""
+    """What can be wished for, of each card or of the host; `usual` is what one wishes for when nothing is said."""
 
     what: str
     unit: str
     usual: str
-    of_gpu: Callable[[GpuFigures], float | None] | None = None
-    of_host: Callable[[HostFigures], float | None] | None = None
+    read: Callable[[Any], float | None]
     more_is_better: bool = False
     highest: float = 100.0
+    of_host: bool = False
 
 
 _QUANTITIES = {
@@ -38,7 +39,7 @@ _QUANTITIES = {
     "memory": _Quantity("GPU memory, peak", "%", "70-90", lambda gpu: gpu.peak("memory_pct")),
     "power": _Quantity("power share, mean", "%", "80", lambda gpu: gpu.mean("power_share_pct"), more_is_better=True),
     "temperature": _Quantity("temperature, peak", " °C", "85", lambda gpu: gpu.peak("temperature_c"), highest=200.0),
-    "cpu": _Quantity("CPU, mean", "%", "90", of_host=lambda host: host.mean("cpu_pct")),
+    "cpu": _Quantity("CPU, mean", "%", "90", lambda host: host.mean("cpu_pct"), of_host=True),
 }
 
 
@@ -95,26 +96,22 @@ def check_targets(
     targets: tuple[Target, ...], gpus: tuple[GpuFigures, ...], host: HostFigures
 ) -> tuple[TargetResult, ...]:
     """Each target against each card, or against the host."""
-    results: list[TargetResult] = []
-    for target in targets:
-        known = _QUANTITIES[target.name]
-        if known.of_host is not None:
-            results.append(_result(target, None, known.what, known.of_host(host)))
-        elif known.of_gpu is not None:
-            for gpu in gpus:
-                stands_in = " (stand-in: power share)" if target.name == "sm" and not gpu.has_gpm else ""
-                results.append(_result(target, gpu.index, known.what + stands_in, known.of_gpu(gpu)))
-    return tuple(results)
+    chosen = ((target, (host,) if _QUANTITIES[target.name].of_host else gpus) for target in targets)
+    return tuple(_against(target, figures) for target, all_figures in chosen for figures in all_figures)
 
 
-def _result(target: Target, gpu: int | None, what: str, value: float | None) -> TargetResult:
+def _against(target: Target, figures: GpuFigures | HostFigures) -> TargetResult:
+    known = _QUANTITIES[target.name]
+    value = known.read(figures)
     margin = min(value - target.at_least, target.at_most - value) if value is not None else None
+    card = figures if isinstance(figures, GpuFigures) else None
+    stands_in = target.name == "sm" and card is not None and not card.has_gpm
     return TargetResult(
         name=target.name,
-        gpu=gpu,
-        what=what,
+        gpu=card.index if card is not None else None,
+        what=f"{known.what} (stand-in: power share)" if stands_in else known.what,
         wish=target.wish,
-        unit=_QUANTITIES[target.name].unit,
+        unit=known.unit,
         value=value,
         met=margin >= 0 if margin is not None else None,
         margin=margin,

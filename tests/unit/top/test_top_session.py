@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 
 from flatout.errors import FlatoutError, GateFailed, UsageError
-from flatout.top.session import Terminal, TopOptions, run
+from flatout.top.session import TopOptions, run
 from flatout.top.summary import TopSummary
 from flatout.top.table import GPU_COLUMNS, HOST_COLUMNS
 from flatout.trace import DiskSample, GpuSample, HostSample, Sample, read
 
 Make = Callable[..., Sample]
-PIPE = Terminal(interactive=False)
 DOCS = Path(__file__).parents[3] / "docs" / "TOP.md"
 
 
@@ -30,11 +29,11 @@ DOCS = Path(__file__).parents[3] / "docs" / "TOP.md"
 def top(machine) -> Callable[..., TopSummary]:
     """Runs top on a machine at 80% (or the one given)."""
 
-    def go(here=None, *, terminal: Terminal = PIPE, **options: Any) -> TopSummary:
+    def go(here=None, *, terminal: tuple[int, int] | None = None, **options: Any) -> TopSummary:
         here = here or machine()
         return run(
             TopOptions(**options),
-            terminal=terminal,
+            find_terminal=lambda: os.terminal_size(terminal) if terminal else None,
             make_sampler=lambda **_: here,
             stop=here.stop(),
             clock=here.clock,
@@ -170,7 +169,7 @@ def test_a_recording_sums_up_to_what_was_seen_live(top, machine, tmp_path: Path,
 
 def test_a_replay_can_be_summed_up_as_json(top, make_sample: Make, record: Callable[..., Path], capsys) -> None:
     folder = record([make_sample(float(t), sm=88, cards=2) for t in range(4)])
-    top(replay_from=folder, json_to="-", gpus=(1,), terminal=Terminal(interactive=True))
+    top(replay_from=folder, json_to="-", gpus=(1,), terminal=(80, 24))
     assert [gpu["index"] for gpu in json.loads(capsys.readouterr().out)["gpus"]] == [1]
 
 
@@ -263,16 +262,15 @@ def test_a_sampler_that_refuses_leaves_nothing(tmp_path: Path) -> None:
 
     options = TopOptions(gpus=(9,), duration_s=2.0, record_to=tmp_path / "run", csv_to=str(tmp_path / "rows.csv"))
     with pytest.raises(FlatoutError, match="there is no GPU 9"):
-        run(options, terminal=PIPE, make_sampler=refuse)
+        run(options, find_terminal=lambda: None, make_sampler=refuse)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_terminal_of_20_columns(top, tmp_path: Path) -> None:
-    narrow = Terminal(interactive=True, columns=20)
     with pytest.raises(UsageError, match=r"needs at least 60 columns and 20 lines .* use --duration, or pipe"):
-        top(terminal=narrow, record_to=tmp_path / "run")
+        top(terminal=(20, 24), record_to=tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
-    assert top(terminal=narrow, duration_s=3.0).samples == 3
+    assert top(terminal=(20, 24), duration_s=3.0).samples == 3
 
 
 def test_every_field_and_column_is_in_the_guide(top, machine, tmp_path: Path) -> None:

@@ -333,7 +333,7 @@ def _environ() -> dict[str, str]:
 COLOUR = re.compile(r"\x1b\[(?:[\d;:]*;)?(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])[\d;:]*m")
 
 
-@pytest.mark.parametrize("end", ["q", "\x03", signal.SIGTERM])
+@pytest.mark.parametrize("end", ["\x03", signal.SIGTERM])
 def test_in_a_terminal_it_draws_until_told_to_end_then_sums_up(
     open_screen, record, make_sample: Make, end: object
 ) -> None:
