@@ -5,4 +5,5 @@ Trace ──account──► Account ─┬─terminal, findings──► text, 
   └──────picture────────────┴─html (detail, drawing, markup, page.css, page.js)──► one file, `--html`
 
 two Traces ──compare──► Comparison ──compare_views──► text, one file; `--json` is its own
+Found (of a fix) ──fixed (permanent)──► FixReport ──fix_views──► the same three
 """
