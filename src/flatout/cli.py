@@ -567,4 +567,4 @@ def _write_text(target: str, text: str) -> None:
 
 def _linux_only(verb: str) -> None:
     if sys.platform != "linux":
-        raise UsageError(f"flatout {verb} is Linux only; flatout top and flatout doctor work here")
+        raise UsageError(f"flatout {verb} is Linux only; flatout top, doctor, report and compare work here")

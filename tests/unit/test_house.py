@@ -59,7 +59,7 @@ def test_elsewhere_what_needs_linux_says_so_in_one_line(
             cli.main()
         assert ended.value.code == 2
         assert capsys.readouterr().err == (
-            f"flatout: flatout {verb} is Linux only; flatout top and flatout doctor work here\n"
+            f"flatout: flatout {verb} is Linux only; flatout top, doctor, report and compare work here\n"
         )
 
 

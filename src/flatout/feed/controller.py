@@ -62,7 +62,7 @@ class Controller:
         self._most = max(1, most_workers)
         self.workers = min(workers, self._ceiling(cores, 1.0))
         self.depth = 2.0
-        self.why = "as declared" if self.workers == workers else f"{workers} declared, {cores:g} cores to use"
+        self.why = "to begin with" if self.workers == workers else f"{workers} declared, {cores:g} cores to use"
         self.may_do_without = may_do_without
         self.window_s = GLANCE_S if may_do_without else WINDOW_S
         self._rates: dict[int, float] = {}
