@@ -241,7 +241,7 @@ def _missing_torch(driver: _Driver, torch: Torch, visible: str | None) -> Iterat
 
 def _missing_host(allowed: Budget, root: Path) -> Iterator[str]:
     if sys.platform != "linux":
-        yield f"This is {platform.system()}: flatout top and doctor work with what there is; to run a training takes Linux."
+        yield f"This is {platform.system()}: flatout top and doctor work with what there is; training takes Linux."
         return
     if not (root / "proc/pressure").is_dir():
         yield "The kernel keeps no pressure figures (PSI): whether the disk holds things up is told from iowait alone."

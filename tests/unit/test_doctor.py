@@ -171,7 +171,7 @@ def test_elsewhere_it_says_what_is_linux_only(
 ) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     [missing] = look(seen_by_cuda(uuid)).missing
-    assert missing.endswith("flatout top and doctor work with what there is; to run a training takes Linux.")
+    assert missing.endswith("flatout top and doctor work with what there is; training takes Linux.")
 
 
 def test_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
