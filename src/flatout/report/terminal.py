@@ -149,7 +149,7 @@ def ms(value: float) -> str:
 def duration(value_ms: float) -> str:
     """A length of time in words."""
     seconds = value_ms / 1e3
-    if seconds < 1:
+    if seconds < 0.05:
         return ms(value_ms)
     if seconds < 90:
         return f"{seconds:.1f} s"
