@@ -62,6 +62,11 @@ class Case:
         return max(loaders, key=lambda entry: entry.get("length") or 0, default=None)
 
     @cached_property
+    def elastic(self) -> bool:
+        """Whether flatout's loader is in place: it finds the number of workers by itself."""
+        return any(c.get("name") == "loader" and c.get("applied") for c in self.facts.get("changes") or ())
+
+    @cached_property
     def reports(self) -> tuple[WorkerReport, ...]:
         """What that loader's workers said at last (or the training process, with num_workers=0)."""
         loader = self.loader

@@ -19,7 +19,7 @@ _JOINING = 0.4
 
 def main_thread(case: Case) -> Finding | None:
     saved = data_saved(case)
-    if case.loader is None or case.loader.get("num_workers") != 0 or saved < WORTH:
+    if case.loader is None or case.loader.get("num_workers") != 0 or case.elastic or saved < WORTH:
         return None
     rate, now = case.samples_a_worker_s, case.breakdown.samples_per_s
     wanted = spare_cores(case)
@@ -36,7 +36,8 @@ def main_thread(case: Case) -> Finding | None:
         evidence=_loading(case) | {"samples_per_s_in_this_process": rounded(rate)},
         change="num_workers",
         value=wanted,
-        advice=f"num_workers={wanted}: one process makes {rate or 0:,.0f} samples/s, training now eats {now or 0:,.0f}",
+        advice=f"num_workers={wanted}"
+        + (f": one process makes {rate:,.0f} samples/s, training now eats {now:,.0f}" if rate and now else ""),
     )
 
 
@@ -73,7 +74,7 @@ def workers_behind(case: Case) -> Finding | None:
             advice="look at these samples: "
             + ", ".join(f"index {i} ({ms:.0f} ms)" for ms, i in evidence["slowest"][:3]),
         )
-    if (delay or 0.0) >= _HELD_BACK and workers > cores:
+    if (delay or 0.0) >= _HELD_BACK and workers > cores and not case.elastic:
         wanted = spare_cores(case)
         return Finding(
             code="data.too-many-workers",
@@ -102,7 +103,7 @@ def workers_behind(case: Case) -> Finding | None:
             advice="a collate function that works on whole tensors; workers that write into shared, page-locked "
             "memory: flatout.DataLoader",
         )
-    if busy >= 0.7:
+    if busy >= 0.7 and not case.elastic:
         room = _room(case) if wants_core else max(workers, _room(case))
         wanted = min(workers + room, math.ceil(workers / (1 - min(0.9, saved))))
         if wanted <= workers:

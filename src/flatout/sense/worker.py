@@ -38,8 +38,9 @@ class Meter:
     def __init__(self, dataset: Any, worker: int | None, path: Path | None) -> None:
         self._path = path
         self._worker = worker
-        self._dataset = type(dataset).__name__
-        self._length = length_of(dataset)
+        named = getattr(dataset, "__dict__", {}).get("__wrapped__", dataset)
+        self._dataset = type(named).__name__
+        self._length = length_of(named)
         self._born_s = time.monotonic()
         self._idle_since = self._born_s
         self._report_every_s = _FIRST_REPORT_S

@@ -43,6 +43,15 @@ def test_loading_in_the_training_process() -> None:
     assert 1.0 < found.gain_low < found.gain_high <= 4.1
 
 
+def test_the_elastic_loader_is_not_told_how_many_workers_to_have() -> None:
+    elastic = {"changes": [{"name": "loader", "value": "elastic", "applied": True}]}
+    here = {"loader": {"num_workers": 0}, "workers": workers(1, sample_ms=1.0, busy=0.7)}
+    crowd = {"loader": {"num_workers": 40}, "workers": workers(2, sample_ms=20.0, busy=0.95, delay=0.6)}
+    for case in (here, crowd):
+        assert "num_workers" in [f.change for f in diagnose(trace(*STARVED, **case))]
+        assert "num_workers" not in [f.change for f in diagnose(trace(*STARVED, **case, facts=elastic))]
+
+
 def test_a_ceiling_below_the_run_itself_says_nothing() -> None:
     """Others had the cores while it was measured."""
     made = trace(*STARVED, loader={"num_workers": 0}, workers=workers(1, sample_ms=1.0, busy=0.7), xray=None)
