@@ -63,6 +63,8 @@ class FixReport:
     def sentence(self) -> str:
         """The answer."""
         found = self.found
+        if found.interrupted and not found.kept:
+            return "Interrupted: nothing was kept so far."
         if found.untried and not found.attempts:
             return f"Nothing was tried: {found.stopped}."
         if not found.kept:
