@@ -39,6 +39,7 @@ CLEAR_IN_COMPANY = 2.0  # … and where others use the machine
 CLOSE_CALLS = 2  # times a close call is run again, both sides
 COMPILING_S = 40.0
 DRIFT = 0.05
+UNSTEADY = 0.08  # from run to run: what few repeats cannot see through
 COLD = 0.05  # of the time spent waiting for storage: the page cache is not warm yet
 IDENTITY_STEPS = 60
 PARITY_STEPS = FEWEST_LOSSES + 20
@@ -85,7 +86,9 @@ class Search:
             self.found.stopped, self.found.interrupted = "interrupted", True
             self._let_go_of_the_unproven("interrupted before the proof")
         self.found.seconds = self._clock() - self._began_s
-        self.found.noise = self._noise
+        self.found.noise = noise = self._noise
+        if noise.repeats and noise.sd > UNSTEADY:
+            self._remark(f"runs of the same plan differ by {noise.sd:.0%}: a gain below that may not have shown")
         return self.found
 
     # -- the baseline -----------------------------------------------------------------------------------------------

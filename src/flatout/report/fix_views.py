@@ -172,9 +172,7 @@ def page(fixed: FixReport) -> str:
     if first is not None and second is not None and found.kept:
         both = compare(first, second, ("before", "after"))
         drawn = panels_of(both, first.ranks[0], second.ranks[0])
-        heads = ("", "before", "after")
         sections += [
-            ("figures", "Before and after", table("Before and after", heads, before_and_after(fixed))),
             ("before", "Where the time went before", time_spent(account(first, "before"))),
             ("after", "Where it goes now", time_spent(account(second, "after"))),
             ("phases", "Phase by phase", table("A step", ("phase", "before", "after", "change"), phase_rows(both))),

@@ -93,6 +93,7 @@ def test_a_gain_within_the_noise_is_not_believed() -> None:
     found = fix(world, budget_s=3600)
     assert found.kept == ()
     assert found.noise is not None
+    assert any(remark.startswith("runs of the same plan differ by") for remark in found.remarks)
 
 
 def test_a_close_call_is_run_again_until_it_is_known() -> None:
