@@ -188,7 +188,7 @@ def page(fixed: FixReport) -> str:
     head = join(
         [
             tag("p", tag("strong", "flatout fix"), " · ", shlex.join(fixed.command), class_="about"),
-            tag("h1", fixed.sentence()),
+            tag("h1", fixed.sentence().replace(" → ", "\u00a0→\u00a0")),
             figures([(name, f"{a} → {b}", "") for name, a, b in before_and_after(fixed)]),
             copyable(fixed.train_with) if found.kept else None,
             *(tag("p", f"Mind: {remark}.", class_="warning") for remark in found.remarks),
@@ -215,7 +215,7 @@ def _kept(fixed: FixReport) -> Html | None:
                 tag("p", tag("code", change.safety, class_="chip"), tag("span", attempt.where, class_="where")),
                 tag("h3", f"{in_words(change)}: {attempt.gain or 'not measured'}{beside}"),
                 tag("p", change.note) if change.note else None,
-                tag("p", f"{_SAFETY[change.safety]}. {attempt.outcome.proof}", class_="meta"),
+                tag("p", f"{_SAFETY[change.safety].capitalize()}. {attempt.outcome.proof}", class_="meta"),
                 tag("p", "For good:"),
                 copyable(permanently(attempt)),
                 class_="finding",
