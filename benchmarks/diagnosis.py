@@ -110,7 +110,7 @@ class Script:
 
 
 _MNIST = {"repo": "pytorch/examples", "path": "mnist/main.py"}
-_NANO = (
+NANO = (
     "--device=cpu", "--compile=False", "--n_layer=2", "--n_head=2", "--n_embd=128", "--block_size=64", "--batch_size=8",
     "--gradient_accumulation_steps=1", "--dtype=float32",
 )  # fmt: skip
@@ -168,7 +168,7 @@ SCRIPTS = (
     ),
     Script(
         name="nanoGPT: evaluation", repo="karpathy/nanoGPT", path="train.py", expect="pause.eval",
-        fault="--eval_interval=20", flags=(*_NANO, "--eval_interval=20", "--eval_iters=8"), prepare=prepare_tokens,
+        fault="--eval_interval=20", flags=(*NANO, "--eval_interval=20", "--eval_iters=8"), prepare=prepare_tokens,
     ),
     Script(
         name="pytorch-cifar: heavy transforms", repo="kuangliu/pytorch-cifar", path="main.py", expect="data.cpu-bound",
@@ -221,7 +221,7 @@ SCRIPTS = (
     ),
     # -- without one
     Script(**_MNIST, name="mnist", environment={"STANDIN_READY": "1"}, flags=("--batch-size", "256")),
-    Script(name="nanoGPT", repo="karpathy/nanoGPT", path="train.py", flags=_NANO, prepare=prepare_tokens),
+    Script(name="nanoGPT", repo="karpathy/nanoGPT", path="train.py", flags=NANO, prepare=prepare_tokens),
     Script(
         name="makemore", repo="karpathy/makemore", path="makemore.py", prepare=prepare_words,
         flags=("--num-workers", "1"),
