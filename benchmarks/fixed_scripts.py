@@ -31,7 +31,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from benchmarks.diagnosis import COMMITS, NANO, Script, prepare_tokens, prepare_words  # noqa: E402
+from benchmarks.diagnosis import COMMITS, Script, prepare_words  # noqa: E402
 from benchmarks.machine import describe, figure, headline  # noqa: E402
 
 COMMITS = COMMITS | {
@@ -39,7 +39,7 @@ COMMITS = COMMITS | {
     "cure-lab/LTSF-Linear": "0c113668a3b88c4c4ee586b8c5ec3e539c4de5a6",
     "Lightning-AI/pytorch-lightning": "7f0c3436cd3f6ad3753125672024fc415cbcb414",
     "victoresque/pytorch-template": "41dc06f6f8f3f38c6ed49f01ff7d89cd5688adc4",
-    "yanx27/Pointnet_Pointnet2_pytorch": "eb64fe0b4c24055559cea26299cb485dcb43d8dd",
+    "rixwew/pytorch-fm": "f74ad19771eda104e99874d19dc892e988ec53fa",
 }
 OURS = ("flatout-plan.yaml", "flatout-runs")
 WITHIN_S = 600
@@ -86,17 +86,21 @@ def electricity(folder: Path) -> None:
     (folder / "dataset/ETTh1.csv").write_text("\n".join(("date,HUFL,HULL,MUFL,MULL,LUFL,LULL,OT", *rows)) + "\n")
 
 
-def point_clouds(folder: Path) -> None:
-    """Text files of 10,000 points with normals, as ModelNet10 is handed out."""
-    random, root = np.random.default_rng(0), folder / "data/modelnet40_normal_resampled"
-    root.mkdir(parents=True)
-    (root / "modelnet10_shape_names.txt").write_text("\n".join(f"shape{place}" for place in range(10)))
-    for part, count in (("train", 600), ("test", 20)):
-        shapes = [f"shape{number % 10}_{part}{number:04d}" for number in range(count)]
-        (root / f"modelnet10_{part}.txt").write_text("\n".join(shapes))
-        for shape in shapes:
-            (root / shape[:6]).mkdir(exist_ok=True)
-            np.savetxt(root / shape[:6] / f"{shape}.txt", random.normal(size=(10_000, 6)), "%.6f", ",")
+def ratings(folder: Path) -> None:
+    """400,000 ratings of films, as ml-1m/ratings.dat has them; and the folder the script saves to."""
+    random = np.random.default_rng(0)
+    who, what, how = (random.integers(1, top, 400_000) for top in (6041, 3953, 6))
+    lines = (f"{a}::{b}::{c}::978300760" for a, b, c in zip(who, what, how, strict=True))
+    (folder / "ratings.dat").write_text("\n".join(lines) + "\n")
+    (folder / "chkpt").mkdir()
+
+
+def characters(folder: Path) -> None:
+    """What nanoGPT's prepare.py makes of Shakespeare: 65 characters, a million of them."""
+    for part, count in (("train", 1_000_000), ("val", 100_000)):
+        np.random.default_rng(0).integers(0, 65, count, dtype=np.uint16).tofile(
+            folder / f"data/shakespeare_char/{part}.bin"
+        )
 
 
 _TUTORIAL = {"repo": "yunjey/pytorch-tutorial", "prepare": mnist("../../data")}
@@ -120,14 +124,20 @@ SCRIPTS = (
         path="examples/fabric/image_classifier/train_fabric.py",
     ),
     Script(
-        name="PointNet", repo="yanx27/Pointnet_Pointnet2_pytorch", path="train_classification.py", prepare=point_clouds,
-        flags=("--use_cpu", "--num_category", "10", "--num_point", "128", "--batch_size", "16"),
+        name="fm", repo="rixwew/pytorch-fm", path="examples/main.py", prepare=ratings,
+        flags=("--dataset_name", "movielens1M", "--dataset_path", "ratings.dat", "--model_name",
+               "fm", "--device", "cpu"),
     ),
     Script(
         name="imagenet", repo="pytorch/examples", path="imagenet/main.py", prepare=photographs,
         flags=("imagenet", "-a", "shufflenet_v2_x0_5", "-b", "16", "--no-accel"),
     ),
-    Script(name="nanoGPT", repo="karpathy/nanoGPT", path="train.py", flags=NANO, prepare=prepare_tokens),
+    Script(
+        name="nanoGPT", repo="karpathy/nanoGPT", path="train.py", prepare=characters,
+        flags=("config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--eval_iters=20",
+               "--log_interval=1", "--block_size=64", "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128",
+               "--max_iters=2000", "--lr_decay_iters=2000", "--dropout=0.0"),  # its README's command for a CPU
+    ),
     Script(name="makemore", repo="karpathy/makemore", path="makemore.py", prepare=prepare_words),
     Script(name="adder", repo="karpathy/minGPT", path="projects/adder/adder.py"),
 )  # fmt: skip

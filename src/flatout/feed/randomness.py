@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.random.mtrand import get_bit_generator
 from torch.utils.data._utils.worker import _generate_state
 
 __all__ = [
@@ -94,7 +93,7 @@ def put_back(taken: tuple[Any, ...]) -> None:
     """Go back to a snapshot, if nothing but draws happened since."""
     torch.default_generator.set_state(taken[0])
     random.setstate(taken[1])
-    generator = get_bit_generator()
+    generator = _numpy_generator()
     if isinstance(taken[2], bytes):
         ctypes.memmove(generator.ctypes.state_address, taken[2], _MT19937_BYTES)
     else:
@@ -116,9 +115,14 @@ def untouched() -> Iterator[None]:
 _MT19937_BYTES = 625 * 4  # its 624 words and the place among them
 
 
+def _numpy_generator() -> Any:
+    """The generator behind numpy.random's own functions; only NumPy 1.24 and later have a public name for it."""
+    return np.random.mtrand._rand._bit_generator  # type: ignore[attr-defined]
+
+
 def _numpy_words() -> Any:
     """The words of numpy's generator, where it is the usual one: `get_state` takes a hundred times as long."""
-    generator = get_bit_generator()
+    generator = _numpy_generator()
     if type(generator) is np.random.MT19937:
         return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
     return generator.state

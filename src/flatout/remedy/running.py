@@ -24,6 +24,7 @@ SEED = 20_261  # imposed where the script sets none: the same in every run
 _TAIL_BYTES = 20_000
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Refused)\b.*")
+_UNMEASURED = re.compile(r"flatout: not measuring this process \((.*)\)$")
 _NO_MEMORY = re.compile(r"CUDA (?:error: )?out of memory", re.I)
 
 
@@ -55,6 +56,14 @@ class Run:
     @property
     def hung(self) -> bool:
         return self.code == launch.TIMED_OUT
+
+    def unmeasured(self) -> str | None:
+        """Why flatout is not in the command, where it said so."""
+        if self.folder is None or not (output := self.folder / launch.OUTPUT).is_file():
+            return None
+        with output.open(encoding="utf-8", errors="replace") as lines:
+            found = (_UNMEASURED.match(line) for line in lines)
+            return next((match[1] for match in found if match), None)
 
     def reason(self) -> str:
         """Why it ended as it did, in its own words where it left some."""

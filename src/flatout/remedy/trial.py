@@ -129,6 +129,8 @@ class Search:
             return f"the command did not come to {self._steps or FIRST_STEPS} training steps in {run.seconds:.0f} s"
         if run.code != 0:
             return f"the command fails by itself: {run.reason()}"
+        if run.trace is None and (why := run.unmeasured()):
+            return f"flatout could not look into the command: {why}"
         if run.trace is None:
             return "no optimizer step was seen: nothing to fix (does the command train, and with this Python?)"
         return "the command ended after a few steps: too few to measure"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from remedy_world import Machine, World, flag
 from flatout.errors import UsageError
 from flatout.remedy.candidates import Wishes
 from flatout.remedy.found import Found
+from flatout.remedy.running import Run
 from flatout.remedy.trial import Search
 from flatout.trace import Sketch
 
@@ -333,3 +335,15 @@ def test_the_script_s_own_switch_comes_first_and_the_hook_where_it_does_nothing(
     found = fix(deaf)
     assert (found.kept[0].value, found.kept[0].knob) == ("bf16", "")
     assert "no forward pass ran under autocast" in found.plan.tried[0].note
+
+
+def test_a_command_that_flatout_cannot_look_into_says_why(tmp_path: Path) -> None:
+    why = "ImportError: cannot import name 'x' from 'numpy' (mtrand.so)"
+    (tmp_path / "output.txt").write_text(f"flatout: not measuring this process ({why})\nepoch 0\n")
+
+    class Blind(World):
+        def __call__(self, *args: Any, **kwargs: Any) -> Run:
+            return Run(changes=(), code=0, seconds=3.0, folder=tmp_path)
+
+    with pytest.raises(UsageError, match=re.escape(f"could not look into the command: {why}")):
+        fix(Blind())
