@@ -117,7 +117,7 @@ _MT19937_BYTES = 625 * 4  # its 624 words and the place among them
 
 def _numpy_generator() -> Any:
     """The generator behind numpy.random's own functions; only NumPy 1.24 and later have a public name for it."""
-    return np.random.mtrand._rand._bit_generator  # type: ignore[attr-defined]
+    return np.random.mtrand._rand._bit_generator
 
 
 def _numpy_words() -> Any:
