@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader as StockLoader
 
 from flatout.engine.checkpoint import Checkpoints, newest, random_state, set_random_state
 from flatout.engine.config import Settings, checked
@@ -32,7 +33,7 @@ from flatout.engine.ranks import Interrupts, Ranks, lost_contact
 from flatout.engine.section import Every, nearest
 from flatout.engine.step import Step, batch_rows
 from flatout.errors import FlatoutError, UsageError
-from flatout.feed import DataLoader, to_device
+from flatout.feed import DataLoader, feed_of, to_device
 
 __all__ = ["At", "Trainer"]
 
@@ -175,6 +176,10 @@ class Trainer:
                 ) from None
             finally:
                 self.checkpoints.wait()
+                for loader in (self._train_loader, self._val_loader):
+                    feed = feed_of(loader) if isinstance(loader, StockLoader) else None
+                    if feed is not None:
+                        feed.close()  # its workers would live as long as the loader; iterated again, it has new ones
                 self.reporter.end()
 
     # -- batches ----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import errno
 import json
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import engine_toy
+import psutil
 import pytest
 import torch
 from conftest import Ready
@@ -393,3 +395,22 @@ def test_switches_of_torch_are_put_back(ready: Ready) -> None:
 
 def test_our_own_loader_is_used_for_what_the_config_names(ready: Ready) -> None:
     assert isinstance(ready()._train_loader, DataLoader)
+
+
+@pytest.mark.parametrize("ends", ["with the last epoch", "in mid-epoch", "with an error"])
+def test_no_worker_outlives_a_training(ready: Ready, ends: str) -> None:
+    """GIVEN somebody who keeps the trainer, WHEN `fit` is over, in whatever way, THEN its processes are gone."""
+    trainer = ready("data.workers=2", f"train.max_steps={11 if ends == 'in mid-epoch' else 24}")
+    before, workers = set(psutil.Process().children()), set[psutil.Process]()
+
+    def look() -> None:
+        workers.update(set(psutil.Process().children()) - before)
+        if ends == "with an error":
+            raise ValueError("a mistake in the model")
+
+    engine_toy.faults[10] = look
+    with pytest.raises(ValueError, match="a mistake") if ends == "with an error" else contextlib.nullcontext():
+        trainer.fit()
+    assert workers  # of training and, by the second epoch, of validation
+    assert not any(process.is_running() for process in workers)
+    assert len(list(trainer._train_loader)) == 8  # it can be used again
