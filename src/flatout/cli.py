@@ -11,16 +11,18 @@ import re
 import shutil
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
-from typer.core import TyperGroup
 
 from flatout import __version__
 from flatout.errors import FlatoutError, GateFailed, UsageError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from flatout.plan import Plan
 
 INTERRUPTED = 130
@@ -29,29 +31,8 @@ READER_LEFT = 141
 # The base of all complaints about arguments: click's, until typer took it over; the family tree stayed the same.
 _ArgumentError: type[Exception] = cast("type[Exception]", typer.BadParameter.__mro__[2])
 
-
-class _Verbs(TyperGroup):
-    """Runs a verb; `flatout top | head` is no accident."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the verb that was asked for."""
-        try:
-            result = super().invoke(ctx)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            # Python would complain once more when it flushes stdout at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(READER_LEFT) from None
-        except SystemExit as ended:
-            if isinstance(ended.__context__, BrokenPipeError):  # rich makes 1 of it, which is a gate's word
-                raise typer.Exit(READER_LEFT) from None
-            raise
-        return result
-
-
 app = typer.Typer(
     name="flatout",
-    cls=_Verbs,
     invoke_without_command=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -61,10 +42,6 @@ app = typer.Typer(
 )
 
 
-# Options of flatout's come first; from the command's first word on, all is the command's.
-_TAKES_A_COMMAND = {"allow_extra_args": True, "allow_interspersed_args": False}
-
-
 def main() -> None:
     """The `flatout` command."""
     for stream in (sys.stdout, sys.stderr):
@@ -72,6 +49,13 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # a terminal that knows no × shows ? instead of a traceback
     try:
         code = app(prog_name="flatout", standalone_mode=False)
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit) as ended:
+        # `flatout top | head` is no accident. typer and rich make 1 of it, which is a gate's word.
+        if not isinstance(ended, BrokenPipeError) and not isinstance(ended.__context__, BrokenPipeError):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would complain once more when it flushes at exit
+        sys.exit(READER_LEFT)
     except FlatoutError as problem:
         if problem.__cause__ is not None:  # it came out of the person's own code: where there, they want to know
             traceback.print_exception(problem.__cause__)
@@ -88,18 +72,43 @@ def _complain(text: str, code: int) -> None:
     sys.exit(code)
 
 
+# --- what options are made of -----------------------------------------------------------------------------------------
+
+# Options of flatout's come first; from the command's first word on, all is the command's.
+_TAKES_A_COMMAND = {"allow_extra_args": True, "allow_interspersed_args": False}
+
+
+def _option(metavar: str, help: str, *, default: Any = None, **more: Any) -> Any:
+    return typer.Option(default, metavar=metavar, help=help, **more)
+
+
+def _argument(metavar: str, help: str, *, default: Any = None) -> Any:
+    return typer.Argument(default, metavar=metavar, help=help)
+
+
+def _flag(name: str, help: str, *, default: bool = False) -> Any:
+    return typer.Option(default, name, help=help)
+
+
+def _file_of(what: str) -> Any:
+    return _option("FILE", f"Write {what}; - is stdout.")
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"flatout {__version__}")
         raise typer.Exit
 
 
+# --- the verbs --------------------------------------------------------------------------------------------------------
+
+
 @app.callback()
 def _options(
     context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
 ) -> None:
     if context.invoked_subcommand is None:
         print(context.get_help())
@@ -107,48 +116,25 @@ def _options(
 
 @app.command()
 def top(
-    interval: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Time between samples, 0.05 to 60. Default: 1.")
-    ] = None,
-    duration: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Measure so long without the live view, then sum up.")
-    ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Take one reading and exit.")] = False,
-    gpu: Annotated[
-        list[int] | None,
-        typer.Option(metavar="INDEX", help="Watch this card only (may be given again). Default: all."),
-    ] = None,
-    pid: Annotated[
-        list[int] | None,
-        typer.Option(
-            metavar="PID",
-            help="Follow this training and its loader workers (may be given again). Default: whoever uses the cards.",
-        ),
-    ] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME=BOUND,…",
-            help="Targets for the summary: sm, util, power (at least); fluctuation, temperature, cpu (at most); "
-            "memory (a range). Example: sm=85,memory=70-90",
-        ),
-    ] = None,
-    fail_below: Annotated[
-        float | None, typer.Option(metavar="PCT", help="Exit with 1 when a card's mean SM active is below this.")
-    ] = None,
-    json: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write the summary (or the one reading) as JSON; - is stdout.")
-    ] = None,
-    csv: Annotated[str | None, typer.Option(metavar="FILE", help="Write a row a sample; - is stdout.")] = None,
-    record: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Record every sample into this new folder.")
-    ] = None,
-    replay: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Show a recording instead of this machine.")
-    ] = None,
-    speed: Annotated[
-        float | None, typer.Option(metavar="TIMES", help="How fast to play a recording in the live view. Default: 1.")
-    ] = None,
+    interval: float | None = _option("SECONDS", "Time between samples, 0.05 to 60. Default: 1."),
+    duration: float | None = _option("SECONDS", "Measure so long without the live view, then sum up."),
+    once: bool = _flag("--once", "Take one reading and exit."),
+    gpu: list[int] | None = _option("INDEX", "Watch this card only (may be given again). Default: all."),
+    pid: list[int] | None = _option(
+        "PID",
+        "Follow this training and its loader workers (may be given again). Default: whoever uses the cards.",
+    ),
+    target: str | None = _option(
+        "NAME=BOUND,…",
+        "Targets for the summary: sm, util, power (at least); fluctuation, temperature, cpu (at most); "
+        "memory (a range). Example: sm=85,memory=70-90",
+    ),
+    fail_below: float | None = _option("PCT", "Exit with 1 when a card's mean SM active is below this."),
+    json: str | None = _file_of("the summary (or the one reading) as JSON"),
+    csv: str | None = _file_of("a row a sample"),
+    record: Path | None = _option("DIR", "Record every sample into this new folder."),
+    replay: Path | None = _option("DIR", "Show a recording instead of this machine."),
+    speed: float | None = _option("TIMES", "How fast to play a recording in the live view. Default: 1."),
 ) -> None:
     """See what the GPU really does: live, or over a while with a verdict.
 
@@ -178,9 +164,7 @@ def top(
 
 
 @app.command()
-def doctor(
-    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write what was found as JSON; - is stdout.")] = None,
-) -> None:
+def doctor(json: str | None = _file_of("what was found as JSON")) -> None:
     """See what flatout finds on this machine, what is missing, and what that costs.
 
     GPUs and their counters, driver, torch, the cores and memory a training may really use here, optional packages.
@@ -188,28 +172,18 @@ def doctor(
     from flatout.doctor import examine, report_lines
 
     found = examine()
-    if json is not None:
-        _write_json(json, found.to_json())
-    if json != "-":
+    if _write(json, found.to_json):
         print("\n".join(report_lines(found)))
 
 
 @app.command()
 def check(
-    script: Annotated[
-        Path | None, typer.Argument(metavar="SCRIPT", help="The training script, or the .sh that starts it.")
-    ] = None,
-    flags: Annotated[
-        list[str] | None, typer.Argument(metavar="-- FLAGS", help="What you would give the script.")
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Its config: YAML, JSON, or a Python file of constants.")
-    ] = None,
-    data: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Measure how fast this folder can be read (two seconds).")
-    ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 on a warning too.")] = False,
-    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the list as JSON; - is stdout.")] = None,
+    script: Path | None = _argument("SCRIPT", "The training script, or the .sh that starts it."),
+    flags: list[str] | None = _argument("-- FLAGS", "What you would give the script."),
+    config: Path | None = _option("FILE", "Its config: YAML, JSON, or a Python file of constants."),
+    data: Path | None = _option("DIR", "Measure how fast this folder can be read (two seconds)."),
+    strict: bool = _flag("--strict", "Exit with 1 on a warning too."),
+    json: str | None = _file_of("the list as JSON"),
 ) -> None:
     """Go through the list before training starts: script, config and machine. Runs nothing of yours.
 
@@ -217,8 +191,6 @@ def check(
     `flatout check train.py -- --num-workers 40`. Exit code 1 when a line failed.
     """
     _linux_only("check")
-    from rich.console import Console
-
     from flatout.diagnose.preflight import check as look_over
     from flatout.report.checklist import show
     from flatout.sense.hardware import Sampler
@@ -226,10 +198,8 @@ def check(
     with Sampler() as sampler:
         gpus = sampler.read().gpus
     found = look_over(script, flags=tuple(flags or ()), config=config, data=data, gpus=gpus or None)
-    if json is not None:
-        _write_json(json, found.to_json())
-    if json != "-":
-        show(found, Console(highlight=False))
+    if _write(json, found.to_json):
+        show(found, _console())
     if not found.passed(strict=strict):
         raise typer.Exit(1)
 
@@ -237,29 +207,17 @@ def check(
 @app.command(options_metavar="[OPTIONS] -- COMMAND…", context_settings=_TAKES_A_COMMAND)
 def run(
     context: typer.Context,
-    trace: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Record into this new folder. Default: flatout-runs/TIME-NAME."),
-    ] = None,
-    max_steps: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Stop after N training steps, then measure the ceiling. For trying out."),
-    ] = None,
-    xray: Annotated[bool, typer.Option("--xray/--no-xray", help="Take a few steps under the kernel profiler.")] = True,
-    plan: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Make these changes to the run: what flatout fix has kept.")
-    ] = None,
-    auto: Annotated[
-        bool, typer.Option("--auto", help="Without any trial: flatout's loader, page-locked batches, copies ahead.")
-    ] = False,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="With --auto: only what leaves every batch bit for bit as it was.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No summary at the end.")] = False,
-    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the account as JSON; - is stdout.")] = None,
-    html: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write the report as one HTML file; - is stdout.")
-    ] = None,
+    trace: Path | None = _option("DIR", "Record into this new folder. Default: flatout-runs/TIME-NAME."),
+    max_steps: int | None = _option(
+        "N", "Stop after N training steps, then measure the ceiling. For trying out.", min=1
+    ),
+    xray: bool = _flag("--xray/--no-xray", "Take a few steps under the kernel profiler.", default=True),
+    plan: Path | None = _option("FILE", "Make these changes to the run: what flatout fix has kept."),
+    auto: bool = _flag("--auto", "Without any trial: flatout's loader, page-locked batches, copies ahead."),
+    strict: bool = _flag("--strict", "With --auto: only what leaves every batch bit for bit as it was."),
+    quiet: bool = _flag("--quiet", "No summary at the end."),
+    json: str | None = _file_of("the account as JSON"),
+    html: str | None = _file_of("the report as one HTML file"),
 ) -> None:
     """Run a training command and say where every second of GPU time went. The script stays as it is.
 
@@ -279,9 +237,7 @@ def run(
     code = launch.run(command, folder=folder, max_steps=max_steps, xray=xray, plan=changes)
     if os.environ.get("FLATOUT") != "off":
         for recording in launch.recordings(folder):
-            if changes is not None:
-                _say_what_was_changed(recording)
-            _account_for(recording, quiet=quiet, json_to=json, html_to=html)
+            _account_for(recording, quiet=quiet, json_to=json, html_to=html, changed=changes is not None)
     raise typer.Exit(code)
 
 
@@ -303,19 +259,6 @@ def _changes(path: Path | None, *, auto: bool, strict: bool) -> Plan | None:
     return plan
 
 
-def _say_what_was_changed(folder: Path) -> None:
-    """A paragraph on stderr; what is wrong with it never changes the run's exit code."""
-    from flatout import trace
-    from flatout.report.made import paragraph
-
-    try:
-        text = paragraph(trace.read(folder))
-    except FlatoutError:
-        return  # no step was taken: the account says so
-    if text:
-        print(f"flatout: {text}", file=sys.stderr)
-
-
 def _command(context: typer.Context) -> list[str]:
     """What comes after the options; a bare script is run with Python."""
     command = list(context.args)
@@ -329,26 +272,17 @@ def _command(context: typer.Context) -> list[str]:
 @app.command(options_metavar="[OPTIONS] -- COMMAND…", context_settings=_TAKES_A_COMMAND)
 def fix(
     context: typer.Context,
-    budget: Annotated[str, typer.Option(metavar="TIME", help="How long to try: 90s, 10m, 1h.")] = "10m",
-    allow: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME,…", help="Try what changes learning too: batch-size, eval-interval, checkpoint-interval; all."
-        ),
-    ] = "",
-    only: Annotated[str, typer.Option(metavar="NAME,…", help="Try these changes or classes only.")] = "",
-    skip: Annotated[str, typer.Option(metavar="NAME,…", help="Leave these changes or classes alone.")] = "",
-    steps: Annotated[
-        int | None, typer.Option(metavar="N", min=20, help="Training steps a trial. Default: found by itself.")
-    ] = None,
-    out: Annotated[Path, typer.Option(metavar="PLAN", help="Where the plan goes.")] = Path("flatout-plan.yaml"),
-    price: Annotated[
-        str | None, typer.Option(metavar="MONEY/h", help="What an hour costs, such as 2.5/h: says what an epoch costs.")
-    ] = None,
-    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the result as JSON; - is stdout.")] = None,
-    html: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write before and after as one HTML file; - is stdout.")
-    ] = None,
+    budget: str = _option("TIME", "How long to try: 90s, 10m, 1h.", default="10m"),
+    allow: str = _option(
+        "NAME,…", "Try what changes learning too: batch-size, eval-interval, checkpoint-interval; all.", default=""
+    ),
+    only: str = _option("NAME,…", "Try these changes or classes only.", default=""),
+    skip: str = _option("NAME,…", "Leave these changes or classes alone.", default=""),
+    steps: int | None = _option("N", "Training steps a trial. Default: found by itself.", min=20),
+    out: Path = _option("PLAN", "Where the plan goes.", default=Path("flatout-plan.yaml")),
+    price: str | None = _option("MONEY/h", "What an hour costs, such as 2.5/h: says what an epoch costs."),
+    json: str | None = _file_of("the result as JSON"),
+    html: str | None = _file_of("before and after as one HTML file"),
 ) -> None:
     """Make a training faster: try the remedies on your command, keep those that pay, prove that training is the same.
 
@@ -357,8 +291,6 @@ def fix(
     `flatout run --plan flatout-plan.yaml -- python train.py --epochs 90`. Ctrl-C leaves the plan so far.
     """
     _linux_only("fix")
-    from rich.console import Console
-
     from flatout import launch
     from flatout.remedy.candidates import Wishes
     from flatout.remedy.fix import fix as search
@@ -370,21 +302,17 @@ def fix(
         raise UsageError("no command given: flatout fix -- python train.py …")
     if shutil.which(command[0]) is None:
         raise UsageError(f"{command[0]}: command not found")
-    wishes, budget_s, an_hour = Wishes.of(allow, only, skip), _seconds(budget), _price(price)
+    wishes, budget_s = Wishes.of(allow, only, skip), _seconds(budget)
+    an_hour = _price(price) if price is not None else None
     if not out.absolute().parent.is_dir():
         raise UsageError(f"--out {out}: there is no folder {out.absolute().parent}")
     runs = launch.default_folder([*command[:1], "fix.py"])
-    told = Console(stderr=True, highlight=False)
-    with fix_views.Progress(told, budget_s) as story:
+    with fix_views.Progress(_console(stderr=True), budget_s) as story:
         found = search(command, wishes, budget_s=budget_s, steps=steps, story=story, keep_in=runs)
     found.plan.save(out)
     fixed = report_of(found, command, str(out), an_hour)
-    if json is not None:
-        _write_json(json, fixed.to_json())
-    if html is not None:
-        _write_text(html, fix_views.page(fixed))
-    if json != "-" and html != "-":
-        fix_views.show(fixed, Console(highlight=False))
+    if _write(json, fixed.to_json, html, lambda: fix_views.page(fixed)):
+        fix_views.show(fixed, _console())
     if found.interrupted:
         raise typer.Exit(INTERRUPTED)
 
@@ -396,46 +324,23 @@ def _seconds(text: str) -> float:
     return float(match[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600, None: 1}[match[2]]
 
 
-def _price(text: str | None) -> float | None:
-    if text is None:
-        return None
+def _price(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:/\s*h)?", text.strip())
     if match is None:
         raise UsageError(f"--price {text}: a price an hour such as 2.5/h is wanted")
     return float(match[1])
 
 
-def _account_for(folder: Path, *, quiet: bool, json_to: str | None, html_to: str | None) -> None:
-    """The summary after a run, on stderr; what is wrong with it never changes the run's exit code."""
-    from rich.console import Console
-
-    try:
-        _report([folder], None if quiet else Console(stderr=True, highlight=False), json_to=json_to, html_to=html_to)
-    except FlatoutError as problem:
-        print(f"flatout: {problem}", file=sys.stderr)
-    except Exception as problem:  # ours, and the training is not to suffer from it
-        reason = f"{type(problem).__name__}: {problem}"
-        print(f"flatout: no summary ({reason}); the recording is in {folder}", file=sys.stderr)
-
-
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file that describes the training.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings that go before the file's.")
-    ] = None,
-    preset: Annotated[
-        str | None, typer.Option(metavar="NAME", help="fastest, small-memory or debug; goes before the file.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last run's newest whole checkpoint.")
-    ] = False,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Print what would be in force, and why; no training.")
-    ] = False,
-    gpus: Annotated[int, typer.Option(metavar="N", min=1, help="Train on so many GPUs of this machine.")] = 1,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Only what matters, for logs; no summary at the end.")] = False,
-    here: Annotated[bool, typer.Option("--here", hidden=True)] = False,
+    config: Path = _argument("CONFIG", "The YAML file that describes the training.", default=...),
+    overrides: list[str] | None = _argument("KEY=VALUE", "Settings that go before the file's."),
+    preset: str | None = _option("NAME", "fastest, small-memory or debug; goes before the file."),
+    resume: bool = _flag("--resume", "Go on from the last run's newest whole checkpoint."),
+    explain: bool = _flag("--explain", "Print what would be in force, and why; no training."),
+    gpus: int = _option("N", "Train on so many GPUs of this machine.", min=1, default=1),
+    quiet: bool = _flag("--quiet", "Only what matters, for logs; no summary at the end."),
+    here: bool = typer.Option(False, "--here", hidden=True),
 ) -> None:
     """Train what a YAML file describes, with every switch right: fast by default, or an error that says why not.
 
@@ -450,7 +355,7 @@ def train(
         record = not (explain or here)  # under torchrun each rank records itself; `here` somebody else does
         recorded = train_here(config, words, preset=preset, resume=resume, explain=explain, record=record)
         if recorded is not None and os.environ.get("RANK") == "0":
-            _account_for(recorded, quiet=quiet, json_to=None, html_to=None)
+            _account_for(recorded, quiet=quiet)
         return
     from flatout import budget, launch
 
@@ -466,7 +371,7 @@ def train(
     if os.environ.get("FLATOUT") != "off":
         for recording in launch.recordings(folder):
             if any(recording.glob("rank-*.jsonl")):
-                _account_for(recording, quiet=quiet, json_to=None, html_to=None)
+                _account_for(recording, quiet=quiet)
             else:  # it never came to a step, and has said why
                 shutil.rmtree(recording, ignore_errors=True)
     raise typer.Exit(code)
@@ -474,22 +379,18 @@ def train(
 
 @app.command()
 def report(
-    trace: Annotated[list[Path], typer.Argument(metavar="TRACE", help="A run's folder; of several machines, all.")],
-    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the report as JSON; - is stdout.")] = None,
-    html: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write the report as one HTML file; - is stdout.")
-    ] = None,
+    trace: list[Path] = _argument("TRACE", "A run's folder; of several machines, all.", default=...),
+    json: str | None = _file_of("the report as JSON"),
+    html: str | None = _file_of("the report as one HTML file"),
 ) -> None:
     """Say what a recorded run shows: the verdict, what to change, and where every second went.
 
     The HTML file needs nothing beside it and no network. Folders recorded on several machines become one report.
     """
-    from rich.console import Console
-
-    _report(trace, None if json == "-" or html == "-" else Console(highlight=False), json_to=json, html_to=html)
+    _report(trace, None if "-" in (json, html) else _console(), json_to=json, html_to=html)
 
 
-def _report(folders: list[Path], console: Any, *, json_to: str | None, html_to: str | None) -> None:
+def _report(folders: list[Path], console: Console | None, *, json_to: str | None, html_to: str | None) -> None:
     from flatout.diagnose.rules import diagnose
     from flatout.report import findings, terminal
     from flatout.report.account import account
@@ -500,8 +401,7 @@ def _report(folders: list[Path], console: Any, *, json_to: str | None, html_to: 
     if ranks:
         result = dataclasses.replace(result, ranks=len(ranks))
     found = diagnose(recorded)
-    if json_to is not None:
-        _write_json(json_to, findings.to_json(result, found))
+    _write(json_to, lambda: findings.to_json(result, found))
     if html_to is not None:
         from flatout.report.html import page
 
@@ -511,37 +411,46 @@ def _report(folders: list[Path], console: Any, *, json_to: str | None, html_to: 
         terminal.show(result, console)
 
 
+def _account_for(
+    folder: Path, *, quiet: bool, json_to: str | None = None, html_to: str | None = None, changed: bool = False
+) -> None:
+    """The summary after a run, on stderr; what is wrong with it never changes the run's exit code."""
+    from flatout import trace
+    from flatout.report.made import paragraph
+
+    try:
+        if changed and (text := paragraph(trace.read(folder))):
+            print(f"flatout: {text}", file=sys.stderr)
+        _report([folder], None if quiet else _console(stderr=True), json_to=json_to, html_to=html_to)
+    except FlatoutError as problem:
+        print(f"flatout: {problem}", file=sys.stderr)
+    except Exception as problem:  # ours, and the training is not to suffer from it
+        reason = f"{type(problem).__name__}: {problem}"
+        print(f"flatout: no summary ({reason}); the recording is in {folder}", file=sys.stderr)
+
+
 @app.command()
 def compare(
-    a: Annotated[Path, typer.Argument(metavar="A", help="The run before.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The run after.")],
-    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the comparison as JSON; - is stdout.")] = None,
-    html: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write the comparison as one HTML file; - is stdout.")
-    ] = None,
-    fail_if_slower: Annotated[
-        float | None,
-        typer.Option(metavar="PCT", min=0.0, help="Exit with 1 when B is shown to be slower by more than this."),
-    ] = None,
+    a: Path = _argument("A", "The run before.", default=...),
+    b: Path = _argument("B", "The run after.", default=...),
+    json: str | None = _file_of("the comparison as JSON"),
+    html: str | None = _file_of("the comparison as one HTML file"),
+    fail_if_slower: float | None = _option(
+        "PCT", "Exit with 1 when B is shown to be slower by more than this.", min=0.0
+    ),
 ) -> None:
     """Compare two recorded runs: is B faster than A, beyond the noise of both?
 
     "No difference shown" is an answer. Runs that cannot be compared are shown side by side, with the reason.
     """
-    from rich.console import Console
-
     from flatout import trace
     from flatout.report import compare_views
     from flatout.report.compare import compare as compare_runs
 
     first, second = trace.read(a), trace.read(b)
     result = compare_runs(first, second, (str(a), str(b)))
-    if json is not None:
-        _write_json(json, result.to_json())
-    if html is not None:
-        _write_text(html, compare_views.page(result, first, second))
-    if json != "-" and html != "-":
-        compare_views.show(result, Console(highlight=False))
+    if _write(json, result.to_json, html, lambda: compare_views.page(result, first, second)):
+        compare_views.show(result, _console())
     if fail_if_slower is not None:
         if result.typical is None:
             raise UsageError(f"cannot tell whether {b} is slower than {a}: {'; '.join(result.reasons)}")
@@ -549,10 +458,26 @@ def compare(
             raise GateFailed(f"{b} is shown to be more than {fail_if_slower:g}% slower than {a}")
 
 
-def _write_json(target: str, data: Any) -> None:
+# --- where results go -------------------------------------------------------------------------------------------------
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False)
+
+
+def _write(
+    json_to: str | None, data: Callable[[], Any], html_to: str | None = None, page: Callable[[], str] = str
+) -> bool:
+    """Write a result where it was asked for; whether stdout is still free for words."""
     import json
 
-    _write_text(target, json.dumps(data, indent=2, default=str) + "\n")
+    if json_to is not None:
+        _write_text(json_to, json.dumps(data(), indent=2, default=str) + "\n")
+    if html_to is not None:
+        _write_text(html_to, page())
+    return "-" not in (json_to, html_to)
 
 
 def _write_text(target: str, text: str) -> None:
