@@ -111,38 +111,29 @@ def examine(
 ) -> Examination:
     """Look at everything. The arguments are for tests with recorded data."""
     torch = (ask_torch or probe_torch)()
-    driver = _Driver(nvml or importlib.import_module("pynvml"), torch)
-    allowed = budget.measure(root, environ)
-    pieces = tuple({"name": name, "version": _version(name), "gives": gives} for name, gives in _OPTIONAL.items())
-    return Examination(
+    driver, pids = _ask_driver(nvml or importlib.import_module("pynvml"), torch)
+    found = Examination(
         flatout=__version__,
         python=platform.python_version(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        driver=driver.version,
-        driver_cuda=driver.cuda,
-        driver_problem=driver.problem,
-        cards=driver.cards,
+        **driver,
         torch=torch,
-        budget=allowed,
+        budget=budget.measure(root, environ),
         cgroup=CgroupFiles(root).version,
         visible_devices=environ.get("CUDA_VISIBLE_DEVICES"),
         device_order=environ.get("CUDA_DEVICE_ORDER"),
-        pieces=pieces,
-        missing=(
-            *_missing_gpu(driver, root),
-            *_missing_torch(driver, torch, environ.get("CUDA_VISIBLE_DEVICES")),
-            *_missing_host(allowed, root),
-        ),
+        pieces=tuple({"name": name, "version": _version(name), "gives": gives} for name, gives in _OPTIONAL.items()),
+        missing=(),
     )
+    missing = (*_missing_gpu(found, pids, root), *_missing_torch(found), *_missing_host(found.budget, root))
+    return dataclasses.replace(found, missing=missing)
 
 
 def probe_torch() -> Torch:
     """Import torch in a process of its own and see what it finds."""
-    command = [sys.executable, "-c", _PROBE]
+    command, quiet = [sys.executable, "-c", _PROBE], subprocess.DEVNULL
     try:
-        answer = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TORCH_WITHIN_S
-        )
+        answer = subprocess.run(command, stdin=quiet, capture_output=True, text=True, timeout=TORCH_WITHIN_S)
     except subprocess.TimeoutExpired:
         return Torch(problem=f"importing torch took more than {TORCH_WITHIN_S} s")
     if answer.returncode != 0:
@@ -151,90 +142,79 @@ def probe_torch() -> Torch:
     return Torch(**found | {"devices": tuple(found["devices"])})
 
 
-class _Driver:
-    """What NVML says about the machine, once."""
+def _ask_driver(nvml: Any, torch: Torch) -> tuple[dict[str, Any], set[int]]:
+    """What NVML says about the machine, as fields of an Examination; and the processes on its cards."""
+    found: dict[str, Any] = {"driver": None, "driver_cuda": None, "driver_problem": None, "cards": ()}
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as problem:
+        return found | {"driver_problem": str(problem)}, set()
 
-    def __init__(self, nvml: Any, torch: Torch) -> None:
-        self.version: str | None = None
-        self.cuda: str | None = None
-        self.problem: str | None = None
-        self.cards: tuple[Card, ...] = ()
-        self.pids: set[int] = set()
-        self._nvml = nvml
+    def ask(function: str, *arguments: Any) -> Any:
         try:
-            nvml.nvmlInit()
-        except nvml.NVMLError as problem:
-            self.problem = str(problem)
-            return
-        self.version = self._ask("nvmlSystemGetDriverVersion")
-        number = self._ask("nvmlSystemGetCudaDriverVersion")
-        self.cuda = f"{number // 1000}.{number % 1000 // 10}" if number else None
-        handles = [self._ask("nvmlDeviceGetHandleByIndex", i) for i in range(self._ask("nvmlDeviceGetCount") or 0)]
-        self.cards = tuple(self._card(i, handle, torch) for i, handle in enumerate(handles) if handle is not None)
-        nvml.nvmlShutdown()
-
-    def _card(self, index: int, handle: Any, torch: Torch) -> Card:
-        uuid = str(self._ask("nvmlDeviceGetUUID", handle) or "")
-        capability = self._ask("nvmlDeviceGetCudaComputeCapability", handle)
-        memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
-        gpm = self._ask("nvmlGpmQueryDeviceSupport", handle)
-        self.pids |= {process.pid for process in self._ask("nvmlDeviceGetComputeRunningProcesses", handle) or ()}
-        known = [device["uuid"].removeprefix("GPU-") for device in torch.devices]
-        bare = uuid.removeprefix("GPU-")
-        return Card(
-            index=index,
-            uuid=uuid,
-            name=str(self._ask("nvmlDeviceGetName", handle) or "unknown card"),
-            memory_bytes=int(memory.total) if memory is not None else None,
-            compute_capability=".".join(map(str, capability)) if capability is not None else None,
-            gpm=bool(gpm is not None and gpm.isSupportedDevice),
-            mig_instances=self._mig_instances(handle),
-            cuda_index=known.index(bare) if bare in known else None,
-        )
-
-    def _mig_instances(self, handle: Any) -> int | None:
-        """How many instances a card is split into; None when it is not split."""
-        mode = self._ask("nvmlDeviceGetMigMode", handle)
-        if mode is None or not mode[0]:
-            return None
-        most = self._ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0
-        found = (self._ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, place) for place in range(most))
-        return sum(instance is not None for instance in found)
-
-    def _ask(self, function: str, *arguments: Any) -> Any:
-        try:
-            return getattr(self._nvml, function)(*arguments)
-        except (self._nvml.NVMLError, AttributeError):
+            return getattr(nvml, function)(*arguments)
+        except (nvml.NVMLError, AttributeError):
             return None
 
+    number = ask("nvmlSystemGetCudaDriverVersion")
+    found["driver"] = ask("nvmlSystemGetDriverVersion")
+    found["driver_cuda"] = f"{number // 1000}.{number % 1000 // 10}" if number else None
+    handles = {index: ask("nvmlDeviceGetHandleByIndex", index) for index in range(ask("nvmlDeviceGetCount") or 0)}
+    there = {index: handle for index, handle in handles.items() if handle is not None}
+    found["cards"] = tuple(_card(ask, index, handle, torch) for index, handle in there.items())
+    running = [ask("nvmlDeviceGetComputeRunningProcesses", handle) or () for handle in there.values()]
+    nvml.nvmlShutdown()
+    return found, {process.pid for processes in running for process in processes}
 
-def _missing_gpu(driver: _Driver, root: Path) -> Iterator[str]:
-    if driver.problem is not None:
-        said = f"No NVIDIA driver answers ({driver.problem})"
+
+def _card(ask: Callable[..., Any], index: int, handle: Any, torch: Torch) -> Card:
+    uuid = str(ask("nvmlDeviceGetUUID", handle) or "")
+    capability, memory = ask("nvmlDeviceGetCudaComputeCapability", handle), ask("nvmlDeviceGetMemoryInfo", handle)
+    gpm, mig = ask("nvmlGpmQueryDeviceSupport", handle), ask("nvmlDeviceGetMigMode", handle)
+    places = range(ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0) if mig and mig[0] else ()
+    instances = [ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, place) for place in places]
+    seen = [device["uuid"].removeprefix("GPU-") for device in torch.devices]
+    bare = uuid.removeprefix("GPU-")
+    return Card(
+        index=index,
+        uuid=uuid,
+        name=str(ask("nvmlDeviceGetName", handle) or "unknown card"),
+        memory_bytes=int(memory.total) if memory is not None else None,
+        compute_capability=".".join(map(str, capability)) if capability is not None else None,
+        gpm=bool(gpm is not None and gpm.isSupportedDevice),
+        mig_instances=sum(one is not None for one in instances) if mig and mig[0] else None,
+        cuda_index=seen.index(bare) if bare in seen else None,
+    )
+
+
+def _missing_gpu(found: Examination, pids: set[int], root: Path) -> Iterator[str]:
+    if found.driver_problem is not None:
+        said = f"No NVIDIA driver answers ({found.driver_problem})"
         yield f"{said}. Nothing can be said about a card: flatout top shows the host only."
-    for card in driver.cards:
+    for card in found.cards:
         if card.mig_instances is not None:
             yield f"GPU {card.index} is split (MIG): the driver gives no activity of the whole card, only its memory."
         elif not card.gpm:
             without = f"GPU {card.index} ({card.name}) has no GPM counters"
             yield f"{without}: how busy its SMs are is not known; power share and clocks stand in."
-    if sys.platform == "linux" and any(not (root / "proc" / str(pid)).exists() for pid in driver.pids):
+    if sys.platform == "linux" and any(not (root / "proc" / str(pid)).exists() for pid in pids):
         hidden = "This container hides the processes that use the cards"
         yield f"{hidden}: trainings are found by their loader workers, or with --pid."
 
 
-def _missing_torch(driver: _Driver, torch: Torch, visible: str | None) -> Iterator[str]:
+def _missing_torch(found: Examination) -> Iterator[str]:
+    torch, visible = found.torch, found.visible_devices
     if torch.version is None:
         yield f"torch does not import in {sys.executable} ({torch.problem}): flatout can watch, but not run a training."
         return
     if torch.problem is not None:
         yield f"torch {torch.version} sees no card: {torch.problem}"
-    elif driver.cards and not torch.cuda:
+    elif found.cards and not torch.cuda:
         yield f"torch {torch.version} is built without CUDA: trainings of this Python run on the CPU."
-    unseen = [str(card.index) for card in driver.cards if card.cuda_index is None]
+    unseen = [str(card.index) for card in found.cards if card.cuda_index is None]
     if torch.devices and unseen and visible is not None:
         yield f"CUDA_VISIBLE_DEVICES={visible} hides GPU {', '.join(unseen)} from trainings started here."
-    for card in [card for card in driver.cards if card.cuda_index not in (None, card.index)][:1]:
+    for card in [card for card in found.cards if card.cuda_index not in (None, card.index)][:1]:
         cure = "" if visible else " CUDA_DEVICE_ORDER=PCI_BUS_ID makes them agree."
         yield f"CUDA calls the card {card.cuda_index} that nvidia-smi and flatout call {card.index}.{cure}"
 
