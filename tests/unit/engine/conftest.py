@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import engine_toy
 import pytest
 import torch
+from engine_toy import CONFIG, Ready
 
 from flatout.engine.assemble import assemble
 from flatout.engine.config import load
 from flatout.engine.ranks import Ranks
 from flatout.engine.trainer import Trainer
-
-CONFIG = """\
-model: engine_toy:Net
-data:
-  train: engine_toy:Points
-  val: {factory: engine_toy:Points, args: {seed: 1}}
-  workers: 0
-criterion: torch.nn:CrossEntropyLoss
-optimizer: {factory: torch.optim:AdamW, args: {lr: 1e-2}}
-metrics: {accuracy: engine_toy:accuracy}
-train: {epochs: 3, batch_size: 8, device: cpu}
-log: {every: 4, quiet: true}
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -47,9 +35,6 @@ def config(tmp_path: Path) -> Path:
     path = tmp_path / "toy.yaml"
     path.write_text(CONFIG)
     return path
-
-
-Ready = Callable[..., Trainer]
 
 
 @pytest.fixture

@@ -12,6 +12,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from flatout.engine.trainer import Trainer
+
+CONFIG = """\
+model: engine_toy:Net
+data:
+  train: engine_toy:Points
+  val: {factory: engine_toy:Points, args: {seed: 1}}
+  workers: 0
+criterion: torch.nn:CrossEntropyLoss
+optimizer: {factory: torch.optim:AdamW, args: {lr: 1e-2}}
+metrics: {accuracy: engine_toy:accuracy}
+train: {epochs: 3, batch_size: 8, device: cpu}
+log: {every: 4, quiet: true}
+"""
+
+Ready = Callable[..., Trainer]
+
 seen: list[list[int]] = []  # which samples each forward pass of training had, in their order
 faults: dict[int, Callable[[], Any]] = {}  # what happens in the n-th forward pass of training
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Ready
+from engine_toy import Ready
 
 from flatout.engine.checkpoint import CheckpointConfig, Checkpoints, newest
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import CONFIG
+from engine_toy import CONFIG
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -237,6 +237,6 @@ def test_explain_says_what_is_in_force_and_trains_nothing(
     main(config, wanted, preset=None, resume=False, explain=True, record=False)
     out = capsys.readouterr().out
     assert "train.precision: off  (TF32 is a matter of NVIDIA cards: plain fp32 on cpu)" in out
-    assert "train.channels_last: off  (without effect: there is no 2-d convolution)" in out
+    assert "train.channels_last: off  (there is no 2-d convolution)" in out
     assert yaml.safe_load(out[out.index("\ntrain:") :])["train"]["batch_size"] == 8
     assert not (tmp_path / "runs").exists()

@@ -13,7 +13,7 @@ import engine_toy
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Ready
+from engine_toy import Ready
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

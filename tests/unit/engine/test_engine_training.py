@@ -17,7 +17,7 @@ import engine_toy
 import psutil
 import pytest
 import torch
-from conftest import Ready
+from engine_toy import Ready
 from torch import nn
 from torch.utils.data import DataLoader as Stock
 
