@@ -2,10 +2,9 @@
 
     python benchmarks/observe_run.py [--out FILE]     about 100 s on an H200, 60 s without a GPU
 
-Cost: a training whose step takes about 2 ms and one of about 20 ms, bare and observed in turns within one process
-(`flatout.attach` and `close`), a few dozen steps a turn; the median over the turns of the difference in time a step.
-These are a run's first steps, each written whole: what measuring costs at most. The
-X-ray is off: it is taken once in a run, not in every step.
+Cost: a training whose step takes about 2 ms and one of about 20 ms, once bare and once under `flatout run`: two
+processes, alive together, that take turns of a few dozen steps; the median over the turns of the difference in time
+a step. The X-ray is off: it is taken once in a run, not in every step.
 
 Truth: 10 ms planted into `__getitem__`, the loop, before `.item()`, evaluation, a log line and a checkpoint; what each
 is reported as, a step.
@@ -17,6 +16,7 @@ start-up: of a process that imports torch and trains a little, bare and under `f
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import logging
@@ -45,7 +45,6 @@ from flatout import trace  # noqa: E402
 from flatout.diagnose.breakdown import Breakdown, breakdown  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WARM_UP = 20
 DELAY_S = 0.010
 CARD_HZ = 1.7e9  # about; what it comes to is measured
 TRUTH_STEPS = 60
@@ -58,7 +57,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     parser.add_argument("--only", choices=PARTS, action="append", help="this part alone")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--trainer", type=int, metavar="ROUNDS", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.trainer is not None:
+        train_when_asked(options.trainer)
+        return
     if options.child:
         child()
         return
@@ -82,41 +85,43 @@ Check = tuple[dict[str, Any], str, bool]  # figures, what they say, whether that
 
 
 class Training:
-    """A training of a plain shape whose step takes about so long."""
+    """A training of a plain shape: `rounds` products of matrices in its step decide how long that takes."""
 
-    def __init__(self, step_ms: float) -> None:
+    def __init__(self, rounds: int = 0) -> None:
         width = 1024 if DEVICE == "cuda" else 64
         layers = [torch.nn.Linear(width, width) for _ in range(8)]
         self._model = torch.nn.Sequential(*layers, torch.nn.Linear(width, 10)).to(DEVICE)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
         self._data = TensorDataset(torch.randn(4096, width), torch.randint(0, 10, (4096,)))
         self._big = torch.randn(width, width, device=DEVICE)
-        self._rounds = 0
-        self.begin()
-        self.run(50)
-        base_s, self._rounds = self.run(100), 50
-        self.begin()
-        each_s = max(1e-6, (self.run(30) - base_s) / 50)
-        self._rounds = max(0, round((step_ms / 1e3 - base_s) / each_s))
+        self.rounds = rounds
 
-    def begin(self) -> None:
-        """A new pass over the data, which lasts for 512 steps."""
-        self._batches = iter(DataLoader(self._data, batch_size=8))
+    def last(self, step_ms: float) -> None:
+        """Choose the rounds so that a step takes about so long."""
+        self.run(50)
+        base_s, self.rounds = self.run(100), 50
+        each_s = max(1e-6, (self.run(30) - base_s) / 50)
+        self.rounds = max(0, round((step_ms / 1e3 - base_s) / each_s))
 
     def run(self, steps: int) -> float:
-        """Seconds a step."""
+        """Seconds a step, over so many from the beginning of the data."""
+        batches = iter(DataLoader(self._data, batch_size=8))
+        self._step(next(batches))
         sync()
         start = time.perf_counter()
         for _ in range(steps):
-            x, y = (tensor.to(DEVICE) for tensor in next(self._batches))
-            self._optimizer.zero_grad()
-            output = self._model(x)
-            for _ in range(self._rounds):
-                output = output + (self._big @ self._big).mean() * 0
-            torch.nn.functional.cross_entropy(output, y).backward()
-            self._optimizer.step()
+            self._step(next(batches))
         sync()
         return (time.perf_counter() - start) / steps
+
+    def _step(self, batch: list[torch.Tensor]) -> None:
+        x, y = (tensor.to(DEVICE) for tensor in batch)
+        self._optimizer.zero_grad()
+        output = self._model(x)
+        for _ in range(self.rounds):
+            output = output + (self._big @ self._big).mean() * 0
+        torch.nn.functional.cross_entropy(output, y).backward()
+        self._optimizer.step()
 
 
 def costs(folder: Path) -> Iterator[Check]:
@@ -124,33 +129,60 @@ def costs(folder: Path) -> Iterator[Check]:
         figures = cost(step_ms, folder)
         added, share, (low, _, high) = figures["added_us"], figures["share"], figures["added_us_quartiles"]
         said = f"cost of a step of {figures['bare_ms']:.1f} ms: {added:+.0f} µs ({low:.0f} to {high:.0f}), {share:+.2%}"
+        said += f"; {figures['said_us']:.0f} µs by its own account"
         yield {f"{step_ms} ms": figures}, said, added <= COST_US and (step_ms < 10 or share <= COST_SHARE)
 
 
 def cost(step_ms: float, folder: Path) -> dict[str, Any]:
-    """Short stretches, bare and observed in turns: the machine's own moods last longer than one of them."""
-    training = Training(step_ms)
-    turns, steps = (40, 60) if step_ms < 10 else (16, 25)
-    bare_s, observed_s = [], []
-    for turn in range(turns):
-        training.begin()
-        training.run(WARM_UP)
-        bare_s.append(training.run(steps))
-        with flatout.attach(folder / f"cost-{step_ms}-{turn}", xray=False):
-            training.begin()
-            training.run(WARM_UP)  # the first steps find everything out
-            observed_s.append(training.run(steps))
-    added_us = [(o - b) * 1e6 for o, b in zip(observed_s, bare_s, strict=True)]
-    quartiles = statistics.quantiles(added_us, n=4)
-    middle_s = statistics.median(bare_s)
+    """Two trainings that are alive together take turns at short stretches: the machine's own moods last longer."""
+    turns, steps, warm_up = (60, 60, 400) if step_ms < 10 else (24, 25, 60)
+    training = Training()
+    training.last(step_ms)
+    recorded = folder / f"cost-{step_ms}"
+    under = [sys.executable, "-m", "flatout", "run", "--quiet", "--no-xray", "--trace", str(recorded), "--"]
+    with trainer([], training.rounds) as bare, trainer(under, training.rounds) as observed:
+        pairs = []
+        bare(warm_up), observed(warm_up)
+        for turn in range(turns):
+            if turn % 2:
+                pairs.append((bare(steps), observed(steps)))
+            else:
+                pairs.append((observed(steps), bare(steps))[::-1])
+    added_us = [(o - b) * 1e6 for b, o in pairs]
+    middle_s = statistics.median(b for b, _ in pairs)
+    facts = trace.read(recorded).ranks[0].facts
     return {
         "turns": turns,
         "steps_a_turn": steps,
         "bare_ms": middle_s * 1e3,
         "added_us": statistics.median(added_us),
-        "added_us_quartiles": quartiles,
+        "added_us_quartiles": statistics.quantiles(added_us, n=4),
         "share": statistics.median(added_us) / 1e6 / middle_s,
+        "said_us": facts["own_cost"]["us_per_step"],
     }
+
+
+@contextlib.contextmanager
+def trainer(under: list[str], rounds: int) -> Iterator[Callable[[int], float]]:
+    """A training in a process of its own that does so many steps when it is asked to, and says what one took."""
+    words = [*under, sys.executable, str(Path(__file__).resolve()), "--trainer", str(rounds)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+        asked, answers = process.stdin, process.stdout
+        assert asked is not None
+        assert answers is not None
+
+        def run(steps: int) -> float:
+            print(steps, file=asked)
+            return float(answers.readline())
+
+        yield run
+        asked.close()
+
+
+def train_when_asked(rounds: int) -> None:
+    training = Training(rounds)
+    for line in sys.stdin:
+        print(training.run(int(line)), flush=True)
 
 
 def sync() -> None:

@@ -50,9 +50,9 @@ def main(
         trainer = assemble(config, ranks)
         for text in notes:
             trainer.say(text)
-        for decision in trainer.decisions:
-            trainer.say(str(decision), always=explain)
         if explain:
+            for decision in trainer.decisions:
+                trainer.say(str(decision))
             trainer.say(f"\n{effective(config)}")
             return None
         if resume and not trainer.resume():

@@ -45,15 +45,13 @@ def made_ready(model: nn.Module, config: TrainConfig, device: torch.device) -> l
 
 
 def _layout(model: nn.Module, wanted: bool | str, device: torch.device) -> Decision:
-    convolves = any(isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in model.modules())
-    if wanted == "auto":
-        wanted = convolves and device.type == "cuda"
-        why = f"the default on {device.type}" if convolves else "there is no 2-d convolution"
-    else:
-        why = "" if convolves or not wanted else "without effect: there is no 2-d convolution"
-    if wanted and convolves:
+    name = "train.channels_last"
+    if not any(isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in model.modules()):
+        return Decision(name, "off", "there is no 2-d convolution", instead=wanted is True)
+    on = device.type == "cuda" if wanted == "auto" else bool(wanted)
+    if on:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return Decision("train.channels_last", "on" if wanted and convolves else "off", why)
+    return Decision(name, "on" if on else "off", f"the default on {device.type}" if wanted == "auto" else "")
 
 
 def _activations(model: nn.Module, wanted: bool | list[str]) -> Decision:
@@ -94,5 +92,6 @@ def _compiled(model: nn.Module, wanted: bool | str, device: torch.device) -> Dec
         # `model.compile()` would pass over an nn.Sequential in silence; the forward method is compiled in any case.
         model.forward = torch.compile(model.forward, mode=None if wanted is True else wanted)
     except Exception as problem:  # whatever is wrong with the compiler here, training does without it
-        return Decision("train.compile", "off", f"torch.compile failed: {type(problem).__name__}: {problem}")
+        why = f"torch.compile failed: {type(problem).__name__}: {problem}"
+        return Decision("train.compile", "off", why, instead=True)
     return Decision("train.compile", "on" if wanted is True else str(wanted), why or "eager should it fail")

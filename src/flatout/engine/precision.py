@@ -44,11 +44,12 @@ PrecisionName = Annotated[Literal["auto", "off", "tf32", "bf16", "fp16"], Before
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One switch as it is in force, and why."""
+    """One switch as it is in force, and why; `instead` of what was asked for, which is said even when quiet."""
 
     name: str
     value: str
     why: str = ""
+    instead: bool = False
 
     def __str__(self) -> str:
         return f"{self.name}: {self.value}{f'  ({self.why})' if self.why else ''}"
@@ -83,7 +84,8 @@ def decide(wanted: str, device: torch.device) -> tuple[Precision, Decision]:
         name, why = "off", f"{torch.cuda.get_device_name(device)} has no TF32: plain fp32"
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
     tf32 = device.type == "cuda" and name != "off"
-    return Precision(device, dtype, tf32, name == "fp16"), Decision("train.precision", name, why)
+    decision = Decision("train.precision", name, why, instead=wanted not in ("auto", name))
+    return Precision(device, dtype, tf32, name == "fp16"), decision
 
 
 def _without_gpu(wanted: str, device: torch.device) -> tuple[str, str]:

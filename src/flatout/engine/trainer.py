@@ -79,8 +79,8 @@ class Trainer:
         self.reporter = Reporter(self.config.log, self.out, speaks=self.ranks.first)
         self.say = self.reporter.say
         precision, decision = decide(train.precision, self.device)
-        self.decisions = [Decision("train.device", str(self.device)), decision]
-        self.decisions += made_ready(model, train, self.device)
+        layout, *rest = made_ready(model, train, self.device)
+        self.decisions = [Decision("train.device", str(self.device)), decision, layout, *rest]
         self.model = model
         if isinstance(criterion, nn.Module):
             criterion.to(self.device)
@@ -88,7 +88,7 @@ class Trainer:
         self.scheduler, self.metrics, self.augmentation = scheduler, dict(metrics or {}), augmentation
         self.checkpoints = Checkpoints(self.out / "checkpoints", self.config.checkpoint, self.say)
         self._train_loader, self._val_loader, self._val_shared = train_loader, val_loader, val_shared
-        convert = self._channels_last if self.decisions[2].value == "on" else None
+        convert = _channels_last if layout.value == "on" else None
         self._train_batches = to_device(train_loader, self.device, convert=convert)
         self._val_batches = to_device(val_loader, self.device, convert=convert) if val_loader is not None else None
         length = len(train_loader) if isinstance(train_loader, Sized) else None
@@ -166,6 +166,8 @@ class Trainer:
         with switched(self.step.precision, deterministic=deterministic), self._interrupts:
             try:
                 self.reporter.begin(self.at.step, self.last_step, settings)
+                for decision in self.decisions:
+                    self.say(str(decision), always=decision.instead)
                 yield
             except RuntimeError as problem:
                 if self.ranks.world == 1 or not lost_contact(problem):
@@ -235,15 +237,6 @@ class Trainer:
         except ValueError as problem:
             raise UsageError(f"augment: {problem}") from None
         return [made, *between, target] if masks is None else [made[0], *between, made[1]]
-
-    @staticmethod
-    def _channels_last(batch: Any) -> Any:
-        def changed(thing: Any) -> Any:
-            if isinstance(thing, Tensor) and thing.dim() == 4 and thing.is_floating_point():
-                return thing.contiguous(memory_format=torch.channels_last)
-            return thing
-
-        return [changed(thing) for thing in batch] if type(batch) in (list, tuple) else batch
 
     # -- when something is due --------------------------------------------------------------------------------------
 
@@ -389,3 +382,14 @@ class Trainer:
 
 
 _NONE = object()
+
+
+def _channels_last(batch: Any) -> Any:
+    """Pictures in the model's layout. Bytes stay as they are: they may well be height x width x channels."""
+
+    def changed(thing: Any) -> Any:
+        if isinstance(thing, Tensor) and thing.dim() == 4 and thing.is_floating_point():
+            return thing.contiguous(memory_format=torch.channels_last)
+        return thing
+
+    return [changed(thing) for thing in batch] if type(batch) in (list, tuple) else batch

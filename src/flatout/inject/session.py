@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import itertools
 import math
 import multiprocessing.util
 import os
@@ -32,7 +33,7 @@ from flatout.sense import facts as look
 from flatout.sense.clock import CudaClock, LossReader
 from flatout.sense.hooks import Hooks, Listener
 from flatout.sense.options import RANK, Options
-from flatout.sense.recorder import DATA, OWN, Recorder
+from flatout.sense.recorder import COPY, DATA, OWN, Recorder
 from flatout.sense.settings import Settings, hide_in_arguments
 from flatout.sense.worker import Meter, measure_fetcher
 from flatout.sense.xray import Profiler, read_kernels
@@ -220,13 +221,16 @@ class Session(Listener):
                 self.note(f"{entry['name']} was not changed: {entry['how']}")
 
     def _own_cost(self) -> dict[str, float]:
-        """What measuring has cost so far, from the number of cuts and what one takes here, and the marks' own time."""
-        recorder = self._recorder
-        cut_us, mark_us = _cut_us(), recorder.marks_s / max(1, recorder.marks) * 1e6
+        """What measuring has cost so far: the cuts at what one takes here, the marks, and the writer's thread."""
+        recorder, steps = self._recorder, max(1, self._recorder.steps)
+        writing_s = self._writer.busy_s if self._writer is not None else 0.0
+        cutting_us = recorder.cuts * _cut_us() / steps
+        marking_us, writing_us = recorder.marks_s / steps * 1e6, writing_s / steps * 1e6
         return {
-            "us_per_step": (recorder.cuts * cut_us + recorder.marks_s * 1e6) / max(1, recorder.steps),
-            "cut_us": cut_us,
-            "mark_us": mark_us,
+            "us_per_step": cutting_us + marking_us + writing_us,
+            "cutting_us": cutting_us,
+            "marking_us": marking_us,
+            "writing_us": writing_us,
         }
 
     def note(self, text: str) -> None:
@@ -447,17 +451,25 @@ def _forked_by_loader() -> bool:
     return False
 
 
+@functools.cache
 def _cut_us() -> float:
-    """What a cut takes on this machine, measured on a recorder of its own."""
-    scratch = Recorder(clock=time.monotonic, emit=lambda step: None)
+    """What a cut takes on this machine with its part of the wrappers and of the step, measured beside the training."""
+    always_later = functools.partial(next, itertools.count(0.0, 1.0))  # so that nothing is too short to be cut
+    scratch = Recorder(clock=always_later, emit=lambda step: None)
+
+    class Nothing:
+        done = staticmethod(lambda: None)
+
+    Hooks(scratch, Listener(), lambda problem: None).around(Nothing, "done", lambda: COPY)
+    scratch.optimizer_ended(0)
     best = math.inf
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(40):
-            scratch.push("rest")
-            scratch.pop()
-        best = min(best, time.perf_counter() - start)
-    return best / 80 * 1e6
+    for _ in range(20):
+        cuts, start = scratch.cuts, time.perf_counter()
+        for _ in range(4):
+            Nothing.done()
+        scratch.optimizer_ended(0)
+        best = min(best, (time.perf_counter() - start) / (scratch.cuts - cuts))
+    return best * 1e6
 
 
 def _exit_after_grace() -> None:

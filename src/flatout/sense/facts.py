@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import sys
 from typing import Any
@@ -32,8 +33,6 @@ def loader_facts(loader: Any) -> dict[str, Any]:
 
 def in_force(optimizer: Any) -> dict[str, Any]:
     """Switches, optimizer, model and machine, as they are now."""
-    from flatout import budget  # with psutil: not while torch is being imported
-
     groups = optimizer.param_groups
     parameters = [p for group in groups for p in group["params"]]
     facts: dict[str, Any] = {
@@ -52,7 +51,7 @@ def in_force(optimizer: Any) -> dict[str, Any]:
         "tf32_matmul": _guarded(lambda: torch.backends.cuda.matmul.allow_tf32),
         "compiled": _compiled_frames() > 0,
         "threads": torch.get_num_threads(),
-        "cores_allowed": budget.measure().cores_allowed,
+        "cores_allowed": _cores_allowed(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -73,6 +72,13 @@ def in_force(optimizer: Any) -> dict[str, Any]:
             "cuda": torch.version.cuda,
         }
     return facts
+
+
+@functools.cache
+def _cores_allowed() -> float:
+    from flatout import budget  # with psutil: not while torch is being imported
+
+    return budget.measure().cores_allowed
 
 
 def _compiled_frames() -> int:

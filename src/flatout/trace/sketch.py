@@ -43,11 +43,14 @@ class Sketch:
         self.count += times
         self.total += value * times
         self.squares += value * value * times
-        self.low = min(self.low, value)
-        self.high = max(self.high, value)
-        size = abs(value)
-        bucket = math.ceil(math.log(size / _TINY) / _GROWTH) if size > _TINY else 0
-        bucket = bucket if value > 0 else -bucket
+        if value < self.low:
+            self.low = value
+        if value > self.high:
+            self.high = value
+        if value > _TINY:
+            bucket = math.ceil(math.log(value / _TINY) / _GROWTH)
+        else:
+            bucket = -math.ceil(math.log(-value / _TINY) / _GROWTH) if value < -_TINY else 0
         self.buckets[bucket] = self.buckets.get(bucket, 0) + times
 
     def merge(self, other: Sketch) -> None:

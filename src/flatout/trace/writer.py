@@ -11,6 +11,7 @@ import io
 import json
 import os
 import threading
+import time
 from collections import deque
 from pathlib import Path
 
@@ -36,6 +37,7 @@ class TraceWriter:
         stem = f"hardware-{info.host}" if info.rank is None else f"rank-{info.rank:05d}"
         self.path = folder / f"{stem}.jsonl"
         self.error: str | None = None
+        self.busy_s = 0.0  # of a core, on its own thread
         self._summary_path = folder / f"{stem}.summary.json"
         self._file = _create(self.path)
         self._lines: list[bytes] = []
@@ -96,6 +98,7 @@ class TraceWriter:
         for turn in range(1, 1 << 62):
             closing = self._wake.wait(WRITE_EVERY_S)
             self._drain()
+            self.busy_s = time.thread_time()
             if closing:
                 break
             if turn % SUMMARY_EVERY_WRITES == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import errno
+import functools
 import json
 import math
 import os
@@ -160,6 +161,38 @@ def test_a_compiler_that_fails_costs_speed_and_not_the_training(ready: Ready, ca
     trainer.fit()
     assert "train.compile: off from here on, torch.compile failed (InternalTorchDynamoError" in capsys.readouterr().out
     assert same(weights(plain), weights(trainer))
+
+
+def test_what_is_asked_for_and_cannot_be_is_told_even_when_quiet(
+    ready: Ready, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    ready("train.compile=true", "train.precision=tf32", "train.channels_last=true", "train.max_steps=1").fit()
+    assert capsys.readouterr().out.splitlines() == [
+        "train.precision: off  (TF32 is a matter of NVIDIA cards: plain fp32 on cpu)",
+        "train.channels_last: off  (there is no 2-d convolution)",
+        "train.compile: off  (torch.compile failed: RuntimeError: no compiler here)",
+    ]
+
+
+def test_a_compiled_model_is_compiled_and_learns_the_same(
+    ready: Ready, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """All of the compiler but its back end, which would call a C++ compiler."""
+    monkeypatch.setattr(engine_toy.Net, "forward", lambda self, points: self.layers(points))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    plain = ready()
+    plain.fit()
+    torch._dynamo.utils.counters.clear()
+    compiled = ready("train.compile=true")
+    compiled.fit()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert same(weights(plain), weights(compiled))
+    assert not capsys.readouterr().out
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("wanted", ["true", "[layers.0, 'layers.*']"])
