@@ -57,6 +57,8 @@ def test_too_little_memory_for_the_workers() -> None:
 def test_ranks_share_the_cores() -> None:
     found = line(on(budget=budget(cores=2, cores_allowed=4.0, ranks_on_node=4)), "workers")
     assert found.reason == "num_workers=8, but this process may use 4 cores (a rank's share of 4): 2 for loading"
+    found = line(on(budget=budget(cores=1, cores_allowed=1.0)), "workers")
+    assert found.reason == "num_workers=8, but this process may use 1 core: 1 for loading"
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,10 @@ def batch_size(study: Study) -> Value | None:
 # ---------------------------------------------------------------- workers
 
 
+def _cores(count: float) -> str:
+    return f"{count:g} core" if count == 1 else f"{count:g} cores"
+
+
 @_each_loader
 def check_workers(study: Study, loader: Loader) -> Line:
     """num_workers against the cores a rank may use for loading."""
@@ -138,9 +142,9 @@ def check_workers(study: Study, loader: Loader) -> Line:
     if workers.what == 0:
         reason = f"{said}: the training process loads every batch itself, in turns with the GPU"
         fix = f"{workers.turned_to(name, min(budget.cores, _ENOUGH_WORKERS))} to begin with"
-        reason += f"; {budget.cores} cores{share} are free for it"
+        reason += f"; free for it: {_cores(budget.cores)}{share}"
         return warn(reason, workers.where, fix=fix, code="data.main-thread")
-    allowed = f"{budget.cores_allowed:g} cores{share}"
+    allowed = f"{_cores(budget.cores_allowed)}{share}"
     if workers.what > budget.cores_allowed:
         reason = f"{said}, but this process may use {allowed}: {budget.cores} for loading"
         fix = workers.turned_to(name, budget.cores)
@@ -173,7 +177,7 @@ def check_decode_threads(study: Study) -> Line:
         threads = threads if threads.is_number() else set_to
     if not threads.is_number() or workers is None or workers.what == 0:
         return unknown("no setting for threads inside a worker was found")
-    said, cores = f"{workers.what} workers × {threads.what} threads", f"{budget.cores_allowed:g} cores"
+    said, cores = f"{workers.what} workers × {threads.what} threads", _cores(budget.cores_allowed)
     if workers.what * threads.what <= 2 * budget.cores_allowed or threads.what <= 1:
         return ok(f"{said} on {cores}", threads.where)
     reason = f"{said} are {workers.what * threads.what}, on {cores}: handing work round costs more than it brings"
