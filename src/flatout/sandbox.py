@@ -15,20 +15,19 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 REDIRECT = "FLATOUT_REDIRECT"  # to the processes inside: a Sandbox as JSON
 _FILES_LOOKED_AT = 50_000
 _TRACKERS_OFF = {
-    "WANDB_MODE": "disabled",
-    "COMET_MODE": "disabled",
-    "NEPTUNE_MODE": "debug",
-    "CLEARML_OFFLINE_MODE": "1",
-}
-_SYSTEM = {"proc", "sys", "dev", "run", "usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc", "boot", "snap"}
-_SYSTEM |= {"var", "opt", "lost+found"}
+    "WANDB_MODE": "disabled", "COMET_MODE": "disabled", "NEPTUNE_MODE": "debug", "CLEARML_OFFLINE_MODE": "1",
+}  # fmt: skip
+_SYSTEM = {
+    "proc", "sys", "dev", "run", "usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc", "boot", "snap",
+    "var", "opt", "lost+found",
+}  # fmt: skip
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
 _MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
 _NOT_DISKS = {"proc", "sysfs", "devtmpfs", "devpts", "mqueue", "cgroup", "cgroup2", "securityfs", "debugfs", "tracefs"}
@@ -39,8 +38,8 @@ class Sandbox:
     """`cover`: folders in which nothing may be written; `keep`: folders in them that may; `scratch` takes the rest."""
 
     scratch: str
-    cover: tuple[str, ...]
-    keep: tuple[str, ...]
+    cover: Sequence[str]
+    keep: Sequence[str]
 
     def to_json(self) -> str:
         """For another process."""
@@ -49,8 +48,7 @@ class Sandbox:
     @classmethod
     def from_json(cls, text: str) -> Sandbox:
         """What `to_json` gave."""
-        data = json.loads(text)
-        return cls(scratch=data["scratch"], cover=tuple(data["cover"]), keep=tuple(data["keep"]))
+        return cls(**json.loads(text))
 
 
 def sandbox_for(command: Sequence[str], scratch: Path, trace: Path) -> Sandbox:
@@ -133,12 +131,11 @@ def _entrance(sandbox: Sandbox) -> list[str]:
 # --- inside the program that becomes the command ----------------------------------------------------------------------
 
 
-def main(text: str, command: Sequence[str]) -> None:
+def main(sandbox: Sandbox, command: Sequence[str]) -> None:
     """Make the namespace, and become the command."""
-    data = json.loads(text)
     here = Path.cwd()
     _leave_the_users_mounts()
-    _cover(data["cover"], Path(data["scratch"]), data["keep"])
+    _cover(sandbox)
     os.chdir(here)  # the same path, seen through the overlay
     os.execvp(command[0], list(command))
 
@@ -156,73 +153,60 @@ def _leave_the_users_mounts() -> None:
     _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
 
 
-def _cover(cover: Sequence[str], scratch: Path, keep: Sequence[str]) -> None:
+def _cover(sandbox: Sandbox) -> None:
     """An overlay upon each folder and upon each disk mounted in one; what is to be kept shows through."""
-    disks = [path for path in _mounted_disks() if any(_under(path, top) and path != top for top in cover)]
-    places = sorted({*cover, *disks}, key=lambda path: path.count("/"))
-    handles = {path: os.open(path, os.O_PATH | os.O_DIRECTORY) for path in (*places, *keep)}
-    layers = os.open(scratch, os.O_PATH | os.O_DIRECTORY)
-    memory: int | None = None
+    inside = tuple(top.rstrip("/") + "/" for top in sandbox.cover)
+    disks = [path for path in _mounted_disks() if path.startswith(inside)]
+    places = sorted({*sandbox.cover, *disks}, key=lambda path: path.count("/"))
+    kept = [*sandbox.keep, sandbox.scratch]
+    seen = {path: _by_handle(path) for path in (*places, *kept)}
+    layers, memory = seen[sandbox.scratch], None
     for number, path in enumerate(places):
         try:
-            _overlay(handles[path], layers, number, path)
+            _overlay(seen[path], f"{layers}/overlay/{number}", path)
+            continue
+        except OSError:  # the scratch folder lies in what it would cover, or on a disk that cannot: memory then
+            memory = memory or _memory_disk(f"{layers}/memory")
+        try:
+            _overlay(seen[path], f"{memory}/overlay/{number}", path)
         except OSError:
-            if memory is None:  # the scratch folder lies in what it would cover, or on a disk that cannot: memory then
-                memory = _memory_disk(layers)
-            try:
-                _overlay(handles[path], memory, number, path)
-            except OSError:
-                if os.access(path, os.W_OK):
-                    _read_only(handles[path], path)
-    for path in keep:
-        _mount(f"/proc/self/fd/{handles[path]}", path, "", _MS_BIND | _MS_REC)
-    _mount(f"/proc/self/fd/{layers}", str(scratch), "", _MS_BIND | _MS_REC)
+            if os.access(path, os.W_OK):  # to be looked at, then, not to be written to
+                _mount(seen[path], path, "", _MS_BIND | _MS_REC)
+                _mount("none", path, "", _MS_REMOUNT | _MS_BIND | _MS_RDONLY)
+    for path in kept:
+        _mount(seen[path], path, "", _MS_BIND | _MS_REC)
 
 
-def _overlay(lower: int, layers: int, number: int, path: str) -> None:
-    base = f"/proc/self/fd/{layers}"
-    for part in ("upper", "work"):
-        os.makedirs(f"{base}/overlay/{number}/{part}", exist_ok=True)  # noqa: PTH103
-    _match_owner(lower, f"{base}/overlay/{number}/upper")
-    options = f"lowerdir=/proc/self/fd/{lower},upperdir={base}/overlay/{number}/upper"
-    options += f",workdir={base}/overlay/{number}/work" + (",userxattr" if os.getuid() else "")
-    _mount("overlay", path, "overlay", 0, options)
+def _by_handle(path: str) -> str:
+    """A folder by a name that holds when something else is mounted upon it."""
+    return f"/proc/self/fd/{os.open(path, os.O_PATH | os.O_DIRECTORY)}"
 
 
-def _match_owner(lower: int, upper: str) -> None:
-    """The top of an overlay looks as its upper folder does: a /tmp has to stay open to all."""
-    there = os.stat(f"/proc/self/fd/{lower}")  # noqa: PTH116
-    os.chmod(upper, there.st_mode & 0o7777)  # noqa: PTH101
+def _overlay(lower: str, layer: str, path: str) -> None:
+    upper, work = f"{layer}/upper", f"{layer}/work"
+    for folder in (upper, work):
+        os.makedirs(folder, exist_ok=True)  # noqa: PTH103
+    there = os.stat(lower)  # noqa: PTH116
+    os.chmod(upper, there.st_mode & 0o7777)  # noqa: PTH101 - the top of an overlay looks as its upper folder does,
     if os.getuid() == 0:
-        os.chown(upper, there.st_uid, there.st_gid)
+        os.chown(upper, there.st_uid, there.st_gid)  # and a /tmp has to stay open to all
+    unprivileged = ",userxattr" if os.getuid() else ""
+    _mount("overlay", path, "overlay", 0, f"lowerdir={lower},upperdir={upper},workdir={work}{unprivileged}")
 
 
-def _memory_disk(layers: int) -> int:
-    place = f"/proc/self/fd/{layers}/memory"
+def _memory_disk(place: str) -> str:
     os.makedirs(place, exist_ok=True)  # noqa: PTH103
     _mount("tmpfs", place, "tmpfs", 0)
-    return os.open(place, os.O_PATH | os.O_DIRECTORY)
+    return _by_handle(place)
 
 
-def _read_only(handle: int, path: str) -> None:
-    """Where no overlay can be: to be looked at, not to be written to."""
-    _mount(f"/proc/self/fd/{handle}", path, "", _MS_BIND | _MS_REC)
-    _mount("none", path, "", _MS_REMOUNT | _MS_BIND | _MS_RDONLY)
-
-
-def _mounted_disks() -> list[str]:
+def _mounted_disks() -> Iterator[str]:
     """Where file systems are mounted that hold files of people."""
-    found = []
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
         fields, _, rest = line.partition(" - ")
         place = fields.split()[4].encode().decode("unicode_escape")
         if rest.split()[0] not in _NOT_DISKS and os.path.isdir(place):  # noqa: PTH112
-            found.append(place)
-    return found
-
-
-def _under(path: str, top: str) -> bool:
-    return path == top or path.startswith(top.rstrip("/") + "/")
+            yield place
 
 
 def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
@@ -237,4 +221,4 @@ def _call(name: str, *args: object) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(Sandbox.from_json(sys.argv[1]), sys.argv[2:])
