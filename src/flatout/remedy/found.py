@@ -53,6 +53,8 @@ class Found:
     before: Run | None = None
     after: Run | None = None
     gain: Gain | None = None
+    speeds: tuple[Speed, Speed] | None = None  # behind that gain: before and after, each over all its runs
+    paused: bool = False  # whether the gain counts evaluation and checkpoints too
     noise: Noise | None = None
     trials: list[Trial] = field(default_factory=list)
     withheld: list[Offer] = field(default_factory=list)

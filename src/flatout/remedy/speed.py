@@ -128,5 +128,16 @@ def gain(before: Sequence[Speed], after: Sequence[Speed], noise: Noise, *, pause
     return Gain(value=math.exp(apart), low=math.exp(apart - sure), high=math.exp(apart + sure))
 
 
+def pooled(runs: Sequence[Speed]) -> Speed:
+    """Runs of one plan as one, so that `pooled(after)` over `pooled(before)` is their gain."""
+    return Speed(
+        value=math.exp(_log(runs, pauses=False)),
+        with_pauses=math.exp(_log(runs, pauses=True)),
+        sd=math.sqrt(sum(run.sd**2 for run in runs)) / len(runs),
+        steps=sum(run.steps for run in runs),
+        unit=runs[0].unit,
+    )
+
+
 def _log(runs: Sequence[Speed], pauses: bool) -> float:
     return sum(math.log(run.with_pauses if pauses else run.value) for run in runs) / len(runs)

@@ -26,7 +26,7 @@ from flatout.remedy.candidates import PAUSES, Offer, View, Wishes, in_words, off
 from flatout.remedy.found import Attempt, Found, Story, Trial
 from flatout.remedy.proof import FEWEST_LOSSES, Proof, same_batches, same_loss
 from flatout.remedy.running import Run, Runner
-from flatout.remedy.speed import Gain, Noise, Speed, gain, noise_between_runs
+from flatout.remedy.speed import Gain, Noise, Speed, gain, noise_between_runs, pooled
 
 FIRST_STEPS = 48
 KNOWN_TO = 0.02  # how well the baseline has to be known
@@ -524,6 +524,7 @@ class Search:
             return
         # Both were measured early and late: a machine that drifts treats them alike.
         self.found.gain = gain(before, after, self._noise, pauses=long)
+        self.found.speeds, self.found.paused = (pooled(before), pooled(after)), long
         self._story.said(f"before → after: {self.found.gain}")
         if self.found.gain.value < WORTH:
             for change in kept:

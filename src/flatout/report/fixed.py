@@ -10,10 +10,10 @@ from typing import Any
 
 from flatout.diagnose.case import cases
 from flatout.plan import Figure
-from flatout.remedy.candidates import PAUSES, Offer, in_words
+from flatout.remedy.candidates import Offer, in_words
 from flatout.remedy.found import Attempt, Found
 from flatout.remedy.running import Run
-from flatout.remedy.speed import Gain, in_full
+from flatout.remedy.speed import Gain, Speed, in_full
 from flatout.report.permanent import permanently
 
 SCHEMA = 1
@@ -110,22 +110,24 @@ class FixReport:
 
 
 def report(found: Found, command: Sequence[str], plan_file: str, price_an_hour: float | None = None) -> FixReport:
-    """Before and after, side by side."""
-    pauses = any(change.name in PAUSES for change in found.kept)
-    runs = (found.before, found.after if found.kept else None)
-    before, after = (_side(run, price_an_hour, pauses=pauses) for run in runs)
+    """Before and after, side by side: their speeds over all their runs where the gain is, all else of the last one."""
+    last = (found.before, found.after if found.kept else None)
+    speeds = found.speeds if found.speeds is not None and found.gain is not None else (None, None)
+    before, after = (
+        _side(run, speed or run.speed, price_an_hour, paused=found.paused) if run is not None else None
+        for run, speed in zip(last, speeds, strict=True)
+    )
     return FixReport(command=tuple(command), plan_file=plan_file, found=found, before=before, after=after)
 
 
-def _side(run: Run | None, price_an_hour: float | None, *, pauses: bool) -> Side | None:
-    """With evaluation and checkpoints in the time where these were changed."""
-    if run is None or run.trace is None or run.speed is None:
+def _side(run: Run, speed: Speed | None, price_an_hour: float | None, *, paused: bool) -> Side | None:
+    if run.trace is None or speed is None:
         return None
-    case, speed = cases(run.trace)[0], run.speed
+    case = cases(run.trace)[0]
     power = case.card("power_w").mean
     power = power * len(run.trace.ranks) if power is not None else None
     length = (case.loader or {}).get("length")
-    counted, rate = speed.unit == "samples/s", speed.with_pauses if pauses else speed.value
+    counted, rate = speed.unit == "samples/s", speed.with_pauses if paused else speed.value
     epoch_s = length / speed.with_pauses if length and counted else None
     return Side(
         samples_per_s=rate,
