@@ -66,7 +66,7 @@ def no_environment_left_behind() -> Iterator[None]:
     before = dict(os.environ)
     yield
     names = {name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name)}
-    changed = sorted(name for name in names if not name.startswith(NOT_OURS))
+    changed = sorted(name for name in names if not name.lstrip("_").startswith(NOT_OURS))
     for name in changed:
         if name in before:
             os.environ[name] = before[name]

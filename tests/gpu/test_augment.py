@@ -168,9 +168,8 @@ def test_a_captured_graph_replays_with_other_samples(preset):
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-@torch._inductor.config.patch(compile_threads=1)  # or it leaves processes behind
-def test_inside_a_compiled_step_under_autocast(monkeypatch):
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # the compiler's progress bar would leave a thread behind
+@pytest.mark.usefixtures("compiler")
+def test_inside_a_compiled_step_under_autocast():
     aug = Schedule({0: Minimal(), 2: Standard(dtype=torch.bfloat16, channels_last=True)})
     layer = torch.nn.Conv2d(3, 8, 3).cuda()
     images, index = pictures().cuda(), torch.arange(6, device="cuda")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,63 +68,41 @@ def trainer(out: Path, model: nn.Module, **settings: Any) -> Trainer:
     )
 
 
-@pytest.fixture
-def sync_is_an_error() -> Iterator[Any]:
-    """While `with` this, anything that makes the host wait for the card raises."""
-
-    class Watched:
-        def __enter__(self) -> None:
-            torch.cuda.set_sync_debug_mode("error")
-
-        def __exit__(self, *_: object) -> None:
-            torch.cuda.set_sync_debug_mode("default")
-
-    yield Watched()
-    torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize(
     "settings", [{}, {"clip_norm": 1.0, "accumulate": 2}, {"precision": "fp16"}, {"precision": "tf32"}], ids=str
 )
 def test_nothing_waits_for_the_card_between_log_points(
-    tmp_path: Path, sync_is_an_error: Any, settings: dict[str, Any]
+    tmp_path: Path, forbid_waiting: Callable[[bool], None], settings: dict[str, Any]
 ) -> None:
-    """Every step, its batch, augmentation, loss and schedule; reading the losses is begun and ended without a wait."""
+    """Every step, its batch, augmentation, loss and schedule; the losses' copy to the host is begun without a wait."""
     ours = trainer(tmp_path, net(), **settings)
-    advance, read = ours._advance, ours._read_losses
+    advance, read, end_epoch = ours._advance, ours._read_losses, ours._end_epoch
 
-    def read_allowed() -> set[str]:
-        mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("default")
-        try:
-            return read()
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
-
-    def watched_from_the_third_step(loss: Tensor, rows: int) -> None:
+    def advance_and_watch(loss: Tensor, rows: int) -> None:
         advance(loss, rows)
-        torch.cuda.set_sync_debug_mode("error" if 2 <= ours.at.step < 30 else "default")
+        forbid_waiting(2 <= ours.at.step < 30)  # the first steps allocate, the last ones end it all
 
-    ours._advance, ours._read_losses = watched_from_the_third_step, read_allowed  # type: ignore[method-assign]
-    ours._end_epoch = lambda: _unwatched(Trainer._end_epoch, ours)  # type: ignore[method-assign]
-    try:
-        ours.fit()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    def read_unwatched() -> set[str]:
+        forbid_waiting(False)
+        due = read()
+        forbid_waiting(2 <= ours.at.step < 30)
+        return due
+
+    def end_unwatched() -> None:
+        forbid_waiting(False)  # validation and a checkpoint do read from the card
+        end_epoch()
+
+    ours._advance, ours._read_losses = advance_and_watch, read_unwatched  # type: ignore[method-assign]
+    ours._end_epoch = end_unwatched  # type: ignore[method-assign]
+    ours.fit()
     assert ours.at.step == 32
 
 
-def _unwatched(action: Any, ours: Trainer) -> None:
-    """Between two epochs there are validation and a checkpoint, which do read from the card."""
-    torch.cuda.set_sync_debug_mode("default")
-    action(ours)
-
-
-def test_a_checkpoint_is_taken_without_waiting(tmp_path: Path, sync_is_an_error: Any) -> None:
+def test_a_checkpoint_is_taken_without_waiting(tmp_path: Path, no_waiting: Any) -> None:
     ours = trainer(tmp_path, net(), max_steps=8)
     ours.fit()
     ours.at.step += 1
-    with sync_is_an_error:
+    with no_waiting():
         ours.save()
     ours.checkpoints.wait()
     found = newest(ours.checkpoints.folder, print)
@@ -169,12 +147,16 @@ def test_layout_and_switches_are_in_force_and_put_back(tmp_path: Path) -> None:
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.benchmark) == before
 
 
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.usefixtures("compiler")
 def test_compiled_it_learns_the_same(tmp_path: Path) -> None:
-    compiled = trainer(tmp_path / "compiled", net(), compile=True)
-    assert compiled.fit()["accuracy"] > 0.9
-    assert uncompiled(compiled.model)  # it still was: nothing fell back
+    ours = trainer(tmp_path, net(), compile=True)
+    assert ours.fit()["accuracy"] > 0.9
+    assert uncompiled(ours.model), ours.decisions  # it still was: nothing fell back
 
 
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.usefixtures("compiler")
 def test_what_cannot_be_compiled_runs_eagerly_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,11 +164,9 @@ def test_what_cannot_be_compiled_runs_eagerly_and_says_so(
         raise RuntimeError("no C compiler found")
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", fails)
-    torch._dynamo.reset()
     ours = trainer(tmp_path, net(), compile=True)
     assert ours.fit()["accuracy"] > 0.9
     assert "train.compile: off from here on, torch.compile failed" in capsys.readouterr().out
-    torch._dynamo.reset()
 
 
 def test_a_full_card_is_met_with_smaller_pieces() -> None:
