@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from flatout.trace import RankTrace, Sketch, Step
 
 REST = "rest"
+ENOUGH_STEPS, ENOUGH_MS = 20, 500.0  # less of training than this is not judged
 # Steps that are not plain training, as a person would call them.
 KINDS_IN_WORDS = {
     "setup": "set-up",
@@ -49,6 +50,11 @@ class Breakdown:
     ceiling_samples_per_s: float | None = None
     replay_samples_per_s: float | None = None
     losses: Sketch = field(default_factory=Sketch)
+
+    @property
+    def enough(self) -> bool:
+        """Whether there is enough of training to judge by."""
+        return self.steps >= ENOUGH_STEPS and self.training_ms >= ENOUGH_MS
 
     def share_of(self, name: str) -> float:
         """The share of training time a phase takes, all its lines together."""

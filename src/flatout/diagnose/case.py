@@ -13,7 +13,6 @@ from flatout.diagnose.breakdown import Breakdown, breakdown
 from flatout.diagnose.replay import gain_without
 from flatout.trace import RankTrace, Sample, Sketch, Step, Trace, WorkerReport, Xray
 
-ENOUGH_STEPS = 20
 LAUNCHING = ("forward", "loss", "backward", "optimizer", "rest", "copy")
 _MARKED_STEPS_USED = 200
 _DISTURBED = 0.8  # a ceiling below so much of what the run itself did
@@ -203,12 +202,12 @@ class Case:
 
     @cached_property
     def samples(self) -> tuple[Sample, ...]:
-        """Hardware samples taken while it trained."""
+        """Hardware samples most of whose time was training."""
         taken = self.trace.samples.get(self.rank.info.host, ())
         if not self.steps:
             return taken
         start, end = self.steps[0].start_s, self.steps[-1].start_s + self.steps[-1].wall_ms / 1e3
-        return tuple(s for s in taken if start < s.time_s <= end + 1.0)
+        return tuple(s for s in taken if start < s.time_s - s.interval_s / 2 <= end)
 
     @cached_property
     def cores(self) -> float | None:

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable
 
 from flatout.diagnose import compute, data, machine
-from flatout.diagnose.case import ENOUGH_STEPS, Case, cases
+from flatout.diagnose.case import Case, cases
 from flatout.diagnose.configured import ignored_settings
 from flatout.diagnose.finding import Finding
 from flatout.diagnose.gains import WORTH, compute_gain, data_saved, rounded
@@ -23,9 +23,9 @@ _SATURATED = 0.90
 
 
 def diagnose(trace: Trace) -> tuple[Finding, ...]:
-    """What is wrong, the most rewarding first. Empty when there are too few steps to judge."""
+    """What is wrong, the most rewarding first. Empty when there is too little to judge by."""
     every = cases(trace)
-    if not every or every[0].breakdown.steps < ENOUGH_STEPS:
+    if not every or not every[0].breakdown.enough:
         return ()
     case = every[0]
     found = [finding for rule in RULES if (finding := rule(case)) is not None]
@@ -63,12 +63,6 @@ def _within(ranked: list[Finding], headroom: float) -> list[Finding]:
                 continue  # others have taken all there was
         shared.append(finding)
     return shared
-
-
-def enough_steps(trace: Trace) -> bool:
-    """Whether there is enough to judge by."""
-    every = cases(trace)
-    return bool(every) and every[0].breakdown.steps >= ENOUGH_STEPS
 
 
 def _pause(phase: str, code: str, change: str | None, advice: str, worth: float = WORTH) -> Rule:

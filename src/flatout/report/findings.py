@@ -10,7 +10,6 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from flatout.diagnose.case import ENOUGH_STEPS
 from flatout.diagnose.finding import Finding
 from flatout.report.account import Account
 from flatout.report.permanent import as_code
@@ -29,8 +28,9 @@ def headline(account: Account, findings: Sequence[Finding]) -> str:
             return f"You could train {_times(findings[0])} faster: {title}."
         return f"{sentence(title)}."
     bars = waterfall(account.breakdown)
-    if account.breakdown.steps < ENOUGH_STEPS:
-        return f"Too few training steps to judge: {account.breakdown.steps}."
+    if not account.breakdown.enough:
+        seconds = account.breakdown.training_ms / 1e3
+        return f"Not enough training steps to judge: {account.breakdown.steps} in {seconds:.2g} s."
     if bars[0].family != "compute" and bars[0].width >= 0.1:
         return f"{bars[0].width:.0%} of training time goes to {bars[0].label}."
     work = sum(bar.width for bar in bars if bar.family == "compute")

@@ -175,7 +175,7 @@ class World:
             index=0, uuid="GPU-0", name="NVIDIA H200", sm_active_pct=85.0, memory_total_bytes=140 << 30, power_w=300.0
         )
         host = HostSample(cpu_pct=40.0, cores_pct=(40.0,) * 16)
-        sample = Sample(time_s=100.1, interval_s=1.0, host=host, gpus=(card,))
+        sample = Sample(time_s=100.1, interval_s=0.1, host=host, gpus=(card,))
         return Trace(ranks=(rank,), samples={"node": (sample,)})
 
     def _xray(self, m: Machine) -> Xray:

@@ -145,7 +145,7 @@ def test_what_was_not_measured_has_no_section(run: Trace, missing: set[str]) -> 
 
 
 def test_too_few_steps_are_no_verdict() -> None:
-    assert "Too few training steps to judge: 1." in page_of(ONE_STEP).text
+    assert "Not enough training steps to judge: 1 in 0.1 s." in page_of(ONE_STEP).text
 
 
 def test_ranks_are_listed_the_slowest_first_and_of_many_only_the_ends() -> None:
