@@ -18,6 +18,8 @@ from typing import Any
 from flatout.trace import Sketch, Step, Xray
 
 _MATRIX = re.compile(r"gemm|conv|xmma|cutlass|cudnn|wgrad|dgrad|fprop|flash|fmha|nvjet|attention|wgmma|matmul", re.I)
+# cuDNN has these too, and they multiply nothing.
+_NOT_MATRIX = re.compile(r"batchnorm|bn_[fb]w|nchwTo|nhwcTo|dropout|elementwise|elemwise|pooling|workspace", re.I)
 _TENSOR_CORES = re.compile(
     r"tensorop|hmma|wgmma|s16816|s1688|h16816|h1688|bf16|f16f16|tf32|_f16|nvjet|flash|fmha|s884|sm90_xmma_gemm_(?!f32f32_f32f32_f32)",
     re.I,
@@ -137,7 +139,7 @@ def read_kernels(kernels: Sequence[Kernel], steps: Sequence[Step]) -> Xray | Non
     window_ms = (last_ns - first_ns) / 1e6
     copies = _copies(inside)
     compute = [k for k in inside if not k.name.startswith(("Memcpy", "Memset"))]
-    matrix = [k for k in compute if _MATRIX.search(k.name)]
+    matrix = [k for k in compute if _MATRIX.search(k.name) and not _NOT_MATRIX.search(k.name)]
     return Xray(
         steps=len(steps),
         wall_ms=window_ms,

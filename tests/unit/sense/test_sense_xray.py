@@ -1,0 +1,46 @@
+"""What a few kernels, by the names an H200 gave them, say about two steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.sense.xray import Kernel, read_kernels
+from flatout.trace import Span, Step
+
+US = 1_000
+TF32 = "sm90_xmma_fprop_implicit_gemm_f32f32_tf32f32_f32_nhwckrsc_nhwc_tilesize128x64x32"
+FP32 = "sm80_xmma_fprop_implicit_gemm_indexed_f32f32_f32f32_f32_nchwkcrs_nchw_tilesize32x32x8_ffma"
+NORM = "void cudnn::bn_bw_1C11_kernel_new<float, float, float2, 512, true, 1>(float, cudnnTensorStruct)"
+TURNED = "void cudnn::engines_precompiled::nchwToNhwcKernel<float, float, float, false, true>()"
+
+
+def step(start_s: float) -> Step:
+    spans = (Span(name="data", start_ms=0.0, host_ms=0.4), Span(name="forward", start_ms=0.4, host_ms=0.6))
+    return Step(index=0, start_s=start_s, wall_ms=1.0, spans=spans)
+
+
+def kernel(name: str, start_us: int, end_us: int, launched_us: int | None = None) -> Kernel:
+    return Kernel(name, start_us * US, end_us * US, launched_us * US if launched_us is not None else None)
+
+
+def test_matrix_work_is_told_from_what_else_cudnn_does() -> None:
+    names = (TF32, FP32, NORM, TURNED, "void cudnn::dropout_apply_mask<__half, float, 4>()")
+    seen = read_kernels([kernel(name, 100 * n, 100 * n + 50) for n, name in enumerate(names)], [step(0.0)])
+    assert seen is not None
+    assert (seen.matrix_ms, seen.tensor_core_ms) == pytest.approx((0.1, 0.05))
+    assert seen.kernels == 5
+
+
+def test_a_gap_belongs_to_what_the_host_did_meanwhile() -> None:
+    # GIVEN a card that works from 0.5 to 0.9 ms of each step, on what was launched in the forward pass
+    work = [kernel(TF32, at + 500, at + 900, at + 450) for at in (0, 1000)]
+    seen = read_kernels(work, [step(0.0), step(0.001)])
+    # THEN it stood still while batches were fetched, and 0.1 ms before and after the forward pass's own work
+    assert seen is not None
+    assert seen.idle_by_phase_ms == pytest.approx({"data": 0.8, "forward": 0.4})
+    assert seen.busy_by_phase_ms == pytest.approx({"forward": 0.8})
+    assert (seen.wall_ms, seen.busy_ms) == pytest.approx((2.0, 0.8))
+
+
+def test_without_kernels_there_is_nothing_to_say() -> None:
+    assert read_kernels([], [step(0.0)]) is None
