@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="figures of other workloads are kept")
     parser.add_argument("--seconds", type=float, default=12, help="a window lasts; ceilings and supply a third of it")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--no-ceilings", action="store_true", help="of before and mended")
     parser.add_argument("--fix", metavar="BUDGET", help="measure flatout run --auto and flatout fix too, such as 4m")
     parser.add_argument("--engine", nargs="*", metavar="KEY=VALUE", help="measure flatout train too, so set")
     own, extra = _split_at_dashes(sys.argv[1:])
@@ -89,7 +90,7 @@ def main() -> None:
 
 
 def benchmark(name: str, options: argparse.Namespace, extra: Sequence[str]) -> dict[str, Any]:
-    """Every variant of one workload, and what they say about each other."""
+    """Every variant of one workload that is asked for, and what they say about each other."""
     data = options.data.resolve() / f"{name}-{options.size}"
     make_data(name, options.size, data)
     long, short = options.seconds, options.seconds / 3
@@ -101,20 +102,21 @@ def benchmark(name: str, options: argparse.Namespace, extra: Sequence[str]) -> d
         before = stack.enter_context(copied(()))
         mended = stack.enter_context(copied([(name, edit) for edit in edits]))
         common = ["--data", str(data), "--device", options.device, "--epochs", "1000000", *extra]
-        variants = {
-            "before": measure(before, name, common, long, epochs=epochs),
-            "before ceiling": measure(before, name, ["--resident", *common], short),
-            "mended": measure(mended, name, [*flags, *common], long),
-            "mended ceiling": measure(mended, name, ["--resident", *flags, *common], short),
-            "supply": measure(mended, name, [*flags, "--num-workers", str(CORES), *common], short, supply=True),
-        }
+        variants = {"before": measure(before, name, common, long, epochs=epochs)}
+        variants["mended"] = measure(mended, name, [*flags, *common], long)
+        if not options.no_ceilings:
+            drained = [*flags, "--num-workers", str(CORES), *common]
+            variants |= {
+                "before ceiling": measure(before, name, ["--resident", *common], short),
+                "mended ceiling": measure(mended, name, ["--resident", *flags, *common], short),
+                "supply": measure(mended, name, drained, short, supply=True),
+            }
         fixed: dict[str, Any] = {}
         if options.fix is not None:
             fixed, measured = fix_variants(before, name, common, options)
             variants |= measured
         if options.engine is not None:
             variants |= engine_variants(before, name, data, options)
-    speed = {variant: figures["samples_per_s"] for variant, figures in variants.items()}
     return {
         "size": options.size,
         "seconds": options.seconds,
@@ -122,15 +124,27 @@ def benchmark(name: str, options: argparse.Namespace, extra: Sequence[str]) -> d
         "mends": [dataclasses.asdict(mend) for mend in MENDED[name]],
         "variants": variants,
         **fixed,
-        "ratios": {
-            "before / mended": speed["before"] / speed["mended"],
+        "ratios": ratios({variant: figures["samples_per_s"] for variant, figures in variants.items()}),
+    }
+
+
+def ratios(speed: dict[str, float]) -> dict[str, float]:
+    """What the variants that were measured say about each other."""
+    found = {"before / mended": speed["before"] / speed["mended"]}
+    if "supply" in speed:
+        found |= {
             "before / its ceiling": speed["before"] / speed["before ceiling"],
             "mended / its ceiling": speed["mended"] / speed["mended ceiling"],
             "supply / mended ceiling": speed["supply"] / speed["mended ceiling"],
-            **fix_ratios(speed),
-            **engine_ratios(speed),
-        },
-    }
+        }
+    if "fix" in speed:
+        found |= {"auto / before": speed["auto"] / speed["before"], "fix / before": speed["fix"] / speed["before"]}
+    for variant in ("fix", "engine"):
+        if variant in speed:
+            possible = min(speed[f"{variant} ceiling"], speed[f"{variant} supply"])
+            found[f"{variant} / mended"] = speed[variant] / speed["mended"]
+            found[f"{variant} / min(its ceiling, supply)"] = speed[variant] / possible
+    return found
 
 
 def fix_variants(
@@ -169,19 +183,6 @@ def fix_variants(
     return {"fix": found}, variants
 
 
-def fix_ratios(speed: dict[str, float]) -> dict[str, float]:
-    """Against the script as it was, against the hand, and against what is possible in the plan's settings."""
-    if "fix" not in speed:
-        return {}
-    possible = min(speed["fix ceiling"], speed["fix supply"])
-    return {
-        "fix / before": speed["fix"] / speed["before"],
-        "fix / mended": speed["fix"] / speed["mended"],
-        "fix / min(its ceiling, supply)": speed["fix"] / possible,
-        "auto / before": speed["auto"] / speed["before"],
-    }
-
-
 def engine_variants(root: Path, name: str, data: Path, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The workload in `flatout train`, at its ceiling, and what its loader can produce."""
     words = [root / "workloads" / "after" / f"{name}.yaml", f"data.args.root={data}", f"train.device={options.device}"]
@@ -192,17 +193,6 @@ def engine_variants(root: Path, name: str, data: Path, options: argparse.Namespa
         "engine": measure(root, name, words, long, engine=True),
         "engine ceiling": measure(root, name, words, short, engine=True, resident=True),
         "engine supply": measure(root, name, words, short, engine=True, supply=True),
-    }
-
-
-def engine_ratios(speed: dict[str, float]) -> dict[str, float]:
-    """How near the engine comes to what is possible in its settings, and how far it is from the script."""
-    if "engine" not in speed:
-        return {}
-    possible = min(speed["engine ceiling"], speed["engine supply"])
-    return {
-        "engine / min(its ceiling, supply)": speed["engine"] / possible,
-        "engine / mended": speed["engine"] / speed["mended"],
     }
 
 

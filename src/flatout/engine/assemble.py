@@ -69,18 +69,16 @@ def assemble(config: Config, ranks: Ranks) -> Trainer:
     """A trainer with everything the config names."""
     train = config.train
     device = device_for(train.device, ranks.local_rank)
-    for seed in (torch.manual_seed, random.seed, np.random.seed):
-        seed(train.seed)
+    _seed(train.seed)
     train_set, val_set = datasets(config.data)
     model = build(config.model, "model")
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"model: a torch.nn.Module is wanted, {type(model).__name__} is none")
     model.to(device)
-    criterion = _criterion(config.criterion)
+    criterion = _function(config.criterion, "criterion") if config.criterion is not None else None
     optimizer, fused = _optimizer(config.optimizer, model, device)
     augmentation = _augmentation(config, device)
-    for seed in (torch.manual_seed, random.seed, np.random.seed):
-        seed((train.seed + ranks.rank) % 2**32)
+    _seed((train.seed + ranks.rank) % 2**32)
     decisions = [fused]
     batch_size = train.batch_size
     if batch_size == "auto":
@@ -93,7 +91,7 @@ def assemble(config: Config, ranks: Ranks) -> Trainer:
         decisions.append(Decision("train.lr_rule", train.lr_rule, scale_learning_rate(optimizer, train, total)))
     loader = train_loader(config.data, train_set, batch_size, train.seed, ranks)
     decisions.append(Decision("data.workers", str(config.data.workers), f"{loader.num_workers} to begin with"))
-    metrics = {name: _metric(part, f"metrics.{name}") for name, part in config.metrics.items()}
+    metrics = {name: _function(part, f"metrics.{name}") for name, part in config.metrics.items()}
     shared = ranks.world > 1 and can_share(metrics)
     if ranks.world > 1:
         how = "each rank looks at its part" if shared else "a metric needs all of the data: each rank looks at it"
@@ -120,15 +118,13 @@ def assemble(config: Config, ranks: Ranks) -> Trainer:
     return trainer
 
 
-def _criterion(part: Part | None) -> Any:
-    """A loss function, or what makes one: `torch.nn:CrossEntropyLoss`, `torch.nn.functional:mse_loss`."""
-    if part is None:
-        return None
-    thing = found(part.factory, "criterion.factory")
-    return build(part, "criterion") if isinstance(thing, type) or part.args else thing
+def _seed(number: int) -> None:
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(number)
 
 
-def _metric(part: Part, where: str) -> Any:
+def _function(part: Part, where: str) -> Any:
+    """A loss or a metric, or what makes one: `torch.nn.functional:mse_loss`, `torch.nn:CrossEntropyLoss`."""
     thing = found(part.factory, f"{where}.factory")
     return build(part, where) if isinstance(thing, type) or part.args else thing
 

@@ -15,7 +15,7 @@ import torch
 
 from flatout.engine.checkpoint import random_state, set_random_state
 from flatout.engine.ranks import Ranks
-from flatout.engine.step import Step, TrainConfig, batch_rows, cut, out_of_memory
+from flatout.engine.step import Step, TrainConfig, batch_rows, out_of_memory, taken
 from flatout.errors import UsageError
 
 __all__ = ["fastest_batch", "scale_learning_rate"]
@@ -88,19 +88,13 @@ def _tried(step: Step, batch: Any, device: torch.device) -> tuple[float, float]:
 def _grown(batch: Any, size: int) -> Any:
     """A batch of `size` samples, made of those of `batch` over and over: how fast a step is does not depend on them."""
     rows = batch_rows(batch)
-    copies = -(-size // rows)
 
     def grown(thing: Any) -> Any:
-        if isinstance(thing, torch.Tensor) and thing.dim() and len(thing) == rows:
-            return thing.repeat(copies, *[1] * (thing.dim() - 1))
-        if isinstance(thing, dict):
-            return {key: grown(value) for key, value in thing.items()}
-        if isinstance(thing, list | tuple):
-            return type(thing)(grown(value) for value in thing)
-        return thing
+        if isinstance(thing, torch.Tensor):
+            return thing[torch.arange(size, device=thing.device) % rows]
+        return [thing[place % rows] for place in range(size)]
 
-    whole = grown(batch)
-    return whole if copies * rows == size else cut(whole, 0, size)
+    return taken(batch, grown)
 
 
 def scale_learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, effective: int) -> str:

@@ -20,7 +20,7 @@ from flatout.engine.checkpoint import CheckpointConfig
 from flatout.engine.data import DataConfig
 from flatout.engine.evaluation import EvaluateConfig
 from flatout.engine.progress import LogConfig
-from flatout.engine.section import Every, Part, Section, nearest
+from flatout.engine.section import Part, Section, nearest
 from flatout.engine.step import TrainConfig
 from flatout.errors import UsageError
 
@@ -105,17 +105,7 @@ def load(
 
 def effective(config: Config) -> str:
     """The config as YAML, with every default in it."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, BaseModel):
-            return {name: plain(getattr(value, name)) for name in type(value).model_fields}
-        if isinstance(value, dict):
-            return {key: plain(inner) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [plain(inner) for inner in value]
-        return str(value) if isinstance(value, Every) else value
-
-    return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
 
 
 def checked(kind: type[Kind], data: Any, source: str) -> Kind:

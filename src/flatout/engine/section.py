@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, field_validator, model_validator
 
 from flatout.errors import UsageError
 
@@ -53,7 +53,7 @@ def _read_every(value: Any) -> Any:
     return Every(number, found[2])  # type: ignore[arg-type]
 
 
-Often = Annotated[Every | None, BeforeValidator(_read_every)]
+Often = Annotated[Every | None, BeforeValidator(_read_every), PlainSerializer(lambda every: every and str(every))]
 
 
 class Part(Section):

@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from itertools import pairwise
+from operator import itemgetter
 from typing import Annotated, Any, Literal
 
 import torch
@@ -25,7 +26,7 @@ from flatout.engine.precision import Precision, PrecisionName
 from flatout.engine.section import Count, Section
 from flatout.errors import FlatoutError, UsageError
 
-__all__ = ["Step", "TrainConfig", "batch_rows", "cut", "out_of_memory", "pieces", "uncompiled"]
+__all__ = ["Step", "TrainConfig", "batch_rows", "out_of_memory", "pieces", "taken", "uncompiled"]
 
 COMPILE_MODES = ("auto", True, False, "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _UNDER_SCALING = 65536.0  # torch's own start
@@ -128,7 +129,8 @@ class Step:
                 self._exchanging = last
                 self.scaler.scale(loss).backward()
                 self._exchanging = False
-            losses.append(loss.detach())
+            # What the model itself returned may lie in memory that a captured graph writes to again.
+            losses.append(loss.detach() if self.criterion is not None else loss.detach().clone())
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _unexchanged(self, yes: bool) -> contextlib.AbstractContextManager[Any]:
@@ -214,22 +216,23 @@ def pieces(batch: Any, count: int) -> list[Any]:
     rows = batch_rows(batch)
     count = min(count, rows)
     bounds = [rows * place // count for place in range(count + 1)]
-    return [cut(batch, start, end) for start, end in pairwise(bounds)]
+    return [taken(batch, itemgetter(slice(start, end))) for start, end in pairwise(bounds)]
 
 
-def cut(batch: Any, start: int, end: int) -> Any:
-    """The samples from `start` to `end` of a batch."""
-    return _cut(batch, start, end, batch_rows(batch))
+def taken(batch: Any, take: Callable[[Any], Any]) -> Any:
+    """The batch of those samples that `take` picks out of each of its tensors, and of a list with one name a sample."""
+    rows = batch_rows(batch)
 
+    def within(thing: Any) -> Any:
+        if isinstance(thing, Tensor):
+            return take(thing) if thing.dim() and len(thing) == rows else thing
+        if isinstance(thing, Mapping):
+            return {key: within(value) for key, value in thing.items()}
+        if isinstance(thing, list | tuple):
+            if len(thing) == rows and not any(isinstance(value, Tensor | Mapping | list | tuple) for value in thing):
+                return take(thing)
+            parts = [within(value) for value in thing]
+            return type(thing)(*parts) if hasattr(thing, "_fields") else type(thing)(parts)
+        return thing
 
-def _cut(thing: Any, start: int, end: int, rows: int) -> Any:
-    if isinstance(thing, Tensor):
-        return thing[start:end] if thing.dim() and len(thing) == rows else thing
-    if isinstance(thing, Mapping):
-        return {key: _cut(value, start, end, rows) for key, value in thing.items()}
-    if isinstance(thing, list | tuple):
-        if len(thing) == rows and not any(isinstance(value, Tensor | Mapping | list | tuple) for value in thing):
-            return thing[start:end]  # one name, or path, a sample
-        parts = [_cut(value, start, end, rows) for value in thing]
-        return type(thing)(*parts) if hasattr(thing, "_fields") else type(thing)(parts)
-    return thing
+    return within(batch)

@@ -30,7 +30,7 @@ from flatout.engine.model import device_for, made_ready
 from flatout.engine.precision import Decision, decide, switched
 from flatout.engine.progress import Reporter
 from flatout.engine.ranks import Interrupts, Ranks, lost_contact
-from flatout.engine.section import Every, nearest
+from flatout.engine.section import nearest
 from flatout.engine.step import Step, batch_rows
 from flatout.errors import FlatoutError, UsageError
 from flatout.feed import DataLoader, feed_of, to_device
@@ -106,7 +106,7 @@ class Trainer:
         self._epoch_random: dict[str, Any] = {}
         self._waited_s = 0.0
         self._evaluated_at = self._saved_at = -1
-        self._minutes = {name: time.monotonic() for name in ("evaluate", "checkpoint")}
+        self._done_at = dict.fromkeys(("evaluate", "checkpoint"), time.monotonic())
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -133,20 +133,20 @@ class Trainer:
         due = self._read_losses() if self._losses.begun else set()  # begun at the step before
         if at.step % self.config.log.every == 0:
             self._losses.begin_reading(at.epoch + 1)
-        self._when_due({name for name in ("evaluate", "checkpoint") if self._is_due(name, "step", at.step)} | due)
+        self._do(due | self._due("step", at.step))
 
     def _end_epoch(self) -> None:
         self.at.epoch, self.at.batch = self.at.epoch + 1, 0
         if self.scheduler is not None and self.config.train.scheduler_per == "epoch":
             self._schedule()
-        self._when_due({name for name in ("evaluate", "checkpoint") if self._is_due(name, "epoch", self.at.epoch)})
+        self._do(self._due("epoch", self.at.epoch))
 
     def _end(self) -> None:
         """Read what is left, look at the validation data once more, and leave a checkpoint."""
         self._losses.begin_reading(self.at.epoch + (self.at.batch > 0))
         self._read_losses()
         if self.stopped_by is None and self._evaluated_at != self.at.step and self.config.evaluate.every is not None:
-            self._when_due({"evaluate"})
+            self._do({"evaluate"})
         if self._saved_at != self.at.step and self.config.checkpoint.every is not None:
             self.save()
         self.checkpoints.wait()
@@ -240,17 +240,17 @@ class Trainer:
 
     # -- when something is due --------------------------------------------------------------------------------------
 
-    def _is_due(self, name: str, unit: str, number: int) -> bool:
-        every: Every | None = getattr(self.config, name).every
-        return every is not None and every.unit == unit and number % every.number == 0
+    def _due(self, unit: str, number: int = 0) -> set[str]:
+        """What is to be done after so many steps or epochs, or by the clock."""
+        due = set()
+        for name, every in (("evaluate", self.config.evaluate.every), ("checkpoint", self.config.checkpoint.every)):
+            if every is not None and every.unit == unit:
+                passed_s = time.monotonic() - self._done_at[name]
+                if passed_s >= 60 * every.number if unit == "minute" else number % every.number == 0:
+                    due.add(name)
+        return due
 
-    def _minutes_are_over(self, name: str) -> bool:
-        every: Every | None = getattr(self.config, name).every
-        if every is None or every.unit != "minute":
-            return False
-        return time.monotonic() - self._minutes[name] >= 60 * every.number
-
-    def _when_due(self, due: set[str]) -> None:
+    def _do(self, due: set[str]) -> None:
         best = False
         if "evaluate" in due and self._val_batches is not None:
             best = self._evaluate()
@@ -264,7 +264,7 @@ class Trainer:
         batches = (self._augmented(batch, training=False) for batch in self._val_batches)
         self.results = evaluate(self.step, self.model, batches, self.metrics, self.ranks, self._val_shared)
         set_random_state(random, self.device)
-        self._evaluated_at, self._minutes["evaluate"] = self.at.step, time.monotonic()
+        self._evaluated_at, self._done_at["evaluate"] = self.at.step, time.monotonic()
         self.reporter.evaluated(self.at.step, self.at.epoch + (self.at.batch > 0), self.results)
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(self.results["loss"])
@@ -288,12 +288,13 @@ class Trainer:
         if read is None:
             return set()
         total, count, samples = self.ranks.total([read.total, read.count, read.samples])
+        due = self._due("minute")
         bad_steps, first_bad, evaluate_now, save_now, stop = self.ranks.highest(
             [
                 read.bad,
                 -(read.first_bad or math.inf),
-                self._minutes_are_over("evaluate"),
-                self._minutes_are_over("checkpoint"),
+                "evaluate" in due,
+                "checkpoint" in due,
                 self._interrupts.heard(),
             ]
         )
@@ -328,7 +329,7 @@ class Trainer:
 
     def save(self, *, best: bool = False) -> None:
         """Write a checkpoint, in the background."""
-        self._saved_at, self._minutes["checkpoint"] = self.at.step, time.monotonic()
+        self._saved_at, self._done_at["checkpoint"] = self.at.step, time.monotonic()
         loader = self._train_loader
         begins_anywhere = isinstance(loader, DataLoader) and loader.num_workers > 0
         mine = {

@@ -11,8 +11,8 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.utils.data import default_collate
@@ -35,7 +35,7 @@ __all__ = ["Epoch", "Feed"]
 WORTH_CUTTING_S, PIECE_S = 0.03, 0.01  # a batch that takes a worker less is not divided; how long a piece should take
 STALL_S = 0.01  # of waiting, after which a worker may be stuck and others should help
 QUICK_S, AT_ONCE = 2e-3, 4  # batches that take less are handed out so many at a time
-AHEAD_HERE = 16  # batches in hand when they are made in this process
+AHEAD_HERE = 64  # batches made in this process at a time, however quick they are
 SPARE_SLOTS = 4
 RESERVE_BYTES = 1 << 30
 
@@ -45,12 +45,28 @@ class Epoch:
     """One pass over the data."""
 
     key: Key
-    pull: Callable[[], Any]  # the next batch's indices, or StopIteration
+    indices: Iterator[Any]  # of one batch after the other
     ahead: int  # how many batches stock would pull before they are asked for
     free_until: int = 0  # batches before this one may be pulled as early as we like: nobody can tell
     in_order: bool = True
     next_number: int = 0
     exhausted: bool = False
+    coming: deque[tuple[int, Any]] = field(default_factory=deque)  # numbers and indices pulled, and not begun yet
+
+    def limit(self, depth: int) -> int:
+        """How many batches may be pulled and not handed out, where `depth` would be good to have."""
+        return depth if self.next_number < self.free_until else self.ahead
+
+    def pull(self) -> bool:
+        """Ask for the next batch's indices; False at the end."""
+        if not self.exhausted:
+            try:
+                self.coming.append((self.next_number, next(self.indices)))
+                self.next_number += 1
+                return True
+            except StopIteration:
+                self.exhausted = True
+        return False
 
 
 class Feed:
@@ -197,10 +213,7 @@ class Feed:
                 if not self._table:
                     return None
             asked = time.monotonic()
-            if not self.crew and not self._tuning.workers:
-                self._make_here()
-            else:
-                self._hear(min(STALL_S if waited < STALL_S else 1.0, timeout_s - waited if timeout_s else 1.0))
+            self._hear(min(STALL_S if waited < STALL_S else 1.0, timeout_s - waited if timeout_s else 1.0))
             now = time.monotonic()
             waited += now - asked
             batch = self._finished()
@@ -211,8 +224,29 @@ class Feed:
                 self._steal()
         self._take(batch)
         now = time.monotonic()
-        self._served(1 + len(self.made), waited, now - began - waited, now)
+        self._served(1, waited, now - began - waited, now)
         return batch
+
+    def make_here(self) -> bool:
+        """Whether the next batches are in `made`: made just now in this process, as no worker is wanted."""
+        if self._table or self.workers or self._epoch is None:
+            return False
+        began = time.monotonic()
+        if self.crew:  # some are about to leave
+            self._hear(0)
+        self.slots.collect()
+        epoch = self._epoch
+        while len(epoch.coming) < epoch.limit(AHEAD_HERE) and epoch.pull():
+            pass
+        if epoch.coming:
+            if self._here is None:
+                self._here = Here(self.recipe, drew=self.account.drew)
+            odd = self._here.make(epoch.coming, epoch.key, self.made)
+            if odd is not None:
+                self._table.append(odd)
+            now = time.monotonic()
+            self._served(len(self.made), now - began, 0.0, now)
+        return bool(self.made)
 
     def _served(self, batches: int, waited: float, parent_s: float, now: float) -> None:
         self.account.served(batches, waited, parent_s)
@@ -231,22 +265,6 @@ class Feed:
         if self.crew and (self._waiting or len(self._table) <= self._refill_at):
             self._fill()
 
-    def _make_here(self) -> None:
-        """No workers are wanted, and none is left: make the next batches in this process."""
-        assert self._epoch is not None
-        if self._here is None:
-            self._here = Here(self.recipe, drew=self.account.drew)
-        unmade = [batch for batch in self._table if not batch.finished]
-        for batch in unmade:
-            if len(batch.parts) > 1:  # was to be divided
-                self._make_whole(batch)
-        self._here.make(unmade, self._epoch.key)
-        # Those behind the first one wait where the iterator finds them at once, unless there is something to say.
-        while len(self._table) > 1 and self._table[1].finished and self._table[1].clean:
-            self.made.append(self._table[1].open())
-            self._table[1].release()
-            del self._table[1]
-
     def _finished(self) -> Batch | None:
         assert self._epoch is not None
         if not self._table:
@@ -260,19 +278,11 @@ class Feed:
         epoch = self._epoch
         assert epoch is not None
         depth = self._depth()
-        while not epoch.exhausted:
-            if len(self._table) >= (depth if epoch.next_number < epoch.free_until else epoch.ahead):
-                break
+        while self.workers and len(self._table) < epoch.limit(depth):
             post = self.posts.next()
-            if self.posts and post is None:
+            if (self.posts and post is None) or not (epoch.coming or epoch.pull()):
                 break
-            try:
-                indices = epoch.pull()
-            except StopIteration:
-                epoch.exhausted = True
-                break
-            batch = Batch(epoch.next_number, indices, post.number if post else 0)
-            epoch.next_number += 1
+            batch = Batch(*epoch.coming.popleft(), post.number if post else 0)
             self._cut(batch)
             self._table.append(batch)
             self._waiting.extend(batch.parts)
@@ -290,8 +300,6 @@ class Feed:
 
     def _depth(self) -> int:
         """Batches under way: enough for every worker, and a reserve for a consumer that comes in bursts."""
-        if not self._tuning.workers:
-            return AHEAD_HERE
         pieces = len(self._table[-1].parts) if self._table else 1
         reserve = min(8, RESERVE_BYTES // max(1, self.slots.size))
         return max(3, reserve, round(self._tuning.depth * self._tuning.workers / pieces) + 1)
@@ -486,6 +494,18 @@ class Feed:
             hand.retiring = True
             if not hand.tasks:
                 self.crew.dismiss(hand)
+        if not self.workers:
+            self._take_back(self._epoch)
+
+    def _take_back(self, epoch: Epoch) -> None:
+        """Have this process make all that workers have not finished, and what lies behind it."""
+        batches = list(self._table)
+        first = next((place for place, batch in enumerate(batches) if not batch.finished), len(batches))
+        for batch in reversed(batches[first:]):
+            self._drop(batch)
+            epoch.coming.appendleft((batch.number, batch.indices))
+            self._table.pop()
+        self._waiting.clear()
 
 
 def _shut(crew: Crew, slots: Slots, pid: int) -> None:

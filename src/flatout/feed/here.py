@@ -8,6 +8,7 @@ are the same: random numbers go by position here too, the main process's own str
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +19,11 @@ from flatout.feed import randomness
 from flatout.feed.messages import Recipe
 from flatout.feed.randomness import Key
 from flatout.feed.rows import Rows, renumbered, worker_info
-from flatout.feed.table import Batch, Part
+from flatout.feed.table import Batch
 
 __all__ = ["Here"]
 
-AT_ONCE_S = 4e-3  # small batches are made this long at a stretch: looking after the random numbers takes 25 µs
+AT_ONCE_S = 4e-3  # batches are made this long at a stretch: looking after the random numbers takes 25 µs
 
 
 class Here:
@@ -37,41 +38,45 @@ class Here:
         )
         self._by_position = drew or recipe.skip_bad or bool(self._rows.private)
 
-    def make(self, batches: list[Batch], key: Key) -> None:
-        """Make the first of these batches, and those behind it as long as that takes no time to speak of."""
-        try:
-            if not self._by_position:
-                before = randomness.snapshot()
-                self._make(batches, key, lambda part: self._plain.fetch(part.indices))
-                if randomness.same(before, randomness.snapshot()):
-                    return
+    def make(self, coming: deque[tuple[int, Any]], key: Key, made: deque[Any]) -> Batch | None:
+        """Move the first of these batches to `made`, and those behind it as long as that takes no time to speak of.
+
+        A batch that is more than its data (there is something to raise, or to count) comes last and is returned.
+        """
+        if not self._by_position:
+            before = randomness.snapshot()
+            batches, odd = self._stretch(coming, key, lambda _, indices: self._plain.fetch(indices))
+            if not randomness.same(before, randomness.snapshot()):
                 self._by_position = True  # it draws after all: as if nothing had happened
                 randomness.put_back(before)
-                for batch in batches:
-                    batch.parts[0].finished, batch.parts[0].problem = False, None
+        if self._by_position:
             with randomness.untouched():
-                self._make(batches, key, lambda part: self._load(part, key))
+                batches, odd = self._stretch(coming, key, lambda number, indices: self._rows.load(key, number, indices))
+        for _ in range(len(batches) + (odd is not None)):
+            coming.popleft()
+        made.extend(batches)
+        return odd
+
+    def _stretch(
+        self, coming: deque[tuple[int, Any]], key: Key, load: Callable[[int, Any], Any]
+    ) -> tuple[list[Any], Batch | None]:
+        made: list[Any] = []
+        until = time.monotonic() + AT_ONCE_S
+        try:
+            for number, indices in coming:
+                stock_worker._worker_info = renumbered(self._info, number % self._recipe.declared, key[0])
+                try:
+                    made.append(load(number, indices))
+                except Exception as problem:
+                    return made, Batch.made_here(number, indices, problem=problem)
+                if self._rows.bad:
+                    return made, Batch.made_here(number, indices, data=made.pop(), bad=self._rows.bad)
+                if time.monotonic() > until:
+                    break
         finally:
             stock_worker._worker_info = None
-
-    def _make(self, batches: list[Batch], key: Key, load: Callable[[Part], Any]) -> None:
-        until = time.monotonic() + AT_ONCE_S
-        for batch in batches:
-            part = batch.parts[0]
-            stock_worker._worker_info = renumbered(self._info, batch.number % self._recipe.declared, key[0])
-            try:
-                part.data = load(part)
-                part.finished = True
-            except Exception as problem:
-                part.fail(problem)
-            if time.monotonic() > until:
-                return
+        return made, None
 
     def _collate(self, samples: Any) -> Any:
         stock_worker._worker_info = None  # default_collate would see a worker, and stack into /dev/shm
         return self._recipe.collate_fn(samples)
-
-    def _load(self, part: Part, key: Key) -> Any:
-        data = self._rows.load(key, part.batch.number, part.indices, leave_out=part.leave_out)
-        part.bad = self._rows.bad
-        return data

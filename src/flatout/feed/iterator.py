@@ -7,7 +7,6 @@ earlier than stock would wherever that could be noticed, and leaves the making o
 from __future__ import annotations
 
 import collections
-import functools
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +34,7 @@ class Position:
 
     base_seed: int
     epoch: int
-    random: dict[str, Any]  # before the sampler drew anything for this pass
+    random: dict[str, Any]  # what the sampler may draw from, before it did for this pass
     generators: list[torch.Tensor]
     yielded: int = 0
     finished: bool = False
@@ -75,9 +74,8 @@ class FeedIterator(_BaseDataLoaderIter):
     def _begin(
         self, loader: StockLoader[Any], *, first: bool, births: list[Birth] | None, skip: int, turn: int
     ) -> None:
-        self.position = Position(
-            self._seed, self._epoch_number, randomness.capture(), [g.get_state() for g in self._generators]
-        )
+        before = {"torch": torch.default_generator.get_state()} if self._pure_sampler else randomness.capture()
+        self.position = Position(self._seed, self._epoch_number, before, [g.get_state() for g in self._generators])
         if loader.num_workers > 0 or not first:  # stock with workers asks the sampler twice at the start
             super()._reset(loader, first)
         for _ in range(skip if not self._feed.recipe.iterable else 0):
@@ -88,7 +86,7 @@ class FeedIterator(_BaseDataLoaderIter):
         free = len(self._index_sampler) if self._pure_sampler and not self._feed.posts else 0
         self._epoch = Epoch(
             key=(self._seed, self._epoch_number),
-            pull=functools.partial(next, self._sampler_iter),
+            indices=self._sampler_iter,
             ahead=max(1, self._prefetch_factor * self._num_workers),
             free_until=free,
             in_order=self._in_order,
@@ -110,25 +108,24 @@ class FeedIterator(_BaseDataLoaderIter):
         return [new._replace(**old) if old else new for new, old in zip(fresh, resume["workers"], strict=True)]
 
     def _next_data(self) -> Any:
-        if self._made:
-            self.position.yielded += 1
-            data = self._made.popleft()
-        else:
-            data = self._next_batch()
-        return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
-
-    def _next_batch(self) -> Any:
-        while True:
+        position = self.position
+        while not position.finished:
+            if self._made or self._feed.make_here():
+                position.yielded += 1
+                data = self._made.popleft()
+                return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
             batch = self._feed.next(self._timeout)
             if batch is None:
-                self.position.finished = True
-                raise StopIteration
+                position.finished = True
+                break
             self._step(batch)
             try:
                 if batch.clean or not self._something_wrong(batch):
-                    return batch.open()
+                    data = batch.open()
+                    return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
             finally:
                 batch.release()
+        raise StopIteration
 
     def _something_wrong(self, batch: Batch) -> bool:
         """Raise what there is to raise; else whether every sample of it is bad."""

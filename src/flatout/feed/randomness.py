@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import random
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,8 +66,10 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put back what `capture` took."""
+    """Put back what `capture` took, or a part of it."""
     torch.default_generator.set_state(state["torch"])
+    if "numpy" not in state:
+        return
     name, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     version, words, next_gauss = state["python"]
@@ -81,18 +84,19 @@ def _numpy_state() -> tuple[Any, ...]:
 
 def snapshot() -> tuple[Any, ...]:
     """The generators' states in the form that is quickest to take, to compare and to put back."""
-    return torch.default_generator.get_state(), random.getstate(), _numpy_words()
+    return torch.default_generator.get_state().numpy().tobytes(), _python_words(), _numpy_words()
 
 
 def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     """Whether nothing was drawn between two snapshots."""
-    return torch.equal(one[0], other[0]) and one[1:] == other[1:]
+    return one == other
 
 
 def put_back(taken: tuple[Any, ...]) -> None:
     """Go back to a snapshot, if nothing but draws happened since."""
-    torch.default_generator.set_state(taken[0])
-    random.setstate(taken[1])
+    torch.default_generator.set_state(torch.frombuffer(bytearray(taken[0]), dtype=torch.uint8))
+    words, gauss = taken[1]
+    random.setstate(gauss if words is None else (random.getstate()[0], _in_order(words), gauss))
     generator = _numpy_generator()
     if isinstance(taken[2], bytes):
         ctypes.memmove(generator.ctypes.state_address, taken[2], _MT19937_BYTES)
@@ -113,6 +117,31 @@ def untouched() -> Iterator[None]:
 
 
 _MT19937_BYTES = 625 * 4  # its 624 words and the place among them
+_PYTHON: Any = random._inst  # type: ignore[attr-defined]  # behind the functions of `random`
+_PYTHON_ADDRESS = id(_PYTHON) + object.__basicsize__
+
+
+def _in_order(words: bytes) -> tuple[int, ...]:
+    place, *state = struct.unpack("625I", words)
+    return (*state, place)
+
+
+def _python_words() -> tuple[bytes | None, Any]:
+    """The words of Python's generator and its spare normal number; `getstate` makes an object of every word."""
+    if _LAID_OUT:
+        return ctypes.string_at(_PYTHON_ADDRESS, _MT19937_BYTES), _PYTHON.gauss_next
+    return None, random.getstate()
+
+
+def _laid_out() -> bool:
+    """Whether this Python keeps the words where all have kept them so far: the place, and then the state."""
+    size = type(_PYTHON).__base__.__basicsize__
+    if size < object.__basicsize__ + _MT19937_BYTES:
+        return False
+    return _in_order(ctypes.string_at(_PYTHON_ADDRESS, _MT19937_BYTES)) == random.getstate()[1]
+
+
+_LAID_OUT = _laid_out()
 
 
 def _numpy_generator() -> Any:

@@ -68,6 +68,13 @@ class Batch:
     dropped: bool = False  # its epoch was left, or its worker had nothing more
     deaths: dict[int, int] = field(default_factory=dict)  # row: workers that died over it
 
+    @classmethod
+    def made_here(cls, number: int, indices: Any, **part: Any) -> Batch:
+        """One that no worker had to do with."""
+        batch = cls(number, indices, 0)
+        batch.parts = [Part(batch, 0, indices, finished=True, **part)]
+        return batch
+
     @property
     def finished(self) -> bool:
         return all(part.finished for part in self.parts)

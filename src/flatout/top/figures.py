@@ -13,23 +13,19 @@ from dataclasses import dataclass
 from flatout.top.readings import host_readings, work_pct
 from flatout.trace import GpuSample, Sample, Sketch
 
-__all__ = ["IDLE_BELOW_PCT", "FigureBuilder", "GpuFigures", "HostFigures", "Stats"]
-
 IDLE_BELOW_PCT = 5.0  # a pulse below this is an idle moment
 AT_WORK_PCT = 20.0  # of a core: a training process that uses this much is at work
 _LONGEST_CARRY_S = 0.25  # faster than GPM can be read, a pulse stands for the samples without one before it
 
-# What is followed over time: of a card these fields of its samples, of the host its readings and these fields.
+# What is followed over time: of a card these fields of its samples, of the host these readings.
 _GPU_LEVELS = (
     "gpu_util_pct", "sm_active_pct", "sm_occupancy_pct", "tensor_active_pct", "dram_active_pct",
     "pcie_rx_bytes_s", "pcie_tx_bytes_s", "memory_used_bytes", "memory_pct", "power_w", "power_share_pct",
     "temperature_c", "sm_clock_mhz", "decoder_util_pct", "jpeg_util_pct",
 )  # fmt: skip
-_HOST_READINGS = (
+_HOST_LEVELS = (
     "cpu_pct", "memory_pct", "shm_pct", "disk_busy_pct", "disk_read_bytes_s", "disk_write_bytes_s",
     "training_cpu_pct", "trainer_cpu_pct", "training_read_bytes_s", "workers", "worker_cpu_pct",
-)  # fmt: skip
-_HOST_LEVELS = (
     "iowait_pct", "run_queue", "switches_s", "pressure_cpu_pct", "pressure_io_pct", "pressure_memory_pct",
     "throttled_pct", "memory_used_bytes", "page_cache_bytes", "swap_used_bytes", "shm_used_bytes",
 )  # fmt: skip
@@ -114,10 +110,10 @@ class FigureBuilder:
         self.samples = 0
         self.seconds = 0.0
         self._cards: dict[str, _Card] = {}
-        self._cores: int | None = None
         self._cores_allowed = cores_allowed
+        self._cores: int | None = None
         self._memory_total_bytes: int | None = None
-        self._host = {name: Sketch() for name in (*_HOST_READINGS, *_HOST_LEVELS)}
+        self._levels = {name: Sketch() for name in _HOST_LEVELS}
         for sample in samples:
             self.add(sample)
 
@@ -125,12 +121,14 @@ class FigureBuilder:
         """Count one sample in."""
         self.samples += 1
         self.seconds += sample.interval_s
-        self._add_host(sample)
+        self._cores = len(sample.host.cores_pct or ()) or self._cores
+        self._memory_total_bytes = sample.host.memory_total_bytes or self._memory_total_bytes
+        readings = host_readings(sample, self._cores_allowed)
+        for name, sketch in self._levels.items():
+            _count(sketch, readings[name], sample.interval_s)
         at_work = {p.pid for p in sample.processes if p.role == "trainer" and (p.cpu_pct or 0) >= AT_WORK_PCT}
         for gpu in sample.gpus:
-            if gpu.uuid not in self._cards:
-                self._cards[gpu.uuid] = _Card(gpu)
-            self._cards[gpu.uuid].add(gpu, sample.interval_s, at_work)
+            self._cards.setdefault(gpu.uuid, _Card(gpu)).add(gpu, sample.interval_s, at_work)
 
     def gpus(self) -> tuple[GpuFigures, ...]:
         """The cards seen, by index."""
@@ -142,18 +140,8 @@ class FigureBuilder:
             cores=self._cores,
             cores_allowed=self._cores_allowed,
             memory_total_bytes=self._memory_total_bytes,
-            levels=_over_time(self._host),
+            levels=_over_time(self._levels),
         )
-
-    def _add_host(self, sample: Sample) -> None:
-        host, readings = sample.host, host_readings(sample, self._cores_allowed)
-        self._cores = len(host.cores_pct) if host.cores_pct else self._cores
-        self._memory_total_bytes = host.memory_total_bytes or self._memory_total_bytes
-        for name in _HOST_READINGS:
-            _count(self._host[name], readings[name], sample.interval_s)
-        for name in _HOST_LEVELS:
-            _count(self._host[name], getattr(host, name), sample.interval_s)
-
 
 class _Card:
     def __init__(self, first: GpuSample) -> None:

@@ -8,8 +8,6 @@ from typing import IO, Any
 from flatout.top.readings import host_readings
 from flatout.trace import GpuSample, Sample
 
-__all__ = ["GPU_COLUMNS", "HOST_COLUMNS", "CsvTable"]
-
 HOST_COLUMNS = (
     "time_unix_s", "interval_s", "cpu_pct", "iowait_pct", "run_queue", "pressure_cpu_pct", "pressure_io_pct",
     "pressure_memory_pct", "memory_used_bytes", "memory_total_bytes", "swap_used_bytes", "shm_used_bytes",
@@ -39,27 +37,20 @@ class CsvTable:
             self._cards = tuple(gpu.index for gpu in sample.gpus)
             names = (f"gpu{index}_{name}" for index in self._cards for name in GPU_COLUMNS)
             self._writer.writerow((*HOST_COLUMNS, *names))
-        readings: dict[str, Any] = host_readings(sample, self._cores_allowed)
+        readings = host_readings(sample, self._cores_allowed)
         readings |= {"time_unix_s": time_unix_s, "interval_s": sample.interval_s, "workers": readings["workers"] or 0}
-        row = _cells(HOST_COLUMNS, readings, sample.host)
+        row = [readings[name] for name in HOST_COLUMNS]
         gpus = {gpu.index: gpu for gpu in sample.gpus}
         for index in self._cards:
-            gpu = gpus.get(index)
-            row += _cells(GPU_COLUMNS, _words(gpu), gpu) if gpu is not None else [None] * len(GPU_COLUMNS)
-        self._writer.writerow(row)
+            row += _cells(gpus[index]) if index in gpus else [None] * len(GPU_COLUMNS)
+        self._writer.writerow(round(cell, 3) if isinstance(cell, float) else cell for cell in row)
         self._file.flush()
 
 
-def _words(gpu: GpuSample) -> dict[str, Any]:
-    """What a cell cannot hold as it stands in the sample."""
-    return {
+def _cells(gpu: GpuSample) -> list[Any]:
+    words = {  # what a cell cannot hold as it stands in the sample
         "throttle": "; ".join(gpu.throttle) if gpu.throttle is not None else None,
         "pulse_low_pct": min(gpu.pulses, default=None),
         "pulse_high_pct": max(gpu.pulses, default=None),
     }
-
-
-def _cells(columns: tuple[str, ...], readings: dict[str, Any], record: object) -> list[Any]:
-    """The readings by these names, or else the record's own fields."""
-    found = (readings[name] if name in readings else getattr(record, name) for name in columns)
-    return [round(cell, 3) if isinstance(cell, float) else cell for cell in found]
+    return [words[name] if name in words else getattr(gpu, name) for name in GPU_COLUMNS]

@@ -117,6 +117,25 @@ def test_a_metric_is_a_function_or_an_object(ready: Ready, metric: str) -> None:
     assert found == pytest.approx(right / 64)
 
 
+@pytest.mark.parametrize(
+    ("often", "at"),
+    [
+        ("2 epochs", [16, 24]),
+        ("10 steps", [10, 20, 24]),
+        ("0.000000001 minutes", [5, 9, 13, 17, 21, 24]),  # the clock is looked at when losses are read
+        ("never", []),
+    ],
+)
+def test_validation_and_checkpoints_are_as_often_as_was_asked_for(
+    ready: Ready, tmp_path: Path, often: str, at: list[int]
+) -> None:
+    ready(f"evaluate.every={often}", f"checkpoint.every={often}", "checkpoint.keep=9", "checkpoint.best=null").fit()
+    run = tmp_path / "run"
+    validated = rows(run / "validation.csv") if at else []
+    assert [int(row["step"]) for row in validated] == at
+    assert sorted(int(path.stem.removeprefix("step-")) for path in run.glob("checkpoints/*.pt")) == at
+
+
 def test_validation_changes_nothing_in_training(ready: Ready) -> None:
     seldom = ready("evaluate.every=never")
     seldom.fit()
