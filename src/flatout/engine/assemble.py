@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, default_collate
 from flatout.augment import Augment
 from flatout.engine.batch_size import FIRST, fastest_batch, scale_learning_rate
 from flatout.engine.config import Config, effective, load
-from flatout.engine.data import datasets, train_loader, val_loader
+from flatout.engine.data import datasets, steps_in_all, train_loader, val_loader
 from flatout.engine.evaluation import can_share
 from flatout.engine.model import device_for
 from flatout.engine.precision import Decision, decide
@@ -158,18 +158,14 @@ def _scheduler(config: Config, optimizer: torch.optim.Optimizer, loader: Any) ->
     part = config.scheduler
     if part is None:
         return None
-    train = config.train
     args = dict(part.args)
-    for name, value in args.items():
-        if value == "{steps}":
-            try:
-                args[name] = min(train.max_steps or sys.maxsize, train.epochs * len(loader))
-            except TypeError:
-                if train.max_steps is None:
-                    raise UsageError(f"scheduler.args.{name}: the data has no length; give train.max_steps") from None
-                args[name] = train.max_steps
-        elif value == "{epochs}":
-            args[name] = train.epochs
+    for name, value in part.args.items():
+        if value == "{epochs}":
+            args[name] = config.train.epochs
+        elif value == "{steps}":
+            args[name] = steps_in_all(config.train, loader)
+            if args[name] is None:
+                raise UsageError(f"scheduler.args.{name}: the data has no length; give train.max_steps")
     return build(part.model_copy(update={"args": args}), "scheduler", optimizer)
 
 

@@ -9,10 +9,11 @@ from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 from flatout.engine.ranks import Ranks
 from flatout.engine.section import Part, Section, build, found
+from flatout.engine.step import TrainConfig
 from flatout.errors import UsageError
 from flatout.feed import DataLoader
 
-__all__ = ["DataConfig", "datasets", "train_loader", "val_loader"]
+__all__ = ["DataConfig", "datasets", "steps_in_all", "train_loader", "val_loader"]
 
 
 class DataConfig(Section):
@@ -57,6 +58,15 @@ def val_loader(config: DataConfig, dataset: Any, batch_size: int, ranks: Ranks, 
     if not shared or isinstance(dataset, IterableDataset):
         return DataLoader(dataset, batch_size, **_options(config))
     return DataLoader(dataset, batch_size, sampler=range(ranks.rank, len(dataset), ranks.world), **_options(config))
+
+
+def steps_in_all(train: TrainConfig, loader: Any) -> int | None:
+    """How many steps the whole training has, if that is known: a stream need not have a length."""
+    try:
+        steps = train.epochs * len(loader)
+    except TypeError:
+        return train.max_steps
+    return min(steps, train.max_steps or steps)
 
 
 def _options(config: DataConfig) -> dict[str, Any]:

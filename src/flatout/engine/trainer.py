@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader as StockLoader
 
 from flatout.engine.checkpoint import Checkpoints, newest, random_state, set_random_state
 from flatout.engine.config import Settings, checked
+from flatout.engine.data import steps_in_all
 from flatout.engine.evaluation import evaluate
 from flatout.engine.losses import Losses
 from flatout.engine.model import device_for, made_ready
@@ -91,10 +92,9 @@ class Trainer:
         convert = _channels_last if layout.value == "on" else None
         self._train_batches = to_device(train_loader, self.device, convert=convert)
         self._val_batches = to_device(val_loader, self.device, convert=convert) if val_loader is not None else None
-        length = len(train_loader) if isinstance(train_loader, Sized) else None
-        if length == 0:
+        self.last_step = steps_in_all(train, train_loader)
+        if self.last_step == 0:
             raise UsageError("there is not one batch to train on")
-        self.last_step = int(min(train.max_steps or math.inf, train.epochs * length)) if length else train.max_steps
         self.at = At()
         self.results: dict[str, float] = {}
         self.best: float | None = None

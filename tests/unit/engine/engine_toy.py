@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from flatout.engine.trainer import Trainer
 
@@ -51,6 +51,15 @@ class Points(Dataset[Any]):
             noise = torch.tensor([0.0, *(random.gauss(0, 0.01) for _ in range(7))])
             return point + noise, (point[1:].sum() > 0).long()
         return point, (point[1:].sum() > 0).long()
+
+
+class Stream(IterableDataset[Any]):
+    """The points one after the other, of an unknown number."""
+
+    def __iter__(self) -> Iterator[Any]:
+        points, info = Points(), get_worker_info()
+        for index in range(info.id if info else 0, len(points), info.num_workers if info else 1):
+            yield points[index]
 
 
 class Pictures(Dataset[Any]):

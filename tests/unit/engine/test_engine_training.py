@@ -275,6 +275,26 @@ def test_a_resumed_training_is_the_same_to_the_bit(
     assert straight.scheduler.get_last_lr() == resumed.scheduler.get_last_lr()
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_without_a_length_is_trained_on_and_resumed(ready: Ready, tmp_path: Path, workers: int) -> None:
+    data = ["data.train=engine_toy:Stream", f"data.workers={workers}"]
+    straight = ready(f"out={tmp_path / 'straight'}", *data)
+    straight.fit()
+    order = list(engine_toy.seen)
+    assert (straight.last_step, straight.at.step) == (None, 24)
+    assert sorted(chain(*order[:8])) == list(range(64))
+    engine_toy.seen.clear()
+    stop_at(11)
+    ready(*data).fit()
+    resumed = ready(*data)
+    assert resumed.resume()
+    resumed.fit()
+    assert engine_toy.seen == order
+    assert same(weights(straight), weights(resumed))
+    with pytest.raises(UsageError, match=r"scheduler.args.T_max: the data has no length; give train.max_steps"):
+        ready(*data, "scheduler={factory: torch.optim.lr_scheduler:CosineAnnealingLR, args: {T_max: '{steps}'}}")
+
+
 def test_a_users_own_stock_loader_is_resumed_too(tmp_path: Path) -> None:
     def trainer(out: str) -> Trainer:
         torch.manual_seed(0)
