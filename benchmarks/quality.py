@@ -99,8 +99,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as runs, ThreadPoolExecutor(options.jobs) as pool:
         trainings = {
             pool.submit(train, name, options, Path(runs, f"{name}-{train.__name__}-{seed}"), seed): (name, train, seed)
+            for seed in range(options.seeds)  # one seed after the other: what the first has compiled is at hand then
             for name in options.names
-            for seed in range(options.seeds)
             for train in (script, engine)
         }
         for training in as_completed(trainings):
