@@ -10,6 +10,7 @@ import pytest
 import torch
 from running import ROOT, make
 
+from benchmarks.quality import judged
 from flatout.engine.assemble import assemble
 from flatout.engine.config import load
 from flatout.engine.ranks import Ranks
@@ -92,3 +93,19 @@ def test_the_scripts_know_nothing_of_it() -> None:
     for path in (ROOT / "workloads").rglob("*.py"):
         if path.parent.name != "after" and path.name != "__init__.py":
             assert not re.search(r"^\s*(import|from) flatout", path.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("engine", "mark", "told"),
+    [
+        ((0.50, 0.62, 0.59), "✓", "apart +0.0200, spread 0.1200"),
+        ((0.72, 0.73, 0.74), "✗", "apart +0.1800, spread 0.1000"),
+        ((0.50, "failed: no such file", 0.59), "✗", "a training failed"),
+    ],
+)
+def test_quality_is_the_same_within_the_spread_of_seeds(engine: tuple[float | str, ...], mark: str, told: str) -> None:
+    of = {"script": {0: 0.5, 1: 0.55, 2: 0.6}, "engine": dict(enumerate(engine))}
+    line = judged("gray", of)
+    assert line.startswith(f"{mark} gray: ")
+    assert told in line
+    assert of["equal"] is (mark == "✓")
