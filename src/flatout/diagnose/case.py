@@ -5,13 +5,15 @@ Shares are of the training time, 0 to 1. What the trace does not tell is None, a
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from flatout.diagnose.breakdown import Breakdown, breakdown
 from flatout.diagnose.replay import gain_without
-from flatout.trace import RankTrace, Sample, Sketch, Step, Trace, WorkerReport, Xray
+from flatout.trace import ProcessSample, RankTrace, Sample, Sketch, Step, Trace, WorkerReport, Xray
 
 LAUNCHING = ("forward", "loss", "backward", "optimizer", "rest", "copy")
 _MARKED_STEPS_USED = 200
@@ -39,9 +41,32 @@ class Case:
         """The median step."""
         return self.breakdown.step_ms.quantile(0.5) or 0.0
 
+    @cached_property
+    def mean_ms(self) -> float:
+        """The mean step, without what measuring it took: waits that come in bursts are in it."""
+        b = self.breakdown
+        return b.training_ms * (1 - b.share_of("flatout")) / b.steps if b.steps else 0.0
+
     @property
     def facts(self) -> dict[str, Any]:
         return self.rank.facts
+
+    @cached_property
+    def settings(self) -> tuple[tuple[str, str | None, str, Any], ...]:
+        """Every plain value that was read: (source, file, key, value), nested ones by their last name."""
+
+        def walk(values: Any) -> Iterator[tuple[str, Any]]:
+            for key, value in values.items() if isinstance(values, dict) else ():
+                if isinstance(value, dict):
+                    yield from walk(value)
+                else:
+                    yield str(key).lower(), value
+
+        return tuple(
+            (str(read.get("source")), read.get("file"), key, value)
+            for read in self.facts.get("settings", ())
+            for key, value in walk(read.get("values", {}))
+        )
 
     @property
     def xray(self) -> Xray | None:
@@ -116,6 +141,21 @@ class Case:
         return sum(r.samples for r in self.reports) / worked if worked else None
 
     @cached_property
+    def supply(self) -> float:
+        """How many times as fast as now the workers could deliver; without any there is no such bound."""
+        rate, now = self.samples_a_worker_s, self.breakdown.samples_per_s
+        workers = min(int((self.loader or {}).get("num_workers") or 0), self.cores or math.inf)
+        if not rate or not now or not workers or self.elastic:
+            return math.inf
+        in_hand = 1 / self.worker_busy if self.worker_busy and self.share("data") < 0.01 else 1.0
+        return max(in_hand, rate * workers / now)
+
+    @cached_property
+    def worker_samples(self) -> tuple[ProcessSample, ...]:
+        """What was seen of the workers from outside."""
+        return tuple(p for s in self.samples for p in s.processes if p.role == "worker")
+
+    @cached_property
     def start_share(self) -> float:
         """The share of time that starting workers takes: the start itself, and the wait for a first batch beyond what
         a worker takes to make one. The raw steps tell how long such a wait is beside a start."""
@@ -165,11 +205,19 @@ class Case:
 
     @cached_property
     def busy_share(self) -> float | None:
-        """The share of a step in which the card has work: the X-ray's kernels laid over an ordinary step."""
+        """The share of the time in which the card has work: the X-ray's kernels laid over the mean step."""
         xray = self.xray
-        if xray is None or not xray.steps or not self.step_ms:
+        if xray is None or not xray.steps or not self.mean_ms:
             return None
-        return min(1.0, xray.busy_ms / xray.steps / self.step_ms)
+        return min(1.0, xray.busy_ms / xray.steps / self.mean_ms)
+
+    @cached_property
+    def exposed(self) -> float:
+        """How much of what the card saves is sure to be saved: not so where it waits for launches, by the X-ray."""
+        xray = self.xray
+        if xray is None or not xray.busy_ms:
+            return 1.0
+        return xray.busy_ms / (xray.busy_ms + sum(xray.idle_by_phase_ms.get(phase, 0.0) for phase in LAUNCHING))
 
     @cached_property
     def headroom(self) -> float:
@@ -187,7 +235,8 @@ class Case:
     def _above_now(self) -> float | None:
         """The ceiling as a multiple of the run. One far below the run says nothing: others had the cores meanwhile."""
         b = self.breakdown
-        ceiling = b.ceiling_samples_per_s or b.replay_samples_per_s
+        # Batches that are on the card already cannot be slower than others: the higher of the two was disturbed less.
+        ceiling = max(b.ceiling_samples_per_s or 0.0, b.replay_samples_per_s or 0.0)
         above = ceiling / b.samples_per_s if ceiling and b.samples_per_s else None
         return above if above is not None and above > _DISTURBED else None
 

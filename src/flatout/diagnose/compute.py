@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+import re
+from typing import Any
 
 from flatout.diagnose.case import LAUNCHING, Case
 from flatout.diagnose.finding import Finding
-from flatout.diagnose.gains import WORTH, compute_gain, data_saved, rounded
+from flatout.diagnose.gains import WORTH, computed, data_saved, rounded
+
+_TURNING = re.compile("nchwToNhwc|nhwcToNchw")
+_NORMS = re.compile("batch_?norm|bn_[fb]w")
+_JOINABLE = re.compile(f"elementwise|reduce_kernel|layer_norm|softmax|dropout|{_NORMS.pattern}")
 
 
 def launch_bound(case: Case) -> Finding | None:
     xray, idle = case.xray, case.xray_idle(*LAUNCHING)
-    if xray is None or idle is None or not case.step_ms or data_saved(case) > 0.5:
+    if xray is None or idle is None or not case.mean_ms:
         return None
-    lost = min(0.99, idle / max(case.step_ms, xray.wall_ms / xray.steps))
+    lost = min(0.99, idle / max(case.mean_ms, xray.wall_ms / xray.steps))
     median_us = xray.kernel_us.quantile(0.5) or 0.0
     if lost < 0.15 or median_us > 20:
         return None
@@ -22,7 +28,7 @@ def launch_bound(case: Case) -> Finding | None:
         title=f"{xray.kernels / xray.steps:,.0f} kernels a step, half of them below {median_us:.0f} µs: "
         f"the host cannot launch them as fast as the card ends them",
         share=lost,
-        **compute_gain(0.2 * lost, lost),
+        **computed(case, lost / 2, lost),  # twice the batch has half of these launches for a sample
         confidence=0.85,
         evidence={"kernels_a_step": xray.kernels / xray.steps, "kernel_us_median": rounded(median_us)},
         change="batch_size",
@@ -37,42 +43,61 @@ def precision(case: Case) -> Finding | None:
         return None
     if case.facts.get("parameter_dtypes") != ["float32"]:
         return None
-    matrix = min(1.0, xray.matrix_ms / xray.busy_ms)
-    plain = matrix * (1 - xray.tensor_core_ms / xray.matrix_ms) if xray.matrix_ms else 0.0
-    weight = (case.busy_share or 1.0) * matrix
-    if weight < 0.10:
+    matrix, outside = min(1.0, xray.matrix_ms / xray.busy_ms), _outside_tensor_cores(case)
+    if (case.busy_share or 1.0) * matrix < 0.10:
         return None
-    # bf16 halves what TF32 does in the tensor cores; what ran outside them may become eight times as fast.
-    high = (case.busy_share or 1.0) * (plain * 7 / 8 + (matrix - plain) / 2)
+    # Outside the tensor cores a product becomes at least twice as fast, and eight times at best; all else, inside them
+    # or bound by memory, moves half the bytes at best.
+    sure, most = outside / 2, outside * 7 / 8 + (1 - outside) / 2
     return Finding(
         code="compute.precision",
-        title=f"matrix work runs in fp32: {matrix:.0%} of the card's time, {plain:.0%} of it outside the tensor cores",
-        share=weight,
-        **compute_gain(0.25 * high, high),
+        title=f"matrix work runs in fp32: {matrix:.0%} of the card's time, {outside:.0%} outside the tensor cores",
+        share=(case.busy_share or 1.0) * matrix,
+        **computed(case, (case.busy_share or 1.0) * sure * case.exposed, (case.busy_share or 1.0) * most),
         confidence=0.8,
-        evidence={"matrix_share": rounded(matrix), "outside_tensor_cores": rounded(plain)},
+        evidence={"matrix_share": rounded(matrix), "outside_tensor_cores": rounded(outside)},
         change="precision",
         value="bf16",
         advice="torch.autocast('cuda', torch.bfloat16) around the forward pass (fp16 with a scaler on older cards)",
     )
 
 
-def _kernel_share(case: Case, *words: str) -> float:
+def _outside_tensor_cores(case: Case) -> float:
+    """The share of the card's time that goes into matrix work outside the tensor cores."""
+    xray = case.xray
+    return max(0.0, xray.matrix_ms - xray.tensor_core_ms) / xray.busy_ms if xray is not None and xray.busy_ms else 0.0
+
+
+def with_tf32(case: Case) -> dict[str, Any]:
+    """What TF32 would give: matrix work outside the tensor cores moves in, and is eight times as fast at best."""
+    return computed(case, 0.0, (case.busy_share or 1.0) * _outside_tensor_cores(case) * 7 / 8)
+
+
+def with_benchmark(case: Case) -> dict[str, Any]:
+    """What cuDNN's search for faster kernels would give, if it makes none more than twice as fast."""
+    xray = case.xray
+    matrix = min(1.0, xray.matrix_ms / xray.busy_ms) if xray is not None and xray.busy_ms else 0.0
+    return computed(case, 0.0, (case.busy_share or 1.0) * matrix / 2)
+
+
+def _kernel_share(case: Case, pattern: re.Pattern[str]) -> float:
+    """The share of the time that goes into kernels of these names, by those that take the most."""
     xray = case.xray
     if xray is None or not xray.busy_ms:
         return 0.0
-    return sum(ms for name, ms in xray.top_ms.items() if any(w in name for w in words)) / xray.busy_ms
+    return sum(ms for name, ms in xray.top_ms.items() if pattern.search(name)) / xray.busy_ms * (case.busy_share or 1.0)
 
 
 def layout(case: Case) -> Finding | None:
-    share = _kernel_share(case, "nchwToNhwc", "nhwcToNchw") * (case.busy_share or 1.0)
+    share = _kernel_share(case, _TURNING)
     if case.facts.get("channels_last") is not False or share < WORTH:
         return None
     return Finding(
         code="compute.layout",
         title=f"convolutions turn their data from NCHW to NHWC and back: {share:.0%} of the step",
         share=share,
-        **compute_gain(0.5 * share, 1.5 * share),
+        # The turning goes; batch norms in NHWC read their data in fewer passes, in half of them at best.
+        **computed(case, 0.0, share + _kernel_share(case, _NORMS) / 2),
         confidence=0.75,
         evidence={"transposing_share": rounded(share)},
         change="channels_last",
@@ -93,7 +118,7 @@ def optimizer(case: Case) -> Finding | None:
         code="compute.optimizer",
         title=f"{case.facts.get('optimizer')} steps in a loop of small kernels: {share:.0%} of the step",
         share=share,
-        **compute_gain(0.2 * share, 0.9 * share),
+        **computed(case, 0.0, share),
         confidence=0.7,
         evidence={"optimizer_ms": rounded(spent)},
         change="fused_optimizer",
@@ -103,16 +128,16 @@ def optimizer(case: Case) -> Finding | None:
 
 
 def eager(case: Case) -> Finding | None:
-    share = _kernel_share(case, "elementwise", "reduce_kernel", "batch_norm") * (case.busy_share or 1.0)
+    share = _kernel_share(case, _JOINABLE)
     if case.facts.get("compiled") or share < 0.20:
         return None
     return Finding(
         code="compute.eager",
-        title=f"elementwise kernels that torch.compile would join take {share:.0%} of the step",
+        title=f"kernels that torch.compile would join, elementwise ones and norms, take {share:.0%} of the time",
         share=share,
-        **compute_gain(0.1 * share, 0.7 * share),
+        **computed(case, 0.0, share * 2 / 3),  # of three in a row one is left: a norm, what is added, an activation
         confidence=0.6,
-        evidence={"elementwise_share": rounded(share)},
+        evidence={"joinable_share": rounded(share)},
         change="compile",
         value="default",
         advice="model.compile()",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from flatout.diagnose.case import Case
+from flatout.diagnose.compute import with_benchmark, with_tf32
 from flatout.diagnose.finding import Finding
 from flatout.diagnose.names import pattern_of
 
+_NO_GAIN = {"gain_low": 1.0, "gain_high": 1.0, "derived": "seen in force"}
 _OFF = {"", "0", "false", "no", "none", "off", "null", "fp32", "float32", "32", "32-true", "highest"}
 
 
@@ -17,41 +19,32 @@ def ignored_settings(case: Case, others: Iterable[Finding]) -> list[Finding]:
     """A finding for each setting that was read and has no effect; it promises what mending that cause would give."""
     costs = {finding.code: finding for finding in others}
     found: dict[str, Finding] = {}
-    for source, file, key, value in _settings(case):
-        for pattern, contradicted, what, cause in _RULES:
+    for source, file, key, value in case.settings:
+        for pattern, contradicted, what, worth in _RULES:
             if pattern.fullmatch(key) and _is_on(value) and contradicted(case) and what not in found:
-                found[what] = _finding(source, file, key, value, what, costs.pop(cause, None))
+                cost = costs.pop(worth, None) if isinstance(worth, str) else None
+                gain = _gain_of(cost) if isinstance(worth, str) else worth(case)
+                found[what] = _finding(source, file, key, value, what, gain, cost)
     return list(found.values())
 
 
-def _settings(case: Case) -> Iterator[tuple[str, str | None, str, Any]]:
-    """Every plain value that was read: (source, file, key, value), nested ones by their last name."""
-
-    def walk(values: Any) -> Iterator[tuple[str, Any]]:
-        for key, value in values.items() if isinstance(values, dict) else ():
-            if isinstance(value, dict):
-                yield from walk(value)
-            else:
-                yield str(key).lower(), value
-
-    for read in case.facts.get("settings", ()):
-        for key, value in walk(read.get("values", {})):
-            yield str(read.get("source")), read.get("file"), key, value
+def _gain_of(cost: Finding | None) -> dict[str, Any]:
+    return {of: getattr(cost, of) for of in _NO_GAIN} if cost is not None else _NO_GAIN
 
 
 def _is_on(value: Any) -> bool:
     return str(value).strip().lower() not in _OFF
 
 
-def _finding(source: str, file: str | None, key: str, value: Any, what: str, cost: Finding | None) -> Finding:
+def _finding(
+    source: str, file: str | None, key: str, value: Any, what: str, gain: dict[str, Any], cost: Finding | None
+) -> Finding:
     place = file or {"argparse": "the command line"}.get(source, source)
     return Finding(
         code="config.ignored",
         title=f"{key}={value!r} was read from {place}, but {what}" + (f"; {cost.title}" if cost is not None else ""),
         share=cost.share if cost is not None else 0.0,
-        gain_low=cost.gain_low if cost is not None else 1.0,
-        gain_high=cost.gain_high if cost is not None else 1.0,
-        derived=cost.derived if cost is not None else "seen in force",
+        **gain,
         confidence=0.9,
         evidence={"setting": key, "value": value, "source": source, "file": file}
         | ({"cause": cost.code, **cost.evidence} if cost is not None else {}),
@@ -74,8 +67,8 @@ def _workers(case: Case) -> Any:
     return (case.loader or {}).get("num_workers")
 
 
-# The setting, when it has no effect, how one says so, and the cause that then has the user's own remedy.
-_RULES: tuple[tuple[re.Pattern[str], Callable[[Case], bool], str, str], ...] = (
+# The setting, when it has no effect, how one says so, and what it would be worth: what mending a cause is, or a gain.
+_RULES: tuple[tuple[re.Pattern[str], Callable[[Case], bool], str, str | Callable[[Case], dict[str, Any]]], ...] = (
     (
         pattern_of("precision", "fp16"),
         _no_autocast,
@@ -92,13 +85,13 @@ _RULES: tuple[tuple[re.Pattern[str], Callable[[Case], bool], str, str], ...] = (
         pattern_of("tf32"),
         lambda case: case.on_gpu and case.facts.get("tf32_matmul") is False,
         "matrix products do not use TF32",
-        "compute.precision",
+        with_tf32,
     ),
     (
         pattern_of("cudnn_benchmark"),
         lambda case: case.on_gpu and case.facts.get("cudnn_benchmark") is False,
         "cuDNN's benchmark mode is off",
-        "",
+        with_benchmark,
     ),
     (
         pattern_of("channels_last"),

@@ -7,7 +7,9 @@ from typing import Any
 
 from flatout.diagnose.case import Case
 from flatout.diagnose.finding import Finding
-from flatout.diagnose.gains import WORTH, data_saved, fed_by, rounded, spare_cores, step_gain
+from flatout.diagnose.gains import WORTH, computed, data_saved, fed, removed, rounded, spare_cores, spared
+from flatout.diagnose.names import pattern_of
+from flatout.trace import Sketch
 
 _BUSY = 0.85
 _FREE = 0.85
@@ -15,6 +17,9 @@ _HELD_BACK = 0.25
 _STORAGE = 0.10
 _TAIL = 8.0
 _JOINING = 0.4
+_THREADS = 3  # that a worker has which does nothing in particular
+_COPIED = 0.01  # page-locking costs nothing, so less of it is worth a word
+_CROWDED = 0.5  # what a worker more brings at least: hyperthreads share a core, all share caches and memory
 
 
 def main_thread(case: Case) -> Finding | None:
@@ -26,12 +31,12 @@ def main_thread(case: Case) -> Finding | None:
     if rate and now:
         eaten = case.breakdown.ceiling_samples_per_s or now / (1 - min(0.99, saved))
         wanted = min(wanted, math.ceil(eaten / rate) + 1)
-    fed = min(saved, fed_by(case, wanted))
+    once = rate / now if rate and now else 1.0  # what one worker delivers, as a multiple of what is needed now
     return Finding(
         code="data.main-thread",
         title=f"samples are loaded in the training process: {case.share('data'):.0%} of the time it does nothing else",
         share=case.share("data"),
-        **step_gain(case, 0.7 * fed, saved),
+        **fed(case, saved, once * (1 + _CROWDED * (wanted - 1)), once * wanted),
         confidence=0.95,
         evidence=_loading(case) | {"samples_per_s_in_this_process": rounded(rate)},
         change="num_workers",
@@ -57,7 +62,7 @@ def workers_behind(case: Case) -> Finding | None:
             code="data.disk-bound",
             title=f"workers wait for storage: on a core only {on_core:.0%} of their loading time",
             **common,
-            **step_gain(case, 0.3 * saved, saved),
+            **fed(case, saved),
             confidence=0.8,
             advice="put the data on a faster disk, in fewer and larger files, or let it fit the page cache",
         )
@@ -67,7 +72,7 @@ def workers_behind(case: Case) -> Finding | None:
             code="data.slow-samples",
             title=f"a few samples hold their batches back: the slowest take {slow:.0f} times the median",
             **common,
-            **step_gain(case, 0.2 * saved, saved),
+            **fed(case, saved),
             confidence=0.7,
             change="loader",
             value="elastic",
@@ -80,7 +85,7 @@ def workers_behind(case: Case) -> Finding | None:
             code="data.too-many-workers",
             title=f"{workers} workers on {cores:g} cores: ready to run but without a core {delay:.0%} of the time",
             **common,
-            **step_gain(case, 0.0, min(saved, delay or 0.0)),
+            **fed(case, saved, most=1 / (1 - min(0.99, delay or 0.0))),
             confidence=0.8,
             change="num_workers",
             value=wanted,
@@ -96,7 +101,7 @@ def workers_behind(case: Case) -> Finding | None:
             if joining > _JOINING
             else f"handing batches over is the cost: workers are busy loading only {busy:.0%} of the time",
             **common,
-            **step_gain(case, 0.2 * saved, saved),
+            **fed(case, saved),
             confidence=0.6,
             change="loader",
             value="elastic",
@@ -114,7 +119,7 @@ def workers_behind(case: Case) -> Finding | None:
             code="data.too-few-workers",
             title=f"the workers ({workers}) are {busy:.0%} busy, and {free if wants_core else waiting}",
             **common,
-            **step_gain(case, 0.7 * min(saved, fed_by(case, wanted)), saved),
+            **fed(case, saved, case.supply * (1 + _CROWDED * (wanted / workers - 1)), case.supply * wanted / workers),
             confidence=0.85,
             change="num_workers",
             value=wanted,
@@ -125,39 +130,134 @@ def workers_behind(case: Case) -> Finding | None:
 
 
 def _cpu_bound(case: Case, saved: float, common: dict[str, Any]) -> Finding:
-    slowest = max(_transforms(case).items(), key=lambda item: item[1], default=None)
+    transforms, mean = _transforms(case), case.sample_ms.mean or 0.0
+    slowest = max(transforms.items(), key=lambda item: item[1], default=None)
     doing = f"; {slowest[0]} takes {slowest[1]:.1f} ms of them" if slowest else ""
     median = case.sample_ms.quantile(0.5) or 0.0
+    moved = min(0.9, sum(transforms.values()) / mean) if mean else 0.0  # what the card could do, where it is seen
+    setting = _setting(case, "augment_on", "cpu")
     return Finding(
         code="data.cpu-bound",
         title=f"every core is busy loading: a sample costs {median:.1f} ms of CPU{doing}",
         **common,
-        **step_gain(case, 0.3 * saved, saved),
+        **fed(case, saved, case.supply / (1 - moved)),
         confidence=0.85,
-        change="augmentation",
+        change=f"setting:{setting}" if setting else "augmentation",
         value="gpu",
         advice="do less on the CPU: augmentation on the GPU, a faster decoder, or a cache of decoded data",
     )
 
 
+def work_for_the_card(case: Case) -> Finding | None:
+    """Augmentation that the script itself can do on the card, while the workers are behind for other reasons too."""
+    setting, behind = _setting(case, "augment_on", "cpu"), workers_behind(case)
+    on_core = (case.worker_on_core or 0.0) + (case.worker_delay or 0.0)
+    if setting is None or not case.on_gpu or behind is None or behind.code == "data.cpu-bound" or on_core < 0.5:
+        return None
+    median = case.sample_ms.quantile(0.5) or 0.0
+    return Finding(
+        code="data.cpu-bound",
+        title=f"a sample costs {median:.1f} ms in a worker, augmentation and all, and {setting} says 'cpu'",
+        share=case.share("data"),
+        **fed(case, data_saved(case)),
+        confidence=0.4,
+        evidence=_loading(case) | {"setting": setting},
+        change=f"setting:{setting}",
+        value="gpu",
+        advice=f"{setting}=gpu: how much of a sample that spares the workers cannot be seen from outside",
+    )
+
+
+def threads_of_workers(case: Case) -> Finding | None:
+    """Workers that each have threads of their own, all together far more than cores."""
+    counts = [p.threads for p in case.worker_samples if p.threads is not None]
+    workers, cores, saved = int((case.loader or {}).get("num_workers") or 0), case.cores, data_saved(case)
+    if not counts or not workers or cores is None or saved < WORTH or case.elastic:
+        return None
+    threads = max(counts) - _THREADS
+    if threads < 2 or workers * threads <= 2 * cores:
+        return None
+    # Without them a worker does all by itself: it no longer stands and waits for its threads, at best.
+    stands = max(0.0, 1 - (case.worker_on_core or 1.0) - (case.worker_delay or 0.0))
+    setting = _setting(case, "threads")
+    switches = [p.switches_s for p in case.worker_samples if p.switches_s is not None]
+    return Finding(
+        code="data.too-many-workers",
+        title=f"{workers} workers with up to {threads} threads each on {cores:g} cores: a worker stands and waits for "
+        f"them {stands:.0%} of its time",
+        share=case.share("data"),
+        **fed(case, saved, most=1 / (1 - min(0.9, stands))),
+        confidence=0.6,
+        evidence=_loading(case)
+        | {"threads_a_worker": threads, "switches_a_worker_s": rounded(Sketch.of(switches).quantile(0.5))},
+        change=f"setting:{setting}" if setting else "worker_threads",
+        value=1,
+        advice="one thread a worker: the workers are the parallelism",
+    )
+
+
+def idle_workers(case: Case) -> Finding | None:
+    """More workers than cores, and training does not even wait for them: what they cost is memory."""
+    workers, cores, busy = int((case.loader or {}).get("num_workers") or 0), case.cores, case.worker_busy
+    if cores is None or workers <= cores or busy is None or case.elastic or workers_behind(case) is not None:
+        return None
+    wanted, delay = spare_cores(case), case.trainer_delay or 0.0
+    held = Sketch.of(p.pss_bytes for p in case.worker_samples).mean
+    memory = f", {held / 2**20:,.0f} MiB each" if held else ""
+    return Finding(
+        code="data.too-many-workers",
+        title=f"{workers} workers on {cores:g} cores, at work {busy:.0%} of their time{memory}",
+        share=delay,
+        **removed(0.0, delay),
+        confidence=0.8,
+        evidence=_loading(case) | {"trainer_without_a_core": rounded(delay), "bytes_a_worker": rounded(held)},
+        change="num_workers",
+        value=wanted,
+        advice=f"num_workers={wanted}",
+    )
+
+
 def worker_start(case: Case) -> Finding | None:
-    share = case.start_share
-    if share < WORTH or case.loader is None:
+    loader, started, share = case.loader, case.share("loader start"), case.start_share
+    if loader is None:
+        return None
+    title, seen = "starting the loader's workers takes", started > 0
+    if not seen:
+        started, share = _first_start(case)
+        title = f"workers are started for every epoch of {_epoch_steps(case)} steps: going by the first, that takes"
+    if share < WORTH:
         return None
     return Finding(
         code="data.worker-start",
-        title=f"starting the loader's workers takes {share:.0%} of the time",
+        title=f"{title} {share:.0%} of the time",
         share=share,
-        **step_gain(case, 0.5 * share, share),
-        confidence=0.9,
-        evidence={
-            "persistent_workers": case.loader.get("persistent_workers"),
-            "start": case.loader.get("start_method"),
-        },
+        **(spared(case, started, share) if seen else removed(started, share)),
+        confidence=0.9 if seen else 0.6,
+        evidence={"persistent_workers": loader.get("persistent_workers"), "start": loader.get("start_method")},
         change="persistent_workers",
         value=True,
         advice="persistent_workers=True (from the second epoch on, shuffling draws other numbers)",
     )
+
+
+def _epoch_steps(case: Case) -> int:
+    loader = case.loader or {}
+    length, batch = loader.get("length"), loader.get("batch_size")
+    return int(length) // int(batch) // max(1, case.rank.info.world_size) if length and batch else 0
+
+
+def _first_start(case: Case) -> tuple[float, float]:
+    """What starting workers anew takes of an epoch, by the one start that was seen: without and with the wait for a
+    first batch, beyond what a worker takes to make one. The trace ends before the next epoch."""
+    loader, rate, steps = case.loader or {}, case.samples_a_worker_s, _epoch_steps(case)
+    if not loader.get("num_workers") or loader.get("persistent_workers") or not rate or not steps:
+        return 0.0, 0.0
+    spans = [span for step in case.rank.steps if step.kind == "warmup" for span in step.spans]
+    start_ms = sum(span.host_ms for span in spans if span.name == "loader start")
+    first_ms = next((span.host_ms for span in spans if span.name == "data"), 0.0)
+    with_ms = start_ms + max(0.0, first_ms - loader["batch_size"] / rate * 1e3)
+    epoch_ms = steps * case.mean_ms
+    return start_ms / (epoch_ms + start_ms), with_ms / (epoch_ms + with_ms)
 
 
 def copies(case: Case) -> Finding | None:
@@ -169,12 +269,12 @@ def copies(case: Case) -> Finding | None:
     host = case.share("copy")
     count = sum(1 for span in case.steps[-1].spans if span.name == "copy") if case.steps else 0
     evidence = {"copies_a_step": count, "copy_share_of_host": rounded(host), "copies_ms": dict(xray.copies_ms)}
-    if max(pageable, host) >= WORTH and pageable > 0:
+    if max(pageable, host) >= _COPIED and pageable > 0:
         return Finding(
             code="copy.pageable",
             title=f"batches are copied from memory that is not page-locked: {max(pageable, host):.0%} of the step",
             share=max(pageable, host),
-            **step_gain(case, 0.3 * pageable, max(pageable, host)),
+            **spared(case, 0.0, max(pageable, host)),
             confidence=0.9,
             evidence=evidence,
             change="pin_memory",
@@ -186,7 +286,7 @@ def copies(case: Case) -> Finding | None:
             code="copy.fragmented",
             title=f"{count} copies to the card in a step",
             share=host,
-            **step_gain(case, 0.3 * host, host),
+            **spared(case, 0.0, host * (1 - 1 / count)),
             confidence=0.6,
             evidence=evidence,
             advice="join the tensors of a batch before copying them",
@@ -196,7 +296,7 @@ def copies(case: Case) -> Finding | None:
             code="copy.blocking",
             title=f"copies to the card take {pinned:.0%} of the step and do not overlap with computing",
             share=pinned,
-            **step_gain(case, 0.0, pinned),
+            **computed(case, 0.0, pinned),
             confidence=0.6,
             evidence=evidence,
             change="device_prefetch",
@@ -217,7 +317,7 @@ def waits_for_card(case: Case) -> Finding | None:
         code="sync.item",
         title=f"the host waits for the card in mid-step, and the card then for the host: {saved:.1%} of the step",
         share=saved,
-        **step_gain(case, 0.3 * saved, saved),
+        **spared(case, 0.0, saved),
         confidence=0.7,
         evidence={"lines": [{"where": p.where, "ms_a_step": rounded(p.ms / case.breakdown.steps)} for p in waits[:8]]},
         advice="keep the value on the card, and read it only when it is printed",
@@ -252,11 +352,19 @@ def _transforms(case: Case) -> dict[str, float]:
     return spent
 
 
+def _setting(case: Case, subject: str, value: str | None = None) -> str | None:
+    """What the script calls its setting for this, if it read one; with `value`, only where it says so."""
+    pattern = pattern_of(subject)
+    named = (key for _, _, key, read in case.settings if pattern.fullmatch(key) and value in (None, str(read).lower()))
+    return next(named, None)
+
+
 def _room(case: Case) -> int:
     """How many more workers the free cores would carry, each with as much of a core as one takes now."""
     if case.cpu_share is None or case.cores is None:
         return spare_cores(case)
-    takes = (case.worker_busy or 1.0) * (case.worker_on_core or 1.0)
+    seen = Sketch.of(p.cpu_pct for p in case.worker_samples).mean  # with all its threads
+    takes = seen / 100 if seen else (case.worker_busy or 1.0) * (case.worker_on_core or 1.0)
     return round(case.cores * (1 - case.cpu_share) / max(0.05, takes))
 
 

@@ -1,23 +1,63 @@
-"""What mending a cause would give: factors of speed from shares of the step, and the few figures behind them."""
+"""What mending one cause, and nothing else, would give: a range of factors of speed.
+
+Its upper end is what the evidence leaves room for, its lower end what the evidence makes sure of; 1.0 where that is
+nothing.
+
+    fed        batches come sooner   what replaying a step without its waits saves is sure, as far as the loader can
+                                     then deliver; the measured ceiling is the most
+    spared     the host does less    what replaying a step without it saves, up to the same ceiling
+    computed   the card does less    its kernels shrink; no further than the loader delivers as it is
+    removed    a pause, or a wait    that share of the time, in part or in whole
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from flatout.diagnose.case import Case
 
 WORTH = 0.03  # a cause below this share of the step is not worth a word
+_KNOWN_TO = 1.05  # how fast workers can deliver, as seen while they share the cores
+BOUNDED = ("measured ceiling", "model of the step")  # gains that share what the ceiling leaves
 
 
-def step_gain(case: Case, low: float, high: float) -> dict[str, Any]:
-    """The keyword arguments of a gain, from shares of the step saved; capped by the headroom."""
-    cap = max(1.0, case.headroom)
-    factors = sorted(min(cap, 1 / (1 - min(0.99, max(0.0, saved)))) for saved in (low, high))
-    return {
-        "gain_low": factors[0],
-        "gain_high": factors[1],
-        "derived": "measured ceiling" if case.has_ceiling else "model of the step",
-    }
+def fed(case: Case, saved: float, least: float = 1.0, most: float = math.inf) -> dict[str, Any]:
+    """Waiting for batches takes a share `saved` less; the loader delivers `least` to `most` times what is eaten now."""
+    replayed = _factor(saved)
+    ceiling = case.headroom if case.has_ceiling else min(replayed, case.headroom)
+    return _range(min(replayed, least), most, ceiling, _by(case))
+
+
+def spared(case: Case, low: float, high: float) -> dict[str, Any]:
+    """The host needs these shares of the step less."""
+    return _range(_factor(low), _factor(high), case.headroom, _by(case))
+
+
+def computed(case: Case, low: float, high: float) -> dict[str, Any]:
+    """The card needs these shares of the time less."""
+    sure, most, derived = min(_factor(low), case.supply), _factor(high), "model of the kernels"
+    if most > case.supply:
+        derived += ", as far as the loader can follow"
+    return _range(sure, most, _KNOWN_TO * case.supply, derived)
+
+
+def removed(low: float, high: float) -> dict[str, Any]:
+    """These shares of the time are no longer spent."""
+    return _range(_factor(low), _factor(high), math.inf, "share of the time")
+
+
+def _range(low: float, high: float, cap: float, derived: str) -> dict[str, Any]:
+    high = max(1.0, min(high, cap))
+    return {"gain_low": max(1.0, min(low, high)), "gain_high": high, "derived": derived}
+
+
+def _factor(saved: float) -> float:
+    return 1 / (1 - min(0.99, max(0.0, saved)))
+
+
+def _by(case: Case) -> str:
+    return BOUNDED[0] if case.has_ceiling else BOUNDED[1]
 
 
 def data_saved(case: Case) -> float:
@@ -26,24 +66,10 @@ def data_saved(case: Case) -> float:
     return saved if saved is not None else 0.0
 
 
-def fed_by(case: Case, workers: float) -> float:
-    """The share saved when `workers` load, each as fast as one does now."""
-    rate, now = case.samples_a_worker_s, case.breakdown.samples_per_s
-    if not rate or not now:
-        return 0.0
-    return max(0.0, 1 - now / (rate * workers))
-
-
 def spare_cores(case: Case) -> int:
     """Cores left for loading beside training itself and the system."""
     cores = case.cores or 1.0
     return max(1, int(cores - 1 - cores / 16))
-
-
-def compute_gain(low: float, high: float) -> dict[str, Any]:
-    """Gains that make the step itself shorter are not bounded by the ceiling of the step as it is."""
-    factors = sorted(1 / (1 - min(0.95, max(0.0, saved))) for saved in (low, high))
-    return {"gain_low": factors[0], "gain_high": factors[1], "derived": "model of the kernels"}
 
 
 def rounded(value: float | None) -> float | None:

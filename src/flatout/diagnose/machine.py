@@ -6,7 +6,7 @@ import math
 
 from flatout.diagnose.case import Case
 from flatout.diagnose.finding import Finding
-from flatout.diagnose.gains import compute_gain, rounded
+from flatout.diagnose.gains import removed, rounded
 
 
 def host_memory(case: Case) -> Finding | None:
@@ -52,7 +52,7 @@ def pressure(case: Case) -> Finding | None:
         code="memory.pressure",
         title=f"the card's memory is full: {retries} times in {steps} steps its cache was emptied to make room",
         share=lost,
-        **compute_gain(0.0, lost),
+        **removed(0.0, lost),
         confidence=0.8,
         evidence={"retries": retries, "memory_share": rounded(used), "slow_steps_share": rounded(lost)},
         change="batch_size" if batch else None,
@@ -90,7 +90,7 @@ def shared_cores(case: Case) -> Finding | None:
         code="hardware.shared",
         title=f"others keep {others:.1f} of {cores} cores busy: training waits for a core {delay:.0%} of the time",
         share=delay,
-        **compute_gain(0.0, delay),
+        **removed(0.0, delay),
         confidence=0.7,
         evidence={"cores_busy_with_others": rounded(others), "cores": cores, "without_a_core": rounded(delay)},
         advice="give training cores of its own, or end what runs beside it",
@@ -152,7 +152,7 @@ def straggler(every: tuple[Case, ...]) -> Finding | None:
         code="dist.straggler",
         title=f"the other ranks wait for rank {rank}, which spends more time on {cause}",
         share=lost,
-        **compute_gain(0.3 * lost, lost),
+        **removed(0.0, lost),
         confidence=0.7,
         evidence={"rank": rank, "backward_share": [rounded(b) for b in backward], "phase": cause},
         advice=f"look at rank {rank} on {every[slow].rank.info.host}",
@@ -168,7 +168,7 @@ def collectives(every: tuple[Case, ...]) -> Finding | None:
         code="dist.comm",
         title=f"collectives take {share:.0%} of the step",
         share=share,
-        **compute_gain(0.1 * share, 0.8 * share),
+        **removed(0.0, share),
         confidence=0.6,
         evidence={"collective_ms": rounded(xray.collective_ms / xray.steps)},
         advice="accumulate gradients under no_sync, or a larger batch a rank",

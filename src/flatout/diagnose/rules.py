@@ -1,20 +1,20 @@
 """Trace → Findings: one small function a cause. Each looks at one Case and says nothing unless the evidence is there.
 
-A gain is a range of factors of speed. Its upper end is what replaying a step without the cause gives, never more than
-the measured ceiling; its lower end what the change is sure to give by the same evidence. Opposites are told apart by
-evidence: too few workers are busy while cores are free, too many wait for a core, a slow disk leaves both idle.
+What each would give by itself is worked out in `gains`. Opposites are told apart by evidence: too few workers are busy
+while cores are free, too many wait for a core, a slow disk leaves both idle.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from flatout.diagnose import compute, data, machine
 from flatout.diagnose.case import Case, cases
 from flatout.diagnose.configured import ignored_settings
 from flatout.diagnose.finding import Finding
-from flatout.diagnose.gains import WORTH, compute_gain, data_saved, rounded
+from flatout.diagnose.gains import BOUNDED, WORTH, data_saved, removed, rounded
 from flatout.trace import Trace
 
 Rule = Callable[[Case], Finding | None]
@@ -33,7 +33,7 @@ def diagnose(trace: Trace) -> tuple[Finding, ...]:
     ignored = ignored_settings(case, found)
     explained = {finding.evidence.get("cause") for finding in ignored}
     found = [finding for finding in found if finding.code not in explained] + ignored
-    found.sort(key=lambda f: (-f.gain_high * f.confidence, f.code))
+    found.sort(key=lambda f: (-((f.gain_low + f.gain_high) / 2 - 1) * f.confidence, f.code))
     found = _one_for_each_change(found)
     return tuple(_within(found, case.headroom)) or ((_saturated(case),) if _is_saturated(case) else ())
 
@@ -51,16 +51,19 @@ def _one_for_each_change(ranked: list[Finding]) -> list[Finding]:
 
 
 def _within(ranked: list[Finding], headroom: float) -> list[Finding]:
-    """The same, with gains that together promise no more than exists: each takes its part of what is left."""
-    left = headroom
+    """The same, with gains that together promise no more than exists: each takes its part of what is left.
+
+    Remedies for one wait are ways to the same end: only the best of them counts.
+    """
+    taken: dict[str, float] = {}
     shared = []
     for finding in ranked:
-        if finding.derived in ("measured ceiling", "model of the step"):
+        if finding.derived in BOUNDED:
+            wait = finding.code if finding.code == "data.worker-start" else finding.code.partition(".")[0]
+            left = headroom / math.prod(taken[other] for other in taken if other != wait)
             high = min(finding.gain_high, max(1.0, left))
+            taken[wait] = max(taken.get(wait, 1.0), high)
             finding = dataclasses.replace(finding, gain_high=high, gain_low=min(finding.gain_low, high))
-            left /= high
-            if high < 1 + WORTH / 10:
-                continue  # others have taken all there was
         shared.append(finding)
     return shared
 
@@ -76,7 +79,7 @@ def _pause(phase: str, code: str, change: str | None, advice: str, worth: float 
             code=code,
             title=f"training stands still for {phase} {share:.0%} of the time" + (", all at once" if once else ""),
             share=share,
-            **compute_gain(0.3 * share, share),
+            **removed(share / 2, share),  # half as often, or hardly ever
             confidence=0.3 if once else 0.9,
             evidence={"share": rounded(share), "steps_recorded_with_it": times},
             change=change,
@@ -110,6 +113,9 @@ def _saturated(case: Case) -> Finding:
 RULES: tuple[Rule, ...] = (
     data.main_thread,
     data.workers_behind,
+    data.work_for_the_card,
+    data.threads_of_workers,
+    data.idle_workers,
     data.worker_start,
     data.copies,
     data.waits_for_card,

@@ -140,7 +140,7 @@ def trace(
 ) -> Trace:
     """A run: the healthy one, with what is given put in its place."""
     made = steps(*(phases or HEALTHY), where=where)
-    one = {"xray": xray(), "workers": workers(8, sample_ms=4.0, busy=0.4)} | rank
+    one = {"xray": xray(), "workers": workers(8, sample_ms=1.0, busy=0.4)} | rank
     found = RankTrace(
         info=RunInfo(name="train", host="node", rank=0),
         steps=made,

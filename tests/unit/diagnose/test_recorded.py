@@ -26,6 +26,7 @@ BUILT_BY_HAND = {
     "copy.blocking",
     "copy.fragmented",
     "sync.item",
+    "compute.precision",
     "compute.layout",
     "compute.optimizer",
     "compute.eager",
