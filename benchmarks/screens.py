@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import itertools
 import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from flatout.top.source import Replay, Stop
+from flatout.top.source import Source, Stop, replay
 from flatout.top.view import TopView
 from flatout.trace import Sample
 
@@ -42,11 +43,10 @@ def main() -> None:
 
 async def draw(recording: Path, columns: int, lines: int, samples: int | None, *, light: bool) -> str:
     """The view after the recording was played so far, as SVG that needs nothing from the network."""
-    stop = Stop()
-    source = _Beginning(recording, samples)
-    view = TopView(source=source, stop=stop, take=lambda _: None)
+    source, played = _beginning(recording, samples)
+    view = TopView(source=source, stop=Stop(), take=lambda _: None)
     async with view.run_test(size=(columns, lines)) as pilot:
-        while not source.played.is_set():
+        while not played.is_set():
             await pilot.pause(0.05)
         if light:
             await pilot.press("t")
@@ -56,20 +56,17 @@ async def draw(recording: Path, columns: int, lines: int, samples: int | None, *
     return svg
 
 
-class _Beginning(Replay):
+def _beginning(recording: Path, count: int | None) -> tuple[Source, threading.Event]:
     """The first samples of a recording, all at once; then it stands still until the view is left."""
+    source, played = replay(recording), threading.Event()
 
-    def __init__(self, recording: Path, count: int | None) -> None:
-        super().__init__(recording, gpus=None, speed=None)
-        self.played = threading.Event()
-        self._count = count
-
-    def samples(self, stop: Stop) -> Iterator[Sample]:
-        """The samples asked for."""
-        yield from itertools.islice(super().samples(stop), self._count)
-        self.played.set()
+    def samples(stop: Stop) -> Iterator[Sample]:
+        yield from itertools.islice(source.samples(stop), count)
+        played.set()
         while not stop.wait(1.0):
             pass
+
+    return dataclasses.replace(source, samples=samples), played
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-__all__ = ["DARK", "LIGHT", "Palette", "bar", "chart", "cores", "sparkline"]
-
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _PARTS = " ▏▎▍▌▋▊▉█"
 

@@ -128,7 +128,9 @@ class FigureBuilder:
             _count(sketch, readings[name], sample.interval_s)
         at_work = {p.pid for p in sample.processes if p.role == "trainer" and (p.cpu_pct or 0) >= AT_WORK_PCT}
         for gpu in sample.gpus:
-            self._cards.setdefault(gpu.uuid, _Card(gpu)).add(gpu, sample.interval_s, at_work)
+            if gpu.uuid not in self._cards:
+                self._cards[gpu.uuid] = _Card(gpu)
+            self._cards[gpu.uuid].add(gpu, sample.interval_s, at_work)
 
     def gpus(self) -> tuple[GpuFigures, ...]:
         """The cards seen, by index."""
@@ -142,6 +144,7 @@ class FigureBuilder:
             memory_total_bytes=self._memory_total_bytes,
             levels=_over_time(self._levels),
         )
+
 
 class _Card:
     def __init__(self, first: GpuSample) -> None:

@@ -12,8 +12,6 @@ from flatout.top.readings import cpu_budget_pct, work_pct
 from flatout.top.text import amount, percent, size
 from flatout.trace import GpuSample, ProcessSample, Sample
 
-__all__ = ["Drawing", "Scene", "cards", "cpu", "processes", "storage"]
-
 WIDE_COLUMNS = 120
 CHART_LINES = 4  # what the cards' lines leave to the chart
 HISTORIES_FROM_LINES = 16  # from this height on, a panel has room for a line of history under each bar

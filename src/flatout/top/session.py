@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -23,15 +23,13 @@ from flatout import budget
 from flatout.errors import GateFailed, UsageError
 from flatout.sense.hardware import Sampler
 from flatout.top.figures import FigureBuilder
-from flatout.top.source import Live, Replay, Source, Stop
+from flatout.top.source import Source, Stop, live, replay
 from flatout.top.summary import TopSummary, sum_up
 from flatout.top.table import CsvTable
 from flatout.top.targets import DEFAULT_TARGETS, Target, parse_targets
 from flatout.top.text import line_of, paint, reading_lines, summary_lines
 from flatout.trace import Note, Sample, TraceWriter
 from flatout.trace.records import SCHEMA, to_json
-
-__all__ = ["TopOptions", "run"]
 
 FASTEST_S, SLOWEST_S = 0.05, 60.0
 USUAL_INTERVAL_S = 1.0
@@ -83,49 +81,46 @@ def run(
     for mistake in _mistakes(options):
         raise UsageError(mistake)
     targets = parse_targets(options.target) if options.target is not None else DEFAULT_TARGETS
-    view = _wants_view(options, find_terminal())
+    has_view = _wants_view(options, find_terminal())
     stop = stop or Stop()
     with ExitStack() as stack:
         if options.replay_from is not None:
-            pace = (options.speed or 1.0) if view else None
-            source: Source = Replay(options.replay_from, gpus=options.gpus, speed=pace)
+            pace = (options.speed or 1.0) if has_view else math.inf
+            source = replay(options.replay_from, gpus=options.gpus, speed=pace)
         else:
-            source = _live(options, make_sampler, clock)
-        stack.callback(source.close)
-        session = _Session(options, source, targets, stack)
+            sampler = stack.enter_context(closing(make_sampler(gpus=options.gpus, pids=options.pids)))
+            source = _this_machine(options, sampler, clock)
+        session = _Session(options, source, stack)
         with _ends_on_signal(stop):
-            if view:
+            if has_view:
                 from flatout.top.view import TopView  # only now: it brings Textual
 
-                TopView(source=source, stop=stop, take=session.take).show()
+                view = TopView(source=source, stop=stop, take=session.take)
+                view.run()
+                view.raise_problem()
             else:
                 talks = not (options.stdout_is_data or options.once or options.replay_from is not None)
                 for sample in source.samples(stop):
                     session.take(sample)
                     if talks:
                         print(line_of(sample, source.unix_s(sample), source.cores_allowed), flush=True)
-        return session.finish()
+        stack.close()
+        return session.finish(targets)
 
 
-def _live(options: TopOptions, make_sampler: Callable[..., Sampler], clock: Callable[[], float]) -> Live:
+def _this_machine(options: TopOptions, sampler: Sampler, clock: Callable[[], float]) -> Source:
     interval_s = options.interval_s or (ONCE_INTERVAL_S if options.once else USUAL_INTERVAL_S)
-    return Live(
-        make_sampler(gpus=options.gpus, pids=options.pids),
-        interval_s=interval_s,
-        duration_s=interval_s if options.once else options.duration_s,
-        cores_allowed=budget.measure().cores_allowed,
-        clock=clock,
-    )
+    duration_s = interval_s if options.once else options.duration_s or math.inf
+    cores_allowed = budget.measure().cores_allowed
+    return live(sampler, interval_s=interval_s, duration_s=duration_s, cores_allowed=cores_allowed, clock=clock)
 
 
 class _Session:
     """What happens to each sample, and in the end."""
 
-    def __init__(self, options: TopOptions, source: Source, targets: tuple[Target, ...], stack: ExitStack) -> None:
+    def __init__(self, options: TopOptions, source: Source, stack: ExitStack) -> None:
         self._options = options
         self._source = source
-        self._targets = targets
-        self._stack = stack
         self._figures = FigureBuilder(cores_allowed=source.cores_allowed)
         self._notes_written = 0
         self._last: Sample | None = None
@@ -151,20 +146,19 @@ class _Session:
         if self._table is not None:
             self._table.write(sample, self._source.unix_s(sample))
 
-    def finish(self) -> TopSummary:
-        """Close the files, print the summary, ask the gate."""
-        self._stack.close()
-        options, notes = self._options, list(self._source.notes)
+    def finish(self, targets: tuple[Target, ...]) -> TopSummary:
+        """Print the summary, ask the gate."""
+        options, source, notes = self._options, self._source, list(self._source.notes)
         if self._writer is not None and self._writer.error is not None:
             notes.append(self._writer.error)
-        summary = sum_up(self._figures, targets=self._targets, hostname=self._source.info.host, notes=notes)
+        summary = sum_up(self._figures, targets=targets, hostname=source.info.host, notes=notes)
         if options.json_to is not None:
             data = self._reading(notes) if options.once else summary.to_json()
             with _opened(options.json_to) as file:
                 file.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
         if not options.stdout_is_data:
             once = self._last if options.once else None
-            _print(reading_lines(once, self._source.cores_allowed) if once is not None else summary_lines(summary))
+            _print(reading_lines(once, source.cores_allowed) if once is not None else summary_lines(summary))
         if options.fail_below_pct is not None:
             _ask_gate(summary, options.fail_below_pct)
         return summary
@@ -235,9 +229,6 @@ def _opened(name: str, mode: str = "w") -> Iterator[IO[str]]:
 
 
 def _print(lines: Iterator[str]) -> None:
-    if not sys.stdout.isatty():
-        print("\n".join(lines))
-        return
     from rich.console import Console
     from rich.text import Text
 

@@ -11,8 +11,6 @@ from flatout.top.targets import DEFAULT_TARGETS, Target, TargetResult, check_tar
 from flatout.top.verdict import Verdict, judge, judge_all
 from flatout.trace.records import to_json
 
-__all__ = ["GpuSummary", "TopSummary", "sum_up"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSummary:

@@ -16,8 +16,6 @@ from typing import Any
 from flatout.errors import UsageError
 from flatout.top.figures import GpuFigures, HostFigures
 
-__all__ = ["DEFAULT_TARGETS", "Target", "TargetResult", "check_targets", "parse_targets"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Quantity:

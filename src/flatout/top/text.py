@@ -17,8 +17,6 @@ from flatout.top.targets import TargetResult
 from flatout.top.verdict import tone
 from flatout.trace import GpuSample, Sample
 
-__all__ = ["amount", "duration_text", "line_of", "paint", "percent", "reading_lines", "size", "summary_lines"]
-
 _WIDTH = 80
 _MARKS = {True: "✓", False: "✗", None: "–"}
 _CARDS_HEADER = "GPU active fluct.  p5  p95 util idle longest  mem power heat  verdict"

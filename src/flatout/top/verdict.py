@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from flatout.top.figures import GpuFigures, HostFigures, Stats
 
-__all__ = ["WORDS", "Verdict", "judge", "judge_all", "tone"]
-
 WORDS = (
     "near out of memory", "throttled", "idle", "busy but wasteful", "CPU-bound", "disk-bound", "fluctuating", "starved",
     "healthy", "not enough samples", "no GPU",

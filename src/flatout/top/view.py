@@ -27,8 +27,6 @@ from flatout.top.text import duration_text
 from flatout.top.verdict import Verdict, tone
 from flatout.trace import Sample
 
-__all__ = ["TopView"]
-
 KEPT_SAMPLES = 600
 VERDICT_OVER_S = 60.0
 VERDICT_EVERY_S = 1.0
@@ -82,11 +80,6 @@ class TopView(App[None]):
         self._cards = 0
         self._verdict: Verdict | None = None
         self._verdict_s = 0.0
-
-    def show(self) -> None:
-        """Draw until the person has seen enough."""
-        self.run()
-        self.raise_problem()
 
     def raise_problem(self) -> None:
         """Raise what went wrong in the measuring, now that the terminal is a terminal again."""

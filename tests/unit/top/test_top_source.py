@@ -11,20 +11,20 @@ import pytest
 
 from flatout.errors import FlatoutError
 from flatout.top.figures import FigureBuilder
-from flatout.top.source import Live, Replay, Stop
+from flatout.top.source import Source, Stop, live, replay
 from flatout.trace import Sample
 
 Make = Callable[..., Sample]
 
 
-def live(machine, **options) -> Live:
-    settings = {"interval_s": 1.0, "duration_s": None, "cores_allowed": 16.0, "clock": machine.clock}
-    return Live(machine, **(settings | options))
+def watched(machine, **options) -> Source:
+    settings = {"interval_s": 1.0, "cores_allowed": 16.0, "clock": machine.clock}
+    return live(machine, **(settings | options))
 
 
 def test_a_sample_an_interval_until_the_duration_is_over(machine) -> None:
     here = machine()
-    taken = list(live(here, interval_s=2.0, duration_s=10.0).samples(here.stop()))
+    taken = list(watched(here, interval_s=2.0, duration_s=10.0).samples(here.stop()))
     assert [sample.time_s for sample in taken] == pytest.approx([102, 104, 106, 108, 110])
     assert all(sample.interval_s == pytest.approx(2.0) for sample in taken)
 
@@ -32,7 +32,7 @@ def test_a_sample_an_interval_until_the_duration_is_over(machine) -> None:
 @pytest.mark.parametrize(("interval_s", "pulses"), [(1.0, 4), (2.0, 8), (0.05, 0)])
 def test_pulses_come_four_times_a_second_in_between(machine, interval_s: float, pulses: int) -> None:
     here = machine()
-    taken = list(islice(live(here, interval_s=interval_s).samples(here.stop()), 40))
+    taken = list(islice(watched(here, interval_s=interval_s).samples(here.stop()), 40))
     assert len(taken[-1].gpus[0].pulses) in (pulses, 1 if interval_s < 0.1 else pulses)
     assert here.pulses_asked <= 4 * (here.clock() - 100.0) + 41
 
@@ -40,7 +40,7 @@ def test_pulses_come_four_times_a_second_in_between(machine, interval_s: float, 
 def test_asked_to_stop_it_stops(machine) -> None:
     here = machine()
     stop = here.stop()
-    samples = live(here).samples(stop)
+    samples = watched(here).samples(stop)
     next(samples)
     stop.asked = True
     assert list(samples) == []
@@ -49,7 +49,7 @@ def test_asked_to_stop_it_stops(machine) -> None:
 def test_a_machine_that_fell_behind_does_not_hurry_after(machine) -> None:
     # GIVEN a reading after which ten seconds are gone
     here = machine()
-    samples = live(here).samples(here.stop())
+    samples = watched(here).samples(here.stop())
     next(samples)
     here.sleep(10.0)
     # THEN the next comes at once, and the one after that an interval later
@@ -65,7 +65,7 @@ def test_a_load_switched_on_and_off_shows_its_true_fluctuation(machine, phase_s:
         return 96.0 if (t + phase_s) % 4 < 2 else 0.0
 
     here = machine(square, has_gpm=has_gpm)
-    (gpu,) = FigureBuilder(live(here, duration_s=60.0).samples(here.stop())).gpus()
+    (gpu,) = FigureBuilder(watched(here, duration_s=60.0).samples(here.stop())).gpus()
     # THEN its standard deviation, 48 points, is found to within a tenth; its idle times to a pulse at either end
     assert gpu.fluctuation_pct == pytest.approx(48, rel=0.1)
     assert gpu.idle_pct == pytest.approx(50, abs=6.3)
@@ -74,17 +74,17 @@ def test_a_load_switched_on_and_off_shows_its_true_fluctuation(machine, phase_s:
 
 def test_a_recording_comes_back_as_it_was(make_sample: Make, record: Callable[..., Path]) -> None:
     samples = [make_sample(float(t), sm=10.0 * t, util=50, pulses=(1.0, 2.5)) for t in range(5)]
-    replay = Replay(record(samples), gpus=None, speed=None)
-    assert list(replay.samples(Stop())) == samples
-    assert replay.info.host == "node-1"
+    recording = replay(record(samples))
+    assert list(recording.samples(Stop())) == samples
+    assert recording.info.host == "node-1"
 
 
 def test_a_recording_keeps_its_pace(machine, make_sample: Make, record: Callable[..., Path]) -> None:
     # GIVEN three seconds of samples played four times as fast
     here = machine()
     folder = record([make_sample(float(t)) for t in range(3)])
-    replay = Replay(folder, gpus=None, speed=4.0, clock=here.clock)
-    assert [here.clock() for _ in replay.samples(here.stop())] == pytest.approx([100.25, 100.5, 100.75])
+    recording = replay(folder, speed=4.0, clock=here.clock)
+    assert [here.clock() for _ in recording.samples(here.stop())] == pytest.approx([100.25, 100.5, 100.75])
 
 
 def test_a_held_recording_waits(machine, make_sample: Make, record: Callable[..., Path]) -> None:
@@ -99,29 +99,29 @@ def test_a_held_recording_waits(machine, make_sample: Make, record: Callable[...
         stop.held = here.clock() < 160.0
 
     stop._sleep = let_go_later
-    replay = Replay(record([make_sample(1.0)]), gpus=None, speed=1.0, clock=here.clock)
-    assert [here.clock() for _ in replay.samples(stop)] == pytest.approx([160.0], abs=0.21)
+    recording = replay(record([make_sample(1.0)]), speed=1.0, clock=here.clock)
+    assert [here.clock() for _ in recording.samples(stop)] == pytest.approx([160.0], abs=0.21)
 
 
 def test_only_the_cards_asked_for(make_sample: Make, record: Callable[..., Path]) -> None:
     folder = record([make_sample(1.0, cards=3)])
-    (sample,) = Replay(folder, gpus=(2, 0), speed=None).samples(Stop())
+    (sample,) = replay(folder, gpus=(2, 0)).samples(Stop())
     assert [gpu.index for gpu in sample.gpus] == [0, 2]
     with pytest.raises(FlatoutError, match="there is no GPU 7 in"):
-        Replay(folder, gpus=(7,), speed=None)
+        replay(folder, gpus=(7,))
 
 
 def test_what_is_no_recording_is_refused(make_sample: Make, record: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(FlatoutError, match="no such folder"):
-        Replay(tmp_path / "nowhere", gpus=None, speed=None)
+        replay(tmp_path / "nowhere")
     with pytest.raises(FlatoutError, match="is not a trace"):
-        Replay(tmp_path, gpus=None, speed=None)
+        replay(tmp_path)
     with pytest.raises(FlatoutError, match="holds no hardware samples"):
-        Replay(record([], "empty"), gpus=None, speed=None)
+        replay(record([], "empty"))
     two = record([make_sample()], "two")
     record([make_sample()], "two", host="node-2")
     with pytest.raises(FlatoutError, match=r"holds 2 machines \(node-1, node-2\)"):
-        Replay(two, gpus=None, speed=None)
+        replay(two)
 
 
 def test_a_recording_from_a_newer_version_is_refused(make_sample: Make, record: Callable[..., Path]) -> None:
@@ -130,4 +130,4 @@ def test_a_recording_from_a_newer_version_is_refused(make_sample: Make, record: 
     first, _, rest = path.read_text().partition("\n")
     path.write_text(json.dumps(json.loads(first) | {"schema": 99}) + "\n" + rest)
     with pytest.raises(FlatoutError, match="has trace schema 99"):
-        Replay(folder, gpus=None, speed=None)
+        replay(folder)

@@ -21,7 +21,7 @@ import pytest
 from textual.pilot import Pilot
 
 from flatout.top.draw import DARK, bar, chart, cores, sparkline
-from flatout.top.source import Live, Replay, Stop
+from flatout.top.source import Stop, live, replay
 from flatout.top.view import TopView
 from flatout.trace import DiskSample, Sample
 
@@ -53,12 +53,21 @@ async def until(pilot: Pilot[None], view: TopView, words: str) -> str:
 
 
 @pytest.fixture
-def watch(record: Callable[..., Path]) -> Callable[..., list[str]]:
+def view_of(record: Callable[..., Path]) -> Callable[..., TopView]:
+    """The view of a recording of these samples."""
+
+    def build(*samples: Sample, take: Callable[[Sample], None] = lambda _: None) -> TopView:
+        return TopView(source=replay(record(list(samples))), stop=Stop(), take=take)
+
+    return build
+
+
+@pytest.fixture
+def watch(view_of: Callable[..., TopView]) -> Callable[..., list[str]]:
     """Plays samples in a terminal of some size; then presses keys, each until its words are there."""
 
     def play(samples: list[Sample], size: tuple[int, int] = (80, 24), keys: dict[str, str] | None = None) -> list[str]:
-        replay = Replay(record(samples), gpus=None, speed=None)
-        view = TopView(source=replay, stop=Stop(), take=lambda _: None)
+        view = view_of(*samples)
 
         async def look() -> list[str]:
             async with view.run_test(size=size) as pilot:
@@ -124,9 +133,8 @@ def test_the_chosen_of_many_cards_is_always_among_those_shown(watch, make_sample
     assert watch(samples, keys={"x": "→ Next card", "left": "▸ 7 ", "right": "▸ 0 "})
 
 
-def test_it_redraws_when_the_terminal_grows(record, make_sample: Make) -> None:
-    replay = Replay(record([busy_second(make_sample, float(t)) for t in range(3)]), gpus=None, speed=None)
-    view = TopView(source=replay, stop=Stop(), take=lambda _: None)
+def test_it_redraws_when_the_terminal_grows(view_of, make_sample: Make) -> None:
+    view = view_of(*(busy_second(make_sample, float(t)) for t in range(3)))
 
     async def grow() -> tuple[str, str]:
         async with view.run_test(size=(80, 24)) as pilot:
@@ -161,8 +169,8 @@ def test_a_picture_can_be_held_while_measuring_goes_on(machine) -> None:
         here.sleep(seconds)
 
     taken: list[Sample] = []
-    live = Live(here, interval_s=1.0, duration_s=20.0, cores_allowed=16.0, clock=here.clock)
-    view = TopView(source=live, stop=Stop(sleep=sleep), take=taken.append)
+    source = live(here, interval_s=1.0, duration_s=20.0, cores_allowed=16.0, clock=here.clock)
+    view = TopView(source=source, stop=Stop(sleep=sleep), take=taken.append)
 
     async def look() -> str:
         async with view.run_test(size=(80, 24)) as pilot:
@@ -178,9 +186,8 @@ def test_a_picture_can_be_held_while_measuring_goes_on(machine) -> None:
     assert "NVIDIA" not in asyncio.run(look())
 
 
-def test_light_and_dark_are_different_colours_of_the_same_words(record, make_sample: Make) -> None:
-    replay = Replay(record([busy_second(make_sample, float(t)) for t in range(3)]), gpus=None, speed=None)
-    view = TopView(source=replay, stop=Stop(), take=lambda _: None)
+def test_light_and_dark_are_different_colours_of_the_same_words(view_of, make_sample: Make) -> None:
+    view = view_of(*(busy_second(make_sample, float(t)) for t in range(3)))
 
     async def look() -> tuple[str, str]:
         async with view.run_test(size=(80, 24)) as pilot:
@@ -195,10 +202,10 @@ def test_light_and_dark_are_different_colours_of_the_same_words(record, make_sam
 
 @pytest.mark.parametrize(("says", "theme"), [("15;0", "flatout-dark"), ("0;15", "flatout-light")])
 def test_it_starts_in_the_colours_of_the_terminal(
-    record, make_sample: Make, monkeypatch: pytest.MonkeyPatch, says: str, theme: str
+    view_of, make_sample: Make, monkeypatch: pytest.MonkeyPatch, says: str, theme: str
 ) -> None:
     monkeypatch.setenv("COLORFGBG", says)
-    view = TopView(source=Replay(record([make_sample()]), gpus=None, speed=None), stop=Stop(), take=lambda _: None)
+    view = view_of(make_sample())
 
     async def look() -> str:
         async with view.run_test():
@@ -207,12 +214,12 @@ def test_it_starts_in_the_colours_of_the_terminal(
     assert asyncio.run(look()) == theme
 
 
-def test_what_goes_wrong_while_measuring_comes_out_of_the_view(record, make_sample: Make) -> None:
+def test_what_goes_wrong_while_measuring_comes_out_of_the_view(view_of, make_sample: Make) -> None:
     def fail(_: Sample) -> None:
         raise OSError(28, "No space left on device")
 
     async def play() -> None:
-        view = TopView(source=Replay(record([make_sample()]), gpus=None, speed=None), stop=Stop(), take=fail)
+        view = view_of(make_sample(), take=fail)
         async with view.run_test() as pilot:
             while view.is_running:
                 await pilot.pause(0.01)
