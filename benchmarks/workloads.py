@@ -171,8 +171,8 @@ def fix_variants(
             str(Path(folder, "run")),
         ]
         start_s = time.monotonic()
-        if subprocess.run(command, cwd=folder, env=env).returncode:
-            raise Failed(f"flatout fix did not come to its end: {shlex.join(map(str, command))}")
+        if code := subprocess.run(command, cwd=folder, env=env).returncode:
+            raise Failed(f"flatout fix ended with exit code {code}: {shlex.join(map(str, command))}")
         found = {**json.loads(told.read_text()), "wall_s": time.monotonic() - start_s, "plan": plan.read_text()}
         through = ["--plan", str(plan)]
         variants |= {
