@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import default_collate
@@ -35,7 +35,6 @@ __all__ = ["Epoch", "Feed"]
 WORTH_CUTTING_S, PIECE_S = 0.03, 0.01  # a batch that takes a worker less is not divided; how long a piece should take
 STALL_S = 0.01  # of waiting, after which a worker may be stuck and others should help
 QUICK_S, AT_ONCE = 2e-3, 4  # batches that take less are handed out so many at a time
-AHEAD_HERE = 64  # batches made in this process at a time, however quick they are
 SPARE_SLOTS = 4
 RESERVE_BYTES = 1 << 30
 
@@ -54,8 +53,13 @@ class Epoch:
     coming: deque[tuple[int, Any]] = field(default_factory=deque)  # numbers and indices pulled, and not begun yet
 
     def limit(self, depth: int) -> int:
-        """How many batches may be pulled and not handed out, where `depth` would be good to have."""
+        """How many batches are to be pulled and not handed out, where `depth` would be good to have."""
         return depth if self.next_number < self.free_until else self.ahead
+
+    def pull_ahead(self, depth: int, under_way: int = 0) -> None:
+        """Have as many coming as that, less those that are under way."""
+        while under_way + len(self.coming) < self.limit(depth) and self.pull():
+            pass
 
     def pull(self) -> bool:
         """Ask for the next batch's indices; False at the end."""
@@ -124,8 +128,8 @@ class Feed:
 
     def serves(self, recipe: Recipe, *, page_locked: bool) -> bool:
         """Whether batches by this recipe are what is made here."""
-        same = replace(recipe, dataset=None) == replace(self.recipe, dataset=None)
-        return same and recipe.dataset is self.recipe.dataset and page_locked == self.slots.page_locked
+        same = recipe == self.recipe and recipe.dataset is self.recipe.dataset
+        return same and page_locked == self.slots.page_locked
 
     def resize(self, workers: int, *, hold: bool = False) -> None:
         """Change the number of workers now; the controller goes on from there, unless it is to `hold`."""
@@ -235,13 +239,12 @@ class Feed:
         if self.crew:  # some are about to leave
             self._hear(0)
         self.slots.collect()
-        epoch = self._epoch
-        while len(epoch.coming) < epoch.limit(AHEAD_HERE) and epoch.pull():
-            pass
+        epoch, here = self._epoch, self._here
+        if here is None:
+            here = self._here = Here(self.recipe, drew=self.account.drew)
+        epoch.pull_ahead(here.at_once)
         if epoch.coming:
-            if self._here is None:
-                self._here = Here(self.recipe, drew=self.account.drew)
-            odd = self._here.make(epoch.coming, epoch.key, self.made)
+            odd = here.make(epoch.coming, epoch.key, self.made)
             if odd is not None:
                 self._table.append(odd)
             now = time.monotonic()
@@ -262,7 +265,7 @@ class Feed:
         else:
             self._table.remove(batch)
         self._release_slot(batch)
-        if self.crew and (self._waiting or len(self._table) <= self._refill_at):
+        if self._waiting or len(self._table) <= self._refill_at:
             self._fill()
 
     def _finished(self) -> Batch | None:
@@ -277,8 +280,11 @@ class Feed:
         """Pull indices as far ahead as is allowed, and see that every part waiting is with a worker."""
         epoch = self._epoch
         assert epoch is not None
+        if not self.workers:
+            epoch.pull_ahead(0, len(self._table))
+            return
         depth = self._depth()
-        while self.workers and len(self._table) < epoch.limit(depth):
+        while len(self._table) < epoch.limit(depth):
             post = self.posts.next()
             if (self.posts and post is None) or not (epoch.coming or epoch.pull()):
                 break
@@ -288,7 +294,7 @@ class Feed:
             self._waiting.extend(batch.parts)
         # Waking a worker takes as long as all the rest of this: quick batches are handed out a few at a time.
         quick = self._batch_s < QUICK_S and epoch.next_number < epoch.free_until
-        self._refill_at = depth - min(depth // 2, AT_ONCE) if quick else depth
+        self._refill_at = depth - min(depth // 2, AT_ONCE) if quick else epoch.limit(depth)
         while self._waiting:
             part = self._waiting.popleft()
             if part.batch.dropped or part.finished:

@@ -7,6 +7,7 @@ again, at stock's price.
 
 from __future__ import annotations
 
+import functools
 import types
 import zlib
 from enum import Enum
@@ -93,19 +94,20 @@ class _Walk:
 
     def _object(self, thing: Any) -> int:
         """An instance is what its attributes are, if attributes are all it has."""
-        kind = type(thing)
-        attributes = getattr(thing, "__dict__", None)
-        slots = [name for base in kind.__mro__ for name in _slots_of(base)]
-        if attributes is None and not slots and kind.__basicsize__ > object.__basicsize__:
+        kind: Any = type(thing)
+        slots = _slots_of(kind)
+        found = getattr(thing, "__dict__", None)
+        if slots is None or (found is None and not slots and kind.__basicsize__ > object.__basicsize__):
             raise _CannotTell  # state we cannot see
-        if any(not base.__flags__ & (1 << 9) for base in kind.__mro__[:-1]):  # made in C, not by a class statement
-            raise _CannotTell
-        found = dict(attributes or {})
-        found.update({name: getattr(thing, name) for name in slots if hasattr(thing, name)})
+        found = {**(found or {}), **{name: getattr(thing, name) for name in slots if hasattr(thing, name)}}
         return hash((id(kind), self._sequence(list(found)), *map(self.of, found.values())))
 
 
-def _slots_of(kind: type) -> list[str]:
-    slots = kind.__dict__.get("__slots__", ())
-    names = [slots] if isinstance(slots, str) else list(slots)
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
+@functools.lru_cache(maxsize=256)
+def _slots_of(kind: type) -> tuple[str, ...] | None:
+    """The slots of a class; None where it, or one it comes from, was made in C and not by a class statement."""
+    if any(not base.__flags__ & (1 << 9) for base in kind.__mro__[:-1]):
+        return None
+    declared = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
+    names = [name for slots in declared for name in ([slots] if isinstance(slots, str) else slots)]
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))

@@ -113,6 +113,8 @@ class FeedIterator(_BaseDataLoaderIter):
             if self._made or self._feed.make_here():
                 position.yielded += 1
                 data = self._made.popleft()
+                if not self._pure_sampler:
+                    self._epoch.pull()  # stock asks for another batch whenever it hands one over
                 return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
             batch = self._feed.next(self._timeout)
             if batch is None:

@@ -207,10 +207,11 @@ def iterator_for(
         if now is None or now != kept.shipped:
             kept.feed.ship_again()
         kept.shipped = now
-    try:
-        kept.feed.crew.ready()  # before anything is drawn that stock would draw again
-    except OSError as problem:
-        return None, f"no worker could be started ({problem})"
+    if kept.feed.workers:
+        try:
+            kept.feed.crew.ready()  # before anything is drawn that stock would draw again
+        except OSError as problem:
+            return None, f"no worker could be started ({problem})"
     iterator = FeedIterator(loader, kept.feed, resume)
     kept.user = weakref.ref(iterator)
     return iterator, ""
@@ -244,9 +245,10 @@ def _why_not(loader: StockLoader[Any], options: Options) -> str:
         return "DataPipes share random seeds in a way of their own"
     if multiprocessing.current_process().daemon:
         return "a daemonic process may have no workers"
-    accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
-    if loader.pin_memory and accelerator is not None and accelerator.type != "cuda":
-        return f"page-locked memory for {accelerator.type} is stock's business"
+    if loader.pin_memory and hasattr(torch, "accelerator"):
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None and accelerator.type != "cuda":
+            return f"page-locked memory for {accelerator.type} is stock's business"
     return ""
 
 

@@ -7,7 +7,7 @@ worker ──► parent   for every Task one of Done, Failed, Skipped, Ended    
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch._utils import ExceptionWrapper
@@ -37,7 +37,7 @@ __all__ = [
 class Recipe:
     """What every worker of a loader knows: how a list of indices becomes a batch."""
 
-    dataset: Any
+    dataset: Any = field(compare=False)  # who compares has to say how
     collate_fn: Callable[[Any], Any]
     iterable: bool
     auto_collation: bool

@@ -95,8 +95,7 @@ def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 def put_back(taken: tuple[Any, ...]) -> None:
     """Go back to a snapshot, if nothing but draws happened since."""
     torch.default_generator.set_state(torch.frombuffer(bytearray(taken[0]), dtype=torch.uint8))
-    words, gauss = taken[1]
-    random.setstate(gauss if words is None else (random.getstate()[0], _in_order(words), gauss))
+    random.setstate(taken[1] if len(taken[1]) == 3 else _as_python_has_it(*taken[1]))
     generator = _numpy_generator()
     if isinstance(taken[2], bytes):
         ctypes.memmove(generator.ctypes.state_address, taken[2], _MT19937_BYTES)
@@ -117,31 +116,31 @@ def untouched() -> Iterator[None]:
 
 
 _MT19937_BYTES = 625 * 4  # its 624 words and the place among them
-_PYTHON: Any = random._inst  # type: ignore[attr-defined]  # behind the functions of `random`
-_PYTHON_ADDRESS = id(_PYTHON) + object.__basicsize__
+_python: Any = random._inst  # behind the functions of `random`
+_PYTHON_WORDS = id(_python) + object.__basicsize__
 
 
-def _in_order(words: bytes) -> tuple[int, ...]:
+def _python_words() -> tuple[Any, ...]:
+    """Python's generator: its words and the spare normal number. `getstate` makes an object of every word."""
+    if _PYTHON_IS_AS_EXPECTED:
+        return ctypes.string_at(_PYTHON_WORDS, _MT19937_BYTES), _python.gauss_next
+    return random.getstate()
+
+
+def _as_python_has_it(words: bytes, gauss: float | None) -> tuple[Any, ...]:
     place, *state = struct.unpack("625I", words)
-    return (*state, place)
+    return random.Random.VERSION, (*state, place), gauss
 
 
-def _python_words() -> tuple[bytes | None, Any]:
-    """The words of Python's generator and its spare normal number; `getstate` makes an object of every word."""
-    if _LAID_OUT:
-        return ctypes.string_at(_PYTHON_ADDRESS, _MT19937_BYTES), _PYTHON.gauss_next
-    return None, random.getstate()
-
-
-def _laid_out() -> bool:
-    """Whether this Python keeps the words where all have kept them so far: the place, and then the state."""
-    size = type(_PYTHON).__base__.__basicsize__
-    if size < object.__basicsize__ + _MT19937_BYTES:
+def _python_is_as_expected() -> bool:
+    """Whether the words lie where every CPython has kept them so far: by comparison."""
+    if random.Random.__basicsize__ < object.__basicsize__ + _MT19937_BYTES:
         return False
-    return _in_order(ctypes.string_at(_PYTHON_ADDRESS, _MT19937_BYTES)) == random.getstate()[1]
+    words = ctypes.string_at(_PYTHON_WORDS, _MT19937_BYTES)
+    return _as_python_has_it(words, _python.gauss_next) == random.getstate()
 
 
-_LAID_OUT = _laid_out()
+_PYTHON_IS_AS_EXPECTED = _python_is_as_expected()
 
 
 def _numpy_generator() -> Any:

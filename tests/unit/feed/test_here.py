@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,9 @@ import pytest
 import torch
 from feed_samples import Drawing, Things, as_list, same
 from torch.utils.data import DataLoader as Stock
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
-from flatout.feed import DataLoader
+from flatout.feed import DataLoader, randomness
 from flatout.feed.feed import Feed
 from flatout.feed.messages import Recipe
 from flatout.feed.rows import Rows
@@ -28,13 +28,14 @@ def feed(loader: DataLoader[Any]) -> Feed:
     return loader.feed
 
 
-def one_pass(loader: DataLoader[Any], workers_at: dict[int, int] | None = None) -> list[Any]:
+def one_pass(loader: Stock[Any], workers_at: dict[int, int] | None = None) -> list[Any]:
     """All batches; before each of those numbers the workers become so many. Other code draws in between."""
     torch.manual_seed(4)
     found = []
     for number, batch in enumerate(loader):
         found.append((batch, torch.rand(()).item(), np.random.rand(), random.random()))
         if workers_at and number in workers_at:
+            assert isinstance(loader, DataLoader)
             feed(loader).resize(workers_at[number], hold=True)
     return found
 
@@ -68,6 +69,11 @@ class WhoAmI(Things):
         return info.id, info.num_workers, info.seed
 
 
+def test_late_draws_are_undone_where_pythons_generator_cannot_be_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(randomness, "_PYTHON_IS_AS_EXPECTED", False)
+    test_batches_are_those_of_workers_and_the_main_stream_is_left_alone(LateDrawing)
+
+
 @pytest.mark.parametrize("make", [Things, Drawing, LateDrawing, OwnGenerator, WhoAmI], ids=lambda make: make.__name__)
 def test_batches_are_those_of_workers_and_the_main_stream_is_left_alone(make: Callable[[int], Things]) -> None:
     """GIVEN a pass that goes from workers to none and back, THEN every bit is as with workers throughout."""
@@ -80,6 +86,37 @@ def test_batches_are_those_of_workers_and_the_main_stream_is_left_alone(make: Ca
     assert feed(loader).account.parts < len(expected), "workers made all of them"
     assert feed(loader).workers == 0
     assert get_worker_info() is None
+
+
+class Draws(Sampler[int]):
+    """A sampler that draws from the main process's streams whenever it is asked."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(200):
+            yield int(torch.randint(1000, ())) + int(np.random.randint(3)) + random.randrange(3)
+
+    def __len__(self) -> int:
+        return 200
+
+
+def test_a_sampler_is_asked_when_stock_would_ask_it() -> None:
+    """GIVEN a sampler and a loop that draw from the same streams, THEN workers or none, each gets stock's numbers."""
+    random_state_set()
+    expected = one_pass(Stock(Things(1010), 5, sampler=Draws(), num_workers=2, prefetch_factor=5))
+    for workers_at in ({}, {0: 0}, {3: 0, 20: 2, 22: 0, 30: 1}):
+        random_state_set()
+        loader = DataLoader(Things(1010), 5, sampler=Draws(), num_workers=2, prefetch_factor=5)
+        assert same(one_pass(loader, workers_at), expected)
+
+
+def test_a_pass_that_is_over_stays_over() -> None:
+    """... and takes nothing from the one that has begun since."""
+    loader = without_workers(Things(12), 4)
+    first = iter(loader)
+    assert len(list(first)) == 3
+    second = iter(loader)
+    assert next(first, None) is None
+    assert len(list(second)) == 3
 
 
 def test_a_later_epoch_without_workers_is_stocks() -> None:
