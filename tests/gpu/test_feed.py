@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -156,3 +157,26 @@ def test_a_graph_may_be_captured_between_batches(workers: int) -> None:
     torch.cuda.synchronize()
     assert seen == 320
     assert still.tolist() == [1.0] * 16
+
+
+class Collecting(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        gc.collect()
+        return index
+
+
+@pytest.mark.parametrize("kind", [DataLoader, Stock])
+def test_workers_do_not_free_what_the_training_process_has_on_the_card(kind: Any) -> None:
+    """Memory in use on two streams, in a circle only the collector finds: to free it in a forked child aborts."""
+    gc.disable()
+    try:
+        circle: list[Any] = [torch.zeros(1024, device="cuda")]
+        circle[0].record_stream(torch.cuda.Stream())
+        circle.append(circle)
+        del circle
+        assert [int(n) for batch in kind(Collecting(), batch_size=2, num_workers=2) for n in batch] == [*range(8)]
+    finally:
+        gc.enable()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import select
 import signal
@@ -304,6 +305,28 @@ def _switch(path: str, functions: tuple[str, ...], number: int) -> None:
 
 def _libc() -> Any:
     return ctypes.CDLL(None, use_errno=True)
+
+
+def _stop_collecting() -> None:
+    global _collecting
+    _collecting = gc.isenabled()
+    gc.disable()
+
+
+def _collect_again() -> None:
+    if _collecting:
+        gc.enable()
+
+
+def _collect_nothing_inherited() -> None:
+    gc.freeze()
+    _collect_again()
+
+
+# Rubbish that the training process has not collected yet may hold GPU memory in use on several streams, as every batch
+# that was copied ahead is. To free that calls CUDA, which in a forked child aborts: children leave it alone.
+_collecting = False
+os.register_at_fork(before=_stop_collecting, after_in_parent=_collect_again, after_in_child=_collect_nothing_inherited)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from flatout.trace import Trace, read
 SEED = 20_261  # imposed where the script sets none: the same in every run
 _TAIL_BYTES = 20_000
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Refused)\b.*")
+_ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception(?! raised from)|Interrupt|Exit|Refused)\b.*")
 _UNMEASURED = re.compile(r"flatout: not measuring this process \((.*)\)$")
 _NO_MEMORY = re.compile(r"CUDA (?:error: )?out of memory", re.I)
 
