@@ -194,8 +194,7 @@ class World:
         return Xray(**known | self.xray)
 
     def _worker(self, m: Machine) -> WorkerReport:
-        """One that loads 200 samples a second where training waits for them, else far more than it eats. Without workers it
-        is the training process."""
+        """One that loads 200 samples a second where training waits for them, else far more than it eats."""
         worked_s = 9.0 if m.data_ms else 0.3
         return WorkerReport(
             time_s=110.0,
