@@ -60,8 +60,10 @@ def change_as_typed(account: Account, finding: Finding) -> str | None:
     """The change ready to paste: the script's own flag where it has one, else a line of code where there is one."""
     if finding.change is None or finding.value is None:
         return None if finding.change != "gc_freeze" else as_code("gc_freeze", True)
+    # An ignored setting has its value already: typing it again would do nothing.
+    key = finding.change.removeprefix("setting:") if finding.code != "config.ignored" else ""
     for source in account.facts.get("settings") or ():
-        flag = (source.get("options") or {}).get(finding.change)
+        flag = (source.get("options") or {}).get(key)
         if flag and finding.value is not False:
             return str(flag) if finding.value is True else f"{flag} {finding.value}"
     return as_code(finding.change, finding.value)

@@ -53,12 +53,18 @@ def test_a_healthy_run_is_called_so_without_a_promise() -> None:
         ("num_workers", 6, "--workers 6"),  # the script's own flag
         ("num_workers", False, "DataLoader(..., num_workers=False)"),  # a flag cannot switch itself off
         ("pin_memory", True, "DataLoader(..., pin_memory=True)"),
+        ("setting:num_workers", 6, "--workers 6"),
         ("setting:amp", True, None),
         (None, None, None),
     ],
 )
 def test_a_change_as_one_would_type_it(change: str | None, value: object, typed: str | None) -> None:
     assert change_as_typed(ACCOUNT, dataclasses.replace(FINDING, change=change, value=value)) == typed
+
+
+def test_an_ignored_setting_is_not_to_be_typed_again() -> None:
+    ignored = dataclasses.replace(FINDING, code="config.ignored", change="setting:num_workers", value=6)
+    assert change_as_typed(ACCOUNT, ignored) is None
 
 
 def test_the_json_has_the_verdict_the_findings_and_parts_that_add_up() -> None:
