@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from flatout.diagnose.finding import Finding
+from flatout.diagnose.gains import HELD_BACK
 from flatout.report.account import Account
 from flatout.report.permanent import as_code
 from flatout.report.picture import waterfall
@@ -45,13 +46,14 @@ def sentence(words: str) -> str:
 
 def gain(finding: Finding) -> str:
     """What mending it would give."""
-    return f"{_times(finding)} faster" if finding.gain_high >= 1.005 else "no gain by itself"
+    more = ", more once the loader can follow" if finding.derived.endswith(HELD_BACK) else ""
+    return (f"{_times(finding)} faster" if finding.gain_high >= 1.005 else "no gain by itself") + more
 
 
 def _times(finding: Finding) -> str:
     digits = 1 if finding.gain_high >= 1.95 else 2
     low, high = (f"{factor:.{digits}f}" for factor in (finding.gain_low, finding.gain_high))
-    if finding.gain_low < 1.005:
+    if finding.gain_low < 1.02:
         return f"up to {high}×"
     return f"about {high}×" if low == high else f"{low} to {high}×"
 

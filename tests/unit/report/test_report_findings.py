@@ -11,6 +11,7 @@ from report_runs import rank_of, steps_of, trace_of, whole_run
 from rich.console import Console
 from test_report_html import FINDING
 
+from flatout.diagnose.gains import HELD_BACK
 from flatout.report import findings
 from flatout.report.account import account
 from flatout.report.findings import change_as_typed, gain, headline
@@ -30,6 +31,11 @@ ACCOUNT = account(whole_run(), "runs/one")
 )
 def test_a_gain_has_the_digits_that_mean_something(low: float, high: float, said: str) -> None:
     assert gain(dataclasses.replace(FINDING, gain_low=low, gain_high=high)) == said
+
+
+def test_a_gain_that_the_loader_holds_back_says_so() -> None:
+    held = dataclasses.replace(FINDING, gain_low=1.01, gain_high=1.06, derived=f"model of the kernels{HELD_BACK}")
+    assert gain(held) == "up to 1.06× faster, more once the loader can follow"
 
 
 def test_without_findings_the_headline_says_what_the_account_knows() -> None:
