@@ -105,6 +105,7 @@ class Feed:
         self._misfits = 0
         self._row_s = 0.0
         self._batch_s = math.inf
+        self._quick = False
         self._refill_at = 0
         self._cuttable = (
             not recipe.streams
@@ -228,7 +229,7 @@ class Feed:
                 self._steal()
         self._take(batch)
         now = time.monotonic()
-        self._served(1, waited, now - began - waited, now)
+        self._served(1 + len(self.made), waited, now - began - waited, now)
         return batch
 
     def make_here(self) -> bool:
@@ -265,6 +266,10 @@ class Feed:
         else:
             self._table.remove(batch)
         self._release_slot(batch)
+        while self._quick and self._table and self._table[0].finished and self._table[0].clean:
+            ready = self._table.popleft()
+            self.made.append(ready.open())
+            ready.release()
         if self._waiting or len(self._table) <= self._refill_at:
             self._fill()
 
@@ -293,8 +298,8 @@ class Feed:
             self._table.append(batch)
             self._waiting.extend(batch.parts)
         # Waking a worker takes as long as all the rest of this: quick batches are handed out a few at a time.
-        quick = self._batch_s < QUICK_S and epoch.next_number < epoch.free_until
-        self._refill_at = depth - min(depth // 2, AT_ONCE) if quick else epoch.limit(depth)
+        self._quick = self._batch_s < QUICK_S and epoch.next_number < epoch.free_until
+        self._refill_at = depth - min(depth // 2, AT_ONCE) if self._quick else epoch.limit(depth)
         while self._waiting:
             part = self._waiting.popleft()
             if part.batch.dropped or part.finished:

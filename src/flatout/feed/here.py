@@ -23,7 +23,7 @@ from flatout.feed.table import Batch
 
 __all__ = ["Here"]
 
-AT_ONCE_S = 4e-3  # batches are made this long at a stretch: looking after the random numbers takes 40 µs
+AT_ONCE_S = 8e-3  # batches are made this long at a stretch: looking after the random numbers takes 40 µs
 
 
 class Here:
