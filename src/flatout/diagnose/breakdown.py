@@ -1,8 +1,8 @@
 """Trace → Breakdown: the wall time of a rank in parts that add up to it.
 
-Training's own phases come from the windows, which cover every training step. What is not plain training (set-up, the
-X-ray, a trial's replays, the tail) comes from the raw steps. GPU idle time is what the marked steps showed, scaled to
-all steps.
+Training's own phases come from the windows, which cover every training step. In most of these only waits and pauses
+were told apart; what they computed is split as the steps were that were looked at closely, and so is the GPU's idle
+time. What is not plain training (set-up, the X-ray, a trial's replays, the tail) comes from the raw steps.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from flatout.trace import RankTrace, Sketch, Step
 
-REST = "rest"
+REST, UNSPLIT = "rest", "unsplit"
+_COMPUTED = ("copy", "forward", "loss", "backward", "optimizer", REST)
 ENOUGH_STEPS, ENOUGH_MS = 20, 500.0  # less of training than this is not judged
 # Steps that are not plain training, as a person would call them.
 KINDS_IN_WORDS = {
@@ -74,13 +75,15 @@ def breakdown(rank: RankTrace) -> Breakdown:
             spans[key] = spans.get(key, 0.0) + sketch.total
         for key, ms in window.gpu_idle_ms.items():
             idle[key] = idle.get(key, 0.0) + ms
+    spans = split(spans)
     scale = wall.count / gpu_steps if gpu_steps else None
     training_ms = wall.total
     special: dict[str, float] = {}
     for step in rank.steps:
         if step.kind == "tail":
             for span in step.spans:
-                special[span.name] = special.get(span.name, 0.0) + span.host_ms
+                name = span.name if span.name != UNSPLIT else REST
+                special[name] = special.get(name, 0.0) + span.host_ms
         elif step.kind != "train":
             special[KINDS_IN_WORDS.get(step.kind, step.kind)] = (
                 special.get(KINDS_IN_WORDS.get(step.kind, step.kind), 0.0) + step.wall_ms
@@ -102,6 +105,14 @@ def breakdown(rank: RankTrace) -> Breakdown:
         replay_samples_per_s=_speed(rank.steps, "replay"),
         losses=losses,
     )
+
+
+def split(spans: dict[str, float]) -> dict[str, float]:
+    """The same time by phase, where what was not looked at closely is shared out as what was."""
+    unsplit = spans.get(UNSPLIT, 0.0)
+    seen = {name: spans[name] for name in _COMPUTED if spans.get(name)} or {REST: 1.0}
+    more = {name: unsplit * ms / sum(seen.values()) for name, ms in seen.items()} if unsplit else {}
+    return {name: spans.get(name, 0.0) + more.get(name, 0.0) for name in {**spans, **more} if name != UNSPLIT}
 
 
 def _parts(spans: dict[str, float], total_ms: float, idle: dict[str, float], scale: float | None) -> tuple[Part, ...]:

@@ -201,7 +201,9 @@ class Case:
                 saved_ms += saved * step.wall_ms
         if not self.marked:
             return None
-        return min(0.99, share * saved_ms / spent_ms) if spent_ms else 0.0
+        if not spent_ms:  # none in the steps looked at: a wait for data leaves the card idle, one for the card need not
+            return min(0.99, self.share("data")) if "data" in phases else 0.0
+        return min(0.99, share * saved_ms / spent_ms)
 
     @cached_property
     def busy_share(self) -> float | None:

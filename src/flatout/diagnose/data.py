@@ -267,7 +267,7 @@ def copies(case: Case) -> Finding | None:
     pageable = xray.copies_ms.get("HtoD Pageable", 0.0) / xray.steps / case.step_ms
     pinned = xray.copies_ms.get("HtoD Pinned", 0.0) / xray.steps / case.step_ms
     host = case.share("copy")
-    count = sum(1 for span in case.steps[-1].spans if span.name == "copy") if case.steps else 0
+    count = max((sum(1 for span in step.spans if span.name == "copy") for step in case.steps[-64:]), default=0)
     evidence = {"copies_a_step": count, "copy_share_of_host": rounded(host), "copies_ms": dict(xray.copies_ms)}
     if max(pageable, host) >= _COPIED and pageable > 0:
         return Finding(

@@ -9,8 +9,6 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
-import itertools
-import math
 import multiprocessing.util
 import os
 import socket
@@ -33,7 +31,7 @@ from flatout.sense import facts as look
 from flatout.sense.clock import CudaClock, LossReader
 from flatout.sense.hooks import Hooks, Listener
 from flatout.sense.options import RANK, Options
-from flatout.sense.recorder import COPY, DATA, OWN, Recorder
+from flatout.sense.recorder import DATA, OWN, Recorder
 from flatout.sense.settings import Settings, hide_in_arguments
 from flatout.sense.worker import Meter, measure_fetcher
 from flatout.sense.xray import Profiler, read_kernels
@@ -96,6 +94,7 @@ class Session(Listener):
         self._xray = _XrayPlan(options)
         measures_ceiling = options.trial is None or (options.trial.ceiling and not options.trial.fingerprints)
         self._ceiling = Ceiling() if options.max_steps is not None and measures_ceiling else None
+        self.replays = self._ceiling is not None
         self._early: list[Step] = []
         self._first_step_s: float | None = None
         self._last_optimizer: Any = None
@@ -221,17 +220,11 @@ class Session(Listener):
                 self.note(f"{entry['name']} was not changed: {entry['how']}")
 
     def _own_cost(self) -> dict[str, float]:
-        """What measuring has cost so far: the cuts at what one takes here, the marks, and the writer's thread."""
-        recorder, steps = self._recorder, max(1, self._recorder.steps)
-        writing_s = self._writer.busy_s if self._writer is not None else 0.0
-        cutting_us = recorder.cuts * _cut_us() / steps
-        marking_us, writing_us = recorder.marks_s / steps * 1e6, writing_s / steps * 1e6
-        return {
-            "us_per_step": cutting_us + marking_us + writing_us,
-            "cutting_us": cutting_us,
-            "marking_us": marking_us,
-            "writing_us": writing_us,
-        }
+        """What measuring has cost so far: the recorder's time, and its writer's on a thread of its own."""
+        steps = max(1, self._recorder.steps)
+        measuring_us = self._recorder.own_s / steps * 1e6
+        writing_us = (self._writer.busy_s if self._writer is not None else 0.0) / steps * 1e6
+        return {"us_per_step": measuring_us + writing_us, "measuring_us": measuring_us, "writing_us": writing_us}
 
     def note(self, text: str) -> None:
         """Leave a word in the trace."""
@@ -449,27 +442,6 @@ def _forked_by_loader() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-@functools.cache
-def _cut_us() -> float:
-    """What a cut takes on this machine with its part of the wrappers and of the step, measured beside the training."""
-    always_later = functools.partial(next, itertools.count(0.0, 1.0))  # so that nothing is too short to be cut
-    scratch = Recorder(clock=always_later, emit=lambda step: None)
-
-    class Nothing:
-        done = staticmethod(lambda: None)
-
-    Hooks(scratch, Listener(), lambda problem: None).around(Nothing, "done", lambda: COPY)
-    scratch.optimizer_ended(0)
-    best = math.inf
-    for _ in range(20):
-        cuts, start = scratch.cuts, time.perf_counter()
-        for _ in range(4):
-            Nothing.done()
-        scratch.optimizer_ended(0)
-        best = min(best, (time.perf_counter() - start) / (scratch.cuts - cuts))
-    return best * 1e6
 
 
 def _exit_after_grace() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.diagnose.breakdown import Breakdown
+from flatout.diagnose.breakdown import Breakdown, split
 from flatout.trace import RunInfo, Sketch, Summary, Trace, merge, read, read_summaries
 
 MOST_READ = 16
@@ -68,7 +68,7 @@ def of_summary(summary: Summary) -> RankFigures:
     for key, sketch in summary.spans_ms.items():
         name = key.partition("@")[0]
         totals[name] = totals.get(name, 0.0) + sketch.total
-    return _figures(summary.info, summary.wall_ms, summary.samples, totals)
+    return _figures(summary.info, summary.wall_ms, summary.samples, split(totals))
 
 
 def of_breakdown(info: RunInfo, b: Breakdown) -> RankFigures:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
 
-from flatout.diagnose.breakdown import KINDS_IN_WORDS, Breakdown, Part
+from flatout.diagnose.breakdown import KINDS_IN_WORDS, UNSPLIT, Breakdown, Part
 from flatout.trace import GpuSample, RankTrace, Sample, Sketch, Span, Step, Trace, Window, WorkerReport
 
 MOST_POINTS = 2_000
@@ -39,6 +39,7 @@ PHASES = {
     "loss": ("loss and glue", "compute"),
     "backward": ("backward", "compute"),
     "optimizer": ("optimizer", "compute"),
+    UNSPLIT: ("computing", "compute"),
     EARLIER: (EARLIER, "compute"),
 }
 _PAUSES = ("loader start", "evaluation", "checkpoint")
@@ -183,11 +184,11 @@ def timelines(rank: RankTrace) -> tuple[Timeline, ...]:
 
 
 def _nearest(steps: list[Step], wall_ms: float) -> Step:
-    """The step closest in length, rather one that carries the GPU's times: they are worth a difference of 10%."""
+    """The step closest in length, rather one that was looked at closely: that is worth a difference of 10%."""
 
     def distance(step: Step) -> float:
         apart = abs(math.log(max(step.wall_ms, 1e-6) / max(wall_ms, 1e-6)))
-        return apart if _on_gpu(step) else apart + 0.1
+        return apart + 0.1 * (not _on_gpu(step)) + 0.1 * any(span.name == UNSPLIT for span in step.spans)
 
     return min(steps, key=distance)
 

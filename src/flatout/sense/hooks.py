@@ -133,6 +133,10 @@ class Hooks:
 
         self.replace(owner, name, timed)
 
+    def _closely(self, phase: str) -> str | None:
+        """A phase that is timed only in steps that are looked at closely."""
+        return None if self._recorder.light else phase
+
     def replace(self, owner: Any, name: str, new: Any) -> None:
         """Set an attribute, remembering how to undo it."""
         had = name in vars(owner)
@@ -214,13 +218,15 @@ class Hooks:
 
     def _fetch(self, loader: int, fetch: Callable[[], Any]) -> Any:
         """A batch, fetched or replayed, with the waiting for it timed."""
+        listener = self._listener
         self.guarded(self._recorder.fetching, loader, torch.is_grad_enabled())
         samples = None
         try:
-            batch = self.guarded(self._listener.replayed_batch, loader)
+            batch = self.guarded(listener.replayed_batch, loader) if listener.replays else None
             if batch is None:
                 batch = fetch()
-                self.guarded(self._listener.fetched, loader, batch)
+                if listener.replays:
+                    self.guarded(listener.fetched, loader, batch)
             samples = self.guarded(batch_size, batch) or 0
             return batch
         finally:
@@ -253,8 +259,8 @@ class Hooks:
 
         self.replace(torch.autograd, "backward", run_backward)
         self.replace(torch, "compile", compile_and_time)
-        self.around(torch.autograd, "grad", lambda *_, **__: BACKWARD)
-        self.around(torch.optim.Optimizer, "zero_grad", lambda *_, **__: OPTIMIZER)
+        self.around(torch.autograd, "grad", lambda *_, **__: self._closely(BACKWARD))
+        self.around(torch.optim.Optimizer, "zero_grad", lambda *_, **__: self._closely(OPTIMIZER))
         self._mixed_precision()
 
     def _mixed_precision(self) -> None:
@@ -336,7 +342,7 @@ class Hooks:
 
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name in ("clip_grad_norm_", "clip_grad_value_"):
-                self.around(owner, name, lambda *_, **__: OPTIMIZER)
+                self.around(owner, name, lambda *_, **__: self._closely(OPTIMIZER))
         for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
             self._undo.append(handle.remove)
 
@@ -368,12 +374,12 @@ class Hooks:
         def moving(tensor: Any, *args: Any, **kwargs: Any) -> str | None:
             if tensor.is_cuda:
                 return SYNC if _names_cpu(args, kwargs) else None
-            return COPY if on_card_possible() and _names_card(args, kwargs) else None
+            return self._closely(COPY) if on_card_possible() and _names_card(args, kwargs) else None
 
         self.around(torch.Tensor, "to", moving)
-        self.around(torch.Tensor, "cuda", lambda t, *_, **__: None if t.is_cuda else COPY)
-        self.around(torch.Tensor, "pin_memory", lambda t, *_, **__: COPY if on_card_possible() else None)
-        self.around(torch.Tensor, "copy_", lambda t, s, *_, **__: COPY if crosses(t, s) else None)
+        self.around(torch.Tensor, "cuda", lambda t, *_, **__: None if t.is_cuda else self._closely(COPY))
+        self.around(torch.Tensor, "pin_memory", lambda t, *_, **__: self._closely(COPY) if on_card_possible() else None)
+        self.around(torch.Tensor, "copy_", lambda t, s, *_, **__: self._closely(COPY) if crosses(t, s) else None)
         for name in ("to", "cuda") if listener.replays else ():
             self._remember(torch.Tensor, name, listener)
 
@@ -419,8 +425,10 @@ class Hooks:
 
         def report_or_raise(unraisable: Any) -> None:
             """A signal that comes during a collection runs its handler in our callback, where nothing can be raised."""
-            if unraisable.object is collecting and unraisable.exc_value is not None:
-                _raise_later(get_ident(), unraisable.exc_value)
+            problem = unraisable.exc_value
+            # It may come again while another's callback runs.
+            if problem is not None and (unraisable.object is collecting or hasattr(problem, "_flatout_again")):
+                _raise_later(get_ident(), problem)
             else:
                 report(unraisable)
 
@@ -497,9 +505,11 @@ class _Optimizers:
 
 def _raise_later(thread: int, problem: BaseException) -> None:
     """Raise an exception in a thread a moment from now, from another thread: here and now it would be lost."""
-    kind = type(problem)
+    kind: Any = type(problem) if not hasattr(problem, "_flatout_again") else type(problem).__base__
 
-    class Again(kind):  # type: ignore[misc, valid-type]
+    class Again(kind):  # type: ignore[misc]
+        _flatout_again = True
+
         def __init__(self) -> None:
             BaseException.__init__(self, *problem.args)
             self.__dict__.update(problem.__dict__)
@@ -540,13 +550,15 @@ def _our_code() -> Iterable[CodeType]:
 def batch_size(batch: Any) -> int | None:
     """How many samples a batch holds: the length of the first tensor or list found in it."""
     if isinstance(batch, torch.Tensor):
-        return int(batch.shape[0]) if batch.dim() else 1
-    if isinstance(batch, dict) or hasattr(batch, "keys"):
-        return next((n for key in batch for n in [batch_size(batch[key])] if n is not None), None)
-    if isinstance(batch, list | tuple):
-        found = next((n for item in batch for n in [batch_size(item)] if n is not None), None)
-        return found if found is not None else (len(batch) if isinstance(batch, list) else None)
-    return None
+        return len(batch) if batch.dim() else 1
+    named = isinstance(batch, dict) or hasattr(batch, "keys")
+    if not named and not isinstance(batch, list | tuple):
+        return None
+    for item in (batch[key] for key in batch) if named else batch:
+        found = batch_size(item)
+        if found is not None:
+            return found
+    return len(batch) if isinstance(batch, list) else None
 
 
 def on_card(tensor: Any) -> bool:

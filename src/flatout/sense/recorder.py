@@ -2,8 +2,10 @@
 
 The thread is in one phase at a time: `push` and `pop` cut the time line, and each piece belongs to the innermost
 phase, so that the pieces add up by construction. What lies between phases has a name too: `loss` behind a forward
-pass, `rest` elsewhere. On some steps every cut also drops an event into the GPU's queue (`GpuClock`); between two of
-them with no launch in between, GPU time is idle time. Nothing here imports torch, waits for the GPU, or does I/O.
+pass, `rest` elsewhere. Some steps are looked at closely, as often as that costs little: there every cut also drops an
+event into the GPU's queue (`GpuClock`); between two of them with no launch in between, GPU time is idle time. In the
+others waits and pauses are cut as ever, and what the step computes is one piece: `unsplit`. Nothing here imports
+torch, waits for the GPU, or does I/O.
 
     hooks ──push/pop/fetched/stepped──► Recorder ──Step──► emit
 """
@@ -20,7 +22,7 @@ from flatout.trace import Span, Step
 
 DATA, START, COPY, FORWARD, LOSS, BACKWARD = "data", "loader start", "copy", "forward", "loss", "backward"
 OPTIMIZER, SYNC, EVALUATION, CHECKPOINT, LOGGING = "optimizer", "sync", "evaluation", "checkpoint", "logging"
-GC, OWN, REST = "gc", "flatout", "rest"
+GC, OWN, REST, UNSPLIT = "gc", "flatout", "rest", "unsplit"
 
 # In these nothing is launched, so what the GPU spends between their two events is idleness.
 QUIET = frozenset({DATA, START, SYNC, CHECKPOINT, LOGGING, GC, OWN})
@@ -28,13 +30,16 @@ QUIET = frozenset({DATA, START, SYNC, CHECKPOINT, LOGGING, GC, OWN})
 _BEGINS = frozenset({START, DATA, FORWARD, BACKWARD})
 
 # What evaluation takes in; a checkpoint or a log line in the midst of it keeps its own name.
-_PART_OF_EVALUATION = frozenset({DATA, START, COPY, FORWARD, LOSS, SYNC, REST})
+_PART_OF_EVALUATION = frozenset({DATA, START, COPY, FORWARD, LOSS, SYNC, REST, UNSPLIT})
+# What is told apart only where one looks closely.
+_COMPUTES = frozenset({COPY, FORWARD, BACKWARD, OPTIMIZER})
 
 _SPANS_A_STEP = 64
 _SLIVER_S = 20e-6  # less than this before a phase is counted with it
 _STEPS_IN_FLIGHT = 64
-_EVENT_SHARE = 0.002  # of a step's time may go into its events; shorter steps carry them less often
-_EVENTS_EVERY = (4, 64)  # steps, at most and at least as often
+_CLOSELY_AT_FIRST = 16  # steps
+_CLOSELY_EVERY = (1, 32)  # steps, at most and at least as often
+_CLOSELY_SHARE = 0.001  # of the time may go into close looks
 
 
 class GpuClock(Protocol):
@@ -100,15 +105,15 @@ class Recorder:
         self._thread = get_ident()
         self._optimizers = _Cycle()
         self._evaluation = _Evaluation()
+        self.light = False  # this step is not looked at closely
         self._marking = False
-        self._mark_every = _EVENTS_EVERY[0]
-        self._mark_at = 1
+        self._closely_every = _CLOSELY_EVERY[0]
+        self._closely_at = 0
+        self._closely_s = 1.0  # what a close look takes at best: the first ones take far longer
         self.steps = 0  # all that ended, of whatever kind
         self.measured = 0  # those of kind train
-        self.cuts = 0
-        self.marks = 0
-        self.marks_s = 0.0  # what dropping them took
-        self._mark_s = 1.0  # what dropping one takes at best: the first ones take far longer
+        self.own_s = 0.0  # what all this took
+        self._own_before_s = 0.0
 
     def is_elsewhere(self) -> bool:
         """Whether this is not the thread that trains."""
@@ -130,25 +135,39 @@ class Recorder:
         return self._marking
 
     def push(self, name: str, where: str | None = None, loader: int | None = None) -> None:
-        """The thread enters a phase; the first that belongs to training ends the set-up."""
+        """The thread enters a phase."""
+        if self.light and name in _COMPUTES:
+            self._stack.append((UNSPLIT, None, None))
+        else:
+            self._enter(name, where, loader)
+
+    def _enter(self, name: str, where: str | None = None, loader: int | None = None) -> None:
+        """Into a phase; the first that belongs to training ends the set-up."""
+        now_s = self._clock()
         if self._open.kind == "setup" and name in _BEGINS:
             self._begin_training()
-        if self._clock() - self._cut_s > _SLIVER_S:  # what lies between two phases may be no more than our own work
-            self._cut()
+        if now_s - self._cut_s > _SLIVER_S:  # what lies between two phases may be no more than our own work
+            self._cut(now_s)
         self._stack.append((name, where, loader))
+        self.own_s += self._clock() - now_s
 
     def leave(self, depth: int) -> None:
         """The thread leaves the phase at this depth, and whatever an exception has left open above it."""
-        self._cut()
-        del self._stack[depth - 1 :]
+        while len(self._stack) >= depth:
+            self.pop()
         self._between = REST
 
     def pop(self) -> None:
         """The thread leaves the phase it entered last."""
-        self._cut()
+        if self._stack and self._stack[-1][0] is UNSPLIT:
+            self._stack.pop()
+            return
+        now_s = self._clock()
+        self._cut(now_s)
         name = self._stack.pop()[0] if self._stack else REST
         if not self._stack:
             self._between = LOSS if name == FORWARD and not self._evaluation.suspected else REST
+        self.own_s += self._clock() - now_s
 
     # -- what is training, and what is evaluation -------------------------------------------------------------------
 
@@ -174,10 +193,12 @@ class Recorder:
         """A root module is called: with gradients or without, in training mode or not, one that an optimizer trains."""
         alone = not self._stack
         self._between = REST
-        self.push(FORWARD)
         if learns and training:
+            self.push(FORWARD)
             self._settle()
-        elif alone:
+            return
+        self._enter(FORWARD)  # an evaluation may begin with it
+        if alone:
             self._evaluation.suspect(surely=trained and not training and not learns)
 
     def backward(self, loss: Any = None) -> None:
@@ -228,38 +249,42 @@ class Recorder:
         return True
 
     def _end_step(self) -> None:
-        self._cut()
+        now_s = self._clock()
+        self._cut(now_s)
         if self._open.kind == "train" and not self._optimizers.settled:
             self._open.kind = "warmup"
         self.measured += self._open.kind == "train"
         self._close(self.steps)
         self.steps += 1
-        self._marking = self._gpu is not None and self.steps >= self._mark_at
-        if self._marking:
+        self.light = self.steps < self._closely_at
+        self._marking = self._gpu is not None and not self.light
+        if not self.light and self.steps >= _CLOSELY_AT_FIRST:
             # Not every n-th: waits that come round with the workers would be met always, or never.
-            self._mark_at = self.steps + 1 + self.steps * 7919 % (2 * self._mark_every - 1)
+            self._closely_at = self.steps + 1 + self.steps * 7919 % (2 * self._closely_every - 1)
+        if self._marking:
             self._mark()
         self._send()
+        self.own_s += self._clock() - now_s
 
     def set_kind(self, kind: str) -> None:
         """Say what the open step is, when it is not plain training: xray, replay, resident …"""
         self._open.kind = kind
+        self.light = False
 
     def finish(self) -> None:
         """Close the books: what came after the last step becomes a step of kind `tail`."""
-        self._marking = False
-        self._cut()
+        self._marking = self.light = False
+        self._cut(self._clock())
         if self._evaluation.shown_by_end():
             self._call_it_evaluation()
         self._open.kind = "tail"
         self._close(self.steps)
         self._send(all_of_them=True)
 
-    def _cut(self) -> None:
-        now_s = self._clock()
+    def _cut(self, now_s: float) -> None:
         start_s, self._cut_s = self._cut_s, now_s
-        self.cuts += 1
-        name, where, loader = self._stack[-1] if self._stack else (self._between, None, None)
+        between = UNSPLIT if self.light else self._between
+        name, where, loader = self._stack[-1] if self._stack else (between, None, None)
         quiet = name in QUIET
         evaluation, pieces = self._evaluation, self._open.pieces
         if evaluation.on and name in _PART_OF_EVALUATION:
@@ -287,21 +312,16 @@ class Recorder:
         if self._gpu is None or len(marks) >= _SPANS_A_STEP:
             self._marking = False
             return None
-        start_s = self._clock()
         mark = self._gpu.mark()
-        took_s = self._clock() - start_s
-        self.marks_s += took_s
-        self._mark_s = min(self._mark_s, took_s)
         if mark is None:
             self._marking = False
             return None
-        self.marks += 1
         marks.append(mark)
         return len(marks) - 1
 
     def _begin_training(self) -> None:
         """What came before is the set-up; the first step, with all that happens in it only once, is the warm-up."""
-        self._cut()
+        self._cut(self._clock())
         self._close(index=-1)
         self._open.kind = "warmup"
 
@@ -309,12 +329,16 @@ class Recorder:
         step = self._open
         self._open = _OpenStep(self._cut_s)
         self._evaluation.since = 0
-        self._waiting.append((step, index, self._cut_s))
-        wall_s = self._cut_s - step.start_s
-        if step.marks and wall_s > 0:
-            events_s = self._mark_s * len(step.marks)
-            fewest, most = _EVENTS_EVERY
-            self._mark_every = max(fewest, min(most, round(events_s / (_EVENT_SHARE * wall_s))))
+        if step.marks or self._waiting:
+            self._waiting.append((step, index, self._cut_s))
+        else:
+            self._emit_step(step, index, self._cut_s, [])
+        wall_s, own_s = self._cut_s - step.start_s, self.own_s - self._own_before_s
+        self._own_before_s = self.own_s
+        if step.kind == "train" and not self.light and wall_s > 0:
+            self._closely_s = min(self._closely_s, own_s)
+            often, seldom = _CLOSELY_EVERY
+            self._closely_every = max(often, min(seldom, round(self._closely_s / (_CLOSELY_SHARE * wall_s))))
 
     def _send(self, all_of_them: bool = False) -> None:
         while self._waiting:
@@ -323,8 +347,11 @@ class Recorder:
             if times is None and not all_of_them and len(self._waiting) < _STEPS_IN_FLIGHT:
                 return
             self._waiting.popleft()
-            loss = self._losses.read(step.loss) if self._losses is not None and step.loss is not None else None
-            self._emit(_as_step(step, index, end_s, times or [], loss))
+            self._emit_step(step, index, end_s, times or [])
+
+    def _emit_step(self, step: _OpenStep, index: int, end_s: float, gpu_ms: list[float]) -> None:
+        loss = self._losses.read(step.loss) if self._losses is not None and step.loss is not None else None
+        self._emit(_as_step(step, index, end_s, gpu_ms, loss))
 
 
 class _Evaluation:

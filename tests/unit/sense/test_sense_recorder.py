@@ -248,7 +248,7 @@ def test_two_training_loaders_and_a_teacher_are_no_evaluation() -> None:
     bench = Bench()
     for _ in range(3):
         bench.fetch(TRAIN)
-        if bench.steps:
+        if bench.recorder.steps:
             bench.forward(learns=False, training=False, trained=False)
         bench.fetch(OTHER)
         bench.forward()
@@ -327,16 +327,76 @@ def test_no_mark_is_dropped_while_a_graph_is_captured() -> None:
     assert all(isinstance(span, Span) and span.gpu_busy_ms is None for s in bench.steps for span in s.spans)
 
 
-def test_dear_marks_are_dropped_more_rarely() -> None:
+def dear_bench() -> Bench:
+    """A bench on which a close look takes as long as the step."""
     bench = Bench(gpu=True)
     mark = bench.gpu.mark
 
     def dear() -> Any:
-        bench.clock.ms += 0.1
+        bench.clock.ms += 1
         return mark()
 
     bench.gpu.mark = dear  # type: ignore[method-assign]
-    bench.train(500)
-    carrying = sum(any(s.gpu_idle_ms is not None for s in step.spans) for step in bench.steps)
-    assert 0 < carrying < 500 / 16
-    assert bench.recorder.marks_s / bench.recorder.marks == pytest.approx(1e-4)
+    bench.train(100)
+    while not bench.recorder.light:
+        bench.train()
+    bench.steps.clear()
+    return bench
+
+
+def test_dear_close_looks_are_taken_rarely() -> None:
+    bench = dear_bench()
+    before_s = bench.recorder.own_s
+    bench.train(640)
+    carrying = [any(s.gpu_idle_ms is not None for s in step.spans) for step in bench.steps]
+    assert 10 < sum(carrying) < 40
+    gaps = {b - a for a, b in itertools.pairwise(place for place, there in enumerate(carrying) if there)}
+    assert len(gaps) > 3  # not every n-th
+    marks = sum(len(step.spans) + 1 for step, there in zip(bench.steps, carrying, strict=True) if there)
+    assert bench.recorder.own_s - before_s == pytest.approx(marks * 1e-3, rel=0.1)
+
+
+def test_cheap_close_looks_are_taken_always() -> None:
+    bench = Bench(gpu=True)
+    bench.train(100)
+    assert not any(span.name == "unsplit" for step in bench.steps for span in step.spans)
+
+
+def test_a_light_step_tells_waits_and_pauses_from_the_rest() -> None:
+    bench = dear_bench()
+    bench.fetch(ms=7)
+    bench.phase("copy", 1)
+    bench.forward()
+    bench.phase("sync", 5, where="train.py:3")
+    bench.backward()
+    bench.phase("checkpoint", 9)
+    bench.step()
+    assert spans(bench.last) == [
+        ("data", 7),
+        ("unsplit", 3),
+        ("sync", 5),
+        ("unsplit", 3),
+        ("checkpoint", 9),
+        ("unsplit", 4),
+    ]
+    assert bench.last.wall_ms == pytest.approx(31)
+    assert bench.last.samples == 8
+    assert bench.last.micro_steps == 1
+
+
+def test_evaluation_is_known_in_a_light_step() -> None:
+    bench = dear_bench()
+    for _ in range(3):
+        bench.fetch(VALIDATION, ms=2, learns=False)
+        bench.phase("copy", 1)
+        bench.forward(20, learns=False, training=False)
+    bench.train()
+    assert spans(bench.last) == [("evaluation", 69), ("data", 1), ("unsplit", 9.5)]
+    assert bench.last.samples == 8
+
+
+def test_an_xray_is_always_looked_at_closely() -> None:
+    bench = dear_bench()
+    bench.recorder.set_kind("xray")
+    bench.train()
+    assert {"forward", "backward", "optimizer"} <= {span.name for span in bench.last.spans}

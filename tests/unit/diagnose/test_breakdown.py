@@ -1,0 +1,29 @@
+"""The account of a run in which most steps were not looked at closely."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatout.diagnose.breakdown import split
+
+_MS = st.floats(0, 1e6)
+_NAMES = st.sampled_from(["unsplit", "copy", "forward", "backward", "rest", "data", "sync@train.py:3", "evaluation"])
+
+
+def test_what_was_not_split_is_shared_out_as_what_was() -> None:
+    seen = {"unsplit": 30.0, "forward": 1.0, "backward": 2.0, "data": 5.0, "sync@train.py:3": 1.0}
+    assert split(seen) == pytest.approx({"forward": 11, "backward": 22, "data": 5, "sync@train.py:3": 1})
+
+
+def test_where_nothing_was_split_it_is_the_rest() -> None:
+    assert split({"unsplit": 30.0, "data": 5.0}) == {"rest": 30, "data": 5}
+
+
+@given(st.dictionaries(_NAMES, _MS))
+def test_no_time_is_lost_or_made(spans: dict[str, float]) -> None:
+    whole = split(spans)
+    assert sum(whole.values()) == pytest.approx(sum(spans.values()))
+    assert "unsplit" not in whole
+    assert all(whole[name] == spans[name] for name in ("data", "evaluation") if name in spans)
