@@ -22,8 +22,6 @@ from .kernel_pixels import BILINEAR, BLUR_X, BLUR_Y, BUFFER, CONTRAST, PIXEL, TE
 from .kernel_rows import draw_kernel
 from .program import Program
 
-__all__ = ["Plan", "Tile"]
-
 POINTS = (
     points.Brightness, points.Contrast, points.Saturation, points.Hue, points.Gamma,
     points.Grayscale, points.Invert, points.Noise, points.Erase, points.Normalize,

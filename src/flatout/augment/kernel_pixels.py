@@ -7,10 +7,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = [
-    "BILINEAR", "BLUR_X", "BLUR_Y", "BUFFER", "CONTRAST", "PIXEL", "TENT", "WORDS", "mask_kernel", "pass_kernel",
-]  # fmt: skip
-
 BRIGHTNESS, CONTRAST, SATURATION, HUE, GAMMA = (tl.constexpr(i) for i in range(5))
 GRAYSCALE, INVERT, NOISE, ERASE, NORMALIZE = (tl.constexpr(i) for i in range(5, 10))
 

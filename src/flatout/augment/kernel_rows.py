@@ -9,8 +9,6 @@ import triton.language as tl
 from . import ops
 from .program import ATTEMPTS, TABLE_WIDTH
 
-__all__ = ["draw_kernel"]
-
 _HFLIP, _VFLIP, _CROP = tl.constexpr(ops.HFlip.kind), tl.constexpr(ops.VFlip.kind), tl.constexpr(ops.Crop.kind)
 _RESIZE, _RESIZED_CROP = tl.constexpr(ops.Resize.kind), tl.constexpr(ops.ResizedCrop.kind)
 _ROTATE = tl.constexpr(ops.Rotate.kind)

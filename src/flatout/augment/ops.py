@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, TypeAlias
 
-__all__ = ["Affine", "Crop", "HFlip", "Operation", "Resize", "ResizedCrop", "Rotate", "VFlip"]
-
 Size: TypeAlias = tuple[int, int]
 Interval: TypeAlias = tuple[float, float]
 _ANY_SIZE = (1 << 20, 1 << 20)

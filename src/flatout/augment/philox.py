@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["normal", "philox", "uniform"]
-
 _MASK = 0xFFFFFFFF
 
 

@@ -19,8 +19,6 @@ from .program import Program, draw, steps
 if TYPE_CHECKING:
     from .kernel import Plan
 
-__all__ = ["Augment", "Minimal", "Schedule", "Standard", "Strong"]
-
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -51,6 +49,7 @@ class Augment(nn.Module):
         require(0 <= fill <= 255, "fill", "from 0 to 255", fill)
         self.operations = tuple(operations)
         self.seed, self.dtype, self.channels_last, self.layout = seed, dtype, channels_last, layout
+        self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.fill, self.mask_fill = int(fill), mask_fill
         self.notes: tuple[str, ...] = ()
         self._steps = steps(self.operations)
@@ -218,7 +217,7 @@ def _run(
     else:
         rows = draw(program, index, epoch, augment.seed) if params is None else params
         out = reference.apply(program, images, rows, augment.fill)
-        out = out.to(augment.dtype, memory_format=_layout(augment))
+        out = out.to(augment.dtype, memory_format=augment._memory_format)
         out_masks = None if planes is None else reference.apply_masks(program, planes, rows, augment.mask_fill)
     if masks is None or out_masks is None:
         return [out, rows.new_empty(0), rows]
@@ -227,8 +226,7 @@ def _run(
 
 def _empty(augment: Augment, images: Tensor, masks: Tensor | None, program: Program) -> list[Tensor]:
     """Tensors of the right kinds with nothing in them yet."""
-    n, channels = images.shape[:2]
-    size, device, layout = program.out_size, images.device, _layout(augment)
+    (n, channels), size, device, layout = images.shape[:2], program.out_size, images.device, augment._memory_format
     out = torch.empty((n, channels, *size), dtype=augment.dtype, device=device, memory_format=layout)
     rows = torch.empty(n, len(program.columns), device=device)
     return [out, rows.new_empty(0) if masks is None else masks.new_empty(*masks.shape[:-2], *size), rows]
@@ -244,17 +242,11 @@ def _run_compiled(
 
 
 @_run_compiled.register_fake
-def _(
-    images: Tensor, masks: Tensor | None, index: Tensor | None, params: Tensor | None, epoch: int, handle: int,
-    training: bool,
-) -> list[Tensor]:  # fmt: skip
+def _(images: Tensor, masks: Tensor | None, *others: Any) -> list[Tensor]:
+    *_, handle, training = others
     augment = _alive[handle]
     images = augment._channels_first(images)
     return _empty(augment, images, masks, augment._program(images, training))
-
-
-def _layout(augment: Augment) -> torch.memory_format:
-    return torch.channels_last if augment.channels_last else torch.contiguous_format
 
 
 def _planes(masks: Tensor, images: Tensor) -> Tensor:

@@ -16,11 +16,6 @@ from torch import Tensor
 from .ops import BoxDraw, Draw, Interval, Operation, Size, between, require
 from .philox import normal, philox
 
-__all__ = [
-    "Blur", "Brightness", "ColorJitter", "Contrast", "Erase", "Gamma", "Grayscale", "Hue", "Invert", "Noise",
-    "Normalize", "Point", "Saturation", "gray",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Point(Operation):

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
-__all__ = ["sheet"]
-
 
 def sheet(before: Tensor, after: Tensor, path: str | Path) -> None:
     """Two rows, the originals (uint8) above what became of them (0 to 1); B×C×H×W, of any two sizes."""

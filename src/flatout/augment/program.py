@@ -36,8 +36,6 @@ from .ops import (
 from .philox import philox, uniform
 from .points import ColorJitter, Erase, Normalize, Point
 
-__all__ = ["ATTEMPTS", "TABLE_WIDTH", "Fold", "Program", "Step", "draw", "steps"]
-
 ATTEMPTS = 10  # of a box, as in torchvision
 TABLE_WIDTH = 18
 _DERIVED = (*(f"matrix.{i}" for i in range(6)), "box.left", "box.top", "box.right", "box.bottom")

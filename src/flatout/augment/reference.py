@@ -13,8 +13,6 @@ from torch import Tensor
 
 from .program import Program
 
-__all__ = ["apply", "apply_masks"]
-
 
 def apply(program: Program, images: Tensor, rows: Tensor, fill: int) -> Tensor:
     """uint8 B×C×H×W to float32."""

@@ -14,8 +14,6 @@ import torch
 from .ops import Affine, Crop, HFlip, Operation, Resize, ResizedCrop, Rotate, VFlip
 from .points import Blur, ColorJitter, Erase, Grayscale, Invert, Noise, Normalize
 
-__all__ = ["take_over"]
-
 _CONVERSIONS = {"ToTensor", "PILToTensor", "ToImage", "ToPureTensor", "ToImageTensor", "Identity"}  # ours takes uint8
 
 
@@ -65,6 +63,8 @@ def _one(transform: Any, notes: list[str], fills: set[int]) -> list[Operation]:
         if getattr(transform, attribute, None):
             _refuse(name, f"{attribute}={getattr(transform, attribute)!r} is not supported")
     _check_interpolation(name, transform, notes)
+    if name == "ColorJitter":
+        notes.append("ColorJitter: always in the order brightness, contrast, saturation, hue; torchvision shuffles it")
     fill = getattr(transform, "fill", None)
     if isinstance(fill, (list, tuple)) and len(set(fill)) == 1:
         fill = fill[0]
@@ -72,7 +72,7 @@ def _one(transform: Any, notes: list[str], fills: set[int]) -> list[Operation]:
         if not isinstance(fill, (int, float)):
             _refuse(name, "one number expected as fill")
         fills.add(int(fill))
-    return [_READERS[name](transform, notes)]
+    return [_READERS[name](transform)]
 
 
 def _refuse(name: str, why: str) -> NoReturn:
@@ -99,67 +99,66 @@ def _square(size: Any) -> Any:
     return _size(size) if isinstance(size, int) or len(size) == 2 else (int(size[0]), int(size[0]))
 
 
-def _affine(t: Any, notes: list[str]) -> Operation:
+def _affine(t: Any) -> Operation:
     shear = tuple(t.shear) if t.shear is not None else 0.0
     translate = tuple(t.translate) if t.translate is not None else 0.0
     return Affine(tuple(t.degrees), translate, tuple(t.scale) if t.scale is not None else 1.0, shear)
 
 
-def _crop(t: Any, notes: list[str]) -> Operation:
+def _crop(t: Any) -> Operation:
     padding = t.padding if isinstance(t.padding, (list, tuple)) else [t.padding or 0]
     if len(set(padding)) != 1 or (padding[0] and t.padding_mode != "constant"):
         _refuse("RandomCrop", "the same constant padding on all sides expected")
     return Crop(_square(t.size), int(padding[0]))
 
 
-def _jitter(t: Any, notes: list[str]) -> Operation:
-    notes.append("ColorJitter: always in the order brightness, contrast, saturation, hue; torchvision shuffles it")
+def _jitter(t: Any) -> Operation:
     amounts: list[Any] = [0.0 if a is None else tuple(a) for a in (t.brightness, t.contrast, t.saturation, t.hue)]
     return ColorJitter(*amounts)
 
 
-def _erase(t: Any, notes: list[str]) -> Operation:
+def _erase(t: Any) -> Operation:
     value = t.value if isinstance(t.value, (list, tuple)) else [t.value]
     if len(set(value)) != 1 or not isinstance(value[0], (int, float)):
         _refuse("RandomErasing", "one number expected as value")
     return Erase(t.p, tuple(t.scale), tuple(t.ratio), float(value[0]))
 
 
-def _blur(t: Any, notes: list[str]) -> Operation:
+def _blur(t: Any) -> Operation:
     if len(set(t.kernel_size)) != 1:
         _refuse("GaussianBlur", "a square kernel expected")
     return Blur(int(t.kernel_size[0]), tuple(t.sigma))
 
 
-def _noise(t: Any, notes: list[str]) -> Operation:
+def _noise(t: Any) -> Operation:
     if t.mean != 0 or not t.clip:
         _refuse("GaussianNoise", "mean=0 and clip=True expected")
     return Noise(float(t.sigma))
 
 
-def _grayscale(t: Any, notes: list[str]) -> Operation:
+def _grayscale(t: Any) -> Operation:
     if t.num_output_channels != 3:
         _refuse("Grayscale", "num_output_channels=3 expected: the number of channels stays")
     return Grayscale(1.0)
 
 
-_READERS: dict[str, Callable[[Any, list[str]], Operation]] = {
-    "RandomHorizontalFlip": lambda t, _: HFlip(t.p),
-    "RandomVerticalFlip": lambda t, _: VFlip(t.p),
+_READERS: dict[str, Callable[[Any], Operation]] = {
+    "RandomHorizontalFlip": lambda t: HFlip(t.p),
+    "RandomVerticalFlip": lambda t: VFlip(t.p),
     "RandomCrop": _crop,
-    "CenterCrop": lambda t, _: Crop(_square(t.size), center=True),
-    "Resize": lambda t, _: Resize(_size(t.size), t.antialias is not False),
-    "RandomResizedCrop": lambda t, _: ResizedCrop(
+    "CenterCrop": lambda t: Crop(_square(t.size), center=True),
+    "Resize": lambda t: Resize(_size(t.size), t.antialias is not False),
+    "RandomResizedCrop": lambda t: ResizedCrop(
         _square(t.size), tuple(t.scale), tuple(t.ratio), t.antialias is not False
     ),
-    "RandomRotation": lambda t, _: Rotate(tuple(t.degrees)),
+    "RandomRotation": lambda t: Rotate(tuple(t.degrees)),
     "RandomAffine": _affine,
     "ColorJitter": _jitter,
-    "RandomGrayscale": lambda t, _: Grayscale(t.p),
+    "RandomGrayscale": lambda t: Grayscale(t.p),
     "Grayscale": _grayscale,
-    "RandomInvert": lambda t, _: Invert(t.p),
+    "RandomInvert": lambda t: Invert(t.p),
     "GaussianNoise": _noise,
     "RandomErasing": _erase,
     "GaussianBlur": _blur,
-    "Normalize": lambda t, _: Normalize(tuple(t.mean), tuple(t.std)),
+    "Normalize": lambda t: Normalize(tuple(t.mean), tuple(t.std)),
 }
