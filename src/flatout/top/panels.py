@@ -198,9 +198,13 @@ def _part(used: int | None, total: int | None) -> tuple[float | None, str]:
     return 100 * used / total, f"{size(used)} of {size(total)}"
 
 
+_PROCESS = "{:>8}  {:<10}{:>6}{:>8}{:>10}{:>12}{:>10}  {:<8}"
+_STATES = {"R": "running", "S": "sleeping", "D": "on disk", "T": "stopped", "I": "idle"}
+
+
 def processes(scene: Scene, width: int, height: int) -> Drawing:
     """The training process and its loader workers, the busiest first."""
-    sample, palette = scene.now, scene.palette
+    sample, palette, wide = scene.now, scene.palette, width >= WIDE_COLUMNS
     order = {"trainer": 0, "worker": 1}
     found = sorted(sample.processes, key=lambda p: (order.get(p.role, 2), -(p.cpu_pct or 0.0), p.pid))
     if not found:
@@ -209,37 +213,30 @@ def processes(scene: Scene, width: int, height: int) -> Drawing:
     on_cards: dict[int, int] = {}
     for holder in (holder for gpu in sample.gpus for holder in gpu.processes or ()):
         on_cards[holder.pid] = on_cards.get(holder.pid, 0) + (holder.used_bytes or 0)
-    header = f"{'PID':>8}  {'role':<10}{'CPU':>6}{'queued':>8}{'RSS':>10}{'reads':>12}{'on GPU':>10}  {'state':<8}"
-    lines = [Text(header + (" name" if width >= WIDE_COLUMNS else ""), style=palette.dim)]
-    fits = len(found) if len(found) < height else max(0, height - 2)
     workers = [process for process in found if process.role == "worker"]
+    header = _PROCESS.format("PID", "role", "CPU", "queued", "RSS", "reads", "on GPU", "state")
+    lines = [Text(header + (" name" if wide else ""), style=palette.dim)]
+    fits = len(found) if len(found) < height else max(0, height - 2)
     for process in found[:fits]:
-        is_last = bool(workers) and process is workers[-1]
-        lines.append(_process_line(process, on_cards.get(process.pid), is_last, width, palette))
-    if fits < len(found):
-        lines.append(_rest_line(found[fits:], palette))
+        branch = ("└ " if process is workers[-1] else "├ ") if process.role == "worker" else ""
+        held = size(on_cards[process.pid]) if on_cards.get(process.pid) else ""
+        lines.append(_process_line(process, branch, held, palette))
+        lines[-1].append(f" {process.name}" if wide else "", style=palette.dim)
+    if rest := found[fits:]:
+        cpu_pct = sum(process.cpu_pct or 0.0 for process in rest)
+        memory = size(sum(process.rss_bytes or 0 for process in rest))
+        reads = size(sum(process.read_bytes_s or 0.0 for process in rest), "/s")
+        line = _PROCESS.format("…", f"{len(rest)} more", percent(cpu_pct), "", memory, reads, "", "")
+        lines.append(Text(line.rstrip(), style=palette.dim))
     title = f"Training: {len(found)} process{'es' if len(found) > 1 else ''}"
     return Drawing(title=title + (f", {len(workers)} loader workers" if workers else ""), lines=lines)
 
 
-_STATES = {"R": "running", "S": "sleeping", "D": "on disk", "T": "stopped", "I": "idle"}
-
-
-def _process_line(process: ProcessSample, on_cards: int | None, is_last: bool, width: int, palette: Palette) -> Text:
-    branch = ("└ " if is_last else "├ ") if process.role == "worker" else ""
-    line = Text(f"{process.pid:>8}  ", style=palette.dim)
-    line.append(f"{branch + process.role:<10}", style=f"bold {palette.bold}" if process.role == "trainer" else "")
-    line.append(f"{percent(process.cpu_pct):>6}", style=heat(process.cpu_pct, palette))
-    line.append(
-        f"{percent(process.run_delay_pct):>8}{size(process.rss_bytes):>10}{size(process.read_bytes_s, '/s'):>12}"
-    )
-    line.append(f"{size(on_cards) if on_cards else '':>10}  {_STATES.get(process.state or '', '–'):<8}")
-    return line.append(f" {process.name}" if width >= WIDE_COLUMNS else "", style=palette.dim)
-
-
-def _rest_line(rest: Sequence[ProcessSample], palette: Palette) -> Text:
-    cpu_pct = sum(process.cpu_pct or 0.0 for process in rest)
-    memory = size(sum(process.rss_bytes or 0 for process in rest))
-    reads = size(sum(process.read_bytes_s or 0.0 for process in rest), "/s")
-    text = f"{'…':>8}  {f'{len(rest)} more':<10}{cpu_pct:>5.0f}%{'':>8}{memory:>10}{reads:>12}"
-    return Text(text, style=palette.dim)
+def _process_line(process: ProcessSample, branch: str, held: str, palette: Palette) -> Text:
+    cpu, queued, reads = percent(process.cpu_pct), percent(process.run_delay_pct), size(process.read_bytes_s, "/s")
+    state, rss = _STATES.get(process.state or "", "–"), size(process.rss_bytes)
+    words = _PROCESS.format(process.pid, branch + process.role, cpu, queued, rss, reads, held, state)
+    line = Text(words, style=palette.dim)
+    line.stylize(f"bold {palette.bold}" if process.role == "trainer" else "", 10, 20)
+    line.stylize(heat(process.cpu_pct, palette), 20, 26)
+    return line

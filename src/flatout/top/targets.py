@@ -79,10 +79,12 @@ def parse_targets(text: str) -> tuple[Target, ...]:
     """`sm=85,memory=70-90` as targets."""
     targets: dict[str, Target] = {}
     for part in text.split(","):
-        name, equals, bounds = (piece.strip() for piece in part.partition("="))
+        name, _, bounds = (piece.strip() for piece in part.partition("="))
         if name not in _QUANTITIES:
-            raise UsageError(f"--target: there is no {name!r}{_nearest(name)}; known are {', '.join(_QUANTITIES)}")
-        if not equals or not bounds:
+            near = difflib.get_close_matches(name.lower(), _QUANTITIES, n=1, cutoff=0.0) if name else ()
+            meant = f" (did you mean {near[0]}?)" if near else ""
+            raise UsageError(f"--target: there is no {name!r}{meant}; known are {', '.join(_QUANTITIES)}")
+        if not bounds:
             raise UsageError(f"--target: {name} needs a number, such as {name}={_QUANTITIES[name].usual}")
         if name in targets:
             raise UsageError(f"--target: {name} is given twice")
@@ -140,11 +142,6 @@ def _number(name: str, text: str) -> float:
         wanted = f"a number from 0 to {known.highest:g}, such as {known.usual}"
         raise UsageError(f"--target: {name} needs {wanted} (got {text!r})")
     return number
-
-
-def _nearest(name: str) -> str:
-    close = difflib.get_close_matches(name.lower(), _QUANTITIES, n=1, cutoff=0.0)
-    return f" (did you mean {close[0]}?)" if name and close else ""
 
 
 DEFAULT_TARGETS = parse_targets(",".join(f"{name}={known.usual}" for name, known in _QUANTITIES.items()))
