@@ -1,21 +1,19 @@
 """The feed against the stock loader, and against what the machine can do at all.
 
-    python benchmarks/feed.py                        everything, one part after the other
-    python benchmarks/feed.py --only bytes           50 MB uint8 batches into the GPU, by number of workers
-    python benchmarks/feed.py --only jpeg            JPEG → crop 224 → flip → normalized on the GPU
-    python benchmarks/feed.py --only controller      from 1, 4, 16 and 40 declared workers, where loading is the limit
-    python benchmarks/feed.py --only controller-gpu  the same where the consumer is the limit
-    python benchmarks/feed.py --only tiny            a dataset in memory with nothing to gain
+    python benchmarks/feed.py bytes            50 MB uint8 batches into the GPU, by number of workers
+    python benchmarks/feed.py jpeg             JPEG → crop 224 → flip → normalized on the GPU
+    python benchmarks/feed.py controller       from 1, 4, 16 and 40 declared workers, where loading is the limit
+    python benchmarks/feed.py controller-gpu   the same where the consumer is the limit
+    python benchmarks/feed.py tiny             a dataset in memory with nothing to gain
 
-Measurements of one part are taken in a shuffled order, several times each; a row is the median and its spread. Each
-part ends with its table and writes benchmarks/results/feed-PART.json. DALI is not measured here: its line repeats the
-figure that was taken on an H200 with 16 cores, and says so.
+Measurements are taken in rounds, each in an order of its own; a row is the median and its spread. They are told, and
+written to `--out`, one by one; with `--limit` none is begun that late. A part takes up to 100 s on 16 cores. DALI is
+not measured here: its line repeats the figure that was taken on an H200 with 16 cores, and says so.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import multiprocessing
 import os
@@ -36,15 +34,15 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader as Stock
 from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from benchmarks.machine import describe, figure, headline
 from flatout.feed import DataLoader, feed_of, to_device
 
-RESULTS = Path(__file__).parent / "results"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CORES = len(os.sched_getaffinity(0))
 DALI_IMAGES_S = 8800.0
-SETTLE_S = 12.0
+SETTLE_S = 10.0
 MEAN = torch.tensor([123.675, 116.28, 103.53]).view(3, 1, 1)
 STD = torch.tensor([58.395, 57.12, 57.375]).view(3, 1, 1)
 
@@ -80,31 +78,40 @@ class Photos(Dataset[Any]):
         return self.length
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.from_numpy(photo(self.files[index % len(self.files)])), index % 1000
+        return photo(self.files[index % len(self.files)]), index % 1000
 
 
-def photo(file: Path) -> np.ndarray[Any, Any]:
-    image = decode(file.read_bytes())
-    top, left = (int(torch.randint(limit - 224 + 1, ())) for limit in image.shape[:2])
-    crop = image[top : top + 224, left : left + 224]
-    if torch.rand(()) < 0.5:
-        crop = crop[:, ::-1]
-    return np.ascontiguousarray(crop.transpose(2, 0, 1))
+def photo(file: Path) -> torch.Tensor:
+    image = decode(file)
+    top, left = (int(torch.randint(limit - 224 + 1, ())) for limit in image.shape[1:])
+    crop = image[:, top : top + 224, left : left + 224]
+    return crop.flip(2) if torch.rand(()) < 0.5 else crop.contiguous()
 
 
+# The quickest there is.
 try:
     import simplejpeg
 
     DECODER = "simplejpeg"
 
-    def decode(data: bytes) -> np.ndarray[Any, Any]:
-        return simplejpeg.decode_jpeg(data, fastdct=False, fastupsample=False)  # type: ignore[no-any-return]
+    def decode(file: Path) -> torch.Tensor:
+        pixels = simplejpeg.decode_jpeg(file.read_bytes(), fastdct=False, fastupsample=False)
+        return torch.from_numpy(pixels).permute(2, 0, 1)
 
 except ImportError:
-    DECODER = "PIL"
+    try:
+        from torchvision.io import ImageReadMode, decode_jpeg, read_file
 
-    def decode(data: bytes) -> np.ndarray[Any, Any]:
-        return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+        DECODER = "torchvision"
+
+        def decode(file: Path) -> torch.Tensor:
+            return decode_jpeg(read_file(str(file)), ImageReadMode.RGB)  # type: ignore[no-any-return]
+
+    except ImportError:
+        DECODER = "PIL"
+
+        def decode(file: Path) -> torch.Tensor:
+            return torch.from_numpy(np.array(Image.open(file).convert("RGB"))).permute(2, 0, 1)
 
 
 def make_photos(folder: Path, count: int) -> None:
@@ -135,7 +142,7 @@ def normalized(batch: Any) -> Any:
 # --- how it is measured -----------------------------------------------------------------------------------------------
 
 
-def rate(batches: Iterator[Any], count: Callable[[Any], float], seconds: float, warm_up_s: float = 2.0) -> float:
+def rate(batches: Iterator[Any], count: Callable[[Any], float], seconds: float, warm_up_s: float = 1.5) -> float:
     """Of whatever `count` counts, per second, after a while of warming up."""
     next(batches)
     begun = time.perf_counter()
@@ -174,69 +181,84 @@ def held(loader: DataLoader[Any], workers: int, on_device: Any) -> Iterator[Any]
 
 
 class Measurements:
-    """Named measurements, each repeated, all in one shuffled order."""
+    """Named measurements, repeated in shuffled rounds; told and saved as they come."""
 
-    def __init__(self, unit: str) -> None:
-        self.unit = unit
-        self._ways: dict[str, Callable[[], float]] = {}
+    def __init__(self, part: str, options: argparse.Namespace) -> None:
+        self.seconds: float = options.seconds
+        self.unit = ""
         self.values: dict[str, list[float]] = {}
+        self._part = part
+        self._out: Path | None = options.out
+        self._until = time.monotonic() + options.limit
+        self._machine = describe()
+        self._ways: dict[str, Callable[[], float]] = {}
+        print(f"{headline(self._machine)}\n{part}", flush=True)
 
     def add(self, name: str, measure: Callable[[], float]) -> None:
         self._ways[name] = measure
 
-    def run(self, repeats: int, seed: int = 0) -> None:
-        order = [name for name in self._ways for _ in range(repeats)]
-        random.Random(seed).shuffle(order)
+    def run(self, rounds: int) -> None:
+        order = [
+            name for seed in range(rounds) for name in random.Random(seed).sample(list(self._ways), len(self._ways))
+        ]
         for place, name in enumerate(order, 1):
+            if time.monotonic() > self._until and self.values.keys() >= self._ways.keys():
+                print(f"  the time is up: {len(order) - place + 1} measurements are left out")
+                return
             value = self._ways[name]()
             self.values.setdefault(name, []).append(value)
             print(f"  {place:3}/{len(order)}  {name:34} {value:12.1f} {self.unit}", flush=True)
+            self.save([])
 
     def median(self, name: str) -> float:
         return float(figure(self.values[name])["median"])
 
+    def save(self, notes: list[str]) -> None:
+        rows = {name: figure(values) for name, values in sorted(self.values.items())}
+        result = {"machine": self._machine, "part": self._part, "unit": self.unit, "rows": rows, "notes": notes}
+        if self._out is not None:
+            self._out.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
-def table(title: str, measured: Measurements, notes: list[str]) -> dict[str, Any]:
-    print(f"\n{title}\n{'':34} {'median':>10} {'spread':>9}   n   {measured.unit}")
-    rows = {}
-    for name in sorted(measured.values):
-        rows[name] = figure(measured.values[name])
-        print(f"{name:34} {rows[name]['median']:10.1f} {rows[name]['spread']:9.1f} {rows[name]['n']:3}")
-    for note in notes:
-        print(f"  {note}")
-    return {"unit": measured.unit, "rows": rows, "notes": notes}
+    def conclude(self, title: str, notes: list[str]) -> None:
+        print(f"\n{title}\n{'':34} {'median':>10} {'spread':>9}   n   {self.unit}")
+        for name in sorted(self.values):
+            row = figure(self.values[name])
+            print(f"{name:34} {row['median']:10.1f} {row['spread']:9.1f} {row['n']:3}")
+        for note in notes:
+            print(f"  {note}")
+        self.save(notes)
 
 
 # --- the parts --------------------------------------------------------------------------------------------------------
 
 
-def bytes_into_gpu(seconds: float) -> dict[str, Any]:
+def bytes_into_gpu(measured: Measurements) -> None:
     dataset, batch_size = Frames(10_000_000), 64
-    measured = Measurements("GB/s")
+    measured.unit = "GB/s"
     gigabytes = batch_size * 3 * 512 * 512 / 1e9
 
     def ours(workers: int) -> float:
         loader = DataLoader(dataset, batch_size, num_workers=workers, pin_memory=DEVICE == "cuda")
-        return rate(held(loader, workers, to_device(loader, DEVICE)), lambda _: gigabytes, seconds)
+        return rate(held(loader, workers, to_device(loader, DEVICE)), lambda _: gigabytes, measured.seconds)
 
     def stock(workers: int) -> float:
         loader = Stock(dataset, batch_size, num_workers=workers, pin_memory=DEVICE == "cuda")
-        return rate(stock_to_gpu(loader), lambda _: gigabytes, seconds)
+        return rate(stock_to_gpu(loader), lambda _: gigabytes, measured.seconds)
 
     for workers in sorted({min(CORES, workers) for workers in (2, 4, 8, 14)}):
         measured.add(f"ours, {workers:2} workers", lambda workers=workers: ours(workers))
         measured.add(f"stock, {workers:2} workers", lambda workers=workers: stock(workers))
-    measured.run(repeats=3)
+    measured.run(rounds=3)
     notes = []
     for workers in sorted({min(CORES, workers) for workers in (4, 8, 14)}):
         times = measured.median(f"ours, {workers:2} workers") / measured.median(f"stock, {workers:2} workers")
         notes.append(f"{workers} workers: {times:.1f} times stock (wanted: 5)")
     notes.append("wanted: 40 GB/s at 14 workers")
-    return table(f"50 MB uint8 batches to {DEVICE}", measured, notes)
+    measured.conclude(f"50 MB uint8 batches to {DEVICE}", notes)
 
 
-def jpeg(seconds: float) -> dict[str, Any]:
-    measured = Measurements("images/s")
+def jpeg(measured: Measurements) -> None:
+    measured.unit = "images/s"
     with tempfile.TemporaryDirectory() as folder:
         make_photos(Path(folder), 2000)
         dataset, batch_size = Photos(Path(folder), 100_000_000), 256
@@ -245,17 +267,17 @@ def jpeg(seconds: float) -> dict[str, Any]:
             loader = DataLoader(dataset, batch_size, pin_memory=DEVICE == "cuda")
             on_device = to_device(loader, DEVICE, convert=normalized)
             # Let it settle: that is how it is used.
-            return rate(iter(on_device), lambda batch: len(batch[1]), seconds, warm_up_s=SETTLE_S)
+            return rate(iter(on_device), lambda batch: len(batch[1]), measured.seconds, warm_up_s=SETTLE_S)
 
         def stock(workers: int) -> float:
             loader = Stock(dataset, batch_size, num_workers=workers, pin_memory=DEVICE == "cuda")
-            return rate(stock_to_gpu(loader, normalized), lambda batch: len(batch[1]), seconds)
+            return rate(stock_to_gpu(loader, normalized), lambda batch: len(batch[1]), measured.seconds)
 
         measured.add("ours, auto", ours)
         for workers in sorted({max(1, CORES * share // 8) for share in (6, 8, 12)}):
             measured.add(f"stock, {workers:2} workers", lambda workers=workers: stock(workers))
-        measured.add(f"decoders alone, {CORES} processes", lambda: decoders_alone(Path(folder), seconds))
-        measured.run(repeats=3)
+        measured.add(f"decoders alone, {CORES} processes", lambda: decoders_alone(Path(folder), measured.seconds))
+        measured.run(rounds=3)
     best = max(measured.median(name) for name in measured.values if name.startswith("stock"))
     ceiling = measured.median(f"decoders alone, {CORES} processes")
     mine = measured.median("ours, auto")
@@ -265,7 +287,7 @@ def jpeg(seconds: float) -> dict[str, Any]:
         f"ours / stock at its best: {mine / best:.2f} (wanted: above 1)",
         f"ours / DALI's CPU pipeline: {mine / DALI_IMAGES_S:.2f} (its {DALI_IMAGES_S:.0f} are a recorded figure)",
     ]
-    return table(f"JPEG 500×375 → crop 224 → flip → normalized on {DEVICE}", measured, notes)
+    measured.conclude(f"JPEG 500×375 → crop 224 → flip → normalized on {DEVICE}", notes)
 
 
 def decoders_alone(folder: Path, seconds: float) -> float:
@@ -295,12 +317,15 @@ def _decode_alone(folder: Path, go: Any, seconds: float, counts: Any) -> None:
     counts.put(done / (time.perf_counter() - start))
 
 
-STARTS = {1: 32.0, 4: 22.0, 16: 14.0, 40: 14.0}  # declared workers: seconds until the figure is taken
+# Declared workers: seconds until the figure is taken. It takes longer to find more workers than to give up some.
+WHERE_LOADING_IS_THE_LIMIT = {1: 22.0, 4: 14.0, 16: 6.0, 40: 6.0}
+WHERE_THE_CONSUMER_IS = {1: 12.0, 4: 8.0, 16: 18.0, 40: 18.0}
 
 
-def controller(seconds: float, step_s: float = 0.0) -> dict[str, Any]:
+def controller(measured: Measurements, step_s: float = 0.0) -> None:
     """Where each start ends up, against the best number held; with `step_s` the consumer takes that long a batch."""
-    measured = Measurements("images/s")
+    measured.unit = "images/s"
+    starts = WHERE_THE_CONSUMER_IS if step_s else WHERE_LOADING_IS_THE_LIMIT
     ends: dict[int, tuple[int, str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         make_photos(Path(folder), 1000)
@@ -315,23 +340,23 @@ def controller(seconds: float, step_s: float = 0.0) -> dict[str, Any]:
         def fixed(workers: int) -> float:
             loader = DataLoader(dataset, batch_size, num_workers=workers)
             batches = consumed(held(loader, workers, loader))
-            return rate(batches, lambda batch: len(batch[1]), seconds)
+            return rate(batches, lambda batch: len(batch[1]), measured.seconds)
 
         def from_start(declared: int) -> float:
             loader = DataLoader(dataset, batch_size, num_workers=declared)
             batches = consumed(iter(loader))
-            value = rate(batches, lambda batch: len(batch[1]), seconds, warm_up_s=STARTS[declared])
+            value = rate(batches, lambda batch: len(batch[1]), measured.seconds, warm_up_s=starts[declared])
             feed = feed_of(loader)
             assert feed is not None
             ends[declared] = (feed.workers, feed.why)
             return value
 
-        grid = sorted({max(1, CORES * share // 16) for share in (1, 2, 4, 8, 12, 14, 16, 20)})
+        grid = sorted({max(1, CORES * share // 16) for share in (2, 4, 6, 8, 12, 14, 16, 20)})
         for workers in grid:
             measured.add(f"held at {workers:2}", lambda workers=workers: fixed(workers))
-        for declared in STARTS:
+        for declared in starts:
             measured.add(f"from {declared:2} declared", lambda declared=declared: from_start(declared))
-        measured.run(repeats=1)
+        measured.run(rounds=1)
     best = max(measured.median(f"held at {workers:2}") for workers in grid)
     fewest = next(workers for workers in grid if measured.median(f"held at {workers:2}") >= 0.97 * best)
     notes = [f"best held: {best:.0f} images/s; the fewest that reach 97% of it: {fewest}"]
@@ -339,93 +364,120 @@ def controller(seconds: float, step_s: float = 0.0) -> dict[str, Any]:
         share = measured.median(f"from {declared:2} declared") / best
         notes.append(f"from {declared}: {share:.3f} of the best (wanted: 0.97), {workers} workers: {why}")
     limit = f"a consumer of {step_s * 1000:.0f} ms a batch" if step_s else "loading as fast as it goes"
-    return table(f"controller, {limit}", measured, notes)
+    measured.conclude(f"controller, {limit}", notes)
 
 
-def tiny(seconds: float) -> dict[str, Any]:
+def tiny(measured: Measurements) -> None:
     dataset = TensorDataset(torch.randn(40_000, 16), torch.randint(10, (40_000,)))
-    measured = Measurements("µs/batch")
-    cpu: dict[str, list[float]] = {}
+    measured.unit = "µs/batch"
 
-    def measure(name: str, make: Callable[[], Stock[Any]]) -> None:
-        def passes() -> float:
-            loader = make()
-            list(loader)  # the first pass starts workers, in either loader
-            wall, spent, count = time.perf_counter(), time.process_time(), 0
-            for _ in range(3):
-                for _ in loader:
-                    count += 1
-            cpu.setdefault(name, []).append((time.process_time() - spent) / count * 1e6)
-            return (time.perf_counter() - wall) / count * 1e6
-
-        measured.add(name, passes)
+    def passes(loader: Stock[Any]) -> float:
+        list(loader)  # the first pass starts workers, in either loader
+        wall, count = time.perf_counter(), 0
+        for _ in range(3):
+            count += sum(1 for _ in loader)
+        return (time.perf_counter() - wall) / count * 1e6
 
     for workers in (1, 2):
-        measure(f"stock, {workers} workers, persistent", lambda workers=workers: Stock(
-            dataset, 64, shuffle=True, num_workers=workers, persistent_workers=True))  # fmt: skip
-        measure(f"ours, {workers} workers", lambda workers=workers: DataLoader(
-            dataset, 64, shuffle=True, num_workers=workers))  # fmt: skip
-    measured.run(repeats=5)
-    in_process, auto = Stock(dataset, 64, shuffle=True), DataLoader(dataset, 64, shuffle=True)
-    ratios = in_pairs(measured, {"stock, in the process": in_process, "ours, auto": auto}, pairs=40)
-    notes = [f"{name}: {figure(values)['median']:.0f} µs of the parent's CPU a batch" for name, values in cpu.items()]
+        measured.add(f"stock, {workers} workers, persistent", lambda workers=workers: passes(
+            Stock(dataset, 64, shuffle=True, num_workers=workers, persistent_workers=True)))  # fmt: skip
+        measured.add(f"ours, {workers} workers", lambda workers=workers: passes(
+            DataLoader(dataset, 64, shuffle=True, num_workers=workers)))  # fmt: skip
+    measured.run(rounds=3)
+    notes = []
     for workers in (1, 2):
         times = measured.median(f"ours, {workers} workers") / measured.median(f"stock, {workers} workers, persistent")
         notes.append(f"{workers} declared: {times:.3f} times stock's time (wanted: at most 1.02)")
-    times, feed = figure(ratios), feed_of(auto)
+        ours, spent = f"CPU of next(), {workers} workers", DataLoader(dataset, 64, shuffle=True, num_workers=workers)
+        measured.values[ours] = beside_bare(spent, Bare(dataset, 64, shuffle=True))
+        notes.append(
+            f"{workers} declared: the parent spends {measured.median(ours):.0f} µs a batch (wanted: at most 40)"
+        )
+    auto = DataLoader(dataset, 64, shuffle=True)
+    for clock, ratios in in_turns(measured, Stock(dataset, 64, shuffle=True), auto, pairs=60).items():
+        notes.append(f"auto: {ratios['median']:.3f} times the {clock} time of stock without workers, pass by pass, "
+                     f"spread {ratios['spread']:.3f}, n {ratios['n']} (wanted: at most 1.02)")  # fmt: skip
+    feed = feed_of(auto)
     assert feed is not None
-    notes += [
-        f"auto: {times['median']:.3f} times the time of stock without workers, pass by pass, "
-        f"spread {times['spread']:.3f} (wanted: at most 1.02)",
-        f"auto has {feed.workers} workers: {feed.why}",
-    ]
-    return table("tiny: 40,000 rows in memory, batches of 64", measured, notes)
+    notes.append(f"auto has {feed.workers} workers: {feed.why}")
+    measured.conclude("tiny: 40,000 rows in memory, batches of 64", notes)
 
 
-def in_pairs(measured: Measurements, loaders: dict[str, Stock[Any]], pairs: int) -> list[float]:
-    """Two loaders in turns, so that a busy machine is busy for both: the second's time over the first's."""
+class Bare(Stock[Any]):
+    """What any loader does for a batch: torch's own `__next__`, and the sampler is asked."""
+
+    def _get_iterator(self) -> Any:
+        return _BareIterator(self)
+
+
+class _BareIterator(_BaseDataLoaderIter):
+    def _next_data(self) -> Any:
+        return self._next_index()
+
+
+def beside_bare(loader: Stock[Any], bare: Stock[Any], groups: int = 40, group: int = 64) -> list[float]:
+    """CPU time a batch that `next()` takes beyond that of a bare loader, in µs; a few of each in turns. The loop
+    computes for a millisecond in between, so that nobody waits."""
+
+    def endless(loader: Stock[Any]) -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    def spent(batches: Iterator[Any]) -> float:
+        total = 0.0
+        for _ in range(group):
+            start = time.thread_time()
+            next(batches)
+            total += time.thread_time() - start
+            until = time.perf_counter() + 1e-3
+            while time.perf_counter() < until:
+                pass
+        return total / group * 1e6
+
+    both = endless(loader), endless(bare)
+    for batches in both:
+        spent(batches)
+    return [spent(both[0]) - spent(both[1]) for _ in range(groups)]
+
+
+def in_turns(measured: Measurements, stock: Stock[Any], ours: Stock[Any], pairs: int) -> dict[str, Any]:
+    """Two loaders pass by pass, so that a busy machine is busy for both: the second's time over the first's."""
+    loaders = {"stock, in the process": stock, "ours, auto": ours}
     for loader in loaders.values():
         for _ in range(4):  # our own has made up its mind by then
             list(loader)
-    ratios = []
+    ratios: dict[str, list[float]] = {"wall": [], "CPU": []}
     for number in range(pairs):
         took = {}
         for name in sorted(loaders, reverse=bool(number % 2)):
-            start = time.perf_counter()
+            wall, cpu = time.perf_counter(), time.thread_time()
             count = sum(1 for _ in loaders[name])
-            took[name] = (time.perf_counter() - start) / count * 1e6
-            measured.values.setdefault(name, []).append(took[name])
-        first, second = loaders
-        ratios.append(took[second] / took[first])
-    return ratios
+            took[name] = {"wall": time.perf_counter() - wall, "CPU": time.thread_time() - cpu}
+            measured.values.setdefault(name, []).append(took[name]["wall"] / count * 1e6)
+        for clock, found in ratios.items():
+            first, second = (took[name][clock] for name in loaders)
+            found.append(second / first)
+    return {clock: figure(found) for clock, found in ratios.items()}
 
 
-PARTS: dict[str, Callable[[float], dict[str, Any]]] = {
+PARTS: dict[str, Callable[[Measurements], None]] = {
     "bytes": bytes_into_gpu,
     "jpeg": jpeg,
     "controller": controller,
-    "controller-gpu": lambda seconds: controller(seconds, step_s=0.04),
+    "controller-gpu": lambda measured: controller(measured, step_s=0.04),
     "tiny": tiny,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(PARTS), metavar="PART,…", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
+    parser.add_argument("--limit", type=float, default=1e9, metavar="SECONDS",
+                        help="begin no measurement later than that, once there is one of each")  # fmt: skip
     options = parser.parse_args()
-    unknown = set(options.only.split(",")) - PARTS.keys()
-    if unknown:
-        parser.error(f"no such part: {', '.join(sorted(unknown))} (there are {', '.join(PARTS)})")
-    machine = describe()
-    print(headline(machine))
-    options.out.mkdir(parents=True, exist_ok=True)
-    for part in options.only.split(","):
-        print(f"\n{part}", flush=True)
-        result = PARTS[part](options.seconds)
-        text = json.dumps({"machine": machine, "part": part, **result}, indent=2, ensure_ascii=False)
-        (options.out / f"feed-{part}.json").write_text(text + "\n", encoding="utf-8")
+    PARTS[options.part](Measurements(options.part, options))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ __all__ = ["Epoch", "Feed"]
 
 WORTH_CUTTING_S, PIECE_S = 0.03, 0.01  # a batch that takes a worker less is not divided; how long a piece should take
 STALL_S = 0.01  # of waiting, after which a worker may be stuck and others should help
-QUICK_S, AT_ONCE = 2e-3, 4  # batches that take less are handed out so many at a time
+QUICK_S, AT_ONCE = 2e-3, 8  # batches that take less are handed out so many at a time
 SPARE_SLOTS = 4
 RESERVE_BYTES = 1 << 30
 
@@ -312,7 +312,7 @@ class Feed:
     def _depth(self) -> int:
         """Batches under way: enough for every worker, and a reserve for a consumer that comes in bursts."""
         pieces = len(self._table[-1].parts) if self._table else 1
-        reserve = min(8, RESERVE_BYTES // max(1, self.slots.size))
+        reserve = min(2 * AT_ONCE if self._quick else 8, RESERVE_BYTES // max(1, self.slots.size))
         return max(3, reserve, round(self._tuning.depth * self._tuning.workers / pieces) + 1)
 
     def _cut(self, batch: Batch) -> None:

@@ -261,10 +261,12 @@ def _tell(far: socket.socket, event: Event) -> None:
 
 
 def _behave(name: str) -> None:
-    """Leave Ctrl-C to the training process, and the user's signal handlers out of its children."""
+    """Leave Ctrl-C to the training process and the user's signal handlers out of its children; let it go first."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with contextlib.suppress(OSError):  # a worker given something to do would else run at once, on its giver's core
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     _libc().prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 

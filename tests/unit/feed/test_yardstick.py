@@ -171,6 +171,16 @@ def test_workers_have_one_thread() -> None:
     assert [int(part) for part in batch] == [1, 1]
 
 
+class Policies(Things):
+    def __getitem__(self, index: int) -> Any:
+        return os.sched_getscheduler(0)
+
+
+def test_workers_do_not_push_the_training_process_aside() -> None:
+    assert next(iter(DataLoader(Policies(2), 2, num_workers=1))).tolist() == [os.SCHED_BATCH] * 2
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
 def test_tensors_of_a_batch_can_be_written_to_and_saved_alone(tmp_path: Any) -> None:
     """GIVEN a batch in a slot of many, THEN saving one tensor of it does not save the slot."""
     images, labels = next(iter(DataLoader(TensorDataset(torch.zeros(8, 1000), torch.arange(8)), 8, num_workers=1)))
