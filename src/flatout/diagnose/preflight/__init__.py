@@ -1,8 +1,8 @@
 """PREFLIGHT: a training looked over before it starts. Runs nothing of the user's, imports neither torch nor sense.
 
-script ──source──► Program ──evaluate──► Values ─┐
+script ──source──► Program ──evaluate──► Values ──┐      (tree: what one can ask of a node of the script)
 command, config ──settings, arguments──► Settings ┼──► Study ──loading, computing, looping, surroundings──► Checklist
-machine: Budget, cards, a data folder ──────────┘
+machine: Budget, cards, a data folder ────────────┘
 
 What cannot be told without running is said to be unknown; a check that guessed would be read once.
 """
@@ -25,7 +25,7 @@ from flatout.trace import GpuSample
 
 __all__ = ["Checklist", "DataFolder", "Line", "Machine", "check", "inspect", "read_folder"]
 
-# In the order of a person's own list. Those that need the script say nothing of a config alone.
+# In the order of a person's own list.
 _CHECKS = {
     "workers": loading.check_workers,
     "decode threads": loading.check_decode_threads,
@@ -36,6 +36,8 @@ _CHECKS = {
     "mixed precision": computing.check_mixed_precision,
     "batch size": computing.check_batch_size,
     "prefetch_factor": loading.check_prefetch_factor,
+}
+_CHECKS_OF_THE_SCRIPT = {  # which say nothing of a config alone
     "drop_last": loading.check_drop_last,
     "loader in the loop": loading.check_loader_in_loop,
     "set_epoch": loading.check_set_epoch,
@@ -48,14 +50,12 @@ _CHECKS = {
     "host waits": looping.check_host_waits,
     "evaluation": looping.check_evaluation,
     "checkpoints": looping.check_checkpoints,
+}
+_CHECKS_OF_THE_MACHINE = {
     "GPUs": surroundings.check_gpus,
     "shared card": surroundings.check_sharing,
     "temperature": surroundings.check_temperature,
 }
-_NEED_THE_SCRIPT = (
-    "drop_last", "loader in the loop", "set_epoch", "TF32", "cuDNN benchmark", "compile", "fused optimizer",
-    "channels_last", "zero_grad", "host waits", "evaluation", "checkpoints",
-)  # fmt: skip
 
 
 def check(
@@ -79,10 +79,10 @@ def inspect(study: Study, folder: DataFolder | None = None) -> Checklist:
     files = [module.name for module in study.program.modules]
     if study.settings.config is not None:
         files.append(shown(study.settings.config))
-    lines = {
-        subject: unknown("needs the script") if study.command is None and subject in _NEED_THE_SCRIPT else look(study)
-        for subject, look in _CHECKS.items()
-    }
+    lines = {subject: look(study) for subject, look in _CHECKS.items()}
+    for subject, look in _CHECKS_OF_THE_SCRIPT.items():
+        lines[subject] = look(study) if study.command is not None else unknown("needs the script")
+    lines |= {subject: look(study) for subject, look in _CHECKS_OF_THE_MACHINE.items()}
     if study.on_cpu():
         lines = {subject: _on_cpu(line) for subject, line in lines.items()}
     lines["disk"] = surroundings.check_disk(study, folder)

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from flatout.diagnose.preflight import tree
 from flatout.diagnose.preflight.evaluate import Evaluator, is_settings_class
 from flatout.diagnose.preflight.settings import Command, Leaves, Settings, as_data, folded, read_data
-from flatout.diagnose.preflight.source import Module, Program, argument, read_program, spread
+from flatout.diagnose.preflight.source import Program, read_program
 from flatout.diagnose.preflight.values import UNKNOWN, Table, Value, merged
 from flatout.errors import UsageError
 
@@ -43,16 +44,14 @@ def read_config(path: Path, answers: dict[str, Any]) -> Leaves:
     if path.suffix != ".py":
         return read_data(path)
     program = read_program(path)
-    module = program.modules[0]
-    return list(_constants(Evaluator(program, Settings(), answers), module, module.tree))
+    return _constants(Evaluator(program, Settings(), answers), program.modules[0].root)
 
 
-def _constants(evaluator: Evaluator, module: Module, scope: ast.Module | ast.ClassDef) -> Leaves:
+def _constants(evaluator: Evaluator, scope: ast.Module | ast.ClassDef) -> Leaves:
     found: Leaves = []
-    for name in module.names_in(scope):
-        targets = [bound.target for bound in module.bindings(scope, name)]
-        value = merged(evaluator.value(module, bound.node) for bound in module.bindings(scope, name))
-        if isinstance(targets[0], ast.Name):
+    for (bound_in, name), bindings in tree.module_of(scope).bindings.items():
+        if bound_in is scope and isinstance(bindings[0].target, ast.Name):
+            value = merged(evaluator.value(bound.node) for bound in bindings)
             found += _leaves((name,), Value(value.what, value.where, f"{name} =") if value.known else value)
     return found
 
@@ -67,68 +66,63 @@ def _leaves(path: tuple[str, ...], value: Value) -> Iterator[tuple[tuple[str, ..
 
 def _changed(evaluator: Evaluator) -> Iterator[str]:
     """Settings that the script sets itself: args.workers = …, cfg["workers"] = …"""
-    for module in evaluator.program.modules:
-        for target, _ in module.assigns:
-            match target:
-                case ast.Attribute(value=ast.Name(id=holder) | ast.Attribute(attr=holder), attr=name):
-                    pass
-                case ast.Subscript(value=ast.Name(id=holder), slice=ast.Constant(value=str(name))):
-                    pass
-                case _:
-                    continue
-            if evaluator.carries_settings(holder):
+    for target, _ in (binding for module in evaluator.program.modules for binding in module.assigns):
+        match target:
+            case (
+                ast.Attribute(value=ast.Name(id=holder) | ast.Attribute(attr=holder), attr=name)
+                | ast.Subscript(value=ast.Name(id=holder), slice=ast.Constant(value=str(name)))
+            ) if evaluator.carries_settings(holder):
                 yield name
 
 
 def _of_classes(evaluator: Evaluator) -> Leaves:
     """Constants of classes such as CFG; what one is built with stands above them."""
     found: Leaves = []
-    for module in evaluator.program.modules:
-        for owner in filter(is_settings_class, module.classes.values()):
-            for leaf, value in _constants(evaluator, module, owner):
-                built = [(m, call) for m, call, _ in evaluator.program.calls(owner.name)]
-                given = [evaluator.value(m, node) for m, call in built if (node := argument(call, leaf[-1]))]
-                unclear = any(call.args or spread(call) for _, call in built)
-                found.append((leaf, Value() if unclear or value.what is None else merged(given or [value])))
+    for owner in (owner for module in evaluator.program.modules for owner in module.classes.values()):
+        for leaf, value in _constants(evaluator, owner) if is_settings_class(owner) else ():
+            built = [call for call, _ in evaluator.program.calls(owner.name)]
+            given = [evaluator.value(node) for call in built if (node := tree.argument(call, leaf[-1]))]
+            unclear = any(call.args or tree.spread(call) for call in built)
+            found.append((leaf, Value() if unclear or value.what is None else merged(given or [value])))
     return found
 
 
 def _declared(evaluator: Evaluator, command: Command | None) -> Leaves:
     """Every argument of argparse with its default, or with what the command gives it."""
     found: Leaves = []
-    for module, call, _ in evaluator.program.calls("add_argument"):
-        flags = [flag for one in call.args if isinstance(flag := evaluator.value(module, one).what, str)]
+    for call, _ in evaluator.program.calls("add_argument"):
+        flags = [flag for one in call.args if isinstance(flag := evaluator.value(one).what, str)]
         if flags:
-            found.append(_argument(evaluator, module, call, flags, command))
+            found.append(_argument(evaluator, call, flags, command))
     return found
 
 
 def _argument(
-    evaluator: Evaluator, module: Module, call: ast.Call, flags: list[str], command: Command | None
+    evaluator: Evaluator, call: ast.Call, flags: list[str], command: Command | None
 ) -> tuple[tuple[str, ...], Value]:
     long = next((flag for flag in flags if flag.startswith("--")), flags[0])
-    given = {k.arg: evaluator.value(module, k.value) for k in call.keywords if k.arg is not None}
+    given = {k.arg: evaluator.value(k.value) for k in call.keywords if k.arg is not None}
     name = given.get("dest", Value()).what
     leaf = (name if isinstance(name, str) else long.lstrip("-").replace("-", "_"),)
-    action, kind = given.get("action", Value()).what, argument(call, "type")
-    switch, where, knob = action in ("store_true", "store_false"), module.where(call), long
+    action, kind = given.get("action", Value()).what, tree.argument(call, "type")
+    switch, said = action in ("store_true", "store_false"), tree.where(call)
     text = command.flag(*flags) if command is not None else None
     if command is not None and text is not None:
-        what = action == "store_true" if switch else _converted(module, kind, text)
-        return leaf, Value(what, command.where or where, knob)
+        what = action == "store_true" if switch else _converted(kind, text)
+        return leaf, Value(what, command.where or said, long)
     if action == "store_true" and folded(leaf[0]) in _WANTS_A_GPU:
         return leaf, Value(True)
-    if given.get("required", Value()).what is True or not long.startswith("-") or spread(call):
+    if given.get("required", Value()).what is True or not long.startswith("-") or tree.spread(call):
         return leaf, Value()
     default = given["default"].what if "default" in given else (action == "store_false" if switch else None)
     if folded(leaf[0]) == "device" and default == "cpu":
         return leaf, Value()  # it is there to be overridden
-    return leaf, Value(_converted(module, kind, default) if isinstance(default, str) else default, where, knob)
+    return leaf, Value(_converted(kind, default) if isinstance(default, str) else default, said, long)
 
 
-def _converted(module: Module, kind: ast.expr | None, text: str | bool) -> Any:
+def _converted(kind: ast.expr | None, text: str | bool) -> Any:
     """A text as add_argument's `type` makes a value of it."""
-    name = module.dotted(kind) if kind is not None else "str"
+    name = tree.dotted(kind) if kind is not None else "str"
     if isinstance(text, bool) or name not in ("int", "float", "str"):
         return text if isinstance(text, bool) else UNKNOWN
     return as_data(text, is_text=name == "str")
@@ -136,15 +130,15 @@ def _converted(module: Module, kind: ast.expr | None, text: str | bool) -> Any:
 
 def _config_by_default(evaluator: Evaluator, command: Command | None) -> Path | None:
     """The config file the script reads when it is told nothing else: the file its own --config has for a default."""
-    for module, call, _ in evaluator.program.calls("add_argument"):
+    for call, _ in evaluator.program.calls("add_argument"):
         names = [one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
         if not any(word in name.lower() for name in names for word in ("config", "cfg")):
             continue
-        text, default = command.flag(*names) if command is not None else None, argument(call, "default")
+        text, default = command.flag(*names) if command is not None else None, tree.argument(call, "default")
         parts = [node for node in ast.walk(default) if isinstance(node, ast.Constant)] if default is not None else []
         words = [str(node.value) for node in sorted(parts, key=lambda node: (node.lineno, node.col_offset))]
         path = Path(text) if isinstance(text, str) else Path(*words)
-        for base in (Path(), module.path.parent):
+        for base in (Path(), tree.module_of(call).path.parent):
             if path.suffix in _CONFIGS and (base / path).is_file():
                 return base / path
     return None
@@ -153,6 +147,6 @@ def _config_by_default(evaluator: Evaluator, command: Command | None) -> Path | 
 def _defaults_come_from_elsewhere(evaluator: Evaluator) -> bool:
     """Whether the config has the last word: set_defaults(**config), setattr(args, …), args.__dict__.update(config)."""
     return any(
-        name == "setattr" or name.endswith("__dict__.update") or (name.endswith("set_defaults") and spread(call))
-        for _, call, name in evaluator.program.calls("set_defaults", "setattr", "update")
+        name == "setattr" or name.endswith("__dict__.update") or (name.endswith("set_defaults") and tree.spread(call))
+        for call, name in evaluator.program.calls("set_defaults", "setattr", "update")
     )

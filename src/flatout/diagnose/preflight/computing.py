@@ -9,10 +9,10 @@ import ast
 import re
 from collections.abc import Iterator
 
+from flatout.diagnose.preflight import tree
 from flatout.diagnose.preflight.checklist import OK, WARN, Line, fail, ok, unknown, warn
 from flatout.diagnose.preflight.loading import UNTOLD, batch_size, training_loaders
 from flatout.diagnose.preflight.settings import folded
-from flatout.diagnose.preflight.source import Module
 from flatout.diagnose.preflight.study import Study
 from flatout.diagnose.preflight.values import Value
 
@@ -107,8 +107,8 @@ def _misspelled(study: Study) -> Line | None:
 def _autocast(study: Study) -> Line | None:
     """torch's own autocast, and whether it is switched on."""
     places = [
-        (module.where(call), study.argument(module, call, "enabled", 0 if "cuda" in name else None) or Value(True))
-        for module, call, name in study.program.calls("autocast")
+        (tree.where(call), study.argument(call, "enabled", 0 if "cuda" in name else None) or Value(True))
+        for call, name in study.program.calls("autocast")
         if name in _AUTOCAST
     ]
     if not places:
@@ -128,8 +128,8 @@ def _autocast(study: Study) -> Line | None:
 def _of_a_framework(study: Study) -> Line | None:
     """Lower precision that a framework is asked for."""
     for callee, names in _ASKED_OF_FRAMEWORKS.items():
-        for module, call in study.called(callee):
-            given = [value for name in names if (value := study.argument(module, call, name)) is not None]
+        for call in study.called(callee):
+            given = [value for name in names if (value := study.argument(call, name)) is not None]
             on = next((value for value in given if _asks(value)), None)
             if on is not None:
                 return ok("on" if on.what is True else str(on.what), on.where)
@@ -142,10 +142,10 @@ def _of_a_framework(study: Study) -> Line | None:
 def _spoken_of(study: Study) -> Line | None:
     """Lower precision that comes another way: a cast, a framework's default, a module that was not looked at."""
     kinds = ("torch.bfloat16", "torch.float16", "torch.half")
-    for module, node in study.program.nodes():
-        name = module.dotted(node.func if isinstance(node, ast.Call) else node) or ""
+    for node in study.program.nodes():
+        name = tree.dotted(node.func if isinstance(node, ast.Call) else node)
         if (isinstance(node, ast.Call) and _LOW.search(name)) or name in kinds:
-            return unknown("lower precision is spoken of; what it is used for cannot be told", module.where(node))
+            return unknown("lower precision is spoken of; what it is used for cannot be told", tree.where(node))
     framework = study.framework() or study.program.uses("apex")
     if framework:
         return unknown(f"{framework} may switch it on")
@@ -155,44 +155,40 @@ def _spoken_of(study: Study) -> Line | None:
 # ---------------------------------------------------------------- settings, and who reads them
 
 
-def _readings(study: Study, name: str) -> Iterator[tuple[Module, ast.expr]]:
+def _readings(study: Study, name: str) -> Iterator[ast.expr]:
     """Where the program reads a setting: cfg.name, cfg["name"], getattr(cfg, "name")."""
-    for module, node in study.program.nodes():
+    for node in study.program.nodes():
         if isinstance(node, ast.Attribute) and folded(node.attr) == folded(name):
-            yield module, node
+            yield node
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and folded(node.value) == folded(name):
-            above = module.parent(node)
+            above = tree.parent(node)
             is_flag = isinstance(above, ast.Call) and ast.unparse(above.func).endswith("add_argument")
             if isinstance(above, ast.Subscript | ast.Call) and not is_flag:
-                yield module, above
+                yield above
 
 
 def _comparisons(study: Study, name: str) -> Iterator[tuple[str, object]]:
     """Where a setting is compared with == or in, and with what."""
-    for module, node in _readings(study, name):
-        match module.parent(node):
+    for node in _readings(study, name):
+        match tree.parent(node):
             case ast.Compare(left=left, ops=[ast.Eq() | ast.In()], comparators=[right]) if left is node:
-                what = study.value(module, right).what
+                what = study.value(right).what
                 for word in (value.what for value in what) if isinstance(what, tuple) else (what,):
-                    yield module.where(node), word
+                    yield tree.where(node), word
 
 
 def _heard(study: Study, name: str, *, comparing: bool = True) -> bool:
     """Whether a setting is read for more than saying it; `comparing` it with words counts, or does not."""
     return any(
-        not _only_said(module, node) and (comparing or not isinstance(module.parent(node), ast.Compare))
-        for module, node in _readings(study, name)
+        not _only_said(node) and (comparing or not isinstance(tree.parent(node), ast.Compare))
+        for node in _readings(study, name)
     )
 
 
-def _only_said(module: Module, node: ast.AST) -> bool:
+def _only_said(node: ast.AST) -> bool:
     """Whether a value is only printed or logged."""
-    for above in module.around(node):
-        if isinstance(above, ast.Call):
-            return bool(_SAYS_ONLY.match(ast.unparse(above.func)))
-        if isinstance(above, ast.stmt):
-            return False
-    return False
+    above = next((one for one in tree.around(node) if isinstance(one, ast.Call | ast.stmt)), None)
+    return isinstance(above, ast.Call) and bool(_SAYS_ONLY.match(ast.unparse(above.func)))
 
 
 def _ignored(study: Study, subject: str, why: str, fix: str) -> Line | None:
@@ -211,15 +207,14 @@ def check_tf32(study: Study) -> Line:
     """TF32 for matrix products, where they run in fp32."""
     fix = 'torch.set_float32_matmul_precision("high")'
     switches = ("torch.backends.cuda.matmul.allow_tf32", "torch.backends.cuda.matmul.fp32_precision")
-    for module, target, value in study.assigned(*switches):
+    for target, value in study.assigned(*switches):
         if value.what in (True, "tf32"):
-            return ok("on for matrix products", module.where(target))
-    for module, call in study.called("torch.set_float32_matmul_precision"):
-        wanted = study.argument(module, call, "precision", 0)
+            return ok("on for matrix products", tree.where(target))
+    for call in study.called("torch.set_float32_matmul_precision"):
+        wanted = study.argument(call, "precision", 0)
         if wanted is not None and wanted.what != "highest":
-            return ok("on for matrix products", module.where(call))
-    ignored = _ignored(study, "tf32", "neither allow_tf32 nor set_float32_matmul_precision is ever set", fix)
-    if ignored is not None:
+            return ok("on for matrix products", tree.where(call))
+    if ignored := _ignored(study, "tf32", "neither allow_tf32 nor set_float32_matmul_precision is ever set", fix):
         return ignored
     precision, matrix = check_mixed_precision(study).status, _layers(study, _MATRIX)
     if precision != WARN:
@@ -236,27 +231,26 @@ def check_tf32(study: Study) -> Line:
 
 def _layers(study: Study, pattern: re.Pattern[str]) -> list[str]:
     """Where layers of a kind are made."""
-    return [module.where(call) for module, call, name in study.program.calls() if pattern.search(name)]
+    return [tree.where(call) for call, name in study.program.calls() if pattern.search(name)]
 
 
 def check_cudnn_benchmark(study: Study) -> Line:
     """cuDNN's search for the fastest convolution."""
     fix, convolutions = "torch.backends.cudnn.benchmark = True", _layers(study, _CONVOLUTION)
-    set_to = [(m.where(target), value) for m, target, value in study.assigned("torch.backends.cudnn.benchmark")]
-    for where, value in set_to:
+    set_to = list(study.assigned("torch.backends.cudnn.benchmark"))
+    for target, value in set_to:
         if value.what is not False:
-            return ok("on", where)
-    ignored = _ignored(study, "cudnn_benchmark", "torch.backends.cudnn.benchmark is never set", fix)
-    if ignored is not None:
+            return ok("on", tree.where(target))
+    if ignored := _ignored(study, "cudnn_benchmark", "torch.backends.cudnn.benchmark is never set", fix):
         return ignored
-    if any(value.what is True for _, _, value in study.assigned("torch.backends.cudnn.deterministic")):
+    if any(value.what is True for _, value in study.assigned("torch.backends.cudnn.deterministic")):
         return unknown("off for the sake of reproducible runs")
     if not convolutions:
         return unknown("no convolutions seen")
     if not set_to:
         return unknown("not set; it pays where inputs keep one size", fix=f"try {fix}")
     reason = "switched off, and nothing here asks for deterministic convolutions"
-    return warn(reason, set_to[0][0], fix=f"{fix}, if inputs keep one size", code="compute.layout")
+    return warn(reason, tree.where(set_to[0][0]), fix=f"{fix}, if inputs keep one size", code="compute.layout")
 
 
 def check_compile(study: Study) -> Line:
@@ -272,13 +266,13 @@ def check_fused_optimizer(study: Study) -> Line:
     """Adam and AdamW with fused=True."""
     adams = ("torch.optim.AdamW", "torch.optim.Adam", "torch.optim.adam.Adam", "torch.optim.adamw.AdamW")
     fused_at = None
-    for module, call in study.called(*adams):
-        name, where = ast.unparse(call.func).rsplit(".", 1)[-1], module.where(call)
-        fused, foreach = (study.argument(module, call, option) for option in ("fused", "foreach"))
+    for call in study.called(*adams):
+        name, where = tree.last_name(ast.unparse(call.func)), tree.where(call)
+        fused, foreach = (study.argument(call, option) for option in ("fused", "foreach"))
         if fused is not None and fused.what is True:
             fused_at = where
             continue
-        if _one_of_several(study, module, call):
+        if _one_of_several(study, call):
             return unknown("which optimizer is built, is not told by the source alone", where)
         if fused is not None and not fused.known:
             return unknown(UNTOLD, where)
@@ -288,22 +282,18 @@ def check_fused_optimizer(study: Study) -> Line:
     return ok("fused", fused_at) if fused_at else unknown("no Adam or AdamW of torch's own is built here")
 
 
-def _one_of_several(study: Study, module: Module, call: ast.Call) -> bool:
+def _one_of_several(study: Study, call: ast.Call) -> bool:
     """Whether a condition decides between this optimizer and another."""
-    function = module.function_of(call) or module.tree
-    others = [
-        other
-        for m, other, name in study.program.calls()
-        if m is module and other is not call and re.match(r"torch\.optim\.(?!lr_scheduler)", name)
-        and (module.function_of(other) or module.tree) is function
-    ]  # fmt: skip
-    return bool(others) and not study.always(module, call, function)
+    here = tree.function_of(call) or tree.module_of(call).root
+    optimizers = [other for other, name in study.program.calls() if re.match(r"torch\.optim\.(?!lr_scheduler)", name)]
+    beside = [other for other in optimizers if (tree.function_of(other) or tree.module_of(other).root) is here]
+    return len(beside) > 1 and not study.always(call, here)
 
 
 def check_channels_last(study: Study) -> Line:
     """channels_last, where there are convolutions and tensor cores to use it."""
     names = ("torch.channels_last", "torch.channels_last_3d")
-    place = next((m.where(node) for m, node in study.program.nodes() if m.dotted(node) in names), None)
+    place = next((tree.where(node) for node in study.program.nodes() if tree.dotted(node) in names), None)
     fix, setting = "model.to(memory_format=torch.channels_last), and inputs likewise", study.setting("channels_last")
     convolutions = _layers(study, re.compile(r"(^|\.)Conv2d$"))
     mostly = len(convolutions) > len(_layers(study, _MATRIX))
@@ -312,8 +302,7 @@ def check_channels_last(study: Study) -> Line:
     if place is not None and mostly:
         reason = "the script can do it, but it is switched off: convolutions run in NCHW"
         return warn(reason, setting.where, fix=setting.turned_to("channels_last", True), code="compute.layout")
-    ignored = _ignored(study, "channels_last", "torch.channels_last is never used", fix)
-    if ignored is not None:
+    if ignored := _ignored(study, "channels_last", "torch.channels_last is never used", fix):
         return ignored
     if not mostly:
         return unknown("no model that is mostly two-dimensional convolutions was seen")
@@ -340,11 +329,11 @@ def check_batch_size(study: Study) -> Line:
 def check_zero_grad(study: Study) -> Line:
     """zero_grad(set_to_none=False)."""
     calls = list(study.called(".zero_grad"))
-    for module, call in calls:
-        given = study.argument(module, call, "set_to_none", 0)
+    for call in calls:
+        given = study.argument(call, "set_to_none", 0)
         if given is not None and given.what is False:
             reason = "set_to_none=False fills every gradient with zeros, and adds to them"
-            return warn(reason, module.where(call), fix="optimizer.zero_grad()", code="compute.optimizer")
+            return warn(reason, tree.where(call), fix="optimizer.zero_grad()", code="compute.optimizer")
     if not calls:
         return unknown("not called in what was looked at")
-    return ok("gradients are set to None", calls[0][0].where(calls[0][1]))
+    return ok("gradients are set to None", tree.where(calls[0]))

@@ -10,12 +10,13 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from flatout.diagnose.preflight import tree
 from flatout.diagnose.preflight.settings import Settings
-from flatout.diagnose.preflight.source import Module, Program, argument, parameters, spread
-from flatout.diagnose.preflight.values import Table, Value, merged
+from flatout.diagnose.preflight.source import Binding, Program
+from flatout.diagnose.preflight.values import UNKNOWN, Table, Value, merged
 
 _OPERATORS: dict[type[ast.operator | ast.cmpop | ast.unaryop], Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -35,160 +36,161 @@ _TOO_DEEP = 60
 
 
 class Evaluator:
-    """Answers `value(module, expression)`. `answers` has os.cpu_count() and the like, by name."""
+    """Answers `value(expression)`. `answers` has os.cpu_count() and the like, by name."""
 
     def __init__(self, program: Program, settings: Settings, answers: dict[str, Any]) -> None:
         self.program, self.settings, self.answers = program, settings, answers
         self._memory: dict[ast.expr, Value] = {}
         self._depth = 0
 
-    def value(self, module: Module, node: ast.expr | None) -> Value:
+    def value(self, node: ast.expr | None) -> Value:
         """What an expression is worth, and where that was said."""
         if node is None or self._depth > _TOO_DEEP:
             return Value()
         if node not in self._memory:
             self._memory[node] = Value()  # for whoever asks on the way: what is made of itself is not known
             self._depth += 1
-            found = self._evaluated(module, node)
+            found = self._evaluated(node)
             self._depth -= 1
-            where = found.where or module.where(node)
-            self._memory[node] = Value(found.what, where, found.knob) if found.known else Value()
+            self._memory[node] = (
+                Value(found.what, found.where or tree.where(node), found.knob) if found.known else Value()
+            )
         return self._memory[node]
 
-    def _evaluated(self, module: Module, node: ast.expr) -> Value:
+    def _evaluated(self, node: ast.expr) -> Value:
         match node:
             case ast.Constant(value=what):
                 return Value(what)
             case ast.Name():
-                return self._name(module, node)
+                return self._name(node)
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
-                return Value(tuple(self.value(module, part) for part in parts))
+                return Value(tuple(self.value(part) for part in parts))
             case ast.Dict(keys=keys, values=values):
-                return self._dict(module, list(zip(keys, values, strict=True)))
+                names = (self.value(key).what or UNKNOWN if key is not None else None for key in keys)
+                return self._table(zip(names, values, strict=True))
             case ast.IfExp(test=test, body=body, orelse=orelse):
-                told = self.value(module, test)
+                told = self.value(test)
                 taken = (body if told.what else orelse,) if told.known else (body, orelse)
-                return merged(self.value(module, one) for one in taken)
+                return merged(self.value(one) for one in taken)
             case ast.BoolOp(op=op, values=parts):
-                return self._boolean([self.value(module, part) for part in parts], isinstance(op, ast.And))
+                return _boolean([self.value(part) for part in parts], isinstance(op, ast.And))
             case ast.UnaryOp(op=op, operand=operand):
-                return _computed(_OPERATORS.get(type(op)), self.value(module, operand))
+                return _computed(_OPERATORS.get(type(op)), self.value(operand))
             case ast.BinOp(left=left, op=op, right=right):
-                return _computed(_OPERATORS.get(type(op)), self.value(module, left), self.value(module, right))
+                return _computed(_OPERATORS.get(type(op)), self.value(left), self.value(right))
             case ast.Compare(left=left, ops=[op], comparators=[right]):
                 # A step counted modulo 1 is 0 every time, whatever the step.
-                counts = isinstance(left, ast.BinOp) and isinstance(left.op, ast.Mod)
-                every = counts and self.value(module, left.right).what == 1  # type: ignore[attr-defined]
-                first = Value(0) if every else self.value(module, left)
-                return _computed(_OPERATORS.get(type(op)), first, self.value(module, right))
+                every = (
+                    isinstance(left, ast.BinOp) and isinstance(left.op, ast.Mod) and self.value(left.right).what == 1
+                )
+                return _computed(_OPERATORS.get(type(op)), Value(0) if every else self.value(left), self.value(right))
             case ast.Attribute() | ast.Subscript():
-                return self._looked_up(module, node)
+                return self._looked_up(node)
             case ast.Call():
-                return self._call(module, node)
+                return self._call(node)
         return Value()
 
-    @staticmethod
-    def _boolean(parts: list[Value], is_and: bool) -> Value:
-        """The first part that decides; where none does, the first, which is what a person would set."""
-        for part in parts:
-            if not part.known:
-                certain = is_and and any(other.known and not other.what for other in parts)
-                return Value(False) if certain else Value()
-            if bool(part.what) is not is_and:
-                return part
-        return parts[0] if all(part.what is True for part in parts) else parts[-1]
-
-    def _dict(self, module: Module, items: list[tuple[ast.expr | None, ast.expr]]) -> Value:
+    def _table(self, items: Iterable[tuple[Any, ast.expr]]) -> Value:
+        """A dict of these keys; None is for ** of another."""
         table = Table()
         for key, node in items:
-            name = self.value(module, key).what
-            if key is None:  # ** of another
-                table = table.plus(self.value(module, node))
-            elif isinstance(name, str):
-                table.entries[name] = self.value(module, node)
+            if key is None:
+                table = table.plus(self.value(node))
+            elif isinstance(key, str):
+                table.entries[key] = self.value(node)
             else:
                 table = Table(table.entries, False)
         return Value(table)
 
     # ------------------------------------------------------------------ names
 
-    def _name(self, module: Module, node: ast.Name) -> Value:
-        if self.settings.config is not None and any(module.dotted(call.func) == "exec" for call in module.calls):
+    def _name(self, node: ast.Name) -> Value:
+        if self.settings.config is not None and any(
+            tree.dotted(call.func) == "exec" for call in tree.module_of(node).calls
+        ):
             over = self.settings.of((node.id,))  # a config that is run in the script's own namespace
             if over is not None:
                 return over
-        found = merged(self.value(m, origin) for m, origin in self.origins(module, node))
-        return Value(self._with_items(module, node, found.what)) if isinstance(found.what, Table) else found
+        found = self._agreed(node)
+        return Value(self._with_items(node, found.what)) if isinstance(found.what, Table) else found
 
-    def origins(self, module: Module, node: ast.Name | ast.Attribute) -> Iterator[tuple[Module, ast.expr | None]]:
-        """What a name (or self.name) may stand for, each with its module; None for what cannot be told."""
-        owner = module.class_of(node)
+    def _agreed(self, node: ast.Name | ast.Attribute) -> Value:
+        return merged(self.value(origin) for origin in self.origins(node))
+
+    def origins(self, node: ast.Name | ast.Attribute) -> Iterator[ast.expr | None]:
+        """What a name (or self.name) may stand for; None for what cannot be told."""
+        owner = tree.class_of(node)
         if isinstance(node, ast.Name):
-            places = [(scope, node.id) for scope in module.scopes(node)]
+            places = [(scope, node.id) for scope in tree.scopes(node)]
         else:
             places = [(owner, f"self.{node.attr}"), (owner, node.attr)] if owner is not None else []
         for scope, name in places:
-            bindings = module.bindings(scope, name)
-            is_parameter = isinstance(scope, ast.FunctionDef) and name in parameters(scope)
+            bindings = self._bindings(scope, name)
             for binding in bindings:
-                if self.runs(module, binding.target) is not False:
-                    yield module, binding.node
-            if is_parameter and isinstance(scope, ast.FunctionDef):
-                yield from self._given(module, scope, name)
+                if self.runs(binding.target) is not False:
+                    yield binding.node
+            is_parameter = isinstance(scope, ast.FunctionDef) and name in tree.parameters(scope)
+            if isinstance(scope, ast.FunctionDef) and is_parameter:
+                yield from self._given(scope, name)
             if bindings or is_parameter:
                 return
         if isinstance(node, ast.Name):
-            yield from self._imported(module, node.id)
+            yield from self._imported(node)
 
-    def _given(self, module: Module, function: ast.FunctionDef, name: str) -> Iterator[tuple[Module, ast.expr | None]]:
+    def _bindings(self, scope: tree.Scope, name: str) -> list[Binding]:
+        return tree.module_of(scope).bindings.get((scope, name), [])
+
+    def _given(self, function: ast.FunctionDef, name: str) -> Iterator[ast.expr | None]:
         """What the callers of a function give for a parameter."""
-        owner, known = module.class_of(function), parameters(function)
+        owner, known = tree.class_of(function), tree.parameters(function)
         called = owner.name if owner is not None and function.name == "__init__" else function.name
         position = list(known).index(name) - (1 if next(iter(known)) in ("self", "cls") else 0)
-        for caller, call, _ in self.program.calls(called) if position >= 0 else ():  # nobody is given self
-            node = argument(call, name, position)
-            uncertain = spread(call) or any(isinstance(given, ast.Starred) for given in call.args)
-            yield (caller, node) if node is not None else (module, None if uncertain else known[name])
+        for call, _ in self.program.calls(called) if position >= 0 else ():  # nobody is given self
+            given = tree.argument(call, name, position)
+            uncertain = tree.spread(call) or tree.starred(call)
+            yield given if given is not None else None if uncertain else known[name]
 
-    def _imported(self, module: Module, name: str) -> Iterator[tuple[Module, ast.expr | None]]:
-        full = module.imports.get(name)
+    def _imported(self, node: ast.Name) -> Iterator[ast.expr | None]:
+        module = tree.module_of(node)
+        full = module.imports.get(node.id)
         for source in [full] if full else module.starred:
             other = self.program.by_name.get(source)
             if other is not None:
-                bindings = other.bindings(other.tree, full.rsplit(".", 1)[-1] if full else name)
-                yield from ((other, binding.node) for binding in bindings)
+                yield from (one.node for one in self._bindings(other.root, tree.last_name(full) if full else node.id))
 
-    def _with_items(self, module: Module, node: ast.Name, table: Table) -> Table:
+    def _with_items(self, node: ast.Name, table: Table) -> Table:
         """A dict with what d["key"] = value and d.update(other) put in, wherever they stand in the function."""
-        function, table = module.function_of(node), Table(dict(table.entries), table.complete)
+        module, table = tree.module_of(node), Table(dict(table.entries), table.complete)
         for target, given in module.assigns:
             if isinstance(target, ast.Subscript) and _is_name(target.value, node.id):
-                key = self.value(module, target.slice).what
+                key = self.value(target.slice).what
                 if not isinstance(key, str):
                     table = Table(table.entries, False)
-                elif self.runs(module, target) is not False:
-                    before, now = table.entries.get(key), self.value(module, given)
+                elif self.runs(target) is not False:
+                    before, now = table.entries.get(key), self.value(given)
                     table.entries[key] = now if before is None else merged([before, now])
         for call in module.calls:
-            updates = module.dotted(call.func) == f"{node.id}.update" and call.args
-            if updates and module.function_of(call) is function and self.runs(module, call) is not False:
-                table = table.plus(self.value(module, call.args[0]))
+            updates = tree.dotted(call.func) == f"{node.id}.update" and call.args
+            if updates and tree.function_of(call) is tree.function_of(node) and self.runs(call) is not False:
+                table = table.plus(self.value(call.args[0]))
         return table
 
     # ------------------------------------------------------------------ settings, attributes, items
 
-    def _looked_up(self, module: Module, node: ast.expr, default: ast.expr | None = None) -> Value:
+    def _looked_up(self, node: ast.expr, default: Value | None = None) -> Value:
         """A name of a holder: config.key, config["key"], config.get("key", default), getattr(args, "key", default)."""
         if isinstance(node, ast.Attribute) and _is_name(node.value, "self"):
-            return merged(self.value(m, origin) for m, origin in self.origins(module, node))
-        *before, name = _path(node) or [""]
-        holder = self.value(module, _holder(node))
-        if isinstance(holder.what, Table):
-            found = holder.what.entries.get(name)
-            return found or (self.value(module, default) if holder.what.complete else Value())
-        other = self.program.by_name.get(module.dotted(node.value) or "") if isinstance(node, ast.Attribute) else None
-        if other is not None and (bindings := other.bindings(other.tree, name)):
-            return merged(self.value(other, binding.node) for binding in bindings)
+            return self._agreed(node)
+        found = _lookup(node)
+        if found is None:
+            return Value()
+        holder, name = found
+        table, before = self.value(holder).what, _path(holder)
+        if isinstance(table, Table):
+            return table.entries.get(name) or (default if default and table.complete else Value())
+        other = self.program.by_name.get(tree.dotted(holder)) if isinstance(node, ast.Attribute) else None
+        if other is not None and (bindings := self._bindings(other.root, name)):
+            return merged(self.value(binding.node) for binding in bindings)
         if before and name == "type" and "device" in before[-1].lower():
             return Value("cuda")
         carried = [at for at, one in enumerate(before) if self.carries_settings(one)]
@@ -196,46 +198,42 @@ class Evaluator:
             return Value()
         setting = self.settings.of((*before[carried[-1] + 1 :], name))
         if setting is None and default is not None and self.settings.config is not None:
-            return self.value(module, default)
+            return default
         return setting or Value()
 
     def carries_settings(self, name: str) -> bool:
         """Whether what is called so has settings for its attributes."""
         found = self.program.find_class(name)
-        return bool(_CARRIER.fullmatch(name)) or (found is not None and is_settings_class(found[1]))
+        return bool(_CARRIER.fullmatch(name)) or (found is not None and is_settings_class(found))
 
-    def _call(self, module: Module, node: ast.Call) -> Value:
-        name = module.dotted(node.func) or ""
+    def _call(self, node: ast.Call) -> Value:
+        name = tree.dotted(node.func)
         if name in self.answers:
             return Value(self.answers[name])
         if name in _PLAIN_CALLS and not node.keywords:
-            given = [self.value(module, one) for one in node.args]
+            given = [self.value(one) for one in node.args]
             spread_out = given[0].what if len(given) == 1 and isinstance(given[0].what, tuple) else given
             return _computed(_PLAIN_CALLS[name], *spread_out)
         if name == "dict":
-            pairs: list[tuple[ast.expr | None, ast.expr]] = [(None, one) for one in node.args]
-            pairs += [(ast.Constant(k.arg, lineno=node.lineno) if k.arg else None, k.value) for k in node.keywords]
-            return self._dict(module, pairs)
-        if _path(node):
+            return self._table([*((None, one) for one in node.args), *((k.arg, k.value) for k in node.keywords)])
+        if _lookup(node):
             has_default = len(node.args) == (3 if name == "getattr" else 2)
-            return self._looked_up(
-                module, node, node.args[-1] if has_default else ast.Constant(None, lineno=node.lineno)
-            )
+            return self._looked_up(node, self.value(node.args[-1]) if has_default else Value(None))
         return Value()
 
     # ------------------------------------------------------------------ conditions
 
-    def runs(self, module: Module, node: ast.AST, within: ast.AST | None = None) -> bool | None:
+    def runs(self, node: ast.AST, within: ast.AST | None = None) -> bool | None:
         """Whether a node runs each time `within` (or its function) does; None where a condition cannot be told."""
         below, certain = node, True
-        for above in module.around(node):
+        for above in tree.around(node):
             if isinstance(above, ast.For | ast.While) and _skipped(above.body, below):
                 certain = False
             if above is within or (within is None and isinstance(above, ast.FunctionDef)):
                 return certain or None
             if isinstance(above, ast.If | ast.IfExp) and below is not above.test:
                 then = below is above.body if isinstance(above, ast.IfExp) else below in above.body
-                test = self.value(module, above.test)
+                test = self.value(above.test)
                 if test.known and bool(test.what) is not then:
                     return False
                 certain &= test.known or (then and _on_one_rank(ast.unparse(above.test)))
@@ -247,6 +245,17 @@ class Evaluator:
         return (certain or None) if within is None else None
 
 
+def _boolean(parts: list[Value], is_and: bool) -> Value:
+    """The first part that decides; where none does, the first, which is what a person would set."""
+    for part in parts:
+        if not part.known:
+            certain = is_and and any(other.known and not other.what for other in parts)
+            return Value(False) if certain else Value()
+        if bool(part.what) is not is_and:
+            return part
+    return parts[0] if all(part.what is True for part in parts) else parts[-1]
+
+
 def is_settings_class(node: ast.ClassDef) -> bool:
     """Whether a class is called like a holder of settings: CFG, TrainConfig, TrainingArguments."""
     return bool(re.search(r"(cfg|config|conf|settings|arguments|args|options|hparams|hyperparam\w*)$", node.name, re.I))
@@ -256,35 +265,26 @@ def _is_name(node: ast.expr, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
 
-def _holder(node: ast.expr) -> ast.expr | None:
-    """What a name is looked up in."""
+def _lookup(node: ast.expr | None) -> tuple[ast.expr, str] | None:
+    """What a name is looked up in, and the name: cfg.amp, cfg["amp"], cfg.get("amp"), getattr(cfg, "amp")."""
     match node:
-        case ast.Attribute(value=holder) | ast.Subscript(value=holder):
-            return holder
-        case ast.Call(func=ast.Name(id="getattr"), args=[holder, *_]):
-            return holder
-        case ast.Call(func=ast.Attribute(value=holder)):
-            return holder
+        case (
+            ast.Attribute(value=holder, attr=name)
+            | ast.Subscript(value=holder, slice=ast.Constant(value=str(name)))
+            | ast.Call(func=ast.Attribute(value=holder, attr="get"), args=[ast.Constant(value=str(name)), *_])
+            | ast.Call(func=ast.Name(id="getattr"), args=[holder, ast.Constant(value=str(name)), *_])
+        ):
+            return holder, name
     return None
 
 
-def _path(node: ast.expr | None) -> list[str]:
+def _path(node: ast.expr) -> list[str]:
     """The names that lead to a setting: cfg.train["amp"] → cfg, train, amp. Empty where it is something else."""
-    match node:
-        case ast.Name(id=name):
-            return [name]
-        case ast.Attribute(attr=name):
-            pass
-        case ast.Subscript(slice=ast.Constant(value=str(name))):
-            pass
-        case ast.Call(func=ast.Attribute(attr="get"), args=[ast.Constant(value=str(name)), *_]):
-            pass
-        case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=str(name)), *_]):
-            pass
-        case _:
-            return []
-    before = _path(_holder(node))
-    return [*before, name] if before else []
+    if isinstance(node, ast.Name):
+        return [node.id]
+    found = _lookup(node)
+    before = _path(found[0]) if found is not None else []
+    return [*before, found[1]] if found is not None and before else []
 
 
 def _plain(what: Any) -> Any:

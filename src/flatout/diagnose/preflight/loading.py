@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from flatout.diagnose.preflight import tree
 from flatout.diagnose.preflight.checklist import FAIL, NOT_APPLICABLE, OK, WARN, Line, fail, ok, unknown, warn
-from flatout.diagnose.preflight.source import Module, argument
 from flatout.diagnose.preflight.study import Study
 from flatout.diagnose.preflight.values import Value
 
@@ -39,19 +39,17 @@ class Loader:
     """One place that builds a loader for training. Without a call, all that is known of it is in the settings."""
 
     study: Study
-    module: Module | None = None
     call: ast.Call | None = None
     hugging_face: bool = False
 
     def where(self) -> str | None:
         """file:line of the call."""
-        return self.module.where(self.call) if self.module is not None and self.call is not None else None
+        return tree.where(self.call) if self.call is not None else None
 
     def argument(self, name: str, position: int | None = None) -> Value | None:
         """What the call is given; None where it is not given."""
-        if self.module is None or self.call is None:
-            return None
-        return self.study.argument(self.module, self.call, name, None if self.hugging_face else position)
+        place = None if self.hugging_face else position
+        return self.study.argument(self.call, name, place) if self.call is not None else None
 
     def get(self, name: str) -> Value:
         """An option as given, or its default."""
@@ -69,26 +67,25 @@ class Loader:
 def training_loaders(study: Study) -> list[Loader]:
     """The loaders that feed the training, and not its evaluation."""
     every = list(study.called(*_LOADERS))
-    only = len(every) == 1
-    found = [Loader(study, module, call) for module, call in every if not _evaluates(study, module, call, only=only)]
+    found = [Loader(study, call) for call in every if not _evaluates(study, call, only=len(every) == 1)]
     arguments = study.called("transformers.TrainingArguments", "transformers.Seq2SeqTrainingArguments")
-    found += [Loader(study, module, call, hugging_face=True) for module, call in arguments]
+    found += [Loader(study, call, hugging_face=True) for call in arguments]
     return found or ([Loader(study)] if study.setting("num_workers").known and not every else [])
 
 
-def _evaluates(study: Study, module: Module, call: ast.Call, *, only: bool) -> bool:
+def _evaluates(study: Study, call: ast.Call, *, only: bool) -> bool:
     """By the name it gets, the dataset it is given, the function it stands in; else by whether it shuffles."""
-    dataset, function = argument(call, "dataset", 0), module.function_of(call)
-    statement = next((node for node in module.around(call) if isinstance(node, ast.Assign)), None)
+    dataset, function = tree.argument(call, "dataset", 0), tree.function_of(call)
+    statement = next((node for node in tree.around(call) if isinstance(node, ast.Assign)), None)
     names = [ast.unparse(target) for target in statement.targets] if statement is not None else []
     for words in (" ".join(names), ast.unparse(dataset) if dataset else "", function.name if function else ""):
         if "train" in words.lower() or _EVALUATION.search(words):
             return "train" not in words.lower()
     looped = [_iterated(region.node.iter) for region in study.regions if isinstance(region.node, ast.For)]
-    sampled = [study.argument(module, call, name, at) for name, at in (("sampler", 3), ("batch_sampler", 4))]
+    sampled = [study.argument(call, name, at) for name, at in (("sampler", 3), ("batch_sampler", 4))]
     if only or any(name in looped for name in names) or any(sampled):
         return False
-    return (study.argument(module, call, "shuffle", 2) or Value(False)).what is False
+    return (study.argument(call, "shuffle", 2) or Value(False)).what is False
 
 
 def _iterated(node: ast.expr) -> str:
@@ -154,16 +151,12 @@ def check_workers(study: Study, loader: Loader) -> Line:
 
 def _in_memory(loader: Loader) -> bool:
     """Whether the dataset is a TensorDataset, or its __getitem__ takes what is there and calls nothing."""
-    if loader.module is None or loader.call is None:
-        return False
-    dataset = argument(loader.call, "dataset", 0)
-    made: Iterable[tuple[Module, ast.expr | None]] = [(loader.module, dataset)]
-    if isinstance(dataset, ast.Name):
-        made = loader.study.evaluator.origins(loader.module, dataset)
-    for module, node in made:
-        kind = (module.dotted(node.func) if isinstance(node, ast.Call) else None) or ""
+    dataset = tree.argument(loader.call, "dataset", 0) if loader.call is not None else None
+    made = loader.study.origins(dataset) if isinstance(dataset, ast.Name) else [dataset]
+    for node in made:
+        kind = tree.dotted(node.func) if isinstance(node, ast.Call) else ""
         found = loader.study.program.find_class(kind)
-        getters = [part for part in found[1].body if getattr(part, "name", "") == "__getitem__"] if found else []
+        getters = [part for part in found.body if getattr(part, "name", "") == "__getitem__"] if found else []
         calls = any(isinstance(part, ast.Call) for getter in getters for part in ast.walk(getter))
         if kind.endswith("TensorDataset") or (getters and not calls):
             return True
@@ -173,7 +166,7 @@ def _in_memory(loader: Loader) -> bool:
 def check_decode_threads(study: Study) -> Line:
     """Threads a worker starts for decoding, times the workers, against the cores."""
     threads, workers, budget = study.setting("threads"), number_of(study, "num_workers"), study.machine.budget
-    for _, _, set_to in study.assigned("stream.codec_context.thread_count", "codec_context.thread_count"):
+    for _, set_to in study.assigned("stream.codec_context.thread_count", "codec_context.thread_count"):
         threads = threads if threads.is_number() else set_to
     if not threads.is_number() or workers is None or workers.what == 0:
         return unknown("no setting for threads inside a worker was found")
@@ -219,7 +212,7 @@ def check_shared_memory(study: Study) -> Line:
 def _batch_bytes(study: Study) -> int | None:
     """Bytes of a batch of float pictures, where a crop in the source says how large they are."""
     batch, crops = batch_size(study), study.program.calls("RandomResizedCrop", "RandomCrop")
-    sizes = [study.argument(module, call, "size", 0) for module, call, name in crops if "torchvision" in name]
+    sizes = [study.argument(call, "size", 0) for call, name in crops if "torchvision" in name]
     sides = {int(size.what) for size in sizes if size is not None and size.is_number()}
     return int(batch.what) * 3 * sides.pop() ** 2 * 4 if batch is not None and len(sides) == 1 else None
 
@@ -269,21 +262,23 @@ def check_pin_memory(study: Study, loader: Loader) -> Line:
 
 def _copies(study: Study) -> Iterator[tuple[bool, str]]:
     """Copies of what the loader gives, in the training loop: (with non_blocking, where)."""
+
+    def overlaps(call: ast.Call) -> bool:
+        asked = study.argument(call, "non_blocking")
+        return asked is not None and asked.what is not False
+
     for region in study.regions:
         given = set(re.findall(r"\w+", ast.unparse(region.node.target))) if isinstance(region.node, ast.For) else set()
         for call in region.calls():
             if not isinstance(call.func, ast.Attribute) or call.func.attr not in ("to", "cuda"):
                 continue
             root = re.match(r"\w+", ast.unparse(call.func.value))
-            device = argument(call, "device", 0)
+            device = tree.argument(call, "device", 0)
             to_device = call.func.attr == "cuda" or (device and re.search("device|cuda", ast.unparse(device), re.I))
             if root and root[0] in given and to_device:
-                asked = study.argument(region.module, call, "non_blocking")
-                yield asked is not None and asked.what is not False, region.module.where(call)
-    for module, call in study.called(".to", ".cuda"):  # in a function of its own, such as to_device(batch)
-        asked = study.argument(module, call, "non_blocking")
-        if asked is not None and asked.what is not False:
-            yield True, module.where(call)
+                yield overlaps(call), tree.where(call)
+    # in a function of its own, such as to_device(batch)
+    yield from ((True, tree.where(call)) for call in study.called(".to", ".cuda") if overlaps(call))
 
 
 @_each_loader
@@ -341,12 +336,11 @@ def check_drop_last(study: Study, loader: Loader) -> Line:
 @_each_loader
 def check_loader_in_loop(study: Study, loader: Loader) -> Line:
     """A training loader that is built again every epoch."""
-    module, call = loader.module, loader.call
-    if module is None or call is None or loader.hugging_face:
+    call = loader.call
+    if call is None or loader.hugging_face:
         return unknown("where the DataLoader is built is not seen")
-    epoch_loops = [region.epochs[1] for region in study.regions if region.epochs is not None]
-    loop = next(iter(module.loops(call)), None)
-    if loop is None or loop not in epoch_loops or not study.always(module, call, loop):
+    loop = next(iter(tree.loops(call)), None)
+    if loop is None or loop not in [region.epochs for region in study.regions] or not study.always(call, loop):
         return ok("built once", loader.where())
     reason = "the DataLoader is built again every epoch, and its workers with it"
     fix = f"build it once, above the loop at line {loop.lineno}"
@@ -355,8 +349,8 @@ def check_loader_in_loop(study: Study, loader: Loader) -> Line:
 
 def check_set_epoch(study: Study) -> Line:
     """DistributedSampler.set_epoch, without which every epoch has the same order."""
-    samplers = ((m, call) for m, call, _ in study.program.calls("DistributedSampler") if _shuffles(study, m, call))
-    where = next((module.where(call) for module, call in samplers), None)
+    samplers = (call for call, _ in study.program.calls("DistributedSampler") if _shuffles(study, call))
+    where = next(map(tree.where, samplers), None)
     who = study.program.uses("lightning", "pytorch_lightning", "accelerate", "ignite")
     if where is None:
         return unknown("no DistributedSampler that shuffles")
@@ -370,8 +364,8 @@ def check_set_epoch(study: Study) -> Line:
     return fail(reason, where, fix="sampler.set_epoch(epoch) at the start of every epoch")
 
 
-def _shuffles(study: Study, module: Module, call: ast.Call) -> bool:
-    shuffle, dataset = study.argument(module, call, "shuffle", 3), argument(call, "dataset", 0)
+def _shuffles(study: Study, call: ast.Call) -> bool:
+    shuffle, dataset = study.argument(call, "shuffle", 3), tree.argument(call, "dataset", 0)
     words = ast.unparse(dataset) if dataset is not None else ""
     evaluates = _EVALUATION.search(words) and "train" not in words.lower()
     return (shuffle is None or shuffle.what is True) and not evaluates

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from flatout.budget import Budget
+from flatout.diagnose.preflight import tree
 from flatout.diagnose.preflight.arguments import read_settings
 from flatout.diagnose.preflight.evaluate import Evaluator
 from flatout.diagnose.preflight.settings import Command, Settings
-from flatout.diagnose.preflight.source import Module, Program, argument, read_program, spread
-from flatout.diagnose.preflight.training import Region, find_regions
+from flatout.diagnose.preflight.source import Program, read_program
+from flatout.diagnose.preflight.training import find_regions
 from flatout.diagnose.preflight.values import Table, Value
 from flatout.trace import GpuSample
 
@@ -48,52 +49,42 @@ class Machine:
         return {**cores, **cards, "torch.cuda.is_available": True}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Study:
+class Study(Evaluator):
     """One training before it starts. Without a script the program is empty, and nothing is known of the loop."""
 
-    machine: Machine
-    command: Command | None
-    program: Program
-    settings: Settings
-    evaluator: Evaluator
-    regions: list[Region]
+    def __init__(self, machine: Machine, command: Command | None, program: Program, settings: Settings) -> None:
+        super().__init__(program, settings, machine.answers())
+        self.machine, self.command, self.regions = machine, command, find_regions(program)
 
-    def called(self, *names: str) -> Iterator[tuple[Module, ast.Call]]:
+    def called(self, *names: str) -> Iterator[ast.Call]:
         """The calls of functions of these names; `.name` stands for any method of that name."""
-        last_names = dict.fromkeys(name.rsplit(".", 1)[-1] for name in names)
-        for module, call, name in self.program.calls(*last_names):
-            if name in names or ("." in name and f".{name.rsplit('.', 1)[-1]}" in names):
-                yield module, call
+        for call, name in self.program.calls(*dict.fromkeys(map(tree.last_name, names))):
+            if name in names or ("." in name and f".{tree.last_name(name)}" in names):
+                yield call
 
-    def assigned(self, *names: str) -> Iterator[tuple[Module, ast.expr, Value]]:
+    def assigned(self, *names: str) -> Iterator[tuple[ast.expr, Value]]:
         """Where an attribute such as torch.backends.cudnn.benchmark is set, and to what."""
-        for module in self.program.modules:
-            for target, given in module.assigns:
-                dotted = module.dotted(target) or ""
-                if any(dotted == name or ("." in dotted and name.endswith(f".{dotted}")) for name in names):
-                    yield module, target, self.value(module, given)
+        for target, given in (binding for module in self.program.modules for binding in module.assigns):
+            dotted = tree.dotted(target)
+            if any(dotted == name or ("." in dotted and name.endswith(f".{dotted}")) for name in names):
+                yield target, self.value(given)
 
-    def value(self, module: Module, node: ast.expr | None) -> Value:
-        """What an expression is worth, and where that was said."""
-        return self.evaluator.value(module, node)
-
-    def always(self, module: Module, node: ast.AST, within: ast.AST) -> bool:
+    def always(self, node: ast.AST, within: ast.AST) -> bool:
         """Whether a node runs each time `within` does."""
-        return self.evaluator.runs(module, node, within) is True
+        return self.runs(node, within) is True
 
-    def argument(self, module: Module, call: ast.Call, name: str, position: int | None = None) -> Value | None:
+    def argument(self, call: ast.Call, name: str, position: int | None = None) -> Value | None:
         """What a call is given under a name; None where it is not given, unknown where that cannot be told."""
-        node = argument(call, name, position)
+        node = tree.argument(call, name, position)
         if node is not None:
-            return self.value(module, node)
-        for mapping in spread(call):
-            table = self.value(module, mapping).what
+            return self.value(node)
+        for mapping in tree.spread(call):
+            table = self.value(mapping).what
             if not isinstance(table, Table):
                 return Value()
             if name in table.entries or not table.complete:
                 return table.entries.get(name, Value())
-        return Value() if any(isinstance(given, ast.Starred) for given in call.args) else None
+        return Value() if tree.starred(call) else None
 
     def setting(self, subject: str) -> Value:
         """A setting by any of the names people give it, from the arguments and the config file."""
@@ -101,13 +92,13 @@ class Study:
 
     def compiled(self) -> str | None:
         """Where torch.compile is called, or decorates."""
-        for module, call in self.called("torch.compile", ".compile"):
-            if (module.dotted(call.func) or "").split(".")[0] not in ("re", "regex"):
-                return module.where(call)
-        for module, node in self.program.nodes():
+        for call in self.called("torch.compile", ".compile"):
+            if tree.dotted(call.func).split(".")[0] not in ("re", "regex"):
+                return tree.where(call)
+        for node in self.program.nodes():
             decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
-            if any(module.dotted(one) == "torch.compile" for one in decorators):
-                return module.where(node)
+            if any(tree.dotted(one) == "torch.compile" for one in decorators):
+                return tree.where(node)
         return None
 
     def framework(self) -> str | None:
@@ -121,19 +112,11 @@ class Study:
     def on_cpu(self) -> bool:
         """Whether the whole training is seen, and nothing of it speaks of a GPU."""
         return self.whole() and not any(
-            re.search(r"cuda|accelerator|\.to\(", ast.unparse(module.tree)) for module in self.program.modules
+            re.search(r"cuda|accelerator|\.to\(", ast.unparse(module.root)) for module in self.program.modules
         )
 
 
 def open_study(machine: Machine, command: Command | None, config: Path | None) -> Study:
     """Read the script and the config file, whichever were named."""
     program = read_program(command.script) if command is not None else Program()
-    settings = read_settings(program, command, config, machine.answers())
-    return Study(
-        machine=machine,
-        command=command,
-        program=program,
-        settings=settings,
-        evaluator=Evaluator(program, settings, machine.answers()),
-        regions=find_regions(program),
-    )
+    return Study(machine, command, program, read_settings(program, command, config, machine.answers()))

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from flatout.diagnose.preflight import tree
 from flatout.diagnose.preflight.checklist import Line, fail, ok, unknown, warn
 from flatout.diagnose.preflight.loading import batch_size
 from flatout.diagnose.preflight.settings import Command
@@ -25,6 +26,7 @@ _CHUNK = 1 << 20
 _HOT_C, _TOO_HOT_C = 80, 87
 _HELD_BYTES = 1 << 30
 _FEW_BATCHES_S = 2.0
+_IDLE = "hardware.idle-gpus"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +43,12 @@ class DataFolder:
     @property
     def bytes_s(self) -> float:
         """Bytes a second."""
-        return self.read_bytes / self.seconds if self.seconds > 0 else 0.0
+        return self.read_bytes / self.seconds
 
     @property
     def files_s(self) -> float:
         """Files a second."""
-        return self.files / self.seconds if self.seconds > 0 else 0.0
+        return self.files / self.seconds
 
 
 def read_folder(
@@ -119,11 +121,10 @@ def check_gpus(study: Study) -> Line:
         return unknown("no NVIDIA driver answers here")
     if not cards:
         fix = "unset CUDA_VISIBLE_DEVICES"
-        return fail("CUDA_VISIBLE_DEVICES hides every card", fix=fix, code="hardware.idle-gpus")
+        return fail("CUDA_VISIBLE_DEVICES hides every card", fix=fix, code=_IDLE)
     if study.on_cpu():
         reason = "the script trains on the CPU: nothing is ever moved to a card"
-        fix = 'model.to("cuda"), and every batch likewise'
-        return warn(reason, study.regions[0].where, fix=fix, code="hardware.idle-gpus")
+        return warn(reason, study.regions[0].where, fix='model.to("cuda"), and every batch likewise', code=_IDLE)
     if len(cards) == 1:
         return ok(f"one card: {cards[0].name}")
     if command is None:
@@ -132,29 +133,27 @@ def check_gpus(study: Study) -> Line:
 
 
 def _many_cards(study: Study, command: Command, many: int) -> Line:
-    start = f"torchrun --nproc-per-node {many} {command.script.name}"
-    visible = f"{many} cards are visible"
-    if command.ranks is not None and command.launcher:
-        if command.ranks >= many:
-            return ok(f"{command.ranks} ranks on {many} cards", command.where)
-        return _idle(f"{visible}, {command.ranks} ranks are started", start, many - command.ranks, command.where)
+    start, ranks = f"torchrun --nproc-per-node {many} {command.script.name}", command.ranks
     wrappers = ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard", "DDP", "FSDP")
-    if any(study.program.calls(*wrappers)) or command.launcher:
-        if command.known and not command.launcher:
-            return _idle(f"{visible}, but one process is started", start, many - 1, command.where)
+    can_share = any(study.program.calls(*wrappers)) or command.launcher
+    if ranks is not None and command.launcher:
+        if ranks >= many:
+            return ok(f"{ranks} ranks on {many} cards", command.where)
+        used, reason, where = ranks, f", {ranks} ranks are started", command.where
+    elif can_share and (command.launcher or not command.known):
         return unknown(f"{many} cards; the script can use them all", fix=start)
-    start = f"DistributedDataParallel, and {start}"
-    for module, call, _ in study.program.calls("DataParallel"):
-        reason = "DataParallel drives all cards from one process, which copies the model every step"
-        return warn(reason, module.where(call), fix=start, code="hardware.idle-gpus")
-    if not study.whole():
-        return unknown(f"{many} cards; {study.framework() or 'what was not looked at'} may use them")
-    return _idle(f"{visible}, and the script uses one", start, many - 1, None)
-
-
-def _idle(reason: str, fix: str, idle: int, where: str | None) -> Line:
-    stand = "stands" if idle == 1 else "stand"
-    return warn(f"{reason}: {idle} {stand} idle", where, fix=fix, code="hardware.idle-gpus")
+    elif can_share:
+        used, reason, where = 1, ", but one process is started", command.where
+    else:
+        start = f"DistributedDataParallel, and {start}"
+        for call, _ in study.program.calls("DataParallel"):
+            reason = "DataParallel drives all cards from one process, which copies the model every step"
+            return warn(reason, tree.where(call), fix=start, code=_IDLE)
+        if not study.whole():
+            return unknown(f"{many} cards; {study.framework() or 'what was not looked at'} may use them")
+        used, reason, where = 1, ", and the script uses one", None
+    stand = "1 stands idle" if many - used == 1 else f"{many - used} stand idle"
+    return warn(f"{many} cards are visible{reason}: {stand}", where, fix=start, code=_IDLE)
 
 
 def check_sharing(study: Study) -> Line:
@@ -165,13 +164,13 @@ def check_sharing(study: Study) -> Line:
         held = f"{used / 2**30:.1f} GiB in use"
         if others:
             who = ", ".join(f"{process.name or 'process'} ({process.pid})" for process in others[:3])
-            reason = f"GPU {card.index} is in use by {who}" + (f", {held}" if used else "")
-            fix = "wait for it, or CUDA_VISIBLE_DEVICES with another card"
-            return warn(reason, fix=fix, code="hardware.shared")
-        if used > _HELD_BYTES:
-            reason = f"GPU {card.index} has {held} by something that cannot be seen from here"
-            fix = "ask who else uses this machine, or CUDA_VISIBLE_DEVICES with another card"
-            return warn(reason, fix=fix, code="hardware.shared")
+            reason, first = f"is in use by {who}" + (f", {held}" if used else ""), "wait for it"
+        elif used > _HELD_BYTES:
+            reason, first = f"has {held} by something that cannot be seen from here", "ask who else uses this machine"
+        else:
+            continue
+        fix = f"{first}, or CUDA_VISIBLE_DEVICES with another card"
+        return warn(f"GPU {card.index} {reason}", fix=fix, code="hardware.shared")
     return ok("nobody else uses the cards") if cards else unknown("no card")
 
 

@@ -11,7 +11,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flatout.diagnose.preflight.source import Loop, Module, Program
+from flatout.diagnose.preflight import tree
+from flatout.diagnose.preflight.source import Program
+from flatout.diagnose.preflight.tree import Loop
 
 _EPOCH = re.compile(r"(^|[^a-z])ep(och)?s?([^a-z]|$)|epoch", re.IGNORECASE)
 # From here on the value is on the host, or is only about the tensor.
@@ -27,18 +29,17 @@ BACKWARD = ("backward", "manual_backward")
 class Region:
     """What runs once a batch; `epochs` is the loop over epochs around it, in whichever function that stands."""
 
-    module: Module
     node: Loop | ast.FunctionDef
-    epochs: tuple[Module, Loop] | None
+    epochs: Loop | None
 
     @property
     def where(self) -> str:
         """file:line of it."""
-        return self.module.where(self.node)
+        return tree.where(self.node)
 
     def calls(self) -> Iterator[ast.Call]:
         """The calls inside."""
-        return (call for call in self.module.calls if self.module.inside(call, self.node))
+        return tree.calls_in(self.node)
 
 
 def method_of(call: ast.Call) -> str | None:
@@ -48,57 +49,48 @@ def method_of(call: ast.Call) -> str | None:
 
 def find_regions(program: Program) -> list[Region]:
     """Every place that trains."""
-    found: dict[ast.AST, Region] = {}
-    for module, node in _places(program):
-        if node not in found:
-            found[node] = Region(module, node, _epochs(program, module, node))
-    return list(found.values())
+    return [Region(node, _epochs(program, node)) for node in dict.fromkeys(_places(program))]
 
 
-def _places(program: Program) -> Iterator[tuple[Module, Loop | ast.FunctionDef]]:
+def _places(program: Program) -> Iterator[Loop | ast.FunctionDef]:
     for module in program.modules:
         for call in module.calls:
-            loops = module.loops(call)
+            loops = tree.loops(call)
             if method_of(call) in BACKWARD:
-                yield from _place_of(program, module, call, loops)
+                yield from _place_of(program, call, loops)
             elif method_of(call) == "zero_grad" and loops and _over_batches(loops[0]):
-                yield module, loops[0]  # the backward pass hides in a scaler's call
-        for function in module.functions.get("training_step", []):
-            if module.class_of(function) is not None:
-                yield module, function
+                yield loops[0]  # the backward pass hides in a scaler's call
+        yield from (one for one in module.functions.get("training_step", []) if tree.class_of(one) is not None)
 
 
-def _place_of(
-    program: Program, module: Module, call: ast.Call, loops: list[Loop]
-) -> Iterator[tuple[Module, Loop | ast.FunctionDef]]:
-    function = module.function_of(call)
+def _place_of(program: Program, call: ast.Call, loops: list[Loop]) -> Iterator[Loop | ast.FunctionDef]:
+    function = tree.function_of(call)
     if loops:
-        yield module, next((loop for loop in loops if _steps(module, loop)), loops[0])
-    elif function is not None and (outside := module.loops(function)):  # a closure, as LBFGS wants it
-        yield module, outside[0]
-    elif function is not None and any(m.loops(c) for m, c, _ in program.calls(function.name)):
-        yield module, function
+        yield next((loop for loop in loops if _steps(loop)), loops[0])
+    elif function is not None and (outside := tree.loops(function)):  # a closure, as LBFGS wants it
+        yield outside[0]
+    elif function is not None and any(tree.loops(caller) for caller, _ in program.calls(function.name)):
+        yield function
 
 
 def _over_batches(loop: Loop) -> bool:
     return isinstance(loop, ast.For) and "range(" not in ast.unparse(loop.iter)
 
 
-def _steps(module: Module, loop: Loop) -> bool:
-    steps = ("step", "step_and_update_lr")
-    return any(method_of(call) in steps and module.inside(call, loop) for call in module.calls)
+def _steps(loop: Loop) -> bool:
+    return any(method_of(call) in ("step", "step_and_update_lr") for call in tree.calls_in(loop))
 
 
-def _epochs(program: Program, module: Module, node: ast.AST, depth: int = 3) -> tuple[Module, Loop] | None:
+def _epochs(program: Program, node: ast.AST, depth: int = 3) -> Loop | None:
     """The loop over epochs around a node, there or where its function is called."""
-    for loop in module.loops(node):
+    for loop in tree.loops(node):
         if is_epoch_loop(loop):
-            return module, loop
-    function = node if isinstance(node, ast.FunctionDef) else module.function_of(node)
+            return loop
+    function = node if isinstance(node, ast.FunctionDef) else tree.function_of(node)
     if function is None or depth == 0:
         return None
-    callers = ((m, call) for m, call, _ in program.calls(function.name) if m.function_of(call) is not function)
-    return next((found for m, call in callers if (found := _epochs(program, m, call, depth - 1))), None)
+    callers = (call for call, _ in program.calls(function.name) if tree.function_of(call) is not function)
+    return next((found for call in callers if (found := _epochs(program, call, depth - 1))), None)
 
 
 def is_epoch_loop(loop: Loop) -> bool:
@@ -114,18 +106,11 @@ def is_epoch_loop(loop: Loop) -> bool:
 def gpu_names(region: Region) -> set[str]:
     """Names that hold results of the model: those the loss is made of, and what is made of them in turn."""
     assigned = list(_assigned(region))
-    made_of: dict[str, set[str]] = {}
-    for targets, used in assigned:
-        for target in targets:
-            made_of.setdefault(target, set()).update(used)
-    losses = set(_losses(region)) or {name for name in made_of if "loss" in name.lower()}
-    found, more = set[str](), losses & set(made_of)
-    while more:
+    names = {target for targets, _ in assigned for target in targets}
+    found = (set(_losses(region)) or {name for name in names if "loss" in name.lower()}) & names
+    while more := {name for targets, used in assigned if targets & found for name in used & names} - found:
         found |= more
-        more = {name for one in more for name in made_of[one] & set(made_of)} - found
-    more = found
-    while more:
-        more = {target for targets, used in assigned if used & found for target in targets} - found
+    while more := {target for targets, used in assigned if used & found for target in targets} - found:
         found |= more
     return found
 
@@ -147,9 +132,11 @@ def _assigned(region: Region) -> Iterator[tuple[set[str], set[str]]]:
         match node:
             case ast.Assign(targets=targets, value=value):
                 yield {name for target in targets for name in _targets(target)}, set(atoms(value))
-            case ast.AugAssign(target=target, value=value) | ast.NamedExpr(target=target, value=value):
-                yield _targets(target), set(atoms(value))
-            case ast.AnnAssign(target=target, value=ast.expr() as value):
+            case (
+                ast.AugAssign(target=target, value=value)
+                | ast.NamedExpr(target=target, value=value)
+                | ast.AnnAssign(target=target, value=ast.expr() as value)
+            ):
                 yield _targets(target), set(atoms(value))
 
 
@@ -169,13 +156,11 @@ def atoms(node: ast.AST) -> Iterator[str]:
     match node:
         case ast.Name(id=name):
             yield name
-        case ast.Attribute(attr=name) if name in _LEAVES_THE_GPU:
+        case ast.Attribute(attr=name) | ast.Call(func=ast.Attribute(attr=name)) if name in _LEAVES_THE_GPU:
             return
         case ast.Attribute(value=ast.Name(id="self"), attr=name):
             yield f"self.{name}"
         case ast.Call(func=ast.Name(id=name)) if name in _HOST_FUNCTIONS:
-            return
-        case ast.Call(func=ast.Attribute(attr=name)) if name in _LEAVES_THE_GPU:
             return
         case ast.Call(func=func, args=given, keywords=named):
             for part in (*([func] if isinstance(func, ast.Attribute) else []), *given, *(k.value for k in named)):
