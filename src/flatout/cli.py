@@ -237,7 +237,9 @@ def run(
     code = launch.run(command, folder=folder, max_steps=max_steps, xray=xray, plan=changes)
     if os.environ.get("FLATOUT") != "off":
         for recording in launch.recordings(folder):
-            _account_for(recording, quiet=quiet, json_to=json, html_to=html, changed=changes is not None)
+            if changes is not None:
+                _say_what_was_changed(recording)
+            _account_for(recording, quiet=quiet, json_to=json, html_to=html)
     raise typer.Exit(code)
 
 
@@ -411,16 +413,22 @@ def _report(folders: list[Path], console: Console | None, *, json_to: str | None
         terminal.show(result, console)
 
 
-def _account_for(
-    folder: Path, *, quiet: bool, json_to: str | None = None, html_to: str | None = None, changed: bool = False
-) -> None:
-    """The summary after a run, on stderr; what is wrong with it never changes the run's exit code."""
+def _say_what_was_changed(folder: Path) -> None:
+    """A paragraph on stderr; where there is no trace to read, the account says so."""
     from flatout import trace
     from flatout.report.made import paragraph
 
     try:
-        if changed and (text := paragraph(trace.read(folder))):
-            print(f"flatout: {text}", file=sys.stderr)
+        text = paragraph(trace.read(folder))
+    except FlatoutError:
+        return
+    if text:
+        print(f"flatout: {text}", file=sys.stderr)
+
+
+def _account_for(folder: Path, *, quiet: bool, json_to: str | None = None, html_to: str | None = None) -> None:
+    """The summary after a run, on stderr; what is wrong with it never changes the run's exit code."""
+    try:
         _report([folder], None if quiet else _console(stderr=True), json_to=json_to, html_to=html_to)
     except FlatoutError as problem:
         print(f"flatout: {problem}", file=sys.stderr)

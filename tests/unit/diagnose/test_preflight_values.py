@@ -44,6 +44,10 @@ WAYS = {
     "both branches alike": "workers = 40 if fast() else 40\n" + LOADER,
     "a GPU is there": "import torch\nworkers = 40 if torch.cuda.is_available() else 0\n" + LOADER,
     "two names at once": "size, workers = 32, 40\n" + LOADER,
+    "two names at once, where another function has the same": (
+        "def other():\n    size, workers = 8, 2\n"
+        "def main():\n    size, workers = 32, 40\n    " + LOADER.replace("\n", "\n    ").rstrip() + "\n"
+    ),
     "a dict": "options = {'workers': 40}\nworkers = options['workers']\n" + LOADER,
     "a class of settings": "class CFG:\n    workers = 40\nworkers = CFG.workers\n" + LOADER,
     "a dataclass": (
