@@ -107,8 +107,11 @@ class Hooks:
 
     # -- what the wrappers are made of ------------------------------------------------------------------------------
 
-    def around(self, owner: Any, name: str, phase: Callable[..., str | None]) -> None:
-        """Time `owner.name` as the phase that `phase(*arguments)` names; None lets the call pass untimed."""
+    def around(self, owner: Any, name: str, phase: Callable[..., str | None], *, computes: bool = False) -> None:
+        """Time `owner.name` as the phase that `phase(*arguments)` names; None lets the call pass untimed.
+
+        What `computes` is timed only in steps that are looked at closely.
+        """
         original = getattr(owner, name, None)
         if original is None:
             return
@@ -116,7 +119,7 @@ class Hooks:
 
         @functools.wraps(original)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self.off or recorder.is_elsewhere():
+            if torch.compiler.is_compiling() or self.off or (computes and recorder.light) or recorder.is_elsewhere():
                 return original(*args, **kwargs)
             named = None
             try:
@@ -132,10 +135,6 @@ class Hooks:
                     self.guarded(recorder.pop)
 
         self.replace(owner, name, timed)
-
-    def _closely(self, phase: str) -> str | None:
-        """A phase that is timed only in steps that are looked at closely."""
-        return None if self._recorder.light else phase
 
     def replace(self, owner: Any, name: str, new: Any) -> None:
         """Set an attribute, remembering how to undo it."""
@@ -177,7 +176,19 @@ class Hooks:
             if self.off or recorder.is_elsewhere():
                 return fetch(iterator)
             loader = getattr(iterator, "_flatout_loader", 0)
-            return self._fetch(loader, functools.partial(fetch, iterator))
+            if not recorder.passes(loader) or not torch.is_grad_enabled():
+                return self._fetch(loader, functools.partial(fetch, iterator))
+            start_s, batch = recorder.clock(), None
+            try:
+                batch = fetch(iterator)
+                return batch
+            finally:
+                self.guarded(fetched_lightly, loader, start_s, batch)
+
+        def fetched_lightly(loader: int, start_s: float, batch: Any) -> None:
+            recorder.fetched_lightly(loader, start_s, None if batch is None else batch_size(batch) or 0)
+            if batch is not None and listener.replays:
+                listener.fetched(loader, batch)
 
         def seen(loader: Any) -> None:
             listener.loader_seen(self._loaders.of(loader), loader)
@@ -243,6 +254,9 @@ class Hooks:
         def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or self.off or recorder.is_elsewhere():
                 return backward(tensors, *args, **kwargs)
+            if recorder.passes():
+                recorder.backward_lightly()
+                return backward(tensors, *args, **kwargs)
             self.guarded(listener.backward_begins, tensors)
             try:
                 return backward(tensors, *args, **kwargs)
@@ -259,8 +273,8 @@ class Hooks:
 
         self.replace(torch.autograd, "backward", run_backward)
         self.replace(torch, "compile", compile_and_time)
-        self.around(torch.autograd, "grad", lambda *_, **__: self._closely(BACKWARD))
-        self.around(torch.optim.Optimizer, "zero_grad", lambda *_, **__: self._closely(OPTIMIZER))
+        self.around(torch.autograd, "grad", lambda *_, **__: BACKWARD, computes=True)
+        self.around(torch.optim.Optimizer, "zero_grad", lambda *_, **__: OPTIMIZER, computes=True)
         self._mixed_precision()
 
     def _mixed_precision(self) -> None:
@@ -313,18 +327,27 @@ class Hooks:
         def begin() -> None:
             frame = sys._getframe(3)
             while running and not _is_running(running[-1][0], frame):
-                recorder.leave(running.pop()[1])  # that one has raised
+                leave()  # that one has raised
             running.append((frame, recorder.optimizer_begins()))
+
+        def leave() -> None:
+            _, depth = running.pop()
+            if depth:
+                recorder.leave(depth)
 
         def end(optimizer: Any) -> None:
             self._optimizer_calls += 1
             if running:
-                recorder.leave(running.pop()[1])
+                leave()
             if not running:
                 self._stepped(optimizer)
 
         def before(optimizer: Any, *_: Any) -> None:
-            if not torch.compiler.is_compiling() and not self.off and not recorder.is_elsewhere():
+            if torch.compiler.is_compiling() or self.off or recorder.is_elsewhere():
+                return
+            if recorder.passes():
+                running.append((None, 0))
+            else:
                 self.guarded(begin)
 
         def after(optimizer: Any, *_: Any) -> None:
@@ -342,7 +365,7 @@ class Hooks:
 
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name in ("clip_grad_norm_", "clip_grad_value_"):
-                self.around(owner, name, lambda *_, **__: self._closely(OPTIMIZER))
+                self.around(owner, name, lambda *_, **__: OPTIMIZER, computes=True)
         for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
             self._undo.append(handle.remove)
 
@@ -369,17 +392,20 @@ class Hooks:
     # -- copies, and waiting for the card ---------------------------------------------------------------------------
 
     def _copies(self) -> None:
-        listener = self._listener
+        recorder, listener = self._recorder, self._listener
 
         def moving(tensor: Any, *args: Any, **kwargs: Any) -> str | None:
             if tensor.is_cuda:
                 return SYNC if _names_cpu(args, kwargs) else None
-            return self._closely(COPY) if on_card_possible() and _names_card(args, kwargs) else None
+            if recorder.light:
+                return None
+            return COPY if on_card_possible() and _names_card(args, kwargs) else None
 
         self.around(torch.Tensor, "to", moving)
-        self.around(torch.Tensor, "cuda", lambda t, *_, **__: None if t.is_cuda else self._closely(COPY))
-        self.around(torch.Tensor, "pin_memory", lambda t, *_, **__: self._closely(COPY) if on_card_possible() else None)
-        self.around(torch.Tensor, "copy_", lambda t, s, *_, **__: self._closely(COPY) if crosses(t, s) else None)
+        self.around(torch.Tensor, "cuda", lambda t, *_, **__: None if t.is_cuda else COPY, computes=True)
+        in_use = lambda *_, **__: COPY if on_card_possible() else None  # noqa: E731
+        self.around(torch.Tensor, "pin_memory", in_use, computes=True)
+        self.around(torch.Tensor, "copy_", lambda t, s, *_, **__: COPY if crosses(t, s) else None, computes=True)
         for name in ("to", "cuda") if listener.replays else ():
             self._remember(torch.Tensor, name, listener)
 

@@ -37,6 +37,7 @@ _COMPUTES = frozenset({COPY, FORWARD, BACKWARD, OPTIMIZER})
 _SPANS_A_STEP = 64
 _SLIVER_S = 20e-6  # less than this before a phase is counted with it
 _STEPS_IN_FLIGHT = 64
+_STEPS_AT_ONCE = 16  # are handed on together: the processor has forgotten our code from one step to the next
 _CLOSELY_AT_FIRST = 16  # steps
 _CLOSELY_EVERY = (1, 32)  # steps, at most and at least as often
 _CLOSELY_SHARE = 0.001  # of the time may go into close looks
@@ -93,7 +94,7 @@ class Recorder:
         gpu: GpuClock | None = None,
         losses: Losses | None = None,
     ) -> None:
-        self._clock = clock
+        self.clock = clock
         self._emit = emit
         self._gpu = gpu
         self._losses = losses
@@ -143,13 +144,13 @@ class Recorder:
 
     def _enter(self, name: str, where: str | None = None, loader: int | None = None) -> None:
         """Into a phase; the first that belongs to training ends the set-up."""
-        now_s = self._clock()
+        now_s = self.clock()
         if self._open.kind == "setup" and name in _BEGINS:
             self._begin_training()
         if now_s - self._cut_s > _SLIVER_S:  # what lies between two phases may be no more than our own work
             self._cut(now_s)
         self._stack.append((name, where, loader))
-        self.own_s += self._clock() - now_s
+        self.own_s += self.clock() - now_s
 
     def leave(self, depth: int) -> None:
         """The thread leaves the phase at this depth, and whatever an exception has left open above it."""
@@ -162,12 +163,12 @@ class Recorder:
         if self._stack and self._stack[-1][0] is UNSPLIT:
             self._stack.pop()
             return
-        now_s = self._clock()
+        now_s = self.clock()
         self._cut(now_s)
         name = self._stack.pop()[0] if self._stack else REST
         if not self._stack:
             self._between = LOSS if name == FORWARD and not self._evaluation.suspected else REST
-        self.own_s += self._clock() - now_s
+        self.own_s += self.clock() - now_s
 
     # -- what is training, and what is evaluation -------------------------------------------------------------------
 
@@ -185,6 +186,24 @@ class Recorder:
         if samples is not None and loader is not None:
             self._evaluation.took(loader, samples)
 
+    def fetched_lightly(self, loader: int, start_s: float, samples: int | None) -> None:
+        """A batch that was asked for at `start_s` has come, where `passes` said that this is all there is to it."""
+        now_s = self.clock()
+        if start_s - self._cut_s > _SLIVER_S:
+            self._cut(start_s)
+        self._stack.append((DATA, None, loader))
+        self._cut(now_s)
+        self._stack.pop()
+        if samples is not None:
+            self._evaluation.took(loader, samples)
+        self.own_s += self.clock() - now_s
+
+    def passes(self, loader: int | None = None) -> bool:
+        """Whether this is a light step of plain training, here asking `loader` for a batch: there is little to note."""
+        if not self.light or self._evaluation.on or self._evaluation.suspected:
+            return False
+        return loader is None or (not self._stack and loader in self._evaluation.train_loaders)
+
     def trains_on(self, loader: int) -> bool:
         """Whether batches of `loader` have been seen to go into training."""
         return loader in self._evaluation.train_loaders
@@ -200,6 +219,10 @@ class Recorder:
         self._enter(FORWARD)  # an evaluation may begin with it
         if alone:
             self._evaluation.suspect(surely=trained and not training and not learns)
+
+    def backward_lightly(self) -> None:
+        """A backward pass, where `passes` said so."""
+        self._open.micro_steps += 1
 
     def backward(self, loss: Any = None) -> None:
         """A backward pass begins; `loss` is a ticket for its value."""
@@ -242,6 +265,8 @@ class Recorder:
 
     def optimizer_ended(self, optimizer: int) -> bool:
         """An optimizer's step is over (or was skipped); True when that ended a training step."""
+        if self.light:
+            self._settle()
         self._evaluation.since = len(self._open.pieces)
         if not self._optimizers.closes(optimizer):
             return False
@@ -249,7 +274,7 @@ class Recorder:
         return True
 
     def _end_step(self) -> None:
-        now_s = self._clock()
+        now_s = self.clock()
         self._cut(now_s)
         if self._open.kind == "train" and not self._optimizers.settled:
             self._open.kind = "warmup"
@@ -263,8 +288,9 @@ class Recorder:
             self._closely_at = self.steps + 1 + self.steps * 7919 % (2 * self._closely_every - 1)
         if self._marking:
             self._mark()
-        self._send()
-        self.own_s += self._clock() - now_s
+        if not self.light or len(self._waiting) >= _STEPS_AT_ONCE:
+            self._send()
+        self.own_s += self.clock() - now_s
 
     def set_kind(self, kind: str) -> None:
         """Say what the open step is, when it is not plain training: xray, replay, resident …"""
@@ -274,7 +300,7 @@ class Recorder:
     def finish(self) -> None:
         """Close the books: what came after the last step becomes a step of kind `tail`."""
         self._marking = self.light = False
-        self._cut(self._clock())
+        self._cut(self.clock())
         if self._evaluation.shown_by_end():
             self._call_it_evaluation()
         self._open.kind = "tail"
@@ -321,7 +347,7 @@ class Recorder:
 
     def _begin_training(self) -> None:
         """What came before is the set-up; the first step, with all that happens in it only once, is the warm-up."""
-        self._cut(self._clock())
+        self._cut(self.clock())
         self._close(index=-1)
         self._open.kind = "warmup"
 
@@ -329,10 +355,7 @@ class Recorder:
         step = self._open
         self._open = _OpenStep(self._cut_s)
         self._evaluation.since = 0
-        if step.marks or self._waiting:
-            self._waiting.append((step, index, self._cut_s))
-        else:
-            self._emit_step(step, index, self._cut_s, [])
+        self._waiting.append((step, index, self._cut_s))
         wall_s, own_s = self._cut_s - step.start_s, self.own_s - self._own_before_s
         self._own_before_s = self.own_s
         if step.kind == "train" and not self.light and wall_s > 0:
@@ -347,11 +370,8 @@ class Recorder:
             if times is None and not all_of_them and len(self._waiting) < _STEPS_IN_FLIGHT:
                 return
             self._waiting.popleft()
-            self._emit_step(step, index, end_s, times or [])
-
-    def _emit_step(self, step: _OpenStep, index: int, end_s: float, gpu_ms: list[float]) -> None:
-        loss = self._losses.read(step.loss) if self._losses is not None and step.loss is not None else None
-        self._emit(_as_step(step, index, end_s, gpu_ms, loss))
+            loss = self._losses.read(step.loss) if self._losses is not None and step.loss is not None else None
+            self._emit(_as_step(step, index, end_s, times or [], loss))
 
 
 class _Evaluation:

@@ -133,6 +133,10 @@ class Roots:
         """Whether a call is none of ours to time: it is inside another, in another thread, or all is over."""
         return self.inside or self._hooks.off or self._recorder.is_elsewhere()
 
+    def passes(self) -> bool:
+        """Whether a training pass need not be noted (see Recorder.passes)."""
+        return self._recorder.passes()
+
     def begin(self, **how: bool) -> None:
         """A call that is to be timed begins (see Recorder.forward)."""
         self.inside = True
@@ -162,7 +166,10 @@ class _TimedCall:
         if torch.compiler.is_compiling() or self._roots.is_off():
             return call(*args, **kwargs)
         self.called = True
-        self._roots.begin(learns=torch.is_grad_enabled(), training=module.training, trained=self.trained)
+        learns, training = torch.is_grad_enabled(), module.training
+        if learns and training and self._roots.passes():
+            return call(*args, **kwargs)
+        self._roots.begin(learns=learns, training=training, trained=self.trained)
         try:
             return call(*args, **kwargs)
         finally:

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import flatout
 from flatout import trace
 from flatout.diagnose.breakdown import Breakdown, breakdown
+from flatout.sense import recorder
 from flatout.trace import RankTrace, Step
 
 FLATOUT = (sys.executable, "-m", "flatout")
@@ -49,9 +51,10 @@ class Observed:
         return sum(step.samples or 0 for step in self.rank.steps)
 
 
-def observe(folder: Path, train: Callable[[], Any]) -> Observed:
-    """Record `train()` in this process."""
-    with flatout.attach(folder):
+def observe(folder: Path, train: Callable[[], Any], *, closely: bool = True) -> Observed:
+    """Record `train()` in this process, looking closely at every step, or at the first two alone."""
+    looks = {"_CLOSELY_AT_FIRST": 10**9 if closely else 2, "_CLOSELY_EVERY": (1, 10**9), "_CLOSELY_SHARE": 1e-9}
+    with patch.multiple(recorder, **looks), flatout.attach(folder):
         train()
     return Observed(trace.read(folder).ranks[0])
 

@@ -276,7 +276,10 @@ def without_a_loader(model: Any, data: DataLoader[Any]) -> None:
     ],
 )
 @pytest.mark.parametrize("between", ["steps", "epochs"])
-def test_evaluation_is_told_from_training(tmp_path: Path, evaluate: Callable[..., None], between: str) -> None:
+@pytest.mark.parametrize("closely", [True, False])
+def test_evaluation_is_told_from_training(
+    tmp_path: Path, evaluate: Callable[..., None], between: str, closely: bool
+) -> None:
     """GIVEN three epochs of 6 steps WHEN evaluating every third step or each epoch THEN it shows, and only there."""
 
     def train() -> None:
@@ -291,12 +294,15 @@ def test_evaluation_is_told_from_training(tmp_path: Path, evaluate: Callable[...
             if between == "epochs":
                 evaluate(model, validation)
 
-    observed = observe(tmp_path, train)
+    observed = observe(tmp_path, train, closely=closely)
     with_evaluation = [step.index for step in observed.steps if any(s.name == "evaluation" for s in step.spans)]
     assert with_evaluation == ([3, 6, 9, 12, 15] if between == "steps" else [6, 12])
     assert observed.samples() == 3 * 24, "samples of the evaluation are not training's"
     assert observed.count("data") == 17
-    assert observed.count("forward") == 17, "training's own forward passes keep their name"
+    if closely:
+        assert observed.count("forward") == 17, "training's own forward passes keep their name"
+    else:
+        assert observed.count("unsplit") >= 15
     tail = next(step for step in observed.rank.steps if step.kind == "tail")
     assert "evaluation" in {span.name for span in tail.spans}
     assert "forward" not in {span.name for span in tail.spans}

@@ -95,6 +95,12 @@ class Bench:
     def last(self) -> Step:
         return self.steps[-1]
 
+    def handed_on(self) -> Step:
+        """The step that has just ended: light ones are handed on a few at a time."""
+        number = self.recorder.steps - 1
+        self.train(64)
+        return next(step for step in self.steps if step.index == number)
+
 
 def spans(step: Step) -> list[tuple[str, float]]:
     return [(span.name, round(span.host_ms, 6)) for span in step.spans if span.host_ms]
@@ -371,7 +377,8 @@ def test_a_light_step_tells_waits_and_pauses_from_the_rest() -> None:
     bench.backward()
     bench.phase("checkpoint", 9)
     bench.step()
-    assert spans(bench.last) == [
+    step = bench.handed_on()
+    assert spans(step) == [
         ("data", 7),
         ("unsplit", 3),
         ("sync", 5),
@@ -379,9 +386,34 @@ def test_a_light_step_tells_waits_and_pauses_from_the_rest() -> None:
         ("checkpoint", 9),
         ("unsplit", 4),
     ]
-    assert bench.last.wall_ms == pytest.approx(31)
-    assert bench.last.samples == 8
-    assert bench.last.micro_steps == 1
+    assert step.wall_ms == pytest.approx(31)
+    assert step.samples == 8
+    assert step.micro_steps == 1
+
+
+def test_a_step_that_passes_is_noted_by_its_wait_alone() -> None:
+    bench = dear_bench()
+    assert bench.recorder.passes(TRAIN)
+    assert not bench.recorder.passes(VALIDATION), "which may be the beginning of an evaluation"
+    bench.rest(1)
+    start_s = bench.recorder.clock()
+    bench.rest(7)
+    bench.recorder.fetched_lightly(TRAIN, start_s, 8)
+    bench.rest(5)
+    bench.recorder.backward_lightly()
+    bench.recorder.optimizer_ended(OPTIMIZER)
+    step = bench.handed_on()
+    assert spans(step) == [("unsplit", 1), ("data", 7), ("unsplit", 5)]
+    assert (step.samples, step.micro_steps) == (8, 1)
+
+
+def test_nothing_passes_while_it_may_be_evaluation() -> None:
+    bench = dear_bench()
+    bench.forward(20, learns=False, training=False)
+    assert not bench.recorder.passes()
+    bench.train()
+    step = bench.handed_on()
+    assert next(name for name, _ in spans(step)) == "evaluation"
 
 
 def test_evaluation_is_known_in_a_light_step() -> None:
@@ -391,12 +423,14 @@ def test_evaluation_is_known_in_a_light_step() -> None:
         bench.phase("copy", 1)
         bench.forward(20, learns=False, training=False)
     bench.train()
-    assert spans(bench.last) == [("evaluation", 69), ("data", 1), ("unsplit", 9.5)]
-    assert bench.last.samples == 8
+    step = bench.handed_on()
+    assert spans(step) == [("evaluation", 69), ("data", 1), ("unsplit", 9.5)]
+    assert step.samples == 8
 
 
 def test_an_xray_is_always_looked_at_closely() -> None:
     bench = dear_bench()
     bench.recorder.set_kind("xray")
     bench.train()
-    assert {"forward", "backward", "optimizer"} <= {span.name for span in bench.last.spans}
+    step = bench.handed_on()
+    assert {"forward", "backward", "optimizer"} <= {span.name for span in step.spans}
