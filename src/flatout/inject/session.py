@@ -163,6 +163,9 @@ class Session(Listener):
     def _trial_step(self) -> None:
         if self._recorder.measured < (self._options.max_steps or 0) or self._xray.running:
             return
+        trial = self._options.trial
+        if trial is not None and time.monotonic() - (self._first_step_s or 0.0) < trial.at_least_s:
+            return
         kind = self._ceiling.next_step() if self._ceiling is not None else None
         self.resident = kind == "resident"
         if kind is not None:

@@ -81,8 +81,16 @@ class Run:
 class Runner(Protocol):
     """Runs the command with these changes."""
 
-    def __call__(self, changes: Sequence[Change], *, steps: int, timeout_s: float, fingerprints: bool = False) -> Run:
-        """One run; with `fingerprints` for a proof, and then not timed."""
+    def __call__(
+        self,
+        changes: Sequence[Change],
+        *,
+        steps: int,
+        timeout_s: float,
+        at_least_s: float = 0.0,
+        fingerprints: bool = False,
+    ) -> Run:
+        """One run of so many steps, or more where they take less than so long; with `fingerprints` not timed."""
         ...
 
     def side_by_side(self, wanted: Sequence[tuple[tuple[Change, ...], int]], *, timeout_s: float) -> list[Run]:
@@ -98,7 +106,15 @@ class Launcher:
         self._folder = folder
         self._numbers = itertools.count(1)
 
-    def __call__(self, changes: Sequence[Change], *, steps: int, timeout_s: float, fingerprints: bool = False) -> Run:
+    def __call__(
+        self,
+        changes: Sequence[Change],
+        *,
+        steps: int,
+        timeout_s: float,
+        at_least_s: float = 0.0,
+        fingerprints: bool = False,
+    ) -> Run:
         folder = self._folder / f"{next(self._numbers):02d}"
         start_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="flatout-trial-", ignore_cleanup_errors=True) as scratch:
@@ -106,6 +122,7 @@ class Launcher:
                 seed=SEED,
                 fingerprints=fingerprints,
                 ceiling=not fingerprints,
+                at_least_s=at_least_s,
                 timeout_s=timeout_s,
                 protect=Path(scratch),
             )

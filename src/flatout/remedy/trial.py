@@ -31,8 +31,8 @@ from flatout.remedy.speed import Gain, Noise, Speed, gain, noise_between_runs, p
 FIRST_STEPS = 48
 KNOWN_TO = 0.02  # how well the baseline has to be known
 WORTH = 1.02
-MEASURE_S = 5.0  # of training in a trial, at its ceiling
-LONGEST_S = 12.0
+MEASURE_S = 5.0  # of training in the first run, and in a trial at its ceiling
+LONGEST_S = 8.0
 MOST_STEPS = 1_500
 CLEAR = 1.25  # a gain that is believed before any run was repeated …
 CLEAR_IN_COMPANY = 2.0  # … and where others use the machine
@@ -94,7 +94,8 @@ class Search:
     # -- the baseline -----------------------------------------------------------------------------------------------
 
     def _baseline(self) -> None:
-        first = self._run("the command as it is", (), steps=self._steps or FIRST_STEPS)
+        enough_s = MEASURE_S if self._steps is None else 0.0
+        first = self._run("the command as it is", (), steps=self._steps or FIRST_STEPS, at_least_s=enough_s)
         if first.speed is None or first.trace is None:
             raise UsageError(self._why_no_baseline(first))
         if first.code != 0 and not first.hung:
@@ -537,11 +538,18 @@ class Search:
     # -- runs, time and noise ---------------------------------------------------------------------------------------
 
     def _run(
-        self, what: str, changes: Sequence[Change], *, steps: int | None = None, fingerprints: bool = False
+        self,
+        what: str,
+        changes: Sequence[Change],
+        *,
+        steps: int | None = None,
+        at_least_s: float = 0.0,
+        fingerprints: bool = False,
     ) -> Run:
         self._story.trying(what, self._left_s)
         wanted = steps or self._steps_for(self._now if changes else self.before)
-        run = self._start(changes, steps=wanted, timeout_s=self._timeout_s(changes), fingerprints=fingerprints)
+        patience_s = self._timeout_s(changes)
+        run = self._start(changes, steps=wanted, timeout_s=patience_s, at_least_s=at_least_s, fingerprints=fingerprints)
         self.found.trials.append(Trial(what=what, seconds=run.seconds, speed=None if fingerprints else run.speed))
         return run
 

@@ -21,12 +21,14 @@ class Trial:
     """What makes a run a trial: it writes nothing of the user's, its output goes into the trace folder, and it ends.
 
     `protect` is a scratch folder that takes what the command writes; None lets it write. `seed` is imposed where the
-    script sets none. With `fingerprints` nothing is timed: `proof-<rank>.jsonl` says what reached the model.
+    script sets none. With `fingerprints` nothing is timed: `proof-<rank>.jsonl` says what reached the model. It goes on
+    beyond its steps until it has trained for `at_least_s`.
     """
 
     seed: int | None = None
     fingerprints: bool = False
     ceiling: bool = True  # after the measured steps, those with their data already there
+    at_least_s: float = 0.0
     timeout_s: float | None = None
     protect: Path | None = None
 

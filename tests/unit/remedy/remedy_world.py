@@ -94,7 +94,15 @@ class World:
     def clock(self) -> float:
         return self.clock_s
 
-    def __call__(self, changes: Sequence[Change], *, steps: int, timeout_s: float, fingerprints: bool = False) -> Run:
+    def __call__(
+        self,
+        changes: Sequence[Change],
+        *,
+        steps: int,
+        timeout_s: float,
+        at_least_s: float = 0.0,
+        fingerprints: bool = False,
+    ) -> Run:
         if self.interrupt_at == len(self.started):
             raise KeyboardInterrupt
         names = tuple(change.name for change in changes)
@@ -111,6 +119,9 @@ class World:
             if change.name in self.effects and change.name not in self.refused:
                 m = self.effects[change.name](m, change.value)
         trace = self._trace(m, steps)
+        while sum(step.wall_ms for step in trace.ranks[0].steps if step.kind == "train") < at_least_s * 1e3:
+            steps *= 2
+            trace = self._trace(m, steps)
         extra_s, self.compiled = m.extra_start_s / (3 if self.compiled else 1), self.compiled or "compile" in names
         seconds = START_S + extra_s + sum(step.wall_ms for step in trace.ranks[0].steps) / 1e3
         self.clock_s += seconds
