@@ -9,7 +9,6 @@ from typing import Any
 from flatout.errors import FlatoutError
 from flatout.feed.messages import Done
 
-__all__ = ["Account", "BadSample", "BadSampleError", "name_of", "out_of_memory_kills"]
 
 # Attributes under which datasets keep their files, as people call them.
 _PATH_LISTS = ("samples", "imgs", "paths", "files", "image_paths", "filenames", "image_files", "items")

@@ -21,8 +21,6 @@ from flatout.feed.nursery import Starter, starter_for
 from flatout.feed.slots import Slot
 from flatout.feed.table import Part
 
-__all__ = ["Assignment", "Crew", "Hand"]
-
 
 @dataclass(slots=True)
 class Assignment:

@@ -21,8 +21,6 @@ from torch.utils.data.dataloader import DataLoader as StockLoader
 from flatout.feed.iterator import FeedIterator
 from flatout.feed.loader import DataLoader, Options, iterator_for
 
-__all__ = ["OnDevice", "to_device"]
-
 
 def to_device(
     loader: Iterable[Any],

@@ -30,7 +30,6 @@ from flatout.feed.slots import Slots
 from flatout.feed.table import Batch, Layout, Part, cut
 from flatout.feed.tuning import Tuning
 
-__all__ = ["Epoch", "Feed"]
 
 WORTH_CUTTING_S, PIECE_S = 0.03, 0.01  # a batch that takes a worker less is not divided; how long a piece should take
 STALL_S = 0.01  # of waiting, after which a worker may be stuck and others should help

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["fingerprint"]
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 _FIXED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.MethodType, Enum, PurePath)

@@ -21,7 +21,6 @@ from flatout.feed.randomness import Key
 from flatout.feed.rows import Rows, renumbered, worker_info
 from flatout.feed.table import Batch
 
-__all__ = ["Here"]
 
 AT_ONCE_S = 8e-3  # batches are made this long at a stretch: looking after the random numbers takes 40 µs
 

@@ -25,8 +25,6 @@ from flatout.feed.messages import Birth
 from flatout.feed.slots import Slots
 from flatout.feed.table import Batch
 
-__all__ = ["FeedIterator", "Position", "is_pure"]
-
 
 @dataclass(slots=True, eq=False)
 class Position:

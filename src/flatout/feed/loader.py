@@ -21,7 +21,6 @@ from flatout.feed.fingerprint import fingerprint
 from flatout.feed.iterator import FeedIterator, Position
 from flatout.feed.messages import Recipe
 
-__all__ = ["DataLoader", "Options", "feed_of", "iterator_for"]
 
 log = logging.getLogger("flatout.feed")
 T_co = TypeVar("T_co", covariant=True)

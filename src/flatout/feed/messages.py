@@ -15,23 +15,6 @@ from torch._utils import ExceptionWrapper
 from flatout.feed.packing import Span
 from flatout.feed.randomness import Key
 
-__all__ = [
-    "Birth",
-    "Cancel",
-    "Done",
-    "Ended",
-    "Failed",
-    "Message",
-    "NewEpoch",
-    "NewSlot",
-    "OldSlot",
-    "Recipe",
-    "Skipped",
-    "Task",
-    "named",
-    "plain",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:

@@ -14,8 +14,6 @@ from flatout.feed.crew import Crew, Hand
 from flatout.feed.messages import Birth, Done, Ended, Failed, NewEpoch, Recipe, Skipped
 from flatout.feed.table import Batch
 
-__all__ = ["Post", "Posts"]
-
 
 @dataclass(slots=True, eq=False)
 class Post:

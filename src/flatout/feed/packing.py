@@ -24,7 +24,6 @@ from torch.utils.data._utils import collate as stock
 
 from flatout.feed import wire
 
-__all__ = ["Arena", "Packed", "collate_parts", "collate_whole", "join", "pack", "splits", "unpack"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Span = tuple[int, int]  # offset, length

@@ -18,19 +18,6 @@ import numpy as np
 import torch
 from torch.utils.data._utils.worker import _generate_state
 
-__all__ = [
-    "CHUNK",
-    "Key",
-    "capture",
-    "generators_in",
-    "put_back",
-    "restore",
-    "same",
-    "seed_chunk",
-    "seed_stream",
-    "snapshot",
-    "untouched",
-]
 
 CHUNK = 16
 Key = tuple[int, int]  # the loader's base seed, the epoch

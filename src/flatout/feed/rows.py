@@ -17,7 +17,6 @@ from torch.utils.data._utils import worker as stock_worker
 from flatout.feed import randomness
 from flatout.feed.messages import Recipe
 
-__all__ = ["NOT_IN_A_ROW", "Rows", "renumbered", "worker_info"]
 
 NOT_IN_A_ROW = -1
 _LEFT_OUT = object()  # in place of a sample that is bad

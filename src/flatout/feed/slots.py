@@ -22,7 +22,6 @@ import torch
 from flatout.feed import wire
 from flatout.feed.packing import Bytes
 
-__all__ = ["Slot", "Slots"]
 
 _PAGE = 4096
 _lingering: set[Slot] = set()

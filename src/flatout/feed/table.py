@@ -22,8 +22,6 @@ from flatout.feed.packing import Bytes, Span
 from flatout.feed.randomness import CHUNK
 from flatout.feed.slots import Slot
 
-__all__ = ["Batch", "Layout", "Part", "cut"]
-
 
 @dataclass(slots=True, eq=False)
 class Part:

@@ -15,7 +15,6 @@ import socket
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["close_inherited", "keep_from_children", "memory_file", "pair", "receive", "send"]
 
 INLINE_BYTES = 16 << 10
 MOST_FDS = 8

@@ -40,8 +40,6 @@ from flatout.feed.messages import (
 )
 from flatout.feed.rows import NOT_IN_A_ROW, Rows, renumbered, worker_info
 
-__all__ = ["main"]
-
 
 class ReplayDiffers(RuntimeError):
     """A dead worker's stream came out differently the second time."""
