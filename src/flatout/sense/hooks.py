@@ -176,19 +176,7 @@ class Hooks:
             if self.off or recorder.is_elsewhere():
                 return fetch(iterator)
             loader = getattr(iterator, "_flatout_loader", 0)
-            if not recorder.passes(loader) or not torch.is_grad_enabled():
-                return self._fetch(loader, functools.partial(fetch, iterator))
-            start_s, batch = recorder.clock(), None
-            try:
-                batch = fetch(iterator)
-                return batch
-            finally:
-                self.guarded(fetched_lightly, loader, start_s, batch)
-
-        def fetched_lightly(loader: int, start_s: float, batch: Any) -> None:
-            recorder.fetched_lightly(loader, start_s, None if batch is None else batch_size(batch) or 0)
-            if batch is not None and listener.replays:
-                listener.fetched(loader, batch)
+            return self._fetch(loader, functools.partial(fetch, iterator))
 
         def seen(loader: Any) -> None:
             listener.loader_seen(self._loaders.of(loader), loader)
@@ -229,7 +217,11 @@ class Hooks:
 
     def _fetch(self, loader: int, fetch: Callable[[], Any]) -> Any:
         """A batch, fetched or replayed, with the waiting for it timed."""
-        listener = self._listener
+        recorder, listener = self._recorder, self._listener
+        if recorder.light:
+            if loader in recorder.train_loaders and torch.is_grad_enabled():
+                return self._fetch_lightly(loader, fetch)
+            self.guarded(recorder.look_closely)
         self.guarded(self._recorder.fetching, loader, torch.is_grad_enabled())
         samples = None
         try:
@@ -244,6 +236,20 @@ class Hooks:
             if not self.off:
                 self.guarded(self._recorder.fetched, samples)
 
+    def _fetch_lightly(self, loader: int, fetch: Callable[[], Any]) -> Any:
+        start_s, batch = self._recorder.clock(), None
+        try:
+            batch = fetch()
+            return batch
+        finally:
+            self.guarded(self._note_fetch, loader, start_s, self._recorder.clock(), batch)
+
+    def _note_fetch(self, loader: int, start_s: float, end_s: float, batch: Any) -> None:
+        samples = None if batch is None else batch_size(batch) or 0
+        self._recorder.note_fetch(loader, start_s, end_s, samples)
+        if batch is not None and self._listener.replays:
+            self._listener.fetched(loader, batch)
+
     # -- forward, backward, optimizer -------------------------------------------------------------------------------
 
     def _compute(self) -> None:
@@ -254,8 +260,8 @@ class Hooks:
         def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or self.off or recorder.is_elsewhere():
                 return backward(tensors, *args, **kwargs)
-            if recorder.passes():
-                recorder.backward_lightly()
+            if recorder.light:
+                recorder.note_backward()
                 return backward(tensors, *args, **kwargs)
             self.guarded(listener.backward_begins, tensors)
             try:
@@ -297,15 +303,16 @@ class Hooks:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or roots.is_off():
                 return compiled(*args, **kwargs)
-            calls, versions = self._optimizer_calls, self._versions()
-            if steps_optimizer:
+            calls, versions, closely = self._optimizer_calls, self._versions(), not recorder.light
+            if closely and steps_optimizer:
                 self.guarded(recorder.push, OPTIMIZER)
-            else:
+            elif closely:
                 roots.begin(learns=torch.is_grad_enabled(), training=True, trained=True)
             try:
                 result = compiled(*args, **kwargs)
             finally:
-                roots.end()
+                if closely:
+                    roots.end()
             if calls == self._optimizer_calls and not self.off:
                 for (optimizer, before), (_, after) in zip(versions, self._versions(), strict=False):
                     if before != after:
@@ -345,7 +352,7 @@ class Hooks:
         def before(optimizer: Any, *_: Any) -> None:
             if torch.compiler.is_compiling() or self.off or recorder.is_elsewhere():
                 return
-            if recorder.passes():
+            if recorder.light:
                 running.append((None, 0))
             else:
                 self.guarded(begin)

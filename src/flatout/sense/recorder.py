@@ -4,8 +4,10 @@ The thread is in one phase at a time: `push` and `pop` cut the time line, and ea
 phase, so that the pieces add up by construction. What lies between phases has a name too: `loss` behind a forward
 pass, `rest` elsewhere. Some steps are looked at closely, as often as that costs little: there every cut also drops an
 event into the GPU's queue (`GpuClock`); between two of them with no launch in between, GPU time is idle time. In the
-others waits and pauses are cut as ever, and what the step computes is one piece: `unsplit`. Nothing here imports
-torch, waits for the GPU, or does I/O.
+others (`light`) waits and pauses are cut as ever, and what the step computes is one piece: `unsplit`. There the
+commonest events are only put on a tape, which is played when something else happens or when a few steps are on it: the
+processor has forgotten our code from one step to the next, and all of it costs ten times what it costs in a loop.
+Nothing here imports torch, waits for the GPU, or does I/O.
 
     hooks ──push/pop/fetched/stepped──► Recorder ──Step──► emit
 """
@@ -31,13 +33,11 @@ _BEGINS = frozenset({START, DATA, FORWARD, BACKWARD})
 
 # What evaluation takes in; a checkpoint or a log line in the midst of it keeps its own name.
 _PART_OF_EVALUATION = frozenset({DATA, START, COPY, FORWARD, LOSS, SYNC, REST, UNSPLIT})
-# What is told apart only where one looks closely.
-_COMPUTES = frozenset({COPY, FORWARD, BACKWARD, OPTIMIZER})
 
 _SPANS_A_STEP = 64
 _SLIVER_S = 20e-6  # less than this before a phase is counted with it
 _STEPS_IN_FLIGHT = 64
-_STEPS_AT_ONCE = 16  # are handed on together: the processor has forgotten our code from one step to the next
+_ON_TAPE = 64  # events
 _CLOSELY_AT_FIRST = 16  # steps
 _CLOSELY_EVERY = (1, 32)  # steps, at most and at least as often
 _CLOSELY_SHARE = 0.001  # of the time may go into close looks
@@ -106,7 +106,9 @@ class Recorder:
         self._thread = get_ident()
         self._optimizers = _Cycle()
         self._evaluation = _Evaluation()
-        self.light = False  # this step is not looked at closely
+        self.light = False  # this step is not looked at closely, and nothing but training has been seen in it
+        self._tape: list[Any] = []
+        self._closed = 0  # steps that ended, without those on the tape
         self._marking = False
         self._closely_every = _CLOSELY_EVERY[0]
         self._closely_at = 0
@@ -122,6 +124,7 @@ class Recorder:
 
     def move_here(self) -> None:
         """Training turns out to happen in this thread: follow it from now on."""
+        self._play()
         self._thread = get_ident()
         self._stack.clear()
 
@@ -136,14 +139,9 @@ class Recorder:
         return self._marking
 
     def push(self, name: str, where: str | None = None, loader: int | None = None) -> None:
-        """The thread enters a phase."""
-        if self.light and name in _COMPUTES:
-            self._stack.append((UNSPLIT, None, None))
-        else:
-            self._enter(name, where, loader)
-
-    def _enter(self, name: str, where: str | None = None, loader: int | None = None) -> None:
-        """Into a phase; the first that belongs to training ends the set-up."""
+        """The thread enters a phase; the first that belongs to training ends the set-up."""
+        if self._tape:
+            self._play()
         now_s = self.clock()
         if self._open.kind == "setup" and name in _BEGINS:
             self._begin_training()
@@ -160,9 +158,6 @@ class Recorder:
 
     def pop(self) -> None:
         """The thread leaves the phase it entered last."""
-        if self._stack and self._stack[-1][0] is UNSPLIT:
-            self._stack.pop()
-            return
         now_s = self.clock()
         self._cut(now_s)
         name = self._stack.pop()[0] if self._stack else REST
@@ -186,23 +181,47 @@ class Recorder:
         if samples is not None and loader is not None:
             self._evaluation.took(loader, samples)
 
-    def fetched_lightly(self, loader: int, start_s: float, samples: int | None) -> None:
-        """A batch that was asked for at `start_s` has come, where `passes` said that this is all there is to it."""
+    def note_fetch(self, loader: int, start_s: float, end_s: float, samples: int | None) -> None:
+        """In a light step: a batch of training's own loader was waited for so long."""
+        self._tape.append((loader, start_s, end_s, samples))
+
+    def note_backward(self) -> None:
+        """In a light step: a backward pass."""
+        self._tape.append(None)
+
+    def look_closely(self) -> None:
+        """Something other than plain training begins: the rest of this step is split as well as can be."""
+        self._play()
+        self._cut(self.clock())
+        self.light = False
+        self._between = REST
+
+    def _play(self) -> None:
+        """Make up for what is on the tape."""
         now_s = self.clock()
-        if start_s - self._cut_s > _SLIVER_S:
-            self._cut(start_s)
-        self._stack.append((DATA, None, loader))
-        self._cut(now_s)
-        self._stack.pop()
-        if samples is not None:
-            self._evaluation.took(loader, samples)
+        tape, self._tape = self._tape, []
+        for event in tape:
+            if event is None:
+                self._open.micro_steps += 1
+            elif isinstance(event, float):
+                self._settle()
+                self._cut(max(event, self._cut_s))
+                self._close(self._closed)
+            else:
+                loader, start_s, end_s, samples = event
+                if start_s - self._cut_s > _SLIVER_S:
+                    self._cut(start_s)
+                self._stack.append((DATA, None, loader))
+                self._cut(max(end_s, self._cut_s))  # a collection may have come in between
+                self._stack.pop()
+                if samples is not None:
+                    self._evaluation.took(loader, samples)
         self.own_s += self.clock() - now_s
 
-    def passes(self, loader: int | None = None) -> bool:
-        """Whether this is a light step of plain training, here asking `loader` for a batch: there is little to note."""
-        if not self.light or self._evaluation.on or self._evaluation.suspected:
-            return False
-        return loader is None or (not self._stack and loader in self._evaluation.train_loaders)
+    @property
+    def train_loaders(self) -> set[int]:
+        """The loaders whose batches have been seen to go into training."""
+        return self._evaluation.train_loaders
 
     def trains_on(self, loader: int) -> bool:
         """Whether batches of `loader` have been seen to go into training."""
@@ -212,17 +231,11 @@ class Recorder:
         """A root module is called: with gradients or without, in training mode or not, one that an optimizer trains."""
         alone = not self._stack
         self._between = REST
+        self.push(FORWARD)
         if learns and training:
-            self.push(FORWARD)
             self._settle()
-            return
-        self._enter(FORWARD)  # an evaluation may begin with it
-        if alone:
+        elif alone:
             self._evaluation.suspect(surely=trained and not training and not learns)
-
-    def backward_lightly(self) -> None:
-        """A backward pass, where `passes` said so."""
-        self._open.micro_steps += 1
 
     def backward(self, loss: Any = None) -> None:
         """A backward pass begins; `loss` is a ticket for its value."""
@@ -265,13 +278,21 @@ class Recorder:
 
     def optimizer_ended(self, optimizer: int) -> bool:
         """An optimizer's step is over (or was skipped); True when that ended a training step."""
-        if self.light:
-            self._settle()
-        self._evaluation.since = len(self._open.pieces)
-        if not self._optimizers.closes(optimizer):
-            return False
-        self._end_step()
-        return True
+        closes = self._optimizers.closes(optimizer)
+        if self.light and closes:
+            self._tape.append(self.clock())
+            self.steps += 1
+            self.measured += 1
+            if self.steps >= self._closely_at or len(self._tape) >= _ON_TAPE:
+                self._play()
+                now_s = self.clock()
+                self._begin_step()
+                self.own_s += self.clock() - now_s
+        elif closes:
+            self._end_step()
+        elif not self.light:
+            self._evaluation.since = len(self._open.pieces)
+        return closes
 
     def _end_step(self) -> None:
         now_s = self.clock()
@@ -279,32 +300,36 @@ class Recorder:
         if self._open.kind == "train" and not self._optimizers.settled:
             self._open.kind = "warmup"
         self.measured += self._open.kind == "train"
-        self._close(self.steps)
+        self._close(self._closed)
         self.steps += 1
-        self.light = self.steps < self._closely_at
+        self._begin_step()
+        self.own_s += self.clock() - now_s
+
+    def _begin_step(self) -> None:
+        self.light = self.steps < self._closely_at and self._evaluation.undisturbed
         self._marking = self._gpu is not None and not self.light
         if not self.light and self.steps >= _CLOSELY_AT_FIRST:
             # Not every n-th: waits that come round with the workers would be met always, or never.
             self._closely_at = self.steps + 1 + self.steps * 7919 % (2 * self._closely_every - 1)
         if self._marking:
             self._mark()
-        if not self.light or len(self._waiting) >= _STEPS_AT_ONCE:
-            self._send()
-        self.own_s += self.clock() - now_s
+        self._send()
 
     def set_kind(self, kind: str) -> None:
         """Say what the open step is, when it is not plain training: xray, replay, resident …"""
+        if self.light:
+            self.look_closely()
         self._open.kind = kind
-        self.light = False
 
     def finish(self) -> None:
         """Close the books: what came after the last step becomes a step of kind `tail`."""
+        self._play()
         self._marking = self.light = False
         self._cut(self.clock())
         if self._evaluation.shown_by_end():
             self._call_it_evaluation()
         self._open.kind = "tail"
-        self._close(self.steps)
+        self._close(self._closed)
         self._send(all_of_them=True)
 
     def _cut(self, now_s: float) -> None:
@@ -348,13 +373,15 @@ class Recorder:
     def _begin_training(self) -> None:
         """What came before is the set-up; the first step, with all that happens in it only once, is the warm-up."""
         self._cut(self.clock())
-        self._close(index=-1)
+        self._closed = -1
+        self._close(self._closed)
         self._open.kind = "warmup"
 
     def _close(self, index: int) -> None:
         step = self._open
         self._open = _OpenStep(self._cut_s)
         self._evaluation.since = 0
+        self._closed += 1
         self._waiting.append((step, index, self._cut_s))
         wall_s, own_s = self._cut_s - step.start_s, self.own_s - self._own_before_s
         self._own_before_s = self.own_s

@@ -133,13 +133,15 @@ class Roots:
         """Whether a call is none of ours to time: it is inside another, in another thread, or all is over."""
         return self.inside or self._hooks.off or self._recorder.is_elsewhere()
 
-    def passes(self) -> bool:
-        """Whether a training pass need not be noted (see Recorder.passes)."""
-        return self._recorder.passes()
+    def light(self) -> bool:
+        """Whether a training pass need not be timed."""
+        return self._recorder.light
 
     def begin(self, **how: bool) -> None:
         """A call that is to be timed begins (see Recorder.forward)."""
         self.inside = True
+        if self._recorder.light:
+            self._hooks.guarded(self._recorder.look_closely)
         self._hooks.guarded(functools.partial(self._recorder.forward, **how))
 
     def end(self) -> None:
@@ -167,7 +169,7 @@ class _TimedCall:
             return call(*args, **kwargs)
         self.called = True
         learns, training = torch.is_grad_enabled(), module.training
-        if learns and training and self._roots.passes():
+        if self._roots.light() and learns and training:
             return call(*args, **kwargs)
         self._roots.begin(learns=learns, training=training, trained=self.trained)
         try:
