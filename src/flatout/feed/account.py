@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from flatout.errors import FlatoutError
-from flatout.feed.messages import Done
-
 
 # Attributes under which datasets keep their files, as people call them.
 _PATH_LISTS = ("samples", "imgs", "paths", "files", "image_paths", "filenames", "image_files", "items")
@@ -39,27 +37,12 @@ class BadSampleError(FlatoutError, RuntimeError):
 class Account:
     """What became of a loader so far."""
 
-    batches: int = 0
-    parts: int = 0
-    waited_s: float = 0.0
-    deaths: int = 0
-    redone: int = 0
-    drew: bool = False
+    batches: int = 0  # the consumer has got
+    parts: int = 0  # of batches, or whole ones, that workers have made
+    deaths: int = 0  # of workers
+    redone: int = 0  # parts that somebody died over
+    drew: bool = False  # samples were seen to draw random numbers
     bad: list[BadSample] = field(default_factory=list)
-    cpu_s: float = 0.0  # of the workers
-    parent_s: float = 0.0  # what handing over takes the training process, waiting apart
-
-    def made(self, done: Done) -> None:
-        """A worker has made a batch, or a part of one."""
-        self.parts += 1
-        self.cpu_s += done.cpu_s
-        self.drew |= bool(done.drew)
-
-    def served(self, batches: int, waited_s: float, parent_s: float) -> None:
-        """The consumer has got some."""
-        self.batches += batches
-        self.waited_s += waited_s
-        self.parent_s += parent_s
 
 
 def name_of(dataset: Any, index: Any) -> str | None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-
 STARVED, FED = 0.05, 0.02  # share of the window that the consumer waited
 BUSY = 0.75
 WORTH_IT = 1.025  # a step up has to bring this much

@@ -10,7 +10,6 @@ from flatout.feed.crew import Crew, Hand
 from flatout.feed.messages import Recipe
 from flatout.feed.table import Part
 
-
 LETHAL = 4  # workers that have to die over a sample before it is blamed
 STILLBORN, STILLBORN_S = 50, 30.0  # so many workers in a row, for so long, that die without having answered at all
 

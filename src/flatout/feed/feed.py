@@ -30,7 +30,6 @@ from flatout.feed.slots import Slots
 from flatout.feed.table import Batch, Layout, Part, cut
 from flatout.feed.tuning import Tuning
 
-
 WORTH_CUTTING_S, PIECE_S = 0.03, 0.01  # a batch that takes a worker less is not divided; how long a piece should take
 STALL_S = 0.01  # of waiting, after which a worker may be stuck and others should help
 QUICK_S, AT_ONCE = 2e-3, 8  # batches that take less are handed out so many at a time
@@ -91,7 +90,7 @@ class Feed:
         self.slots = Slots(budget.memory_available_bytes // 8, page_locked=page_locked)
         self.posts = Posts(recipe)
         self.account = Account()
-        self.made: deque[Any] = deque()  # in this process, and not asked for yet
+        self.made: deque[Any] = deque()  # batches that are ready, and not asked for yet
         self.pid = os.getpid()
         self._tuning = Tuning(workers, budget, may_do_without=may_do_without and not recipe.streams)
         self._here: Here | None = None
@@ -252,7 +251,7 @@ class Feed:
         return bool(self.made)
 
     def _served(self, batches: int, waited: float, parent_s: float, now: float) -> None:
-        self.account.served(batches, waited, parent_s)
+        self.account.batches += batches
         window_over = self._tuning.served(batches, waited, parent_s, now)
         if window_over and self._tuning.decide(sum(not hand.retiring for hand in self.crew)):
             self._scale()
@@ -265,6 +264,7 @@ class Feed:
         else:
             self._table.remove(batch)
         self._release_slot(batch)
+        # Quick ones are opened together: half of what it takes is to come back to it.
         while self._quick and self._table and self._table[0].finished and self._table[0].clean:
             ready = self._table.popleft()
             self.made.append(ready.open())
@@ -434,7 +434,8 @@ class Feed:
             batch.memory = memory if in_parts else None
         part.packed, part.bad, part.finished = (done.skeleton, done.spans, memory), done.bad, True
         self._tuning.worked(done)
-        self.account.made(done)
+        self.account.parts += 1
+        self.account.drew |= bool(done.drew)
         self._learn(done, in_parts=in_parts)
         return fds
 

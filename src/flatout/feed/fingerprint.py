@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 _FIXED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.MethodType, Enum, PurePath)
 _PLAIN_TYPES = frozenset((int, float, complex, str, bytes, bool, type(None)))

@@ -21,7 +21,6 @@ from flatout.feed.randomness import Key
 from flatout.feed.rows import Rows, renumbered, worker_info
 from flatout.feed.table import Batch
 
-
 AT_ONCE_S = 8e-3  # batches are made this long at a stretch: looking after the random numbers takes 40 µs
 
 
@@ -46,7 +45,7 @@ class Here:
         if not self._by_position:
             before = randomness.snapshot()
             batches, odd = self._stretch(coming, key, lambda _, indices: self._plain.fetch(indices))
-            if not randomness.same(before, randomness.snapshot()):
+            if before != randomness.snapshot():
                 self._by_position = True  # it draws after all: as if nothing had happened
                 randomness.put_back(before)
         if self._by_position:

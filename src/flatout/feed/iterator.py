@@ -50,8 +50,6 @@ class FeedIterator(_BaseDataLoaderIter):
         self._feed = feed
         self._made = feed.made
         self._seed = int(self._base_seed)
-        self._prefetch_factor = loader.prefetch_factor or 2
-        self._in_order = getattr(loader, "in_order", True)
         self._epoch_number = 0
         self._generators = _generators_of(loader)
         self._pure_sampler = is_pure(loader)
@@ -85,9 +83,9 @@ class FeedIterator(_BaseDataLoaderIter):
         self._epoch = Epoch(
             key=(self._seed, self._epoch_number),
             indices=self._sampler_iter,
-            ahead=max(1, self._prefetch_factor * self._num_workers),
+            ahead=max(1, (loader.prefetch_factor or 2) * self._num_workers),
             free_until=free,
-            in_order=self._in_order,
+            in_order=getattr(loader, "in_order", True),
             next_number=skip,
         )
         self._feed.begin(self._epoch, births, turn=turn)

@@ -21,7 +21,6 @@ from flatout.feed.fingerprint import fingerprint
 from flatout.feed.iterator import FeedIterator, Position
 from flatout.feed.messages import Recipe
 
-
 log = logging.getLogger("flatout.feed")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -30,7 +29,7 @@ T_co = TypeVar("T_co", covariant=True)
 class Options:
     """What our loader can do that stock's arguments do not say."""
 
-    workers: int | Literal["auto"] | None = None  # None: as many as the loader declares, to begin with
+    workers: Literal["auto"] | None = None  # None: as many as the loader declares, to begin with
     rng: Literal["position", "stock"] = "position"
     on_bad_sample: Literal["raise", "skip"] = "raise"
     hang_timeout: float = 600.0
@@ -217,9 +216,7 @@ def iterator_for(
 
 
 def _workers(loader: StockLoader[Any], options: Options) -> int:
-    if options.workers is None:
-        return loader.num_workers
-    return _workers_to_start_with(loader.dataset) if options.workers == "auto" else options.workers
+    return loader.num_workers if options.workers is None else _workers_to_start_with(loader.dataset)
 
 
 def _workers_to_start_with(dataset: Any) -> int:

@@ -31,7 +31,6 @@ from torch import multiprocessing
 from flatout.feed import wire, worker
 from flatout.feed.messages import Recipe
 
-
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _fork_lock = threading.Lock()  # a fork between the making of a wire and its hand-over would keep the wire's far end
 

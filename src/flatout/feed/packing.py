@@ -24,7 +24,6 @@ from torch.utils.data._utils import collate as stock
 
 from flatout.feed import wire
 
-
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Span = tuple[int, int]  # offset, length
 

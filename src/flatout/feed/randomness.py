@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import pickle
 import random
 import struct
 from collections.abc import Iterator
@@ -17,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data._utils.worker import _generate_state
-
 
 CHUNK = 16
 Key = tuple[int, int]  # the loader's base seed, the epoch
@@ -70,13 +70,8 @@ def _numpy_state() -> tuple[Any, ...]:
 
 
 def snapshot() -> tuple[Any, ...]:
-    """The generators' states in the form that is quickest to take, to compare and to put back."""
+    """The generators' states in the form that is quickest to take, to compare (`==`) and to put back."""
     return torch.default_generator.get_state().numpy().tobytes(), _python_words(), _numpy_words()
-
-
-def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether nothing was drawn between two snapshots."""
-    return one == other
 
 
 def put_back(taken: tuple[Any, ...]) -> None:
@@ -84,10 +79,10 @@ def put_back(taken: tuple[Any, ...]) -> None:
     torch.default_generator.set_state(torch.frombuffer(bytearray(taken[0]), dtype=torch.uint8))
     random.setstate(taken[1] if len(taken[1]) == 3 else _as_python_has_it(*taken[1]))
     generator = _numpy_generator()
-    if isinstance(taken[2], bytes):
+    if type(generator) is np.random.MT19937:
         ctypes.memmove(generator.ctypes.state_address, taken[2], _MT19937_BYTES)
     else:
-        generator.state = taken[2]
+        generator.state = pickle.loads(taken[2])
 
 
 @contextlib.contextmanager
@@ -135,12 +130,12 @@ def _numpy_generator() -> Any:
     return np.random.mtrand._rand._bit_generator
 
 
-def _numpy_words() -> Any:
+def _numpy_words() -> bytes:
     """The words of numpy's generator, where it is the usual one: `get_state` takes a hundred times as long."""
     generator = _numpy_generator()
     if type(generator) is np.random.MT19937:
         return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
-    return generator.state
+    return pickle.dumps(generator.state)
 
 
 def generators_in(dataset: object) -> list[Any]:

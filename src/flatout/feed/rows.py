@@ -17,7 +17,6 @@ from torch.utils.data._utils import worker as stock_worker
 from flatout.feed import randomness
 from flatout.feed.messages import Recipe
 
-
 NOT_IN_A_ROW = -1
 _LEFT_OUT = object()  # in place of a sample that is bad
 _SLOW_S = 2e-3  # a chunk that takes this long does not notice the 20 µs of looking whether it drew
@@ -101,7 +100,7 @@ class Rows:
     def _end_chunk(self) -> None:
         self._slow = time.perf_counter() - self._began > _SLOW_S
         if self._state is not None:
-            self.drew = bool(self.drew) or not randomness.same(self._state, randomness.snapshot())
+            self.drew = bool(self.drew) or self._state != randomness.snapshot()
             self._state = None
 
 

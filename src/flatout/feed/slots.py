@@ -22,7 +22,6 @@ import torch
 from flatout.feed import wire
 from flatout.feed.packing import Bytes
 
-
 _PAGE = 4096
 _lingering: set[Slot] = set()
 

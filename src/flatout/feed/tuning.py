@@ -14,7 +14,6 @@ from flatout.feed.account import out_of_memory_kills
 from flatout.feed.controller import Controller, Observation
 from flatout.feed.messages import Done
 
-
 log = logging.getLogger("flatout.feed")
 
 WINDOW_BATCHES = 8

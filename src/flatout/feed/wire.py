@@ -15,7 +15,6 @@ import socket
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-
 INLINE_BYTES = 16 << 10
 MOST_FDS = 8
 _INLINE, _IN_FILE = b"\0", b"\1"

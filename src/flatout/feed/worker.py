@@ -67,7 +67,8 @@ class _Worker:
         self._cancelled: set[int] = set()
         self._schedstat = os.open("/proc/self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         self._checksum = 0
-        self._drawn_to: tuple[Any, ...] | None = None
+        self._drawn_to: tuple[Any, ...] = ()
+        self._spare_normal = False
         self._init_error: ExceptionWrapper | None = None
         self._fetcher: Any = None  # of an iterable dataset
         self._rows = Rows(recipe, self._board, self._collate)
@@ -93,7 +94,7 @@ class _Worker:
         except Exception:
             self._init_error = ExceptionWrapper(where=f"in DataLoader worker process {birth.number}")
         if recipe.streams:
-            self._drawn_to = randomness.snapshot()
+            self._note_state()
 
     def _open_stream(self) -> None:
         recipe, birth = self._recipe, self._birth
@@ -210,11 +211,14 @@ class _Worker:
         return (packing.collate_whole if self._arena.regions is None else packing.collate_parts)(samples, self._arena)
 
     def _state_if_drawn(self) -> tuple[dict[str, Any] | None, bool]:
-        now = randomness.snapshot()
-        if self._drawn_to is not None and randomness.same(self._drawn_to, now):
+        if not self._spare_normal and self._drawn_to == randomness.snapshot():
             return None, False
-        self._drawn_to = now
-        return randomness.capture(), True
+        return self._note_state(), True
+
+    def _note_state(self) -> dict[str, Any]:
+        self._drawn_to, state = randomness.snapshot(), randomness.capture()
+        self._spare_normal = bool(state["numpy"][3])  # which can be used up without a trace in a snapshot
+        return state
 
     def _sum_up(self, packed: packing.Packed, memory: packing.Bytes | None) -> None:
         if packed.file is not None:

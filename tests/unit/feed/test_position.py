@@ -141,6 +141,24 @@ def test_resumes_in_mid_epoch(arguments: dict[str, Any]) -> None:
     assert rest
 
 
+class Normal(Things):
+    def __getitem__(self, index: int) -> Any:
+        return np.random.randn()
+
+
+@pytest.mark.parametrize("left_after", [1, 2])
+def test_a_stream_resumes_between_two_normal_numbers(left_after: int) -> None:
+    """They come in pairs, and taking the second one leaves the words of numpy's generator as they are."""
+    loader = DataLoader(Normal(6), 1, num_workers=1, rng="stock")
+    pass_ = iter(loader)
+    for _ in range(left_after):
+        next(pass_)
+    state = loader.state_dict()
+    other = DataLoader(Normal(6), 1, num_workers=1, rng="stock")
+    other.load_state_dict(state)
+    assert same(list(other), list(pass_))
+
+
 class Stream(IterableDataset[Any]):
     """Workers of different length, drawing as they go."""
 
