@@ -98,14 +98,15 @@ class _Worker:
 
     def _open_stream(self) -> None:
         recipe, birth = self._recipe, self._birth
-        if birth.data_state is not None and hasattr(recipe.dataset, "load_state_dict"):
+        by_dataset = _keeps_state(recipe.dataset)
+        if birth.data_state is not None and by_dataset:
             recipe.dataset.load_state_dict(birth.data_state)
         self._fetcher = _DatasetKind.create_fetcher(
             _DatasetKind.Iterable, recipe.dataset, recipe.auto_collation, recipe.collate_fn, recipe.drop_last
         )
-        if birth.data_state is not None and not hasattr(recipe.dataset, "load_state_dict"):
-            self._fetcher.dataset_iter.load_state_dict(birth.data_state)
         if birth.data_state is not None:
+            if not by_dataset:
+                self._fetcher.dataset_iter.load_state_dict(birth.data_state)
             return
         for _ in range(birth.replay):
             packed = packing.pack(self._fetcher.fetch([None] * (recipe.batch_size or 0)), packing.Arena(None))
@@ -192,7 +193,7 @@ class _Worker:
         if self._recipe.streams:
             state, drew = self._state_if_drawn()
         if self._recipe.iterable:
-            data_state = _data_state(self._fetcher.dataset_iter, self._recipe.dataset)
+            data_state = _data_state(self._recipe.dataset, self._fetcher.dataset_iter)
             if data_state is None:
                 self._sum_up(packed, memory)
         wall_s, cpu_s, run_delay_s = watch.read()
@@ -241,11 +242,13 @@ class _Watch:
         return int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
 
 
-def _data_state(iterator: Any, dataset: Any) -> Any:
-    for keeper in (iterator, dataset):
-        if hasattr(keeper, "state_dict") and hasattr(keeper, "load_state_dict"):
-            return keeper.state_dict()
-    return None
+def _keeps_state(thing: Any) -> bool:
+    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+
+
+def _data_state(dataset: Any, iterator: Any) -> Any:
+    keeper = dataset if _keeps_state(dataset) else iterator
+    return keeper.state_dict() if _keeps_state(keeper) else None
 
 
 def _checksum(so_far: int, skeleton: bytes, spans: Sequence[packing.Span], memory: packing.Bytes | None) -> int:

@@ -188,6 +188,49 @@ def test_an_iterable_dataset_resumes_too(left_after: int) -> None:
     gc.collect()
 
 
+class Keeper:
+    """Counts on from where its state says; `name` is what only it can read."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.at = name, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {self.name: self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state[self.name]
+
+
+class KeepsState(Keeper, IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return KeepsStateToo(self)
+
+
+class KeepsStateToo(Keeper):
+    def __init__(self, dataset: KeepsState) -> None:
+        super().__init__("iterator")
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> int:
+        if self.dataset.at == 20:
+            raise StopIteration
+        self.dataset.at += 1
+        return self.dataset.at
+
+
+def test_a_state_goes_back_to_whom_it_is_from() -> None:
+    """GIVEN a dataset and an iterator that both keep a state, THEN neither is given the other's."""
+    loader = DataLoader(KeepsState("dataset"), 2, num_workers=1)
+    pass_ = iter(loader)
+    next(pass_)
+    other = DataLoader(KeepsState("dataset"), 2, num_workers=1)
+    other.load_state_dict(loader.state_dict())
+    assert same(list(other), list(pass_))
+
+
 def test_after_the_end_there_is_nothing_to_resume() -> None:
     loader = DataLoader(Things(10, "scalar"), 5, num_workers=1)
     list(loader)
