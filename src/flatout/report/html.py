@@ -113,7 +113,7 @@ def _figures(account: Account) -> list[tuple[str, str, str]]:
     shown = [("steps", f"{b.steps:,}", f"{duration(b.training_ms)} of training, {duration(b.wall_ms)} in all")]
     median, p95 = b.step_ms.quantile(0.5), b.step_ms.quantile(0.95)
     if median is not None and p95 is not None:
-        shown.append(("a step", ms(median), f"95% below {ms(p95)}"))
+        shown.append(("median step", ms(median), f"95% below {ms(p95)}"))
     if b.samples_per_s:
         ceiling = b.ceiling_samples_per_s or b.replay_samples_per_s
         how = "with the data there" if b.ceiling_samples_per_s else "without the loader"

@@ -41,7 +41,7 @@ def _headline(account: Account) -> list[str]:
     median, p95 = b.step_ms.quantile(0.5), b.step_ms.quantile(0.95)
     words = [f"{b.steps:,} steps in {duration(b.training_ms)} (of {duration(b.wall_ms)})"]
     if median is not None and p95 is not None:
-        words.append(f"a step {ms(median)}, p95 {ms(p95)}")
+        words.append(f"median step {ms(median)}, p95 {ms(p95)}")
     if b.samples_per_s is not None:
         words.append(f"{b.samples_per_s:,.0f} samples/s")
     if account.ranks > 1:

@@ -51,7 +51,7 @@ def test_no_line_is_longer_than_the_terminal() -> None:
 
 def test_the_parts_stand_in_order_with_the_idle_time_beside_them() -> None:
     lines = drawn()
-    assert lines[0].startswith("flatout  10 steps in 0.1 s (of 0.1 s); a step 10.")
+    assert lines[0].startswith("flatout  10 steps in 0.1 s (of 0.1 s); median step 10.")
     top = next(n for n, line in enumerate(lines) if line.startswith("where training's time went"))
     data, forward, wait, small = lines[top + 1 : top + 5]
     assert data.startswith("waiting for data")
