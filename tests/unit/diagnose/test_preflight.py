@@ -113,6 +113,29 @@ def test_evaluation_and_checkpoint_every_epoch_are_found_where_there_is_a_knob(t
     assert line(checklist, "evaluation").fix == "--eval-every 5"
 
 
+def test_an_evaluation_written_out_in_the_loop_over_epochs_is_seen(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("""
+from torch.utils.data import DataLoader
+loader = DataLoader(train_set, batch_size=8)
+dev = "cuda" if torch.cuda.is_available() else "cpu"
+for epoch in range(3):
+    model.train()
+    for images, labels in loader:
+        loss = criterion(model(images.to(dev)), labels.to(dev))
+        loss.backward()
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        for images, labels in DataLoader(val_set):
+            model(images.to(dev))
+""")
+    checklist = look_over(script)
+    found = line(checklist, "evaluation")
+    assert (found.status, found.where) == (OK, f"{script}:11")
+    assert "pageable" in line(checklist, "pin_memory").reason
+
+
 @pytest.mark.parametrize("option", ["persistent_workers=True", "persistent_workers=False, prefetch_factor=2"])
 def test_options_that_torch_refuses_without_workers_fail(tmp_path: Path, option: str) -> None:
     script = with_fault(tmp_path, "persistent_workers=True", option)

@@ -274,7 +274,9 @@ def _copies(study: Study) -> Iterator[tuple[bool, str]]:
                 continue
             root = re.match(r"\w+", ast.unparse(call.func.value))
             device = tree.argument(call, "device", 0)
-            to_device = call.func.attr == "cuda" or (device and re.search("device|cuda", ast.unparse(device), re.I))
+            to_device = call.func.attr == "cuda" or (
+                device and re.search(r"\bdev\b|device|cuda", ast.unparse(device), re.I)
+            )
             if root and root[0] in given and to_device:
                 yield overlaps(call), tree.where(call)
     # in a function of its own, such as to_device(batch)

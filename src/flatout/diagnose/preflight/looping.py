@@ -53,7 +53,7 @@ def check_evaluation(study: Study) -> Line:
     often = _each_batch(
         study, _evaluates, "evaluated", fix="once an epoch, or every few hundred steps", code="pause.eval"
     )
-    return often or _each_epoch(study, _evaluates, code="pause.eval")
+    return often or _each_epoch(study, _begins_evaluation, code="pause.eval")
 
 
 def check_checkpoints(study: Study) -> Line:
@@ -121,6 +121,11 @@ def _evaluates(study: Study, call: ast.Call) -> bool:
         return False
     named = _EVALUATES.match(tree.last_name(tree.dotted(call.func)))
     return bool(named) or _does(study, call, lambda inner: method_of(inner) == "eval")
+
+
+def _begins_evaluation(study: Study, call: ast.Call) -> bool:
+    """Also one that is written out in the loop over epochs, from model.eval() on."""
+    return _evaluates(study, call) or (method_of(call) == "eval" and not call.args)
 
 
 def _saves(study: Study, call: ast.Call) -> bool:
