@@ -83,7 +83,7 @@ def workers_behind(case: Case) -> Finding | None:
         wanted = spare_cores(case)
         return Finding(
             code="data.too-many-workers",
-            title=f"{workers} workers on {cores:g} cores: ready to run but without a core {delay:.0%} of the time",
+            title=f"{workers} workers on {cores:g} cores: without a core {delay:.0%} of the time they load",
             **common,
             **fed(case, saved, most=1 / (1 - min(0.99, delay or 0.0))),
             confidence=0.8,
@@ -103,10 +103,10 @@ def workers_behind(case: Case) -> Finding | None:
             **common,
             **fed(case, saved),
             confidence=0.6,
-            change="loader",
-            value="elastic",
-            advice="a collate function that works on whole tensors; workers that write into shared, page-locked "
-            "memory: flatout.DataLoader",
+            change=None if case.elastic else "loader",
+            value=None if case.elastic else "elastic",
+            advice="a collate function that works on whole tensors"
+            + ("" if case.elastic else "; workers that write into shared, page-locked memory: flatout.DataLoader"),
         )
     if busy >= 0.7 and not case.elastic:
         room = _room(case) if wants_core else max(workers, _room(case))

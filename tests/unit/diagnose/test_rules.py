@@ -150,7 +150,11 @@ def test_a_few_slow_samples_are_named() -> None:
 
 def test_handing_over_is_the_cost() -> None:
     made = trace(*STARVED, workers=workers(8, sample_ms=1.0, busy=0.3, collate_s=6.0))
-    assert first(made).code == "data.collate-bound"
+    assert (first(made).code, first(made).change) == ("data.collate-bound", "loader")
+    elastic = {"changes": [{"name": "loader", "value": "elastic", "applied": True}]}
+    again = first(trace(*STARVED, workers=workers(8, sample_ms=1.0, busy=0.3, collate_s=6.0), facts=elastic))
+    assert (again.code, again.change) == ("data.collate-bound", None)
+    assert "flatout.DataLoader" not in again.advice
 
 
 def test_workers_started_again_and_again() -> None:
