@@ -225,10 +225,15 @@ def _data_path(view: View) -> Offer | None:
 
 
 def _loading(view: View, behind: Sequence[Finding], why: str) -> list[Change]:
-    """The elastic loader; where that cannot be had, the number of workers and what goes with them."""
+    """The elastic loader; where that cannot be had, the number of workers and what goes with them.
+
+    Where it can be had and does not pay, that number is still worth a trial if it is what the diagnosis asks for.
+    """
     draws = any(report.random_used for report in view.case.reports) or not view.case.reports
     safety: Safety = "reseeded" if draws else "identical"
-    if view.verdict("loader", "elastic") not in ("not applicable", "unsafe"):
+    verdict = view.verdict("loader", "elastic")
+    asked = any(f.change == "num_workers" for f in behind)
+    if verdict not in ("not applicable", "unsafe") and not (verdict == "undone" and asked):
         return [_made("loader", "elastic", why, safety=safety)]
     loader = view.case.loader or {}
     wanted = next((f.value for f in behind if f.change == "num_workers" and f.value), spare_cores(view.case))

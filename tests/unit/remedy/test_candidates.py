@@ -62,6 +62,12 @@ def test_a_starved_training_is_offered_the_data_path_as_one() -> None:
     assert withheld == []
 
 
+def test_where_the_elastic_loader_does_not_pay_the_number_of_workers_that_is_asked_for_is_tried() -> None:
+    tried = {("loader", "elastic"): "undone"}
+    assert offered(World(machine=Machine(data_ms=80.0), workers=0), tried=tried)["num_workers"].value > 0
+    assert "num_workers" not in offered(World(machine=Machine(data_ms=0.0), workers=8), tried=tried)
+
+
 def test_decoder_threads_that_outnumber_the_cores_go_with_it() -> None:
     world = World(machine=Machine(data_ms=80.0), workers=8, settings=[flag("decode_threads", 12)])
     change = offered(world)["setting:decode_threads"]
