@@ -58,6 +58,10 @@ def read(folder: Path) -> Trace:
     if not folder.is_dir():
         raise TraceError(f"no trace at {folder}: there is no such folder")
     files = sorted(path for path in folder.glob("*.jsonl") if not path.name.startswith(("workers-", "proof-")))
+    inside = {path.parent for path in folder.glob("*/*.jsonl")} if not files else set()
+    if inside:
+        newest = max(inside, key=lambda trace: trace.stat().st_mtime)
+        raise TraceError(f"{folder} is not a trace itself: it holds {len(inside)}, the newest is {newest}")
     if not files:
         raise TraceError(f"{folder} is not a trace: it holds no .jsonl file")
     ranks: list[RankTrace] = []

@@ -80,6 +80,10 @@ def test_what_is_not_a_trace_is_refused_in_one_line(tmp_path: Path) -> None:
         read_summaries(tmp_path / "nowhere")
     with pytest.raises(TraceError, match=r"holds no \.jsonl file"):
         read(tmp_path)
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "rank-0.jsonl").write_text("")
+    with pytest.raises(TraceError, match="it holds 1, the newest is "):
+        read(tmp_path / "runs")
     (tmp_path / "data.jsonl").write_text("")
     with pytest.raises(TraceError, match="are empty"):
         read(tmp_path)
