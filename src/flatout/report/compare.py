@@ -287,17 +287,19 @@ def _ratio(a: _Blocks, b: _Blocks, unit: float, of: Callable[[_Blocks, npt.NDArr
 
 def _differences(a: Account, b: Account) -> Iterator[tuple[str, Any, Any]]:
     """Settings and facts that are not the same in both."""
-    ours, theirs = dict(_settings(a)), dict(_settings(b))
+    both = min(len(one.facts.get("loaders") or ()) for one in (a, b))
+    ours, theirs = dict(_settings(a, both)), dict(_settings(b, both))
     for name in dict.fromkeys((*ours, *theirs)):
         if ours.get(name) != theirs.get(name):
             yield name, ours.get(name), theirs.get(name)
 
 
-def _settings(one: Account) -> Iterator[tuple[str, Any]]:
+def _settings(one: Account, loaders: int) -> Iterator[tuple[str, Any]]:
+    """Of loaders that the other run did not have, one line each."""
     yield "command", " ".join(one.command)
     yield "ranks", one.ranks
     for number, loader in enumerate(one.facts.get("loaders") or (), 1):
-        yield from _flat(f"loader {number}", loader)
+        yield from _flat(f"loader {number}", loader if number <= loaders else loader.get("dataset"))
     for name, value in one.facts.items():
         if name not in _VOLATILE:
             yield from _flat(name, value)
