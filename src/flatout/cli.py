@@ -173,7 +173,7 @@ def doctor(json: str | None = _file_of("what was found as JSON")) -> None:
 
     found = examine()
     if _write(json, found.to_json):
-        print("\n".join(report_lines(found)))
+        print("\n".join(report_lines(found, _console().width)))
 
 
 @app.command()
@@ -239,8 +239,17 @@ def run(
         for recording in launch.recordings(folder):
             if changes is not None:
                 _say_what_was_changed(recording)
+            if code and _never_stepped(recording):  # the command has said why; what it lacks is no question then
+                print(f"flatout: the command ended with exit code {code} before its first step", file=sys.stderr)
+                if trace is None:
+                    shutil.rmtree(recording, ignore_errors=True)
+                continue
             _account_for(recording, quiet=quiet, json_to=json, html_to=html)
     raise typer.Exit(code)
+
+
+def _never_stepped(recording: Path) -> bool:
+    return not any(recording.glob("rank-*.jsonl"))
 
 
 def _changes(path: Path | None, *, auto: bool, strict: bool) -> Plan | None:
@@ -306,9 +315,9 @@ def fix(
         raise UsageError(f"{command[0]}: command not found")
     wishes, budget_s = Wishes.of(allow, only, skip), _seconds(budget)
     an_hour = _price(price) if price is not None else None
-    if not out.absolute().parent.is_dir():
-        raise UsageError(f"--out {out}: there is no folder {out.absolute().parent}")
     runs = launch.default_folder([*command[:1], "fix.py"])
+    for target in (out, runs.parent, *(Path(name) for name in (json, html) if name not in (None, "-"))):
+        _can_be_written(target)  # ten minutes of trials later would be late to say so
     with fix_views.Progress(_console(stderr=True), budget_s) as story:
         found = search(command, wishes, budget_s=budget_s, steps=steps, story=story, keep_in=runs)
     found.plan.save(out)
@@ -372,10 +381,10 @@ def train(
     code = launch.run(command, folder=folder)
     if os.environ.get("FLATOUT") != "off":
         for recording in launch.recordings(folder):
-            if any(recording.glob("rank-*.jsonl")):
-                _account_for(recording, quiet=quiet)
-            else:  # it never came to a step, and has said why
+            if _never_stepped(recording):  # and has said why
                 shutil.rmtree(recording, ignore_errors=True)
+            else:
+                _account_for(recording, quiet=quiet)
     raise typer.Exit(code)
 
 
@@ -486,6 +495,14 @@ def _write(
     if html_to is not None:
         _write_text(html_to, page())
     return "-" not in (json_to, html_to)
+
+
+def _can_be_written(target: Path) -> None:
+    folder = target.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"cannot write {target}: there is no folder {folder}")
+    if not os.access(target if target.exists() else folder, os.W_OK):
+        raise UsageError(f"cannot write {target}: no permission, or a read-only disk")
 
 
 def _write_text(target: str, text: str) -> None:

@@ -28,7 +28,7 @@ __all__ = ["Card", "Examination", "Torch", "examine", "probe_torch", "report_lin
 SCHEMA = 1
 TORCH_WITHIN_S = 60
 SMALL_SHM_BYTES = 1 << 30
-WIDTH = 80
+WIDTH, _NARROWEST = 80, 40
 
 _OPTIONAL = {
     "triton": "GPU augmentation in one kernel instead of operation by operation",
@@ -236,16 +236,17 @@ def _missing_host(allowed: Budget, root: Path) -> Iterator[str]:
         yield "There is less than two cores: loader workers would take their time from the training process."
 
 
-def report_lines(found: Examination) -> Iterator[str]:
-    """The examination in words, 80 columns wide."""
+def report_lines(found: Examination, width: int = WIDTH) -> Iterator[str]:
+    """The examination in words, at most 80 columns wide."""
+    width = max(_NARROWEST, min(WIDTH, width))
     yield f"flatout {found.flatout} · Python {found.python} · {found.system}"
     yield ""
     for label, text in _entries(found):
-        yield from textwrap.wrap(text, WIDTH, initial_indent=f"{label:<10}", subsequent_indent=" " * 10)
+        yield from textwrap.wrap(text, width, initial_indent=f"{label:<10}", subsequent_indent=" " * 10)
     yield ""
     yield "Missing, and what that costs" if found.missing else "Nothing is missing."
     for text in found.missing:
-        yield from textwrap.wrap(text, WIDTH, initial_indent="  – ", subsequent_indent="    ")
+        yield from textwrap.wrap(text, width, initial_indent="  – ", subsequent_indent="    ")
 
 
 def _entries(found: Examination) -> Iterator[tuple[str, str]]:

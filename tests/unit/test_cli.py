@@ -65,6 +65,7 @@ def test_a_verbs_help_names_every_option(monkeypatch: pytest.MonkeyPatch, capsys
         (("fix", "--price", "much", "train.py"), "--price much: a price an hour such as 2.5/h is wanted"),
         (("fix", "--allow", "batchsize", "train.py"), "no change or class called batchsize (did you mean batch-size?)"),
         (("fix", "--out", "/no/such/plan.yaml", "train.py"), "there is no folder /no/such"),
+        (("fix", "--html", "/no/such/page.html", "train.py"), "cannot write /no/such/page.html: there is no folder"),
         (("top", "--once", "--gpu", "99"), "there is no GPU 99"),
         (("top", "--once", "--pid", "999999999"), "there is no process 999999999"),
         (("top", "--once", "--target", "memmory=70-90"), "did you mean memory?"),
@@ -86,6 +87,16 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert printed.err.startswith("flatout: ")
     assert printed.err.count("\n") == 1
     assert complaint in printed.err
+
+
+def test_the_checklist_fits_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert flatout_says(monkeypatch, "check") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "looked at the machine alone: no script was given, as in"
+    assert max(map(len, lines)) <= 60
 
 
 def test_a_gate_that_says_no_is_exit_code_1(

@@ -1,4 +1,4 @@
-"""A Checklist as text for a terminal: what to mend first, then what is well; 80 columns, no colour when piped."""
+"""A Checklist as text for a terminal: what to mend first, then what is well. At most 80 columns; piped, no colour."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from rich.text import Text
 
 from flatout.diagnose.preflight.checklist import FAIL, NOT_APPLICABLE, OK, WARN, Checklist, Line
 
-_WIDTH, _INDENT = 80, 27
+_WIDTH, _NARROWEST, _INDENT = 80, 50, 27
 _ORDER = {FAIL: "red", WARN: "yellow", OK: "green", NOT_APPLICABLE: "dim"}
 _IN_WORDS = {FAIL: "failed", WARN: "to look at", OK: "ok", NOT_APPLICABLE: "not applicable"}
 
 
 def show(checklist: Checklist, console: Console) -> None:
     """Print the list."""
-    if checklist.looked_at:
-        console.print(Text(_wrapped(f"looked at {', '.join(checklist.looked_at)}", 0), style="dim"), soft_wrap=True)
+    width = max(_NARROWEST, min(_WIDTH, console.width))
+    seen = ", ".join(checklist.looked_at) or "the machine alone: no script was given, as in flatout check train.py"
+    console.print(Text(_wrapped(f"looked at {seen}", 0, width), style="dim"), soft_wrap=True)
     for status, style in _ORDER.items():
         for line in _joined(list(checklist.of(status))):
-            console.print(_line(line, style), soft_wrap=True)
+            console.print(_line(line, style, width), soft_wrap=True)
     counts = [(sum(1 for _ in checklist.of(status)), _IN_WORDS[status]) for status in _ORDER]
     console.print(Text(", ".join(f"{count} {words}" for count, words in counts if count), style="bold"), soft_wrap=True)
 
@@ -45,18 +46,18 @@ def _subjects(lines: list[Line]) -> str:
     return ", ".join(line.subject for line in lines)
 
 
-def _line(line: Line, style: str) -> Text:
+def _line(line: Line, style: str, width: int) -> Text:
     place = f" ({line.where})" if line.where and line.where not in line.reason else ""
     text = Text.assemble(
-        (f"{line.status:<5}", style), f"{line.subject:<{_INDENT - 5}}", _wrapped(line.reason + place, _INDENT)
+        (f"{line.status:<5}", style), f"{line.subject:<{_INDENT - 5}}", _wrapped(line.reason + place, _INDENT, width)
     )
     if line.fix:
         text.append(f"\n{'':<{_INDENT}}").append(
-            _wrapped(f"→ {line.fix}", _INDENT), style="bold" if line.status != NOT_APPLICABLE else ""
+            _wrapped(f"→ {line.fix}", _INDENT, width), style="bold" if line.status != NOT_APPLICABLE else ""
         )
     return text
 
 
-def _wrapped(text: str, indent: int) -> str:
-    lines = textwrap.wrap(text, _WIDTH - indent, break_on_hyphens=False, break_long_words=False)
+def _wrapped(text: str, indent: int, width: int) -> str:
+    lines = textwrap.wrap(text, width - indent, break_on_hyphens=False, break_long_words=False)
     return f"\n{'':<{indent}}".join(lines)

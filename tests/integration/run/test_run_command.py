@@ -193,6 +193,12 @@ def test_a_process_that_never_trains_leaves_no_file(place: Path) -> None:
     assert "Traceback" not in run.err
 
 
+def test_a_command_that_fails_before_its_first_step_is_not_asked_whether_it_trains(place: Path) -> None:
+    write(place, broken="import time, torch; time.sleep(0.5); raise SystemExit(3)")
+    run = flatout_run(place, PYTHON, "broken.py")
+    assert (run.code, run.err) == (3, "flatout: the command ended with exit code 3 before its first step\n")
+
+
 def test_a_command_that_is_over_at_once_is_no_trouble(place: Path) -> None:
     run = flatout_run(place, "echo", "--html", "done")
     assert (run.code, run.out) == (0, "--html done\n")
