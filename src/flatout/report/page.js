@@ -35,7 +35,8 @@
     x0: m.start / seconds, x1: (m.start + m.length) / seconds,
     fillcolor: colour("band"), line: { width: m.length < last / 400 ? 1 : 0, color: colour("muted"), dash: "dot" },
   }));
-  const names = () => data.marks.filter((m) => m.length > last / 30 || data.marks.length < 12).map((m) => ({
+  const named = data.marks.filter((m) => m.length > last / 30 || data.marks.length < 12);
+  const names = () => named.filter((m, n) => !n || m.start - named[n - 1].start > last / 60).map((m) => ({
     x: (m.start + m.length / 2) / seconds, y: 1, xref: "x", yref: "paper", yanchor: "bottom", showarrow: false,
     text: m.name, textangle: m.length > last / 12 ? 0 : -28, font: { size: 11, color: colour("muted") }, xanchor: m.length > last / 12 ? "center" : "left",
   }));

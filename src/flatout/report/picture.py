@@ -26,7 +26,7 @@ HAIR = 0.001  # of a step: what is shorter is not drawn for itself
 # What each phase is called, and the family of causes that its colour stands for.
 PHASES = {
     "data": ("waiting for data", "data"),
-    "loader start": ("starting loader workers", "data"),
+    "loader start": ("starting the loader", "data"),
     "copy": ("copying to the GPU", "copy"),
     "sync": ("waiting for the GPU", "sync"),
     "evaluation": ("evaluation", "pause"),
