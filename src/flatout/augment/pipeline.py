@@ -136,13 +136,14 @@ class Minimal(Augment):
 
     def __init__(
         self,
-        size: int | None = None,
+        size: int | tuple[int, int] | None = None,
         *,
         mean: Sequence[float] = IMAGENET_MEAN,
         std: Sequence[float] = IMAGENET_STD,
         **options: Any,
     ) -> None:
-        resize = [] if size is None else [Resize((size, size))]
+        require(size is None or isinstance(size, (int, tuple, list)), "size", "a number or (height, width)", size)
+        resize = [] if size is None else [Resize((size, size) if isinstance(size, int) else size)]
         super().__init__([*resize, *self._random(), Normalize(mean, std)], **options)
 
     def _random(self) -> list[Operation]:

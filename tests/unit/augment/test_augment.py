@@ -78,6 +78,9 @@ def test_eval_normalizes_and_nothing_else():
     assert torch.allclose(aug(IMAGES), (IMAGES / 255 - 0.5) / 0.25)
     assert not torch.allclose(aug.train()(IMAGES, index=INDEX), aug.eval()(IMAGES))
     assert Standard(size=16).eval()(IMAGES).shape == (4, 3, 16, 16)
+    assert Standard(size=(16, 20)).eval()(IMAGES).shape == (4, 3, 16, 20)
+    with pytest.raises(ValueError, match="size must be a number or"):
+        Standard(size="16")  # type: ignore[arg-type]
 
 
 def test_evaluating_a_model_that_holds_it_stops_it():
