@@ -146,6 +146,13 @@ def test_settings_that_differ_are_listed_and_no_others() -> None:
     assert result.differences == (("loader 1: num_workers", 0, 8),)
 
 
+def test_a_loader_that_one_of_them_lacks_is_one_line() -> None:
+    one, two = facts(), facts()
+    two["loaders"] = [*two["loaders"], {"dataset": "train.Val", "num_workers": 8, "batch_size": 64}]
+    result = compare(*(trace_of(rank_of(steps_of(noisy(1)), facts=known)) for known in (one, two)))
+    assert result.differences == (("loader 2", None, "train.Val"),)
+
+
 def test_long_runs_are_compared_by_their_windows() -> None:
     def long(seed: int, around_ms: float) -> RankTrace:
         windows, steps = [], []
