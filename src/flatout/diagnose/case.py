@@ -88,7 +88,8 @@ class Case:
     @cached_property
     def elastic(self) -> bool:
         """Whether flatout's loader is in place: it finds the number of workers by itself."""
-        return any(c.get("name") == "loader" and c.get("applied") for c in self.facts.get("changes") or ())
+        made = any(c.get("name") == "loader" and c.get("applied") for c in self.facts.get("changes") or ())
+        return made or bool((self.loader or {}).get("elastic"))
 
     @cached_property
     def reports(self) -> tuple[WorkerReport, ...]:

@@ -38,6 +38,8 @@ def to_device(
     """
     if ahead < 1:
         raise ValueError(f"ahead must be at least 1 (got {ahead})")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"there is no GPU to bring batches to (device={str(device)!r}); here it is 'cpu'")
     return OnDevice(
         loader, torch.device(device), dtype=dtype, channels_last=channels_last, convert=convert, ahead=ahead
     )

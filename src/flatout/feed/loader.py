@@ -70,6 +70,8 @@ class DataLoader(StockLoader[T_co]):
         ):  # fmt: skip
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)} (got {value!r})")
+        if isinstance(num_workers, str) and num_workers != "auto":
+            raise ValueError(f'num_workers must be a number or "auto" (got {num_workers!r})')
         self._options = Options(
             workers="auto" if num_workers == "auto" else None,
             rng=rng,

@@ -28,6 +28,7 @@ def loader_facts(loader: Any) -> dict[str, Any]:
         "sampler": type(getattr(loader, "sampler", None)).__name__,
         "collate": getattr(loader.collate_fn, "__name__", type(loader.collate_fn).__name__),
         "start_method": method,
+        "elastic": type(loader).__module__.startswith("flatout."),
     }
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 from torch.utils.data import DataLoader as Stock
 
-from flatout.feed import DataLoader, feed_of, iterator_for
+from flatout.feed import DataLoader, feed_of, iterator_for, to_device
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # stock's, on a small machine
 
@@ -331,3 +331,11 @@ def test_length_and_type_are_those_of_a_stock_loader() -> None:
 def test_a_wrong_argument_is_refused() -> None:
     with pytest.raises(ValueError, match="rng must be one of position, stock"):
         DataLoader(Things(3), rng="stok")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"num_workers must be a number or \"auto\" \(got 'atuo'\)"):
+        DataLoader(Things(3), num_workers="atuo")  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_batches_cannot_go_to_a_card_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="there is no GPU to bring batches to"):
+        to_device(DataLoader(Things(3)), "cuda")
