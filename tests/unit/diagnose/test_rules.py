@@ -61,6 +61,8 @@ def test_the_elastic_loader_is_not_told_how_many_workers_to_have() -> None:
     for case in (here, crowd):
         assert "num_workers" in [f.change for f in diagnose(trace(*STARVED, **case))]
         assert "num_workers" not in [f.change for f in diagnose(trace(*STARVED, **case, facts=elastic))]
+        imported = case | {"loader": case["loader"] | {"elastic": True}}
+        assert "num_workers" not in [f.change for f in diagnose(trace(*STARVED, **imported))]
 
 
 def test_a_ceiling_below_the_run_itself_says_nothing() -> None:
