@@ -399,8 +399,8 @@ def tiny(measured: Measurements) -> None:
         notes.append(f"{workers} declared: {times:.3f} times stock's time (wanted: at most 1.02)")
         notes.append(f"{workers} declared: the parent spends {spent:.0f} µs a batch (wanted: at most 40)")
     auto = DataLoader(dataset, 64, shuffle=True)
-    for clock, ratios in in_turns(measured, Stock(dataset, 64, shuffle=True), auto, pairs=60).items():
-        notes.append(f"auto: {ratios['median']:.3f} times the {clock} time of stock without workers, pass by pass, "
+    for clock, ratios in in_turns(measured, Stock(dataset, 64, shuffle=True), auto).items():
+        notes.append(f"auto: {ratios['median']:.3f} times the {clock} time of stock without workers, in turns, "
                      f"spread {ratios['spread']:.3f}, n {ratios['n']} (wanted: at most 1.02)")  # fmt: skip
     feed = feed_of(auto)
     assert feed is not None
@@ -420,13 +420,14 @@ class _BareIterator(_BaseDataLoaderIter):
         return self._next_index()
 
 
+def endless(loader: Stock[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
 def beside_bare(loader: Stock[Any], bare: Stock[Any], groups: int = 40, group: int = 64) -> list[float]:
     """CPU time a batch that `next()` takes beyond that of a bare loader, in µs; a few of each in turns. The loop
     computes for a millisecond in between, so that nobody waits."""
-
-    def endless(loader: Stock[Any]) -> Iterator[Any]:
-        while True:
-            yield from loader
 
     def spent(batches: Iterator[Any]) -> float:
         total = 0.0
@@ -445,20 +446,21 @@ def beside_bare(loader: Stock[Any], bare: Stock[Any], groups: int = 40, group: i
     return [spent(both[0]) - spent(both[1]) for _ in range(groups)]
 
 
-def in_turns(measured: Measurements, stock: Stock[Any], ours: Stock[Any], pairs: int) -> dict[str, Any]:
-    """Two loaders pass by pass, so that a busy machine is busy for both: the second's time over the first's."""
-    loaders = {"stock, in the process": stock, "ours, auto": ours}
-    for loader in loaders.values():
+def in_turns(measured: Measurements, stock: Stock[Any], ours: Stock[Any], pairs: int = 160) -> dict[str, Any]:
+    """Two loaders, 250 batches of each in turns, so that a busy machine is busy for both: our time over stock's."""
+    for loader in (stock, ours):
         for _ in range(4):  # our own has made up its mind by then
             list(loader)
+    loaders = {"stock, in the process": endless(stock), "ours, auto": endless(ours)}
     ratios: dict[str, list[float]] = {"wall": [], "CPU": []}
     for number in range(pairs):
         took = {}
         for name in sorted(loaders, reverse=bool(number % 2)):
             wall, cpu = time.perf_counter(), time.thread_time()
-            count = sum(1 for _ in loaders[name])
+            for _ in range(250):
+                next(loaders[name])
             took[name] = {"wall": time.perf_counter() - wall, "CPU": time.thread_time() - cpu}
-            measured.values.setdefault(name, []).append(took[name]["wall"] / count * 1e6)
+            measured.values.setdefault(name, []).append(took[name]["wall"] / 250 * 1e6)
         for clock, found in ratios.items():
             first, second = (took[name][clock] for name in loaders)
             found.append(second / first)
