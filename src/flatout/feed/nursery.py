@@ -22,7 +22,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -41,16 +41,6 @@ class Event(NamedTuple):
     worker: int
     pid: int
     status: int | None
-
-
-class Starter(Protocol):
-    """Starts workers, says what became of them, and ends them."""
-
-    def start(self, number: int) -> socket.socket: ...
-    def events(self) -> list[Event]: ...
-    def kill(self, number: int) -> None: ...
-    def close(self) -> None: ...
-    def alive(self) -> bool: ...
 
 
 def starter_for(recipe: Recipe, context: Any) -> Starter:
@@ -166,6 +156,9 @@ class ContextStarter:
         for process in self._processes.values():
             _end(process)
         self._processes.clear()
+
+
+Starter = Nursery | ContextStarter
 
 
 def _end(process: Any, patience_s: float = 5) -> None:

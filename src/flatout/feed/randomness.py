@@ -13,7 +13,7 @@ import pickle
 import random
 import struct
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ def seed_stream(base_seed: int, worker: int) -> None:
 
 def capture() -> dict[str, Any]:
     """The state of torch's, numpy's and Python's generators, in types that `torch.load` takes without question."""
-    name, keys, position, has_gauss, gauss = _numpy_state()
+    name, keys, position, has_gauss, gauss = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
     version, words, next_gauss = random.getstate()
     return {
         "torch": torch.default_generator.get_state(),
@@ -61,12 +61,6 @@ def restore(state: dict[str, Any]) -> None:
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     version, words, next_gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), next_gauss))
-
-
-def _numpy_state() -> tuple[Any, ...]:
-    state = np.random.get_state(legacy=True)
-    assert isinstance(state, tuple)
-    return state
 
 
 def snapshot() -> tuple[Any, ...]:

@@ -176,7 +176,7 @@ class _Worker:
     def _work(self, task: Task, fds: list[int]) -> Done:
         if self._init_error is not None:
             self._init_error.reraise()
-        watch = _Watch(self._schedstat)
+        began = self._clocks()
         memory = self._slots.get(task.slot) if task.slot is not None else None
         self._arena = arena = packing.Arena(memory, task.regions, task.first_row)
         rows = self._rows
@@ -196,7 +196,7 @@ class _Worker:
             data_state = _data_state(self._recipe.dataset, self._fetcher.dataset_iter)
             if data_state is None:
                 self._sum_up(packed, memory)
-        wall_s, cpu_s, run_delay_s = watch.read()
+        wall_s, cpu_s, run_delay_s = (now - then for now, then in zip(self._clocks(), began, strict=True))
         return Done(
             ticket=task.ticket, skeleton=packed.skeleton, spans=packed.spans, in_slot=packed.file is None,
             needs=packed.needs, regions=packed.regions, misfit=arena.misfit or bool(rows.bad), bad=rows.bad, drew=drew,
@@ -210,6 +210,11 @@ class _Worker:
         if self._recipe.collate_fn is not default_collate:
             return self._recipe.collate_fn(samples)
         return (packing.collate_whole if self._arena.regions is None else packing.collate_parts)(samples, self._arena)
+
+    def _clocks(self) -> tuple[float, float, float]:
+        """Wall time, CPU time, and time spent ready to run while no core was free."""
+        run_delay_s = int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
+        return time.perf_counter(), time.thread_time(), run_delay_s
 
     def _state_if_drawn(self) -> tuple[dict[str, Any] | None, bool]:
         if not self._spare_normal and self._drawn_to == randomness.snapshot():
@@ -225,21 +230,6 @@ class _Worker:
         if packed.file is not None:
             memory = packing.map_file(os.dup(packed.file))
         self._checksum = _checksum(self._checksum, packed.skeleton, packed.spans, memory)
-
-
-class _Watch:
-    """Wall time, CPU time and time spent runnable but not running, since it was made."""
-
-    def __init__(self, schedstat: int) -> None:
-        self._schedstat = schedstat
-        self._wall, self._cpu, self._delay = time.perf_counter(), time.thread_time(), self._run_delay_s()
-
-    def read(self) -> tuple[float, float, float]:
-        wall, cpu = time.perf_counter() - self._wall, time.thread_time() - self._cpu
-        return wall, cpu, self._run_delay_s() - self._delay
-
-    def _run_delay_s(self) -> float:
-        return int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
 
 
 def _keeps_state(thing: Any) -> bool:
