@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import random
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,6 +61,8 @@ def main(
         trainer.say(f"run: {out}", always=False)
         if ranks.first:
             _keep(config, out)
+        if ranks.world > 1:  # torchrun ends all when one has died, and each is to say first why it ends
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # around fit, which hears it; torchrun kills after 30 s
         trainer.fit()
     ranks.leave()
     return trace if record else None
