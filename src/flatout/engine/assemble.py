@@ -32,8 +32,6 @@ from flatout.feed import to_device
 from flatout.inject.attach import attach
 from flatout.sense.options import new_folder
 
-__all__ = ["assemble", "main"]
-
 
 def main(
     path: Path, overrides: Sequence[str], *, preset: str | None, resume: bool, explain: bool, record: bool

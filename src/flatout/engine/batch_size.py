@@ -18,8 +18,6 @@ from flatout.engine.ranks import Ranks
 from flatout.engine.step import Step, TrainConfig, batch_rows, out_of_memory, taken
 from flatout.errors import UsageError
 
-__all__ = ["fastest_batch", "scale_learning_rate"]
-
 FIRST = 32
 _ABOUT_AS_FAST = 0.97
 _WARM_UP, _TIMED = 3, 5

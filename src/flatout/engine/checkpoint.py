@@ -28,8 +28,6 @@ from flatout.engine.section import Count, Every, Often, Section
 from flatout.errors import FlatoutError, UsageError
 from flatout.feed import randomness
 
-__all__ = ["CheckpointConfig", "Checkpoints", "newest", "random_state", "set_random_state"]
-
 VERSION = 1
 _NAME = re.compile(r"step-(\d+)\.pt")
 

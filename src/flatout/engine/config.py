@@ -24,8 +24,6 @@ from flatout.engine.section import Part, Section, nearest
 from flatout.engine.step import TrainConfig
 from flatout.errors import UsageError
 
-__all__ = ["PRESETS", "Config", "Settings", "checked", "effective", "load"]
-
 Kind = TypeVar("Kind", bound=BaseModel)
 
 PRESETS: dict[str, dict[str, Any]] = {

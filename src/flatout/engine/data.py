@@ -13,8 +13,6 @@ from flatout.engine.step import TrainConfig
 from flatout.errors import UsageError
 from flatout.feed import DataLoader
 
-__all__ = ["DataConfig", "datasets", "steps_in_all", "train_loader", "val_loader"]
-
 
 class DataConfig(Section):
     """Where samples come from. `args` go to both factories, beside their own."""

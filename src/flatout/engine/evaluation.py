@@ -16,8 +16,6 @@ from flatout.engine.ranks import Ranks
 from flatout.engine.section import Count, Every, Often, Section
 from flatout.engine.step import Step, batch_rows
 
-__all__ = ["EvaluateConfig", "can_share", "evaluate"]
-
 
 class EvaluateConfig(Section):
     """When the validation data is looked at."""

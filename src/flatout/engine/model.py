@@ -14,8 +14,6 @@ from flatout.engine.section import nearest
 from flatout.engine.step import TrainConfig
 from flatout.errors import UsageError
 
-__all__ = ["device_for", "made_ready"]
-
 
 def device_for(wanted: str, local_rank: int) -> torch.device:
     """The device a config names: of several ranks, each has the card of its number."""

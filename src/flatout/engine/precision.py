@@ -18,8 +18,6 @@ from pydantic import BeforeValidator
 from flatout.engine.section import nearest
 from flatout.errors import UsageError
 
-__all__ = ["Decision", "Precision", "PrecisionName", "decide", "switched"]
-
 _MEANS = {
     "auto": ("auto",),
     "off": ("off", "false", "no", "none", "fp32", "float32", "32", "full"),

@@ -22,8 +22,6 @@ from flatout.engine.section import Count, Section
 from flatout.errors import UsageError
 from flatout.sense.gpu import Cards
 
-__all__ = ["LogConfig", "Reporter"]
-
 Row = Mapping[str, float | int | None]
 _SHOWN = {
     "loss": "loss {:.4g}", "samples_per_s": "{:.4g} samples/s", "data_wait_pct": "waits for data {:.0f}%",

@@ -19,8 +19,6 @@ import torch.distributed as dist
 
 from flatout import budget
 
-__all__ = ["Interrupts", "Ranks"]
-
 _GRACE_S = 20.0  # torchrun kills after 30
 
 

@@ -18,8 +18,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 
 from flatout.errors import UsageError
 
-__all__ = ["Count", "Every", "Often", "Part", "Section", "build", "found", "nearest"]
-
 
 class Section(BaseModel):
     """A group of settings. A key it does not know is an error."""

@@ -26,8 +26,6 @@ from flatout.engine.precision import Precision, PrecisionName
 from flatout.engine.section import Count, Section
 from flatout.errors import FlatoutError, UsageError
 
-__all__ = ["Step", "TrainConfig", "batch_rows", "out_of_memory", "pieces", "taken", "uncompiled"]
-
 COMPILE_MODES = ("auto", True, False, "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _UNDER_SCALING = 65536.0  # torch's own start
 

@@ -36,8 +36,6 @@ from flatout.engine.step import Step, batch_rows
 from flatout.errors import FlatoutError, UsageError
 from flatout.feed import DataLoader, feed_of, to_device
 
-__all__ = ["At", "Trainer"]
-
 
 @dataclass(slots=True)
 class At:
@@ -191,9 +189,9 @@ class Trainer:
         batches = self._begun()
         while True:
             started = time.perf_counter()
-            batch = next(batches, _NONE)
+            batch = next(batches, None)
             self._waited_s += time.perf_counter() - started
-            if batch is _NONE:
+            if batch is None:
                 return
             yield batch
 
@@ -380,9 +378,6 @@ class Trainer:
             return model
         devices = [self.device] if self.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=devices)
-
-
-_NONE = object()
 
 
 def _channels_last(batch: Any) -> Any:
