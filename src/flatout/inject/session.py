@@ -118,7 +118,7 @@ class Session(Listener):
             self._ceiling.keep(loader, batch)
 
     def replayed_batch(self, loader: int) -> Any:
-        if self._ceiling is None or not self._recorder.trains_on(loader):
+        if self._ceiling is None or loader not in self._recorder.train_loaders:
             return None
         return self._ceiling.batch(loader)
 

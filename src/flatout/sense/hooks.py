@@ -12,13 +12,11 @@ import ctypes
 import functools
 import gc
 import logging
-import os
 import queue
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from itertools import count
-from pathlib import Path
 from threading import Timer, get_ident
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -28,6 +26,7 @@ import torch.utils.data.dataloader as stock
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flatout.sense import recorder as recording
+from flatout.sense.calls import batch_size, caller, crosses, names_card, names_cpu, on_card, on_card_possible
 from flatout.sense.recorder import BACKWARD, CHECKPOINT, COPY, DATA, GC, LOGGING, OPTIMIZER, START, SYNC, Recorder
 from flatout.sense.roots import Alive, Roots
 
@@ -45,8 +44,6 @@ _SAVE_FUNCTIONS = {"safetensors.torch": ("save_file",), "torch.distributed.check
 _COMPILER = "torch._dynamo.eval_frame"
 _MOMENT_S = 0.05
 _STEPS_TO_FOLLOW = 3  # so many optimizer steps in another thread, and we follow training there
-_OURS = str(Path(__file__).parents[1])
-_TORCH = str(Path(torch.__file__).parent)
 
 
 class Hooks:
@@ -403,15 +400,14 @@ class Hooks:
 
         def moving(tensor: Any, *args: Any, **kwargs: Any) -> str | None:
             if tensor.is_cuda:
-                return SYNC if _names_cpu(args, kwargs) else None
+                return SYNC if names_cpu(args, kwargs) else None
             if recorder.light:
                 return None
-            return COPY if on_card_possible() and _names_card(args, kwargs) else None
+            return COPY if on_card_possible() and names_card(args, kwargs) else None
 
         self.around(torch.Tensor, "to", moving)
         self.around(torch.Tensor, "cuda", lambda t, *_, **__: None if t.is_cuda else COPY, computes=True)
-        in_use = lambda *_, **__: COPY if on_card_possible() else None  # noqa: E731
-        self.around(torch.Tensor, "pin_memory", in_use, computes=True)
+        self.around(torch.Tensor, "pin_memory", lambda *_, **__: COPY if on_card_possible() else None, computes=True)
         self.around(torch.Tensor, "copy_", lambda t, s, *_, **__: COPY if crosses(t, s) else None, computes=True)
         for name in ("to", "cuda") if listener.replays else ():
             self._remember(torch.Tensor, name, listener)
@@ -578,68 +574,3 @@ def _our_code() -> Iterable[CodeType]:
         code = waiting.pop()
         waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
         yield code
-
-
-def batch_size(batch: Any) -> int | None:
-    """How many samples a batch holds: the length of the first tensor or list found in it."""
-    if isinstance(batch, torch.Tensor):
-        return len(batch) if batch.dim() else 1
-    named = isinstance(batch, dict) or hasattr(batch, "keys")
-    if not named and not isinstance(batch, list | tuple):
-        return None
-    for item in (batch[key] for key in batch) if named else batch:
-        found = batch_size(item)
-        if found is not None:
-            return found
-    return len(batch) if isinstance(batch, list) else None
-
-
-def on_card(tensor: Any) -> bool:
-    """Whether reading this tensor makes the host wait for a GPU."""
-    return bool(tensor.is_cuda)
-
-
-def on_card_possible() -> bool:
-    """Whether CUDA is in use at all in this process."""
-    return bool(torch.cuda.is_initialized())
-
-
-def crosses(target: Any, source: Any) -> bool:
-    """Whether a copy goes from the host to a card."""
-    return bool(target.is_cuda) and isinstance(source, torch.Tensor) and not source.is_cuda
-
-
-def _names_card(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    target = kwargs.get("device", args[0] if args else None)
-    if isinstance(target, torch.Tensor):
-        return bool(target.is_cuda)
-    return isinstance(target, int) or str(target).startswith("cuda")
-
-
-def _names_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return str(kwargs.get("device", args[0] if args else None)) == "cpu"
-
-
-@functools.lru_cache(maxsize=4096)
-def _place(filename: str) -> str | None:
-    """How a file is named in a report; None for torch's and our own."""
-    if filename.startswith((_OURS, _TORCH, "<")):
-        return None
-    _, packages, inside = filename.rpartition("-packages/")
-    if packages:
-        return inside
-    try:
-        return os.path.relpath(filename) if filename.startswith(str(Path.cwd())) else filename
-    except (OSError, ValueError):
-        return filename
-
-
-def caller() -> str | None:
-    """The file:line where the call is written: the innermost one that is neither torch's nor ours."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        place = _place(frame.f_code.co_filename)
-        if place is not None:
-            return f"{place}:{frame.f_lineno}"
-        frame = frame.f_back
-    return None

@@ -75,6 +75,7 @@ class _Piece:
 class _OpenStep:
     start_s: float
     kind: str = "train"
+    closely: bool = True  # looked at so from its beginning
     pieces: list[_Piece] = field(default_factory=list)
     marks: list[Any] = field(default_factory=list)
     crowd_s: dict[str, float] = field(default_factory=dict)  # phases beyond the first many, by name
@@ -206,7 +207,7 @@ class Recorder:
             elif isinstance(event, float):
                 self._settle()
                 self._cut(max(event, self._cut_s))
-                self._close(self._closed)
+                self._close()
             else:
                 loader, start_s, end_s, samples = event
                 if start_s - self._cut_s > _SLIVER_S:
@@ -222,10 +223,6 @@ class Recorder:
     def train_loaders(self) -> set[int]:
         """The loaders whose batches have been seen to go into training."""
         return self._evaluation.train_loaders
-
-    def trains_on(self, loader: int) -> bool:
-        """Whether batches of `loader` have been seen to go into training."""
-        return loader in self._evaluation.train_loaders
 
     def forward(self, *, learns: bool, training: bool, trained: bool = True) -> None:
         """A root module is called: with gradients or without, in training mode or not, one that an optimizer trains."""
@@ -300,13 +297,14 @@ class Recorder:
         if self._open.kind == "train" and not self._optimizers.settled:
             self._open.kind = "warmup"
         self.measured += self._open.kind == "train"
-        self._close(self._closed)
+        self._close()
         self.steps += 1
         self._begin_step()
         self.own_s += self.clock() - now_s
 
     def _begin_step(self) -> None:
         self.light = self.steps < self._closely_at and self._evaluation.undisturbed
+        self._open.closely = not self.light
         self._marking = self._gpu is not None and not self.light
         if not self.light and self.steps >= _CLOSELY_AT_FIRST:
             # Not every n-th: waits that come round with the workers would be met always, or never.
@@ -329,7 +327,7 @@ class Recorder:
         if self._evaluation.shown_by_end():
             self._call_it_evaluation()
         self._open.kind = "tail"
-        self._close(self._closed)
+        self._close()
         self._send(all_of_them=True)
 
     def _cut(self, now_s: float) -> None:
@@ -374,18 +372,18 @@ class Recorder:
         """What came before is the set-up; the first step, with all that happens in it only once, is the warm-up."""
         self._cut(self.clock())
         self._closed = -1
-        self._close(self._closed)
+        self._close()
         self._open.kind = "warmup"
 
-    def _close(self, index: int) -> None:
+    def _close(self) -> None:
         step = self._open
-        self._open = _OpenStep(self._cut_s)
+        self._open = _OpenStep(self._cut_s, closely=not self.light)
         self._evaluation.since = 0
+        self._waiting.append((step, self._closed, self._cut_s))
         self._closed += 1
-        self._waiting.append((step, index, self._cut_s))
         wall_s, own_s = self._cut_s - step.start_s, self.own_s - self._own_before_s
         self._own_before_s = self.own_s
-        if step.kind == "train" and not self.light and wall_s > 0:
+        if step.kind == "train" and step.closely and wall_s > 0:
             self._closely_s = min(self._closely_s, own_s)
             often, seldom = _CLOSELY_EVERY
             self._closely_every = max(often, min(seldom, round(self._closely_s / (_CLOSELY_SHARE * wall_s))))

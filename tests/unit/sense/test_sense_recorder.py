@@ -455,6 +455,16 @@ def test_evaluation_is_known_in_a_light_step() -> None:
     assert step.samples == 8
 
 
+def test_a_step_that_was_split_from_its_middle_says_nothing_of_what_a_close_look_takes() -> None:
+    bench = dear_bench()
+    bench.fetch(VALIDATION, learns=False)
+    bench.forward(learns=False, training=False)
+    bench.train()
+    bench.steps.clear()
+    bench.train(640)
+    assert sum(any(s.gpu_idle_ms is not None for s in step.spans) for step in bench.steps) < 40
+
+
 def test_an_xray_is_always_looked_at_closely() -> None:
     bench = dear_bench()
     bench.recorder.set_kind("xray")

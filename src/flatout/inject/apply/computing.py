@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from flatout.inject.apply.ledger import Ledger
 from flatout.inject.apply.root_calls import Call, RootCalls
-from flatout.sense.hooks import caller
+from flatout.sense.calls import caller
 from flatout.sense.roots import Alive
 
 _AT_ROOTS = ("precision", "channels_last", "compile", "cudnn_benchmark")

@@ -28,7 +28,7 @@ from flatout.feed.iterator import is_pure
 from flatout.feed.nursery import limit_threads
 from flatout.inject.apply.ledger import Ledger
 from flatout.inject.ceiling import tensors_in
-from flatout.sense.hooks import caller
+from flatout.sense.calls import caller
 from flatout.sense.roots import Alive
 
 _Loader: Any = stock.DataLoader

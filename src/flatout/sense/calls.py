@@ -1,0 +1,82 @@
+"""What a call is about: where it is written, where its tensors lie, how many samples its batch holds."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+_OURS = str(Path(__file__).parents[1])
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def batch_size(batch: Any) -> int | None:
+    """How many samples a batch holds: the length of the first tensor or list found in it."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.dim() else 1
+    named = isinstance(batch, dict) or hasattr(batch, "keys")
+    if not named and not isinstance(batch, list | tuple):
+        return None
+    for item in (batch[key] for key in batch) if named else batch:
+        found = batch_size(item)
+        if found is not None:
+            return found
+    return len(batch) if isinstance(batch, list) else None
+
+
+def on_card(tensor: Any) -> bool:
+    """Whether reading this tensor makes the host wait for a GPU."""
+    return bool(tensor.is_cuda)
+
+
+def on_card_possible() -> bool:
+    """Whether CUDA is in use at all in this process."""
+    return bool(torch.cuda.is_initialized())
+
+
+def crosses(target: Any, source: Any) -> bool:
+    """Whether a copy goes from the host to a card."""
+    return bool(target.is_cuda) and isinstance(source, torch.Tensor) and not source.is_cuda
+
+
+def names_card(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether `.to(*args, **kwargs)` goes to a card."""
+    target = kwargs.get("device", args[0] if args else None)
+    if isinstance(target, torch.Tensor):
+        return bool(target.is_cuda)
+    return isinstance(target, int) or str(target).startswith("cuda")
+
+
+def names_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether it comes back to the host."""
+    return str(kwargs.get("device", args[0] if args else None)) == "cpu"
+
+
+@functools.lru_cache(maxsize=4096)
+def _place(filename: str) -> str | None:
+    """How a file is named in a report; None for torch's and our own."""
+    if filename.startswith((_OURS, _TORCH, "<")):
+        return None
+    _, packages, inside = filename.rpartition("-packages/")
+    if packages:
+        return inside
+    try:
+        return os.path.relpath(filename) if filename.startswith(str(Path.cwd())) else filename
+    except (OSError, ValueError):
+        return filename
+
+
+def caller() -> str | None:
+    """The file:line where the call is written: the innermost one that is neither torch's nor ours."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        place = _place(frame.f_code.co_filename)
+        if place is not None:
+            return f"{place}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
