@@ -111,7 +111,7 @@ def split(spans: dict[str, float]) -> dict[str, float]:
     """The same time by phase, where what was not looked at closely is shared out as what was."""
     unsplit = spans.get(UNSPLIT, 0.0)
     seen = {name: spans[name] for name in _COMPUTED if spans.get(name)} or {REST: 1.0}
-    more = {name: unsplit * ms / sum(seen.values()) for name, ms in seen.items()} if unsplit else {}
+    more = {name: unsplit * (ms / sum(seen.values())) for name, ms in seen.items()} if unsplit else {}
     return {name: spans.get(name, 0.0) + more.get(name, 0.0) for name in {**spans, **more} if name != UNSPLIT}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flatout.diagnose.breakdown import split
@@ -22,6 +22,7 @@ def test_where_nothing_was_split_it_is_the_rest() -> None:
 
 
 @given(st.dictionaries(_NAMES, _MS))
+@example({"unsplit": 1.5, "copy": 5e-324})
 def test_no_time_is_lost_or_made(spans: dict[str, float]) -> None:
     whole = split(spans)
     assert sum(whole.values()) == pytest.approx(sum(spans.values()))
