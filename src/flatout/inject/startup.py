@@ -94,6 +94,10 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
 
 def _torch_is_here(torch: Any, options: Options) -> None:
     require_torch(torch)
+    if options.trial is not None:
+        from flatout.inject import compiler_later
+
+        compiler_later.install(torch)
     from flatout.inject.session import begin
 
     begin(options, settings, ledger=ledger)
