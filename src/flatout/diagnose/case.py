@@ -17,6 +17,7 @@ from flatout.trace import ProcessSample, RankTrace, Sample, Sketch, Step, Trace,
 
 LAUNCHING = ("forward", "loss", "backward", "optimizer", "rest", "copy")
 _MARKED_STEPS_USED = 200
+LAUNCHES_LATE = 0.15  # of the time of a phase: the card waits for the host
 _DISTURBED = 0.8  # a ceiling below so much of what the run itself did
 
 
@@ -221,6 +222,21 @@ class Case:
         if xray is None or not xray.busy_ms:
             return 1.0
         return xray.busy_ms / (xray.busy_ms + sum(xray.idle_by_phase_ms.get(phase, 0.0) for phase in LAUNCHING))
+
+    @cached_property
+    def card_bound(self) -> float:
+        """The share of the card's work that, done sooner, ends the step sooner.
+
+        In a phase whose launches the card waits for, kernels that end sooner only wait longer for the next one.
+        """
+        xray = self.xray
+        if xray is None or not xray.busy_by_phase_ms:
+            return 1.0
+        work, idle = xray.busy_by_phase_ms, xray.idle_by_phase_ms
+        kept_waiting = sum(
+            ms for phase, ms in work.items() if idle.get(phase, 0.0) > LAUNCHES_LATE * (ms + idle.get(phase, 0.0))
+        )
+        return 1 - kept_waiting / (sum(work.values()) or 1.0)
 
     @cached_property
     def headroom(self) -> float:

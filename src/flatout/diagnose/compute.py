@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any
 
-from flatout.diagnose.case import LAUNCHING, Case
+from flatout.diagnose.case import LAUNCHES_LATE, LAUNCHING, Case
 from flatout.diagnose.finding import Finding
 from flatout.diagnose.gains import WORTH, computed, data_saved, rounded
 
@@ -21,7 +21,7 @@ def launch_bound(case: Case) -> Finding | None:
         return None
     lost = min(0.99, idle / max(case.mean_ms, xray.wall_ms / xray.steps))
     median_us = xray.kernel_us.quantile(0.5) or 0.0
-    if lost < 0.15 or median_us > 20:
+    if lost < LAUNCHES_LATE or median_us > 20:
         return None
     return Finding(
         code="launch.bound",
@@ -48,12 +48,12 @@ def precision(case: Case) -> Finding | None:
         return None
     # Outside the tensor cores a product becomes at least twice as fast, and eight times at best; all else, inside them
     # or bound by memory, moves half the bytes at best.
-    sure, most = outside / 2, outside * 7 / 8 + (1 - outside) / 2
+    sure, most = outside / 2 * case.exposed, (outside * 7 / 8 + (1 - outside) / 2) * case.card_bound
     return Finding(
         code="compute.precision",
         title=f"matrix work runs in fp32: {matrix:.0%} of the card's time, {outside:.0%} outside the tensor cores",
         share=(case.busy_share or 1.0) * matrix,
-        **computed(case, (case.busy_share or 1.0) * sure * case.exposed, (case.busy_share or 1.0) * most),
+        **computed(case, (case.busy_share or 1.0) * sure, (case.busy_share or 1.0) * most),
         confidence=0.8,
         evidence={"matrix_share": rounded(matrix), "outside_tensor_cores": rounded(outside)},
         change="precision",
@@ -70,14 +70,14 @@ def _outside_tensor_cores(case: Case) -> float:
 
 def with_tf32(case: Case) -> dict[str, Any]:
     """What TF32 would give: matrix work outside the tensor cores moves in, and is eight times as fast at best."""
-    return computed(case, 0.0, (case.busy_share or 1.0) * _outside_tensor_cores(case) * 7 / 8)
+    return computed(case, 0.0, (case.busy_share or 1.0) * _outside_tensor_cores(case) * 7 / 8 * case.card_bound)
 
 
 def with_benchmark(case: Case) -> dict[str, Any]:
     """What cuDNN's search for faster kernels would give, if it makes none more than twice as fast."""
     xray = case.xray
     matrix = min(1.0, xray.matrix_ms / xray.busy_ms) if xray is not None and xray.busy_ms else 0.0
-    return computed(case, 0.0, (case.busy_share or 1.0) * matrix / 2)
+    return computed(case, 0.0, (case.busy_share or 1.0) * matrix / 2 * case.card_bound)
 
 
 def _kernel_share(case: Case, pattern: re.Pattern[str]) -> float:
@@ -97,7 +97,7 @@ def layout(case: Case) -> Finding | None:
         title=f"convolutions turn their data from NCHW to NHWC and back: {share:.0%} of the step",
         share=share,
         # The turning goes; batch norms in NHWC read their data in fewer passes, in half of them at best.
-        **computed(case, 0.0, share + _kernel_share(case, _NORMS) / 2),
+        **computed(case, 0.0, (share + _kernel_share(case, _NORMS) / 2) * case.card_bound),
         confidence=0.75,
         evidence={"transposing_share": rounded(share)},
         change="channels_last",

@@ -51,6 +51,7 @@ SAFETIES: dict[str, Safety] = {
 PAUSES = ("eval_interval", "checkpoint_interval")
 EVALUATE_LESS = 5
 FUSABLE = ("Adam", "AdamW", "SGD", "Adagrad")
+_HIDDEN = 1.1
 _HALF_A_GPU_IDLE = 0.3  # of its memory in use: there is room for a larger batch
 
 
@@ -73,6 +74,11 @@ class Offer:
     def splits(self) -> bool:
         """Whether its changes can be tried one by one."""
         return self.apart and len(self.changes) > 1
+
+    @property
+    def worth_splitting(self) -> bool:
+        """Whether so much was hoped for that one of them may hide what another brings."""
+        return self.splits and self.promise >= _HIDDEN
 
 
 def in_words(change: Change) -> str:
@@ -329,7 +335,9 @@ def _batch(view: View) -> Offer | None:
     now = (case.loader or {}).get("batch_size")
     then = (cases(view.first)[0].loader or {}).get("batch_size")
     there = knobs(view.settings, "batch_size", lambda value: value == then)
-    if not there or not isinstance(now, int) or not isinstance(then, int) or case.headroom > 1.25:
+    if not there or not isinstance(now, int) or not isinstance(then, int):
+        return None
+    if case.headroom > 1.25 and not view.found("launch.bound"):  # it waits for something that grows with the batch
         return None
     reserved, total = case.facts.get("memory_reserved_bytes"), case.card("memory_total_bytes").high
     share = reserved / total if reserved and math.isfinite(total) else None

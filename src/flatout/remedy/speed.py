@@ -17,6 +17,7 @@ from flatout.diagnose.resample import resampled_means
 from flatout.trace import Step, Trace
 
 FEWEST_STEPS = 12
+WORTH = 1.02
 USUAL_NOISE = 0.02  # from run to run: what is assumed until it is seen, and then weighs as much as one repeat
 _PAUSES = ("evaluation", "checkpoint")
 _NOT_TRAINING = ("flatout",)
@@ -53,6 +54,11 @@ class Gain:
 
     def __str__(self) -> str:
         return f"{self.value:.2f}× ({self.low:.2f} to {self.high:.2f})"
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether it is sure not to be worth having."""
+        return self.high < WORTH
 
 
 def in_full(value: float) -> str:

@@ -6,8 +6,8 @@
     nothing promises more, or the budget is spent ─► what pays nothing is pruned ─► proof ─► headline
 
 A run costs its start-up first of all (ten seconds with torch on a GPU machine), so the number of runs is what is
-saved: bundles first, repeats only for close calls and at the end. A change is kept when the interval of its gain lies
-above zero and the gain above 2%.
+saved: bundles first, repeats only for close calls, when nothing else is left to try. A change is kept when the interval
+of its gain lies above zero and the gain above 2%.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from flatout.remedy.candidates import PAUSES, Offer, View, Wishes, in_words, off
 from flatout.remedy.found import Attempt, Found, Story, Trial
 from flatout.remedy.proof import FEWEST_LOSSES, Proof, same_batches, same_loss
 from flatout.remedy.running import Run, Runner
-from flatout.remedy.speed import Gain, Noise, Speed, gain, noise_between_runs, pooled
+from flatout.remedy.speed import WORTH, Gain, Noise, Speed, gain, noise_between_runs, pooled
 
 FIRST_STEPS = 48
 KNOWN_TO = 0.02  # how well the baseline has to be known
-WORTH = 1.02
 MEASURE_S = 5.0  # of training in the first run, and in a trial at its ceiling
 LONGEST_S = 8.0
 MOST_STEPS = 1_500
@@ -201,19 +200,20 @@ class Search:
         if not changes:
             return
         self._note(_with(self.found.kept, changes), run, long=offer.pauses)
-        gained, kept = self._judge(offer, changes)
+        gained, kept = self._judge(offer, changes, patient=again)
         if kept:
             paid = self._compile_pays(changes, run, gained)
             if paid is not None:
                 self._decide(changes, "undone", gained, note=paid)
                 return
             self._keep(changes, run, gained, long=offer.pauses)
-        elif offer.splits and len(changes) > 1 and self._affords(changes, runs=len(changes)):
+        elif gained.value > 1 and not gained.hopeless and not again:
+            self._undecided.append(replace(offer, changes=changes))
+            self._decide(changes, "undone", gained, note=f"{gained}: no gain over 2% was shown")
+        elif len(changes) > 1 and offer.worth_splitting and self._affords(changes, runs=len(changes)):
             self._story.said(f"{offer.name}: {gained}. One by one")
             self._one_by_one(replace(offer, changes=changes))
         else:
-            if gained.value > WORTH and not again:
-                self._undecided.append(replace(offer, changes=changes))
             shown = "slower" if gained.high < 1 else "no gain over 2% was shown"
             self._decide(changes, "undone", gained, note=f"{gained}: {shown}")
 
@@ -238,19 +238,19 @@ class Search:
                 left.append(change)
         return tuple(left)
 
-    def _judge(self, offer: Offer, changes: tuple[Change, ...]) -> tuple[Gain, bool]:
-        """The gain of these changes, and whether they pay. A close call is run again, both sides."""
+    def _judge(self, offer: Offer, changes: tuple[Change, ...], *, patient: bool) -> tuple[Gain, bool]:
+        """The gain of these changes, and whether they pay. With patience a close call is run again, both sides."""
         old, new = self.found.kept, _with(self.found.kept, changes)
         repeats = 0
         while True:
             before, after = (self._speeds[_key(plan, offer.pauses)] for plan in (old, new))
             gained = gain(before, after, self._noise, pauses=offer.pauses)
             shown = gained.low > 1 and gained.value > WORTH
-            if shown and (self._noise.repeats or gained.value > self._clear):
-                return gained, True
-            hopeless = gained.high < WORTH or gained.value < 1
-            if hopeless or repeats >= CLOSE_CALLS or not self._affords(changes, runs=2):
+            believed = shown and (self._noise.repeats > 0 or gained.value > self._clear)
+            if gained.hopeless or repeats >= CLOSE_CALLS or not self._affords(changes, runs=2):
                 return gained, shown
+            if believed or not patient:
+                return gained, believed
             repeats += 1
             steps = self._epoch_steps() if offer.pauses else None
             for what, plan in ((f"what is kept, again ({gained} is close)", old), (f"{offer.name}, again", new)):
@@ -426,6 +426,7 @@ class Search:
         if proof.holds or len(changes) == 1:
             self._proven(changes, proof)
         else:
+            self._story.said(f"proof, {_names(changes)}: {proof.text}. One by one")
             changes = self._prove_alone(changes, prove, paired.changes, steps)
             run = self._fingerprints(_names(changes), _with(paired.changes, changes), steps) if changes else paired
         return run if proof.holds or len(changes) > 1 else paired

@@ -1,4 +1,4 @@
-"""A trial does not load torch's compiler for an optimizer that only asks to be left out of it; what compiles gets it."""
+"""A trial leaves torch's compiler out for an optimizer that only asks to be left alone; what compiles gets it."""
 
 from __future__ import annotations
 

@@ -269,6 +269,26 @@ def test_fp32_matrix_work() -> None:
     assert (found.code, found.value) == ("compute.precision", "bf16")
 
 
+def test_what_the_card_saves_is_of_no_use_while_it_waits_for_launches() -> None:
+    """A forward pass with holes between its kernels gains nothing; a backward pass without any does."""
+    work = {"forward": 40.0, "backward": 40.0}
+    fp32 = {"facts": {"autocast": ["None"]}}
+    gains = [
+        next(
+            (f.gain_high for f in diagnose(trace(**fp32, xray=made)) if f.code == "compute.precision"),
+            None,
+        )
+        for made in (
+            xray(tensor_core_ms=10.0, busy_by_phase_ms=work, idle_by_phase_ms={}),
+            xray(tensor_core_ms=10.0, busy_by_phase_ms=work, idle_by_phase_ms={"forward": 40.0}),
+            xray(tensor_core_ms=10.0, busy_by_phase_ms=work, idle_by_phase_ms={"forward": 40.0, "backward": 40.0}),
+        )
+    ]
+    whole, half, none = gains
+    assert whole > half > 1.05
+    assert none == 1.0
+
+
 def test_what_the_card_saves_is_of_no_use_while_the_loader_cannot_follow() -> None:
     # GIVEN fp32 work, and eight workers that deliver a tenth more than the 64 samples that are eaten in 80 ms
     fp32 = {"facts": {"autocast": ["None"]}, "xray": xray(wall_ms=720.0, tensor_core_ms=10.0)}

@@ -105,6 +105,18 @@ def test_sgd_scales_its_learning_rate_in_proportion() -> None:
     assert "in proportion to the batch" in changes["learning_rate"].note
 
 
+def test_a_step_that_waits_for_launches_gets_a_larger_batch_before_half_precision() -> None:
+    world = World(
+        settings=[flag("batch_size", 64)],
+        facts={"autocast": ["None"], "memory_reserved_bytes": 1 << 30},
+        xray=LAUNCHES | {"busy_by_phase_ms": {"forward": 100.0}, "tensor_core_ms": 0.0},
+    )
+    wanted, _ = offers(view(world), Wishes.of(allow="all"))
+    promised = {change.name: offer.promise for offer in wanted for change in offer.changes}
+    assert promised["batch_size"] > 1.2
+    assert promised["precision"] == 1.0
+
+
 def test_a_batch_is_never_made_so_large_that_an_epoch_has_few_steps() -> None:
     world = World(
         settings=[flag("batch_size", 64)], facts={"memory_reserved_bytes": 1 << 30}, xray=LAUNCHES, length=64 * 9
