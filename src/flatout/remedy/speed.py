@@ -15,6 +15,7 @@ import numpy as np
 
 from flatout.diagnose.resample import resampled_means
 from flatout.trace import Step, Trace
+from flatout.written import in_full
 
 FEWEST_STEPS = 12
 WORTH = 1.02
@@ -59,12 +60,6 @@ class Gain:
     def hopeless(self) -> bool:
         """Whether it is sure not to be worth having."""
         return self.high < WORTH
-
-
-def in_full(value: float) -> str:
-    """A number to four digits as people write it: 14,130 and 0.3712, never 1.413e+04."""
-    whole = len(f"{abs(value):.0f}")
-    return f"{float(f'{value:.4g}'):,.0f}" if whole >= 4 else f"{value:,.4g}"
 
 
 def measure(trace: Trace) -> Speed | None:

@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from flatout.diagnose.breakdown import Breakdown
 from flatout.diagnose.resample import INTERVAL, RESAMPLES, Floats, resampled_means
-from flatout.remedy.speed import in_full
 from flatout.report.account import Account, account
 from flatout.report.picture import grouped
 from flatout.trace import RankTrace, Sketch, Trace
+from flatout.written import in_full
 
 SCHEMA = 1
 FEWEST_STEPS = 40

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from flatout.remedy.speed import in_full
 from flatout.report.markup import Html, folded, join, table, tag
 from flatout.report.picture import Bar, Mark, Panel, Timeline, words
 from flatout.report.terminal import duration, ms
 from flatout.trace import Sketch, Step, Xray
+from flatout.written import in_full
 
 TABLE_ROWS = 24
 SMALL = 0.002

@@ -16,7 +16,6 @@ from rich.text import Text
 
 from flatout.remedy.candidates import in_words
 from flatout.remedy.found import Attempt, Story
-from flatout.remedy.speed import in_full
 from flatout.report import drawing
 from flatout.report.account import account
 from flatout.report.compare import compare
@@ -27,6 +26,7 @@ from flatout.report.markup import Html, copyable, figures, folded, join, table, 
 from flatout.report.permanent import permanently
 from flatout.report.picture import Bar
 from flatout.report.terminal import duration, ms
+from flatout.written import in_full
 
 _WIDTH = 80
 _BAR = 24

@@ -13,8 +13,9 @@ from flatout.plan import Figure
 from flatout.remedy.candidates import Offer, in_words
 from flatout.remedy.found import Attempt, Found
 from flatout.remedy.running import Run
-from flatout.remedy.speed import Gain, Speed, in_full
+from flatout.remedy.speed import Gain, Speed
 from flatout.report.permanent import permanently
+from flatout.written import in_full
 
 SCHEMA = 1
 

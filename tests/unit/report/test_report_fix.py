@@ -16,11 +16,11 @@ from remedy_world import Machine, World, flag
 from flatout.plan import Change, Outcome
 from flatout.remedy.candidates import Wishes
 from flatout.remedy.found import Attempt
-from flatout.remedy.speed import in_full
 from flatout.remedy.trial import Search
 from flatout.report import fix_views
 from flatout.report.fixed import FixReport, report
 from flatout.report.permanent import permanently
+from flatout.written import in_full
 
 
 def fixed(world: World, allow: str = "", price: float | None = None, budget_s: float = 600) -> FixReport:
