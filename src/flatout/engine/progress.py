@@ -21,12 +21,18 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from flatout.engine.section import Count, Section
 from flatout.errors import UsageError
 from flatout.sense.gpu import Cards
+from flatout.written import in_full
 
 Row = Mapping[str, float | int | None]
-_SHOWN = {
-    "loss": "loss {:.4g}", "samples_per_s": "{:.4g} samples/s", "data_wait_pct": "waits for data {:.0f}%",
-    "sm_active_pct": "SM active {:.0f}%", "memory_gb": "{:.1f} GB",
-}  # fmt: skip
+# What matters most comes first: beside the bar of a narrow terminal there is no room for all of it.
+_SHOWN: dict[str, Callable[[float], str]] = {
+    "loss": lambda loss: f"loss {in_full(loss)}",
+    "samples_per_s": lambda speed: f"{in_full(speed)} samples/s",
+    "data_wait_pct": "waits for data {:.0f}%".format,
+    "sm_active_pct": "SM active {:.0f}%".format,
+    "memory_gb": "{:.1f} GB".format,
+}
+_SHORTEST_BAR, _TIME_LEFT = 8, len("-:--:--")
 
 
 class LogConfig(Section):
@@ -67,8 +73,8 @@ class Reporter:
             self._close.append(self._cards.close)
         if self._console.is_terminal and not self._config.quiet:
             self._bar = Progress(
-                TextColumn("step {task.completed}"), BarColumn(24), TextColumn("{task.fields[text]}"),
-                TimeRemainingColumn(), console=self._console, auto_refresh=False,
+                TextColumn("step {task.completed}"), BarColumn(None), TextColumn("{task.fields[text]}"),
+                TimeRemainingColumn(), console=self._console, auto_refresh=False, expand=True,
             )  # fmt: skip
             self._task = self._bar.add_task("", total=last, completed=step, text="")
             self._bar.start()
@@ -84,17 +90,20 @@ class Reporter:
             return
         row |= {"sm_active_pct": self._sm_active(), "memory_gb": _memory_gb()}
         self._write("train", step, row)
-        text = "  ".join(form.format(row[name]) for name, form in _SHOWN.items() if row.get(name) is not None)
+        words = [form(row[name]) for name, form in _SHOWN.items() if row.get(name) is not None]
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, text=text, refresh=True)
+            room = self._console.width - len(f"step {step}  ") - _SHORTEST_BAR - len("  ") - _TIME_LEFT
+            while len("  ".join(words)) > room and len(words) > 1:
+                words.pop()
+            self._bar.update(self._task, completed=step, text="  ".join(words), refresh=True)
         else:
-            self.say(f"epoch {row['epoch']}  step {step}  {text}", always=False)
+            self.say("  ".join([f"epoch {row['epoch']}", f"step {step}", *words]), always=False)
 
     def evaluated(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
         """What validation gave."""
         if self._speaks:
             self._write("validation", step, {"epoch": epoch, **values})
-            text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+            text = "  ".join(f"{name} {in_full(value)}" for name, value in values.items())
             self.say(f"epoch {epoch}  step {step}  validation: {text}", always=False)
 
     def end(self) -> None:
