@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import random
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from flatout.engine.batch_size import FIRST, fastest_batch, scale_learning_rate
 from flatout.engine.config import Config, effective, load
 from flatout.engine.data import datasets, steps_in_all, train_loader, val_loader
 from flatout.engine.evaluation import can_share
-from flatout.engine.model import device_for
-from flatout.engine.precision import Decision, decide
+from flatout.engine.model import channels_last, device_for, made_ready
+from flatout.engine.precision import Decision, decide, switched
 from flatout.engine.ranks import Ranks
 from flatout.engine.section import Part, build, found
 from flatout.engine.step import Step
@@ -56,6 +57,9 @@ def main(
             return None
         if resume and not trainer.resume():
             raise UsageError(f"--resume: there is no whole checkpoint in {out / 'checkpoints'}")
+        if trainer.finished:  # as resume has said
+            ranks.leave()
+            return None
         trainer.say(f"run: {out}", always=False)
         if ranks.first:
             _keep(config, out)
@@ -84,8 +88,11 @@ def assemble(config: Config, ranks: Ranks) -> Trainer:
     batch_size = train.batch_size
     if batch_size == "auto":
         precision, _ = decide(train.precision, device)
-        step = Step(model.train(), criterion, optimizer, precision, train, say=lambda text: None)
-        batch_size, why = _fastest(config, train_set, step, augmentation, ranks)
+        layout, *_ = made_ready(model, train.model_copy(update={"compile": False}), device)  # as it will train
+        step = Step(model, criterion, optimizer, precision, train, say=lambda text: None)
+        convert = channels_last if layout.value == "on" else None
+        with switched(precision, deterministic=train.deterministic):
+            batch_size, why = _fastest(config, train_set, step, convert, augmentation, ranks)
         decisions.append(Decision("train.batch_size", str(batch_size), why))
     total = batch_size * ranks.world
     if train.batch_size == "auto" or train.lr_rule != "none":
@@ -184,13 +191,15 @@ def _augmentation(config: Config, device: torch.device) -> Any:
     return augmentation.to(device)
 
 
-def _fastest(config: Config, dataset: Any, step: Step, augmentation: Any, ranks: Ranks) -> tuple[int, str]:
+def _fastest(
+    config: Config, dataset: Any, step: Step, convert: Callable[[Any], Any] | None, augmentation: Any, ranks: Ranks
+) -> tuple[int, str]:
     """What `batch_size: auto` comes to, tried on the first samples of the data."""
     if isinstance(dataset, IterableDataset):
         raise UsageError("train.batch_size: auto needs data with a length; give a number")
     collate = found(config.data.collate, "data.collate") if config.data.collate else default_collate
     samples = collate([dataset[place] for place in range(min(FIRST, len(dataset)))])
-    batch = next(iter(to_device([samples], step.precision.device)))
+    batch = next(iter(to_device([samples], step.precision.device, convert=convert)))
     if augmentation is not None:
         images, *rest = batch
         batch = [augmentation.eval()(images), *rest]
@@ -215,7 +224,12 @@ def _folder(wanted: Path, resume: bool) -> Path:
 
 def _keep(config: Config, out: Path) -> None:
     """Save the config that is in force beside what comes of it; one that is there is never overwritten."""
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise UsageError(f"out: cannot make the folder {out}: {problem.strerror}") from None
+    if not os.access(out, os.W_OK):
+        raise UsageError(f"out: cannot write to the folder {out}: no permission, or a read-only disk")
     text = effective(config)
     for name in ("config.yaml", *(f"config-{number}.yaml" for number in range(2, 10_000))):
         path = out / name

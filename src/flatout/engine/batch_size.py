@@ -17,6 +17,7 @@ from flatout.engine.checkpoint import random_state, set_random_state
 from flatout.engine.ranks import Ranks
 from flatout.engine.step import Step, TrainConfig, batch_rows, out_of_memory, taken
 from flatout.errors import UsageError
+from flatout.written import in_full
 
 FIRST = 32
 _ABOUT_AS_FAST = 0.97
@@ -49,7 +50,7 @@ def fastest_batch(step: Step, first: Any, most: int, share: float, ranks: Ranks)
     if not speeds:
         raise UsageError(f"train.batch_size: even {min(FIRST, most)} samples take more than {share:.0%} of the memory")
     best = next(size for size in speeds if speeds[size] >= _ABOUT_AS_FAST * max(speeds.values()))
-    tried = ", ".join(f"{size}: {speed:.4g}" for size, speed in speeds.items())
+    tried = ", ".join(f"{in_full(speed)} at {size}" for size, speed in speeds.items())
     return best, f"the fastest; samples/s of the step alone, uncompiled: {tried}"
 
 

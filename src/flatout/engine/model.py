@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatout.engine.precision import Decision
@@ -52,6 +53,17 @@ def _layout(model: nn.Module, wanted: bool | str, device: torch.device) -> Decis
     return Decision(name, "on" if on else "off", f"the default on {device.type}" if wanted == "auto" else "")
 
 
+def channels_last(batch: Any) -> Any:
+    """Pictures in the model's layout. Bytes stay as they are: they may well be height x width x channels."""
+
+    def changed(thing: Any) -> Any:
+        if isinstance(thing, Tensor) and thing.dim() == 4 and thing.is_floating_point():
+            return thing.contiguous(memory_format=torch.channels_last)
+        return thing
+
+    return [changed(thing) for thing in batch] if type(batch) in (list, tuple) else batch
+
+
 def _activations(model: nn.Module, wanted: bool | list[str]) -> Decision:
     """Recompute what the named modules computed when backward wants it, instead of keeping it."""
     name = "train.checkpoint_activations"
@@ -72,7 +84,8 @@ def _activations(model: nn.Module, wanted: bool | list[str]) -> Decision:
             chosen += matching
     for path in dict.fromkeys(chosen):
         module = modules[path]
-        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+        if getattr(module.forward, "func", None) is not checkpoint:  # made ready before, for batch_size: auto
+            module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
     return Decision(name, f"{len(set(chosen))} modules", ", ".join(chosen[:3]) + (" …" if len(chosen) > 3 else ""))
 
 

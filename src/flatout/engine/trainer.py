@@ -27,7 +27,7 @@ from flatout.engine.config import Settings, checked
 from flatout.engine.data import steps_in_all
 from flatout.engine.evaluation import evaluate
 from flatout.engine.losses import Losses
-from flatout.engine.model import device_for, made_ready
+from flatout.engine.model import channels_last, device_for, made_ready
 from flatout.engine.precision import Decision, decide, switched
 from flatout.engine.progress import Reporter
 from flatout.engine.ranks import Interrupts, Ranks, lost_contact
@@ -87,7 +87,7 @@ class Trainer:
         self.scheduler, self.metrics, self.augmentation = scheduler, dict(metrics or {}), augmentation
         self.checkpoints = Checkpoints(self.out / "checkpoints", self.config.checkpoint, self.say)
         self._train_loader, self._val_loader, self._val_shared = train_loader, val_loader, val_shared
-        convert = _channels_last if layout.value == "on" else None
+        convert = channels_last if layout.value == "on" else None
         self._train_batches = to_device(train_loader, self.device, convert=convert)
         self._val_batches = to_device(val_loader, self.device, convert=convert) if val_loader is not None else None
         self.last_step = steps_in_all(train, train_loader)
@@ -149,13 +149,18 @@ class Trainer:
             self.save()
         self.checkpoints.wait()
         if self.stopped_by is not None:
-            self.say(f"{self.stopped_by}: stopped at step {self.at.step}; go on with --resume")
+            saved = "go on with --resume" if self.config.checkpoint.every is not None else "no checkpoint was asked for"
+            self.say(f"{self.stopped_by}: stopped at step {self.at.step}; {saved}")
 
     def _over(self) -> bool:
         if self.ranks.world == 1 and self._interrupts.heard():
             self.stopped_by = self._interrupts.asked
-        finished = self.at.step >= (self.last_step or math.inf) or self.at.epoch >= self.config.train.epochs
-        return finished or self.stopped_by is not None
+        return self.finished or self.stopped_by is not None
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to train."""
+        return self.at.step >= (self.last_step or math.inf) or self.at.epoch >= self.config.train.epochs
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -252,7 +257,7 @@ class Trainer:
         best = False
         if "evaluate" in due and self._val_batches is not None:
             best = self._evaluate()
-        if "checkpoint" in due or best:
+        if "checkpoint" in due or (best and self.config.checkpoint.every is not None):
             self.save(best=best)
 
     def _evaluate(self) -> bool:
@@ -370,7 +375,10 @@ class Trainer:
         self.at, self.best = At(**state["at"]), state["best"]
         self._resumed = state["ranks"][self.ranks.rank]
         self._saved_at = self.at.step
-        self.say(f"resumed after step {self.at.step}: epoch {self.at.epoch + 1}, batch {self.at.batch}")
+        if self.finished:
+            self.say(f"nothing is left to train: {self.out} ended at step {self.at.step}; raise train.epochs to go on")
+        else:
+            self.say(f"resumed after step {self.at.step}: epoch {self.at.epoch + 1}, batch {self.at.batch}")
         return True
 
     def _across_ranks(self, model: nn.Module) -> nn.Module:
@@ -378,14 +386,3 @@ class Trainer:
             return model
         devices = [self.device] if self.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=devices)
-
-
-def _channels_last(batch: Any) -> Any:
-    """Pictures in the model's layout. Bytes stay as they are: they may well be height x width x channels."""
-
-    def changed(thing: Any) -> Any:
-        if isinstance(thing, Tensor) and thing.dim() == 4 and thing.is_floating_point():
-            return thing.contiguous(memory_format=torch.channels_last)
-        return thing
-
-    return [changed(thing) for thing in batch] if type(batch) in (list, tuple) else batch

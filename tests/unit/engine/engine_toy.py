@@ -63,7 +63,10 @@ class Stream(IterableDataset[Any]):
 
 
 class Pictures(Dataset[Any]):
-    """Bytes, and a mask of the same size."""
+    """Bytes (or floats), and a mask of the same size."""
+
+    def __init__(self, floats: bool = False) -> None:
+        self.floats = floats
 
     def __len__(self) -> int:
         return 16
@@ -71,7 +74,7 @@ class Pictures(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         generator = torch.Generator().manual_seed(index)
         picture = torch.randint(0, 256, (3, 8, 8), dtype=torch.uint8, generator=generator)
-        return picture, (picture[0] > 127).long()
+        return picture.float() if self.floats else picture, (picture[0] > 127).long()
 
 
 class Net(nn.Module):

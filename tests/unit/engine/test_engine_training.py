@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import os
+import re
 import signal
 from itertools import chain
 from pathlib import Path
@@ -26,6 +27,7 @@ from flatout import augment
 from flatout.engine import Trainer, checkpoint
 from flatout.engine.assemble import main
 from flatout.engine.config import load
+from flatout.engine.progress import LogConfig, Reporter
 from flatout.errors import FlatoutError, UsageError
 from flatout.feed import DataLoader
 
@@ -242,6 +244,17 @@ def test_the_fastest_batch_is_found_and_nothing_has_been_learned_by_then(ready: 
     assert same(list(trainer.model.state_dict().values()), list(fresh.model.state_dict().values()))
 
 
+def test_the_fastest_batch_is_looked_for_in_the_layout_that_will_train(ready: Ready) -> None:
+    data = "data={train: {factory: engine_toy:Pictures, args: {floats: true}}, workers: 0}"
+    settings = ("metrics={}", "train.channels_last=true", "train.checkpoint_activations=[conv]")
+    trainer = ready("model=engine_toy:Convolution", data, *settings, "train.batch_size=auto")
+    assert trainer.model.pictures
+    assert all(pictures.is_contiguous(memory_format=torch.channels_last) for pictures in trainer.model.pictures)
+    forward = trainer.model.conv.forward
+    assert forward.func is torch.utils.checkpoint.checkpoint  # type: ignore[attr-defined]
+    assert not hasattr(forward.args[0], "func")  # once is enough
+
+
 # -- coming back -------------------------------------------------------------------------------------------------------
 
 
@@ -337,6 +350,58 @@ def test_runs_stay_apart_and_configs_are_never_overwritten(
     assert load(Path("runs/toy-2/config-2.yaml")).train.max_steps == 7
     assert "resumed after step 5: epoch 1, batch 5" in capsys.readouterr().out
     assert not Path("runs/toy/config-2.yaml").exists()
+
+
+def test_to_resume_what_is_finished_says_so_and_does_nothing(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(*, resume: bool) -> None:
+        main(config, [f"out={tmp_path / 'run'}"], preset=None, resume=resume, explain=False, record=False)
+
+    train(resume=False)
+    passes, files = len(engine_toy.seen), {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    capsys.readouterr()
+    train(resume=True)
+    said = f"nothing is left to train: {tmp_path / 'run'} ended at step 24; raise train.epochs to go on\n"
+    assert capsys.readouterr().out == said
+    assert len(engine_toy.seen) == passes
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == files
+
+
+def test_never_is_no_checkpoint_not_even_of_the_best(ready: Ready, tmp_path: Path, capsys: Any) -> None:
+    stop_at(9)
+    trainer = ready("checkpoint.every=never", "checkpoint.best=accuracy")
+    trainer.fit()
+    assert trainer.best is not None
+    assert not list(tmp_path.rglob("*.pt"))
+    assert "SIGTERM: stopped at step 9; no checkpoint was asked for" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"out: cannot make the folder .*file/run: Not a directory"):
+        main(config, [f"out={tmp_path}/file/run"], preset=None, resume=False, explain=False, record=False)
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [(100, "loss 0.5403  14,840 samples/s  waits for data 12%"), (60, "loss 0.5403  14,840 samples/s")],
+)
+def test_a_terminal_shows_whole_numbers_and_what_matters_most_in_any_width(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int, shown: str
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    reporter = Reporter(LogConfig(), tmp_path, speaks=True)
+    reporter.begin(0, 20_000, {})
+    reporter.trained(1200, {"epoch": 1, "loss": 0.54031, "samples_per_s": 14837.2, "data_wait_pct": 12.0})
+    reporter.end()
+    plain = re.sub(r"\x1b\[[0-9?]*[A-Za-z]", "", capsys.readouterr().out)
+    line = next(line for line in re.split(r"[\r\n]", plain) if line.startswith("step 1200"))
+    assert shown in line
+    assert len(line.rstrip()) <= columns
+    assert line.rstrip().endswith("-:--:--")
 
 
 def test_a_checkpoint_of_another_model_is_one_line(ready: Ready) -> None:
