@@ -12,10 +12,12 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from flatout import __version__
 from flatout.errors import FlatoutError, GateFailed, UsageError
@@ -31,7 +33,27 @@ READER_LEFT = 141
 # The base of all complaints about arguments: click's, until typer took it over; the family tree stayed the same.
 _ArgumentError: type[Exception] = cast("type[Exception]", typer.BadParameter.__mro__[2])
 
+
+def _without_values(options: list[Any]) -> list[Any]:
+    """A flag takes no value: typer would show `<bool>` behind each, its own --help among them."""
+    for option in options:
+        if getattr(option, "is_flag", False):
+            option.metavar = ""
+    return options
+
+
+class _Verbs(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_values(super().get_params(ctx))
+
+
+class _Verb(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_values(super().get_params(ctx))
+
+
 app = typer.Typer(
+    cls=_Verbs,
     name="flatout",
     invoke_without_command=True,
     rich_markup_mode="markdown",
@@ -40,6 +62,7 @@ app = typer.Typer(
     help="Finds out why a GPU sits idle during PyTorch training, fixes it, and proves it.",
     epilog="Exit codes: 0 done, 1 a gate such as --fail-below said no, 2 a mistake in the command.",
 )
+_verb = partial(app.command, cls=_Verb)
 
 
 def main() -> None:
@@ -114,7 +137,7 @@ def _options(
         print(context.get_help())
 
 
-@app.command()
+@_verb()
 def top(
     interval: float | None = _option("SECONDS", "Time between samples, 0.05 to 60. Default: 1."),
     duration: float | None = _option("SECONDS", "Measure so long without the live view, then sum up."),
@@ -163,7 +186,7 @@ def top(
     )
 
 
-@app.command()
+@_verb()
 def doctor(json: str | None = _file_of("what was found as JSON")) -> None:
     """See what flatout finds on this machine, what is missing, and what that costs.
 
@@ -176,7 +199,7 @@ def doctor(json: str | None = _file_of("what was found as JSON")) -> None:
         print("\n".join(report_lines(found, _console().width)))
 
 
-@app.command()
+@_verb()
 def check(
     script: Path | None = _argument("SCRIPT", "The training script, or the .sh that starts it."),
     flags: list[str] | None = _argument("-- FLAGS", "What you would give the script."),
@@ -204,7 +227,7 @@ def check(
         raise typer.Exit(1)
 
 
-@app.command(options_metavar="[OPTIONS] -- COMMAND…", context_settings=_TAKES_A_COMMAND)
+@_verb(options_metavar="[OPTIONS] -- COMMAND…", context_settings=_TAKES_A_COMMAND)
 def run(
     context: typer.Context,
     trace: Path | None = _option("DIR", "Record into this new folder. Default: flatout-runs/TIME-NAME."),
@@ -245,11 +268,20 @@ def run(
                     shutil.rmtree(recording, ignore_errors=True)
                 continue
             _account_for(recording, quiet=quiet, json_to=json, html_to=html)
+        if trace is None:
+            _leave_no_empty(folder.parent)
     raise typer.Exit(code)
 
 
 def _never_stepped(recording: Path) -> bool:
     return not any(recording.glob("rank-*.jsonl"))
+
+
+def _leave_no_empty(runs: Path) -> None:
+    try:
+        runs.rmdir()
+    except OSError:  # it holds recordings, or was never made
+        pass
 
 
 def _changes(path: Path | None, *, auto: bool, strict: bool) -> Plan | None:
@@ -280,7 +312,7 @@ def _command(context: typer.Context) -> list[str]:
     return command
 
 
-@app.command(options_metavar="[OPTIONS] -- COMMAND…", context_settings=_TAKES_A_COMMAND)
+@_verb(options_metavar="[OPTIONS] -- COMMAND…", context_settings=_TAKES_A_COMMAND)
 def fix(
     context: typer.Context,
     budget: str = _option("TIME", "How long to try: 90s, 10m, 1h.", default="10m"),
@@ -342,7 +374,7 @@ def _price(text: str) -> float:
     return float(match[1])
 
 
-@app.command()
+@_verb()
 def train(
     config: Path = _argument("CONFIG", "The YAML file that describes the training.", default=...),
     overrides: list[str] | None = _argument("KEY=VALUE", "Settings that go before the file's."),
@@ -385,10 +417,11 @@ def train(
                 shutil.rmtree(recording, ignore_errors=True)
             else:
                 _account_for(recording, quiet=quiet)
+        _leave_no_empty(folder.parent)
     raise typer.Exit(code)
 
 
-@app.command()
+@_verb()
 def report(
     trace: list[Path] = _argument("TRACE", "A run's folder; of several machines, all.", default=...),
     json: str | None = _file_of("the report as JSON"),
@@ -446,7 +479,7 @@ def _account_for(folder: Path, *, quiet: bool, json_to: str | None = None, html_
         print(f"flatout: no summary ({reason}); the recording is in {folder}", file=sys.stderr)
 
 
-@app.command()
+@_verb()
 def compare(
     a: Path = _argument("A", "The run before.", default=...),
     b: Path = _argument("B", "The run after.", default=...),

@@ -47,6 +47,16 @@ def test_a_verbs_help_names_every_option(monkeypatch: pytest.MonkeyPatch, capsys
         assert f"--{option} " in out
 
 
+@pytest.mark.parametrize("verb", [(), ("top",), ("check",), ("run",), ("train",)])
+def test_a_flag_is_shown_without_a_value(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: tuple[str, ...]
+) -> None:
+    assert flatout_says(monkeypatch, *verb, "--help") == 0
+    out = capsys.readouterr().out
+    assert "--help" in out
+    assert "bool" not in out.lower()
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

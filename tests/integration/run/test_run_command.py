@@ -199,6 +199,19 @@ def test_a_command_that_fails_before_its_first_step_is_not_asked_whether_it_trai
     assert (run.code, run.err) == (3, "flatout: the command ended with exit code 3 before its first step\n")
 
 
+def test_a_command_that_fails_before_its_first_step_leaves_no_folder_but_those_of_other_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fails = [sys.executable, "-m", "flatout", "run", "--", sys.executable, "-c", "raise SystemExit(3)"]
+    assert subprocess.run(fails, check=False).returncode == 3
+    assert not list(tmp_path.iterdir())
+    other = tmp_path / "flatout-runs" / "other"
+    other.mkdir(parents=True)
+    assert subprocess.run(fails, check=False).returncode == 3
+    assert list(tmp_path.glob("*/*")) == [other]
+
+
 def test_a_command_that_is_over_at_once_is_no_trouble(place: Path) -> None:
     run = flatout_run(place, "echo", "--html", "done")
     assert (run.code, run.out) == (0, "--html done\n")
