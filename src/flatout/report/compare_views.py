@@ -15,7 +15,7 @@ from flatout.report.compare import Comparison, Ratio, phases
 from flatout.report.html import document
 from flatout.report.markup import Html, figures, join, shown, table, tag
 from flatout.report.picture import Panel, Series, grouped, line, words
-from flatout.report.terminal import duration, ms
+from flatout.report.terminal import duration, ms, print_unpadded
 from flatout.trace import RankTrace, Sketch, Trace
 
 MOST_LINES = 20
@@ -24,23 +24,23 @@ _VALUE = 24
 
 def show(comparison: Comparison, console: Console) -> None:
     """Print it, 80 columns wide."""
-    console.print(Text(comparison.sentence(), style="bold"))
+    print_unpadded(Text(comparison.sentence(), style="bold"), console)
     for caution in comparison.cautions:
-        console.print(Text(f"Mind: {caution}."))
+        print_unpadded(Text(f"Mind: {caution}."), console)
     console.print()
     _print_table(console, ("", "A", "B", ""), _figures(comparison))
     console.print()
     _print_table(console, ("a step's time", "A", "B", ""), phase_rows(comparison))
     if comparison.losses is not None:
         console.print()
-        console.print(Text(_losses(comparison)))
+        print_unpadded(Text(_losses(comparison)), console)
     if comparison.differences:
         console.print()
         rows = [(name, *_cut(shown(a), shown(b)), "") for name, a, b in comparison.differences[:MOST_LINES]]
         _print_table(console, ("what differs", "A", "B", ""), rows, figures_=False)
         more = len(comparison.differences) - MOST_LINES
         if more > 0:
-            console.print(Text(f"and {more} more: see --html or --json", style="dim"))
+            print_unpadded(Text(f"and {more} more: see --html or --json", style="dim"), console)
 
 
 def _print_table(
@@ -52,7 +52,7 @@ def _print_table(
         drawn.add_column(head, justify="right" if right else "left", overflow="fold")
     for row in rows:
         drawn.add_row(*(Text(cell) for cell in row))
-    console.print(drawn)
+    print_unpadded(drawn, console)
 
 
 def _cut(a: str, b: str) -> tuple[str, str]:

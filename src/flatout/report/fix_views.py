@@ -25,7 +25,7 @@ from flatout.report.html import document, time_spent
 from flatout.report.markup import Html, copyable, figures, folded, join, table, tag
 from flatout.report.permanent import permanently
 from flatout.report.picture import Bar
-from flatout.report.terminal import duration, ms
+from flatout.report.terminal import duration, ms, print_unpadded
 from flatout.written import in_full
 
 _WIDTH = 80
@@ -100,7 +100,7 @@ def show(fixed: FixReport, console: Console) -> None:
             drawn.add_column(head, justify="right" if place else "left")
         for row in rows:
             drawn.add_row(*(Text(cell) for cell in row))
-        console.print(drawn)
+        print_unpadded(drawn, console)
     for offer in fixed.found.withheld:
         allow = offer.changes[0].name.replace("_", "-").partition(":")[0]
         _say(console, f"\nNot tried without your leave: {offer.name} ({offer.why}). --allow {allow}")

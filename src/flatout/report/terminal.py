@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -25,9 +25,17 @@ def show(account: Account, console: Console) -> None:
     width = min(WIDTH, console.width)
     headline = _wrapped("; ".join(_headline(account)), width)
     console.print(Text.assemble(("flatout  ", "bold"), headline), soft_wrap=True)
-    console.print(_table(account.breakdown, WIDTH - width))
+    print_unpadded(_table(account.breakdown, WIDTH - width), console)
     for label, text in _remarks(account):
         console.print(Text.assemble((f"{label:<{_LABEL}}", "dim"), _wrapped(text, width)), soft_wrap=True)
+
+
+def print_unpadded(thing: RenderableType, console: Console) -> None:
+    """Print it without the spaces that rich leaves at the ends of lines: a pipe or a file has no use for them."""
+    for segments in console.render_lines(thing, pad=False):
+        line = Text.assemble(*((segment.text, segment.style or "") for segment in segments))
+        line.rstrip()
+        console.print(line, soft_wrap=True)
 
 
 def _wrapped(text: str, width: int) -> str:

@@ -205,6 +205,7 @@ def test_the_terminal_gets_80_columns() -> None:
     text = printed(compare(a, b))
 
     assert max(len(line) for line in text.splitlines()) <= 80
+    assert not [line for line in text.splitlines() if line.endswith(" ")]
     for figure in ("median step", "samples a second", "waiting for data", "Loss over the last quarter", "optimizer"):
         assert figure in text
 

@@ -38,6 +38,7 @@ def shown(fix: FixReport) -> str:
     fix_views.show(fix, console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(len(line) <= 80 for line in text.splitlines() if "flatout run --plan" not in line)
+    assert not [line for line in text.splitlines() if line.endswith(" ")]
     return text
 
 

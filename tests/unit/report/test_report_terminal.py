@@ -41,6 +41,7 @@ def drawn(width: int = 80) -> list[str]:
 
 def test_no_line_is_longer_than_the_terminal() -> None:
     assert max(len(line) for line in drawn()) <= 80
+    assert not [line for line in drawn() if line.endswith(" ")]
     narrow = drawn(60)
     assert max(len(line) for line in narrow) <= 60
     data = next(line for line in narrow if line.startswith("waiting for data"))
