@@ -18,6 +18,7 @@ class Workers:
     """What the loader workers of one dataset did, all together."""
 
     dataset: str
+    length: int | None
     workers: int
     samples: int
     sample_ms: Sketch
@@ -28,6 +29,10 @@ class Workers:
     transforms_ms: dict[str, float] = field(default_factory=dict)
     slowest: tuple[tuple[float, int], ...] = ()
     random_used: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """The dataset with its length: training and validation data are often of one class."""
+        return self.dataset if self.length is None else f"{self.dataset} of {self.length:,} samples"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +115,13 @@ def _workers(rank: RankTrace) -> tuple[Workers, ...]:
     for report in rank.workers:
         groups.setdefault((report.dataset, report.length), []).append(report)
     return tuple(
-        _together(dataset, reports) for (dataset, _), reports in groups.items() if any(r.samples for r in reports)
+        _together(dataset, length, reports)
+        for (dataset, length), reports in groups.items()
+        if any(r.samples for r in reports)
     )
 
 
-def _together(dataset: str, reports: list[WorkerReport]) -> Workers:
+def _together(dataset: str, length: int | None, reports: list[WorkerReport]) -> Workers:
     times = Sketch()
     for report in reports:
         times.merge(report.sample_ms)
@@ -129,6 +136,7 @@ def _together(dataset: str, reports: list[WorkerReport]) -> Workers:
     slowest = sorted(((ms, int(index)) for r in reports for ms, index in r.slowest), reverse=True)
     return Workers(
         dataset=dataset,
+        length=length,
         workers=len({r.worker for r in reports if r.worker is not None}),
         samples=samples,
         sample_ms=times,

@@ -26,7 +26,7 @@ def loading(account: Account, first: RankTrace) -> Html | None:
     for workers in account.workers:
         who = f"{workers.workers} workers" if workers.workers else "the training process itself"
         median, worst = workers.sample_ms.quantile(0.5) or 0.0, workers.sample_ms.high
-        said = f"{workers.dataset}, by {who}: {workers.samples:,} samples, {ms(median)} each (worst {ms(worst)})."
+        said = f"{workers}, by {who}: {workers.samples:,} loaded, {ms(median)} each (worst {ms(worst)})."
         random = f" It draws random numbers from {', '.join(workers.random_used)}." if workers.random_used else ""
         parts.append(tag("p", said + random))
         if workers.transforms_ms:
@@ -36,7 +36,7 @@ def loading(account: Account, first: RankTrace) -> Html | None:
             rows = [
                 (f"{index:,}", ms(took), f"{took / median:,.1f}×" if median else "") for took, index in workers.slowest
             ]
-            slow = table(f"The slowest samples of {workers.dataset}", ("index", "took", "of the median"), rows)
+            slow = table(f"The slowest samples of {workers}", ("index", "took", "of the median"), rows)
             parts.append(slow)
     shown = drawn[:MOST_LANES]
     parts += [tag("h3", "Each worker's life"), *(_lane(lane) for lane in shown), _lane_legend()]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
+from report_runs import worker
 from rich.console import Console
 
 from flatout.report.account import account
@@ -32,6 +34,7 @@ def drawn(width: int = 80) -> list[str]:
         windows=(window_of(steps),),
         notes=(Note(time_s=1.0, text="something that takes many words to say, " * 4),),
         facts={"own_cost": {"us_per_step": 20.0}},
+        workers=tuple(replace(worker(None), dataset="Pictures", length=length) for length in (4000, 500)),
         xray=Xray(steps=8, wall_ms=80, busy_ms=24, kernels=800, copies_ms={"HtoD Pageable": 3.0}, matrix_ms=4.0),
     )
     text = io.StringIO()
@@ -70,6 +73,12 @@ def test_remarks_hang_beside_their_labels() -> None:
     assert lines[at + 1].strip()
     assert any(line.startswith("X-ray    GPU busy 30% in 8 steps; 100 kernels a step") for line in lines)
     assert lines[-1] == "trace    flatout-runs/x"
+
+
+def test_loaders_of_one_class_of_data_are_told_apart() -> None:
+    loading = [line for line in drawn() if line.startswith("loading")]
+    assert ["Pictures of 4,000 samples:" in line for line in loading] == [True, False]
+    assert ["Pictures of 500 samples:" in line for line in loading] == [False, True]
 
 
 def test_numbers_have_the_digits_that_mean_something() -> None:
