@@ -36,6 +36,7 @@ from flatout.sense.settings import Settings, hide_in_arguments
 from flatout.sense.worker import Meter, measure_fetcher
 from flatout.sense.xray import Profiler, read_kernels
 from flatout.trace import Facts, Note, RunInfo, Step, TraceWriter
+from flatout.trace.plain import PlainSteps
 
 if TYPE_CHECKING:
     from flatout.inject.apply.applied import Applied
@@ -95,7 +96,7 @@ class Session(Listener):
         measures_ceiling = options.trial is None or (options.trial.ceiling and not options.trial.fingerprints)
         self._ceiling = Ceiling() if options.max_steps is not None and measures_ceiling else None
         self.replays = self._ceiling is not None
-        self._early: list[Step] = []
+        self._early: list[Step | PlainSteps] = []
         self._first_step_s: float | None = None
         self._last_optimizer: Any = None
         self._facts_at_step = _FIRST_FACTS_AT_STEP
@@ -147,6 +148,7 @@ class Session(Listener):
             self._as_ours(self._write_facts)
         if not self._xray.done and torch.cuda.is_initialized():
             self._xray.step_ended(self)
+        self._recorder.in_bulk = self._xray.done
         if _applied is not None:
             self._as_ours(_applied.step_ended)
         if self._options.max_steps is not None:
@@ -196,12 +198,13 @@ class Session(Listener):
             self._writer.write(step)
         self._early.clear()
 
-    def _emit(self, step: Step) -> None:
+    def _emit(self, step: Step | PlainSteps) -> None:
         if self._writer is None:
             self._early.append(step)
         else:
             self._writer.write(step)
-        self._xray.emitted(step)
+        if isinstance(step, Step):
+            self._xray.emitted(step)
 
     def _write_facts(self) -> None:
         if self._writer is None:

@@ -17,6 +17,8 @@ _TORCH = str(Path(torch.__file__).parent)
 
 def batch_size(batch: Any) -> int | None:
     """How many samples a batch holds: the length of the first tensor or list found in it."""
+    if type(batch) in (list, tuple) and batch and type(batch[0]) is torch.Tensor and batch[0].ndim:
+        return batch[0].shape[0]  # nearly always
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.dim() else 1
     named = isinstance(batch, dict) or hasattr(batch, "keys")

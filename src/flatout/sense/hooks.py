@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.utils.data.dataloader as stock
+from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flatout.sense import recorder as recording
@@ -116,7 +117,7 @@ class Hooks:
 
         @functools.wraps(original)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self.off or (computes and recorder.light) or recorder.is_elsewhere():
+            if is_dynamo_compiling() or self.off or (computes and recorder.light) or get_ident() != recorder.thread:
                 return original(*args, **kwargs)
             named = None
             try:
@@ -170,10 +171,9 @@ class Hooks:
 
         @functools.wraps(fetch)
         def next_batch(iterator: Any) -> Any:
-            if self.off or recorder.is_elsewhere():
+            if self.off or get_ident() != recorder.thread:
                 return fetch(iterator)
-            loader = getattr(iterator, "_flatout_loader", 0)
-            return self._fetch(loader, functools.partial(fetch, iterator))
+            return self._fetch(getattr(iterator, "_flatout_loader", 0), fetch, iterator)
 
         def seen(loader: Any) -> None:
             listener.loader_seen(self._loaders.of(loader), loader)
@@ -196,14 +196,14 @@ class Hooks:
         def get_from_queue(source: Any, *args: Any, **kwargs: Any) -> Any:
             # A thread of the user's that prefetches hands its batches over by such a queue.
             if (
-                torch.compiler.is_compiling()
+                is_dynamo_compiling()
                 or self.off
-                or recorder.is_elsewhere()
+                or get_ident() != recorder.thread
                 or recorder.busy
                 or not recorder.steps
             ):
                 return get(source, *args, **kwargs)
-            return self._fetch(self.guarded(self._loaders.of, source) or 0, lambda: get(source, *args, **kwargs))
+            return self._fetch(self.guarded(self._loaders.of, source) or 0, get, source, *args, **kwargs)
 
         self.replace(stock._BaseDataLoaderIter, "__next__", next_batch)
         self.replace(stock._BaseDataLoaderIter, "__init__", numbered)
@@ -212,19 +212,24 @@ class Hooks:
         self.around(stock.DataLoader, "__iter__", lambda *_: START)
         self.around(Future, "result", lambda f, *_, **__: None if recorder.busy or f.done() else DATA)
 
-    def _fetch(self, loader: int, fetch: Callable[[], Any]) -> Any:
+    def _fetch(self, loader: int, fetch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A batch, fetched or replayed, with the waiting for it timed."""
         recorder, listener = self._recorder, self._listener
         if recorder.light:
             if loader in recorder.train_loaders and torch.is_grad_enabled():
-                return self._fetch_lightly(loader, fetch)
+                start_s, batch = recorder.clock(), None
+                try:
+                    batch = fetch(*args, **kwargs)
+                    return batch
+                finally:
+                    self.guarded(self._note_fetch, loader, start_s, recorder.clock(), batch)
             self.guarded(recorder.look_closely)
         self.guarded(self._recorder.fetching, loader, torch.is_grad_enabled())
         samples = None
         try:
             batch = self.guarded(listener.replayed_batch, loader) if listener.replays else None
             if batch is None:
-                batch = fetch()
+                batch = fetch(*args, **kwargs)
                 if listener.replays:
                     self.guarded(listener.fetched, loader, batch)
             samples = self.guarded(batch_size, batch) or 0
@@ -233,17 +238,8 @@ class Hooks:
             if not self.off:
                 self.guarded(self._recorder.fetched, samples)
 
-    def _fetch_lightly(self, loader: int, fetch: Callable[[], Any]) -> Any:
-        start_s, batch = self._recorder.clock(), None
-        try:
-            batch = fetch()
-            return batch
-        finally:
-            self.guarded(self._note_fetch, loader, start_s, self._recorder.clock(), batch)
-
     def _note_fetch(self, loader: int, start_s: float, end_s: float, batch: Any) -> None:
-        samples = None if batch is None else batch_size(batch) or 0
-        self._recorder.note_fetch(loader, start_s, end_s, samples)
+        self._recorder.tape.append((loader, start_s, end_s, None if batch is None else batch_size(batch) or 0))
         if batch is not None and self._listener.replays:
             self._listener.fetched(loader, batch)
 
@@ -255,10 +251,10 @@ class Hooks:
 
         @functools.wraps(backward)
         def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self.off or recorder.is_elsewhere():
+            if is_dynamo_compiling() or self.off or get_ident() != recorder.thread:
                 return backward(tensors, *args, **kwargs)
             if recorder.light:
-                recorder.note_backward()
+                recorder.tape.append(None)
                 return backward(tensors, *args, **kwargs)
             self.guarded(listener.backward_begins, tensors)
             try:
@@ -285,7 +281,7 @@ class Hooks:
 
         @functools.wraps(enter)
         def entered(region: Any) -> Any:
-            if not self.off and region._enabled and not torch.compiler.is_compiling():
+            if not self.off and region._enabled and not is_dynamo_compiling():
                 self.guarded(listener.autocast_entered, str(region.fast_dtype).removeprefix("torch."))
             return enter(region)  # type: ignore[no-untyped-call]
 
@@ -298,7 +294,7 @@ class Hooks:
 
         @functools.wraps(compiled)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or roots.is_off():
+            if is_dynamo_compiling() or roots.is_off():
                 return compiled(*args, **kwargs)
             calls, versions, closely = self._optimizer_calls, self._versions(), not recorder.light
             if closely and steps_optimizer:
@@ -325,6 +321,7 @@ class Hooks:
         recorder = self._recorder
         # steps that have begun, by their frame: a step may call another
         running: list[tuple[FrameType | None, int]] = []
+        light: list[tuple[FrameType | None, int]] = [(None, 0)]  # what is running in most steps
         self._optimizers = _Optimizers(self)
         self._optimizer_calls = 0
 
@@ -347,17 +344,22 @@ class Hooks:
                 self._stepped(optimizer)
 
         def before(optimizer: Any, *_: Any) -> None:
-            if torch.compiler.is_compiling() or self.off or recorder.is_elsewhere():
+            if is_dynamo_compiling() or self.off or get_ident() != recorder.thread:
                 return
             if recorder.light:
-                running.append((None, 0))
+                running.append(light[0])
             else:
                 self.guarded(begin)
 
         def after(optimizer: Any, *_: Any) -> None:
-            if torch.compiler.is_compiling() or self.off:
+            if is_dynamo_compiling() or self.off:
                 return
-            if not recorder.is_elsewhere():
+            if recorder.light and running == light and get_ident() == recorder.thread:
+                running.clear()
+                self._optimizer_calls += 1
+                self._stepped(optimizer)
+                return
+            if get_ident() == recorder.thread:
                 self._steps_elsewhere = 0
             elif recorder.steps and self._steps_elsewhere < _STEPS_TO_FOLLOW:
                 self._steps_elsewhere += 1
@@ -381,7 +383,7 @@ class Hooks:
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             calls = self._optimizer_calls
             result = scaler_step(scaler, optimizer, *args, **kwargs)
-            if calls == self._optimizer_calls and not self.off and not recorder.is_elsewhere():
+            if calls == self._optimizer_calls and not self.off and get_ident() == recorder.thread:
                 self._stepped(optimizer)  # infinities were found and the optimizer was left out: the step is over
             return result
 
@@ -389,9 +391,13 @@ class Hooks:
 
     def _stepped(self, optimizer: Any) -> None:
         """An optimizer is through. The listener may end the run here, with an exception that is none of ours."""
-        if self.guarded(self._recorder.optimizer_ended, id(optimizer)):
-            self.guarded(self._roots.find, optimizer)
-            self.guarded(self._listener.step_ended, optimizer)
+        try:
+            if self._recorder.optimizer_ended(id(optimizer)):
+                if self._recorder.steps >= self._roots.next_look:
+                    self._roots.find(optimizer)
+                self._listener.step_ended(optimizer)
+        except Exception as problem:
+            self.fail(problem)
 
     # -- copies, and waiting for the card ---------------------------------------------------------------------------
 
@@ -401,11 +407,20 @@ class Hooks:
         def moving(tensor: Any, *args: Any, **kwargs: Any) -> str | None:
             if tensor.is_cuda:
                 return SYNC if names_cpu(args, kwargs) else None
-            if recorder.light:
-                return None
             return COPY if on_card_possible() and names_card(args, kwargs) else None
 
+        move = torch.Tensor.to
         self.around(torch.Tensor, "to", moving)
+        timed_move: Any = torch.Tensor.to
+
+        @functools.wraps(move)
+        def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            # The commonest call of all: in a light step it passes with as little ado as can be.
+            if is_dynamo_compiling() or (recorder.light and not tensor.is_cuda):
+                return move(tensor, *args, **kwargs)
+            return timed_move(tensor, *args, **kwargs)
+
+        self.replace(torch.Tensor, "to", to)
         self.around(torch.Tensor, "cuda", lambda t, *_, **__: None if t.is_cuda else COPY, computes=True)
         self.around(torch.Tensor, "pin_memory", lambda *_, **__: COPY if on_card_possible() else None, computes=True)
         self.around(torch.Tensor, "copy_", lambda t, s, *_, **__: COPY if crosses(t, s) else None, computes=True)
@@ -444,7 +459,7 @@ class Hooks:
         recorder = self._recorder
 
         def collecting(phase: str, info: dict[str, int]) -> None:
-            if info["generation"] < 2 or self.off or recorder.is_elsewhere():
+            if info["generation"] < 2 or self.off or get_ident() != recorder.thread:
                 return
             if sys._getframe(1).f_globals is vars(recording):
                 return  # in the midst of a cut of our own

@@ -21,6 +21,7 @@ from threading import get_ident
 from typing import Any, Protocol
 
 from flatout.trace import Span, Step
+from flatout.trace.plain import Event, PlainSteps
 
 DATA, START, COPY, FORWARD, LOSS, BACKWARD = "data", "loader start", "copy", "forward", "loss", "backward"
 OPTIMIZER, SYNC, EVALUATION, CHECKPOINT, LOGGING = "optimizer", "sync", "evaluation", "checkpoint", "logging"
@@ -37,9 +38,10 @@ _PART_OF_EVALUATION = frozenset({DATA, START, COPY, FORWARD, LOSS, SYNC, REST, U
 _SPANS_A_STEP = 64
 _SLIVER_S = 20e-6  # less than this before a phase is counted with it
 _STEPS_IN_FLIGHT = 64
-_ON_TAPE = 64  # events
+_ON_TAPE = 512  # events
+_ON_TAPE_S = 1.0
 _CLOSELY_AT_FIRST = 16  # steps
-_CLOSELY_EVERY = (1, 32)  # steps, at most and at least as often
+_CLOSELY_EVERY = (1, 256)  # steps, at most and at least as often
 _CLOSELY_SHARE = 0.001  # of the time may go into close looks
 
 
@@ -91,7 +93,7 @@ class Recorder:
         self,
         *,
         clock: Callable[[], float],
-        emit: Callable[[Step], None],
+        emit: Callable[[Step | PlainSteps], None],
         gpu: GpuClock | None = None,
         losses: Losses | None = None,
     ) -> None:
@@ -103,12 +105,15 @@ class Recorder:
         self._between = REST
         self._cut_s = clock()
         self._open = _OpenStep(self._cut_s, kind="setup")
-        self._waiting: deque[tuple[_OpenStep, int, float]] = deque()
-        self._thread = get_ident()
+        self._waiting: deque[tuple[_OpenStep, int, float] | PlainSteps] = deque()
+        self.thread = get_ident()  # the one that trains
         self._optimizers = _Cycle()
         self._evaluation = _Evaluation()
+        self.train_loaders = self._evaluation.train_loaders
         self.light = False  # this step is not looked at closely, and nothing but training has been seen in it
-        self._tape: list[Any] = []
+        self.in_bulk = False  # whether light steps may be handed on as they were noted
+        self.tape: list[Event] = []  # in light steps the hooks write here
+        self._whole = 0  # events on the tape up to the end of a step
         self._closed = 0  # steps that ended, without those on the tape
         self._marking = False
         self._closely_every = _CLOSELY_EVERY[0]
@@ -119,14 +124,10 @@ class Recorder:
         self.own_s = 0.0  # what all this took
         self._own_before_s = 0.0
 
-    def is_elsewhere(self) -> bool:
-        """Whether this is not the thread that trains."""
-        return get_ident() != self._thread
-
     def move_here(self) -> None:
         """Training turns out to happen in this thread: follow it from now on."""
         self._play()
-        self._thread = get_ident()
+        self.thread = get_ident()
         self._stack.clear()
 
     @property
@@ -141,7 +142,7 @@ class Recorder:
 
     def push(self, name: str, where: str | None = None, loader: int | None = None) -> None:
         """The thread enters a phase; the first that belongs to training ends the set-up."""
-        if self._tape:
+        if self.tape:
             self._play()
         now_s = self.clock()
         if self._open.kind == "setup" and name in _BEGINS:
@@ -182,14 +183,6 @@ class Recorder:
         if samples is not None and loader is not None:
             self._evaluation.took(loader, samples)
 
-    def note_fetch(self, loader: int, start_s: float, end_s: float, samples: int | None) -> None:
-        """In a light step: a batch of training's own loader was waited for so long."""
-        self._tape.append((loader, start_s, end_s, samples))
-
-    def note_backward(self) -> None:
-        """In a light step: a backward pass."""
-        self._tape.append(None)
-
     def look_closely(self) -> None:
         """Something other than plain training begins: the rest of this step is split as well as can be."""
         self._play()
@@ -200,16 +193,28 @@ class Recorder:
     def _play(self) -> None:
         """Make up for what is on the tape."""
         now_s = self.clock()
-        tape, self._tape = self._tape, []
-        for event in tape:
+        tape, whole = self.tape, self._whole
+        self.tape, self._whole = [], 0
+        touched = bool(self._open.pieces or self._open.micro_steps) or not self._evaluation.undisturbed
+        alone = whole
+        if self.in_bulk:
+            alone = next((place for place, event in enumerate(tape, 1) if type(event) is float), 0) if touched else 0
+        self._play_one_by_one(tape[:alone])
+        if alone < whole:
+            self._hand_on(tape[alone:whole])
+        self._play_one_by_one(tape[whole:])
+        self.own_s += self.clock() - now_s
+
+    def _play_one_by_one(self, events: list[Event]) -> None:
+        for event in events:
             if event is None:
                 self._open.micro_steps += 1
-            elif isinstance(event, float):
+            elif type(event) is float:
                 self._settle()
                 self._cut(max(event, self._cut_s))
                 self._close()
             else:
-                loader, start_s, end_s, samples = event
+                loader, start_s, end_s, samples = event  # type: ignore[misc]
                 if start_s - self._cut_s > _SLIVER_S:
                     self._cut(start_s)
                 self._stack.append((DATA, None, loader))
@@ -217,12 +222,21 @@ class Recorder:
                 self._stack.pop()
                 if samples is not None:
                     self._evaluation.took(loader, samples)
-        self.own_s += self.clock() - now_s
 
-    @property
-    def train_loaders(self) -> set[int]:
-        """The loaders whose batches have been seen to go into training."""
-        return self._evaluation.train_loaders
+    def _hand_on(self, events: list[Event]) -> None:
+        """Whole steps in which nothing else happened need no pieces."""
+        plain = PlainSteps(
+            first_index=self._closed,
+            start_s=self._open.start_s,
+            events=events,
+            waiting=DATA,
+            computing=UNSPLIT,
+        )
+        self._waiting.append(plain)
+        self._closed += sum(type(event) is float for event in events)
+        self._cut_s = events[-1]  # type: ignore[assignment]
+        self._open = _OpenStep(self._cut_s, closely=False)
+        self._evaluation.since = 0
 
     def forward(self, *, learns: bool, training: bool, trained: bool = True) -> None:
         """A root module is called: with gradients or without, in training mode or not, one that an optimizer trains."""
@@ -277,10 +291,12 @@ class Recorder:
         """An optimizer's step is over (or was skipped); True when that ended a training step."""
         closes = self._optimizers.closes(optimizer)
         if self.light and closes:
-            self._tape.append(self.clock())
+            now_s = self.clock()
+            self.tape.append(now_s)
+            self._whole = len(self.tape)
             self.steps += 1
             self.measured += 1
-            if self.steps >= self._closely_at or len(self._tape) >= _ON_TAPE:
+            if self.steps >= self._closely_at or self._whole >= _ON_TAPE or now_s - self._open.start_s >= _ON_TAPE_S:
                 self._play()
                 now_s = self.clock()
                 self._begin_step()
@@ -390,7 +406,12 @@ class Recorder:
 
     def _send(self, all_of_them: bool = False) -> None:
         while self._waiting:
-            step, index, end_s = self._waiting[0]
+            first = self._waiting[0]
+            if isinstance(first, PlainSteps):
+                self._emit(first)
+                self._waiting.popleft()
+                continue
+            step, index, end_s = first
             times = self._gpu.between(step.marks) if self._gpu is not None and len(step.marks) > 1 else []
             if times is None and not all_of_them and len(self._waiting) < _STEPS_IN_FLIGHT:
                 return
@@ -469,7 +490,7 @@ class _Evaluation:
     def settle(self, pieces: int) -> int:
         """It is training now; how many samples have come for it."""
         samples = sum(self._in_hand.values())
-        self.train_loaders |= self._in_hand.keys()
+        self.train_loaders.update(self._in_hand)
         if self.on and self._last is not None:
             self.train_loaders.add(self._last)
         self._in_hand.clear()

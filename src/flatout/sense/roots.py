@@ -6,11 +6,14 @@ Module.__init__, __setstate__ ──► noted ──after a step──► those 
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from flatout.sense.recorder import OWN, Recorder
 
@@ -68,9 +71,9 @@ class Roots:
         self._hooks = hooks
         self._recorder = recorder
         self.made = Alive()
-        self._changed = False  # modules have been made or compiled since the last look
-        self._steps = 0
-        self._next_look = 1
+        self._looks = 0
+        self._not_before = 1.0  # a look at the modules, by the count of steps
+        self.next_look = 1.0  # never, where none have been made or compiled since the last
         self._trained: set[int] = set()
         self.inside = False
 
@@ -87,23 +90,22 @@ class Roots:
         @functools.wraps(original)
         def noted(module: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(module, *args, **kwargs)
-            if not torch.compiler.is_compiling() and not self._hooks.off:
+            if not is_dynamo_compiling() and not self._hooks.off:
                 self._hooks.guarded(self._note, module)
             return result
 
         self._hooks.replace(owner, name, noted)
 
     def _note(self, module: Any) -> None:
-        self._changed = True
+        self.next_look = self._not_before
         self.made.put(module)
 
     def find(self, optimizer: Any) -> None:
-        """Called after each step. Looks after the first ones, and later, ever more rarely, when modules were made."""
-        self._steps += 1
-        if self._steps < self._next_look or (self._steps > _LOOKS and not self._changed):
-            return
-        self._next_look = self._steps + 1 if self._steps < _LOOKS else 2 * self._steps
-        self._changed = False
+        """Look at the modules: after the first steps, and later, ever more rarely, when some were made."""
+        self._looks += 1
+        steps = self._recorder.steps
+        self._not_before = steps + 1 if self._looks < _LOOKS else 2 * steps
+        self.next_look = self._not_before if self._looks < _LOOKS else math.inf
         self._recorder.push(OWN)
         self._trained |= {id(p) for group in optimizer.param_groups for p in group["params"]}
         modules = [m for m in self.made if any(True for _ in m.parameters())]
@@ -125,17 +127,13 @@ class Roots:
     def _wrap(self, module: Any) -> None:
         inner = vars(module).get("_compiled_call_impl")
         trained = any(id(p) in self._trained for p in module.parameters())
-        timed = _TimedCall(self, module, inner, trained)
+        timed = _TimedCall(self, self._recorder, module, inner, trained)
         vars(module)["_compiled_call_impl"] = timed
         self._hooks.on_removal(functools.partial(_unwrap, weakref.ref(module), timed, inner))
 
     def is_off(self) -> bool:
         """Whether a call is none of ours to time: it is inside another, in another thread, or all is over."""
-        return self.inside or self._hooks.off or self._recorder.is_elsewhere()
-
-    def light(self) -> bool:
-        """Whether a training pass need not be timed."""
-        return self._recorder.light
+        return self.inside or self._hooks.off or get_ident() != self._recorder.thread
 
     def begin(self, **how: bool) -> None:
         """A call that is to be timed begins (see Recorder.forward)."""
@@ -154,8 +152,9 @@ class Roots:
 class _TimedCall:
     """Stands where a module keeps its compiled call. Where it is pickled or copied after all, it becomes None."""
 
-    def __init__(self, roots: Roots, module: Any, inner: Any, trained: bool) -> None:
+    def __init__(self, roots: Roots, recorder: Recorder, module: Any, inner: Any, trained: bool) -> None:
         self._roots = roots
+        self._recorder = recorder
         self._module = weakref.ref(module)
         self._inner = inner
         self.trained = trained
@@ -165,12 +164,14 @@ class _TimedCall:
         module = self._module()
         assert module is not None, "a module is calling itself"
         call = self._inner if self._inner is not None else module._call_impl
-        if torch.compiler.is_compiling() or self._roots.is_off():
+        if is_dynamo_compiling():
+            return call(*args, **kwargs)
+        learns, training = torch.is_grad_enabled(), module.training
+        if self._recorder.light and learns and training:
+            return call(*args, **kwargs)
+        if self._roots.is_off():
             return call(*args, **kwargs)
         self.called = True
-        learns, training = torch.is_grad_enabled(), module.training
-        if self._roots.light() and learns and training:
-            return call(*args, **kwargs)
         self._roots.begin(learns=learns, training=training, trained=self.trained)
         try:
             return call(*args, **kwargs)

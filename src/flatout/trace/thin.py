@@ -11,6 +11,7 @@ import dataclasses
 from collections import deque
 from typing import Any, TypeVar
 
+from flatout.trace.plain import PlainSteps
 from flatout.trace.records import GpuSample, HostSample, Sample, Span, Step, Window
 from flatout.trace.sketch import Sketch
 
@@ -61,6 +62,16 @@ class StepThinner:
         self._window.add(step)
         return out + self.flush() if self._window.steps >= self._length else out
 
+    def push_many(self, plain: PlainSteps) -> list[Step | Window]:
+        """Count plain steps in, all at once; one by one at the beginning of a run and where something unusual is."""
+        walls = Sketch.of(plain.walls_ms)
+        if self._seen < RAW_STEPS or self._outliers.may_be_among(walls):
+            return [record for step in plain.steps() for record in self.push(step)]
+        self._seen += walls.count
+        self._outliers.pass_over(plain, walls)
+        self._window.add_many(plain, walls)
+        return self.flush() if self._window.steps >= self._length else []
+
     def flush(self) -> list[Step | Window]:
         """Close the window that is open, if any."""
         if not self._window.steps:
@@ -110,12 +121,22 @@ class _Outliers:
         self._left -= len(kept)
         return kept
 
+    def may_be_among(self, walls_ms: Sketch) -> bool:
+        """Whether steps that took so long have to be looked at one by one."""
+        return self._median_ms is None or self._after > 0 or walls_ms.high > OUTLIER * self._median_ms
+
+    def pass_over(self, plain: PlainSteps, walls_ms: Sketch) -> None:
+        """Steps with nothing unusual among them; the last of them may be neighbours of one."""
+        self._wall_ms.merge(walls_ms)
+        self._median_ms = self._wall_ms.quantile(0.5)
+        self._before.extend(plain.last(NEIGHBOURS))
+
 
 class WindowBuilder:
     """Sums steps up, one at a time."""
 
     def __init__(self) -> None:
-        self._first: Step | None = None
+        self._first: tuple[int, float] | None = None  # index, and when it began
         self._last_index = 0
         self._wall_ms = Sketch()
         self._spans_ms: dict[str, Sketch] = {}
@@ -128,7 +149,7 @@ class WindowBuilder:
 
     def add(self, step: Step) -> None:
         """Count one step in."""
-        self._first = self._first or step
+        self._first = self._first or (step.index, step.start_s)
         self._last_index = step.index
         self.steps += 1
         self._wall_ms.add(step.wall_ms)
@@ -146,13 +167,24 @@ class WindowBuilder:
                     sums[key] = sums.get(key, 0.0) + ms
         self._gpu_steps += on_gpu
 
+    def add_many(self, plain: PlainSteps, walls_ms: Sketch) -> None:
+        """Count plain steps in; their wall times are known already."""
+        self._first = self._first or (plain.first_index, plain.start_s)
+        self._last_index = plain.first_index + walls_ms.count - 1
+        self.steps += walls_ms.count
+        self._wall_ms.merge(walls_ms)
+        self._samples = (self._samples or 0) + plain.samples if plain.samples else self._samples
+        computing_ms = [wall - wait for wall, wait in zip(plain.walls_ms, plain.waits_ms, strict=True)]
+        for name, values in ((plain.waiting, plain.waits_ms), (plain.computing, computing_ms)):
+            self._spans_ms.setdefault(name_within(self._spans_ms, name), Sketch()).merge(Sketch.of(values))
+
     def window(self) -> Window:
         """What was counted in, as one record."""
         assert self._first is not None
         return Window(
-            first_index=self._first.index,
+            first_index=self._first[0],
             last_index=self._last_index,
-            start_s=self._first.start_s,
+            start_s=self._first[1],
             wall_ms=self._wall_ms,
             spans_ms=self._spans_ms,
             gpu_steps=self._gpu_steps,

@@ -16,6 +16,7 @@ from collections import deque
 from pathlib import Path
 
 from flatout.errors import UsageError
+from flatout.trace.plain import PlainSteps
 from flatout.trace.records import Note, Record, RunInfo, Sample, Step, Summary, Window, encode
 from flatout.trace.sketch import Sketch
 from flatout.trace.thin import SampleThinner, StepThinner, name_within
@@ -41,7 +42,7 @@ class TraceWriter:
         self._summary_path = folder / f"{stem}.summary.json"
         self._file = _create(self.path)
         self._lines: list[bytes] = []
-        self._pending: deque[Record] = deque()
+        self._pending: deque[Record | PlainSteps] = deque()
         self._max_pending = max_pending
         self._refused = 0  # counted by whoever calls `write`
         self._unwritten = 0  # counted by the thread
@@ -68,7 +69,7 @@ class TraceWriter:
         """How many records were not written, for want of room."""
         return self._refused + self._unwritten
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record | PlainSteps) -> None:
         """Hand over one record. Returns at once, whatever happens."""
         if os.getpid() != self._pid:
             return
@@ -112,8 +113,9 @@ class TraceWriter:
         while self._pending:
             record = self._pending.popleft()
             self._totals.count(record)
-            if isinstance(record, Step):
-                for thinned in self._steps.push(record):
+            if isinstance(record, Step | PlainSteps):
+                push = self._steps.push if isinstance(record, Step) else self._steps.push_many
+                for thinned in push(record):  # type: ignore[arg-type]
                     self._steps.wrote(thinned, self._put(thinned))
             elif isinstance(record, Sample):
                 for sample in self._samples.push(record):
@@ -172,9 +174,11 @@ class _Totals:
         self._samples: int | None = None
         self._notes: list[Note] = []
 
-    def count(self, record: Record) -> None:
+    def count(self, record: Record | PlainSteps) -> None:
         if isinstance(record, Step):
             self._steps += 1
+        elif isinstance(record, PlainSteps):
+            self._steps += len(record.ends_s)
         elif isinstance(record, Sample):
             self._hardware_samples += 1
         elif isinstance(record, Note) and len(self._notes) < NOTES_KEPT:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from flatout.sense.recorder import QUIET, Recorder
 from flatout.trace import Span, Step
+from flatout.trace.plain import PlainSteps
 
 TRAIN, VALIDATION, OTHER = 1, 2, 3
 OPTIMIZER = 7
@@ -54,7 +55,7 @@ class Bench:
     def __init__(self, *, gpu: bool = False) -> None:
         self.clock = Clock()
         self.gpu = Gpu(self.clock)
-        self.steps: list[Step] = []
+        self.steps: list[Any] = []
         self.recorder = Recorder(clock=self.clock, emit=self.steps.append, gpu=self.gpu if gpu else None)
 
     def rest(self, ms: float) -> None:
@@ -73,7 +74,7 @@ class Bench:
             if learns and loader in self.recorder.train_loaders:
                 start_s = self.clock()
                 self.clock.ms += ms
-                self.recorder.note_fetch(loader, start_s, self.clock(), samples)
+                self.recorder.tape.append((loader, start_s, self.clock(), samples))
                 return
             self.recorder.look_closely()
         self.recorder.fetching(loader, learns)
@@ -92,7 +93,7 @@ class Bench:
 
     def backward(self, ms: float = 3.0) -> None:
         if self.recorder.light:
-            self.recorder.note_backward()
+            self.recorder.tape.append(None)
             self.clock.ms += ms
             return
         self.recorder.backward()
@@ -123,7 +124,7 @@ class Bench:
     def handed_on(self) -> Step:
         """The step that has just ended: light ones are handed on a few at a time."""
         number = self.recorder.steps - 1
-        self.train(64)
+        self.train(200)
         return next(step for step in self.steps if step.index == number)
 
 
@@ -378,7 +379,7 @@ def dear_bench() -> Bench:
 def test_dear_close_looks_are_taken_rarely() -> None:
     bench = dear_bench()
     before_s = bench.recorder.own_s
-    bench.train(640)
+    bench.train(5120)
     carrying = [any(s.gpu_idle_ms is not None for s in step.spans) for step in bench.steps]
     assert 10 < sum(carrying) < 40
     gaps = {b - a for a, b in itertools.pairwise(place for place, there in enumerate(carrying) if there)}
@@ -423,7 +424,7 @@ def test_a_collection_in_the_midst_of_a_note_costs_no_time() -> None:
     bench.rest(7)
     end_s = bench.clock()
     bench.phase("gc", 5)
-    bench.recorder.note_fetch(TRAIN, start_s, end_s, 8)
+    bench.recorder.tape.append((TRAIN, start_s, end_s, 8))
     bench.rest(3)
     bench.step()
     step = bench.handed_on()
@@ -440,6 +441,37 @@ def test_light_steps_are_counted_as_they_end() -> None:
         assert (bench.recorder.steps, bench.recorder.measured) == (steps, measured)
     bench.recorder.finish()
     assert [step.index for step in bench.steps] == list(range(bench.steps[0].index, steps + 1))
+
+
+def a_long_run(bench: Bench) -> list[Step]:
+    """Plain steps, and some with two batches, a pause, an evaluation, or the end of an epoch in them."""
+    bench.train(30)
+    for _ in range(3):
+        bench.fetch()
+        bench.backward()
+        bench.train(40)
+        bench.phase("logging", 2)
+        bench.train(40)
+        bench.fetch(samples=None)
+        bench.fetch(VALIDATION, learns=False)
+        bench.forward(learns=False, training=False)
+        bench.train(300)
+    bench.recorder.finish()
+    return [step for record in bench.steps for step in (record.steps() if isinstance(record, PlainSteps) else [record])]
+
+
+def test_steps_handed_on_in_bulk_are_the_same_steps() -> None:
+    one_by_one, in_bulk = dear_bench(), dear_bench()
+    in_bulk.recorder.in_bulk = True
+    known, made = a_long_run(one_by_one), a_long_run(in_bulk)
+    assert sum(isinstance(record, PlainSteps) for record in in_bulk.steps) > 3
+    assert len(in_bulk.steps) < len(known) / 4
+    assert [(s.index, s.kind, s.samples, s.micro_steps) for s in made] == [
+        (s.index, s.kind, s.samples, s.micro_steps) for s in known
+    ]
+    for one, other in zip(known, made, strict=True):
+        assert other.wall_ms == pytest.approx(one.wall_ms)
+        assert spans(other) == spans(one)
 
 
 def test_evaluation_is_known_in_a_light_step() -> None:

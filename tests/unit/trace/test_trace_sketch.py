@@ -61,6 +61,16 @@ def test_a_coarse_sketch_is_small_and_still_about_right(numbers: list[float], mo
     assert abs(math.log(answer / exact)) <= widest
 
 
+@given(st.lists(values, max_size=50))
+def test_adding_one_by_one_gives_the_same(numbers: list[float]) -> None:
+    sketch = Sketch()
+    for number in numbers:
+        sketch.add(number)
+    made = Sketch.of(numbers)
+    assert (sketch.count, sketch.low, sketch.high, sketch.buckets) == (made.count, made.low, made.high, made.buckets)
+    assert sketch.total == pytest.approx(made.total, rel=1e-9, abs=1e-3)
+
+
 def test_what_is_not_a_number_is_passed_over() -> None:
     sketch = Sketch.of([1.0, math.nan, math.inf, -math.inf, 1e200, None])
     assert (sketch.count, sketch.high) == (1, 1.0)

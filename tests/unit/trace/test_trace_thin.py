@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 
 import pytest
 
 from flatout.trace import DiskSample, HostSample, ProcessSample, Sample, Span, Step, Window, thin
+from flatout.trace.plain import Event, PlainSteps
 from flatout.trace.records import Record, encode
 from flatout.trace.thin import SampleThinner, StepThinner, mean_of, window_of
 from flatout.trace.writer import MAX_BYTES
@@ -59,6 +61,42 @@ def test_millions_of_steps_fit_and_every_one_is_counted() -> None:
     assert lengths[-2] >= 4 * lengths[0]
     assert [step.index for step in raw[: thin.RAW_STEPS]] == list(range(thin.RAW_STEPS))
     assert sum(window.spans_ms["data"].total for window in windows) == pytest.approx(4.0 * len(steps))
+
+
+def plain_steps(walls_ms: list[float], first_index: int = 0) -> PlainSteps:
+    """Steps that begin with a millisecond of waiting for 32 samples."""
+    now_s = first_index / 100
+    events: list[Event] = []
+    for wall_ms in walls_ms:
+        events += [(1, now_s, now_s + 1e-3, 32), None, now_s + wall_ms / 1e3]
+        now_s += wall_ms / 1e3
+    return PlainSteps(
+        first_index=first_index, start_s=first_index / 100, events=events, waiting="data", computing="unsplit"
+    )
+
+
+def test_plain_steps_count_like_any_other() -> None:
+    slow = [10.0 + i % 3 for i in range(90)] + [50.0] + [10.0] * 9
+    bulks = [plain_steps(slow if n in (8, 15) else [10.0 + i % 3 for i in range(100)], 100 * n) for n in range(20)]
+    raw, windows, _ = feed(StepThinner(), [step for bulk in bulks for step in bulk.steps()])
+
+    thinner = StepThinner()
+    written = [record for bulk in bulks for record in thinner.push_many(bulk)] + thinner.flush()
+
+    assert [record.index for record in written if isinstance(record, Step)] == [step.index for step in raw]
+    made = [record for record in written if isinstance(record, Window)]
+    assert [(w.first_index, w.last_index) for w in made[1:]] == [
+        (b.last_index + 1, w.last_index) for b, w in itertools.pairwise(made)
+    ]
+    assert made[-1].last_index == 1_999
+    for value in (
+        lambda w: w.wall_ms.total,
+        lambda w: w.spans_ms["data"].total,
+        lambda w: w.spans_ms["unsplit"].total,
+        lambda w: w.samples,
+        lambda w: w.wall_ms.count,
+    ):
+        assert sum(map(value, made)) == pytest.approx(sum(map(value, windows)))
 
 
 @pytest.mark.usefixtures("small_bounds")
