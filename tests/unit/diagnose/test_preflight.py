@@ -136,6 +136,33 @@ for epoch in range(3):
     assert "pageable" in line(checklist, "pin_memory").reason
 
 
+PAIR = """
+from torch.utils.data import DataLoader
+{names} = DataLoader(one, 8, num_workers=4), DataLoader(two, 8)
+def correct(loader):
+    return sum((model(x.cuda()).argmax(1) == y.cuda()).sum() for x, y in tqdm(loader))
+for epoch in range(3):
+    for x, y in {first}:
+        loss = criterion(model(x.cuda()), y.cuda())
+        loss.backward()
+        optimizer.step()
+    right = {evaluation}
+"""
+
+
+@pytest.mark.parametrize(("first", "second"), [("a", "b"), ("train_loader", "val_loader")])
+@pytest.mark.parametrize("called", [False, True])
+def test_two_loaders_in_one_line_and_an_evaluation_in_a_generator_are_seen(
+    tmp_path: Path, first: str, second: str, called: bool
+) -> None:
+    evaluation = f"correct({second})" if called else f"[model(x.cuda()) for x, y in {second}]"
+    script = tmp_path / "train.py"
+    script.write_text(PAIR.format(names=f"{first}, {second}", first=first, evaluation=evaluation))
+    checklist = look_over(script)
+    assert line(checklist, "workers").reason.startswith("num_workers=4 on")
+    assert (line(checklist, "evaluation").status, line(checklist, "evaluation").where) == (OK, f"{script}:11")
+
+
 @pytest.mark.parametrize("option", ["persistent_workers=True", "persistent_workers=False, prefetch_factor=2"])
 def test_options_that_torch_refuses_without_workers_fail(tmp_path: Path, option: str) -> None:
     script = with_fault(tmp_path, "persistent_workers=True", option)

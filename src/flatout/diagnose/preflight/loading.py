@@ -76,23 +76,48 @@ def training_loaders(study: Study) -> list[Loader]:
 def _evaluates(study: Study, call: ast.Call, *, only: bool) -> bool:
     """By the name it gets, the dataset it is given, the function it stands in; else by whether it shuffles."""
     dataset, function = tree.argument(call, "dataset", 0), tree.function_of(call)
-    statement = next((node for node in tree.around(call) if isinstance(node, ast.Assign)), None)
-    names = [ast.unparse(target) for target in statement.targets] if statement is not None else []
+    names = [ast.unparse(target) for target in _assigned_to(call)]
     for words in (" ".join(names), ast.unparse(dataset) if dataset else "", function.name if function else ""):
         if "train" in words.lower() or _EVALUATION.search(words):
             return "train" not in words.lower()
-    looped = [_iterated(region.node.iter) for region in study.regions if isinstance(region.node, ast.For)]
+    loops = [region.node for region in study.regions if isinstance(region.node, ast.For)]
+    looped = [ast.unparse(_iterated(loop.iter)) for loop in loops]
     sampled = [study.argument(call, name, at) for name, at in (("sampler", 3), ("batch_sampler", 4))]
     if only or any(name in looped for name in names) or any(sampled):
         return False
     return (study.argument(call, "shuffle", 2) or Value(False)).what is False
 
 
-def _iterated(node: ast.expr) -> str:
-    """The name of what a loop goes over, inside enumerate, tqdm and the like."""
-    while isinstance(node, ast.Call) and node.args:
+def _assigned_to(call: ast.Call) -> Iterator[ast.expr]:
+    """What the statement around a call assigns it to; of `a, b = one(), two()` the name at the call's own place."""
+    statement = next((node for node in tree.around(call) if isinstance(node, ast.Assign)), None)
+    if statement is None:
+        return
+    for target in statement.targets:
+        match target, statement.value:
+            case ast.Tuple(elts=names), ast.Tuple(elts=values) if len(names) == len(values):
+                places = (place for place, value in enumerate(values) if value is call or tree.inside(call, value))
+                yield names[next(places)]
+            case _:
+                yield target
+
+
+def goes_over_evaluation_data(study: Study, over: ast.expr, depth: int = 3) -> bool:
+    """Whether what a loop goes over is a loader of evaluation data, as far as it can be followed."""
+    match _iterated(over):
+        case ast.Call(func=func) as call:
+            return tree.dotted(func) in _LOADERS and _evaluates(study, call, only=False)
+        case ast.Name() | ast.Attribute() as name if depth > 0:
+            origins = [origin for origin in study.origins(name) if origin is not None]
+            return any(goes_over_evaluation_data(study, origin, depth - 1) for origin in origins)
+    return False
+
+
+def _iterated(node: ast.expr) -> ast.expr:
+    """What a loop goes over, inside enumerate, tqdm and the like."""
+    while isinstance(node, ast.Call) and node.args and tree.dotted(node.func) not in _LOADERS:
         node = node.args[0]
-    return ast.unparse(node)
+    return node
 
 
 def _each_loader(judge: Callable[[Study, Loader], Line]) -> Callable[[Study], Line]:

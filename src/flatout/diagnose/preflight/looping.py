@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from flatout.diagnose.preflight import tree
 from flatout.diagnose.preflight.checklist import Line, ok, unknown, warn
+from flatout.diagnose.preflight.loading import goes_over_evaluation_data
 from flatout.diagnose.preflight.study import Study
 from flatout.diagnose.preflight.training import BACKWARD, Region, atoms, gpu_names, is_epoch_loop, method_of
 from flatout.diagnose.preflight.values import Value
@@ -116,11 +117,18 @@ def _interval(study: Study, call: ast.Call, loop: tree.Loop) -> Value:
 
 
 def _evaluates(study: Study, call: ast.Call) -> bool:
-    """A call of a function of the program that is named so, or that puts the model into evaluation mode."""
+    """A call of a function of the program that is named so, or that comes to an evaluation; or a part of one."""
     if study.program.function(call.func) is None:
-        return False
+        return _of_evaluation(study, call)
     named = _EVALUATES.match(tree.last_name(tree.dotted(call.func)))
-    return bool(named) or _does(study, call, lambda inner: method_of(inner) == "eval")
+    return bool(named) or _does(study, call, lambda inner: method_of(inner) == "eval" or _of_evaluation(study, inner))
+
+
+def _of_evaluation(study: Study, call: ast.Call) -> bool:
+    """Whether a comprehension gives the call its evaluation data: sum(right(model(x), y) for x, y in val_loader)."""
+    given = {name for part in (*call.args, *(k.value for k in call.keywords)) for name in atoms(part)}
+    parts = [part for above in tree.around(call) for part in getattr(above, "generators", ())]
+    return any(given & set(atoms(part.target)) and goes_over_evaluation_data(study, part.iter) for part in parts)
 
 
 def _begins_evaluation(study: Study, call: ast.Call) -> bool:
