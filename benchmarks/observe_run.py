@@ -47,7 +47,7 @@ from flatout.diagnose.breakdown import Breakdown, breakdown  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DELAY_S = 0.010
-COST_FOR_S, STEPS_A_TURN = 40.0, 10
+COST_FOR_S, WRITING_FOR_S, STEPS_A_TURN = 30.0, 6.0, 10
 CARD_HZ = 1.7e9  # about; what it comes to is measured
 TRUTH_STEPS = 60
 
@@ -132,20 +132,23 @@ def costs(folder: Path) -> Iterator[Check]:
 def cost(step_ms: float, folder: Path) -> dict[str, Any]:
     """Hundreds of short stretches, with the hooks on and off by turns: the machine's own moods last longer than two.
 
-    The thread that writes the trace goes on all the while; all of its time is added, as if training waited for it.
+    The thread that writes the trace goes on all the while. What it takes is measured over steps in a row, none of them
+    left out, and is added, as if training waited for it.
     """
     training = Training(step_ms)
     with flatout.attach(folder / f"cost-{step_ms}", xray=False) as attachment:
         session = attachment._recording
         assert session is not None
-        training.run(600 if step_ms < 10 else 60)
+        training.run(600)  # the first steps of a run are written one by one
         before = dict(session._own_cost(), steps=session._recorder.steps)
+        training.run(round(WRITING_FOR_S * 1e3 / step_ms))
+        time.sleep(1.0)  # until all of them are written
+        after = dict(session._own_cost(), steps=session._recorder.steps)
         pairs, end_s = [], time.monotonic() + COST_FOR_S
         while time.monotonic() < end_s:
             order = (True, False) if len(pairs) % 2 else (False, True)
             turn = {observed: training_for(training, session, observed) for observed in order}
             pairs.append((turn[False], turn[True]))
-        after = dict(session._own_cost(), steps=session._recorder.steps)
     counted = after["steps"] - before["steps"]
     own = {
         key: (after[key] * after["steps"] - before[key] * before["steps"]) / counted

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from flatout.inject.apply.applied import Applied
 
 _FIRST_FACTS_AT_STEP = 3
+_LOOK_EVERY_STEPS = 16
 _FACTS_EVERY_TIMES = 10
 _RECORDINGS = 1000
 _XRAY_STEPS = 9  # the first bears the profiler's start and is left out
@@ -135,7 +136,7 @@ class Session(Listener):
         self._recorder.backward(self._losses.take(first) if wanted else None)
 
     def step_ended(self, optimizer: Any) -> None:
-        """A training step is over: the few things that happen once, each at its step."""
+        """A training step is over: the few things that happen once, each at its step, and afterwards a rare look."""
         steps = self._recorder.steps
         self._last_optimizer = optimizer
         if self._writer is None:
@@ -146,9 +147,11 @@ class Session(Listener):
         if steps >= self._facts_at_step:
             self._facts_at_step *= _FACTS_EVERY_TIMES
             self._as_ours(self._write_facts)
-        if not self._xray.done and torch.cuda.is_initialized():
+        awaits_xray = not self._xray.done and torch.cuda.is_initialized()
+        if awaits_xray:
             self._xray.step_ended(self)
-        self._recorder.in_bulk = self._xray.done
+        every_step = awaits_xray or _applied is not None or self._options.max_steps is not None
+        self.next_look = steps + (1 if every_step else _LOOK_EVERY_STEPS)
         if _applied is not None:
             self._as_ours(_applied.step_ended)
         if self._options.max_steps is not None:
@@ -203,7 +206,7 @@ class Session(Listener):
             self._early.append(step)
         else:
             self._writer.write(step)
-        if isinstance(step, Step):
+        if not self._xray.done:
             self._xray.emitted(step)
 
     def _write_facts(self) -> None:
@@ -352,13 +355,15 @@ class _XrayPlan:
         self.running = False
         self._results = self._profiler.stop()
 
-    def emitted(self, step: Step) -> None:
-        if step.kind == "xray":
+    def emitted(self, step: Step | PlainSteps) -> None:
+        if isinstance(step, Step) and step.kind == "xray":
             self._steps.append(step)
-        elif step.kind == "train" and not self.done:
-            walls = self._after_ms if self._results is not None else self._before_ms
-            walls.append(sum(span.host_ms for span in step.spans if span.name not in (DATA, OWN)))  # data has its moods
-            del walls[: -4 * _RECOVERY_STEPS]
+            return
+        walls = self._after_ms if self._results is not None else self._before_ms
+        for one in (step,) if isinstance(step, Step) else step.last(_RECOVERY_STEPS):
+            if one.kind == "train":  # data has its moods
+                walls.append(sum(span.host_ms for span in one.spans if span.name not in (DATA, OWN)))
+        del walls[: -4 * _RECOVERY_STEPS]
 
     def finish(self, session: Session) -> None:
         """The run ends: read what there is, if that has not been done."""

@@ -222,7 +222,13 @@ class Hooks:
                     batch = fetch(*args, **kwargs)
                     return batch
                 finally:
-                    self.guarded(self._note_fetch, loader, start_s, recorder.clock(), batch)
+                    try:
+                        samples = None if batch is None else batch_size(batch) or 0
+                        recorder.tape.append((loader, start_s, recorder.clock(), samples))
+                        if listener.replays and batch is not None:
+                            listener.fetched(loader, batch)
+                    except Exception as problem:
+                        self.fail(problem)
             self.guarded(recorder.look_closely)
         self.guarded(self._recorder.fetching, loader, torch.is_grad_enabled())
         samples = None
@@ -237,11 +243,6 @@ class Hooks:
         finally:
             if not self.off:
                 self.guarded(self._recorder.fetched, samples)
-
-    def _note_fetch(self, loader: int, start_s: float, end_s: float, batch: Any) -> None:
-        self._recorder.tape.append((loader, start_s, end_s, None if batch is None else batch_size(batch) or 0))
-        if batch is not None and self._listener.replays:
-            self._listener.fetched(loader, batch)
 
     # -- forward, backward, optimizer -------------------------------------------------------------------------------
 
@@ -395,7 +396,8 @@ class Hooks:
             if self._recorder.optimizer_ended(id(optimizer)):
                 if self._recorder.steps >= self._roots.next_look:
                     self._roots.find(optimizer)
-                self._listener.step_ended(optimizer)
+                if self._recorder.steps >= self._listener.next_look:
+                    self._listener.step_ended(optimizer)
         except Exception as problem:
             self.fail(problem)
 
@@ -486,6 +488,7 @@ class Listener:
 
     replays = False  # whether it will ever answer `replayed_batch` or be `resident`
     resident = False
+    next_look = 0  # the step it wants to hear of next
 
     def loader_seen(self, number: int, loader: Any) -> None:
         """A DataLoader is about to begin a pass, and perhaps to start its workers."""

@@ -111,7 +111,6 @@ class Recorder:
         self._evaluation = _Evaluation()
         self.train_loaders = self._evaluation.train_loaders
         self.light = False  # this step is not looked at closely, and nothing but training has been seen in it
-        self.in_bulk = False  # whether light steps may be handed on as they were noted
         self.tape: list[Event] = []  # in light steps the hooks write here
         self._whole = 0  # events on the tape up to the end of a step
         self._closed = 0  # steps that ended, without those on the tape
@@ -195,13 +194,12 @@ class Recorder:
         now_s = self.clock()
         tape, whole = self.tape, self._whole
         self.tape, self._whole = [], 0
-        touched = bool(self._open.pieces or self._open.micro_steps) or not self._evaluation.undisturbed
-        alone = whole
-        if self.in_bulk:
-            alone = next((place for place, event in enumerate(tape, 1) if type(event) is float), 0) if touched else 0
-        self._play_one_by_one(tape[:alone])
-        if alone < whole:
-            self._hand_on(tape[alone:whole])
+        begun = 0  # events of a step of which something is known already
+        if whole and (self._open.pieces or self._open.micro_steps or not self._evaluation.undisturbed):
+            begun = next(place for place, event in enumerate(tape, 1) if type(event) is float)
+        self._play_one_by_one(tape[:begun])
+        if begun < whole:
+            self._hand_on(tape[begun:whole])
         self._play_one_by_one(tape[whole:])
         self.own_s += self.clock() - now_s
 
@@ -289,7 +287,7 @@ class Recorder:
 
     def optimizer_ended(self, optimizer: int) -> bool:
         """An optimizer's step is over (or was skipped); True when that ended a training step."""
-        closes = self._optimizers.closes(optimizer)
+        closes = optimizer == self._optimizers.only or self._optimizers.closes(optimizer)
         if self.light and closes:
             now_s = self.clock()
             self.tape.append(now_s)
@@ -506,6 +504,7 @@ class _Cycle:
         self._order: list[int] = []
         self._closer: int | None = None
         self._others: set[int] = set()
+        self.only: int | None = None  # where there is but one, and it is known to end a step
 
     @property
     def settled(self) -> bool:
@@ -514,8 +513,10 @@ class _Cycle:
 
     def closes(self, optimizer: int) -> bool:
         if self._closer == optimizer:
+            self.only = optimizer if len(self._order) == 1 and not self._others else None
             self._others.clear()
             return True
+        self.only = None
         if self._closer is not None and optimizer not in self._others:
             self._others.add(optimizer)
             return False
