@@ -321,8 +321,7 @@ class Hooks:
     def _optimizer_steps(self) -> None:
         recorder = self._recorder
         # steps that have begun, by their frame: a step may call another
-        running: list[tuple[FrameType | None, int]] = []
-        light: list[tuple[FrameType | None, int]] = [(None, 0)]  # what is running in most steps
+        running: list[tuple[FrameType, int]] = []
         self._optimizers = _Optimizers(self)
         self._optimizer_calls = 0
 
@@ -333,9 +332,7 @@ class Hooks:
             running.append((frame, recorder.optimizer_begins()))
 
         def leave() -> None:
-            _, depth = running.pop()
-            if depth:
-                recorder.leave(depth)
+            recorder.leave(running.pop()[1])
 
         def end(optimizer: Any) -> None:
             self._optimizer_calls += 1
@@ -345,18 +342,13 @@ class Hooks:
                 self._stepped(optimizer)
 
         def before(optimizer: Any, *_: Any) -> None:
-            if is_dynamo_compiling() or self.off or get_ident() != recorder.thread:
-                return
-            if recorder.light:
-                running.append(light[0])
-            else:
+            if not (is_dynamo_compiling() or self.off or recorder.light or get_ident() != recorder.thread):
                 self.guarded(begin)
 
         def after(optimizer: Any, *_: Any) -> None:
             if is_dynamo_compiling() or self.off:
                 return
-            if recorder.light and running == light and get_ident() == recorder.thread:
-                running.clear()
+            if recorder.light and not running and get_ident() == recorder.thread:
                 self._optimizer_calls += 1
                 self._stepped(optimizer)
                 return
@@ -569,7 +561,7 @@ def _raise_later(thread: int, problem: BaseException) -> None:
     Timer(_MOMENT_S, deliver, (ctypes.c_ulong(thread), ctypes.py_object(Again))).start()
 
 
-def _is_running(frame: FrameType | None, inner: FrameType | None) -> bool:
+def _is_running(frame: FrameType, inner: FrameType | None) -> bool:
     """Whether `frame` is among those that led to `inner`."""
     while inner is not None:
         if inner is frame:

@@ -302,7 +302,7 @@ def test_evaluation_is_told_from_training(
     if closely:
         assert observed.count("forward") == 17, "training's own forward passes keep their name"
     else:
-        assert observed.count("unsplit") >= 15
+        assert observed.count("unsplit") >= 10, "most steps are light"
     tail = next(step for step in observed.rank.steps if step.kind == "tail")
     assert "evaluation" in {span.name for span in tail.spans}
     assert "forward" not in {span.name for span in tail.spans}
@@ -414,6 +414,23 @@ def test_any_loader_is_seen(tmp_path: Path, make: Callable[[], DataLoader[Any]])
         return  # our own workers may be ended before their last word
     assert sum(report.samples for report in observed.rank.workers) == 48
     assert observed.rank.workers[0].random_used == ("torch",)
+
+
+def test_batches_that_go_by_unmeasured_count_all_the_same(tmp_path: Path) -> None:
+    """Loading a batch takes microseconds, and in the training process: most are not looked at, none is lost."""
+
+    def train() -> None:
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for (x,) in DataLoader(TensorDataset(torch.randn(800, 3)), batch_size=4):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+
+    (report,) = observe(tmp_path, train).rank.workers
+    assert (report.batches, report.samples) == (200, 800)
+    assert 0 < report.sample_ms.count < 400
+    assert report.sample_wall_s == pytest.approx((report.sample_ms.mean or 0.0) / 1e3 * 800, rel=0.5)
 
 
 def test_two_loaders_at_once_are_both_training(tmp_path: Path) -> None:
