@@ -321,7 +321,8 @@ class Hooks:
     def _optimizer_steps(self) -> None:
         recorder = self._recorder
         # steps that have begun, by their frame: a step may call another
-        running: list[tuple[FrameType, int]] = []
+        running: list[tuple[FrameType | None, int]] = []
+        light: list[tuple[FrameType | None, int]] = [(None, 0)]  # in a light step neither is looked up
         self._optimizers = _Optimizers(self)
         self._optimizer_calls = 0
 
@@ -332,7 +333,9 @@ class Hooks:
             running.append((frame, recorder.optimizer_begins()))
 
         def leave() -> None:
-            recorder.leave(running.pop()[1])
+            _, depth = running.pop()
+            if depth:
+                recorder.leave(depth)
 
         def end(optimizer: Any) -> None:
             self._optimizer_calls += 1
@@ -342,13 +345,18 @@ class Hooks:
                 self._stepped(optimizer)
 
         def before(optimizer: Any, *_: Any) -> None:
-            if not (is_dynamo_compiling() or self.off or recorder.light or get_ident() != recorder.thread):
+            if is_dynamo_compiling() or self.off or get_ident() != recorder.thread:
+                return
+            if recorder.light:
+                running.append(light[0])
+            else:
                 self.guarded(begin)
 
         def after(optimizer: Any, *_: Any) -> None:
             if is_dynamo_compiling() or self.off:
                 return
-            if recorder.light and not running and get_ident() == recorder.thread:
+            if running == light and recorder.light and get_ident() == recorder.thread:
+                running.clear()
                 self._optimizer_calls += 1
                 self._stepped(optimizer)
                 return
@@ -561,7 +569,7 @@ def _raise_later(thread: int, problem: BaseException) -> None:
     Timer(_MOMENT_S, deliver, (ctypes.c_ulong(thread), ctypes.py_object(Again))).start()
 
 
-def _is_running(frame: FrameType, inner: FrameType | None) -> bool:
+def _is_running(frame: FrameType | None, inner: FrameType | None) -> bool:
     """Whether `frame` is among those that led to `inner`."""
     while inner is not None:
         if inner is frame:
