@@ -49,6 +49,7 @@ _XRAY_STEPS = 9  # the first bears the profiler's start and is left out
 _XRAY_AFTER_STEPS = 12
 _XRAY_AFTER_S = 2.0
 _RECOVERY_STEPS = 12
+_MOST_TRIAL_STEPS = 1_500
 _GRACE_S = 5.0  # for a script that swallows SystemExit, or saves what it has on its way out
 
 _session: Session | None = None
@@ -169,7 +170,8 @@ class Session(Listener):
         if self._recorder.measured < (self._options.max_steps or 0) or self._xray.running:
             return
         trial = self._options.trial
-        if trial is not None and time.monotonic() - (self._first_step_s or 0.0) < trial.at_least_s:
+        trained_s = time.monotonic() - (self._first_step_s or 0.0)
+        if trial is not None and trained_s < trial.at_least_s and self._recorder.measured < _MOST_TRIAL_STEPS:
             return
         kind = self._ceiling.next_step() if self._ceiling is not None else None
         self.resident = kind == "resident"

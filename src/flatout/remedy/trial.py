@@ -30,14 +30,14 @@ from flatout.remedy.speed import WORTH, Gain, Noise, Speed, gain, noise_between_
 
 FIRST_STEPS = 48
 KNOWN_TO = 0.02  # how well the baseline has to be known
-MEASURE_S = 5.0  # of training in the first run, and in a trial at its ceiling
-LONGEST_S = 8.0
-MOST_STEPS = 1_500
+MEASURE_S = 6.0  # of training in a trial
+MOST_STEPS = 1_500  # in a trial of several ranks, which have to end at the same step
 CLEAR = 1.25  # a gain that is believed before any run was repeated …
 CLEAR_IN_COMPANY = 2.0  # … and where others use the machine
 CLOSE_CALLS = 2  # times a close call is run again, both sides
 COMPILING_S = 40.0
 DRIFT = 0.05
+ALIKE = 1.5  # times as fast: likely to be held up by the same things
 UNSTEADY = 0.08  # from run to run: what few repeats cannot see through
 COLD = 0.05  # of the time spent waiting for storage: the page cache is not warm yet
 IDENTITY_STEPS = 60
@@ -93,8 +93,7 @@ class Search:
     # -- the baseline -----------------------------------------------------------------------------------------------
 
     def _baseline(self) -> None:
-        enough_s = MEASURE_S if self._steps is None else 0.0
-        first = self._run("the command as it is", (), steps=self._steps or FIRST_STEPS, at_least_s=enough_s)
+        first = self._run("the command as it is", (), steps=self._steps or FIRST_STEPS)
         if first.speed is None or first.trace is None:
             raise UsageError(self._why_no_baseline(first))
         if first.code != 0 and not first.hung:
@@ -106,7 +105,7 @@ class Search:
         few = first.speed.steps < 2 * _queued_batches(case)
         affordable = self._left_s > 5 * first.seconds
         if self._steps is None and affordable and (speed.known_to > KNOWN_TO or cold or few):
-            again = self._run("the command once more", (), steps=self._steps_for(first))
+            again = self._run("the command once more", ())
             if again.speed is not None and again.trace is not None:
                 faster = again.speed.value / speed.value
                 if cold and faster > 1 + DRIFT:
@@ -244,12 +243,14 @@ class Search:
         repeats = 0
         while True:
             before, after = (self._speeds[_key(plan, offer.pauses)] for plan in (old, new))
-            gained = gain(before, after, self._noise, pauses=offer.pauses)
+            noise = self._noise_near(before, after)
+            gained = gain(before, after, noise, pauses=offer.pauses)
             shown = gained.low > 1 and gained.value > WORTH
-            believed = shown and (self._noise.repeats > 0 or gained.value > self._clear)
+            # How long evaluation and checkpoints take was measured: that they are rarer is arithmetic.
+            believed = shown and (noise.repeats > 0 or offer.pauses or gained.value > self._clear)
             if gained.hopeless or repeats >= CLOSE_CALLS or not self._affords(changes, runs=2):
                 return gained, shown
-            if believed or not patient:
+            if not patient or (believed and gained.low > WORTH):
                 return gained, believed
             repeats += 1
             steps = self._epoch_steps() if offer.pauses else None
@@ -359,7 +360,8 @@ class Search:
             if self._failed(run):
                 continue
             self._note(without, run)
-            alone = gain(self._speeds[_key(without)], self._speeds[_key(self.found.kept)], self._noise)
+            pair = self._speeds[_key(without)], self._speeds[_key(self.found.kept)]
+            alone = gain(*pair, self._noise_near(*pair))
             if alone.value >= WORTH:
                 self._replace(attempt, gain=alone, together=())
                 self._story.said(f"{in_words(change)} by itself: {alone}")
@@ -508,13 +510,14 @@ class Search:
         if steps is not None and not long:
             self._remark("the gain is that of the steps alone: there was no time for a whole epoch as it was")
             steps = None
-        first = self._speeds[_key(())][0]
+        first, fresh = self._speeds[_key(())][0], None
         measured = self._speeds.get(_key(kept, long)) is not None
         if self._left_s > (0.9 * (self.before.seconds + self._now.seconds) if measured else 0.0):
             old = self._run("the command as it was, again", (), steps=steps)
             new = self._run("with all that was kept", kept, steps=steps)
             if not self._failed(old) and not self._failed(new) and old.speed is not None and new.speed is not None:
                 self.found.before, self.found.after = old, new
+                fresh = gain([old.speed], [new.speed], Noise(sd=0.0, repeats=0), pauses=long).value
                 drift = old.speed.value / first.value
                 if abs(math.log(drift)) > DRIFT and not long:
                     self._remark(f"the machine drifted: the command as it was ran at {drift:.2f}× its first speed")
@@ -525,10 +528,11 @@ class Search:
             self._remark("what was kept in the end was not measured as a whole")
             return
         # Both were measured early and late: a machine that drifts treats them alike.
-        self.found.gain = gain(before, after, self._noise, pauses=long)
+        self.found.gain = gain(before, after, self._noise_near(before, after), pauses=long)
         self.found.speeds, self.found.paused = (pooled(before), pooled(after)), long
         self._story.said(f"before → after: {self.found.gain}")
-        if self.found.gain.value < WORTH:
+        # What was kept was picked for how fast it looked: the last runs have to say so too.
+        if self.found.gain.value < WORTH or self.found.gain.low <= 1 or (fresh is not None and fresh < 1):
             for change in kept:
                 self._let_go(
                     self._attempt(change), f"not confirmed: {self.found.gain} in the end, with all that was kept"
@@ -544,13 +548,17 @@ class Search:
         changes: Sequence[Change],
         *,
         steps: int | None = None,
-        at_least_s: float = 0.0,
         fingerprints: bool = False,
     ) -> Run:
         self._story.trying(what, self._left_s)
         wanted = steps or self._steps_for(self._now if changes else self.before)
-        patience_s = self._timeout_s(changes)
-        run = self._start(changes, steps=wanted, timeout_s=patience_s, at_least_s=at_least_s, fingerprints=fingerprints)
+        run = self._start(
+            changes,
+            steps=wanted,
+            timeout_s=self._timeout_s(changes),
+            at_least_s=MEASURE_S if self._ends_by_time and not fingerprints else 0.0,
+            fingerprints=fingerprints,
+        )
         self.found.trials.append(Trial(what=what, seconds=run.seconds, speed=None if fingerprints else run.speed))
         return run
 
@@ -562,6 +570,14 @@ class Search:
     def _noise(self) -> Noise:
         return noise_between_runs(self._speeds.values())
 
+    def _noise_near(self, *plans: Sequence[Speed]) -> Noise:
+        """From plans about as fast as these: what is far slower waits for something else, with noise of its own."""
+        known = [(pooled(runs).value, runs) for runs in self._speeds.values()]
+        speeds = [pooled(runs).value for runs in plans]
+        return noise_between_runs(
+            runs for value, runs in known if any(1 / ALIKE < value / speed < ALIKE for speed in speeds)
+        )
+
     @property
     def _incumbent(self) -> Speed:
         return self._speeds[_key(self.found.kept)][-1]
@@ -570,15 +586,20 @@ class Search:
     def _left_s(self) -> float:
         return self._budget_s - (self._clock() - self._began_s)
 
+    @property
+    def _ends_by_time(self) -> bool:
+        """Whether a trial goes on until it has trained for some seconds; several ranks would not agree on when."""
+        alone = self.found.before is None or _case(self.before).rank.info.world_size == 1
+        return alone and self._steps is None
+
     def _steps_for(self, run: Run) -> int:
-        """Enough for some seconds at the ceiling, and for more than the batches that lie ready at the start."""
+        """More than the batches that lie ready at the start; where steps alone say when it ends, for some seconds."""
         if self._steps is not None:
             return self._steps
         case = _case(run)
         step_s = max(1e-4, (case.breakdown.step_ms.mean or 0.0) / 1e3)
-        fastest_s = step_s / min(case.headroom, 20.0)
-        enough = min(MEASURE_S / fastest_s, LONGEST_S / step_s)
-        return int(min(MOST_STEPS, max(40, enough, 3 * _queued_batches(case))))
+        enough = 0.0 if self._ends_by_time else MEASURE_S / step_s
+        return int(min(MOST_STEPS, max(FIRST_STEPS, enough, 3 * _queued_batches(case))))
 
     def _timeout_s(self, changes: Sequence[Change]) -> float:
         if self.found.before is None:

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 # 24 MB for raw steps and 2.5 MB for each of 16 lengths of window; 16 MB and 3 MB for each of 16 strides of samples:
 # both fill the 64 MB of a file, after hundreds of millions of steps, or months of sampling.
-RAW_STEPS = 500
+RAW_STEPS = 2_000  # more than a trial has
 RAW_OUTLIERS = 4_000
 RAW_STEP_BYTES = 24_000_000
 OUTLIER = 2.0  # times the median step

@@ -84,6 +84,7 @@ class World:
     refused: dict[str, str] = field(default_factory=dict)
     step_noise: float = 0.01
     run_noise: float = 0.003
+    seed: int = 0
     drift_a_run: float = 0.0
     teaches: Callable[[Sequence[Change], np.ndarray], np.ndarray] = lambda changes, losses: losses
     interrupt_at: int | None = None
@@ -107,7 +108,7 @@ class World:
             raise KeyboardInterrupt
         names = tuple(change.name for change in changes)
         self.started.append(names)
-        self._random = np.random.default_rng(len(self.started))
+        self._random = np.random.default_rng(len(self.started) + 1000 * self.seed)
         hung = self.hang & set(names)
         crashed = next((text for name, text in self.crash.items() if name in names), None)
         if hung or crashed:

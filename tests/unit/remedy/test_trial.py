@@ -85,17 +85,14 @@ def test_what_gives_nothing_is_undone_and_says_so() -> None:
     assert "no gain over 2% was shown" in found.plan.tried[0].note
 
 
-def test_a_gain_within_the_noise_is_not_believed() -> None:
-    """A machine whose runs differ by a tenth: three per cent cannot be shown, however often it looks like it."""
-    world = World(
-        facts=IN_FP32,
-        run_noise=0.10,
-        effects={"precision": lambda m, _: replace(m, compute_ms=m.compute_ms / 1.03)},
-    )
-    found = fix(world, budget_s=3600)
-    assert found.kept == ()
-    assert found.noise is not None
-    assert any(remark.startswith("runs of the same plan differ by") for remark in found.remarks)
+def test_luck_is_not_believed() -> None:
+    """Machines whose runs differ by a tenth, and changes that do nothing, however often it looks as if they did."""
+    idle = {"precision": lambda m, _: m}
+    found = [fix(World(facts=IN_FP32, run_noise=0.10, seed=seed, effects=idle), budget_s=3600) for seed in range(12)]
+    assert sum(bool(one.kept) for one in found) <= 2
+    assert all(one.noise is not None for one in found)
+    unsteady = [any(remark.startswith("runs of the same plan differ by") for remark in one.remarks) for one in found]
+    assert sum(unsteady) >= 3
 
 
 def test_a_close_call_is_run_again_until_it_is_known() -> None:
@@ -111,11 +108,10 @@ def test_a_close_call_is_run_again_until_it_is_known() -> None:
 
 
 def test_what_could_not_be_told_from_noise_gets_one_more_chance_when_time_is_left() -> None:
-    """Runs differ by a tenth, and so does the gain: one run does not settle it, nor do four."""
+    """Runs differ by a tenth, and so does the gain: one run of each does not settle it."""
     gain_of_a_tenth = {"precision": lambda m, _: replace(m, compute_ms=m.compute_ms / 1.1)}
     found = fix(World(facts=IN_FP32, run_noise=0.10, effects=gain_of_a_tenth), budget_s=3600)
-    assert sum("precision bf16" in trial.what for trial in found.trials) == 4
-    assert found.kept == ()
+    assert sum("precision bf16" in trial.what and "proof" not in trial.what for trial in found.trials) >= 3
     assert sorted(attempt.change.value for attempt in found.attempts) == ["bf16", "tf32"]  # each is told once
 
 
