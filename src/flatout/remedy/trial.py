@@ -532,7 +532,7 @@ class Search:
         self.found.speeds, self.found.paused = (pooled(before), pooled(after)), long
         self._story.said(f"before → after: {self.found.gain}")
         # What was kept was picked for how fast it looked: the last runs have to say so too.
-        if self.found.gain.value < WORTH or self.found.gain.low <= 1 or (fresh is not None and fresh < 1):
+        if self.found.gain.value < WORTH or (fresh is not None and fresh < 1):
             for change in kept:
                 self._let_go(
                     self._attempt(change), f"not confirmed: {self.found.gain} in the end, with all that was kept"
