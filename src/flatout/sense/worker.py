@@ -71,7 +71,7 @@ class Meter:
         seconds = time.perf_counter() - start
         self._loaded_s.append(seconds)
         self._new_samples += len(index) if isinstance(index, list) else 1
-        if seconds > self._slow_s and isinstance(index, int):
+        if seconds > self._slow_s and isinstance(index, int) and not self._is_first:
             heapq.heappush(self._slowest, (seconds, index))
             if len(self._slowest) > _SLOWEST_KEPT:
                 heapq.heappop(self._slowest)
@@ -80,6 +80,11 @@ class Meter:
             self._random_checks += 1
             self._random |= {name for name, state in _random_states().items() if state != before[name]}
         return sample
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this is the first sample of all. It bears imports and opened files: a worker's start, not its fault."""
+        return self._batches == 0 and len(self._loaded_s) == 1
 
     def passes(self) -> bool:
         """Whether the batch now asked for is not worth measuring: like ones have been."""
@@ -111,7 +116,7 @@ class Meter:
         if times and len(times) < self._new_samples:  # a dataset that gives many at once
             self._sample_ms.add(spent_s / self._new_samples * 1e3, self._new_samples)
         else:
-            for seconds in times:
+            for seconds in times[1:] if self._batches == 0 else times:
                 self._sample_ms.add(seconds * 1e3)
         self._new_samples = 0
 

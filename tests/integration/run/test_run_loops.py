@@ -6,6 +6,7 @@ import copy
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -425,6 +426,37 @@ def test_any_loader_is_seen(tmp_path: Path, make: Callable[[], DataLoader[Any]])
         return  # our own workers may be ended before their last word
     assert sum(report.samples for report in observed.rank.workers) == 48
     assert observed.rank.workers[0].random_used == ("torch",)
+
+
+class SlowToBegin(Dataset[Any]):
+    """What is slow is a worker's first sample, whichever that is, and one of all."""
+
+    begun = False
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.0 if self.begun else 0.2)
+        self.begun = True
+        time.sleep(0.1 if index == 13 else 0.001)
+        return torch.zeros(3)
+
+
+def test_the_first_sample_of_a_worker_is_not_called_slow(tmp_path: Path) -> None:
+    def train() -> None:
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x in DataLoader(SlowToBegin(), batch_size=4, num_workers=2):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+
+    reports = observe(tmp_path, train).rank.workers
+    assert sum(report.samples for report in reports) == 16
+    assert max(entry for report in reports for entry in report.slowest)[1] == 13
+    assert max(report.sample_ms.high for report in reports) == pytest.approx(101, abs=60)
+    assert sum(report.sample_wall_s for report in reports) > 0.5, "but its time counts"
 
 
 def test_batches_that_go_by_unmeasured_count_all_the_same(tmp_path: Path) -> None:
