@@ -83,7 +83,7 @@ class Meter:
 
     @property
     def _is_first(self) -> bool:
-        """Whether this is the first sample of all. It bears imports and opened files: a worker's start, not its fault."""
+        """Whether this is the first sample of all. It bears imports and opened files: that is a worker's start."""
         return self._batches == 0 and len(self._loaded_s) == 1
 
     def passes(self) -> bool:
