@@ -171,7 +171,8 @@ class Session(Listener):
             return
         trial = self._options.trial
         trained_s = time.monotonic() - (self._first_step_s or 0.0)
-        if trial is not None and trained_s < trial.at_least_s and self._recorder.measured < _MOST_TRIAL_STEPS:
+        few = self._recorder.measured < _MOST_TRIAL_STEPS
+        if trial is not None and few and trained_s < trial.at_least_s and _world_size() == 1:  # ranks end together
             return
         kind = self._ceiling.next_step() if self._ceiling is not None else None
         self.resident = kind == "resident"
