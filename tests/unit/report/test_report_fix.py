@@ -53,9 +53,9 @@ def test_the_story_ends_with_what_was_kept_its_proof_and_how_to_go_on(starved: F
 
 def test_before_and_after_have_energy_and_money(starved: FixReport) -> None:
     rows = {name: (before, after) for name, before, after in fix_views.before_and_after(starved)}
-    assert rows["energy a sample"] == ("0.47 J", "0.101 J")  # 300 W at 640 and about 2,960 samples/s
-    assert rows["an epoch"][0] == "2 min 37 s"
-    assert rows["an epoch costs"][0] == "0.1567"
+    assert rows["energy a sample"] == ("0.468 J", "0.101 J")  # 300 W at 641 and about 2,960 samples/s
+    assert rows["an epoch"][0] == "2 min 36 s"
+    assert rows["an epoch costs"][0] == "0.156"
 
 
 def test_the_speeds_shown_are_those_that_the_gain_is_of() -> None:
