@@ -150,6 +150,12 @@ def test_a_few_slow_samples_are_named() -> None:
     assert "index 77" in found.advice
 
 
+def test_slow_samples_that_are_nothing_beside_collate_are_let_be() -> None:
+    tail = Sketch.of([0.02] * 980 + [2.0] * 20)
+    made = trace(*STARVED, workers=workers(8, sample_ms=0.02, busy=0.01, times=tail, collate_s=8.0))
+    assert first(made).code == "data.collate-bound"
+
+
 def test_handing_over_is_the_cost() -> None:
     made = trace(*STARVED, workers=workers(8, sample_ms=1.0, busy=0.3, collate_s=6.0))
     assert (first(made).code, first(made).change) == ("data.collate-bound", "loader")
