@@ -19,12 +19,14 @@ _TAIL = 8.0
 _JOINING = 0.4
 _THREADS = 3  # that a worker has which does nothing in particular
 _COPIED = 0.01  # page-locking costs nothing, so less of it is worth a word
+_HANDED_OVER = 0.05  # of the step: less than this saved by workers goes into the handing over
+_BY_EXCLUSION = 0.10  # of the step: what nothing but the absence of other causes speaks for
 _CROWDED = 0.5  # what a worker more brings at least: hyperthreads share a core, all share caches and memory
 
 
 def main_thread(case: Case) -> Finding | None:
     saved = data_saved(case)
-    if case.loader is None or case.loader.get("num_workers") != 0 or case.elastic or saved < WORTH:
+    if case.loader is None or case.loader.get("num_workers") != 0 or case.elastic or saved < _HANDED_OVER:
         return None
     rate, now = case.samples_a_worker_s, case.breakdown.samples_per_s
     wanted = spare_cores(case)
@@ -94,7 +96,7 @@ def workers_behind(case: Case) -> Finding | None:
     joining, wants_core = case.collate_share or 0.0, on_core + (delay or 0.0) >= 0.5
     if (case.cpu_share or 0.0) >= _BUSY and joining <= _JOINING and busy >= 0.5 and wants_core:
         return _cpu_bound(case, saved, common)
-    if joining > _JOINING or (busy < 0.5 and (case.cpu_share or 1.0) < _FREE):
+    if joining > _JOINING or (busy < 0.5 and (case.cpu_share or 1.0) < _FREE and saved >= _BY_EXCLUSION):
         return Finding(
             code="data.collate-bound",
             title=f"joining samples is the cost: {joining:.0%} of the workers' work"

@@ -91,7 +91,7 @@ def _pause(phase: str, code: str, change: str | None, advice: str, worth: float 
 
 def _is_saturated(case: Case) -> bool:
     busy = case.busy_share
-    return (busy is not None and busy >= _SATURATED) or (not case.on_gpu and data_saved(case) < WORTH)
+    return (busy if busy is not None else 0.0 if case.on_gpu else 1 - data_saved(case)) >= _SATURATED
 
 
 def _saturated(case: Case) -> Finding:
