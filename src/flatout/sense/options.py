@@ -22,8 +22,8 @@ class Trial:
 
     `protect` is a scratch folder that takes what the command writes; None lets it write. `seed` is imposed where the
     script sets none. With `fingerprints` nothing is timed: `proof-<rank>.jsonl` says what reached the model. It goes on
-    beyond its steps until it has trained for `at_least_s`, or has very many of them; several ranks, which have to end at
-    the same step, do not.
+    beyond its steps until it has trained for `at_least_s`, or has very many of them; several ranks do not: they have to
+    end at the same step.
     """
 
     seed: int | None = None
