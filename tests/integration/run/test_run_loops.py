@@ -547,7 +547,7 @@ def test_waiting_for_a_future_is_waiting_for_data(tmp_path: Path) -> None:
         with ThreadPoolExecutor(1) as pool:
             for _ in range(4):
                 future = pool.submit(batch)
-                threading.Timer(0.01, asked.set).start()
+                threading.Timer(0.1, asked.set).start()
                 learn(model, optimizer, *future.result())
 
     assert observe(tmp_path, train).count("data") == 3
