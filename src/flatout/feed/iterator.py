@@ -78,8 +78,9 @@ class FeedIterator(_BaseDataLoaderIter):
             next(self._sampler_iter)
         self._num_yielded = self.position.yielded = skip
         self._reached = [post.birth for post in self._feed.posts] if births is None else list(births)
-        # A sampler of torch's own draws when it is started and when it has ended, not in between.
-        free = len(self._index_sampler) if self._pure_sampler and not self._feed.posts else 0
+        # A sampler of torch's own draws when it is started and when it has ended, not in between; a last batch that is
+        # not full ends it.
+        free = len(self._index_sampler) - 1 if self._pure_sampler and not self._feed.posts else 0
         self._epoch = Epoch(
             key=(self._seed, self._epoch_number),
             indices=self._sampler_iter,

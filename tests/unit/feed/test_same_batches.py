@@ -339,3 +339,18 @@ def test_a_wrong_argument_is_refused() -> None:
 def test_batches_cannot_go_to_a_card_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="there is no GPU to bring batches to"):
         to_device(DataLoader(Things(3)), "cuda")
+
+
+@pytest.mark.parametrize("length", [9, 12, 13])
+@pytest.mark.parametrize("taken", [0, 1])
+def test_an_epoch_left_early_leaves_the_generator_where_stock_leaves_it(length: int, taken: int) -> None:
+    """A sampler draws once more when it has ended, and a last batch that is not full ends it."""
+    states = []
+    for kind in (Stock, DataLoader):
+        generator = torch.Generator().manual_seed(5)
+        batches = iter(kind(Things(length, "tensor"), batch_size=4, shuffle=True, generator=generator, num_workers=1))
+        for _ in range(taken):
+            next(batches)
+        states.append(generator.get_state())
+        del batches
+    assert torch.equal(*states)
