@@ -30,7 +30,7 @@ from flatout.inject.startup import when_imported
 from flatout.sense import facts as look
 from flatout.sense.clock import CudaClock, LossReader
 from flatout.sense.hooks import Hooks, Listener
-from flatout.sense.options import RANK, Options
+from flatout.sense.options import MOST_STEPS, RANK, Options
 from flatout.sense.recorder import DATA, OWN, Recorder
 from flatout.sense.settings import Settings, hide_in_arguments
 from flatout.sense.worker import Meter, measure_fetcher
@@ -49,7 +49,6 @@ _XRAY_STEPS = 9  # the first bears the profiler's start and is left out
 _XRAY_AFTER_STEPS = 12
 _XRAY_AFTER_S = 2.0
 _RECOVERY_STEPS = 12
-_MOST_TRIAL_STEPS = 1_500
 _GRACE_S = 5.0  # for a script that swallows SystemExit, or saves what it has on its way out
 
 _session: Session | None = None
@@ -171,7 +170,7 @@ class Session(Listener):
             return
         trial = self._options.trial
         trained_s = time.monotonic() - (self._first_step_s or 0.0)
-        few = self._recorder.measured < _MOST_TRIAL_STEPS
+        few = self._recorder.measured < MOST_STEPS
         if trial is not None and few and trained_s < trial.at_least_s and _world_size() == 1:  # ranks end together
             return
         kind = self._ceiling.next_step() if self._ceiling is not None else None

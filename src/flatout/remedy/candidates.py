@@ -49,6 +49,7 @@ SAFETIES: dict[str, Safety] = {
     "setting": "semantic",
 }
 PAUSES = ("eval_interval", "checkpoint_interval")
+LOADED_BY_HAND = {"num_workers", "prefetch_factor", "persistent_workers"}  # what the elastic loader finds by itself
 EVALUATE_LESS = 5
 FUSABLE = ("Adam", "AdamW", "SGD", "Adagrad")
 _HIDDEN = 1.1

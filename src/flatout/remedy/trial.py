@@ -5,7 +5,7 @@
                   └────────────────────────────────────────────────────────────────────────────────────────┘
     nothing promises more, or the budget is spent ─► what pays nothing is pruned ─► proof ─► headline
 
-A run costs its start-up first of all (ten seconds with torch on a GPU machine), so the number of runs is what is
+A run costs its start-up first of all (many seconds with torch on a GPU machine), so the number of runs is what is
 saved: bundles first, repeats only for close calls, when nothing else is left to try. A change is kept when the interval
 of its gain lies above zero and the gain above 2%.
 """
@@ -22,16 +22,16 @@ from flatout.diagnose.case import Case, cases
 from flatout.diagnose.rules import diagnose
 from flatout.errors import UsageError
 from flatout.plan import Change, Figure, Outcome, Verdict
-from flatout.remedy.candidates import PAUSES, Offer, View, Wishes, in_words, offers, pause_knobs
+from flatout.remedy.candidates import LOADED_BY_HAND, PAUSES, Offer, View, Wishes, in_words, offers, pause_knobs
 from flatout.remedy.found import Attempt, Found, Story, Trial
 from flatout.remedy.proof import FEWEST_LOSSES, Proof, same_batches, same_loss
 from flatout.remedy.running import Run, Runner
 from flatout.remedy.speed import WORTH, Gain, Noise, Speed, gain, noise_between_runs, pooled
+from flatout.sense.options import MOST_STEPS
 
 FIRST_STEPS = 48
 KNOWN_TO = 0.02  # how well the baseline has to be known
 MEASURE_S = 6.0  # of training in a trial
-MOST_STEPS = 1_500  # in a trial of several ranks, which have to end at the same step
 CLEAR = 1.25  # a gain that is believed before any run was repeated …
 CLEAR_IN_COMPANY = 2.0  # … and where others use the machine
 CLOSE_CALLS = 2  # times a close call is run again, both sides
@@ -258,13 +258,19 @@ class Search:
                 self._note(plan, self._run(what, plan, steps=steps), long=offer.pauses)
 
     def _keep(self, changes: tuple[Change, ...], run: Run, gained: Gain, *, long: bool) -> None:
-        self.found.kept = _with(self.found.kept, changes)
+        earlier, self.found.kept = self.found.kept, _with(self.found.kept, changes)
+        names = {change.name for change in changes}
+        replaced = [change for change in earlier if change not in self.found.kept and change.name not in names]
         # A long run has other pauses in it; what it costs is judged by it alone.
         self._long = run if long else None
         if long:
             self._note(self.found.kept, run)
         else:
             self.found.after = run
+        if "loader" in names:
+            self._undecided = [o for o in self._undecided if not {c.name for c in o.changes} <= LOADED_BY_HAND]
+        for change in replaced:
+            self._decide((change,), "undone", note=f"{_names(changes)} takes its place")
         self._decide(changes, "kept", gained, run=run, before=self._figure(self.found.kept, changes))
 
     def _decide(
@@ -643,8 +649,10 @@ def _key(changes: Sequence[Change], long: bool = False) -> tuple[str, bool]:
 
 
 def _with(kept: Sequence[Change], changes: Sequence[Change]) -> tuple[Change, ...]:
-    """What was kept and these, each name once."""
+    """What was kept and these, each name once, and no number of workers beside a loader that finds its own."""
     names = {change.name for change in changes}
+    if "loader" in names:
+        names |= LOADED_BY_HAND
     return (*(change for change in kept if change.name not in names), *changes)
 
 

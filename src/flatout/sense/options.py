@@ -16,14 +16,17 @@ VARIABLE = "FLATOUT_RUN"
 RANK = "FLATOUT_RANK"  # what a training process tells its loader workers
 
 
+MOST_STEPS = 1_500  # of a trial, however short they are
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """What makes a run a trial: it writes nothing of the user's, its output goes into the trace folder, and it ends.
 
     `protect` is a scratch folder that takes what the command writes; None lets it write. `seed` is imposed where the
     script sets none. With `fingerprints` nothing is timed: `proof-<rank>.jsonl` says what reached the model. It goes on
-    beyond its steps until it has trained for `at_least_s`, or has very many of them; several ranks do not: they have to
-    end at the same step.
+    beyond its steps until it has trained for `at_least_s`, or has MOST_STEPS; several ranks do not: they have to end at
+    the same step.
     """
 
     seed: int | None = None

@@ -114,13 +114,18 @@ def test_any_combination_of_arguments_gives_what_stock_gives(data: st.DataObject
         assert mark == stock_mark
 
 
-def test_leaving_shortly_before_the_end_leaves_the_generator_as_stock_does() -> None:
+@pytest.mark.parametrize(
+    ("length", "size", "workers", "stop"), [(60, 2, 2, 25), (13, 4, 1, 0)], ids=["full last batch", "one of a sample"]
+)
+def test_leaving_before_the_end_leaves_the_generator_as_stock_does(
+    length: int, size: int, workers: int, stop: int
+) -> None:
     """A random sampler draws once more when it has ended: that must not happen earlier than in stock."""
     results = []
     for loader_class in (DataLoader, Stock):
         torch.manual_seed(1)
-        loader = loader_class(Things(60), 2, num_workers=2, **sampling("own generator", 60))
-        results.append(epochs(loader, (25, None)))
+        loader = loader_class(Things(length), size, num_workers=workers, **sampling("own generator", length))
+        results.append(epochs(loader, (stop, None)))
     assert same(*results)
 
 
@@ -339,18 +344,3 @@ def test_a_wrong_argument_is_refused() -> None:
 def test_batches_cannot_go_to_a_card_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="there is no GPU to bring batches to"):
         to_device(DataLoader(Things(3)), "cuda")
-
-
-@pytest.mark.parametrize("length", [9, 12, 13])
-@pytest.mark.parametrize("taken", [0, 1])
-def test_an_epoch_left_early_leaves_the_generator_where_stock_leaves_it(length: int, taken: int) -> None:
-    """A sampler draws once more when it has ended, and a last batch that is not full ends it."""
-    states = []
-    for kind in (Stock, DataLoader):
-        generator = torch.Generator().manual_seed(5)
-        batches = iter(kind(Things(length, "tensor"), batch_size=4, shuffle=True, generator=generator, num_workers=1))
-        for _ in range(taken):
-            next(batches)
-        states.append(generator.get_state())
-        del batches
-    assert torch.equal(*states)

@@ -115,6 +115,20 @@ def test_what_could_not_be_told_from_noise_gets_one_more_chance_when_time_is_lef
     assert sorted(attempt.change.value for attempt in found.attempts) == ["bf16", "tf32"]  # each is told once
 
 
+def test_a_loader_that_finds_its_workers_takes_the_place_of_a_number_of_them() -> None:
+    """Tried first, the loader cannot be told from noise; a number of workers can; tried again, it does without them."""
+    effects = {
+        "loader": lambda m, _: replace(m, data_ms=0.3 * m.data_ms),
+        "num_workers": lambda m, _: replace(m, data_ms=0.1 * m.data_ms),
+    }
+    world = World(machine=Machine(data_ms=6.0), workers=0, effects=effects)
+    found = fix(world, Wishes.of(only="loader,num-workers"), budget_s=3600)
+    assert {"loader", "num_workers"} <= {name for names in world.started for name in names}
+    assert not any({"loader", "num_workers"} <= set(names) for names in world.started)
+    assert len(found.kept) == 1
+    assert sorted(verdicts(found).values()) == ["kept", "undone"]
+
+
 def test_a_machine_that_gets_slower_does_not_undo_what_helps_and_is_reported() -> None:
     world = World(machine=Machine(data_ms=80.0), workers=0, drift_a_run=0.03)
     found = fix(world)
