@@ -75,15 +75,18 @@ def plain_steps(walls_ms: list[float], first_index: int = 0) -> PlainSteps:
     )
 
 
-def test_plain_steps_count_like_any_other() -> None:
-    slow = [10.0 + i % 3 for i in range(90)] + [50.0] + [10.0] * 9
-    bulks = [plain_steps(slow if n in (8, 15) else [10.0 + i % 3 for i in range(100)], 100 * n) for n in range(20)]
+def test_plain_steps_count_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thin, "RAW_STEPS", 500)
+    usual = [10.0 + i % 3 for i in range(100)]
+    slow = {8: [*usual[:90], 50.0, *usual[91:]], 15: [50.0, *usual[1:]]}  # neighbours within, and in the bulk before
+    bulks = [plain_steps(slow.get(n, usual), 100 * n) for n in range(20)]
     raw, windows, _ = feed(StepThinner(), [step for bulk in bulks for step in bulk.steps()])
 
     thinner = StepThinner()
     written = [record for bulk in bulks for record in thinner.push_many(bulk)] + thinner.flush()
 
     assert [record.index for record in written if isinstance(record, Step)] == [step.index for step in raw]
+    assert {888, 889, 890, 1_498, 1_499, 1_500} < {step.index for step in raw}
     made = [record for record in written if isinstance(record, Window)]
     assert [(w.first_index, w.last_index) for w in made[1:]] == [
         (b.last_index + 1, w.last_index) for b, w in itertools.pairwise(made)
