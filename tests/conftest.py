@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,10 @@ SHM = Path("/dev/shm")
 
 # Set once for the whole process by pytest, by torch's compiler and by libraries when first imported.
 NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "TRITON_", "KMP_", "QT_", "CUDA_MODULE_LOADING", "TF2_BEHAVIOR")
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, which hands it on to every child
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

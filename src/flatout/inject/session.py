@@ -99,6 +99,7 @@ class Session(Listener):
         self.replays = self._ceiling is not None
         self._early: list[Step | PlainSteps] = []
         self._first_step_s: float | None = None
+        self._stopwatch = _Stopwatch()
         self._last_optimizer: Any = None
         self._facts_at_step = _FIRST_FACTS_AT_STEP
         self.closed = False
@@ -139,6 +140,7 @@ class Session(Listener):
         """A training step is over: the few things that happen once, each at its step, and afterwards a rare look."""
         steps = self._recorder.steps
         self._last_optimizer = optimizer
+        self._stopwatch.step_ended(self._recorder.measured)
         if self._writer is None:
             self._first_step_s = time.monotonic()
             self._as_ours(self._open_trace)
@@ -156,6 +158,7 @@ class Session(Listener):
             self._as_ours(_applied.step_ended)
         if self._options.max_steps is not None:
             self._trial_step()
+        self._stopwatch.step_begins()
 
     def _as_ours(self, action: Callable[[], None]) -> None:
         """Do something whose time is on our account."""
@@ -169,9 +172,8 @@ class Session(Listener):
         if self._recorder.measured < (self._options.max_steps or 0) or self._xray.running:
             return
         trial = self._options.trial
-        trained_s = time.monotonic() - (self._first_step_s or 0.0)
-        few = self._recorder.measured < MOST_STEPS
-        if trial is not None and few and trained_s < trial.at_least_s and _world_size() == 1:  # ranks end together
+        few = self._recorder.measured < MOST_STEPS and self._stopwatch.trained_s < (trial.at_least_s if trial else 0.0)
+        if few and _world_size() == 1:  # ranks end together
             return
         kind = self._ceiling.next_step() if self._ceiling is not None else None
         self.resident = kind == "resident"
@@ -307,6 +309,23 @@ class Session(Listener):
             hard_exit(status)
 
         self._hooks.replace(os, "_exit", exit_after_flush)
+
+
+class _Stopwatch:
+    """The time spent in measured steps alone: an X-ray may take longer than all of them."""
+
+    def __init__(self) -> None:
+        self.trained_s = 0.0
+        self._began_s = 0.0
+        self._measured = 0
+
+    def step_begins(self) -> None:
+        self._began_s = time.monotonic()
+
+    def step_ended(self, measured: int) -> None:
+        if measured > self._measured and self._began_s:
+            self.trained_s += time.monotonic() - self._began_s
+        self._measured = measured
 
 
 class _XrayPlan:

@@ -1,6 +1,7 @@
 """Is training the same? Fingerprints of two runs → a Proof, in the words of the safety classes.
 
-identical    what reaches the model is the same, byte for byte, and so are the samples and their order
+identical    what reaches the model is the same, byte for byte, and so are the samples and their order; the loss
+             stays within the margin too
 reseeded     the same samples in the same order; the bytes differ by the random numbers of augmentation
 equivalent   paired runs, same seed and data: the mean difference of the loss over the last 100 of at least 200 steps
              lies within a margin, and a bootstrap over blocks is sure of it. The margin is 1% of the loss, or what
@@ -43,8 +44,8 @@ class Proof:
         return self.standing not in ("failed", "not proven")
 
 
-def same_batches(before: Run, after: Run) -> Proof:
-    """Whether the model gets the same samples, in the same order, and the same bytes."""
+def same_batches(before: Run, after: Run, repeat: Run | None = None) -> Proof:
+    """Whether the model gets the same samples, in the same order, and the same bytes; `repeat` is `before` again."""
     if len(before.proof) != len(after.proof) or not before.proof:
         return _unproven(f"fingerprints of {len(before.proof)} and {len(after.proof)} ranks")
     unlike = _other_samples(before, after)
@@ -59,11 +60,11 @@ def same_batches(before: Run, after: Run) -> Proof:
     if batches < FEWEST_BATCHES * len(before.proof):
         return _unproven(f"only {batches} batches were seen, {FEWEST_BATCHES} are needed")
     if same_bytes:
-        return _with_losses(before, after, "identical", f"{batches} batches: the same bytes reach the model")
+        return _with_losses(before, after, repeat, "identical", f"{batches} batches: the same bytes reach the model")
     if not known:
         return Proof(standing="failed", text="other bytes reach the model, and which samples they are is not known")
     said = f"{batches} batches: the same samples in the same order, other random numbers in them"
-    return _with_losses(before, after, "reseeded", said)
+    return _with_losses(before, after, repeat, "reseeded", said)
 
 
 def _other_samples(before: Run, after: Run) -> str | None:
@@ -82,7 +83,7 @@ def _in_order(field: str, *ranks: Sequence[ProofStep]) -> list[list[Any]]:
     return [list(itertools.chain.from_iterable(getattr(step, field) for step in steps)) for steps in ranks]
 
 
-def _with_losses(before: Run, after: Run, standing: Standing, said: str) -> Proof:
+def _with_losses(before: Run, after: Run, repeat: Run | None, standing: Standing, said: str) -> Proof:
     """The same batches may still teach otherwise: weights that went stale, say."""
     a, b = _losses(before, after)
     if not len(a):
@@ -91,12 +92,14 @@ def _with_losses(before: Run, after: Run, standing: Standing, said: str) -> Proo
         return Proof(standing="failed", text=f"{said}, but the loss is not finite any more")
     if np.array_equal(a, b):
         return Proof(standing=standing, text=f"{said}; {len(a)} losses equal to the last bit")
-    last = slice(-max(1, min(COMPARED, len(a) // 2)), None)
-    low, high, scale = _interval(a[last], b[last])
-    apart = float((b[last] - a[last]).mean()) / scale
-    if low > MARGIN * scale or high < -MARGIN * scale:
-        return Proof(standing="failed", text=f"{said}, but the loss is {apart:+.1%} ({len(a[last])} steps)")
-    return Proof(standing=standing, text=f"{said}; loss {apart:+.2%} over the last {len(a[last])} steps")
+    last = max(1, min(COMPARED, len(a) // 2))
+    a, b = a[-last:], b[-last:]
+    low, high, scale = _interval(a, b)
+    margin, whose = _margin(before, repeat, last, scale)
+    apart = float((b - a).mean()) / scale
+    if low > margin or high < -margin:
+        return Proof(standing="failed", text=f"{said}, but the loss is {apart:+.1%} ({last} steps, margin {whose})")
+    return Proof(standing=standing, text=f"{said}; loss {apart:+.2%} over the last {last} steps")
 
 
 def same_loss(before: Run, after: Run, repeat: Run | None = None) -> Proof:
@@ -111,12 +114,7 @@ def same_loss(before: Run, after: Run, repeat: Run | None = None) -> Proof:
         return Proof(standing="failed", text="the loss is not finite any more")
     a, b = a[-COMPARED:], b[-COMPARED:]
     low, high, scale = _interval(a, b)
-    margin, whose = MARGIN * scale, "1%"
-    if repeat is not None:
-        first, again = (losses[-COMPARED:] for losses in _losses(before, repeat))
-        noise = max(map(abs, _interval(first, again)[:2]))
-        if noise > margin:
-            margin, whose = noise, f"{noise / scale:.1%}, what two runs of the same plan differ by"
+    margin, whose = _margin(before, repeat, COMPARED, scale)
     apart = f"{float((b - a).mean()) / scale:+.2%} ({low / scale:+.2%} to {high / scale:+.2%})"
     said = f"loss {apart} over the last {len(a)} steps, margin {whose}"
     if -margin < low and high < margin:
@@ -124,6 +122,16 @@ def same_loss(before: Run, after: Run, repeat: Run | None = None) -> Proof:
     if low > margin or high < -margin:
         return Proof(standing="failed", text=said)
     return _unproven(said)
+
+
+def _margin(before: Run, repeat: Run | None, last: int, scale: float) -> tuple[float, str]:
+    """What the loss may differ by, and in words: 1%, or what the last losses of two runs of the same plan differ by."""
+    if repeat is not None:
+        first, again = (losses[-last:] for losses in _losses(before, repeat))
+        noise = max(map(abs, _interval(first, again)[:2])) if len(first) else 0.0
+        if noise > MARGIN * scale:
+            return noise, f"{noise / scale:.1%}, what two runs of the same plan differ by"
+    return MARGIN * scale, f"{MARGIN:.0%}"
 
 
 def _unproven(text: str) -> Proof:

@@ -122,11 +122,27 @@ def noise_between_runs(every: Iterable[Sequence[Speed]]) -> Noise:
 
 def gain(before: Sequence[Speed], after: Sequence[Speed], noise: Noise, *, pauses: bool = False) -> Gain:
     """How many times as fast `after` is as `before`, each measured once or more."""
-    apart = _log(after, pauses) - _log(before, pauses)
+    apart, sure = _log(after, pauses) - _log(before, pauses), _unsure(before, after, noise)
+    return Gain(value=math.exp(apart), low=math.exp(apart - sure), high=math.exp(apart + sure))
+
+
+def gain_of_rarer_pauses(before: Sequence[Speed], after: Sequence[Speed], noise: Noise) -> Gain:
+    """The gain where only evaluation and checkpoints changed: steps count as equally long, as they are but for luck."""
+    sure = math.exp(_unsure(before, after, noise))
+    step_s = math.exp(-(_log(before, pauses=False) + _log(after, pauses=False)) / 2)
+    old_s, new_s = (1 / run.with_pauses - 1 / run.value for run in (pooled(before), pooled(after)))
+
+    def with_steps(longer: float) -> float:
+        return (step_s * longer + old_s / longer) / (step_s * longer + new_s)
+
+    return Gain(value=with_steps(1.0), low=with_steps(sure), high=with_steps(1 / sure))
+
+
+def _unsure(before: Sequence[Speed], after: Sequence[Speed], noise: Noise) -> float:
+    """Half the width of the 95% interval of the logarithm of a gain."""
     within = sum(sum(run.sd**2 for run in runs) / len(runs) ** 2 for runs in (before, after))
     between = sum(noise.sd**2 / len(runs) for runs in (before, after))
-    sure = math.hypot(_SIGMAS * math.sqrt(within), noise.sigmas * math.sqrt(between))
-    return Gain(value=math.exp(apart), low=math.exp(apart - sure), high=math.exp(apart + sure))
+    return math.hypot(_SIGMAS * math.sqrt(within), noise.sigmas * math.sqrt(between))
 
 
 def pooled(runs: Sequence[Speed]) -> Speed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import replace
@@ -233,6 +234,15 @@ def test_evaluation_is_found_by_looking_at_a_whole_epoch() -> None:
     assert found.gain.value == pytest.approx((330 * 0.02 + 2) / (330 * 0.02), rel=0.08)
 
 
+def test_rarer_evaluation_shows_through_steps_and_runs_that_differ() -> None:
+    """It is the pauses that change; what steps and machines are like by luck is the same on both sides."""
+    for seed in range(6):
+        noisy = World(step_noise=0.3, run_noise=0.1, seed=seed)
+        world = replace(noisy, machine=Machine(eval_s=2.0), length=19_200, settings=[flag("eval_every", 1)])
+        found = fix(world, Wishes.of(allow="eval_interval", only="eval_interval"))
+        assert kept(found) == {"eval_interval": 5}
+
+
 def test_the_budget_is_kept_and_what_was_not_tried_is_named() -> None:
     world = World(
         machine=Machine(data_ms=80.0), workers=0, facts=IN_FP32 | {"compiled": False}, xray={"tensor_core_ms": 0.0}
@@ -300,6 +310,18 @@ def test_a_change_that_teaches_otherwise_is_let_go() -> None:
     assert found.kept == ()
     assert verdicts(found)["precision"] == "unsafe"
     assert "failed: loss +2.00%" in found.plan.tried[0].note
+
+
+def test_a_machine_that_computes_otherwise_each_time_does_not_refute_the_same_batches() -> None:
+    """Atomics in another order: the losses of two runs of one plan differ by 2%, and so may those with a change."""
+    runs = itertools.count()
+
+    def chaotic(_: Any, losses: np.ndarray) -> np.ndarray:
+        return losses * (1 + 0.02 * (next(runs) % 3))
+
+    found = fix(World(machine=Machine(data_ms=30.0), teaches=chaotic))
+    assert kept(found) == {"loader": "elastic"}
+    assert any("what the machine alone does" in trial.what for trial in found.trials)
 
 
 def test_in_a_bundle_only_the_guilty_one_is_let_go() -> None:
