@@ -52,12 +52,18 @@ class PlainSteps:
 
     def last(self, count: int) -> list[Step]:
         """The last few of them."""
-        skipped = len(self.ends_s) - count
-        if skipped <= 0:
-            return list(self.steps())
-        start_s = self.ends_s[skipped - 1]
-        rest = self.events[self.events.index(start_s) + 1 :]
-        return list(replace(self, first_index=self.first_index + skipped, start_s=start_s, events=rest).steps())
+        return self.part(max(0, len(self.ends_s) - count), len(self.ends_s))
+
+    def part(self, first: int, end: int) -> list[Step]:
+        """Those from one place up to another."""
+        starts = [0, *(place for place, event in enumerate(self.events, 1) if type(event) is float)]
+        some = replace(
+            self,
+            first_index=self.first_index + first,
+            start_s=self.ends_s[first - 1] if first else self.start_s,
+            events=self.events[starts[first] : starts[end]],
+        )
+        return list(some.steps())
 
     def steps(self) -> Iterator[Step]:
         """One by one, as they would have been recorded."""

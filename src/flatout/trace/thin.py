@@ -63,14 +63,15 @@ class StepThinner:
         return out + self.flush() if self._window.steps >= self._length else out
 
     def push_many(self, plain: PlainSteps) -> list[Step | Window]:
-        """Count plain steps in, all at once; one by one at the beginning of a run and where something unusual is."""
-        walls = Sketch.of(plain.walls_ms)
-        if self._seen < RAW_STEPS or self._outliers.may_be_among(walls):
+        """Count plain steps in, all at once; one by one at the beginning of a run."""
+        if self._seen < RAW_STEPS:
             return [record for step in plain.steps() for record in self.push(step)]
+        walls = Sketch.of(plain.walls_ms)
         self._seen += walls.count
-        self._outliers.pass_over(plain, walls)
+        unusual = self._outliers.among_many(plain, walls)
+        out: list[Step | Window] = [*unusual] if self._raw_bytes_left > 0 else []
         self._window.add_many(plain, walls)
-        return self.flush() if self._window.steps >= self._length else []
+        return out + self.flush() if self._window.steps >= self._length else out
 
     def flush(self) -> list[Step | Window]:
         """Close the window that is open, if any."""
@@ -121,15 +122,28 @@ class _Outliers:
         self._left -= len(kept)
         return kept
 
-    def may_be_among(self, walls_ms: Sketch) -> bool:
-        """Whether steps that took so long have to be looked at one by one."""
-        return self._median_ms is None or self._after > 0 or walls_ms.high > OUTLIER * self._median_ms
-
-    def pass_over(self, plain: PlainSteps, walls_ms: Sketch) -> None:
-        """Steps with nothing unusual among them; the last of them may be neighbours of one."""
+    def among_many(self, plain: PlainSteps, walls_ms: Sketch) -> list[Step]:
+        """The same of many steps at once: only those worth keeping are made."""
+        limit_ms = OUTLIER * (self._median_ms or 0.0)
         self._wall_ms.merge(walls_ms)
         self._median_ms = self._wall_ms.quantile(0.5)
-        self._before.extend(plain.last(NEIGHBOURS))
+        if self._left <= 0:
+            return []
+        kept: list[Step] = []
+        kept_to = 0  # places
+        for place, wall_ms in enumerate(plain.walls_ms) if self._after or walls_ms.high > limit_ms else ():
+            if wall_ms > limit_ms:
+                before = list(self._before)
+                kept += before[max(0, len(before) + place - NEIGHBOURS) :]
+                self._before.clear()
+                kept += plain.part(max(kept_to, place - NEIGHBOURS), place + 1)
+                kept_to, self._after = place + 1, NEIGHBOURS
+            elif self._after:
+                kept += plain.part(place, place + 1)
+                kept_to, self._after = place + 1, self._after - 1
+        self._before.extend(plain.part(max(kept_to, walls_ms.count - NEIGHBOURS), walls_ms.count))
+        self._left -= len(kept)
+        return kept
 
 
 class WindowBuilder:
