@@ -49,6 +49,7 @@ _XRAY_STEPS = 9  # the first bears the profiler's start and is left out
 _XRAY_AFTER_STEPS = 12
 _XRAY_AFTER_S = 2.0
 _RECOVERY_STEPS = 12
+_WARM_UP_S = 9.0  # of a trial, at most
 _GRACE_S = 5.0  # for a script that swallows SystemExit, or saves what it has on its way out
 
 _session: Session | None = None
@@ -99,7 +100,7 @@ class Session(Listener):
         self.replays = self._ceiling is not None
         self._early: list[Step | PlainSteps] = []
         self._first_step_s: float | None = None
-        self._stopwatch = _Stopwatch()
+        self._course = _Course(options)
         self._last_optimizer: Any = None
         self._facts_at_step = _FIRST_FACTS_AT_STEP
         self.closed = False
@@ -140,7 +141,7 @@ class Session(Listener):
         """A training step is over: the few things that happen once, each at its step, and afterwards a rare look."""
         steps = self._recorder.steps
         self._last_optimizer = optimizer
-        self._stopwatch.step_ended(self._recorder.measured)
+        self._course.step_ended(self._recorder.measured)
         if self._writer is None:
             self._first_step_s = time.monotonic()
             self._as_ours(self._open_trace)
@@ -150,15 +151,15 @@ class Session(Listener):
             self._facts_at_step *= _FACTS_EVERY_TIMES
             self._as_ours(self._write_facts)
         awaits_xray = not self._xray.done and torch.cuda.is_initialized()
-        if awaits_xray:
+        if awaits_xray and self._options.max_steps is None:
             self._xray.step_ended(self)
         every_step = awaits_xray or _applied is not None or self._options.max_steps is not None
         self.next_look = steps + (1 if every_step else _LOOK_EVERY_STEPS)
         if _applied is not None:
             self._as_ours(_applied.step_ended)
         if self._options.max_steps is not None:
-            self._trial_step()
-        self._stopwatch.step_begins()
+            self._end_in_time()
+        self._course.step_begins()
 
     def _as_ours(self, action: Callable[[], None]) -> None:
         """Do something whose time is on our account."""
@@ -166,26 +167,36 @@ class Session(Listener):
         action()
         self._recorder.pop()
 
-    # -- a trial: so many steps, then the ceiling, then out ---------------------------------------------------------
+    # -- a run with an end: so many steps, then the X-ray, then the ceiling, then out ---------------------------------
 
-    def _trial_step(self) -> None:
-        if self._recorder.measured < (self._options.max_steps or 0) or self._xray.running:
+    def _end_in_time(self) -> None:
+        if self._course.warms_up(self._recorder.steps, self._batches_ready()):
+            self._recorder.set_kind("warmup")
             return
-        trial = self._options.trial
-        few = self._recorder.measured < MOST_STEPS and self._stopwatch.trained_s < (trial.at_least_s if trial else 0.0)
-        if few and _world_size() == 1:  # ranks end together
+        if not self._course.is_over():
             return
-        kind = self._ceiling.next_step() if self._ceiling is not None else None
-        self.resident = kind == "resident"
-        if kind is not None:
-            self._recorder.set_kind(kind)
-            return
+        if self._course.worth_a_look:
+            if not self._xray.done and torch.cuda.is_initialized():
+                taking = self._xray.running
+                self._xray.step_ended(self)
+                if taking or self._xray.running:
+                    return
+            kind = self._ceiling.next_step() if self._ceiling is not None else None
+            self.resident = kind == "resident"
+            if kind is not None:
+                self._recorder.set_kind(kind)
+                return
         self.close()
         if self._options.trial is not None:
             sys.stdout.flush()
             os._exit(0)  # a script that catches SystemExit would go on to its checkpoint
         threading.Thread(target=_exit_after_grace, name="flatout-grace", daemon=True).start()
         raise SystemExit(0)
+
+    def _batches_ready(self) -> int:
+        """What lies ready at the start where workers had time to load."""
+        known = [self._loaders[number] for number in self._recorder.train_loaders if number in self._loaders]
+        return max((look.batches_ahead(facts) for facts in known), default=0)
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
@@ -311,21 +322,49 @@ class Session(Listener):
         self._hooks.replace(os, "_exit", exit_after_flush)
 
 
-class _Stopwatch:
-    """The time spent in measured steps alone: an X-ray may take longer than all of them."""
+class _Course:
+    """How far a run with an end has come. Only measured steps count: an X-ray may take longer than all of them.
 
-    def __init__(self) -> None:
-        self.trained_s = 0.0
+    A trial begins with batches that lie ready from when it started, and would show a loader faster than it is: they
+    are used up first.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._steps = options.max_steps or 0
+        self._trial = options.trial
+        self._took_s: list[float] = []
+        self._trained_s = 0.0
+        self._step_began_s: float | None = None
         self._began_s = 0.0
         self._measured = 0
 
     def step_begins(self) -> None:
-        self._began_s = time.monotonic()
+        self._step_began_s = time.monotonic()
+        self._began_s = self._began_s or self._step_began_s
 
     def step_ended(self, measured: int) -> None:
-        if measured > self._measured and self._began_s:
-            self.trained_s += time.monotonic() - self._began_s
+        if measured > self._measured and self._step_began_s is not None:
+            self._took_s.append(time.monotonic() - self._step_began_s)
+            self._trained_s += self._took_s[-1]
         self._measured = measured
+
+    def warms_up(self, steps: int, batches_ready: int) -> bool:
+        timed = self._trial is not None and not self._trial.fingerprints
+        soon = not self._began_s or time.monotonic() - self._began_s < _WARM_UP_S
+        return timed and steps < batches_ready and (soon or _world_size() > 1)
+
+    def is_over(self) -> bool:
+        """Whether the steps are there and, in a process of its own, the time is."""
+        if self._trial is None or self._measured < self._steps or _world_size() > 1:  # ranks end together
+            return self._measured >= self._steps
+        return self._trained_s >= self._trial.at_least_s or self._measured >= MOST_STEPS
+
+    @functools.cached_property
+    def worth_a_look(self) -> bool:
+        """Whether the steps, now that they are over, were fast enough; the later ones count: loaders have to settle."""
+        wanted_s = self._trial.look_below_s if self._trial is not None and _world_size() == 1 else None
+        later = self._took_s[len(self._took_s) // 2 :]
+        return wanted_s is None or (bool(later) and sum(later) / len(later) < wanted_s)
 
 
 class _XrayPlan:
@@ -334,9 +373,8 @@ class _XrayPlan:
     def __init__(self, options: Options) -> None:
         self.done = not options.xray
         self.running = False
-        early = options.max_steps is not None
-        self._after_steps = min(_XRAY_AFTER_STEPS, (options.max_steps or 0) // 3) if early else _XRAY_AFTER_STEPS
-        self._after_s = 0.0 if early else _XRAY_AFTER_S
+        at_the_end = options.max_steps is not None
+        self._after_steps, self._after_s = (0, 0.0) if at_the_end else (_XRAY_AFTER_STEPS, _XRAY_AFTER_S)
         self._profiler = Profiler()
         self._left = _XRAY_STEPS
         self._results: Any = None

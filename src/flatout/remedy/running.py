@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from flatout.sense.options import Trial
 from flatout.trace import Trace, read
 
 SEED = 20_261  # imposed where the script sets none: the same in every run
+CEILING = ("replay", "resident")  # kinds of steps
 _TAIL_BYTES = 20_000
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception(?! raised from)|Interrupt|Exit|Refused)\b.*")
@@ -88,9 +89,13 @@ class Runner(Protocol):
         steps: int,
         timeout_s: float,
         at_least_s: float = 0.0,
+        look_below_s: float | None = None,
         fingerprints: bool = False,
     ) -> Run:
-        """One run of so many steps, or more where they take less than so long; with `fingerprints` not timed."""
+        """One run of so many steps, or more where they take less than so long; with `fingerprints` not timed.
+
+        The X-ray and the ceiling follow only where a step takes less than `look_below_s`.
+        """
         ...
 
     def side_by_side(self, wanted: Sequence[tuple[tuple[Change, ...], int]], *, timeout_s: float) -> list[Run]:
@@ -113,6 +118,7 @@ class Launcher:
         steps: int,
         timeout_s: float,
         at_least_s: float = 0.0,
+        look_below_s: float | None = None,
         fingerprints: bool = False,
     ) -> Run:
         folder = self._folder / f"{next(self._numbers):02d}"
@@ -123,6 +129,7 @@ class Launcher:
                 fingerprints=fingerprints,
                 ceiling=not fingerprints,
                 at_least_s=at_least_s,
+                look_below_s=look_below_s,
                 timeout_s=timeout_s,
                 protect=Path(scratch),
             )
@@ -163,6 +170,16 @@ def recorded(changes: tuple[Change, ...], code: int, seconds: float, folder: Pat
         proof=tuple(_proof(path) for path in sorted(folder.glob("proof-*.jsonl"))),
         folder=folder,
     )
+
+
+def seen_like(trace: Trace, earlier: Trace) -> Trace:
+    """The trace, with the X-ray and the ceiling of an earlier one where it has none of its own."""
+    ranks = []
+    for rank, before in zip(trace.ranks, earlier.ranks, strict=False):
+        measured = any(step.kind in CEILING for step in rank.steps)
+        ceiling = () if measured else tuple(step for step in before.steps if step.kind in CEILING)
+        ranks.append(replace(rank, xray=rank.xray or before.xray, steps=(*rank.steps, *ceiling)))
+    return replace(trace, ranks=(*ranks, *trace.ranks[len(ranks) :]))
 
 
 def _tail(path: Path) -> str:

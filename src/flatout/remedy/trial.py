@@ -25,9 +25,10 @@ from flatout.plan import Change, Figure, Outcome, Verdict
 from flatout.remedy.candidates import LOADED_BY_HAND, PAUSES, Offer, View, Wishes, in_words, offers, pause_knobs
 from flatout.remedy.found import Attempt, Found, Story, Trial
 from flatout.remedy.proof import FEWEST_LOSSES, Proof, same_batches, same_loss
-from flatout.remedy.running import Run, Runner
+from flatout.remedy.running import Run, Runner, seen_like
 from flatout.remedy.speed import WORTH, Gain, Noise, Speed, gain, gain_of_rarer_pauses, noise_between_runs, pooled
 from flatout.sense.options import MOST_STEPS
+from flatout.trace import Trace
 
 FIRST_STEPS = 48
 KNOWN_TO = 0.02  # how well the baseline has to be known
@@ -72,6 +73,7 @@ class Search:
         self._undecided: list[Offer] = []  # looked like a gain, and could not be told from noise: once more, at the end
         self._ahead: dict[tuple[str, bool], Run] = {}  # runs of a proof that are there before they are asked for
         self._long: Run | None = None  # what was kept, over more than an epoch
+        self._sight: Trace | None = None  # of what was kept, with the latest X-ray and ceiling there are
         self.found = Found()
 
     def go(self) -> Found:
@@ -103,20 +105,20 @@ class Search:
         self._note((), first)
         speed, case = first.speed, _case(first)
         cold = case.storage_share >= COLD
-        few = first.speed.steps < 2 * _queued_batches(case)
         affordable = self._left_s > 5 * first.seconds
-        if self._steps is None and affordable and (speed.known_to > KNOWN_TO or cold or few):
+        if self._steps is None and affordable and (speed.known_to > KNOWN_TO or cold):
             again = self._run("the command once more", ())
-            if again.speed is not None and again.trace is not None:
+            if again.speed is not None and again.trace is not None and not again.hung:
                 faster = again.speed.value / speed.value
                 if cold and faster > 1 + DRIFT:
                     self._remark(
                         f"the first run read from a cold disk: the second was {faster:.2f}× as fast and counts"
                     )
-                if cold or few:
+                if cold:
                     self._speeds.clear()
                 self._note((), again)
                 self.found.before = self.found.after = again
+        self._sight = self.before.trace
         found = diagnose(self.before.trace) if self.before.trace is not None else ()
         said = found[0].title if found else "nothing wrong was found"
         self._story.said(f"{self._incumbent}: {said}")
@@ -182,13 +184,17 @@ class Search:
         run = self._long or self._now
         assert run.trace is not None
         assert self.before.trace is not None
-        return View(trace=run.trace, first=self.before.trace, kept=self.found.kept, tried=self._tried)
+        assert self._sight is not None
+        return View(
+            trace=seen_like(run.trace, self._sight), first=self.before.trace, kept=self.found.kept, tried=self._tried
+        )
 
     def _try(self, offer: Offer, *, again: bool = False) -> None:
         if offer.pauses and self._long is None:
             self._look_at_an_epoch()
         steps = self._epoch_steps() if offer.pauses else None
-        run = self._run(offer.name, _with(self.found.kept, offer.changes), steps=steps)
+        look_below_s = 0.0 if offer.pauses else self._step_to_beat_s(offer.changes)
+        run = self._run(offer.name, _with(self.found.kept, offer.changes), steps=steps, look_below_s=look_below_s)
         if self._failed(run):
             if offer.splits:
                 self._story.said(f"{offer.name}: {run.reason()}. One by one")
@@ -256,10 +262,13 @@ class Search:
             repeats += 1
             steps = self._epoch_steps() if offer.pauses else None
             for what, plan in ((f"what is kept, again ({gained} is close)", old), (f"{offer.name}, again", new)):
-                self._note(plan, self._run(what, plan, steps=steps), long=offer.pauses)
+                self._note(plan, self._run(what, plan, steps=steps, look_below_s=0.0), long=offer.pauses)
 
     def _keep(self, changes: tuple[Change, ...], run: Run, gained: Gain, *, long: bool) -> None:
         earlier, self.found.kept = self.found.kept, _with(self.found.kept, changes)
+        assert run.trace is not None
+        assert self._sight is not None
+        self._sight = seen_like(run.trace, self._sight)
         names = {change.name for change in changes}
         replaced = [change for change in earlier if change not in self.found.kept and change.name not in names]
         # A long run has other pauses in it; what it costs is judged by it alone.
@@ -344,7 +353,7 @@ class Search:
             self._note(self.found.kept, self._now, long=True)
             self._long = self._now
             return
-        run = self._run("a whole epoch, for its pauses", self.found.kept, steps=self._epoch_steps())
+        run = self._run("a whole epoch, for its pauses", self.found.kept, steps=self._epoch_steps(), look_below_s=0.0)
         if self._failed(run):
             self._remark(f"a whole epoch could not be looked at: {run.reason()}")
             run = self._now
@@ -363,7 +372,7 @@ class Search:
                 self._remark(f"no time to see what {in_words(change)} brings by itself")
                 continue
             without = tuple(other for other in self.found.kept if other.name != change.name)
-            run = self._run(f"without {in_words(change)}", without)
+            run = self._run(f"without {in_words(change)}", without, look_below_s=0.0)
             if self._failed(run):
                 continue
             self._note(without, run)
@@ -560,6 +569,7 @@ class Search:
         changes: Sequence[Change],
         *,
         steps: int | None = None,
+        look_below_s: float | None = None,
         fingerprints: bool = False,
     ) -> Run:
         self._story.trying(what, self._left_s)
@@ -569,10 +579,19 @@ class Search:
             steps=wanted,
             timeout_s=self._timeout_s(changes),
             at_least_s=MEASURE_S if self._ends_by_time and not fingerprints else 0.0,
+            look_below_s=look_below_s,
             fingerprints=fingerprints,
         )
         self.found.trials.append(Trial(what=what, seconds=run.seconds, speed=None if fingerprints else run.speed))
         return run
+
+    def _step_to_beat_s(self, changes: Sequence[Change]) -> float:
+        """How long a step with these changes would take, were it as fast as what is kept."""
+        case = _case(self._now)
+        batch = (case.loader or {}).get("batch_size")
+        new = next((change.value for change in changes if change.name == "batch_size"), batch)
+        each = (case.breakdown.samples or 0) / case.breakdown.steps if self._incumbent.unit == "samples/s" else 1.0
+        return each / self._incumbent.value * (new / batch if batch else 1.0)
 
     def _note(self, changes: Sequence[Change], run: Run, *, long: bool = False) -> None:
         if run.speed is not None and not run.hung:
@@ -611,7 +630,7 @@ class Search:
         case = _case(run)
         step_s = max(1e-4, (case.breakdown.step_ms.mean or 0.0) / 1e3)
         enough = 0.0 if self._ends_by_time else MEASURE_S / step_s
-        return int(min(MOST_STEPS, max(FIRST_STEPS, enough, 3 * _queued_batches(case))))
+        return int(min(MOST_STEPS, max(FIRST_STEPS, enough)))
 
     def _timeout_s(self, changes: Sequence[Change]) -> float:
         if self.found.before is None:
@@ -679,11 +698,6 @@ def _without_effect(change: Change, run: Run) -> str | None:
 def _case(run: Run) -> Case:
     assert run.trace is not None
     return cases(run.trace)[0]
-
-
-def _queued_batches(case: Case) -> int:
-    loader = case.loader or {}
-    return int(loader.get("num_workers") or 0) * int(loader.get("prefetch_factor") or 2)
 
 
 def _start_s(run: Run) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import platform
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,6 +31,15 @@ def loader_facts(loader: Any) -> dict[str, Any]:
         "start_method": method,
         "elastic": type(loader).__module__.startswith("flatout."),
     }
+
+
+def batches_ahead(facts: Mapping[str, Any]) -> int:
+    """How many batches the workers of such a loader may have ready, and no more than a quarter of an epoch."""
+    if facts["elastic"] or not facts["num_workers"]:
+        return 0
+    ready = int(facts["num_workers"]) * int(facts["prefetch_factor"] or 2)
+    length, batch = facts["length"], facts["batch_size"]
+    return min(ready, length // batch // 4) if length and batch else ready
 
 
 def in_force(optimizer: Any) -> dict[str, Any]:

@@ -26,13 +26,15 @@ class Trial:
     `protect` is a scratch folder that takes what the command writes; None lets it write. `seed` is imposed where the
     script sets none. With `fingerprints` nothing is timed: `proof-<rank>.jsonl` says what reached the model. It goes on
     beyond its steps until it has trained for `at_least_s`, or has MOST_STEPS; several ranks do not: they have to end at
-    the same step.
+    the same step. The X-ray and the ceiling come last, and only where a step has taken less than `look_below_s`: what
+    is slower than what there is already need not be understood.
     """
 
     seed: int | None = None
     fingerprints: bool = False
     ceiling: bool = True  # after the measured steps, those with their data already there
     at_least_s: float = 0.0
+    look_below_s: float | None = None
     timeout_s: float | None = None
     protect: Path | None = None
 
