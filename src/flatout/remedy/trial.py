@@ -97,9 +97,9 @@ class Search:
 
     def _baseline(self) -> None:
         first = self._run("the command as it is", (), steps=self._steps or FIRST_STEPS)
-        if first.speed is None or first.trace is None:
+        if first.speed is None or first.trace is None or first.hung:
             raise UsageError(self._why_no_baseline(first))
-        if first.code != 0 and not first.hung:
+        if first.code != 0:
             self._remark(f"the command does not end well by itself: {first.reason()}")
         self.found.before = self.found.after = first
         self._note((), first)
@@ -128,7 +128,13 @@ class Search:
 
     def _why_no_baseline(self, run: Run) -> str:
         if run.hung:
-            return f"the command did not come to {self._steps or FIRST_STEPS} training steps in {run.seconds:.0f} s"
+            wanted = self._steps or FIRST_STEPS
+            fewer = (
+                ": fewer may do (--steps 20), or more time (--budget)"
+                if wanted > 20
+                else ": more time may do (--budget)"
+            )
+            return f"the command did not come to {wanted} training steps in {run.seconds:.0f} s{fewer}"
         if run.code != 0:
             return f"the command fails by itself: {run.reason()}"
         if run.trace is None and (why := run.unmeasured()):

@@ -42,7 +42,8 @@ _ON_TAPE = 512  # events
 _ON_TAPE_S = 1.0
 _CLOSELY_AT_FIRST = 16  # steps
 _CLOSELY_EVERY = (1, 256)  # steps, at most and at least as often
-_CLOSELY_SHARE = 0.001  # of the time may go into close looks
+_CLOSELY_SHARE = (0.001, 0.0002)  # of the time may go into close looks, at first and …
+_CLOSELY_KNOWN = 200  # … after so many: what a phase takes is known by then
 
 
 class GpuClock(Protocol):
@@ -117,6 +118,7 @@ class Recorder:
         self._marking = False
         self._closely_every = _CLOSELY_EVERY[0]
         self._closely_at = 0
+        self._close_looks = 0
         self._closely_s = 1.0  # what a close look takes at best: the first ones take far longer
         self.steps = 0  # all that ended, of whatever kind
         self.measured = 0  # those of kind train
@@ -399,8 +401,10 @@ class Recorder:
         self._own_before_s = self.own_s
         if step.kind == "train" and step.closely and wall_s > 0:
             self._closely_s = min(self._closely_s, own_s)
+            self._close_looks += 1
+            share = _CLOSELY_SHARE[self._close_looks > _CLOSELY_KNOWN]
             often, seldom = _CLOSELY_EVERY
-            self._closely_every = max(often, min(seldom, round(self._closely_s / (_CLOSELY_SHARE * wall_s))))
+            self._closely_every = max(often, min(seldom, round(self._closely_s / (share * wall_s))))
 
     def _send(self, all_of_them: bool = False) -> None:
         while self._waiting:

@@ -50,18 +50,22 @@ class PlainSteps:
     def samples(self) -> int:
         return sum(event[3] or 0 for event in self.events if type(event) is tuple)
 
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Where the events of each step begin, and where those of the last end."""
+        return [0, *(place for place, event in enumerate(self.events, 1) if type(event) is float)]
+
     def last(self, count: int) -> list[Step]:
         """The last few of them."""
         return self.part(max(0, len(self.ends_s) - count), len(self.ends_s))
 
     def part(self, first: int, end: int) -> list[Step]:
         """Those from one place up to another."""
-        starts = [0, *(place for place, event in enumerate(self.events, 1) if type(event) is float)]
         some = replace(
             self,
             first_index=self.first_index + first,
             start_s=self.ends_s[first - 1] if first else self.start_s,
-            events=self.events[starts[first] : starts[end]],
+            events=self.events[self._starts[first] : self._starts[end]],
         )
         return list(some.steps())
 

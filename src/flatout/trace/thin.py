@@ -21,6 +21,7 @@ T = TypeVar("T")
 # both fill the 64 MB of a file, after hundreds of millions of steps, or months of sampling.
 RAW_STEPS = 2_000  # more than a trial has
 RAW_OUTLIERS = 4_000
+OUTLIERS_AT_FIRST, OUTLIERS_SHARE = 500, 0.02  # a restless run does not use them up in its first minute
 RAW_STEP_BYTES = 24_000_000
 OUTLIER = 2.0  # times the median step
 NEIGHBOURS = 2
@@ -55,10 +56,10 @@ class StepThinner:
         if step.kind != "train":
             return [step] if self._raw_bytes_left > 0 else []
         self._seen += 1
-        out: list[Step | Window] = []
-        unusual = self._outliers.among(step)
-        if self._raw_bytes_left > 0:
-            out += [step] if self._seen <= RAW_STEPS else unusual
+        early = self._seen <= RAW_STEPS
+        kept = [step] if early else self._outliers.among(step)
+        self._outliers.learn(step.wall_ms)
+        out: list[Step | Window] = [*kept] if self._raw_bytes_left > 0 else []
         self._window.add(step)
         return out + self.flush() if self._window.steps >= self._length else out
 
@@ -93,21 +94,31 @@ class StepThinner:
 
 
 class _Outliers:
-    """Steps far slower than the median so far, with their neighbours; a fixed number of them in a run."""
+    """Steps far slower than the median so far, with their neighbours; a limited number of them at any time of a run."""
 
     def __init__(self) -> None:
         self._wall_ms = Sketch()
         self._median_ms: float | None = None
         self._before: deque[Step] = deque(maxlen=NEIGHBOURS)
         self._after = 0
-        self._left = RAW_OUTLIERS
+        self._kept = 0
+
+    @property
+    def _left(self) -> int:
+        allowed = OUTLIERS_AT_FIRST + OUTLIERS_SHARE * self._wall_ms.count
+        return int(min(RAW_OUTLIERS, allowed)) - self._kept
+
+    def learn(self, wall_ms: float) -> None:
+        """How long steps usually take."""
+        if self._wall_ms.count % MEDIAN_EVERY_STEPS == 0:
+            self._median_ms = self._wall_ms.quantile(0.5)
+        self._wall_ms.add(wall_ms)
 
     def among(self, step: Step) -> list[Step]:
         """What this step shows to be worth keeping: nothing, itself, or itself and the ones before."""
-        if self._wall_ms.count % MEDIAN_EVERY_STEPS == 0:
-            self._median_ms = self._wall_ms.quantile(0.5)
-        self._wall_ms.add(step.wall_ms)
         if self._left <= 0:
+            self._before.clear()
+            self._after = 0
             return []
         if self._median_ms is not None and step.wall_ms > OUTLIER * self._median_ms:
             kept = [*self._before, step]
@@ -119,7 +130,7 @@ class _Outliers:
         else:
             self._before.append(step)
             return []
-        self._left -= len(kept)
+        self._kept += len(kept)
         return kept
 
     def among_many(self, plain: PlainSteps, walls_ms: Sketch) -> list[Step]:
@@ -127,11 +138,12 @@ class _Outliers:
         limit_ms = OUTLIER * (self._median_ms or 0.0)
         self._wall_ms.merge(walls_ms)
         self._median_ms = self._wall_ms.quantile(0.5)
-        if self._left <= 0:
-            return []
         kept: list[Step] = []
-        kept_to = 0  # places
+        kept_to, left = 0, self._left  # places
         for place, wall_ms in enumerate(plain.walls_ms) if self._after or walls_ms.high > limit_ms else ():
+            if len(kept) >= left:
+                self._after = 0
+                break
             if wall_ms > limit_ms:
                 before = list(self._before)
                 kept += before[max(0, len(before) + place - NEIGHBOURS) :]
@@ -142,7 +154,7 @@ class _Outliers:
                 kept += plain.part(place, place + 1)
                 kept_to, self._after = place + 1, self._after - 1
         self._before.extend(plain.part(max(kept_to, walls_ms.count - NEIGHBOURS), walls_ms.count))
-        self._left -= len(kept)
+        self._kept += len(kept)
         return kept
 
 

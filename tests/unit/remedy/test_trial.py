@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from remedy_world import Machine, World, flag
 
+from flatout import launch
 from flatout.errors import UsageError
 from flatout.remedy.candidates import Wishes
 from flatout.remedy.found import Found
@@ -352,6 +353,18 @@ def test_a_command_that_fails_by_itself_is_the_persons_mistake() -> None:
 
     with pytest.raises(UsageError, match=r"the command fails by itself: exit code 1: ModuleNotFoundError"):
         fix(Broken())
+
+
+def test_a_command_too_slow_for_its_steps_says_what_would_do() -> None:
+    """Some steps were there when it was ended: they are no baseline, every run would take as long."""
+    world = World()
+
+    class Slow(World):
+        def __call__(self, *args: Any, **kwargs: Any) -> Run:
+            return replace(world(*args, **kwargs), code=launch.TIMED_OUT)
+
+    with pytest.raises(UsageError, match=re.escape("did not come to 48 training steps") + r".*--steps 20.*--budget"):
+        fix(Slow())
 
 
 def test_the_script_s_own_switch_comes_first_and_the_hook_where_it_does_nothing() -> None:

@@ -131,6 +131,19 @@ def test_outliers_without_end_are_not_kept_without_end(monkeypatch: pytest.Monke
     assert 100 < len(raw) <= 100 + 50 + thin.NEIGHBOURS
 
 
+def test_a_restless_start_leaves_outliers_to_be_kept_later() -> None:
+    slow = [100.0 if i % 4 == 0 else 10.0 for i in range(20_000)]
+    later = [10.0] * 150_000
+    later[149_990] = 100.0
+    thinner = StepThinner()
+    bulks = [plain_steps(walls, first) for walls, first in ((slow[n : n + 100], n) for n in range(0, 20_000, 100))]
+    bulks += [plain_steps(later[n : n + 100], 20_000 + n) for n in range(0, 150_000, 100)]
+    kept = [record.index for bulk in bulks for record in thinner.push_many(bulk) if isinstance(record, Step)]
+    assert sum(thin.RAW_STEPS <= index < 20_000 for index in kept) <= thin.OUTLIERS_AT_FIRST + 0.02 * 20_000 + 100
+    assert kept[-5:] == list(range(169_988, 169_993))
+    assert kept == sorted(set(kept))
+
+
 def test_a_window_sums_spans_by_name_and_line() -> None:
     spans = (
         Span(name="copy", start_ms=0.0, host_ms=1.0, gpu_idle_ms=0.5),
