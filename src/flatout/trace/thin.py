@@ -21,11 +21,11 @@ T = TypeVar("T")
 # both fill the 64 MB of a file, after hundreds of millions of steps, or months of sampling.
 RAW_STEPS = 2_000  # more than a trial has
 RAW_OUTLIERS = 4_000
-OUTLIERS_AT_FIRST, OUTLIERS_SHARE = 500, 0.02  # a restless run does not use them up in its first minute
+OUTLIERS_AT_FIRST, OUTLIERS_SHARE = 100, 0.02  # a restless run does not use them up in its first minute
 RAW_STEP_BYTES = 24_000_000
 OUTLIER = 2.0  # times the median step
 NEIGHBOURS = 2
-WINDOW_STEPS = 50
+WINDOW_STEPS, WINDOW_MS = 50, 500.0  # at least, both
 BYTES_A_LENGTH = 2_500_000
 NAMES_A_WINDOW = 100
 RAW_SAMPLE_BYTES = 16_000_000
@@ -61,7 +61,7 @@ class StepThinner:
         self._outliers.learn(step.wall_ms)
         out: list[Step | Window] = [*kept] if self._raw_bytes_left > 0 else []
         self._window.add(step)
-        return out + self.flush() if self._window.steps >= self._length else out
+        return out + self.flush() if self._window.is_full(self._length) else out
 
     def push_many(self, plain: PlainSteps) -> list[Step | Window]:
         """Count plain steps in, all at once; one by one at the beginning of a run."""
@@ -72,7 +72,7 @@ class StepThinner:
         unusual = self._outliers.among_many(plain, walls)
         out: list[Step | Window] = [*unusual] if self._raw_bytes_left > 0 else []
         self._window.add_many(plain, walls)
-        return out + self.flush() if self._window.steps >= self._length else out
+        return out + self.flush() if self._window.is_full(self._length) else out
 
     def flush(self) -> list[Step | Window]:
         """Close the window that is open, if any."""
@@ -203,6 +203,9 @@ class WindowBuilder:
         computing_ms = [wall - wait for wall, wait in zip(plain.walls_ms, plain.waits_ms, strict=True)]
         for name, values in ((plain.waiting, plain.waits_ms), (plain.computing, computing_ms)):
             self._spans_ms.setdefault(name_within(self._spans_ms, name), Sketch()).merge(Sketch.of(values))
+
+    def is_full(self, steps: int) -> bool:
+        return self.steps >= steps and self._wall_ms.total >= WINDOW_MS
 
     def window(self) -> Window:
         """What was counted in, as one record."""

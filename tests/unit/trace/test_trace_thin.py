@@ -81,7 +81,7 @@ def test_plain_steps_count_like_any_other(monkeypatch: pytest.MonkeyPatch) -> No
     usual = [10.0 + i % 3 for i in range(100)]
     slow = {8: [*usual[:90], 50.0, *usual[91:]], 15: [50.0, *usual[1:]]}  # neighbours within, and in the bulk before
     for n in range(16, 20):  # and wherever they may come
-        slow[n] = [50.0 if random.Random(100 * n + i).random() < 0.1 else wall for i, wall in enumerate(usual)]
+        slow[n] = [50.0 if random.Random(100 * n + i).random() < 0.04 else wall for i, wall in enumerate(usual)]
     bulks = [plain_steps(slow.get(n, usual), 100 * n) for n in range(20)]
     raw, windows, _ = feed(StepThinner(), [step for bulk in bulks for step in bulk.steps()])
 
