@@ -53,7 +53,7 @@ class Observed:
 
 def observe(folder: Path, train: Callable[[], Any], *, closely: bool = True) -> Observed:
     """Record `train()` in this process, looking closely at every step, or at the first two alone."""
-    looks = {"_CLOSELY_AT_FIRST": 10**9 if closely else 2, "_CLOSELY_EVERY": (1, 10**9), "_CLOSELY_SHARE": 1e-9}
+    looks = {"_CLOSELY_AT_FIRST": 10**9 if closely else 2, "_CLOSELY_EVERY": (1, 10**9), "_CLOSELY_SHARE": (1e-9, 1e-9)}
     with patch.multiple(recorder, **looks), flatout.attach(folder):
         train()
     return Observed(trace.read(folder).ranks[0])
