@@ -23,6 +23,7 @@ from flatout.inject.ceiling import tensors_in
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 _MASK = (1 << 64) - 1
+_ROUNDING = 2**-9
 
 
 class Proof:
@@ -81,6 +82,15 @@ class Proof:
                     "loss": sum(losses) / len(losses) if losses else None,
                 }
                 file.write(json.dumps(line, default=str) + "\n")
+
+
+@torch.no_grad()
+def shake(optimizer: Any, number: int) -> None:
+    """Change all weights by about as much as bfloat16 would round them, differently for each number."""
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        random = torch.Generator(parameter.device).manual_seed(number)
+        noise = torch.randn(parameter.shape, generator=random, device=parameter.device, dtype=torch.float32)
+        parameter.mul_((1 + _ROUNDING * noise).to(parameter.dtype))
 
 
 def checksum(tensor: Any) -> Any:

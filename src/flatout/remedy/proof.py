@@ -6,7 +6,9 @@ reseeded     the same samples in the same order; the bytes differ by the random 
 equivalent   paired runs, same seed and data: the mean difference of the loss over the last 100 of at least 200 steps
              lies within a margin, and a bootstrap over blocks is sure of it. The margin is 1% of the loss, or what
              two runs of the same plan differ by where that is more. A loss that is lower by more is no proof either:
-             the same mathematics does not learn better.
+             the same mathematics does not learn better. Some trainings make a 30% other loss of any rounding, and of
+             the order in which a card adds: of them the first steps have to agree, and the last to lie within what
+             runs with weights shaken that little come to.
 
 Runs that are too short prove nothing, and say so.
 """
@@ -14,6 +16,7 @@ Runs that are too short prove nothing, and say so.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +31,8 @@ FEWEST_BATCHES = 20
 FEWEST_LOSSES = 200
 COMPARED = 100
 MARGIN = 0.01
+EARLY, EARLY_MARGIN = 20, 0.05
+STUDENT = {2: 4.30, 3: 3.18, 4: 2.78}  # of a 95% interval, by degrees of freedom
 
 Standing = Literal["identical", "reseeded", "equivalent", "failed", "not proven"]
 
@@ -102,8 +107,8 @@ def _with_losses(before: Run, after: Run, repeat: Run | None, standing: Standing
     return Proof(standing=standing, text=f"{said}; loss {apart:+.2%} over the last {last} steps")
 
 
-def same_loss(before: Run, after: Run, repeat: Run | None = None) -> Proof:
-    """Whether the loss goes the same way; `repeat` is `before` once more, and says what the machine alone does."""
+def same_loss(before: Run, after: Run, repeat: Run | None = None, shaken: Sequence[Run] = ()) -> Proof:
+    """Whether the loss goes the same way. `repeat` is `before` once more; `shaken` are that with other rounding."""
     a, b = _losses(before, after)
     unlike = _other_samples(before, after) if len(before.proof) == len(after.proof) else "another number of ranks"
     if unlike is not None:
@@ -112,16 +117,38 @@ def same_loss(before: Run, after: Run, repeat: Run | None = None) -> Proof:
         return _unproven(f"{len(a)} steps with a loss, {FEWEST_LOSSES} are needed")
     if not np.isfinite(b).all() and np.isfinite(a).all():
         return Proof(standing="failed", text="the loss is not finite any more")
-    a, b = a[-COMPARED:], b[-COMPARED:]
-    low, high, scale = _interval(a, b)
+    low, high, scale = _interval(a[-COMPARED:], b[-COMPARED:])
+    apart = float((b - a)[-COMPARED:].mean())
     margin, whose = _margin(before, repeat, COMPARED, scale)
-    apart = f"{float((b - a).mean()) / scale:+.2%} ({low / scale:+.2%} to {high / scale:+.2%})"
-    said = f"loss {apart} over the last {len(a)} steps, margin {whose}"
+    said = f"loss {apart / scale:+.2%} ({low / scale:+.2%} to {high / scale:+.2%}) over the last {COMPARED} steps"
+    sensitive = _sensitive_margin(before, shaken)
+    if sensitive > margin:
+        early = float((b - a)[:EARLY].mean()) / max(float(np.abs(a[:EARLY]).mean()), 1e-12)
+        said += f", within ±{sensitive / scale:.0%} as rounding alone makes it, {early:+.2%} over the first {EARLY}"
+        if abs(early) > EARLY_MARGIN:
+            return Proof(standing="failed", text=said)
+        return Proof(standing="equivalent", text=said) if abs(apart) < sensitive else _unproven(said)
+    said += f", margin {whose}"
     if -margin < low and high < margin:
         return Proof(standing="equivalent", text=said)
     if low > margin or high < -margin:
         return Proof(standing="failed", text=said)
     return _unproven(said)
+
+
+def is_steady(before: Run, repeat: Run) -> bool:
+    """Whether a run of the same plan again comes to the same loss, within the margin."""
+    a = _losses(before, repeat)[0][-COMPARED:]
+    scale = max(float(np.abs(a).mean()), 1e-12) if len(a) else 1.0
+    return _margin(before, repeat, COMPARED, scale)[0] <= MARGIN * scale
+
+
+def _sensitive_margin(before: Run, shaken: Sequence[Run]) -> float:
+    """What one more run may come to, of which these and `before` are examples: a prediction interval."""
+    if len(shaken) < 2:
+        return 0.0
+    means = [float(_losses(before, run)[1][-COMPARED:].mean()) for run in (before, *shaken)]
+    return STUDENT[min(len(shaken), 4)] * float(np.std(means, ddof=1)) * math.sqrt(1 + 1 / len(means))
 
 
 def _margin(before: Run, repeat: Run | None, last: int, scale: float) -> tuple[float, str]:

@@ -79,6 +79,15 @@ class Run:
         return f"exit code {self.code}: {said.strip()[:160]}{where}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProofRun:
+    """A run for a proof: with these changes, so many steps, and weights `shaken` a little where that is not 0."""
+
+    changes: tuple[Change, ...]
+    steps: int
+    shaken: int = 0
+
+
 class Runner(Protocol):
     """Runs the command with these changes."""
 
@@ -91,6 +100,7 @@ class Runner(Protocol):
         at_least_s: float = 0.0,
         look_below_s: float | None = None,
         fingerprints: bool = False,
+        shaken: int = 0,
     ) -> Run:
         """One run of so many steps, or more where they take less than so long; with `fingerprints` not timed.
 
@@ -98,8 +108,8 @@ class Runner(Protocol):
         """
         ...
 
-    def side_by_side(self, wanted: Sequence[tuple[tuple[Change, ...], int]], *, timeout_s: float) -> list[Run]:
-        """Several runs for a proof at once, each with its changes and steps: nobody times them."""
+    def side_by_side(self, wanted: Sequence[ProofRun], *, timeout_s: float) -> list[Run]:
+        """Several runs for a proof at once: nobody times them."""
         ...
 
 
@@ -120,6 +130,7 @@ class Launcher:
         at_least_s: float = 0.0,
         look_below_s: float | None = None,
         fingerprints: bool = False,
+        shaken: int = 0,
     ) -> Run:
         folder = self._folder / f"{next(self._numbers):02d}"
         start_s = time.monotonic()
@@ -127,6 +138,7 @@ class Launcher:
             trial = Trial(
                 seed=SEED,
                 fingerprints=fingerprints,
+                shaken=shaken,
                 ceiling=not fingerprints,
                 at_least_s=at_least_s,
                 look_below_s=look_below_s,
@@ -139,13 +151,12 @@ class Launcher:
             )
         return recorded(tuple(changes), code, time.monotonic() - start_s, folder)
 
-    def side_by_side(self, wanted: Sequence[tuple[tuple[Change, ...], int]], *, timeout_s: float) -> list[Run]:
+    def side_by_side(self, wanted: Sequence[ProofRun], *, timeout_s: float) -> list[Run]:
+        def start(one: ProofRun) -> Run:
+            return self(one.changes, steps=one.steps, timeout_s=timeout_s, fingerprints=True, shaken=one.shaken)
+
         with ThreadPoolExecutor(len(wanted)) as pool:
-            runs = [
-                pool.submit(self, changes, steps=steps, timeout_s=timeout_s, fingerprints=True)
-                for changes, steps in wanted
-            ]
-            return [run.result() for run in runs]
+            return list(pool.map(start, wanted))
 
 
 def recorded(changes: tuple[Change, ...], code: int, seconds: float, folder: Path) -> Run:

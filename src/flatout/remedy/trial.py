@@ -12,7 +12,6 @@ of its gain lies above zero and the gain above 2%.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,8 +23,9 @@ from flatout.errors import UsageError
 from flatout.plan import Change, Figure, Outcome, Verdict
 from flatout.remedy.candidates import LOADED_BY_HAND, PAUSES, Offer, View, Wishes, in_words, offers, pause_knobs
 from flatout.remedy.found import Attempt, Found, Story, Trial
-from flatout.remedy.proof import FEWEST_LOSSES, Proof, same_batches, same_loss
-from flatout.remedy.running import Run, Runner, seen_like
+from flatout.remedy.proof import Proof
+from flatout.remedy.proving import IDENTITY_STEPS, PARITY_STEPS, Proving, with_changes
+from flatout.remedy.running import ProofRun, Run, Runner, seen_like
 from flatout.remedy.speed import WORTH, Gain, Noise, Speed, gain, gain_of_rarer_pauses, noise_between_runs, pooled
 from flatout.sense.options import MOST_STEPS
 from flatout.trace import Trace
@@ -41,9 +41,6 @@ DRIFT = 0.05
 ALIKE = 1.5  # times as fast: likely to be held up by the same things
 UNSTEADY = 0.08  # from run to run: what few repeats cannot see through
 COLD = 0.05  # of the time spent waiting for storage: the page cache is not warm yet
-IDENTITY_STEPS = 60
-PARITY_STEPS = FEWEST_LOSSES + 20
-ONCE_MORE = "without it once more: what the machine alone does"
 _ROOM = 0.7  # of a card's memory, for runs side by side
 
 
@@ -71,7 +68,6 @@ class Search:
         self._tried: dict[tuple[str, str], str] = {}
         self._clear = CLEAR
         self._undecided: list[Offer] = []  # looked like a gain, and could not be told from noise: once more, at the end
-        self._ahead: dict[tuple[str, bool], Run] = {}  # runs of a proof that are there before they are asked for
         self._long: Run | None = None  # what was kept, over more than an epoch
         self._sight: Trace | None = None  # of what was kept, with the latest X-ray and ceiling there are
         self.found = Found()
@@ -200,7 +196,9 @@ class Search:
             self._look_at_an_epoch()
         steps = self._epoch_steps() if offer.pauses else None
         look_below_s = 0.0 if offer.pauses else self._step_to_beat_s(offer.changes)
-        run = self._run(offer.name, _with(self.found.kept, offer.changes), steps=steps, look_below_s=look_below_s)
+        run = self._run(
+            offer.name, with_changes(self.found.kept, offer.changes), steps=steps, look_below_s=look_below_s
+        )
         if self._failed(run):
             if offer.splits:
                 self._story.said(f"{offer.name}: {run.reason()}. One by one")
@@ -211,7 +209,7 @@ class Search:
         changes = self._effective(offer.changes, run)
         if not changes:
             return
-        self._note(_with(self.found.kept, changes), run, long=offer.pauses)
+        self._note(with_changes(self.found.kept, changes), run, long=offer.pauses)
         gained, kept = self._judge(offer, changes, patient=again)
         if kept:
             paid = self._compile_pays(changes, run, gained)
@@ -252,7 +250,7 @@ class Search:
 
     def _judge(self, offer: Offer, changes: tuple[Change, ...], *, patient: bool) -> tuple[Gain, bool]:
         """The gain of these changes, and whether they pay. With patience a close call is run again, both sides."""
-        old, new = self.found.kept, _with(self.found.kept, changes)
+        old, new = self.found.kept, with_changes(self.found.kept, changes)
         repeats = 0
         while True:
             before, after = (self._speeds[_key(plan, offer.pauses)] for plan in (old, new))
@@ -271,7 +269,7 @@ class Search:
                 self._note(plan, self._run(what, plan, steps=steps, look_below_s=0.0), long=offer.pauses)
 
     def _keep(self, changes: tuple[Change, ...], run: Run, gained: Gain, *, long: bool) -> None:
-        earlier, self.found.kept = self.found.kept, _with(self.found.kept, changes)
+        earlier, self.found.kept = self.found.kept, with_changes(self.found.kept, changes)
         assert run.trace is not None
         assert self._sight is not None
         self._sight = seen_like(run.trace, self._sight)
@@ -395,103 +393,42 @@ class Search:
         place = self.found.attempts.index(attempt)
         self.found.attempts[place] = replace(attempt, **changes)  # type: ignore[arg-type]
 
-    # -- proof ------------------------------------------------------------------------------------------------------
+    # -- proof: what `Proving` wants of us ----------------------------------------------------------------------------
 
     def _prove(self) -> None:
-        """Class by class, each on top of the one before, so that what is compared differs in nothing else."""
         reseeded, identical, rounded = (self._of_class(name) for name in ("reseeded", "identical", "equivalent"))
         if not reseeded and not identical and not rounded:
             return
-        if self._left_s <= 0:
+        if not self.has_time():
             self._let_go_of_the_unproven("the budget was spent before the proof")
             return
-        last = PARITY_STEPS if rounded else IDENTITY_STEPS
-        plans = [plan for plan in (reseeded, identical, rounded) if plan]
-        every = [(), *itertools.accumulate(plans, _with)]
-        lengths = [IDENTITY_STEPS] * (len(every) - 1 - bool(rounded)) + [last] * (1 + bool(rounded))
-        if self._side_by_side(len(every)):
-            self._run_ahead(list(zip(every, lengths, strict=True)))
-        paired = self._fingerprints("the command as it was", (), lengths.pop(0))
-        if reseeded:
-            paired = self._prove_batches(paired, reseeded, ("reseeded", "identical"), lengths.pop(0))
-        if identical:
-            paired = self._prove_batches(paired, identical, ("identical",), lengths.pop(0))
-        if rounded:
-            self._prove_equivalent(paired, rounded)
+        Proving(self).prove(reseeded, identical, rounded)
 
-    def _side_by_side(self, runs: int) -> bool:
+    def has_time(self) -> bool:
+        return self._left_s > 0
+
+    def has_room_for(self, runs: int) -> bool:
         """Whether so many runs have room at once: on one card, by one process each, and with cores to go round."""
         case = _case(self._now)
         memory, total = case.facts.get("memory_reserved_bytes"), case.card("memory_total_bytes").high
         roomy = bool(memory) and math.isfinite(total) and runs * int(memory or 0) < _ROOM * total
         return roomy and case.rank.info.world_size == 1 and (case.cores or 0) >= 2 * runs
 
-    def _run_ahead(self, wanted: list[tuple[tuple[Change, ...], int]]) -> None:
-        """All the runs of a proof at once; `_fingerprints` finds them."""
+    def prove_with(self, what: str, wanted: ProofRun) -> Run:
+        return self._run(f"proof: {what}", wanted.changes, steps=wanted.steps, fingerprints=True, shaken=wanted.shaken)
+
+    def prove_with_all(self, wanted: Sequence[ProofRun]) -> list[Run]:
         self._story.trying(f"proof: {len(wanted)} runs side by side", self._left_s)
-        patience = len(wanted) * max(self._timeout_s(changes) for changes, _ in wanted)
+        patience = len(wanted) * max(self._timeout_s(one.changes) for one in wanted)
         runs = self._start.side_by_side(wanted, timeout_s=patience)
-        for (changes, _), run in zip(wanted, runs, strict=True):
-            self._ahead[_key(changes)] = run
         slowest = max(run.seconds for run in runs)
         self.found.trials.append(Trial(what=f"proof: {len(runs)} runs side by side", seconds=slowest, speed=None))
+        return runs
 
-    def _prove_batches(self, paired: Run, changes: tuple[Change, ...], needed: Sequence[str], steps: int) -> Run:
-        """Whether the same batches reach the model; the run with what passed, to compare the next class with."""
+    def said(self, line: str) -> None:
+        self._story.said(line)
 
-        repeat: Run | None = None
-
-        def prove(run: Run) -> Proof:
-            proof = same_batches(paired, run, repeat)
-            if proof.holds and proof.standing not in needed:
-                return Proof(standing="failed", text=f"{proof.text}, where none should differ")
-            return proof
-
-        run = self._fingerprints(_names(changes), _with(paired.changes, changes), steps)
-        proof = prove(run)
-        if not proof.holds and self._left_s > 0:
-            repeat = self._fingerprints(ONCE_MORE, paired.changes, steps)
-            proof = prove(run)
-        if proof.holds or len(changes) == 1:
-            self._proven(changes, proof)
-        else:
-            self._story.said(f"proof, {_names(changes)}: {proof.text}. One by one")
-            changes = self._prove_alone(changes, prove, paired.changes, steps)
-            run = self._fingerprints(_names(changes), _with(paired.changes, changes), steps) if changes else paired
-        return run if proof.holds or len(changes) > 1 else paired
-
-    def _prove_equivalent(self, paired: Run, other: tuple[Change, ...]) -> None:
-        same = paired.changes
-        run = self._fingerprints(_names(other), _with(same, other), PARITY_STEPS)
-        proof = same_loss(paired, run)
-        if not proof.holds and self._left_s > 0:
-            repeat = self._fingerprints(ONCE_MORE, same, PARITY_STEPS)
-            proof = same_loss(paired, run, repeat)
-            if not proof.holds and len(other) > 1:
-                self._prove_alone(other, lambda run: same_loss(paired, run, repeat), same, PARITY_STEPS)
-                return
-        self._proven(other, proof)
-
-    def _prove_alone(
-        self, changes: Iterable[Change], prove: Callable[[Run], Proof], beside: tuple[Change, ...], steps: int
-    ) -> tuple[Change, ...]:
-        """Each by itself; those that pass."""
-        passed = []
-        for change in changes:
-            if self._left_s <= 0:
-                self._proven((change,), Proof(standing="not proven", text="the budget was spent"))
-                continue
-            proof = prove(self._fingerprints(in_words(change), _with(beside, (change,)), steps))
-            self._proven((change,), proof)
-            if proof.holds:
-                passed.append(change)
-        return tuple(passed)
-
-    def _fingerprints(self, what: str, changes: tuple[Change, ...], steps: int) -> Run:
-        ahead = self._ahead.pop(_key(changes), None)
-        return ahead or self._run(f"proof: {what}", changes, steps=steps, fingerprints=True)
-
-    def _proven(self, changes: Sequence[Change], proof: Proof) -> None:
+    def proven(self, changes: Sequence[Change], proof: Proof) -> None:
         """Write the proof down; what has none is let go."""
         for change in changes:
             attempt = self._attempt(change)
@@ -577,6 +514,7 @@ class Search:
         steps: int | None = None,
         look_below_s: float | None = None,
         fingerprints: bool = False,
+        shaken: int = 0,
     ) -> Run:
         self._story.trying(what, self._left_s)
         wanted = steps or self._steps_for(self._now if changes else self.before)
@@ -587,6 +525,7 @@ class Search:
             at_least_s=MEASURE_S if self._ends_by_time and not fingerprints else 0.0,
             look_below_s=look_below_s,
             fingerprints=fingerprints,
+            shaken=shaken,
         )
         self.found.trials.append(Trial(what=what, seconds=run.seconds, speed=None if fingerprints else run.speed))
         return run
@@ -654,7 +593,7 @@ class Search:
         rounds = "equivalent" in classes
         runs = [self._cost_s(before, IDENTITY_STEPS)] + [self._cost_s(now, IDENTITY_STEPS)] * len(classes)
         runs[-1 - rounds :] = [self._cost_s(now, PARITY_STEPS if rounds else IDENTITY_STEPS)] * (1 + rounds)
-        proof = 1.5 * max(runs) if self._side_by_side(len(runs)) else sum(runs)
+        proof = 1.5 * max(runs) if self.has_room_for(len(runs)) else sum(runs)
         return proof + (before.seconds + now.seconds if self.found.kept else 0.0)
 
     def _affords(self, changes: Sequence[Change], *, runs: int = 1) -> bool:
@@ -677,14 +616,6 @@ def _names(changes: Iterable[Change]) -> str:
 
 def _key(changes: Sequence[Change], long: bool = False) -> tuple[str, bool]:
     return "; ".join(sorted(f"{change.name}={change.value!r}@{change.knob}" for change in changes)), long
-
-
-def _with(kept: Sequence[Change], changes: Sequence[Change]) -> tuple[Change, ...]:
-    """What was kept and these, each name once, and no number of workers beside a loader that finds its own."""
-    names = {change.name for change in changes}
-    if "loader" in names:
-        names |= LOADED_BY_HAND
-    return (*(change for change in kept if change.name not in names), *changes)
 
 
 def _without_effect(change: Change, run: Run) -> str | None:

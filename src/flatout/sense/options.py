@@ -24,14 +24,17 @@ class Trial:
     """What makes a run a trial: it writes nothing of the user's, its output goes into the trace folder, and it ends.
 
     `protect` is a scratch folder that takes what the command writes; None lets it write. `seed` is imposed where the
-    script sets none. With `fingerprints` nothing is timed: `proof-<rank>.jsonl` says what reached the model. It goes on
-    beyond its steps until it has trained for `at_least_s`, or has MOST_STEPS; several ranks do not: they have to end at
-    the same step. The X-ray and the ceiling come last, and only where a step has taken less than `look_below_s`: what
-    is slower than what there is already need not be understood.
+    script sets none. With `fingerprints` nothing is timed: `proof-<rank>.jsonl` says what reached the model; where
+    `shaken` is not 0, weights are changed after the first step by as much as half precision rounds.
+
+    It goes on beyond its steps until it has trained for `at_least_s`, or has MOST_STEPS; several ranks do not: they
+    have to end at the same step. The X-ray and the ceiling come last, and only where a step has taken less than
+    `look_below_s`: what is slower than what there is already need not be understood.
     """
 
     seed: int | None = None
     fingerprints: bool = False
+    shaken: int = 0
     ceiling: bool = True  # after the measured steps, those with their data already there
     at_least_s: float = 0.0
     look_below_s: float | None = None

@@ -14,7 +14,7 @@ import numpy as np
 
 from flatout import launch
 from flatout.plan import Change
-from flatout.remedy.running import CEILING, ProofStep, Run
+from flatout.remedy.running import CEILING, ProofRun, ProofStep, Run
 from flatout.remedy.speed import measure
 from flatout.trace import (
     GpuSample,
@@ -104,6 +104,7 @@ class World:
         at_least_s: float = 0.0,
         look_below_s: float | None = None,
         fingerprints: bool = False,
+        shaken: int = 0,
     ) -> Run:
         if self.interrupt_at == len(self.started):
             raise KeyboardInterrupt
@@ -140,10 +141,10 @@ class World:
             proof=(self._proof(changes, steps),) if fingerprints else (),
         )
 
-    def side_by_side(self, wanted: Sequence[tuple[tuple[Change, ...], int]], *, timeout_s: float) -> list[Run]:
+    def side_by_side(self, wanted: Sequence[ProofRun], *, timeout_s: float) -> list[Run]:
         """They get in each other's way a little."""
         start_s = self.clock_s
-        runs = [self(changes, steps=steps, timeout_s=timeout_s, fingerprints=True) for changes, steps in wanted]
+        runs = [self(one.changes, steps=one.steps, timeout_s=timeout_s, fingerprints=True) for one in wanted]
         self.clock_s = start_s + 1.4 * max(run.seconds for run in runs)
         return runs
 

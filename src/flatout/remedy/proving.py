@@ -1,0 +1,168 @@
+"""The runs a proof takes, class by class, each on top of the one before: what is compared differs in nothing else.
+
+    the command as it was ─► + reseeded ─► + identical ─► + equivalent
+
+Nobody times them, so they go side by side where there is room. Where the loss differs by more than it may, the plan
+without the change runs again: what the machine alone does. If that is much too, the training is a sensitive one, and
+runs whose weights were shaken by as much as half precision rounds say what rounding alone makes of its loss.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from flatout.plan import Change
+from flatout.remedy.candidates import LOADED_BY_HAND, in_words
+from flatout.remedy.proof import FEWEST_LOSSES, Proof, is_steady, same_batches, same_loss
+from flatout.remedy.running import ProofRun, Run
+
+IDENTITY_STEPS = 60
+PARITY_STEPS = FEWEST_LOSSES + 20
+SHAKEN_RUNS = 3
+ONCE_MORE = "without it once more: what the machine alone does"
+
+
+class Bench(Protocol):
+    """Where the runs of a proof are made."""
+
+    def prove_with(self, what: str, wanted: ProofRun) -> Run:
+        """One run."""
+        ...
+
+    def prove_with_all(self, wanted: Sequence[ProofRun]) -> list[Run]:
+        """Several at once."""
+        ...
+
+    def has_room_for(self, runs: int) -> bool:
+        """Whether so many can go side by side."""
+        ...
+
+    def has_time(self) -> bool:
+        """Whether there is any left."""
+        ...
+
+    def proven(self, changes: Sequence[Change], proof: Proof) -> None:
+        """What came of it."""
+        ...
+
+    def said(self, line: str) -> None:
+        """Something worth telling."""
+        ...
+
+
+class Proving:
+    """A proof under way."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._ahead: list[tuple[ProofRun, Run]] = []  # runs that are there before they are asked for
+
+    def prove(self, reseeded: tuple[Change, ...], identical: tuple[Change, ...], rounded: tuple[Change, ...]) -> None:
+        """Everything that was kept, by its class."""
+        plans = [plan for plan in (reseeded, identical, rounded) if plan]
+        every = [(), *itertools.accumulate(plans, with_changes)]
+        long = 2 if rounded else 0  # the last two are compared by their losses
+        steps = [PARITY_STEPS if place >= len(every) - long else IDENTITY_STEPS for place in range(len(every))]
+        wanted = [ProofRun(changes=plan, steps=count) for plan, count in zip(every, steps, strict=True)]
+        self._run_ahead(wanted)
+        paired = self._run("the command as it was", wanted[0])
+        if reseeded:
+            paired = self._same_batches(paired, reseeded, ("reseeded", "identical"), steps[1])
+        if identical:
+            paired = self._same_batches(paired, identical, ("identical",), steps[1 + bool(reseeded)])
+        if rounded:
+            self._same_loss(paired, rounded)
+
+    def _same_batches(self, paired: Run, changes: tuple[Change, ...], needed: Sequence[str], steps: int) -> Run:
+        """Whether the same batches reach the model; the run with what passed, to compare the next class with."""
+        repeat: Run | None = None
+
+        def prove(run: Run) -> Proof:
+            proof = same_batches(paired, run, repeat)
+            if proof.holds and proof.standing not in needed:
+                return Proof(standing="failed", text=f"{proof.text}, where none should differ")
+            return proof
+
+        def with_these(some: tuple[Change, ...]) -> Run:
+            wanted = ProofRun(changes=with_changes(paired.changes, some), steps=steps)
+            return self._run(_names(some), wanted)
+
+        run = with_these(changes)
+        proof = prove(run)
+        if not proof.holds and self._bench.has_time():
+            repeat = self._run(ONCE_MORE, ProofRun(changes=paired.changes, steps=steps))
+            proof = prove(run)
+        if proof.holds or len(changes) == 1:
+            self._bench.proven(changes, proof)
+            return run if proof.holds else paired
+        self._bench.said(f"proof, {_names(changes)}: {proof.text}. One by one")
+        passed = self._one_by_one(paired.changes, changes, steps, prove)
+        return with_these(passed) if len(passed) > 1 else paired
+
+    def _same_loss(self, paired: Run, changes: tuple[Change, ...]) -> None:
+        same = paired.changes
+
+        def wanted(some: tuple[Change, ...] = (), shaken: int = 0) -> ProofRun:
+            return ProofRun(changes=with_changes(same, some), steps=PARITY_STEPS, shaken=shaken)
+
+        run = self._run(_names(changes), wanted(changes))
+        proof = same_loss(paired, run)
+        if proof.holds or not self._bench.has_time():
+            self._bench.proven(changes, proof)
+            return
+        alone = [wanted((change,)) for change in changes] if len(changes) > 1 else []
+        shaken = [wanted(shaken=number) for number in range(1, SHAKEN_RUNS + 1)]
+        self._run_ahead([wanted(), *shaken, *alone])
+        repeat, rounding = self._run(ONCE_MORE, wanted()), []
+        for one in shaken if not is_steady(paired, repeat) else ():
+            if self._is_ahead(one) or self._bench.has_time():
+                rounding.append(self._run("without it, weights shaken a little: what rounding alone does", one))
+        proof = same_loss(paired, run, repeat, rounding)
+        if proof.holds or not alone:
+            self._bench.proven(changes, proof)
+            return
+        self._one_by_one(same, changes, PARITY_STEPS, lambda run: same_loss(paired, run, repeat, rounding))
+
+    def _one_by_one(
+        self, same: tuple[Change, ...], changes: tuple[Change, ...], steps: int, prove: Callable[[Run], Proof]
+    ) -> tuple[Change, ...]:
+        """Each by itself; those that pass."""
+        passed = []
+        for change in changes:
+            wanted = ProofRun(changes=with_changes(same, (change,)), steps=steps)
+            proof = Proof(standing="not proven", text="the budget was spent")
+            if self._is_ahead(wanted) or self._bench.has_time():
+                proof = prove(self._run(in_words(change), wanted))
+            self._bench.proven((change,), proof)
+            if proof.holds:
+                passed.append(change)
+        return tuple(passed)
+
+    def _run_ahead(self, wanted: Sequence[ProofRun]) -> None:
+        """All of them at once, if there is room; `_run` finds them."""
+        if self._bench.has_room_for(len(wanted)):
+            self._ahead += zip(wanted, self._bench.prove_with_all(wanted), strict=True)
+
+    def _is_ahead(self, wanted: ProofRun) -> bool:
+        return any(there == wanted for there, _ in self._ahead)
+
+    def _run(self, what: str, wanted: ProofRun) -> Run:
+        for place, (there, run) in enumerate(self._ahead):
+            if there == wanted:
+                del self._ahead[place]
+                return run
+        return self._bench.prove_with(what, wanted)
+
+
+def with_changes(kept: Sequence[Change], changes: Sequence[Change]) -> tuple[Change, ...]:
+    """What was kept and these, each name once, and no number of workers beside a loader that finds its own."""
+    names = {change.name for change in changes}
+    if "loader" in names:
+        names |= LOADED_BY_HAND
+    return (*(change for change in kept if change.name not in names), *changes)
+
+
+def _names(changes: Sequence[Change]) -> str:
+    return " + ".join(in_words(change) for change in changes)
