@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from flatout.inject import session
+from flatout.inject import course as room
+from flatout.inject.course import Course
+from flatout.sense.facts import batches_ahead
 from flatout.sense.options import MOST_STEPS, Options, Trial
 
 
@@ -23,15 +25,15 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(session, "time", made)
+    monkeypatch.setattr(room, "time", made)
     return made
 
 
-def course(**trial: Any) -> session._Course:
-    return session._Course(Options(folder=Path(), name="train", max_steps=4, trial=Trial(**trial)))
+def course(alone: bool = True, **trial: Any) -> Course:
+    return Course(Options(folder=Path(), name="train", max_steps=4, trial=Trial(**trial)), alone=lambda: alone)
 
 
-def steps(course: session._Course, clock: Clock, count: int, step_s: float, *, measured: int) -> int:
+def steps(course: Course, clock: Clock, count: int, step_s: float, *, measured: int) -> int:
     """So many steps; how many are measured by then."""
     for _ in range(count):
         course.step_begins()
@@ -55,6 +57,18 @@ def test_only_measured_steps_count(clock: Clock) -> None:
     assert run.is_over()
 
 
+def test_unsteady_steps_are_measured_for_twice_as_long(clock: Clock) -> None:
+    for later_s, over in ((0.5, True), (0.2, False)):
+        run = course(at_least_s=16.0, known_to=0.02)
+        measured = steps(run, clock, 24, 0.5, measured=0)
+        while run._trained_s < 16.0:
+            measured = steps(run, clock, 1, later_s, measured=measured)
+        assert run.is_over() == over
+        while run._trained_s < 32.0:
+            measured = steps(run, clock, 1, later_s, measured=measured)
+        assert run.is_over()
+
+
 def test_short_steps_end_at_a_number(clock: Clock) -> None:
     run = course(at_least_s=1e9)
     measured = steps(run, clock, MOST_STEPS - 1, 0.001, measured=0)
@@ -71,10 +85,9 @@ def test_batches_that_lay_ready_are_used_up_first_but_not_forever(clock: Clock) 
     assert not course(fingerprints=True).warms_up(0, batches_ready=30)
 
 
-def test_several_ranks_count_steps_alone(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_ranks_count_steps_alone(clock: Clock) -> None:
     """Their clocks differ, and they have to do the same."""
-    monkeypatch.setattr(session, "_world_size", lambda: 2)
-    run = course(at_least_s=1e9, look_below_s=0.0)
+    run = course(alone=False, at_least_s=1e9, look_below_s=0.0)
     steps(run, clock, 3, 6.0, measured=0)
     assert run.warms_up(3, batches_ready=30)
     assert not run.is_over()
@@ -103,4 +116,4 @@ def test_what_is_slower_is_not_looked_at(clock: Clock) -> None:
 )
 def test_how_many_batches_lie_ready(facts: SimpleNamespace, ready: int) -> None:
     usual = {"elastic": False, "length": 100_000, "batch_size": 32}
-    assert session.look.batches_ahead(usual | vars(facts)) == ready
+    assert batches_ahead(usual | vars(facts)) == ready

@@ -26,11 +26,12 @@ import torch.utils.data.dataloader as stock
 from flatout.errors import FlatoutError, TraceError
 from flatout.inject.apply.ledger import Ledger
 from flatout.inject.ceiling import Ceiling
+from flatout.inject.course import Course
 from flatout.inject.startup import when_imported
 from flatout.sense import facts as look
 from flatout.sense.clock import CudaClock, LossReader
 from flatout.sense.hooks import Hooks, Listener
-from flatout.sense.options import MOST_STEPS, RANK, Options
+from flatout.sense.options import RANK, Options
 from flatout.sense.recorder import DATA, OWN, Recorder
 from flatout.sense.settings import Settings, hide_in_arguments
 from flatout.sense.worker import Meter, measure_fetcher
@@ -49,7 +50,6 @@ _XRAY_STEPS = 9  # the first bears the profiler's start and is left out
 _XRAY_AFTER_STEPS = 12
 _XRAY_AFTER_S = 2.0
 _RECOVERY_STEPS = 12
-_WARM_UP_S = 9.0  # of a trial, at most
 _GRACE_S = 5.0  # for a script that swallows SystemExit, or saves what it has on its way out
 
 _session: Session | None = None
@@ -100,7 +100,7 @@ class Session(Listener):
         self.replays = self._ceiling is not None
         self._early: list[Step | PlainSteps] = []
         self._first_step_s: float | None = None
-        self._course = _Course(options)
+        self._course = Course(options, alone=lambda: _world_size() == 1)
         self._last_optimizer: Any = None
         self._facts_at_step = _FIRST_FACTS_AT_STEP
         self.closed = False
@@ -324,51 +324,6 @@ class Session(Listener):
             hard_exit(status)
 
         self._hooks.replace(os, "_exit", exit_after_flush)
-
-
-class _Course:
-    """How far a run with an end has come. Only measured steps count: an X-ray may take longer than all of them.
-
-    A trial begins with batches that lie ready from when it started, and would show a loader faster than it is: they
-    are used up first.
-    """
-
-    def __init__(self, options: Options) -> None:
-        self._steps = options.max_steps or 0
-        self._trial = options.trial
-        self._took_s: list[float] = []
-        self._trained_s = 0.0
-        self._step_began_s: float | None = None
-        self._began_s = 0.0
-        self._measured = 0
-
-    def step_begins(self) -> None:
-        self._step_began_s = time.monotonic()
-        self._began_s = self._began_s or self._step_began_s
-
-    def step_ended(self, measured: int) -> None:
-        if measured > self._measured and self._step_began_s is not None:
-            self._took_s.append(time.monotonic() - self._step_began_s)
-            self._trained_s += self._took_s[-1]
-        self._measured = measured
-
-    def warms_up(self, steps: int, batches_ready: int) -> bool:
-        timed = self._trial is not None and not self._trial.fingerprints
-        soon = not self._began_s or time.monotonic() - self._began_s < _WARM_UP_S
-        return timed and steps < batches_ready and (soon or _world_size() > 1)
-
-    def is_over(self) -> bool:
-        """Whether the steps are there and, in a process of its own, the time is."""
-        if self._trial is None or self._measured < self._steps or _world_size() > 1:  # ranks end together
-            return self._measured >= self._steps
-        return self._trained_s >= self._trial.at_least_s or self._measured >= MOST_STEPS
-
-    @functools.cached_property
-    def worth_a_look(self) -> bool:
-        """Whether the steps, now that they are over, were fast enough; the later ones count: loaders have to settle."""
-        wanted_s = self._trial.look_below_s if self._trial is not None and _world_size() == 1 else None
-        later = self._took_s[len(self._took_s) // 2 :]
-        return wanted_s is None or (bool(later) and sum(later) / len(later) < wanted_s)
 
 
 class _XrayPlan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import tempfile
 import time
@@ -22,6 +23,7 @@ from flatout.trace import Trace, read
 
 SEED = 20_261  # imposed where the script sets none: the same in every run
 CEILING = ("replay", "resident")  # kinds of steps
+LOOKING = (*CEILING, "xray", "after xray")
 _TAIL_BYTES = 20_000
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception(?! raised from)|Interrupt|Exit|Refused)\b.*")
@@ -98,12 +100,14 @@ class Runner(Protocol):
         steps: int,
         timeout_s: float,
         at_least_s: float = 0.0,
+        known_to: float = math.inf,
         look_below_s: float | None = None,
         fingerprints: bool = False,
         shaken: int = 0,
     ) -> Run:
         """One run of so many steps, or more where they take less than so long; with `fingerprints` not timed.
 
+        It goes on for up to twice as long while its mean step is not `known_to` such a share.
         The X-ray and the ceiling follow only where a step takes less than `look_below_s`.
         """
         ...
@@ -128,6 +132,7 @@ class Launcher:
         steps: int,
         timeout_s: float,
         at_least_s: float = 0.0,
+        known_to: float = math.inf,
         look_below_s: float | None = None,
         fingerprints: bool = False,
         shaken: int = 0,
@@ -141,6 +146,7 @@ class Launcher:
                 shaken=shaken,
                 ceiling=not fingerprints,
                 at_least_s=at_least_s,
+                known_to=known_to,
                 look_below_s=look_below_s,
                 timeout_s=timeout_s,
                 protect=Path(scratch),

@@ -25,13 +25,14 @@ from flatout.remedy.candidates import LOADED_BY_HAND, PAUSES, Offer, View, Wishe
 from flatout.remedy.found import Attempt, Found, Story, Trial
 from flatout.remedy.proof import Proof
 from flatout.remedy.proving import IDENTITY_STEPS, PARITY_STEPS, Proving, with_changes
-from flatout.remedy.running import ProofRun, Run, Runner, seen_like
+from flatout.remedy.running import LOOKING, ProofRun, Run, Runner, seen_like
 from flatout.remedy.speed import WORTH, Gain, Noise, Speed, gain, gain_of_rarer_pauses, noise_between_runs, pooled
 from flatout.sense.options import MOST_STEPS
 from flatout.trace import Trace
 
 FIRST_STEPS = 48
-KNOWN_TO = 0.02  # how well the baseline has to be known
+KNOWN_TO = 0.02  # how well the baseline is to be known …
+HARDLY_KNOWN_TO = 0.05  # … and when it is measured once more
 MEASURE_S = 6.0  # of training in a trial
 CLEAR = 1.25  # a gain that is believed before any run was repeated …
 CLEAR_IN_COMPANY = 2.0  # … and where others use the machine
@@ -92,7 +93,7 @@ class Search:
     # -- the baseline -----------------------------------------------------------------------------------------------
 
     def _baseline(self) -> None:
-        first = self._run("the command as it is", (), steps=self._steps or FIRST_STEPS)
+        first = self._run("the command as it is", (), steps=self._steps or FIRST_STEPS, known_to=KNOWN_TO)
         if first.speed is None or first.trace is None or first.hung:
             raise UsageError(self._why_no_baseline(first))
         if first.code != 0:
@@ -102,7 +103,7 @@ class Search:
         speed, case = first.speed, _case(first)
         cold = case.storage_share >= COLD
         affordable = self._left_s > 5 * first.seconds
-        if self._steps is None and affordable and (speed.known_to > KNOWN_TO or cold):
+        if self._steps is None and affordable and (speed.known_to > HARDLY_KNOWN_TO or cold):
             again = self._run("the command once more", ())
             if again.speed is not None and again.trace is not None and not again.hung:
                 faster = again.speed.value / speed.value
@@ -476,11 +477,12 @@ class Search:
             steps = None
         first, fresh = self._speeds[_key(())][0], None
         measured = self._speeds.get(_key(kept, long)) is not None
-        if self._left_s > (0.9 * (self.before.seconds + self._now.seconds) if measured else 0.0):
-            old = self._run("the command as it was, again", (), steps=steps)
-            new = self._run("with all that was kept", kept, steps=steps)
+        needed_s = 0.9 * (_without_a_look_s(self.before) + _without_a_look_s(self._now))
+        if self._left_s > (needed_s if measured else 0.0):
+            old = self._run("the command as it was, again", (), steps=steps, look_below_s=0.0)
+            new = self._run("with all that was kept", kept, steps=steps, look_below_s=0.0)
             if not self._failed(old) and not self._failed(new) and old.speed is not None and new.speed is not None:
-                self.found.before, self.found.after = old, new
+                self.found.before, self.found.after = _seen_like(old, self.before.trace), _seen_like(new, self._sight)
                 fresh = gain([old.speed], [new.speed], Noise(sd=0.0, repeats=0), pauses=long).value
                 drift = old.speed.value / first.value
                 if abs(math.log(drift)) > DRIFT and not long:
@@ -512,6 +514,7 @@ class Search:
         changes: Sequence[Change],
         *,
         steps: int | None = None,
+        known_to: float = math.inf,
         look_below_s: float | None = None,
         fingerprints: bool = False,
         shaken: int = 0,
@@ -523,6 +526,7 @@ class Search:
             steps=wanted,
             timeout_s=self._timeout_s(changes),
             at_least_s=MEASURE_S if self._ends_by_time and not fingerprints else 0.0,
+            known_to=known_to,
             look_below_s=look_below_s,
             fingerprints=fingerprints,
             shaken=shaken,
@@ -594,7 +598,7 @@ class Search:
         runs = [self._cost_s(before, IDENTITY_STEPS)] + [self._cost_s(now, IDENTITY_STEPS)] * len(classes)
         runs[-1 - rounds :] = [self._cost_s(now, PARITY_STEPS if rounds else IDENTITY_STEPS)] * (1 + rounds)
         proof = 1.5 * max(runs) if self.has_room_for(len(runs)) else sum(runs)
-        return proof + (before.seconds + now.seconds if self.found.kept else 0.0)
+        return proof + (_without_a_look_s(before) + _without_a_look_s(now) if self.found.kept else 0.0)
 
     def _affords(self, changes: Sequence[Change], *, runs: int = 1) -> bool:
         extra = COMPILING_S if _compiles(changes) and not _compiles(self.found.kept) else 0.0
@@ -640,6 +644,16 @@ def _case(run: Run) -> Case:
 def _start_s(run: Run) -> float:
     """What a run takes beside its training steps."""
     return max(0.0, run.seconds - _case(run).breakdown.training_ms / 1e3) if run.trace is not None else run.seconds
+
+
+def _without_a_look_s(run: Run) -> float:
+    """What a run takes without X-ray and ceiling."""
+    steps = run.trace.ranks[0].steps if run.trace is not None else ()
+    return run.seconds - sum(step.wall_ms for step in steps if step.kind in LOOKING) / 1e3
+
+
+def _seen_like(run: Run, earlier: Trace | None) -> Run:
+    return replace(run, trace=seen_like(run.trace, earlier)) if run.trace is not None and earlier is not None else run
 
 
 def _planned_samples(case: Case) -> float | None:

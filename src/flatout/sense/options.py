@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -27,9 +28,10 @@ class Trial:
     script sets none. With `fingerprints` nothing is timed: `proof-<rank>.jsonl` says what reached the model; where
     `shaken` is not 0, weights are changed after the first step by as much as half precision rounds.
 
-    It goes on beyond its steps until it has trained for `at_least_s`, or has MOST_STEPS; several ranks do not: they
-    have to end at the same step. The X-ray and the ceiling come last, and only where a step has taken less than
-    `look_below_s`: what is slower than what there is already need not be understood.
+    It goes on beyond its steps until it has trained for `at_least_s`, and for up to twice that while its mean step is
+    not `known_to` such a share, or until it has MOST_STEPS; several ranks do not: they have to end at the same step.
+    The X-ray and the ceiling come last, and only where a step has taken less than `look_below_s`: what is slower than
+    what there is already need not be understood.
     """
 
     seed: int | None = None
@@ -37,6 +39,7 @@ class Trial:
     shaken: int = 0
     ceiling: bool = True  # after the measured steps, those with their data already there
     at_least_s: float = 0.0
+    known_to: float = math.inf
     look_below_s: float | None = None
     timeout_s: float | None = None
     protect: Path | None = None

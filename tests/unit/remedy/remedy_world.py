@@ -6,6 +6,7 @@ answer is known.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -102,6 +103,7 @@ class World:
         steps: int,
         timeout_s: float,
         at_least_s: float = 0.0,
+        known_to: float = math.inf,
         look_below_s: float | None = None,
         fingerprints: bool = False,
         shaken: int = 0,
