@@ -49,6 +49,8 @@ SAFETIES: dict[str, Safety] = {
     "setting": "semantic",
 }
 PAUSES = ("eval_interval", "checkpoint_interval")
+FEEDING = {"loader", "num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "worker_threads"}
+FEEDING |= {"device_prefetch", "gc_freeze"}
 LOADED_BY_HAND = {"num_workers", "prefetch_factor", "persistent_workers"}  # what the elastic loader finds by itself
 EVALUATE_LESS = 5
 FUSABLE = ("Adam", "AdamW", "SGD", "Adagrad")
@@ -70,6 +72,11 @@ class Offer:
     def name(self) -> str:
         """What is tried, in words."""
         return " + ".join(in_words(change) for change in self.changes)
+
+    @property
+    def computes_alike(self) -> bool:
+        """Whether the card is given the same work: its X-ray and its ceiling are known already."""
+        return self.pauses or all(change.name in FEEDING for change in self.changes)
 
     @property
     def splits(self) -> bool:

@@ -196,7 +196,7 @@ class Search:
         if offer.pauses and self._long is None:
             self._look_at_an_epoch()
         steps = self._epoch_steps() if offer.pauses else None
-        look_below_s = 0.0 if offer.pauses else self._step_to_beat_s(offer.changes)
+        look_below_s = 0.0 if offer.computes_alike else self._step_to_beat_s(offer.changes)
         run = self._run(
             offer.name, with_changes(self.found.kept, offer.changes), steps=steps, look_below_s=look_below_s
         )

@@ -79,6 +79,30 @@ def test_the_bottleneck_moves_and_is_followed() -> None:
     assert "over the last 100 steps, margin 1%" in proof
 
 
+def test_only_what_is_faster_and_computes_otherwise_is_looked_into() -> None:
+    """Where the card is given the same work, the X-ray and the ceiling there are still hold."""
+    world = World(machine=Machine(data_ms=30.0, busy=0.4), facts=IN_FP32)
+    looks: dict[tuple[str, ...], float | None] = {}
+
+    class Watched(World):
+        def __call__(self, changes: Any, **more: Any) -> Run:
+            if not more.get("fingerprints"):
+                looks.setdefault(tuple(change.name for change in changes), more.get("look_below_s"))
+            return world(changes, **more)
+
+        def clock(self) -> float:
+            return world.clock()
+
+    found = fix(Watched(), budget_s=3600)
+    assert kept(found)["loader"] == "elastic"
+    assert kept(found)["precision"] == "bf16"
+    assert looks == {
+        (): None,
+        ("loader", "device_prefetch"): 0.0,
+        ("loader", "device_prefetch", "precision"): pytest.approx(0.0206, rel=0.02),  # a step with the loader
+    }
+
+
 def test_what_gives_nothing_is_undone_and_says_so() -> None:
     world = World(facts=IN_FP32, effects={"precision": lambda m, _: replace(m, compute_ms=0.995 * m.compute_ms)})
     found = fix(world)
