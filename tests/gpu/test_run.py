@@ -210,6 +210,13 @@ def test_a_trial_finds_the_ceiling(tmp_path: Path) -> None:
     assert run.account is not None
     facts = run.account["facts"]
     assert facts["ceiling_samples_per_s"] > 3 * facts["samples_per_s"], "16 ms of loading are gone"
-    resident = [step for step in run.observed.rank.steps if step.kind == "resident"]
     assert run.account["xray"] is not None
-    assert resident
+    order = list(dict.fromkeys(kinds))
+    assert order[-6:] == ["train", "xray", "after xray", "replay", "resident", "tail"]
+    starting_s = sum(
+        span.host_ms / 1e3
+        for step in run.observed.rank.steps
+        for span in step.spans
+        if step.kind == "xray" and span.name == "flatout"
+    )
+    assert starting_s < 4.0, "torch's compiler is not loaded for it"

@@ -58,15 +58,19 @@ class Profiler:
         return not profiler._is_profiler_enabled
 
     def start(self) -> None:
-        """Switch it on. `TEARDOWN_CUPTI` makes the driver let go of its hooks afterwards."""
-        from torch.profiler import ProfilerActivity, profile
+        """Switch it on. `TEARDOWN_CUPTI` makes the driver let go of its hooks afterwards.
 
+        Not by `torch.profiler`: that one loads torch's compiler first, to ask whether it makes CUDA graphs, which do
+        not survive a teardown. A compiler that is not loaded makes none, and training would stand still for seconds.
+        """
         profiler: Any = sys.modules["torch.autograd.profiler"]
+        compiler: Any = sys.modules.get("torch._inductor.config")
+        graphs = compiler is not None and compiler.triton.cudagraphs
 
         theirs_to_say = "TEARDOWN_CUPTI" in os.environ
-        os.environ.setdefault("TEARDOWN_CUPTI", "1")
+        os.environ.setdefault("TEARDOWN_CUPTI", "0" if graphs else "1")
         self._clocks = (time.monotonic(), time.time_ns())
-        ours: Any = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
+        ours: Any = profiler.profile(use_cpu=False, use_device="cuda", use_kineto=True, acc_events=True)
         ours.__enter__()
         prepare = profiler.profile._prepare_trace
 
@@ -89,7 +93,7 @@ class Profiler:
             ours, self._profile = self._profile, None
             ours.__exit__(None, None, None)
             self._give_back()
-            self._results = ours.profiler.kineto_results
+            self._results = ours.kineto_results
         return self._results
 
     def kernels(self, results: Any) -> list[Kernel]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from flatout.sense.xray import Kernel, read_kernels
@@ -21,6 +24,33 @@ def step(start_s: float) -> Step:
 
 def kernel(name: str, start_us: int, end_us: int, launched_us: int | None = None) -> Kernel:
     return Kernel(name, start_us * US, end_us * US, launched_us * US if launched_us is not None else None)
+
+
+ON_THE_HOST = """
+import sys
+import torch.autograd.profiler as profiler
+from flatout.sense.xray import Profiler
+
+class OnTheHost(profiler.profile):  # there is no card to look at
+    def __init__(self, **options):
+        assert options["use_device"] == "cuda", options
+        super().__init__(**{**options, "use_cpu": True, "use_device": None})
+
+profiler.profile = OnTheHost
+ours = Profiler()
+ours.start()
+assert ours.running and not ours.available()
+ours.stop()
+assert not ours.running and ours.available()
+loaded = [name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules]
+assert not loaded, loaded
+"""
+
+
+def test_its_start_does_not_load_torch_s_compiler() -> None:
+    """Which takes seconds, in the middle of a training."""
+    done = subprocess.run([sys.executable, "-c", ON_THE_HOST], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_matrix_work_is_told_from_what_else_cudnn_does() -> None:
