@@ -181,6 +181,19 @@ def test_a_graph_capture_is_left_alone(tmp_path: Path) -> None:
     assert learned == [bare]
 
 
+def test_batches_that_a_thread_page_locks_are_counted_once(tmp_path: Path) -> None:
+    model, optimizer, _ = made(64)
+    loader = DataLoader(TensorDataset(torch.randn(8000, 64)), batch_size=16, num_workers=2, pin_memory=True)
+
+    def train() -> None:
+        for (batch,) in loader:
+            heavy(model, optimizer, batch.cuda(non_blocking=True))
+
+    rank = observe(tmp_path, train)
+    assert {step.samples for step in rank.steps if step.kind == "train"} == {16}
+    assert sum(window.samples or 0 for window in rank.windows) == 16 * sum(w.wall_ms.count for w in rank.windows)
+
+
 TRIAL = """
     import torch, time
     from torch.utils.data import DataLoader, Dataset

@@ -217,11 +217,12 @@ class Hooks:
         recorder, listener = self._recorder, self._listener
         if recorder.light:
             if loader in recorder.train_loaders and torch.is_grad_enabled():
-                start_s, batch = recorder.clock(), None
+                start_s, batch, recorder.waiting = recorder.clock(), None, True
                 try:
                     batch = fetch(*args, **kwargs)
                     return batch
                 finally:
+                    recorder.waiting = False
                     try:
                         samples = None if batch is None else batch_size(batch) or 0
                         recorder.tape.append((loader, start_s, recorder.clock(), samples))

@@ -113,6 +113,7 @@ class Recorder:
         self.train_loaders = self._evaluation.train_loaders
         self.light = False  # this step is not looked at closely, and nothing but training has been seen in it
         self.tape: list[Event] = []  # in light steps the hooks write here
+        self.waiting = False  # for a batch, in a light step
         self._whole = 0  # events on the tape up to the end of a step
         self._closed = 0  # steps that ended, without those on the tape
         self._marking = False
@@ -133,8 +134,8 @@ class Recorder:
 
     @property
     def busy(self) -> bool:
-        """Whether the thread is in a named phase."""
-        return bool(self._stack)
+        """Whether the thread is in a named phase, or in a wait that goes on the tape."""
+        return self.waiting or bool(self._stack)
 
     @property
     def marking(self) -> bool:

@@ -111,6 +111,33 @@ def test_two_models_with_two_optimizers_make_one_step(tmp_path: Path, closely: b
 
 
 @AS_ANY
+def test_a_queue_behind_a_loader_is_no_second_loader(tmp_path: Path, closely: bool) -> None:
+    """A thread that page-locks batches hands them to the loader by such a queue, in the midst of the wait for them."""
+    ready: queue.Queue[torch.Tensor] = queue.Queue()
+
+    class Handed(Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            ready.put(torch.ones(3))
+            return ready.get()
+
+    def train() -> None:
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in DataLoader(Handed(), batch_size=4):
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    observed = observe(tmp_path, train, closely=closely)
+    assert {step.samples for step in observed.steps} == {4}
+    assert observed.samples() == 64
+    assert all([span.name for span in step.spans].count("data") == 1 for step in observed.steps)
+
+
+@AS_ANY
 def test_accumulation_counts_micro_steps(tmp_path: Path, closely: bool) -> None:
     def train() -> None:
         model = Net()
