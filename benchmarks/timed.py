@@ -30,8 +30,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 WARM_UP_STEPS = 10
-WARM_UP_S = 2.0  # after the first step: kernels chosen, memory claimed, batches made ahead of time used up
-WARM_UP_SHARE = 0.25  # of the window, where that is less
+WARM_UP_S = 6.0  # after the first step, or as long as the window: batches that lay ready used up, loaders settled
 
 
 class Window:
@@ -39,7 +38,7 @@ class Window:
 
     def __init__(self, out: Path, seconds: float, epochs: int) -> None:
         self.out, self.seconds, self.epochs = out, seconds, epochs
-        self.warm_up_s = min(WARM_UP_S, WARM_UP_SHARE * seconds)
+        self.warm_up_s = min(WARM_UP_S, seconds)
         self.cuda = False  # known once the script has taken its first steps
         self.batch = 0  # samples in the batch fetched last
         self.steps_before = 0
@@ -151,7 +150,7 @@ def drain(out: Path, seconds: float) -> None:
         batches = endless(loader)
         next(batches)
         first_s = time.monotonic()
-        while time.monotonic() - first_s < min(WARM_UP_S, WARM_UP_SHARE * seconds):
+        while time.monotonic() - first_s < min(WARM_UP_S, seconds):
             next(batches)
         start_s, samples = time.monotonic(), 0
         while time.monotonic() - start_s < seconds:
