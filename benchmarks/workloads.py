@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--no-ceilings", action="store_true", help="of before and mended")
     parser.add_argument("--fix", metavar="BUDGET", help="measure flatout run --auto and flatout fix too, such as 4m")
     parser.add_argument("--engine", nargs="*", metavar="KEY=VALUE", help="measure flatout train too, so set")
-    own, extra = _split_at_dashes(sys.argv[1:])
+    own, extra = split_at_dashes(sys.argv[1:])
     options = parser.parse_args(own)
 
     results = load(options.out)
@@ -154,26 +154,8 @@ def fix_variants(
     long, short = options.seconds, options.seconds / 3
     variants = {"auto": measure(root, name, flags, long, through=["--auto"])}
     with tempfile.TemporaryDirectory(prefix="fix-") as folder:
-        plan, told = Path(folder, "plan.yaml"), Path(folder, "fix.json")
-        python = Path(folder, "python")
-        python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
-        python.chmod(0o755)
-        words = ["fix", "--allow", "all", "--budget", options.fix, "--out", str(plan), "--json", str(told), "--"]
-        env = environment(root, ROOT / "src") | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
-        command = [
-            sys.executable,
-            "-m",
-            "flatout",
-            *words,
-            *start(root, name),
-            *flags,
-            "--out",
-            str(Path(folder, "run")),
-        ]
-        start_s = time.monotonic()
-        if code := subprocess.run(command, cwd=folder, env=env).returncode:
-            raise Failed(f"flatout fix ended with exit code {code}: {shlex.join(map(str, command))}")
-        found = {**json.loads(told.read_text()), "wall_s": time.monotonic() - start_s, "plan": plan.read_text()}
+        plan = Path(folder, "plan.yaml")
+        found = fix(root, name, flags, plan, "--allow", "all", "--budget", options.fix)
         through = ["--plan", str(plan)]
         variants |= {
             "fix": measure(root, name, flags, long, through=through),
@@ -181,6 +163,31 @@ def fix_variants(
             "fix supply": measure(root, name, flags, short, through=through, supply=True),
         }
     return {"fix": found}, variants
+
+
+def fix(root: Path, name: str, flags: Sequence[str], plan: Path, *wishes: str) -> dict[str, Any]:
+    """`flatout fix` of a workload, with a `python` on its path that is this one; what it found, and its plan."""
+    told, python = plan.with_name("fix.json"), plan.with_name("python")
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    python.chmod(0o755)
+    env = environment(root, ROOT / "src") | {"PATH": f"{plan.parent}{os.pathsep}{os.environ['PATH']}"}
+    words = [
+        "fix",
+        *wishes,
+        "--out",
+        plan,
+        "--json",
+        told,
+        "--",
+        *start(root, name),
+        *flags,
+        "--out",
+        plan.parent / "run",
+    ]
+    start_s = time.monotonic()
+    if code := subprocess.run([sys.executable, "-m", "flatout", *words], cwd=plan.parent, env=env).returncode:
+        raise Failed(f"flatout fix ended with exit code {code}: flatout {shlex.join(map(str, words))}")
+    return {**json.loads(told.read_text()), "wall_s": time.monotonic() - start_s, "plan": plan.read_text()}
 
 
 def engine_variants(root: Path, name: str, data: Path, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -363,7 +370,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-def _split_at_dashes(words: list[str]) -> tuple[list[str], list[str]]:
+def split_at_dashes(words: list[str]) -> tuple[list[str], list[str]]:
     at = words.index("--") if "--" in words else len(words)
     return words[:at], words[at + 1 :]
 
