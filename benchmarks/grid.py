@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from benchmarks.workloads import split_at_dashes, copied, fix, machine, make_data, measure  # noqa: E402
+from benchmarks.workloads import copied, fix, machine, make_data, measure, split_at_dashes  # noqa: E402
 
 BEST, AGAIN = 5, 2
 WISHES = ("--allow", "batch_size", "--only", "loader,num_workers,prefetch_factor,pin_memory,device_prefetch,batch_size")

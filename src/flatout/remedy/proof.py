@@ -32,6 +32,7 @@ FEWEST_LOSSES = 200
 COMPARED = 100
 MARGIN = 0.01
 EARLY, EARLY_MARGIN = 20, 0.05
+_REPEATS_APART = 3  # times what two runs of the same plan differ by, others may
 STUDENT = {2: 4.30, 3: 3.18, 4: 2.78}  # of a 95% interval, by degrees of freedom
 
 Standing = Literal["identical", "reseeded", "equivalent", "failed", "not proven"]
@@ -101,6 +102,9 @@ def _with_losses(before: Run, after: Run, repeat: Run | None, standing: Standing
     a, b = a[-last:], b[-last:]
     low, high, scale = _interval(a, b)
     margin, whose = _margin(before, repeat, last, scale)
+    if standing == "reseeded" or margin > MARGIN * scale:  # other random numbers, or another order of adding
+        margin = max(_REPEATS_APART * margin, EARLY_MARGIN * scale)
+        whose = f"{margin / scale:.0%}"
     apart = float((b - a).mean()) / scale
     if low > margin or high < -margin:
         return Proof(standing="failed", text=f"{said}, but the loss is {apart:+.1%} ({last} steps, margin {whose})")

@@ -99,6 +99,16 @@ def test_the_same_batches_that_teach_nothing_fail() -> None:
     assert "but the loss is" in proof.text
 
 
+def test_other_random_numbers_may_change_the_loss_a_little_and_the_same_bytes_may_not() -> None:
+    losses = learning(60)
+    higher = [loss * 1.03 for loss in losses]
+    assert same_batches(proof_run(losses), proof_run(higher, inputs="other")).standing == "reseeded"
+    assert same_batches(proof_run(losses), proof_run(higher)).standing == "failed"
+    assert same_batches(proof_run(losses), proof_run([1.1 * x for x in losses], inputs="other")).standing == "failed"
+    again = proof_run([loss * 1.015 for loss in losses])  # the machine itself is not so sure
+    assert same_batches(proof_run(losses), proof_run(higher), again).standing == "identical"
+
+
 def test_few_batches_and_few_losses_prove_nothing() -> None:
     assert same_batches(proof_run(learning(10)), proof_run(learning(10))).standing == "not proven"
     short = same_loss(proof_run(learning(150)), proof_run(learning(150)))

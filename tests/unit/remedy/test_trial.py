@@ -345,7 +345,7 @@ def test_a_machine_that_computes_otherwise_each_time_does_not_refute_the_same_ba
         return losses * (1 + 0.02 * (next(runs) % 3))
 
     found = fix(World(machine=Machine(data_ms=30.0), teaches=chaotic))
-    assert kept(found) == {"loader": "elastic"}
+    assert kept(found) == {"loader": "elastic", "device_prefetch": True}
     assert any("what the machine alone does" in trial.what for trial in found.trials)
 
 
