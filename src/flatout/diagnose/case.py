@@ -270,12 +270,19 @@ class Case:
 
     @cached_property
     def samples(self) -> tuple[Sample, ...]:
-        """Hardware samples most of whose time was training."""
+        """Hardware samples most of whose time was training, and not the X-ray."""
         taken = self.trace.samples.get(self.rank.info.host, ())
         if not self.steps:
             return taken
-        start, end = self.steps[0].start_s, self.steps[-1].start_s + self.steps[-1].wall_ms / 1e3
-        return tuple(s for s in taken if start < s.time_s - s.interval_s / 2 <= end)
+        start, last = self.steps[0].start_s, self.steps[-1]
+        ends = [last.start_s + last.wall_ms / 1e3, *(w.start_s + w.wall_ms.total / 1e3 for w in self.rank.windows[-1:])]
+        xray = [step for step in self.rank.steps if step.kind in ("xray", "after xray")]
+
+        def trains(at_s: float) -> bool:
+            looked_at = any(step.start_s < at_s <= step.start_s + step.wall_ms / 1e3 for step in xray)
+            return start < at_s <= max(ends) and not looked_at
+
+        return tuple(s for s in taken if trains(s.time_s - s.interval_s / 2))
 
     @cached_property
     def cores(self) -> float | None:

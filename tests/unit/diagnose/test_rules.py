@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from diagnose_cases import FACTS, HEALTHY, LOADER, hardware, steps, trace, workers, xray
 
+from flatout.diagnose.case import cases
 from flatout.diagnose.finding import CODES, Finding
 from flatout.diagnose.rules import diagnose
 from flatout.trace import GpuProcess, ProcessSample, RankTrace, RunInfo, Sketch, Span, Step, Trace
@@ -427,3 +428,18 @@ def test_a_finding_must_speak_the_public_vocabulary() -> None:
     assert len(set(CODES)) == len(CODES)
     with pytest.raises(AssertionError):
         Finding(code="data.bad", title="", share=0, gain_low=1, gain_high=1, derived="", confidence=1)
+
+
+def test_the_card_is_judged_by_its_training_and_not_by_the_x_ray() -> None:
+    """Starting the kernel profiler takes a second or more, in which nothing is trained; samples after the last step
+    that was kept raw count, if it is a window that goes on."""
+    made = steps(*HEALTHY)  # 1.2 s
+    looking = Step(index=60, start_s=101.2, wall_ms=2_000.0, kind="xray")
+    later = [dataclasses.replace(step, index=100 + n, start_s=103.2 + 0.02 * n) for n, step in enumerate(made)]
+    busy = hardware()
+    idle = tuple(dataclasses.replace(s, gpus=(dataclasses.replace(s.gpus[0], sm_active_pct=0.0),)) for s in busy)
+    run = trace(samples=tuple(i if 101.2 < s.time_s - 0.5 < 103.2 else s for i, s in zip(idle, busy, strict=True)))
+    rank = dataclasses.replace(run.ranks[0], steps=(*made, looking), windows=(window_of(list(made)), window_of(later)))
+    case = cases(dataclasses.replace(run, ranks=(rank,)))[0]
+    assert [s.time_s for s in case.samples] == [101.5, 104.5]
+    assert case.card("sm_active_pct").mean == pytest.approx(85.0)
