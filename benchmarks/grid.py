@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, metavar="DIR")
     parser.add_argument("--size", choices=["tiny", "small", "full"], default="full")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--seconds", type=float, default=4.0, help="a window lasts")
+    parser.add_argument("--seconds", type=float, default=6.0, help="a window lasts, and the warm-up before it")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--budget", default="4m", help="of flatout fix")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2, 4, 8, 12, 14, 16, 24])
