@@ -8,6 +8,7 @@ a file grows with the logarithm of the run. What is held back in memory does not
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import deque
 from typing import Any, TypeVar
 
@@ -30,7 +31,6 @@ BYTES_A_LENGTH = 2_500_000
 NAMES_A_WINDOW = 100
 RAW_SAMPLE_BYTES = 16_000_000
 BYTES_A_STRIDE = 3_000_000
-MEDIAN_EVERY_STEPS = 64
 
 _NOT_AVERAGED = ("index", "pid", "energy_j")
 
@@ -56,9 +56,7 @@ class StepThinner:
         if step.kind != "train":
             return [step] if self._raw_bytes_left > 0 else []
         self._seen += 1
-        early = self._seen <= RAW_STEPS
-        kept = [step] if early else self._outliers.among(step)
-        self._outliers.learn(step.wall_ms)
+        kept = [step] if self._seen <= RAW_STEPS else self._outliers.among(step)
         out: list[Step | Window] = [*kept] if self._raw_bytes_left > 0 else []
         self._window.add(step)
         return out + self.flush() if self._window.is_full(self._length) else out
@@ -67,11 +65,10 @@ class StepThinner:
         """Count plain steps in, all at once; one by one at the beginning of a run."""
         if self._seen < RAW_STEPS:
             return [record for step in plain.steps() for record in self.push(step)]
-        walls = Sketch.of(plain.walls_ms)
-        self._seen += walls.count
-        unusual = self._outliers.among_many(plain, walls)
-        out: list[Step | Window] = [*unusual] if self._raw_bytes_left > 0 else []
-        self._window.add_many(plain, walls)
+        self._seen += len(plain.walls_ms)
+        kept = self._outliers.among_many(plain)
+        out: list[Step | Window] = [*kept] if self._raw_bytes_left > 0 else []
+        self._window.add_many(plain)
         return out + self.flush() if self._window.is_full(self._length) else out
 
     def flush(self) -> list[Step | Window]:
@@ -80,6 +77,7 @@ class StepThinner:
             return []
         window = self._window.window()
         self._window = WindowBuilder()
+        self._outliers.learn(window.wall_ms)
         return [window]
 
     def wrote(self, record: Step | Window, size: int) -> None:
@@ -108,11 +106,10 @@ class _Outliers:
         allowed = OUTLIERS_AT_FIRST + OUTLIERS_SHARE * self._wall_ms.count
         return int(min(RAW_OUTLIERS, allowed)) - self._kept
 
-    def learn(self, wall_ms: float) -> None:
+    def learn(self, walls_ms: Sketch) -> None:
         """How long steps usually take."""
-        if self._wall_ms.count % MEDIAN_EVERY_STEPS == 0:
-            self._median_ms = self._wall_ms.quantile(0.5)
-        self._wall_ms.add(wall_ms)
+        self._wall_ms.merge(walls_ms)
+        self._median_ms = self._wall_ms.quantile(0.5)
 
     def among(self, step: Step) -> list[Step]:
         """What this step shows to be worth keeping: nothing, itself, or itself and the ones before."""
@@ -133,14 +130,12 @@ class _Outliers:
         self._kept += len(kept)
         return kept
 
-    def among_many(self, plain: PlainSteps, walls_ms: Sketch) -> list[Step]:
+    def among_many(self, plain: PlainSteps) -> list[Step]:
         """The same of many steps at once: only those worth keeping are made."""
-        limit_ms = OUTLIER * (self._median_ms or 0.0)
-        self._wall_ms.merge(walls_ms)
-        self._median_ms = self._wall_ms.quantile(0.5)
+        walls_ms, limit_ms = plain.walls_ms, OUTLIER * (self._median_ms or math.inf)
         kept: list[Step] = []
         kept_to, left = 0, self._left  # places
-        for place, wall_ms in enumerate(plain.walls_ms) if self._after or walls_ms.high > limit_ms else ():
+        for place, wall_ms in enumerate(walls_ms) if self._after or max(walls_ms) > limit_ms else ():
             if len(kept) >= left:
                 self._after = 0
                 break
@@ -153,7 +148,7 @@ class _Outliers:
             elif self._after:
                 kept += plain.part(place, place + 1)
                 kept_to, self._after = place + 1, self._after - 1
-        self._before.extend(plain.part(max(kept_to, walls_ms.count - NEIGHBOURS), walls_ms.count))
+        self._before.extend(plain.part(max(kept_to, len(walls_ms) - NEIGHBOURS), len(walls_ms)))
         self._kept += len(kept)
         return kept
 
@@ -165,6 +160,8 @@ class WindowBuilder:
         self._first: tuple[int, float] | None = None  # index, and when it began
         self._last_index = 0
         self._wall_ms = Sketch()
+        self._total_ms = 0.0
+        self._plain_ms: dict[tuple[str, str], tuple[list[float], list[float]]] = {}  # walls and waits, by their names
         self._spans_ms: dict[str, Sketch] = {}
         self._idle_ms: dict[str, float] = {}
         self._busy_ms: dict[str, float] = {}
@@ -178,6 +175,7 @@ class WindowBuilder:
         self._first = self._first or (step.index, step.start_s)
         self._last_index = step.index
         self.steps += 1
+        self._total_ms += step.wall_ms
         self._wall_ms.add(step.wall_ms)
         if step.samples is not None:
             self._samples = (self._samples or 0) + step.samples
@@ -193,23 +191,33 @@ class WindowBuilder:
                     sums[key] = sums.get(key, 0.0) + ms
         self._gpu_steps += on_gpu
 
-    def add_many(self, plain: PlainSteps, walls_ms: Sketch) -> None:
-        """Count plain steps in; their wall times are known already."""
+    def add_many(self, plain: PlainSteps) -> None:
+        """Count plain steps in. What they took is only noted here; `window` makes sense of all of them at once."""
+        walls = plain.walls_ms
         self._first = self._first or (plain.first_index, plain.start_s)
-        self._last_index = plain.first_index + walls_ms.count - 1
-        self.steps += walls_ms.count
-        self._wall_ms.merge(walls_ms)
+        self._last_index = plain.first_index + len(walls) - 1
+        self.steps += len(walls)
+        self._total_ms += sum(walls)
         self._samples = (self._samples or 0) + plain.samples if plain.samples else self._samples
-        computing_ms = [wall - wait for wall, wait in zip(plain.walls_ms, plain.waits_ms, strict=True)]
-        for name, values in ((plain.waiting, plain.waits_ms), (plain.computing, computing_ms)):
-            self._spans_ms.setdefault(name_within(self._spans_ms, name), Sketch()).merge(Sketch.of(values))
+        noted = self._plain_ms.setdefault((plain.waiting, plain.computing), ([], []))
+        noted[0].extend(walls)
+        noted[1].extend(plain.waits_ms)
 
     def is_full(self, steps: int) -> bool:
-        return self.steps >= steps and self._wall_ms.total >= WINDOW_MS
+        return self.steps >= steps and self._total_ms >= WINDOW_MS
+
+    def _sum_up_the_plain(self) -> None:
+        for (waiting, computing), (walls, waits) in self._plain_ms.items():
+            self._wall_ms.merge(Sketch.of(walls))
+            worked = [wall - wait for wall, wait in zip(walls, waits, strict=True)]
+            for name, values in ((waiting, waits), (computing, worked)):
+                self._spans_ms.setdefault(name_within(self._spans_ms, name), Sketch()).merge(Sketch.of(values))
+        self._plain_ms.clear()
 
     def window(self) -> Window:
         """What was counted in, as one record."""
         assert self._first is not None
+        self._sum_up_the_plain()
         return Window(
             first_index=self._first[0],
             last_index=self._last_index,
