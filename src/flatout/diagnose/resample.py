@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
 RESAMPLES = 2_000
 INTERVAL = (2.5, 97.5)
+STUDENT = (math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31)  # half that interval, by degrees of freedom
 
 Floats = npt.NDArray[np.float64]
 

@@ -71,7 +71,7 @@ class Offer:
     @property
     def name(self) -> str:
         """What is tried, in words."""
-        return " + ".join(in_words(change) for change in self.changes)
+        return all_in_words(self.changes)
 
     @property
     def computes_alike(self) -> bool:
@@ -95,6 +95,19 @@ def in_words(change: Change) -> str:
     if change.value is True:
         return name
     return f"{name} {change.value}" if name != "loader" else f"{change.value} loader"
+
+
+def all_in_words(changes: Iterable[Change]) -> str:
+    """Several, as one would say them."""
+    return " + ".join(in_words(change) for change in changes)
+
+
+def with_changes(kept: Sequence[Change], changes: Sequence[Change]) -> tuple[Change, ...]:
+    """What was kept and these, each name once, and no number of workers beside a loader that finds its own."""
+    names = {change.name for change in changes}
+    if "loader" in names:
+        names |= LOADED_BY_HAND
+    return (*(change for change in kept if change.name not in names), *changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from flatout.diagnose.resample import INTERVAL, Floats, resampled_means
+from flatout.diagnose.resample import INTERVAL, STUDENT, Floats, resampled_means
 from flatout.remedy.running import ProofStep, Run
 
 FEWEST_BATCHES = 20
@@ -33,7 +33,6 @@ COMPARED = 100
 MARGIN = 0.01
 EARLY, EARLY_MARGIN = 20, 0.05
 _REPEATS_APART = 3  # times what two runs of the same plan differ by, others may
-STUDENT = {2: 4.30, 3: 3.18, 4: 2.78}  # of a 95% interval, by degrees of freedom
 
 Standing = Literal["identical", "reseeded", "equivalent", "failed", "not proven"]
 
@@ -128,7 +127,7 @@ def same_loss(before: Run, after: Run, repeat: Run | None = None, shaken: Sequen
     sensitive = _sensitive_margin(before, shaken)
     if sensitive > margin:
         early = float((b - a)[:EARLY].mean()) / max(float(np.abs(a[:EARLY]).mean()), 1e-12)
-        said += f", within ±{sensitive / scale:.0%} as rounding alone makes it, {early:+.2%} over the first {EARLY}"
+        said += f" (rounding alone makes ±{sensitive / scale:.0%}), {early:+.2%} over the first {EARLY}"
         if abs(early) > EARLY_MARGIN:
             return Proof(standing="failed", text=said)
         return Proof(standing="equivalent", text=said) if abs(apart) < sensitive else _unproven(said)
@@ -152,7 +151,7 @@ def _sensitive_margin(before: Run, shaken: Sequence[Run]) -> float:
     if len(shaken) < 2:
         return 0.0
     means = [float(_losses(before, run)[1][-COMPARED:].mean()) for run in (before, *shaken)]
-    return STUDENT[min(len(shaken), 4)] * float(np.std(means, ddof=1)) * math.sqrt(1 + 1 / len(means))
+    return STUDENT[len(shaken)] * float(np.std(means, ddof=1)) * math.sqrt(1 + 1 / len(means))
 
 
 def _margin(before: Run, repeat: Run | None, last: int, scale: float) -> tuple[float, str]:

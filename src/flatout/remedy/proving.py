@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from flatout.plan import Change
-from flatout.remedy.candidates import LOADED_BY_HAND, in_words
+from flatout.remedy.candidates import all_in_words, in_words, with_changes
 from flatout.remedy.proof import FEWEST_LOSSES, Proof, is_steady, same_batches, same_loss
 from flatout.remedy.running import ProofRun, Run
 
@@ -88,7 +88,7 @@ class Proving:
 
         def with_these(some: tuple[Change, ...]) -> Run:
             wanted = ProofRun(changes=with_changes(paired.changes, some), steps=steps)
-            return self._run(_names(some), wanted)
+            return self._run(all_in_words(some), wanted)
 
         run = with_these(changes)
         proof = prove(run)
@@ -98,7 +98,7 @@ class Proving:
         if proof.holds or len(changes) == 1:
             self._bench.proven(changes, proof)
             return run if proof.holds else paired
-        self._bench.said(f"proof, {_names(changes)}: {proof.text}. One by one")
+        self._bench.said(f"proof, {all_in_words(changes)}: {proof.text}. One by one")
         passed = self._one_by_one(paired.changes, changes, steps, prove)
         return with_these(passed) if len(passed) > 1 else paired
 
@@ -108,7 +108,7 @@ class Proving:
         def wanted(some: tuple[Change, ...] = (), shaken: int = 0) -> ProofRun:
             return ProofRun(changes=with_changes(same, some), steps=PARITY_STEPS, shaken=shaken)
 
-        run = self._run(_names(changes), wanted(changes))
+        run = self._run(all_in_words(changes), wanted(changes))
         proof = same_loss(paired, run)
         if proof.holds or not self._bench.has_time():
             self._bench.proven(changes, proof)
@@ -154,15 +154,3 @@ class Proving:
                 del self._ahead[place]
                 return run
         return self._bench.prove_with(what, wanted)
-
-
-def with_changes(kept: Sequence[Change], changes: Sequence[Change]) -> tuple[Change, ...]:
-    """What was kept and these, each name once, and no number of workers beside a loader that finds its own."""
-    names = {change.name for change in changes}
-    if "loader" in names:
-        names |= LOADED_BY_HAND
-    return (*(change for change in kept if change.name not in names), *changes)
-
-
-def _names(changes: Sequence[Change]) -> str:
-    return " + ".join(in_words(change) for change in changes)

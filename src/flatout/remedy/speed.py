@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flatout.diagnose.resample import resampled_means
+from flatout.diagnose.resample import STUDENT, resampled_means
 from flatout.trace import Step, Trace
 from flatout.written import in_full
 
@@ -23,7 +23,6 @@ USUAL_NOISE = 0.02  # from run to run: what is assumed until it is seen, and the
 _PAUSES = ("evaluation", "checkpoint")
 _NOT_TRAINING = ("flatout",)
 _SIGMAS = 1.96
-_STUDENT = (1.96, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31)  # by repeats seen: few of them may have been alike by luck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +104,8 @@ class Noise:
 
     @property
     def sigmas(self) -> float:
-        """How many times the spread a 95% interval reaches to either side."""
-        return _STUDENT[min(self.repeats, len(_STUDENT) - 1)]
+        """How many times the spread a 95% interval reaches to either side: few repeats may have been alike by luck."""
+        return STUDENT[min(1 + self.repeats, len(STUDENT) - 1)] if self.repeats else _SIGMAS
 
 
 def noise_between_runs(every: Iterable[Sequence[Speed]]) -> Noise:

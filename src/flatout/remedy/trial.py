@@ -21,10 +21,21 @@ from flatout.diagnose.case import Case, cases
 from flatout.diagnose.rules import diagnose
 from flatout.errors import UsageError
 from flatout.plan import Change, Figure, Outcome, Verdict
-from flatout.remedy.candidates import LOADED_BY_HAND, PAUSES, Offer, View, Wishes, in_words, offers, pause_knobs
+from flatout.remedy.candidates import (
+    LOADED_BY_HAND,
+    PAUSES,
+    Offer,
+    View,
+    Wishes,
+    all_in_words,
+    in_words,
+    offers,
+    pause_knobs,
+    with_changes,
+)
 from flatout.remedy.found import Attempt, Found, Story, Trial
 from flatout.remedy.proof import Proof
-from flatout.remedy.proving import IDENTITY_STEPS, PARITY_STEPS, Proving, with_changes
+from flatout.remedy.proving import IDENTITY_STEPS, PARITY_STEPS, Proving
 from flatout.remedy.running import LOOKING, ProofRun, Run, Runner, seen_like
 from flatout.remedy.speed import WORTH, Gain, Noise, Speed, gain, gain_of_rarer_pauses, noise_between_runs, pooled
 from flatout.sense.options import MOST_STEPS
@@ -125,13 +136,8 @@ class Search:
 
     def _why_no_baseline(self, run: Run) -> str:
         if run.hung:
-            wanted = self._steps or FIRST_STEPS
-            fewer = (
-                ": fewer may do (--steps 20), or more time (--budget)"
-                if wanted > 20
-                else ": more time may do (--budget)"
-            )
-            return f"the command did not come to {wanted} training steps in {run.seconds:.0f} s{fewer}"
+            tried = f"{self._steps or FIRST_STEPS} training steps in {run.seconds:.0f} s"
+            return f"the command did not come to {tried}: fewer may do (--steps 20), or more time (--budget)"
         if run.code != 0:
             return f"the command fails by itself: {run.reason()}"
         if run.trace is None and (why := run.unmeasured()):
@@ -285,7 +291,7 @@ class Search:
         if "loader" in names:
             self._undecided = [o for o in self._undecided if not {c.name for c in o.changes} <= LOADED_BY_HAND]
         for change in replaced:
-            self._decide((change,), "undone", note=f"{_names(changes)} takes its place")
+            self._decide((change,), "undone", note=f"{all_in_words(changes)} takes its place")
         self._decide(changes, "kept", gained, run=run, before=self._figure(self.found.kept, changes))
 
     def _decide(
@@ -309,10 +315,8 @@ class Search:
                 a for a in self.found.attempts if (a.change.name, a.change.value) != (change.name, change.value)
             ]
             self.found.attempts.append(Attempt(outcome=outcome, gain=gained, together=together, made=made, where=where))
-        names = " + ".join(in_words(change) for change in changes)
-        self._story.said(
-            f"{names}: {verdict}{f', {gained}' if gained and not note else ''}{f': {note}' if note else ''}"
-        )
+        told = f": {note}" if note else f", {gained}" if gained else ""
+        self._story.said(f"{all_in_words(changes)}: {verdict}{told}")
 
     def _compile_pays(self, changes: Sequence[Change], run: Run, gained: Gain) -> str | None:
         """Why compiling does not pay in the training as planned; None when it does, or when that is not known."""
@@ -437,7 +441,7 @@ class Search:
                 self._replace(attempt, outcome=replace(attempt.outcome, proof=proof.text))
             else:
                 self._let_go(attempt, f"{proof.standing}: {proof.text}")
-        self._story.said(f"proof, {_names(changes)}: {proof.standing} ({proof.text})")
+        self._story.said(f"proof, {all_in_words(changes)}: {proof.standing} ({proof.text})")
 
     def _let_go(self, attempt: Attempt, why: str) -> None:
         verdict: Verdict = "unsafe" if why.startswith("failed") else "undone"
@@ -612,10 +616,6 @@ class Search:
     def _remark(self, text: str) -> None:
         self.found.remarks.append(text)
         self._story.said(text)
-
-
-def _names(changes: Iterable[Change]) -> str:
-    return " + ".join(in_words(change) for change in changes)
 
 
 def _key(changes: Sequence[Change], long: bool = False) -> tuple[str, bool]:
