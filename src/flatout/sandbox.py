@@ -8,6 +8,7 @@ Run as a program this file makes the namespace and becomes the command: standard
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import json
@@ -20,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 REDIRECT = "FLATOUT_REDIRECT"  # to the processes inside: a Sandbox as JSON
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 _FILES_LOOKED_AT = 50_000
 _TRACKERS_OFF = {
     "WANDB_MODE": "disabled", "COMET_MODE": "disabled", "NEPTUNE_MODE": "debug", "CLEARML_OFFLINE_MODE": "1",
@@ -61,8 +63,9 @@ def sandbox_for(command: Sequence[str], scratch: Path, trace: Path) -> Sandbox:
     cover = sorted({path.resolve() for path in (*tops, *near) if path.is_dir()} - {Path("/")})
     home = Path.home()
     caches = [os.environ.get("XDG_CACHE_HOME") or home / ".cache", home / ".triton", home / ".nv"]
-    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{_user()}"
-    keep = [trace, *(Path(path) for path in (*caches, compiled) if Path(path).is_dir())]
+    with contextlib.suppress(OSError):  # the first trial that compiles spares the others that time
+        _compiled().mkdir(mode=0o700, parents=True, exist_ok=True)
+    keep = [trace, *(Path(path) for path in (*caches, _compiled()) if Path(path).is_dir())]
     return Sandbox(
         scratch=str(scratch.resolve()),
         cover=tuple(str(path) for path in cover if not any(other in path.parents for other in cover)),
@@ -90,7 +93,7 @@ def overlays_permitted() -> bool:
 def environment(sandbox: Sandbox, *, redirected: bool) -> dict[str, str]:
     """What a trial's environment has beside the user's: trackers off; without an overlay, the word to redirect."""
     scratch = Path(sandbox.scratch)
-    set_ = {**_TRACKERS_OFF, "MLFLOW_TRACKING_URI": (scratch / "mlruns").as_uri()}
+    set_ = {**_TRACKERS_OFF, "MLFLOW_TRACKING_URI": (scratch / "mlruns").as_uri(), _COMPILED: str(_compiled())}
     if redirected:
         (scratch / "tmp").mkdir(exist_ok=True)
         set_ |= {REDIRECT: sandbox.to_json(), "TMPDIR": str(scratch / "tmp"), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -113,6 +116,11 @@ def look(command: Sequence[str], keep: Sequence[str]) -> dict[str, tuple[int, in
             if len(seen) > _FILES_LOOKED_AT:
                 return seen
     return seen
+
+
+def _compiled() -> Path:
+    """Where torch's compiler keeps what it made."""
+    return Path(os.environ.get(_COMPILED) or f"{tempfile.gettempdir()}/torchinductor_{_user()}")
 
 
 def _user() -> str:

@@ -4,8 +4,8 @@ Diagnosis says what is wrong; here it becomes changes, by the script's own knob 
 together and rarely do harm make one Offer, which is tried as a whole and taken apart only if it fails:
 
     data path   elastic loader, page-locking, device prefetch, gc freeze, fewer decoder threads
-    compute     precision, channels_last, fused optimizer, cuDNN benchmark
-    compile     alone: it takes long, and one wants to know what it brings
+    compute     precision, channels_last, fused optimizer, cuDNN benchmark; compiling too where the script asks for it
+    compile     else alone: it takes long, and one wants to know what it brings
     batch size  with the learning rate, if allowed: twice or four times as large, again while that pays
     pauses      evaluation and checkpoints less often, if allowed
 """
@@ -82,6 +82,14 @@ class Offer:
     def splits(self) -> bool:
         """Whether its changes can be tried one by one."""
         return self.apart and len(self.changes) > 1
+
+    @property
+    def parts(self) -> list[Offer]:
+        """What to try where the whole failed: each change by itself; but first, without compiling, the rest of them."""
+        compiling = tuple(change for change in self.changes if change.name == "compile")
+        others = tuple(change for change in self.changes if change.name != "compile")
+        parts = (others, compiling) if compiling and others else [(change,) for change in self.changes]
+        return [replace(self, changes=part) for part in parts]
 
     @property
     def worth_splitting(self) -> bool:
@@ -190,7 +198,8 @@ class View:
 
 def offers(view: View, wishes: Wishes) -> tuple[list[Offer], list[Offer]]:
     """What to try, in this order; and what would be tried if it were allowed."""
-    made = [_data_path(view), _augment_elsewhere(view), _compute(view), _compile(view), _batch(view), _pauses(view)]
+    made = [_data_path(view), _augment_elsewhere(view), _compute_as_asked(view), _compute(view), _compile(view)]
+    made += [_batch(view), _pauses(view)]
     wanted, withheld = [], []
     for offer in made:
         if offer is None:
@@ -208,7 +217,7 @@ def offers(view: View, wishes: Wishes) -> tuple[list[Offer], list[Offer]]:
 
 def _turn(offer: Offer) -> tuple[bool, bool, float]:
     """What leaves learning alone comes first. Compiling comes last: every later run pays for it at its start."""
-    compiles = any(change.name == "compile" for change in offer.changes)
+    compiles = all(change.name == "compile" for change in offer.changes)
     return compiles, any(change.safety == "semantic" for change in offer.changes), -offer.promise
 
 
@@ -292,6 +301,15 @@ def _augment_elsewhere(view: View) -> Offer | None:
 
 
 # Compute
+
+
+def _compute_as_asked(view: View) -> Offer | None:
+    """All at once where the script reads that it is to be compiled, and is not: nobody has to be asked again."""
+    compute, compiled = _compute(view), _compile(view)
+    if compute is None or compiled is None or not view.ignored("compiled"):
+        return None
+    promise = max(compute.promise, compiled.promise)
+    return replace(compute, changes=(*compute.changes, *compiled.changes), promise=promise)
 
 
 def _compute(view: View) -> Offer | None:

@@ -48,7 +48,9 @@ MEASURE_S = 6.0  # of training in a trial
 CLEAR = 1.25  # a gain that is believed before any run was repeated …
 CLEAR_IN_COMPANY = 2.0  # … and where others use the machine
 CLOSE_CALLS = 2  # times a close call is run again, both sides
+PROMISING = 1.15  # what hopes for more may take the time of the last comparison: both sides were measured before
 COMPILING_S = 40.0
+COMPILED_AGAIN = 0.3  # of that time, with the kernels at hand
 DRIFT = 0.05
 ALIKE = 1.5  # times as fast: likely to be held up by the same things
 UNSTEADY = 0.08  # from run to run: what few repeats cannot see through
@@ -174,7 +176,7 @@ class Search:
                 at_ceiling = view.case.has_ceiling and view.case.headroom < 1.05
                 self.found.stopped = "at the ceiling of the step itself" if at_ceiling else "nothing promises more"
                 return
-            affordable = [offer for offer in wanted if self._affords(offer.changes)]
+            affordable = [o for o in wanted if self._affords(o.changes, compare=o.promise < PROMISING)]
             if not affordable:
                 self.found.untried = wanted
                 self.found.stopped = self._too_short_for(wanted)
@@ -235,11 +237,11 @@ class Search:
             self._decide(changes, "undone", gained, note=f"{gained}: {shown}")
 
     def _one_by_one(self, offer: Offer) -> None:
-        for change in offer.changes:
-            if self._affords((change,)):
-                self._try(replace(offer, changes=(change,)))
+        for part in offer.parts:
+            if self._affords(part.changes):
+                self._try(part)
             else:
-                self._decide((change,), "undone", note="the budget was spent before it could be tried alone")
+                self._decide(part.changes, "undone", note="the budget was spent before it could be tried alone")
 
     def _failed(self, run: Run) -> bool:
         return run.hung or run.speed is None or (run.code != 0 and run.code != self.before.code)
@@ -481,8 +483,7 @@ class Search:
             steps = None
         first, fresh = self._speeds[_key(())][0], None
         measured = self._speeds.get(_key(kept, long)) is not None
-        needed_s = 0.9 * (_without_a_look_s(self.before) + _without_a_look_s(self._now))
-        if self._left_s > (needed_s if measured else 0.0):
+        if self._left_s > (0.9 * self._comparing_s() if measured else 0.0):
             old = self._run("the command as it was, again", (), steps=steps, look_below_s=0.0)
             new = self._run("with all that was kept", kept, steps=steps, look_below_s=0.0)
             if not self._failed(old) and not self._failed(new) and old.speed is not None and new.speed is not None:
@@ -592,21 +593,33 @@ class Search:
         return max(30.0, min(patience, self._left_s + 30))
 
     def _cost_s(self, run: Run, steps: int) -> float:
-        return _start_s(run) + steps * (_case(run).breakdown.step_ms.mean or 0.0) / 1e3
+        return self._start_again_s(run) + steps * (_case(run).breakdown.step_ms.mean or 0.0) / 1e3
 
-    def _reserve_s(self, changes: Sequence[Change] = ()) -> float:
-        """What the proof and the last comparison will take, with these changes too."""
+    def _start_again_s(self, run: Run) -> float:
+        """What a run like this one takes beside its steps, now that what it compiled is there."""
+        start_s, plain_s = _start_s(run), _start_s(self.before)
+        return (
+            plain_s + COMPILED_AGAIN * (start_s - plain_s) if _compiles(run.changes) and start_s > plain_s else start_s
+        )
+
+    def _reserve_s(self, changes: Sequence[Change] = (), *, compare: bool = True) -> float:
+        """What the proof and, if wanted, the last comparison will take, with these changes too."""
         now, before = self._now, self.before
         classes = {change.safety for change in (*self.found.kept, *changes)} - {"semantic"}
         rounds = "equivalent" in classes
         runs = [self._cost_s(before, IDENTITY_STEPS)] + [self._cost_s(now, IDENTITY_STEPS)] * len(classes)
         runs[-1 - rounds :] = [self._cost_s(now, PARITY_STEPS if rounds else IDENTITY_STEPS)] * (1 + rounds)
         proof = 1.5 * max(runs) if self.has_room_for(len(runs)) else sum(runs)
-        return proof + (_without_a_look_s(before) + _without_a_look_s(now) if self.found.kept else 0.0)
+        return proof + (self._comparing_s() if compare and self.found.kept else 0.0)
 
-    def _affords(self, changes: Sequence[Change], *, runs: int = 1) -> bool:
+    def _comparing_s(self) -> float:
+        """What both sides once more will take, without X-ray and ceiling."""
+        compiled_s = _start_s(self._now) - self._start_again_s(self._now)
+        return _without_a_look_s(self.before) + _without_a_look_s(self._now) - compiled_s
+
+    def _affords(self, changes: Sequence[Change], *, runs: int = 1, compare: bool = True) -> bool:
         extra = COMPILING_S if _compiles(changes) and not _compiles(self.found.kept) else 0.0
-        return self._left_s - self._reserve_s(changes) > runs * (self._now.seconds + extra)
+        return self._left_s - self._reserve_s(changes, compare=compare) > runs * (self._now.seconds + extra)
 
     def _figure(self, kept: Sequence[Change], changes: Sequence[Change]) -> Figure | None:
         names = {change.name for change in changes}

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -54,6 +55,15 @@ RUDE = """
     Path(sys.argv[1], "elsewhere.txt").write_text("here too")
     shutil.copy("results.csv", out)
     print("to the end")
+"""
+
+
+CACHING = """
+from pathlib import Path
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+file = Path(cache_dir()) / "kernel"
+print(file.read_text() if file.exists() else "nothing")
+file.write_text("compiled")
 """
 
 
@@ -105,6 +115,27 @@ def test_a_trial_writes_nothing_of_the_users(
     assert tree(user_folder) == before
     assert len(trace.read(tmp_path / "trace").ranks[0].steps) > 8
     assert "has written to your folders" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("way", ["overlay", "redirection"])
+def test_what_one_trial_compiled_the_next_one_finds(
+    user_folder: Path, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN a machine on which nothing was compiled yet WHEN two trials compile THEN the second has it easier."""
+    if way == "overlay" and not sandbox.overlays_permitted():
+        pytest.skip("this system permits no overlay")
+    if way == "redirection":
+        monkeypatch.setattr(sandbox, "overlays_permitted", lambda: False)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    write(user_folder, train=CACHING)
+    for number in ("first", "second"):
+        (tmp_path / number).mkdir()
+        launch.run(
+            [sys.executable, "train.py"], folder=tmp_path / f"trace-{number}", trial=Trial(protect=tmp_path / number)
+        )
+    said = [(tmp_path / f"trace-{number}" / launch.OUTPUT).read_text() for number in ("first", "second")]
+    assert [text.split() for text in said] == [["nothing"], ["compiled"]]
 
 
 def test_what_gets_past_the_redirection_is_told(

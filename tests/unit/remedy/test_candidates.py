@@ -93,6 +93,19 @@ def test_a_setting_that_has_no_effect_is_made_true() -> None:
     assert changes["cudnn_benchmark"].value is True
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_compiling_goes_with_the_rest_only_where_the_script_asks_for_it(asked: bool) -> None:
+    world = World(
+        settings=[flag("amp", True, compile_model=asked)],
+        facts={"autocast": ["None"], "compiled": False, "channels_last": True, "cudnn_benchmark": False},
+        xray={"top_ms": {"elementwise_kernel": 100.0}, "tensor_core_ms": 0.0},
+    )
+    wanted, _ = offers(view(world), Wishes())
+    names = [[change.name for change in offer.changes] for offer in wanted]
+    compute = ["precision", "cudnn_benchmark"]
+    assert names == ([[*compute, "compile"]] if asked else []) + [compute, ["compile"]]
+
+
 def test_sgd_scales_its_learning_rate_in_proportion() -> None:
     world = World(
         settings=[flag("batch_size", 64, lr=0.1)],
