@@ -322,6 +322,15 @@ def waits_for_one_rank() -> None:
     torch.distributed.destroy_process_group()
 
 
+@training("dist.comm", ranks=2)
+def exchanges_more_than_it_computes() -> None:
+    """Two ranks; a large table of weights, few samples a step: its gradients take longer to send than to compute."""
+    torch.distributed.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(thorough(4096))
+    train(model, DataLoader(ready(4000), batch_size=2), 100)
+    torch.distributed.destroy_process_group()
+
+
 class Uneven(Packed):
     def __init__(self, samples: int, times: int) -> None:
         super().__init__(samples, kilobytes=400)

@@ -160,16 +160,27 @@ def straggler(every: tuple[Case, ...]) -> Finding | None:
 
 
 def collectives(every: tuple[Case, ...]) -> Finding | None:
-    xray = every[0].xray
-    if len(every) < 2 or xray is None or not xray.wall_ms or xray.collective_ms / xray.wall_ms < 0.15:
+    """What the rank waits that waits least: it waits for no other, so for the network. Or else what the X-ray saw."""
+    xray, exchanges = every[0].xray, [case.facts.get("gradient_exchange") for case in every]
+    if len(every) < 2:
         return None
-    share = xray.collective_ms / xray.wall_ms
+    if all(exchanges) and every[0].mean_ms:
+        spent = min(exchange["waited_ms"] for exchange in exchanges if exchange)
+        share = min(0.99, spent / every[0].mean_ms)
+        title = f"ranks wait for each other's gradients {share:.0%} of the step, after backward has computed its own"
+    elif xray is not None and xray.wall_ms:
+        spent, share = xray.collective_ms / xray.steps, xray.collective_ms / xray.wall_ms
+        title = f"collectives take {share:.0%} of the step"
+    else:
+        return None
+    if share < 0.15:
+        return None
     return Finding(
         code="dist.comm",
-        title=f"collectives take {share:.0%} of the step",
+        title=title,
         share=share,
         **removed(0.0, share),
         confidence=0.6,
-        evidence={"collective_ms": rounded(xray.collective_ms / xray.steps)},
+        evidence={"collective_ms": rounded(spent)},
         advice="accumulate gradients under no_sync, or a larger batch a rank",
     )

@@ -94,6 +94,7 @@ class Session(Listener):
         self._hooks = Hooks(self._recorder, self, self._fail)
         self._loaders: dict[int, dict[str, Any]] = {}
         self._autocast: set[str] = set()
+        self._exchange: dict[str, float] | None = None
         self._xray = _XrayPlan(options)
         measures_ceiling = options.trial is None or (options.trial.ceiling and not options.trial.fingerprints)
         self._ceiling = Ceiling() if options.max_steps is not None and measures_ceiling else None
@@ -232,9 +233,11 @@ class Session(Listener):
         if self._writer is None:
             return
         self._settings.note_config_modules()
+        self._exchange = look.gradient_exchange(self._hooks.modules()) or self._exchange  # the model may be gone
         values = look.in_force(self._last_optimizer) | {
             "loaders": list({str(facts): facts for facts in self._loaders.values()}.values()),
             "autocast": sorted(self._autocast) or ["None"],
+            "gradient_exchange": self._exchange,
             "settings": self._settings.read,
             "own_cost": self._own_cost(),
         }

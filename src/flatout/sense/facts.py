@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -83,6 +83,20 @@ def in_force(optimizer: Any) -> dict[str, Any]:
             "cuda": torch.version.cuda,
         }
     return facts
+
+
+def gradient_exchange(modules: Iterable[Any]) -> dict[str, float] | None:
+    """How long the ranks' gradients take to exchange, while backward computes (`hidden_ms`) and after it (`waited_ms`).
+
+    DistributedDataParallel times that itself: the first steps, and every hundredth.
+    """
+    for module in modules:
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            timed = module._get_ddp_logging_data()
+            took_ns, hidden_ns = (timed.get(f"avg_backward_{of}_time", 0) for of in ("comm", "compute_comm_overlap"))
+            if took_ns:
+                return {"hidden_ms": hidden_ns / 1e6, "waited_ms": max(0, took_ns - hidden_ns) / 1e6}
+    return None
 
 
 @functools.cache

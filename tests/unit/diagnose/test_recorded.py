@@ -34,7 +34,6 @@ BUILT_BY_HAND = {
     "memory.pressure",
     "hardware.throttled",
     "hardware.idle-gpus",
-    "dist.comm",
 }
 
 

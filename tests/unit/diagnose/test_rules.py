@@ -235,6 +235,20 @@ def test_ranks_that_wait_for_the_network() -> None:
     assert "dist.comm" in codes(Trace(ranks=ranks, samples={"node": hardware()}))
 
 
+@pytest.mark.parametrize(("waited_ms", "share"), [((9.0, 8.0), 0.4), ((9.0, 0.5), None)], ids=["network", "straggler"])
+def test_what_the_rank_waits_that_waits_least_is_the_network(waited_ms: tuple[float, ...], share: float | None) -> None:
+    """GIVEN steps of 20 ms, and gradients that are there so long after backward is through with its own."""
+    ranks = tuple(
+        dataclasses.replace(
+            trace(facts={"gradient_exchange": {"hidden_ms": 5.0, "waited_ms": ms}}).ranks[0],
+            info=RunInfo(name="t", host="node", rank=n, world_size=2),
+        )
+        for n, ms in enumerate(waited_ms)
+    )
+    found = [f.share for f in diagnose(Trace(ranks=ranks, samples={"node": hardware()})) if f.code == "dist.comm"]
+    assert found == ([pytest.approx(share)] if share else [])
+
+
 def test_an_item_that_costs_run_ahead_is_found_with_its_line() -> None:
     # GIVEN 6 ms of host work after each wait, while the card's queue is empty
     made = trace(
