@@ -31,6 +31,7 @@ from flatout.feed.table import Batch, Layout, Part, cut
 from flatout.feed.tuning import Tuning
 
 WORTH_CUTTING_S, PIECE_S = 0.03, 0.01  # a batch that takes a worker less is not divided; how long a piece should take
+LATER_PIECE_S = 0.04  # where others come before that batch: a piece costs the training process 50 µs
 STALL_S = 0.01  # of waiting, after which a worker may be stuck and others should help
 QUICK_S, AT_ONCE = 2e-3, 8  # batches that take less are handed out so many at a time
 SPARE_SLOTS = 4
@@ -320,14 +321,14 @@ class Feed:
             rows = len(batch.indices)
             seconds = rows * self._row_s
             if CHUNK < rows <= self._layout.rows and seconds > WORTH_CUTTING_S:
-                pieces = min(self._tuning.workers, int(seconds / PIECE_S))
+                pieces = min(self._tuning.workers, int(seconds / (LATER_PIECE_S if self._table else PIECE_S)))
         if pieces > 1:
             batch.slot = self.slots.take()
             if batch.slot is None:
                 pieces = 1
             else:
                 batch.slot.writers += 1  # the batch's own hold on it, while parts come and go
-        cut(batch, pieces)
+        cut(batch, max(1, pieces))
 
     # --- handing out ------------------------------------------------------------------------------------------------
 
