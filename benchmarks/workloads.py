@@ -155,7 +155,8 @@ def fix_variants(
     variants = {"auto": measure(root, name, flags, long, through=["--auto"])}
     with tempfile.TemporaryDirectory(prefix="fix-") as folder:
         plan = Path(folder, "plan.yaml")
-        found = fix(root, name, flags, plan, "--allow", "all", "--budget", options.fix)
+        page = ["--html", options.out.resolve().with_name(f"{options.out.stem}-{name}.html")] if options.out else []
+        found = fix(root, name, flags, plan, "--allow", "all", "--budget", options.fix, *page)
         through = ["--plan", str(plan)]
         variants |= {
             "fix": measure(root, name, flags, long, through=through),
@@ -165,7 +166,7 @@ def fix_variants(
     return {"fix": found}, variants
 
 
-def fix(root: Path, name: str, flags: Sequence[str], plan: Path, *wishes: str) -> dict[str, Any]:
+def fix(root: Path, name: str, flags: Sequence[str], plan: Path, *wishes: str | Path) -> dict[str, Any]:
     """`flatout fix` of a workload, with a `python` on its path that is this one; what it found, and its plan."""
     told, python = plan.with_name("fix.json"), plan.with_name("python")
     python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')

@@ -197,7 +197,7 @@ class Case:
             return min(0.99, share)
         spent_ms = saved_ms = 0.0
         for step in self.marked:
-            saved = gain_without(step, *phases)
+            saved = gain_without(step, *phases, at_work=self._at_work)
             if saved is not None:
                 spent_ms += sum(span.host_ms for span in step.spans if span.name in phases)
                 saved_ms += saved * step.wall_ms
@@ -206,6 +206,12 @@ class Case:
         if not spent_ms:  # none in the steps looked at: a wait for data leaves the card idle, one for the card need not
             return min(0.99, self.share("data")) if "data" in phases else 0.0
         return min(0.99, share * saved_ms / spent_ms)
+
+    @cached_property
+    def _at_work(self) -> dict[str, float]:
+        """The share of its time in a phase that the card works, by the X-ray: events see no gaps between kernels."""
+        work, idle = (self.xray.busy_by_phase_ms, self.xray.idle_by_phase_ms) if self.xray is not None else ({}, {})
+        return {phase: work.get(phase, 0.0) / (work.get(phase, 0.0) + ms) for phase, ms in idle.items() if ms}
 
     @cached_property
     def busy_share(self) -> float | None:

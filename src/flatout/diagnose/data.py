@@ -269,7 +269,8 @@ def copies(case: Case) -> Finding | None:
     pageable = xray.copies_ms.get("HtoD Pageable", 0.0) / xray.steps / case.step_ms
     pinned = xray.copies_ms.get("HtoD Pinned", 0.0) / xray.steps / case.step_ms
     host = case.share("copy")
-    count = max((sum(1 for span in step.spans if span.name == "copy") for step in case.steps[-64:]), default=0)
+    # Only in steps that were looked at closely are copies told apart.
+    count = max((sum(1 for span in step.spans if span.name == "copy") for step in case.marked), default=0)
     evidence = {"copies_a_step": count, "copy_share_of_host": rounded(host), "copies_ms": dict(xray.copies_ms)}
     if max(pageable, host) >= _COPIED and pageable > 0:
         return Finding(
@@ -293,12 +294,14 @@ def copies(case: Case) -> Finding | None:
             evidence=evidence,
             advice="join the tensors of a batch before copying them",
         )
-    if pinned >= WORTH and (case.busy_share or 0.0) >= 0.5:
+    beside_ms = max(0.0, sum(xray.busy_by_phase_ms.values()) - xray.busy_ms)  # two things at once on the card
+    alone = pinned - beside_ms / xray.steps / case.step_ms
+    if alone >= WORTH and (case.busy_share or 0.0) >= 0.5:
         return Finding(
             code="copy.blocking",
-            title=f"copies to the card take {pinned:.0%} of the step and do not overlap with computing",
-            share=pinned,
-            **computed(case, 0.0, pinned),
+            title=f"copies to the card take {alone:.0%} of the step, in which it computes nothing",
+            share=alone,
+            **computed(case, 0.0, alone),
             confidence=0.6,
             evidence=evidence,
             change="device_prefetch",
@@ -319,7 +322,8 @@ def waits_for_card(case: Case) -> Finding | None:
         code="sync.item",
         title=f"the host waits for the card in mid-step, and the card then for the host: {saved:.1%} of the step",
         share=saved,
-        **spared(case, 0.0, saved),
+        # Replayed batches are waited for as well: a measured ceiling says nothing of it.
+        **(removed(0.0, saved) if case.has_ceiling else spared(case, 0.0, saved)),
         confidence=0.7,
         evidence={"lines": [{"where": p.where, "ms_a_step": rounded(p.ms / case.breakdown.steps)} for p in waits[:8]]},
         advice="keep the value on the card, and read it only when it is printed",

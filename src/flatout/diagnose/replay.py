@@ -4,15 +4,15 @@ The GPU comes to the end of span i when it has done all work before and the host
 
     gpu[i+1] = max(gpu[i] + work[i], host[i+1])
 
-A span in which nothing is launched has no work; elsewhere the work is the GPU's time between the span's two events
-(with the gaps between its kernels, so a gain from this is never too large). Taking a cause away shortens its host
+A span in which nothing is launched has no work; elsewhere the work is the GPU's time between the span's two events,
+less the gaps between its kernels where an X-ray tells how large they are (with them a gain is never too large). Taking a cause away shortens its host
 time; what the step gains in the long run is found by playing it round and round. This is how a `.item()` that costs
 run-ahead is told from one that merely waits for useful work: the wait itself says nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from flatout.trace import Span, Step
 
@@ -20,8 +20,13 @@ _ROUNDS = 24
 _STEADY = 12  # of them, the last
 
 
-def step_ms(step: Step, host_ms: Callable[[Span], float] = lambda span: span.host_ms) -> float | None:
-    """The long-run length of `step` when each span takes the host `host_ms(span)`; None for a step without events."""
+def step_ms(
+    step: Step, host_ms: Callable[[Span], float] = lambda span: span.host_ms, at_work: Mapping[str, float] | None = None
+) -> float | None:
+    """The long-run length of `step` when each span takes the host `host_ms(span)`; None for a step without events.
+
+    `at_work` is the share of its time in a phase that the GPU works; all of it in one that is not named.
+    """
     if not step.spans or all(s.gpu_idle_ms is None and s.gpu_busy_ms is None for s in step.spans):
         return None
     host = gpu = 0.0
@@ -33,12 +38,13 @@ def step_ms(step: Step, host_ms: Callable[[Span], float] = lambda span: span.hos
                 host = max(host, gpu) + (span.gpu_idle_ms or 0.0)
             else:
                 host += host_ms(span)
-            gpu = max(gpu + (span.gpu_busy_ms or 0.0), host)
+            gpu = max(gpu + (span.gpu_busy_ms or 0.0) * (at_work or {}).get(span.name, 1.0), host)
         ends.append(max(host, gpu))
     return (ends[-1] - ends[-1 - _STEADY]) / _STEADY
 
 
-def gain_without(step: Step, *names: str) -> float | None:
+def gain_without(step: Step, *names: str, at_work: Mapping[str, float] | None = None) -> float | None:
     """The share of a step's time that would be saved if these phases took the host no time: 0 to 1, an estimate."""
-    now, then = step_ms(step), step_ms(step, lambda span: 0.0 if span.name in names else span.host_ms)
+    now = step_ms(step, at_work=at_work)
+    then = step_ms(step, lambda span: 0.0 if span.name in names else span.host_ms, at_work)
     return max(0.0, 1 - then / now) if now and then is not None else None

@@ -43,6 +43,13 @@ def test_an_item_that_costs_run_ahead_is_charged_with_the_idleness_behind_it() -
     assert gain_without(harmful, "sync") == pytest.approx(1 - 20 / 30)
 
 
+def test_gaps_that_an_x_ray_has_seen_are_no_work() -> None:
+    # GIVEN the same, where the events around the host's work read 10 ms, though nothing runs between them
+    harmful = step(("rest", 10.0, None, 10.0), ("forward", 1.0, None, 20.0), ("sync", 19.0, 0.0, None))
+    assert gain_without(harmful, "sync") == pytest.approx(0.0)
+    assert gain_without(harmful, "sync", at_work={"rest": 0.0}) == pytest.approx(1 - 20 / 30)
+
+
 def test_a_step_without_events_has_no_answer() -> None:
     assert step_ms(step(("forward", 2.0, None, None))) is None
     assert gain_without(step(("forward", 2.0, None, None)), "sync") is None

@@ -217,9 +217,23 @@ def test_many_small_copies() -> None:
     assert "copy.fragmented" in codes(trace(*small, *HEALTHY[2:]))
 
 
+def test_many_small_copies_show_in_the_few_steps_that_were_looked_at_closely() -> None:
+    close = steps(*[("copy", 0.1, None, 0.1)] * 20, *HEALTHY[2:])
+    light = steps(("data", 0.1, None, None), ("unsplit", 22.0, None, None)) * 2
+    made = trace()
+    rank = dataclasses.replace(made.ranks[0], steps=(*close, *light), windows=(window_of(list(close + light)),))
+    assert "copy.fragmented" in codes(dataclasses.replace(made, ranks=(rank,)))
+
+
 def test_copies_that_nothing_overlaps() -> None:
     found = first(trace(*HEALTHY, xray=xray(copies_ms={"HtoD Pinned": 16.0})))
     assert (found.code, found.change) == ("copy.blocking", "device_prefetch")
+
+
+def test_copies_beside_which_the_card_computes_are_let_be() -> None:
+    # GIVEN 172 ms of kernels and copies in 156 ms
+    beside = xray(copies_ms={"HtoD Pinned": 16.0}, busy_by_phase_ms={"forward": 56.0, "backward": 100.0, "copy": 16.0})
+    assert codes(trace(*HEALTHY, xray=beside)) == ["compute.saturated"]
 
 
 def test_a_small_batch_on_a_large_card() -> None:
@@ -262,6 +276,17 @@ def test_an_item_that_costs_run_ahead_is_found_with_its_line() -> None:
     found = next(f for f in diagnose(made) if f.code == "sync.item")
     assert found.where == "train.py:88"
     assert found.share == pytest.approx(6 / 26, abs=0.01)
+
+
+def test_what_an_item_costs_is_not_bounded_by_a_ceiling_that_waits_as_well() -> None:
+    # GIVEN 6 ms in each step of 26 in which nothing runs, and replayed batches that are as slow
+    phases = (("rest", 6.0, None, 6.0), ("forward", 2.0, None, 20.0), ("sync", 18.0, 0.0, None))
+    gaps = {"idle_by_phase_ms": {"rest": 48.0}, "busy_by_phase_ms": {"forward": 160.0}, "busy_ms": 160.0}
+    made = trace(*phases, xray=xray(**gaps, wall_ms=208.0))
+    replayed = tuple(dataclasses.replace(step, kind="replay") for step in made.ranks[0].steps)
+    rank = dataclasses.replace(made.ranks[0], steps=(*made.ranks[0].steps, *replayed))
+    found = next(f for f in diagnose(dataclasses.replace(made, ranks=(rank,))) if f.code == "sync.item")
+    assert found.gain_high == pytest.approx(26 / 20, rel=0.01)
 
 
 def test_an_item_that_merely_waits_for_useful_work_is_let_be() -> None:
