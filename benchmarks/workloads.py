@@ -155,8 +155,8 @@ def fix_variants(
     variants = {"auto": measure(root, name, flags, long, through=["--auto"])}
     with tempfile.TemporaryDirectory(prefix="fix-") as folder:
         plan = Path(folder, "plan.yaml")
-        page = ["--html", options.out.resolve().with_name(f"{options.out.stem}-{name}.html")] if options.out else []
-        found = fix(root, name, flags, plan, "--allow", "all", "--budget", options.fix, *page)
+        page = options.out.resolve().with_name(f"{options.out.stem}-{name}.html")
+        found = fix(root, name, flags, plan, "--allow", "all", "--budget", options.fix, "--html", page)
         through = ["--plan", str(plan)]
         variants |= {
             "fix": measure(root, name, flags, long, through=through),
