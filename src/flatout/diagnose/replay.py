@@ -5,9 +5,10 @@ The GPU comes to the end of span i when it has done all work before and the host
     gpu[i+1] = max(gpu[i] + work[i], host[i+1])
 
 A span in which nothing is launched has no work; elsewhere the work is the GPU's time between the span's two events,
-less the gaps between its kernels where an X-ray tells how large they are (with them a gain is never too large). Taking a cause away shortens its host
-time; what the step gains in the long run is found by playing it round and round. This is how a `.item()` that costs
-run-ahead is told from one that merely waits for useful work: the wait itself says nothing.
+less the gaps between its kernels where an X-ray tells how large they are (with them, a gain from this is never too
+large). Taking a cause away shortens its host time; what the step gains in the long run is found by playing it round and
+round. This is how a `.item()` that costs run-ahead is told from one that merely waits for useful work: the wait itself
+says nothing.
 """
 
 from __future__ import annotations

@@ -132,7 +132,8 @@ def read_kernels(kernels: Sequence[Kernel], steps: Sequence[Step]) -> Xray | Non
     busy_by_phase: dict[str, float] = {}
     for kernel in inside:
         phase = host.at(kernel.launched_ns if kernel.launched_ns is not None else kernel.start_ns)
-        busy_by_phase[phase] = busy_by_phase.get(phase, 0.0) + (kernel.end_ns - kernel.start_ns) / 1e6
+        within_ns = min(kernel.end_ns, last_ns) - max(kernel.start_ns, first_ns)
+        busy_by_phase[phase] = busy_by_phase.get(phase, 0.0) + within_ns / 1e6
     idle_by_phase: dict[str, float] = {}
     late_ms = 0.0
     for start_ns, end_ns, following in _gaps(inside, first_ns, last_ns):
