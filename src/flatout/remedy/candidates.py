@@ -353,16 +353,17 @@ def _why(view: View, code: str, asked: Finding | None) -> str:
 
 
 def _compile(view: View) -> Offer | None:
-    found = view.found("compute.eager", "launch.bound")
-    asked = view.ignored("compiled")
-    if not view.case.on_gpu or not (found or asked):
+    """First as it is by default; then graphs of kernels where launches are the limit still, else tuned kernels."""
+    found, asked, held = view.found("compute.eager", "launch.bound"), view.ignored("compiled"), view.holds("compile")
+    by_the_script = view.case.facts.get("compiled") and not held
+    if not view.case.on_gpu or by_the_script or not (found or asked or held):
         return None
-    already = view.case.facts.get("compiled") and not view.holds("compile")
-    why = asked.title if asked is not None else found[0].title
-    # The step is bound by launches still: graphs of kernels are the next thing.
-    mode = "reduce-overhead" if view.verdict("compile", "default") and view.found("launch.bound") else "default"
-    if already:
-        return None
+    mode = "default"
+    if view.verdict("compile", "default") and view.found("launch.bound"):
+        mode = "reduce-overhead"
+    elif held:
+        mode = "max-autotune"
+    why = asked.title if asked is not None else found[0].title if found else "compiling has paid already"
     return _offer([_made("compile", mode, why)], found)
 
 

@@ -49,7 +49,7 @@ CLEAR = 1.25  # a gain that is believed before any run was repeated …
 CLEAR_IN_COMPANY = 2.0  # … and where others use the machine
 CLOSE_CALLS = 2  # times a close call is run again, both sides
 PROMISING = 1.15  # what hopes for more may take the time of the last comparison: both sides were measured before
-COMPILING_S = 40.0
+COMPILING_S, TUNING_KERNELS_S = 40.0, 180.0
 COMPILED_AGAIN = 0.3  # of that time, with the kernels at hand
 DRIFT = 0.05
 ALIKE = 1.5  # times as fast: likely to be held up by the same things
@@ -166,17 +166,17 @@ class Search:
             view = self._view()
             wanted, self.found.withheld = offers(view, self._wishes)
             wanted = [offer for offer in wanted if offer.promise >= WORTH]
-            if not wanted and self._may_look_at_an_epoch(view):
+            affordable = [o for o in wanted if self._affords(o.changes, compare=o.promise < PROMISING)]
+            if not affordable and self._may_look_at_an_epoch(view):
                 self._look_at_an_epoch()
                 continue
-            if not wanted and self._undecided and self._affords(self._undecided[0].changes):
+            if not affordable and self._undecided and self._affords(self._undecided[0].changes):
                 self._try(self._undecided.pop(0), again=True)
                 continue
             if not wanted:
                 at_ceiling = view.case.has_ceiling and view.case.headroom < 1.05
                 self.found.stopped = "at the ceiling of the step itself" if at_ceiling else "nothing promises more"
                 return
-            affordable = [o for o in wanted if self._affords(o.changes, compare=o.promise < PROMISING)]
             if not affordable:
                 self.found.untried = wanted
                 self.found.stopped = self._too_short_for(wanted)
@@ -589,7 +589,7 @@ class Search:
     def _timeout_s(self, changes: Sequence[Change]) -> float:
         if self.found.before is None:
             return max(120.0, self._left_s)
-        patience = 60 + 4 * self.before.seconds + (2 * COMPILING_S if _compiles(changes) else 0)
+        patience = 60 + 4 * self.before.seconds + 2 * _compiling_s(changes)
         return max(30.0, min(patience, self._left_s + 30))
 
     def _cost_s(self, run: Run, steps: int) -> float:
@@ -597,10 +597,9 @@ class Search:
 
     def _start_again_s(self, run: Run) -> float:
         """What a run like this one takes beside its steps, now that what it compiled is there."""
-        start_s, plain_s = _start_s(run), _start_s(self.before)
-        return (
-            plain_s + COMPILED_AGAIN * (start_s - plain_s) if _compiles(run.changes) and start_s > plain_s else start_s
-        )
+        start_s = _start_s(run)
+        compiling_s = max(0.0, start_s - _start_s(self.before)) if _compiles(run.changes) else 0.0
+        return start_s - (1 - COMPILED_AGAIN) * compiling_s
 
     def _reserve_s(self, changes: Sequence[Change] = (), *, compare: bool = True) -> float:
         """What the proof and, if wanted, the last comparison will take, with these changes too."""
@@ -618,7 +617,7 @@ class Search:
         return _without_a_look_s(self.before) + _without_a_look_s(self._now) - compiled_s
 
     def _affords(self, changes: Sequence[Change], *, runs: int = 1, compare: bool = True) -> bool:
-        extra = COMPILING_S if _compiles(changes) and not _compiles(self.found.kept) else 0.0
+        extra = max(0.0, _compiling_s(changes) - _compiling_s(self.found.kept))
         return self._left_s - self._reserve_s(changes, compare=compare) > runs * (self._now.seconds + extra)
 
     def _figure(self, kept: Sequence[Change], changes: Sequence[Change]) -> Figure | None:
@@ -683,6 +682,11 @@ def _planned_samples(case: Case) -> float | None:
 
 def _compiles(changes: Iterable[Change]) -> bool:
     return any(change.name == "compile" for change in changes)
+
+
+def _compiling_s(changes: Iterable[Change]) -> float:
+    modes = [change.value for change in changes if change.name == "compile"]
+    return TUNING_KERNELS_S if "max-autotune" in modes else COMPILING_S if modes else 0.0
 
 
 def _as_figure(speed: Speed) -> Figure:

@@ -106,6 +106,14 @@ def test_compiling_goes_with_the_rest_only_where_the_script_asks_for_it(asked: b
     assert names == ([[*compute, "compile"]] if asked else []) + [compute, ["compile"]]
 
 
+@pytest.mark.parametrize(("xray", "next_mode"), [(LAUNCHES, "reduce-overhead"), ({}, "max-autotune")])
+def test_once_compiled_the_next_mode_is_tried(xray: dict[str, Any], next_mode: str) -> None:
+    kept = [Change(name="compile", value="default", safety="equivalent")]
+    world = World(facts={"compiled": True}, xray=xray)
+    assert offered(world, kept=kept, tried={("compile", "default"): "kept"})["compile"].value == next_mode
+    assert "compile" not in offered(world)  # by the script itself
+
+
 def test_sgd_scales_its_learning_rate_in_proportion() -> None:
     world = World(
         settings=[flag("batch_size", 64, lr=0.1)],

@@ -306,6 +306,20 @@ def test_four_minutes_are_enough_for_everything() -> None:
     assert found.gain.value > 0.95 * by_hand / before
 
 
+def test_what_there_is_no_time_for_does_not_stand_in_the_way_of_the_rest() -> None:
+    """GIVEN no three minutes to tune kernels THEN a whole epoch is looked at all the same, and evaluation is rarer."""
+    world = World(
+        machine=Machine(eval_s=2.0),
+        length=19_200,
+        settings=[flag("eval_every", 1)],
+        facts={"compiled": False},
+        xray={"top_ms": {"elementwise_kernel": 100.0}},
+    )
+    found = fix(world, ALL, budget_s=300)
+    assert kept(found) == {"compile": "default", "eval_interval": 5}
+    assert "compile max-autotune" in found.stopped
+
+
 def test_an_interruption_leaves_what_is_known() -> None:
     world = World(machine=Machine(data_ms=80.0), workers=0, facts=IN_FP32, xray={"tensor_core_ms": 0.0}, interrupt_at=3)
     found = fix(world)
