@@ -1,10 +1,11 @@
 """Records the traces that the diagnosis is tested on: one real training a malady, and healthy ones.
 
-    python tests/traces/record.py [NAME…] [--to FOLDER]     all that this machine can produce; about ten minutes
+    python tests/traces/record.py [NAME…] [--to FOLDER]     all that this machine is there for: without a card what
+                                                            needs none, in ten minutes; with one the others, in three
 
-A file is named MACHINE-CODE[-VARIANT].tgz, and CODE is the verdict it must get. Each function below is a training with
-one fault, told in its docstring. A recording is kept only if what else ran on the machine did not get in its way; as
-root it goes first.
+A file is named MACHINE-CODE[-VARIANT].tgz, and CODE is the verdict it must get; one that got another ends in -unlike.
+Each function below is a training with one fault, told in its docstring. A recording is kept only if what else ran on
+the machine did not get in its way; as root it goes first.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ import functools
 import gc
 import gzip
 import io
+import itertools
+import json
 import logging
 import mmap
 import multiprocessing
 import os
+import re
 import socket
+import statistics
 import subprocess
 import sys
 import tarfile
@@ -27,15 +32,16 @@ import tempfile
 import time
 import urllib.request
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pynvml
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, mse_loss
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.nn.functional import cross_entropy, ctc_loss, log_softmax, mse_loss
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = 10
@@ -43,13 +49,20 @@ SIDE = 16
 STEPS = 160
 OTHERS_CORES, DELAY = 0.2, 0.04  # so much beside a recording, or so much waiting for a core, spoils nothing
 TRIES = 20
+HEALTHY = "compute.saturated"
+CARD = "cuda"
+ROWS, WIDTH = 16384, 4096  # samples and features: in bf16 one product of these takes an H200 a millisecond
+CLOSE_STEPS, PLAIN_STEPS = 60, 80  # so many raw steps of a training on a card stay in its recording
 
 TRAININGS: dict[str, Callable[[], None]] = {}
 HOW: dict[str, dict[str, Any]] = {}
 
 
 def training(name: str, **how: Any) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Register a training under the verdict it deserves. `how`: ranks, what runs beside it, its flags, its memory."""
+    """Register a training under the verdict it deserves.
+
+    `how`: ranks, what runs beside it, its flags, its memory; how many `steps` to take of one that runs on a card.
+    """
 
     def register(function: Callable[[], None]) -> Callable[[], None]:
         TRAININGS[name], HOW[name] = function, how
@@ -408,25 +421,313 @@ def plays_against_itself() -> None:
         optimizers[1].step()
 
 
+# -- on a card: parts --------------------------------------------------------------------------------------------------
+
+
+class Batches(Dataset[Any]):
+    """Batches that lie ready in memory, given out in turn."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> Any:
+        return self.batches[index % len(self.batches)]
+
+
+def handed_out(batches: list[Any]) -> DataLoader[Any]:
+    """A loader that has nothing to do."""
+    return DataLoader(Batches(batches), batch_size=None, collate_fn=lambda batch: batch)
+
+
+def loaded(data: Dataset[Any], batch_size: int) -> DataLoader[Any]:
+    """A loader as it should be."""
+    sampler = RandomSampler(data, replacement=True, num_samples=1_000_000)  # type: ignore[arg-type]
+    return DataLoader(data, batch_size, sampler=sampler, num_workers=4, pin_memory=True, persistent_workers=True)
+
+
+def on_the_card(rows: int = ROWS, features: int = WIDTH, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """One batch that is on the card already, again and again."""
+    x = torch.rand(rows, features, device=CARD, dtype=dtype)
+    return itertools.repeat((x, torch.randint(0, CLASSES, (rows,), device=CARD)))
+
+
+def products(depth: int, features: int = WIDTH, width: int = WIDTH, active: type[nn.Module] = nn.ReLU) -> nn.Module:
+    """Large matrix products in bf16, and little else."""
+    sizes = [features, *[width] * depth]
+    with torch.device(CARD):
+        layers = [layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b, bias=False), active())]
+        return nn.Sequential(*layers, nn.Linear(width, CLASSES, bias=False)).bfloat16()
+
+
+def convolutions(depth: int = 6, channels: int = 256) -> nn.Module:
+    """Convolutions in bf16, and little else."""
+    layers = [
+        layer
+        for number in range(depth)
+        for layer in (nn.Conv2d(channels if number else 3, channels, 3, padding=1, bias=False), nn.ReLU(inplace=True))
+    ]
+    tail = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES)]
+    return nn.Sequential(*layers, *tail).to(CARD, torch.bfloat16)
+
+
+def learn(model: nn.Module, batches: Iterable[Any], optimizer: torch.optim.Optimizer | None = None) -> None:
+    """A plain loop with a fused optimizer. `flatout run --max-steps` ends it."""
+    optimizer = optimizer or fused(model)
+    for x, y in batches:
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+# -- on a card: copies, and waiting for it -----------------------------------------------------------------------------
+
+
+@training("copy.pageable", steps=200)
+def copies_from_ordinary_memory() -> None:
+    """Batches of 64 MB go to the card from memory that is not page-locked."""
+    batches = [(torch.rand(ROWS, WIDTH // 4), torch.randint(0, CLASSES, (ROWS,))) for _ in range(4)]
+    learn(
+        products(3, features=WIDTH // 4),
+        ((x.to(CARD).bfloat16(), y.to(CARD)) for x, y in handed_out(batches)),
+    )
+
+
+@training("copy.blocking", steps=350)
+def waits_for_each_copy() -> None:
+    """Page-locked batches of 128 MB, but each copy is waited for, and the card computes nothing meanwhile."""
+    x, y = torch.rand(ROWS, WIDTH // 2).pin_memory(), torch.randint(0, CLASSES, (ROWS,)).pin_memory()
+    learn(
+        products(2, features=WIDTH // 2),
+        ((x.to(CARD).bfloat16(), y.to(CARD)) for x, y in handed_out([(x, y)])),
+    )
+
+
+@training("copy.fragmented", steps=500)
+def copies_column_by_column() -> None:
+    """A table of 600 columns, page-locked, and each column goes to the card by itself."""
+    batches = [
+        (list(torch.rand(600, ROWS).pin_memory()), torch.randint(0, CLASSES, (ROWS,)).pin_memory()) for _ in range(4)
+    ]
+
+    def joined(columns: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([column.to(CARD, non_blocking=True) for column in columns]).T.bfloat16()
+
+    learn(
+        products(3, features=600, width=WIDTH // 2),
+        ((joined(columns), y.to(CARD, non_blocking=True)) for columns, y in handed_out(batches)),
+    )
+
+
+@training("sync.item", steps=450)
+def reads_each_error_back() -> None:
+    """Before backward, the error of each output is read back for a running median: meanwhile the card stands still."""
+    model, past = products(3), [[float(n * 7919 % 1000) for n in range(1000)] for _ in range(CLASSES)]
+    optimizer = fused(model)
+    for x, _ in on_the_card(rows=ROWS // 2):
+        optimizer.zero_grad()
+        errors = (model(x) - 1).square().mean(0)
+        for error, seen in zip(errors, past, strict=True):
+            seen[:] = [*seen[1:], error.item()]
+            statistics.median(seen)
+        errors.mean().backward()
+        optimizer.step()
+
+
+# -- on a card: computing ----------------------------------------------------------------------------------------------
+
+
+@training("compute.precision", steps=90)
+def multiplies_in_full_precision() -> None:
+    """Large products in fp32, and TF32 is off, as it is unless one asks for it."""
+    learn(products(4).float(), on_the_card(rows=ROWS // 4, dtype=torch.float32))
+
+
+@training("compute.layout", steps=250)
+def convolves_channels_first() -> None:
+    """Convolutions in NCHW: the tensor cores want NHWC, so that each turns its data around and back."""
+    pictures = torch.rand(256, 3, 28, 28, device=CARD, dtype=torch.bfloat16)
+    learn(convolutions(), itertools.repeat((pictures, torch.randint(0, CLASSES, (256,), device=CARD))))
+
+
+@training("compute.optimizer", steps=150)
+def updates_one_by_one() -> None:
+    """400 million parameters, a small batch, and AdamW goes through them tensor by tensor, operation by operation."""
+    model = products(24).float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+    for x, y in on_the_card(rows=ROWS // 16):
+        optimizer.zero_grad()
+        with torch.autocast(CARD, torch.bfloat16):
+            loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+
+@training("compute.eager", steps=300)
+def activates_in_nine_kernels() -> None:
+    """An activation written out: each of its operations reads and writes all of the data."""
+    learn(products(2, active=WrittenOut), on_the_card())
+
+
+class WrittenOut(nn.Module):
+    """GELU, as its paper approximates it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * x * (1 + torch.tanh(0.79788456 * (x + 0.044715 * x * x * x)))
+
+
+# -- on a card: its memory ---------------------------------------------------------------------------------------------
+
+
+@training("memory.underused", steps=350)
+def takes_small_batches() -> None:
+    """Speech: the loss goes through each recording step by step, so that 16 at a time keep a few processors busy."""
+    length, features, letters, words = 1500, 20, 32, 100
+    data = TensorDataset(torch.rand(1000, length, features), torch.randint(1, letters, (1000, words)))
+    model = nn.Sequential(nn.Linear(features, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, letters))
+    optimizer = fused(model.to(CARD))
+    for x, y in loaded(data, 16):
+        optimizer.zero_grad()
+        with torch.autocast(CARD, torch.bfloat16):
+            said = model(x.to(CARD, non_blocking=True))
+        likely = log_softmax(said.float(), -1).transpose(0, 1)
+        lengths = torch.full((len(x),), length), torch.full((len(x),), words)
+        ctc_loss(likely, y.to(CARD, non_blocking=True), *lengths).backward()
+        optimizer.step()
+
+
+@training("memory.pressure", steps=120)
+def fills_the_card() -> None:
+    """Batches sorted by length, each a little longer than the last, on a card with room for a quarter more than the
+    longest takes: what was freed never fits what comes next, and is given back to make room."""
+    narrow, wide = WIDTH // 2, 2 * WIDTH
+    with torch.device(CARD):
+        layers = [
+            layer
+            for _ in range(4)
+            for layer in (nn.Linear(narrow, wide, bias=False), nn.GELU(), nn.Linear(wide, narrow, bias=False))
+        ]
+        model = nn.Sequential(*layers, nn.Linear(narrow, CLASSES)).bfloat16()
+    optimizer, longest = fused(model), ROWS // 2
+    x, y = next(on_the_card(longest, narrow))
+    learn(model, [(x, y)] * 2, optimizer)
+    room_bytes = 1.25 * torch.cuda.max_memory_allocated()
+    torch.cuda.set_per_process_memory_fraction(room_bytes / torch.cuda.get_device_properties(CARD).total_memory)
+
+    def by_length() -> Iterator[Any]:
+        while True:
+            torch.cuda.empty_cache()
+            yield from ((x[:rows], y[:rows]) for rows in range(longest // 2, longest + 1, longest // 64))
+
+    learn(model, by_length(), optimizer)
+
+
+# -- on a card: healthy ------------------------------------------------------------------------------------------------
+
+
+@training("compute.saturated-products", steps=200)
+def multiplies() -> None:
+    """Large products of data that is on the card: as much as its power allows."""
+    learn(products(4), on_the_card())
+
+
+@training("compute.saturated-pictures", steps=300)
+def convolves_channels_last() -> None:
+    """Convolutions in NHWC, fed with bytes by four workers."""
+    data = TensorDataset(
+        torch.randint(0, 256, (4000, 3, 28, 28), dtype=torch.uint8), torch.randint(0, CLASSES, (4000,))
+    )
+
+    def pictures(x: torch.Tensor) -> torch.Tensor:
+        x = x.to(CARD, non_blocking=True)
+        return x.to(torch.bfloat16, memory_format=torch.channels_last) / 255
+
+    learn(
+        convolutions().to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+        ((pictures(x), y.to(CARD, non_blocking=True)) for x, y in loaded(data, 256)),
+    )
+
+
+@training("compute.saturated-tokens", steps=90)
+def attends() -> None:
+    """A transformer in bf16, fed with 16 texts of 1,024 tokens by four workers."""
+    features, vocabulary = WIDTH // 2, 2 * WIDTH
+    with torch.device(CARD):
+        layer = nn.TransformerEncoderLayer(
+            features, 16, 4 * features, dropout=0.0, activation="gelu", batch_first=True, norm_first=True, bias=False
+        )
+        model = nn.Sequential(
+            nn.Embedding(vocabulary, features),
+            nn.TransformerEncoder(layer, 3, enable_nested_tensor=False),
+            nn.Linear(features, vocabulary, bias=False),
+            nn.Flatten(0, 1),
+        ).bfloat16()
+    texts = TensorDataset(torch.randint(0, vocabulary, (2000, 1024)))
+    batches = (x.to(CARD, non_blocking=True) for (x,) in loaded(texts, 16))
+    learn(model, ((x, x.flatten()) for x in batches))
+
+
 # -- recording ---------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
+    card = card_here()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", default=list(TRAININGS))
+    here = [name for name in TRAININGS if needs_card(name) == (card is not None)]
+    parser.add_argument("names", nargs="*", metavar="NAME", default=here)
     parser.add_argument("--to", type=Path, default=Path(__file__).parent, metavar="FOLDER")
     options = parser.parse_args()
     options.to.mkdir(exist_ok=True)
     for name in options.names:
-        for _ in range(TRIES):
-            with tempfile.TemporaryDirectory(dir="/var/tmp") as scratch:
-                record(name, Path(scratch))
-                others, delay, verdict = look_at(Path(scratch, "trace"))
-                kept = others < OTHERS_CORES or delay < DELAY or "beside" in HOW[name]
-                print(f"{name}: {verdict}; others {others:.2f} cores, delay {delay:.3f}, {kept=}", flush=True)
-                if kept:
-                    pack(Path(scratch, "trace"), options.to / f"cpu-{name}.tgz")
-                    break
+        if needs_card(name) and card is None:
+            print(f"{name}: skipped, it needs a card")
+        elif not any(recorded(name, card or "cpu", options.to) for _ in range(1 if needs_card(name) else TRIES)):
+            print(f"{name}: not recorded", flush=True)
+
+
+def needs_card(name: str) -> bool:
+    return "steps" in HOW[name]
+
+
+def card_here() -> str | None:
+    """This machine's card in a word. The driver is asked: torch would stay on the card, as company."""
+    try:
+        pynvml.nvmlInit()
+        name = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
+    except pynvml.NVMLError:
+        return None
+    return str(name).lower().split()[-1].partition("-")[0]
+
+
+def recorded(name: str, machine: str, to: Path) -> bool:
+    """Record one training; False if it failed, or something else got in its way."""
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as scratch:
+        folder = Path(scratch, "trace")
+        try:
+            record(name, Path(scratch))
+        except subprocess.CalledProcessError as problem:
+            print(f"{name}: ended with exit code {problem.returncode}", flush=True)
+            return False
+        if needs_card(name):
+            thin(folder)
+        others, delay, found = look_at(folder)
+        codes = [code for code, _, _ in found]
+        like = codes == [HEALTHY] if name.startswith(HEALTHY) else codes[:1] == [name]
+        kept = others < OTHERS_CORES or delay < DELAY or "beside" in HOW[name] or needs_card(name)
+        said = ", ".join(f"{code} {share:.0%} up to {gain:.2f}x" for code, share, gain in found[:3]) or "nothing"
+        beside = f"others {others:.2f} cores, {delay=:.3f}, {kept=}"
+        unlike = "" if like else "UNLIKE "
+        print(f"{name}: {unlike}{said}; {time.monotonic() - began_s:.1f} s, {beside}", flush=True)
+        if kept:
+            pack(folder, to / f"{machine}-{name}{'-unlike' if unlike else ''}.tgz")
+    return kept
 
 
 def record(name: str, folder: Path) -> None:
@@ -436,8 +737,11 @@ def record(name: str, folder: Path) -> None:
     launcher = [sys.executable]
     if "ranks" in how:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(how["ranks"])]
-    command = [sys.executable, "-m", "flatout", "run", "--quiet", "--trace", "trace", "--", *launcher, *script]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    flatout = [sys.executable, "-m", "flatout", "run", "--quiet", "--trace", "trace"]
+    flatout += ["--max-steps", str(how["steps"])] if needs_card(name) else []
+    command = [*flatout, "--", *launcher, *script]
+    path = [ROOT / "src", *(Path(entry).resolve() for entry in os.environ.get("PYTHONPATH", "").split(":") if entry)]
+    environment = {**os.environ, "PYTHONPATH": ":".join(map(str, path)), "OMP_NUM_THREADS": "1"}
     with company(how.get("beside", 0)), limited(how.get("memory_bytes")) as group:
         enter = functools.partial(enter_group, group)
         subprocess.run(
@@ -490,27 +794,48 @@ def limited(most_bytes: int | None) -> Iterator[Path | None]:
         group.rmdir()
 
 
-def look_at(folder: Path) -> tuple[float, float, str]:
-    """How many cores were busy with something else, how much the training waited for one, and the diagnosis."""
+def look_at(folder: Path) -> tuple[float, float, list[tuple[str, float, float]]]:
+    """How many cores were busy with something else, how much the training waited for one, and what is found in it."""
     sys.path.insert(0, str(ROOT / "src"))
     from flatout import trace
     from flatout.diagnose.case import cases
     from flatout.diagnose.rules import diagnose
 
     recorded = trace.read(folder)
-    said = ", ".join(f"{f.code} {f.gain_high:.2f}" for f in diagnose(recorded)) or "nothing"
+    found = [(finding.code, finding.share, finding.gain_high) for finding in diagnose(recorded)]
     case = cases(recorded)[0]
-    return case.cores_others or 0.0, case.trainer_delay or 0.0, said
+    return case.cores_others or 0.0, case.trainer_delay or 0.0, found
+
+
+def thin(folder: Path) -> None:
+    """Leave a few raw steps of plain training, with events and without; the windows over all of them stay. Of what each
+    worker reports the last counts."""
+    for path in folder.glob("rank-*.jsonl"):
+        close, plain = 0, 0
+        lines = []
+        for line in path.read_text().splitlines(keepends=True):
+            record = json.loads(line)
+            if record["record"] == "step" and record.get("kind", "train") == "train":
+                is_close = any("gpu_busy_ms" in span for span in record["spans"])
+                close, plain = close + is_close, plain + (not is_close)
+                if (close > CLOSE_STEPS) if is_close else (plain > PLAIN_STEPS):
+                    continue
+            lines.append(line)
+        path.write_text("".join(lines))
+    for path in folder.glob("workers-*.jsonl"):
+        last = {json.loads(line).get("pid"): line for line in path.read_text().splitlines(keepends=True)}
+        path.write_text("".join(last.values()))
 
 
 def pack(folder: Path, target: Path) -> None:
     """The records alone, without what they say of this machine's name and paths; the same bytes each time."""
     hidden = {str(folder.parent): "run", str(ROOT): "flatout", sys.prefix: "venv", socket.gethostname(): "machine"}
+    words = {re.compile(rf"(?<!\w){re.escape(word)}(?!\w)"): instead for word, instead in hidden.items()}
     with gzip.GzipFile(target, "wb", mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as archive:
         for path in sorted(folder.glob("*.jsonl")):
             text, name = path.read_text(), path.name
-            for word, instead in hidden.items():
-                text, name = text.replace(word, instead), name.replace(word, instead)
+            for word, instead in words.items():
+                text, name = word.sub(instead, text), word.sub(instead, name)
             entry = tarfile.TarInfo(name)
             entry.size = len(text.encode())
             archive.addfile(entry, io.BytesIO(text.encode()))
@@ -520,7 +845,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--train"]:
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        if "beside" not in HOW[sys.argv[2]]:
+        if "beside" not in HOW[sys.argv[2]] and not needs_card(sys.argv[2]):
             go_first()
         TRAININGS[sys.argv[2]]()
     else:
