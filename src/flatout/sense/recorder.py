@@ -552,7 +552,9 @@ def _as_step(step: _OpenStep, index: int, end_s: float, gpu_ms: list[float], los
             )
         )
     crowd_ms = (step.pieces[-1].end_s - step.start_s) * 1e3 if step.pieces else 0.0
-    spans += [Span(name=name, start_ms=crowd_ms, host_ms=s * 1e3) for name, s in step.crowd_s.items()]
+    for name, s in step.crowd_s.items():  # one behind the other, as they first came
+        spans.append(Span(name=name, start_ms=crowd_ms, host_ms=s * 1e3))
+        crowd_ms += s * 1e3
     return Step(
         index=index,
         start_s=step.start_s,
