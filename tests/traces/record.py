@@ -585,7 +585,7 @@ class WrittenOut(nn.Module):
 # -- on a card: its memory ---------------------------------------------------------------------------------------------
 
 
-@training("memory.underused", steps=350)
+@training("memory.underused", steps=600)
 def takes_small_batches() -> None:
     """Speech: the loss goes through each recording step by step, so that 16 at a time keep a few processors busy."""
     length, features, letters, words = 1500, 20, 32, 100
