@@ -1,6 +1,6 @@
 """Public training scripts under `flatout fix`, unmodified: what was kept, what it gave, and how that was proven.
 
-    python benchmarks/fixed_scripts.py SCRIPTS [--only NAME…] [--budget 2m] [--repeats 3] [--out FILE]
+    python benchmarks/fixed_scripts.py SCRIPTS [--card] [--only NAME…] [--budget 2m] [--repeats 3] [--out FILE]
 
 SCRIPTS holds checkouts of the repositories below, as OWNER+NAME, at the commit named there; none of their code is in
 this repository. Their data is made up, in the files and formats they ask for. What the scripts import (torchvision,
@@ -63,17 +63,23 @@ def mnist(where: str) -> Callable[[Path], None]:
     return make
 
 
-def photographs(folder: Path) -> None:
-    """JPEG files of 500×375 pixels in a folder for each class, as ImageNet has them."""
-    from PIL import Image
+def photographs(times: int = 1) -> Callable[[Path], None]:
+    """JPEG files of 500×375 pixels in a folder for each class, as ImageNet has them, each under so many names."""
 
-    random = np.random.default_rng(0)
-    for part, count in (("train", 1200), ("val", 80)):
-        for number in range(count):
-            small = random.integers(0, 256, (25, 32, 3), dtype=np.uint8)
-            path = folder / f"imagenet/{part}/n{number % 10:04d}/{number}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(small).resize((500, 375), Image.Resampling.BICUBIC).save(path, quality=90)
+    def make(folder: Path) -> None:
+        from PIL import Image
+
+        random = np.random.default_rng(0)
+        for part, count in (("train", 1200), ("val", 80)):
+            for number in range(count):
+                small = random.integers(0, 256, (25, 32, 3), dtype=np.uint8)
+                path = folder / f"imagenet/{part}/n{number % 10:04d}/{number}.jpg"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(small).resize((500, 375), Image.Resampling.BICUBIC).save(path, quality=90)
+                for again in range(1, times):
+                    os.link(path, path.with_name(f"{number}-{again}.jpg"))
+
+    return make
 
 
 def electricity(folder: Path) -> None:
@@ -129,7 +135,7 @@ SCRIPTS = (
                "fm", "--device", "cpu"),
     ),
     Script(
-        name="imagenet", repo="pytorch/examples", path="imagenet/main.py", prepare=photographs,
+        name="imagenet", repo="pytorch/examples", path="imagenet/main.py", prepare=photographs(),
         flags=("imagenet", "-a", "shufflenet_v2_x0_5", "-b", "16", "--no-accel"),
     ),
     Script(
@@ -141,11 +147,26 @@ SCRIPTS = (
     Script(name="makemore", repo="karpathy/makemore", path="makemore.py", prepare=prepare_words),
     Script(name="adder", repo="karpathy/minGPT", path="projects/adder/adder.py"),
 )  # fmt: skip
+ON_A_CARD = (
+    Script(
+        name="imagenet", repo="pytorch/examples", path="imagenet/main.py", prepare=photographs(10),
+        flags=("imagenet", "-a", "resnet50", "-b", "128"),
+    ),
+    Script(name="mnist", repo="pytorch/examples", path="mnist/main.py", prepare=mnist("../data")),
+    Script(name="vae", repo="pytorch/examples", path="vae/main.py", prepare=mnist("../data")),
+    Script(**_GAN, name="gan", path="implementations/gan/gan.py"),
+    Script(
+        name="nanoGPT", repo="karpathy/nanoGPT", path="train.py", prepare=characters,
+        flags=("config/train_shakespeare_char.py",),
+    ),
+    Script(name="adder", repo="karpathy/minGPT", path="projects/adder/adder.py"),
+)  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scripts", type=Path, metavar="SCRIPTS")
+    parser.add_argument("--card", action="store_true", help="on a GPU: other scripts, at their full size")
     parser.add_argument("--only", nargs="*", metavar="NAME")
     parser.add_argument("--budget", default="2m")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each side after the fix")
@@ -156,20 +177,21 @@ def main() -> None:
     options = parser.parse_args()
     machine = describe(("torch", "numpy", "torchvision"))
     print(headline(machine))
-    for script in SCRIPTS:
+    scripts, setup = (ON_A_CARD, {}) if options.card else (SCRIPTS, SETUP)
+    for script in scripts:
         if options.only and script.name not in options.only:
             continue
-        result = try_out(script, options)
+        result = try_out(script, options, setup)
         print(f"{script.name}: {result['sentence']} {result.get('checked') or ''}", flush=True)
         if options.out is not None:
             old = json.loads(options.out.read_text(encoding="utf-8"))["results"] if options.out.exists() else []
             every = [r for r in old if r["script"] != script.name] + [result]
-            every.sort(key=lambda r: [s.name for s in SCRIPTS].index(r["script"]))
-            figures = {"benchmark": "fixed_scripts", "machine": machine | SETUP, "results": every}
+            every.sort(key=lambda r: [s.name for s in scripts].index(r["script"]))
+            figures = {"benchmark": "fixed_scripts", "machine": machine | setup, "results": every}
             options.out.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def try_out(script: Script, options: argparse.Namespace) -> dict[str, Any]:
+def try_out(script: Script, options: argparse.Namespace, setup: dict[str, str]) -> dict[str, Any]:
     """Fix it, look at what that left behind, and measure before and after once more."""
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch, "repo")
@@ -178,7 +200,7 @@ def try_out(script: Script, options: argparse.Namespace) -> dict[str, Any]:
         script.prepare(path.parent)
         command = ["python", path.name, *script.flags]
         places = filter(None, (str(copy), os.environ.get("PYTHONPATH")))
-        environment = os.environ | SETUP | {"PYTHONPATH": os.pathsep.join(places)}
+        environment = os.environ | setup | {"PYTHONPATH": os.pathsep.join(places)}
         before, results = fingerprint(copy), Path(scratch, "fix.json")
         page = (options.pages or Path(scratch)).resolve() / f"{script.name}.html"
         told = {"script": script.name, "repo": script.repo, "commit": COMMITS[script.repo], "path": script.path,
