@@ -1,8 +1,8 @@
 """Has the dataset changed since it was shipped to the workers?
 
 Stock forks its workers anew for every epoch, so a change made between epochs is always seen. Ours stay; this looks
-through all that the dataset holds instead, and says None ("cannot tell") rather than miss a change: then it is shipped
-again, at stock's price.
+through all that the dataset holds instead, its functions and classes too, and says None ("cannot tell") rather than
+miss a change: then it is shipped again, at stock's price. Global variables alone are not looked at.
 
 A dataset holds a million samples of one kind, not a million kinds, so things are looked at by the column: all paths at
 once, all labels at once. A million (path, label) take 0.3 s.
@@ -14,18 +14,22 @@ import functools
 import marshal
 import types
 import zlib
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from enum import Enum
 from itertools import chain
-from pathlib import PurePath
-from typing import Any
+from pathlib import Path, PosixPath, PurePosixPath
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 _NUMBERS = frozenset((int, float, complex, bool, type(None)))
-_HASHED = (str, bytes, range, PurePath, torch.dtype, torch.device, torch.Size)
-_FIXED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.MethodType, Enum)
-_HOLD_OTHERS = (list, tuple, set, frozenset, dict)
+_HASHED = frozenset((str, bytes, np.str_, np.bytes_, PosixPath, PurePosixPath, torch.dtype, torch.device))
+_FIXED = (types.CodeType, types.ModuleType, TypeVar)
+_HOLD_OTHERS = frozenset((list, tuple, set, frozenset, dict, OrderedDict, defaultdict, torch.Size))
+_BUILT_IN = _HOLD_OTHERS | {str, bytes, np.ndarray, torch.Tensor, functools.partial, object}
+_DATA: Any = (*_NUMBERS, str, bytes, np.generic, np.ndarray, torch.Tensor, list, tuple, set, frozenset, dict)
 _POINTER, _HEAP_TYPE = tuple.__itemsize__, 1 << 9  # the flag of classes that are not static in C
 _MOST_THINGS = 8_000_000
 _MOST_ARRAYS = 20_000
@@ -37,10 +41,10 @@ class _CannotTell(Exception):
     pass
 
 
-def fingerprint(dataset: object) -> int | None:
-    """A number that changes when anything within the dataset does, or None when that cannot be told cheaply."""
+def fingerprint(*things: object) -> int | None:
+    """A number that changes when anything within these things does, or None when that cannot be told cheaply."""
     try:
-        return _Walk().of([dataset])
+        return _Walk().of(list(things))
     except Exception:  # also an attribute with ideas of its own
         return None
 
@@ -48,62 +52,85 @@ def fingerprint(dataset: object) -> int | None:
 class _Walk:
     def __init__(self) -> None:
         self._places: dict[int, int] = {}  # of what can change or hold itself: in which order it was met
+        self._met: list[list[Any]] = []  # keeps what was made on the way, so that no other thing gets its place
         self._things = self._arrays = self._bytes = 0
 
     def of(self, things: list[Any]) -> int:
         """One number for all of them."""
+        self._has_room_for(len(things))
         self._things += len(things)
-        if self._things > _MOST_THINGS:
-            raise _CannotTell
         if len(set(map(type, things))) == 1:
             kind = type(things[0])
             return hash((kind, self._alike(kind, things)))
         kinds = list(map(type, things))
-        parts = [self._alike(kind, [one for one in things if type(one) is kind]) for kind in dict.fromkeys(kinds)]
-        return hash((*kinds, *parts))
+        alike: dict[Any, list[Any]] = {kind: [] for kind in kinds}
+        for kind, one in zip(kinds, things, strict=True):
+            alike[kind].append(one)
+        return hash((*kinds, *(self._alike(kind, some) for kind, some in alike.items())))
+
+    def _has_room_for(self, more: int) -> None:
+        if self._things + more > _MOST_THINGS:
+            raise _CannotTell
 
     def _alike(self, kind: Any, things: list[Any]) -> int:
         """Things of one kind."""
         if kind in _NUMBERS:
             return zlib.crc32(marshal.dumps(things, 2))  # hash(-1) is hash(-2)
-        if issubclass(kind, _HASHED):
+        if kind in _HASHED:
             return hash(tuple(things))
         if issubclass(kind, _FIXED):
             return hash(tuple(map(id, things)))
         if issubclass(kind, np.generic):
-            return zlib.crc32(np.asarray(things).tobytes())
+            return self._array(np.asarray(things))
+        if kind is range:
+            return self.of([(one.start, one.stop, one.step) for one in things])
         if kind is tuple:
             return self._held(kind, things)
         before = len(self._places)
         places = [self._places.setdefault(id(one), len(self._places)) for one in things]
         fresh = [one for place, one in dict(zip(places, things, strict=True)).items() if place >= before]
+        self._met.append(fresh)
         return hash((*places, self._inside(kind, fresh))) if fresh else hash(tuple(places))
 
     def _inside(self, kind: Any, things: list[Any]) -> int:
-        if issubclass(kind, torch.Tensor):
-            # Every change in place counts a tensor's version up, whichever view it was made through.
-            self._count(things)
-            return hash(tuple((one.data_ptr(), one._version, tuple(one.shape), one.dtype) for one in things))
-        if issubclass(kind, np.memmap):  # workers map the same file
-            return hash(tuple((str(one.filename), one.offset, one.shape, str(one.dtype)) for one in things))
-        if issubclass(kind, np.ndarray):
-            self._count(things)
-            return hash(tuple(map(self._array, things)))
-        if issubclass(kind, torch.Generator):
+        if issubclass(kind, type):
+            return hash((*map(id, things), *map(self._class, things)))
+        if kind is np.memmap:
+            return hash(tuple(map(self._mapped, things)))
+        if kind is torch.Generator:
             return hash(tuple(zlib.crc32(one.get_state().numpy().data) for one in things))
-        if kind is functools.partial:
-            return self.of([(one.func, one.args, one.keywords, vars(one)) for one in things])
-        if issubclass(kind, _HOLD_OTHERS):
-            attributes = [vars(one) for one in things] if kind.__dictoffset__ else []
-            return hash((self._held(kind, things), self.of(attributes)))
-        return self._objects(kind, things)
+        if kind is types.FunctionType:
+            return self.of([_parts_of_function(one) for one in things])
+        if kind is types.MethodType:
+            return self.of([(one.__func__, one.__self__) for one in things])
+        if kind is types.BuiltinFunctionType:
+            return self.of([(one.__name__, one.__self__) for one in things])
+        if issubclass(kind, Enum):
+            return self.of([vars(one) for one in things])
+        built_in, slots = _made_of(kind)
+        attributes = [vars(one) for one in things] if kind.__dictoffset__ else []
+        named = (self.of(attributes), *(self.of(_values(slot, things)) for slot in slots))
+        return hash((self._content(built_in, things), *named, self.of([kind])))
+
+    def _content(self, built_in: Any, things: list[Any]) -> int | None:
+        """What is in them beside their attributes."""
+        if built_in in _HOLD_OTHERS:
+            return self._held(built_in, things)
+        if built_in is torch.Tensor:
+            return hash(tuple(map(self._tensor, things)))
+        if built_in is np.ndarray:
+            return hash(tuple(map(self._array, things)))
+        if built_in in (str, bytes):
+            return hash(tuple(map(built_in.__hash__, things)))
+        return None
 
     def _held(self, kind: Any, things: list[Any]) -> int:
-        """What lists, tuples, sets and dicts hold."""
-        sizes = list(map(len, things))
-        inside = self._columns(sizes, list(chain.from_iterable(things)))
+        """What lists, tuples, sets and dicts hold, whatever a class made of them says that it does."""
+        sizes = list(map(kind.__len__, things))
+        self._has_room_for(sum(sizes))
+        inside = self._columns(sizes, list(chain.from_iterable(map(kind.__iter__, things))))
         if issubclass(kind, dict):
-            inside = hash((inside, self._columns(sizes, list(chain.from_iterable(map(dict.values, things))))))
+            inside = hash((inside, self._columns(sizes, list(chain.from_iterable(map(kind.values, things))))))
         return hash((*sizes, inside))
 
     def _columns(self, sizes: list[int], held: list[Any]) -> int:
@@ -113,38 +140,90 @@ class _Walk:
             return hash(tuple(self.of(held[place::width]) for place in range(width)))
         return self.of(held)
 
+    def _class(self, kind: type) -> int:
+        """Classes hold things too; their methods are told by which they are."""
+        if issubclass(kind, Enum):
+            return 0  # the members, which are looked at as they are met
+        named = [pair for base in kind.__mro__ if base.__flags__ & _HEAP_TYPE for pair in vars(base).items()]
+        held = [(name, one) for name, one in named if not name.startswith("__") and _is_data(one)]
+        return hash((*(id(one) for _, one in named if not _is_data(one)), self.of(held)))
+
     def _array(self, array: np.ndarray[Any, Any]) -> int:
-        self._bytes += array.nbytes
-        if array.dtype.hasobject or self._bytes > _MOST_BYTES:
+        self._count(array.nbytes)
+        if array.dtype.hasobject:
             raise _CannotTell
         return hash(
             (array.shape, str(array.dtype), zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data))
         )
 
-    def _objects(self, kind: Any, things: list[Any]) -> int:
-        """Instances are what their attributes are, if attributes are all they have."""
-        slots = _slots_of(kind)
-        if slots is None:
-            raise _CannotTell  # state we cannot see
-        attributes = [vars(one) for one in things] if kind.__dictoffset__ else []
-        found = [[getattr(one, name, _NOTHING) for one in things] for name in slots]
-        return hash((self.of(attributes), *map(self.of, found)))
+    def _tensor(self, tensor: torch.Tensor) -> int:
+        """By what is in it: numpy, `.data` and C write to it without counting its version up."""
+        if tensor.device.type != "cpu":
+            raise _CannotTell  # to look there is to wait for the card
+        self._count(tensor.numel() * tensor.element_size())
+        plain = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+        return hash((tuple(tensor.shape), tensor.dtype, zlib.crc32(plain.view(torch.uint8).numpy().data)))
 
-    def _count(self, arrays: list[Any]) -> None:
-        self._arrays += len(arrays)
-        if self._arrays > _MOST_ARRAYS:
+    def _mapped(self, array: Any) -> int:
+        """Workers map the same file, unless what is written stays with the process, or it is a copy in memory."""
+        if array._mmap is None or array.mode == "c":
+            return self._array(array)
+        self._count(0)
+        file = Path(array.filename).stat()
+        place = (array.ctypes.data, array.strides, array.shape, str(array.dtype))
+        return hash((str(array.filename), file.st_dev, file.st_ino, *place))
+
+    def _count(self, size_bytes: int) -> None:
+        self._arrays += 1
+        self._bytes += size_bytes
+        if self._arrays > _MOST_ARRAYS or self._bytes > _MOST_BYTES:
             raise _CannotTell
+
+
+def _is_data(one: Any) -> bool:
+    """Whether what a class holds is more than a method or the like."""
+    kind: Any = type(one)
+    has_attributes = kind.__flags__ & _HEAP_TYPE and kind.__dictoffset__ and not hasattr(kind, "__get__")
+    return isinstance(one, _DATA) or bool(has_attributes and not isinstance(one, _FIXED))
 
 
 _NOTHING = type("_Nothing", (), {})
 
 
+def _parts_of_function(function: types.FunctionType) -> tuple[Any, ...]:
+    """What makes it this function; the globals it reads are not looked at."""
+    seen = tuple(_value(lambda cell: cell.cell_contents, cell) for cell in function.__closure__ or ())
+    return function.__code__, function.__defaults__, function.__kwdefaults__, vars(function), seen
+
+
+def _values(slot: Any, things: list[Any]) -> list[Any]:
+    try:
+        return list(map(slot.__get__, things))
+    except AttributeError:  # not all have been set
+        return [_value(slot.__get__, one) for one in things]
+
+
+def _value(read: Callable[[Any], Any], one: Any) -> Any:
+    try:
+        return read(one)
+    except (AttributeError, ValueError):
+        return _NOTHING
+
+
 @functools.lru_cache(maxsize=256)
-def _slots_of(kind: type) -> tuple[str, ...] | None:
-    """The slots of a class; None where it, or one it comes from, has room for more than these, in C."""
-    declared = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
-    names = [name for slots in declared for name in ([slots] if isinstance(slots, str) else slots)]
-    seen = object.__basicsize__ + (len(names) + 2) * _POINTER  # two: attributes, and weak references
-    if kind.__basicsize__ > seen or any(not base.__flags__ & _HEAP_TYPE for base in kind.__mro__[:-1]):
-        return None
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+def _made_of(kind: type) -> tuple[type, tuple[Any, ...]]:
+    """What a class is built on, and its slots; there must be no room in it for more than these, in C."""
+    built_in = next(base for base in kind.__mro__ if base in _BUILT_IN)
+    below = built_in.__mro__
+    slots = [
+        (base, one) for base in kind.__mro__ for one in vars(base).values() if type(one) is types.MemberDescriptorType
+    ]
+    dict_inside = not built_in.__dictoffset__ and (
+        kind.__dictoffset__ > 0 or built_in.__itemsize__ > 0 > kind.__dictoffset__
+    )
+    weak_inside = not built_in.__weakrefoffset__ and kind.__weakrefoffset__ > 0
+    pointers = sum(base not in below for base, _ in slots) + dict_inside + weak_inside
+    static = [base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE and base not in below]
+    if static or kind.__basicsize__ > built_in.__basicsize__ + pointers * _POINTER:
+        raise _CannotTell
+    return built_in, tuple(one for _, one in slots)

@@ -160,7 +160,7 @@ class _Kept:
     """A loader's feed from epoch to epoch, and what it was built from."""
 
     feed: Feed
-    shipped: int | None = None  # fingerprint of the dataset that the workers have
+    shipped: int | None = None  # fingerprint of the dataset, and of what goes with it, that the workers have
     user: weakref.ref[FeedIterator] | None = None
 
 
@@ -203,7 +203,7 @@ def iterator_for(
         if not lone:
             _kept[loader] = kept
     if not loader.persistent_workers:  # those keep the dataset they have, as in stock
-        now = fingerprint(loader.dataset)
+        now = fingerprint(loader.dataset, loader.collate_fn, loader.worker_init_fn)
         if now is None or now != kept.shipped:
             kept.feed.ship_again()
         kept.shipped = now

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import io
 import random
+import tempfile
 import threading
-from collections.abc import Callable
+import tracemalloc
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -77,7 +82,7 @@ CHANGES: dict[str, Callable[[Full], Any]] = {
     "deep in a dict": lambda data: data.table["b"].__setitem__("c", 4),
     "an element of an array": lambda data: data.images.__setitem__((50, 3), 1),
     "a tensor in place": lambda data: data.labels[50:60].add_(1),
-    "a tensor through a view": lambda data: data.labels.view(10, 10)[3].zero_(),
+    "a tensor through a view": lambda data: data.labels.view(10, 10)[3].add_(1),
     "inside a transform": lambda data: data.transform.steps.append(3),
     "one path of many": lambda data: data.many.__setitem__(20_000, (Path("other.jpg"), -1)),
     "one label of many": lambda data: data.many.__setitem__(20_000, (Path("20000.jpg"), -2)),
@@ -121,10 +126,146 @@ def test_a_change_is_seen(change: str) -> None:
     assert fingerprint(data) != before
 
 
+def counting() -> Callable[[int], int]:
+    so_far = 0
+
+    def count(more: int) -> int:
+        nonlocal so_far
+        so_far += more
+        return so_far
+
+    return count
+
+
+def scaled(value: int, by: int = 2) -> int:
+    return value * by
+
+
+class Colour(Enum):
+    RED = 1
+
+
+class Cropped:
+    size = 224
+    strengths: ClassVar = [0.1]
+    inside = Transform()
+
+
+class Hidden:
+    __slots__ = ("__secret",)
+
+    def set(self, value: int) -> None:
+        self.__secret = value
+
+
+class Shadowing(Slim):
+    @property
+    def label(self) -> int:  # type: ignore[override]
+        return 0
+
+
+class Slotted(list[int]):
+    __slots__ = ("name",)
+
+
+class Backwards(list[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+
+class Word(str):
+    pass
+
+
+def mapped(**how: Any) -> np.memmap[Any, Any]:
+    file = tempfile.NamedTemporaryFile()  # noqa: SIM115 - it is there until it is let go of
+    np.arange(100).tofile(file.name)
+    found = np.memmap(file.name, dtype=np.int64, **how)
+    FILES.append(file)
+    return found
+
+
+FILES: list[Any] = []
+HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "what a bound method belongs to": (lambda: Transform().__init__, lambda it: it.__self__.steps.append(3)),  # type: ignore[misc]
+    "what a method of C belongs to": (lambda: [1, 2].__getitem__, lambda it: it.__self__.append(3)),
+    "what a function closes over": (counting, lambda it: it(1)),
+    "what a function is called with by default": (lambda: scaled, lambda it: setattr(it, "__defaults__", (3,))),
+    "an attribute of a function": (lambda: scaled, lambda it: setattr(it, "times", [1])),
+    "an attribute of an enum's member": (lambda: Colour.RED, lambda it: setattr(it, "shade", 1)),
+    "an attribute of a class": (Cropped, lambda it: setattr(type(it), "size", 256)),
+    "within a class": (Cropped, lambda it: it.strengths.append(0.2)),
+    "within what a class holds": (Cropped, lambda it: it.inside.steps.append(3)),
+    "a method of a class": (Cropped, lambda it: setattr(type(it), "__len__", lambda _: 3)),
+    "a class": (lambda: Cropped, lambda it: setattr(it, "size", 288)),
+    "a slot with a private name": (Hidden, lambda it: it.set(2)),
+    "a slot behind a property": (lambda: object.__new__(Shadowing), lambda it: Slim.label.__set__(it, 5)),  # type: ignore[attr-defined]
+    "a slot of a list": (Slotted, lambda it: setattr(it, "name", 1)),
+    "a list that says it holds other things": (lambda: Backwards([1, 2]), lambda it: it.__setitem__(0, 7)),
+    "an attribute of a word": (lambda: Word("a"), lambda it: setattr(it, "tag", 1)),
+    "what a dict makes of a missing key": (lambda: defaultdict(list), lambda it: setattr(it, "default_factory", set)),
+    "the order of a dict": (lambda: OrderedDict(a=1, b=1), lambda it: it.move_to_end("a")),
+    "a tensor through numpy": (lambda: torch.zeros(9), lambda it: it.numpy().__setitem__(3, 1)),
+    "a tensor through its data": (lambda: torch.zeros(9), lambda it: it.data.add_(1)),
+    "a tensor turned over": (lambda: torch.arange(9).view(3, 3), lambda it: it.t_()),
+    "an attribute of a tensor": (lambda: torch.zeros(9), lambda it: setattr(it, "label", 1)),
+    "a weight of a model": (lambda: torch.nn.Linear(2, 2), lambda it: it.bias.data.add_(1)),
+    "the mask of an array": (lambda: np.ma.array([1, 2], mask=[0, 0]), lambda it: it.mask.__setitem__(0, True)),  # type: ignore[no-untyped-call]
+    "a copy of a mapped file": (lambda: mapped().copy(), lambda it: it.__setitem__(0, 99)),
+    "a mapped file, for this process only": (lambda: mapped(mode="c"), lambda it: it.__setitem__(0, 99)),
+}
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_a_change_within_what_is_held_is_seen(held: str) -> None:
+    make, change = HELD[held]
+    it = make()
+    before = fingerprint([it])
+    assert before is not None
+    assert fingerprint([it]) == before
+    change(it)
+    assert fingerprint([it]) != before
+
+
+def test_one_thing_in_the_place_of_another_is_seen() -> None:
+    file = mapped()
+    pairs: list[tuple[Any, Any]] = [
+        (range(-1, 9), range(-2, 8)),
+        (file[:10], file[10:20]),
+        (np.datetime64(50, "Y"), np.datetime64(50, "D")),
+        (torch.ones(3, dtype=torch.complex64).mul(1j), torch.ones(3, dtype=torch.complex64).mul(1j).conj()),
+    ]
+    for one, other in pairs:
+        assert fingerprint([one]) is not None
+        assert fingerprint([one]) != fingerprint([other])
+
+
+def test_a_tensor_where_another_one_was_is_another_tensor() -> None:
+    data = Transform()
+    data.noise = torch.zeros(100_000)  # type: ignore[attr-defined]
+    before = fingerprint(data)
+    del data.noise  # type: ignore[attr-defined]
+    data.noise = torch.ones(100_000)  # type: ignore[attr-defined]  # mostly at the same address
+    assert fingerprint(data) != before
+
+
+def test_one_long_tuple_in_many_samples_takes_no_memory() -> None:
+    names = tuple(map(str, range(10_000)))
+    tracemalloc.start()
+    assert fingerprint([(number, names) for number in range(10_000)]) is None  # a hundred million
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most_bytes < 100e6
+
+
 OPAQUE = {
     "a stream": io.BytesIO(),
     "a lock": threading.Lock(),
     "an iterator": iter([1]),
+    "a hash, with its state in C": hashlib.md5(b"1"),
+    "a source's method": np.random.default_rng(0).random,
+    "a record with objects in it": np.array([([1],)], dtype=[("boxes", object)])[0],
+    "a large tensor": torch.zeros(80 << 20, dtype=torch.uint8),
     "a large array": np.zeros(80 << 20, np.uint8),
     "a source of random numbers": random.Random(0),
 }

@@ -244,6 +244,24 @@ def test_a_dataset_that_cannot_be_looked_into_is_shipped_again_and_what_was_lear
     assert loader.feed is feed
 
 
+class Shifted:
+    """A collate_fn that can be told something."""
+
+    by = 0
+
+    def __call__(self, batch: list[int]) -> torch.Tensor:
+        return torch.tensor(batch) + self.by
+
+
+@pytest.mark.parametrize("kind", [Stock, DataLoader])
+def test_a_change_to_what_joins_samples_is_seen_in_the_next_epoch(kind: type[Stock[Any]]) -> None:
+    shifted = Shifted()
+    loader = kind(range(8), 4, num_workers=1, collate_fn=shifted)  # type: ignore[arg-type]
+    assert torch.cat(list(loader)).tolist() == list(range(8))
+    shifted.by = 10
+    assert torch.cat(list(loader)).tolist() == list(range(10, 18))
+
+
 def test_workers_stay_from_epoch_to_epoch() -> None:
     loader = DataLoader(Things(40), 4, num_workers=2)
     list(loader)
