@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flatout import launch
+from flatout.diagnose.case import Case, cases
 from flatout.errors import TraceError
 from flatout.plan import Change, Plan
 from flatout.remedy.speed import Speed, measure
@@ -40,7 +42,7 @@ class ProofStep:
     loss: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """What became of one run. For each change: how it was `made` and `where`, or why it was `refused`."""
 
@@ -55,6 +57,12 @@ class Run:
     refused: dict[str, str] = field(default_factory=dict)
     proof: tuple[tuple[ProofStep, ...], ...] = ()  # a row a rank
     folder: Path | None = None
+
+    @functools.cached_property
+    def case(self) -> Case:
+        """Its first rank, as the diagnosis sees it."""
+        assert self.trace is not None
+        return cases(self.trace)[0]
 
     @property
     def hung(self) -> bool:

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from flatout.diagnose.case import Case, cases
+from flatout.diagnose.case import Case
 from flatout.diagnose.rules import diagnose
 from flatout.errors import UsageError
 from flatout.plan import Change, Figure, Outcome, Verdict
@@ -35,8 +35,9 @@ from flatout.remedy.candidates import (
 )
 from flatout.remedy.found import Attempt, Found, Story, Trial
 from flatout.remedy.proof import Proof
-from flatout.remedy.proving import IDENTITY_STEPS, PARITY_STEPS, Proving
-from flatout.remedy.running import LOOKING, ProofRun, Run, Runner, seen_like
+from flatout.remedy.proving import Proving
+from flatout.remedy.purse import Purse, start_s
+from flatout.remedy.running import ProofRun, Run, Runner, seen_like
 from flatout.remedy.speed import WORTH, Gain, Noise, Speed, gain, gain_of_rarer_pauses, noise_between_runs, pooled
 from flatout.sense.options import MOST_STEPS
 from flatout.trace import Trace
@@ -49,13 +50,10 @@ CLEAR = 1.25  # a gain that is believed before any run was repeated …
 CLEAR_IN_COMPANY = 2.0  # … and where others use the machine
 CLOSE_CALLS = 2  # times a close call is run again, both sides
 PROMISING = 1.15  # what hopes for more may take the time of the last comparison: both sides were measured before
-COMPILING_S, TUNING_KERNELS_S = 40.0, 180.0
-COMPILED_AGAIN = 0.3  # of that time, with the kernels at hand
 DRIFT = 0.05
 ALIKE = 1.5  # times as fast: likely to be held up by the same things
 UNSTEADY = 0.08  # from run to run: what few repeats cannot see through
 COLD = 0.05  # of the time spent waiting for storage: the page cache is not warm yet
-_ROOM = 0.7  # of a card's memory, for runs side by side
 
 
 class Search:
@@ -75,9 +73,6 @@ class Search:
         self._wishes = wishes
         self._steps = steps
         self._story = story or Story()
-        self._clock = clock
-        self._began_s = clock()
-        self._budget_s = budget_s
         self._speeds: dict[tuple[str, bool], list[Speed]] = {}
         self._tried: dict[tuple[str, str], str] = {}
         self._clear = CLEAR
@@ -85,6 +80,7 @@ class Search:
         self._long: Run | None = None  # what was kept, over more than an epoch
         self._sight: Trace | None = None  # of what was kept, with the latest X-ray and ceiling there are
         self.found = Found()
+        self._purse = Purse(self.found, budget_s, clock)
 
     def go(self) -> Found:
         """Everything, in order. An interruption ends it with what is known so far."""
@@ -97,7 +93,7 @@ class Search:
         except KeyboardInterrupt:
             self.found.stopped, self.found.interrupted = "interrupted", True
             self._let_go_of_the_unproven("interrupted before the proof")
-        self.found.seconds = self._clock() - self._began_s
+        self.found.seconds = self._purse.spent_s
         self.found.noise = noise = self._noise
         if noise.repeats and noise.sd > UNSTEADY:
             self._remark(f"runs of the same plan differ by {noise.sd:.0%}: a gain below that may not have shown")
@@ -113,9 +109,9 @@ class Search:
             self._remark(f"the command does not end well by itself: {first.reason()}")
         self.found.before = self.found.after = first
         self._note((), first)
-        speed, case = first.speed, _case(first)
+        speed, case = first.speed, first.case
         cold = case.storage_share >= COLD
-        affordable = self._left_s > 5 * first.seconds
+        affordable = self._purse.left_s > 5 * first.seconds
         if self._steps is None and affordable and (speed.known_to > HARDLY_KNOWN_TO or cold):
             again = self._run("the command once more", ())
             if again.speed is not None and again.trace is not None and not again.hung:
@@ -166,11 +162,11 @@ class Search:
             view = self._view()
             wanted, self.found.withheld = offers(view, self._wishes)
             wanted = [offer for offer in wanted if offer.promise >= WORTH]
-            affordable = [o for o in wanted if self._affords(o.changes, compare=o.promise < PROMISING)]
+            affordable = [o for o in wanted if self._purse.affords(o.changes, compare=o.promise < PROMISING)]
             if not affordable and self._may_look_at_an_epoch(view):
                 self._look_at_an_epoch()
                 continue
-            if not affordable and self._undecided and self._affords(self._undecided[0].changes):
+            if not affordable and self._undecided and self._purse.affords(self._undecided[0].changes):
                 self._try(self._undecided.pop(0), again=True)
                 continue
             if not wanted:
@@ -186,8 +182,8 @@ class Search:
     def _too_short_for(self, wanted: Sequence[Offer]) -> str:
         """What was not tried for want of time, and a budget that would do for the first of it."""
         runs = self.before.seconds + 2 * self._now.seconds  # the trial, and the comparison at the end
-        missing_s = self._reserve_s(wanted[0].changes) + runs - self._left_s
-        enough = math.ceil((self._budget_s + max(0.0, missing_s)) / 60 + 0.5)
+        missing_s = self._purse.reserve_s(wanted[0].changes) + runs - self._purse.left_s
+        enough = math.ceil((self._purse.budget_s + max(0.0, missing_s)) / 60 + 0.5)
         names = ", ".join(offer.name for offer in wanted)
         return f"too little time was left to try and prove {names}: --budget {enough}m would do"
 
@@ -229,7 +225,7 @@ class Search:
         elif gained.value > 1 and not gained.hopeless and not again:
             self._undecided.append(replace(offer, changes=changes))
             self._decide(changes, "undone", gained, note=f"{gained}: no gain over 2% was shown")
-        elif len(changes) > 1 and offer.worth_splitting and self._affords(changes, runs=len(changes)):
+        elif len(changes) > 1 and offer.worth_splitting and self._purse.affords(changes, runs=len(changes)):
             self._story.said(f"{offer.name}: {gained}. One by one")
             self._one_by_one(replace(offer, changes=changes))
         else:
@@ -238,7 +234,7 @@ class Search:
 
     def _one_by_one(self, offer: Offer) -> None:
         for part in offer.parts:
-            if self._affords(part.changes):
+            if self._purse.affords(part.changes):
                 self._try(part)
             else:
                 self._decide(part.changes, "undone", note="the budget was spent before it could be tried alone")
@@ -268,7 +264,7 @@ class Search:
             shown = gained.low > 1 and gained.value > WORTH
             # How long evaluation and checkpoints take was measured: that they are rarer is arithmetic.
             believed = shown and (noise.repeats > 0 or offer.pauses or gained.value > self._clear)
-            if gained.hopeless or repeats >= CLOSE_CALLS or not self._affords(changes, runs=2):
+            if gained.hopeless or repeats >= CLOSE_CALLS or not self._purse.affords(changes, runs=2):
                 return gained, shown
             if not patient or (believed and gained.low > WORTH):
                 return gained, believed
@@ -324,8 +320,8 @@ class Search:
         """Why compiling does not pay in the training as planned; None when it does, or when that is not known."""
         if not any(change.name == "compile" for change in changes) or run.speed is None:
             return None
-        extra_s = _start_s(run) - _start_s(self._now)
-        case = _case(run)
+        extra_s = start_s(run) - start_s(self._now)
+        case = run.case
         batch, planned = (case.loader or {}).get("batch_size"), _planned_samples(case)
         saved_s = (gained.value - 1) / run.speed.value
         if not batch or extra_s <= 0:
@@ -347,11 +343,11 @@ class Search:
             return False
         steps = self._epoch_steps()
         wanted = steps is not None and steps > self._steps_for(self._now)
-        return wanted and self._left_s - self._reserve_s() > 2 * self._cost_s(self._now, steps or 0)
+        return wanted and self._purse.left_s - self._purse.reserve_s() > 2 * self._purse.cost_s(self._now, steps or 0)
 
     def _epoch_steps(self) -> int | None:
         """One epoch and a little more, at the batch size of what is kept; never less than a trial has."""
-        loader = _case(self._now).loader or {}
+        loader = self._now.case.loader or {}
         length, batch = loader.get("length"), loader.get("batch_size")
         ranks = len(self._now.trace.ranks) if self._now.trace is not None else 1
         if not length or not batch:
@@ -360,7 +356,7 @@ class Search:
 
     def _look_at_an_epoch(self) -> None:
         steps = self._epoch_steps()
-        if steps is not None and _case(self._now).breakdown.steps >= steps:  # it was long enough already
+        if steps is not None and self._now.case.breakdown.steps >= steps:  # it was long enough already
             self._note(self.found.kept, self._now, long=True)
             self._long = self._now
             return
@@ -379,7 +375,7 @@ class Search:
             change = attempt.change
             if attempt.outcome.verdict != "kept" or not attempt.together or change.safety != "equivalent":
                 continue
-            if not self._affords((change,)):
+            if not self._purse.affords((change,)):
                 self._remark(f"no time to see what {in_words(change)} brings by itself")
                 continue
             without = tuple(other for other in self.found.kept if other.name != change.name)
@@ -412,21 +408,17 @@ class Search:
         Proving(self).prove(reseeded, identical, rounded)
 
     def has_time(self) -> bool:
-        return self._left_s > 0
+        return self._purse.left_s > 0
 
     def has_room_for(self, runs: int) -> bool:
-        """Whether so many runs have room at once: on one card, by one process each, and with cores to go round."""
-        case = _case(self._now)
-        memory, total = case.facts.get("memory_reserved_bytes"), case.card("memory_total_bytes").high
-        roomy = bool(memory) and math.isfinite(total) and runs * int(memory or 0) < _ROOM * total
-        return roomy and case.rank.info.world_size == 1 and (case.cores or 0) >= 2 * runs
+        return self._purse.has_room_for(runs)
 
     def prove_with(self, what: str, wanted: ProofRun) -> Run:
         return self._run(f"proof: {what}", wanted.changes, steps=wanted.steps, fingerprints=True, shaken=wanted.shaken)
 
     def prove_with_all(self, wanted: Sequence[ProofRun]) -> list[Run]:
-        self._story.trying(f"proof: {len(wanted)} runs side by side", self._left_s)
-        patience = len(wanted) * max(self._timeout_s(one.changes) for one in wanted)
+        self._story.trying(f"proof: {len(wanted)} runs side by side", self._purse.left_s)
+        patience = len(wanted) * max(self._purse.timeout_s(one.changes) for one in wanted)
         runs = self._start.side_by_side(wanted, timeout_s=patience)
         slowest = max(run.seconds for run in runs)
         self.found.trials.append(Trial(what=f"proof: {len(runs)} runs side by side", seconds=slowest, speed=None))
@@ -477,13 +469,14 @@ class Search:
         if not kept:
             return
         steps = self._epoch_steps() if any(change.name in PAUSES for change in kept) else None
-        long = steps is not None and self._cost_s(self.before, steps) + self._cost_s(self._now, steps) < self._left_s
+        both_s = sum(self._purse.cost_s(run, steps or 0) for run in (self.before, self._now))
+        long = steps is not None and both_s < self._purse.left_s
         if steps is not None and not long:
             self._remark("the gain is that of the steps alone: there was no time for a whole epoch as it was")
             steps = None
         first, fresh = self._speeds[_key(())][0], None
         measured = self._speeds.get(_key(kept, long)) is not None
-        if self._left_s > (0.9 * self._comparing_s() if measured else 0.0):
+        if self._purse.left_s > (0.9 * self._purse.comparing_s() if measured else 0.0):
             old = self._run("the command as it was, again", (), steps=steps, look_below_s=0.0)
             new = self._run("with all that was kept", kept, steps=steps, look_below_s=0.0)
             if not self._failed(old) and not self._failed(new) and old.speed is not None and new.speed is not None:
@@ -524,12 +517,12 @@ class Search:
         fingerprints: bool = False,
         shaken: int = 0,
     ) -> Run:
-        self._story.trying(what, self._left_s)
+        self._story.trying(what, self._purse.left_s)
         wanted = steps or self._steps_for(self._now if changes else self.before)
         run = self._start(
             changes,
             steps=wanted,
-            timeout_s=self._timeout_s(changes),
+            timeout_s=self._purse.timeout_s(changes),
             at_least_s=MEASURE_S if self._ends_by_time and not fingerprints else 0.0,
             known_to=known_to,
             look_below_s=look_below_s,
@@ -541,7 +534,7 @@ class Search:
 
     def _step_to_beat_s(self, changes: Sequence[Change]) -> float:
         """How long a step with these changes would take, were it as fast as what is kept."""
-        case = _case(self._now)
+        case = self._now.case
         batch = (case.loader or {}).get("batch_size")
         new = next((change.value for change in changes if change.name == "batch_size"), batch)
         each = (case.breakdown.samples or 0) / case.breakdown.steps if self._incumbent.unit == "samples/s" else 1.0
@@ -568,57 +561,19 @@ class Search:
         return self._speeds[_key(self.found.kept)][-1]
 
     @property
-    def _left_s(self) -> float:
-        return self._budget_s - (self._clock() - self._began_s)
-
-    @property
     def _ends_by_time(self) -> bool:
         """Whether a trial goes on until it has trained for some seconds; several ranks would not agree on when."""
-        alone = self.found.before is None or _case(self.before).rank.info.world_size == 1
+        alone = self.found.before is None or self.before.case.rank.info.world_size == 1
         return alone and self._steps is None
 
     def _steps_for(self, run: Run) -> int:
         """More than the batches that lie ready at the start; where steps alone say when it ends, for some seconds."""
         if self._steps is not None:
             return self._steps
-        case = _case(run)
+        case = run.case
         step_s = max(1e-4, (case.breakdown.step_ms.mean or 0.0) / 1e3)
         enough = 0.0 if self._ends_by_time else MEASURE_S / step_s
         return int(min(MOST_STEPS, max(FIRST_STEPS, enough)))
-
-    def _timeout_s(self, changes: Sequence[Change]) -> float:
-        if self.found.before is None:
-            return max(120.0, self._left_s)
-        patience = 60 + 4 * self.before.seconds + 2 * _compiling_s(changes)
-        return max(30.0, min(patience, self._left_s + 30))
-
-    def _cost_s(self, run: Run, steps: int) -> float:
-        return self._start_again_s(run) + steps * (_case(run).breakdown.step_ms.mean or 0.0) / 1e3
-
-    def _start_again_s(self, run: Run) -> float:
-        """What a run like this one takes beside its steps, now that what it compiled is there."""
-        start_s = _start_s(run)
-        compiling_s = max(0.0, start_s - _start_s(self.before)) if _compiles(run.changes) else 0.0
-        return start_s - (1 - COMPILED_AGAIN) * compiling_s
-
-    def _reserve_s(self, changes: Sequence[Change] = (), *, compare: bool = True) -> float:
-        """What the proof and, if wanted, the last comparison will take, with these changes too."""
-        now, before = self._now, self.before
-        classes = {change.safety for change in (*self.found.kept, *changes)} - {"semantic"}
-        rounds = "equivalent" in classes
-        runs = [self._cost_s(before, IDENTITY_STEPS)] + [self._cost_s(now, IDENTITY_STEPS)] * len(classes)
-        runs[-1 - rounds :] = [self._cost_s(now, PARITY_STEPS if rounds else IDENTITY_STEPS)] * (1 + rounds)
-        proof = 1.5 * max(runs) if self.has_room_for(len(runs)) else sum(runs)
-        return proof + (self._comparing_s() if compare and self.found.kept else 0.0)
-
-    def _comparing_s(self) -> float:
-        """What both sides once more will take, without X-ray and ceiling."""
-        compiled_s = _start_s(self._now) - self._start_again_s(self._now)
-        return _without_a_look_s(self.before) + _without_a_look_s(self._now) - compiled_s
-
-    def _affords(self, changes: Sequence[Change], *, runs: int = 1, compare: bool = True) -> bool:
-        extra = max(0.0, _compiling_s(changes) - _compiling_s(self.found.kept))
-        return self._left_s - self._reserve_s(changes, compare=compare) > runs * (self._now.seconds + extra)
 
     def _figure(self, kept: Sequence[Change], changes: Sequence[Change]) -> Figure | None:
         names = {change.name for change in changes}
@@ -636,7 +591,7 @@ def _key(changes: Sequence[Change], long: bool = False) -> tuple[str, bool]:
 
 def _without_effect(change: Change, run: Run) -> str | None:
     """Why a turned knob did nothing: what it is about is in force as before."""
-    case = _case(run)
+    case = run.case
     if not change.knob:
         return None
     if change.name in ("batch_size", "num_workers") and case.loader is not None:
@@ -646,22 +601,6 @@ def _without_effect(change: Change, run: Run) -> str | None:
     if change.name == "precision" and set(case.facts.get("autocast", ())) <= {"None"}:
         return f"{change.knob} was switched on, but no forward pass ran under autocast"
     return None
-
-
-def _case(run: Run) -> Case:
-    assert run.trace is not None
-    return cases(run.trace)[0]
-
-
-def _start_s(run: Run) -> float:
-    """What a run takes beside its training steps."""
-    return max(0.0, run.seconds - _case(run).breakdown.training_ms / 1e3) if run.trace is not None else run.seconds
-
-
-def _without_a_look_s(run: Run) -> float:
-    """What a run takes without X-ray and ceiling."""
-    steps = run.trace.ranks[0].steps if run.trace is not None else ()
-    return run.seconds - sum(step.wall_ms for step in steps if step.kind in LOOKING) / 1e3
 
 
 def _seen_like(run: Run, earlier: Trace | None) -> Run:
@@ -678,15 +617,6 @@ def _planned_samples(case: Case) -> float | None:
     ]
     length = (case.loader or {}).get("length")
     return float(epochs[-1] * length) if epochs and length else None
-
-
-def _compiles(changes: Iterable[Change]) -> bool:
-    return any(change.name == "compile" for change in changes)
-
-
-def _compiling_s(changes: Iterable[Change]) -> float:
-    modes = [change.value for change in changes if change.name == "compile"]
-    return TUNING_KERNELS_S if "max-autotune" in modes else COMPILING_S if modes else 0.0
 
 
 def _as_figure(speed: Speed) -> Figure:

@@ -1,0 +1,117 @@
+"""What is left of a fix's time, and what it has to last for: the proof first of all, then the last comparison."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from flatout.plan import Change
+from flatout.remedy.found import Found
+from flatout.remedy.proving import IDENTITY_STEPS, PARITY_STEPS
+from flatout.remedy.running import LOOKING, Run
+
+COMPILING_S, TUNING_KERNELS_S = 40.0, 180.0
+COMPILED_AGAIN = 0.3  # of that time, with the kernels at hand
+_ROOM = 0.7  # of a card's memory, for runs side by side
+_CROWDED = 1.5  # times as long, where that many share the cores
+
+
+class Purse:
+    """The budget of a fix that has come as far as `found`."""
+
+    def __init__(self, found: Found, budget_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._found = found
+        self._clock = clock
+        self._began_s = clock()
+        self.budget_s = budget_s
+
+    @property
+    def spent_s(self) -> float:
+        return self._clock() - self._began_s
+
+    @property
+    def left_s(self) -> float:
+        return self.budget_s - self.spent_s
+
+    def affords(self, changes: Sequence[Change], *, runs: int = 1, compare: bool = True) -> bool:
+        """Whether there is time for so many runs with these changes, their proof and, if wanted, the comparison."""
+        extra_s = max(0.0, _compiling_s(changes) - _compiling_s(self._found.kept))
+        return self.left_s - self.reserve_s(changes, compare=compare) > runs * (self._now.seconds + extra_s)
+
+    def reserve_s(self, changes: Sequence[Change] = (), *, compare: bool = True) -> float:
+        """What the proof and, if wanted, the last comparison will take, with these changes too."""
+        before, now = self._before, self._now
+        classes = {change.safety for change in (*self._found.kept, *changes)} - {"semantic"}
+        runs = [(before, IDENTITY_STEPS)] + [(now, IDENTITY_STEPS)] * len(classes)
+        if "equivalent" in classes:  # two that are compared by their losses, and one of them again
+            paired = before if len(classes) == 1 else now
+            runs[-2:] = [(paired, PARITY_STEPS), (now, PARITY_STEPS), (paired, PARITY_STEPS)]
+        return self._proving_s(runs) + (self.comparing_s() if compare and self._found.kept else 0.0)
+
+    def _proving_s(self, runs: Sequence[tuple[Run, int]]) -> float:
+        if not self.has_room_for(len(runs)):
+            return sum(self.cost_s(run, steps) for run, steps in runs)
+        longest_s = max(self.cost_s(run, steps) for run, steps in runs)
+        starting_s = max(self._start_again_s(run) for run, _ in runs)
+        on_card_s = sum((run.case.busy_share or 0.0) * _training_s(run, steps) for run, steps in runs)
+        return max(_CROWDED * longest_s, starting_s + on_card_s)
+
+    def comparing_s(self) -> float:
+        """What both sides once more will take, without X-ray and ceiling."""
+        return sum(self._start_again_s(run) + run.case.breakdown.training_ms / 1e3 for run in (self._before, self._now))
+
+    def cost_s(self, run: Run, steps: int) -> float:
+        """What so many steps like those of this run will take, start and all."""
+        return self._start_again_s(run) + _training_s(run, steps)
+
+    def timeout_s(self, changes: Sequence[Change]) -> float:
+        """How long to wait for a run with these changes."""
+        if self._found.before is None:
+            return max(120.0, self.left_s)
+        patience_s = 60 + 4 * self._before.seconds + 2 * _compiling_s(changes)
+        return max(30.0, min(patience_s, self.left_s + 30))
+
+    def has_room_for(self, runs: int) -> bool:
+        """Whether so many runs have room at once: on one card, by one process each, and with cores to go round."""
+        case, total = self._now.case, self._now.case.card("memory_total_bytes").high
+        memory = max(int(run.case.facts.get("memory_reserved_bytes") or 0) for run in (self._before, self._now))
+        roomy = memory > 0 and math.isfinite(total) and runs * memory < _ROOM * total
+        return roomy and case.rank.info.world_size == 1 and (case.cores or 0) >= 2 * runs
+
+    def _start_again_s(self, run: Run) -> float:
+        """What a run like this one takes beside its steps, now that what it compiled is there."""
+        compiling_s = max(0.0, start_s(run) - start_s(self._before)) if compiles(run.changes) else 0.0
+        return start_s(run) - (1 - COMPILED_AGAIN) * compiling_s
+
+    @property
+    def _before(self) -> Run:
+        assert self._found.before is not None
+        return self._found.before
+
+    @property
+    def _now(self) -> Run:
+        assert self._found.after is not None
+        return self._found.after
+
+
+def start_s(run: Run) -> float:
+    """What a run took beside its training steps, X-ray and ceiling."""
+    if run.trace is None:
+        return run.seconds
+    looking_ms = sum(step.wall_ms for step in run.trace.ranks[0].steps if step.kind in LOOKING)
+    return max(0.0, run.seconds - (run.case.breakdown.training_ms + looking_ms) / 1e3)
+
+
+def compiles(changes: Iterable[Change]) -> bool:
+    """Whether they have the model compiled."""
+    return any(change.name == "compile" for change in changes)
+
+
+def _training_s(run: Run, steps: int) -> float:
+    return steps * (run.case.breakdown.step_ms.mean or 0.0) / 1e3
+
+
+def _compiling_s(changes: Iterable[Change]) -> float:
+    modes = [change.value for change in changes if change.name == "compile"]
+    return TUNING_KERNELS_S if "max-autotune" in modes else COMPILING_S if modes else 0.0

@@ -1,0 +1,42 @@
+"""What a proof and a comparison are thought to take."""
+
+from __future__ import annotations
+
+import pytest
+from remedy_world import START_S, Machine, World
+
+from flatout.plan import Change
+from flatout.remedy.found import Found
+from flatout.remedy.proving import PARITY_STEPS
+from flatout.remedy.purse import COMPILED_AGAIN, Purse
+
+BF16 = Change(name="precision", value="bf16", safety="equivalent")
+COMPILED = Change(name="compile", value="default", safety="equivalent")
+ROOMY = {"memory_reserved_bytes": 1 << 30}
+
+
+def purse(world: World, *kept: Change) -> Purse:
+    before, now = (world(plan, steps=48, timeout_s=60, at_least_s=6.0) for plan in ((), kept))
+    return Purse(Found(before=before, after=now, kept=kept), 240.0, lambda: 0.0)
+
+
+@pytest.mark.parametrize("busy", [0.2, 1.0])
+def test_runs_side_by_side_share_the_card(busy: float) -> None:
+    """GIVEN runs of 100 ms a step and of half that THEN a card that is busy all the time takes their sum."""
+    at_work = purse(World(machine=Machine(compute_ms=100.0, busy=busy), facts=ROOMY), BF16)
+    longest_s, all_s = PARITY_STEPS * 0.1, PARITY_STEPS * (0.1 + 0.1 + 0.05)
+    expected_s = 1.5 * (START_S + longest_s) if busy < 1 else START_S + all_s
+    assert at_work.reserve_s(compare=False) == pytest.approx(expected_s, rel=0.1)
+
+
+def test_what_was_compiled_once_starts_sooner() -> None:
+    compiled = purse(World(machine=Machine(compute_ms=100.0)), COMPILED)
+    now = compiled._now
+    again_s = compiled.cost_s(now, 10) - 10 * 0.08
+    assert now.seconds - 6 > START_S + 20
+    assert again_s == pytest.approx(START_S + COMPILED_AGAIN * 25, abs=2)
+
+
+def test_what_promises_much_may_take_the_time_of_the_comparison() -> None:
+    at_work = purse(World(), BF16)
+    assert at_work.reserve_s() > at_work.reserve_s(compare=False) + 2 * START_S
