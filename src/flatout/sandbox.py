@@ -13,6 +13,7 @@ import ctypes
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -120,7 +121,8 @@ def look(command: Sequence[str], keep: Sequence[str]) -> dict[str, tuple[int, in
 
 def _compiled() -> Path:
     """Where torch's compiler keeps what it made."""
-    return Path(os.environ.get(_COMPILED) or f"{tempfile.gettempdir()}/torchinductor_{_user()}")
+    user = re.sub(r'[\\/:*?"<>|]', "_", _user())  # as torch names it
+    return Path(os.environ.get(_COMPILED) or f"{tempfile.gettempdir()}/torchinductor_{user}")
 
 
 def _user() -> str:
@@ -129,7 +131,7 @@ def _user() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):
-        return str(os.getuid())
+        return f"uid_{os.getuid()}"
 
 
 def _entrance(sandbox: Sandbox) -> list[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from observing import write
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from flatout import launch, sandbox, trace
 from flatout.sense.options import Trial
@@ -136,6 +137,23 @@ def test_what_one_trial_compiled_the_next_one_finds(
         )
     said = [(tmp_path / f"trace-{number}" / launch.OUTPUT).read_text() for number in ("first", "second")]
     assert [text.split() for text in said] == [["nothing"], ["compiled"]]
+
+
+@pytest.mark.parametrize("user", ["somebody", "DOMAIN\\somebody", None])
+def test_what_a_trial_compiles_lies_where_torch_itself_looks(
+    tmp_path: Path, user: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN any user, in a container also one without a name THEN the training that is fixed finds what trials made."""
+
+    def getuser() -> str:
+        if user is None:
+            raise KeyError("getpwuid(): uid not found: 1000")
+        return user
+
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr("getpass.getuser", getuser)
+    there = sandbox.environment(sandbox.Sandbox(scratch=str(tmp_path), cover=(), keep=()), redirected=False)
+    assert there["TORCHINDUCTOR_CACHE_DIR"] == default_cache_dir()
 
 
 def test_what_gets_past_the_redirection_is_told(
