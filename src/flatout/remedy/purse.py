@@ -36,8 +36,11 @@ class Purse:
 
     def affords(self, changes: Sequence[Change], *, runs: int = 1, compare: bool = True) -> bool:
         """Whether there is time for so many runs with these changes, their proof and, if wanted, the comparison."""
-        extra_s = max(0.0, _compiling_s(changes) - _compiling_s(self._found.kept))
-        return self.left_s - self.reserve_s(changes, compare=compare) > runs * (self._now.seconds + extra_s)
+        return self.left_s - self.reserve_s(changes, compare=compare) > runs * self.trial_s(changes)
+
+    def trial_s(self, changes: Sequence[Change]) -> float:
+        """What a run with these changes too will take, compiling and all."""
+        return self._now.seconds + max(0.0, _compiling_s(changes) - _compiling_s(self._found.kept))
 
     def reserve_s(self, changes: Sequence[Change] = (), *, compare: bool = True) -> float:
         """What the proof and, if wanted, the last comparison will take, with these changes too."""

@@ -181,8 +181,9 @@ class Search:
 
     def _too_short_for(self, wanted: Sequence[Offer]) -> str:
         """What was not tried for want of time, and a budget that would do for the first of it."""
-        runs = self.before.seconds + 2 * self._now.seconds  # the trial, and the comparison at the end
-        missing_s = self._purse.reserve_s(wanted[0].changes) + runs - self._purse.left_s
+        comparing_s = self.before.seconds + self._now.seconds
+        wanted_s = self._purse.reserve_s(wanted[0].changes) + self._purse.trial_s(wanted[0].changes) + comparing_s
+        missing_s = wanted_s - self._purse.left_s
         enough = math.ceil((self._purse.budget_s + max(0.0, missing_s)) / 60 + 0.5)
         names = ", ".join(offer.name for offer in wanted)
         return f"too little time was left to try and prove {names}: --budget {enough}m would do"

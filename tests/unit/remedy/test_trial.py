@@ -288,6 +288,16 @@ def test_a_budget_too_short_for_anything_says_what_would_do() -> None:
     assert kept(fix(World(machine=Machine(data_ms=80.0), workers=0), budget_s=60 * int(enough[1])))
 
 
+def test_a_budget_that_would_do_has_time_to_tune_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("remedy_world.START_S", 3.0)
+    eager: dict[str, Any] = {"facts": {"compiled": False}, "xray": {"top_ms": {"elementwise_kernel": 100.0}}}
+    found = fix(World(**eager), budget_s=150)
+    enough = re.search(r"compile max-autotune: --budget (\d+)m would do", found.stopped)
+    assert enough is not None
+    tried = fix(World(**eager), budget_s=60 * int(enough[1]))
+    assert "compile max-autotune" in [trial.what for trial in tried.trials]
+
+
 def test_four_minutes_are_enough_for_everything() -> None:
     """Loader, precision, layout, fused optimizer, compile, batch size and evaluation, where a run starts in 10 s."""
     world = World(
