@@ -68,11 +68,12 @@ class Purse:
         """What so many steps like those of this run will take, start and all."""
         return self._start_again_s(run) + _training_s(run, steps)
 
-    def timeout_s(self, changes: Sequence[Change]) -> float:
-        """How long to wait for a run with these changes."""
+    def timeout_s(self, changes: Sequence[Change], steps: int) -> float:
+        """How long to wait for a run of so many steps with these changes."""
         if self._found.before is None:
             return max(120.0, self.left_s)
-        patience_s = 60 + 4 * self._before.seconds + 2 * _compiling_s(changes)
+        usual_s = max(self._before.seconds, self.cost_s(self._before, steps))
+        patience_s = 60 + 4 * usual_s + 2 * _compiling_s(changes)
         return max(30.0, min(patience_s, self.left_s + 30))
 
     def has_room_for(self, runs: int) -> bool:

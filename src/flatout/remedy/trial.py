@@ -162,7 +162,7 @@ class Search:
             view = self._view()
             wanted, self.found.withheld = offers(view, self._wishes)
             wanted = [offer for offer in wanted if offer.promise >= WORTH]
-            affordable = [o for o in wanted if self._purse.affords(o.changes, compare=o.promise < PROMISING)]
+            affordable = [offer for offer in wanted if self._has_time_for(offer)]
             if not affordable and self._may_look_at_an_epoch(view):
                 self._look_at_an_epoch()
                 continue
@@ -179,10 +179,22 @@ class Search:
                 return
             self._try(affordable[0])
 
+    def _has_time_for(self, offer: Offer) -> bool:
+        reserve_s = self._purse.reserve_s(offer.changes, compare=offer.promise < PROMISING)
+        return self._purse.left_s - reserve_s > self._trying_s(offer)
+
+    def _trying_s(self, offer: Offer) -> float:
+        """What a trial takes; one of pauses has a whole epoch, and needs another one to be compared with."""
+        steps = self._epoch_steps() if offer.pauses else None
+        if steps is None:
+            return self._purse.trial_s(offer.changes)
+        looked = self._long is not None or self._now.case.breakdown.steps >= steps
+        return (1 if looked else 2) * self._purse.cost_s(self._now, steps)
+
     def _too_short_for(self, wanted: Sequence[Offer]) -> str:
         """What was not tried for want of time, and a budget that would do for the first of it."""
         comparing_s = self.before.seconds + self._now.seconds
-        wanted_s = self._purse.reserve_s(wanted[0].changes) + self._purse.trial_s(wanted[0].changes) + comparing_s
+        wanted_s = self._purse.reserve_s(wanted[0].changes) + self._trying_s(wanted[0]) + comparing_s
         missing_s = wanted_s - self._purse.left_s
         enough = math.ceil((self._purse.budget_s + max(0.0, missing_s)) / 60 + 0.5)
         names = ", ".join(offer.name for offer in wanted)
@@ -419,7 +431,7 @@ class Search:
 
     def prove_with_all(self, wanted: Sequence[ProofRun]) -> list[Run]:
         self._story.trying(f"proof: {len(wanted)} runs side by side", self._purse.left_s)
-        patience = len(wanted) * max(self._purse.timeout_s(one.changes) for one in wanted)
+        patience = len(wanted) * max(self._purse.timeout_s(one.changes, one.steps) for one in wanted)
         runs = self._start.side_by_side(wanted, timeout_s=patience)
         slowest = max(run.seconds for run in runs)
         self.found.trials.append(Trial(what=f"proof: {len(runs)} runs side by side", seconds=slowest, speed=None))
@@ -471,13 +483,14 @@ class Search:
             return
         steps = self._epoch_steps() if any(change.name in PAUSES for change in kept) else None
         both_s = sum(self._purse.cost_s(run, steps or 0) for run in (self.before, self._now))
-        long = steps is not None and both_s < self._purse.left_s
+        in_time = steps is not None and both_s < self._purse.left_s
+        long = in_time or (steps is not None and all(_key(plan, True) in self._speeds for plan in ((), kept)))
         if steps is not None and not long:
             self._remark("the gain is that of the steps alone: there was no time for a whole epoch as it was")
             steps = None
         first, fresh = self._speeds[_key(())][0], None
         measured = self._speeds.get(_key(kept, long)) is not None
-        if self._purse.left_s > (0.9 * self._purse.comparing_s() if measured else 0.0):
+        if in_time if long else self._purse.left_s > (0.9 * self._purse.comparing_s() if measured else 0.0):
             old = self._run("the command as it was, again", (), steps=steps, look_below_s=0.0)
             new = self._run("with all that was kept", kept, steps=steps, look_below_s=0.0)
             if not self._failed(old) and not self._failed(new) and old.speed is not None and new.speed is not None:
@@ -523,7 +536,7 @@ class Search:
         run = self._start(
             changes,
             steps=wanted,
-            timeout_s=self._purse.timeout_s(changes),
+            timeout_s=self._purse.timeout_s(changes, wanted),
             at_least_s=MEASURE_S if self._ends_by_time and not fingerprints else 0.0,
             known_to=known_to,
             look_below_s=look_below_s,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from remedy_world import Machine, World, flag
 
 from flatout import launch
 from flatout.errors import UsageError
+from flatout.plan import Change
 from flatout.remedy.candidates import Wishes
 from flatout.remedy.found import Found
 from flatout.remedy.running import Run
 from flatout.remedy.trial import Search
-from flatout.trace import Sketch
+from flatout.trace import Sketch, Trace
 
 IN_FP32 = {"autocast": ["None"], "compiled": True}
 LAUNCHES = {"idle_by_phase_ms": {"forward": 60.0}, "kernel_us": Sketch.of([3.0] * 100)}  # the host is the limit
@@ -257,6 +259,32 @@ def test_evaluation_is_found_by_looking_at_a_whole_epoch() -> None:
     assert kept(found) == {"eval_interval": 5}
     assert found.gain is not None
     assert found.gain.value == pytest.approx((330 * 0.02 + 2) / (330 * 0.02), rel=0.08)
+
+
+class LongEpochs(World):
+    """Evaluates every 200 steps, of 20,000 in an epoch; a run that takes too long is ended."""
+
+    def _trace(self, m: Machine, steps: int) -> Trace:
+        made = super()._trace(replace(m, batch=64), steps)
+        loader = {**made.ranks[0].facts["loaders"][0], "length": 20_000 * 64}
+        return replace(made, ranks=(replace(made.ranks[0], facts={**made.ranks[0].facts, "loaders": [loader]}),))
+
+    def __call__(self, changes: Sequence[Change], *, timeout_s: float, **more: Any) -> Run:  # type: ignore[override]
+        began_s = self.clock_s
+        run = super().__call__(changes, timeout_s=timeout_s, **more)
+        if run.seconds <= timeout_s:
+            return run
+        self.clock_s = began_s + timeout_s
+        return Run(changes=tuple(changes), code=launch.TIMED_OUT, seconds=timeout_s, output="")
+
+
+def test_an_epoch_that_there_is_no_time_for_is_not_begun() -> None:
+    machine: dict[str, Any] = {"machine": Machine(eval_s=1.5), "length": 200 * 64, "settings": [flag("eval_every", 1)]}
+    found = fix(LongEpochs(**machine), ALL, budget_s=300)
+    assert [trial.what for trial in found.trials] == ["the command as it is"]
+    enough = re.search(r"eval_interval 5: --budget (\d+)m would do", found.stopped)
+    assert enough is not None
+    assert kept(fix(LongEpochs(**machine), ALL, budget_s=60 * int(enough[1]))) == {"eval_interval": 5}
 
 
 def test_rarer_evaluation_shows_through_steps_and_runs_that_differ() -> None:
