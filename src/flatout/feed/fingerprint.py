@@ -11,7 +11,9 @@ once, all labels at once. A million (path, label) take 0.3 s.
 from __future__ import annotations
 
 import functools
+import logging
 import marshal
+import re
 import types
 import zlib
 from collections import OrderedDict, defaultdict
@@ -26,7 +28,8 @@ import torch
 
 _NUMBERS = frozenset((int, float, complex, bool, type(None)))
 _HASHED = frozenset((str, bytes, np.str_, np.bytes_, PosixPath, PurePosixPath, torch.dtype, torch.device))
-_FIXED = (types.CodeType, types.ModuleType, TypeVar)
+_NEVER_CHANGE = (re.Pattern, np.dtype)
+_FIXED = (types.CodeType, types.ModuleType, TypeVar, logging.Logger)
 _HOLD_OTHERS = frozenset((list, tuple, set, frozenset, dict, OrderedDict, defaultdict, torch.Size))
 _BUILT_IN = _HOLD_OTHERS | {str, bytes, np.ndarray, torch.Tensor, functools.partial, object}
 _DATA: Any = (*_NUMBERS, str, bytes, np.generic, np.ndarray, torch.Tensor, list, tuple, set, frozenset, dict)
@@ -34,7 +37,7 @@ _POINTER, _HEAP_TYPE = tuple.__itemsize__, 1 << 9  # the flag of classes that ar
 _MOST_THINGS = 8_000_000
 _MOST_ARRAYS = 20_000
 _MOST_COLUMNS = 32
-_MOST_BYTES = 64 << 20
+_MOST_BYTES = 256 << 20  # a quarter of a second
 
 
 class _CannotTell(Exception):
@@ -76,7 +79,7 @@ class _Walk:
         """Things of one kind."""
         if kind in _NUMBERS:
             return zlib.crc32(marshal.dumps(things, 2))  # hash(-1) is hash(-2)
-        if kind in _HASHED:
+        if kind in _HASHED or issubclass(kind, _NEVER_CHANGE):
             return hash(tuple(things))
         if issubclass(kind, _FIXED):
             return hash(tuple(map(id, things)))
@@ -105,7 +108,7 @@ class _Walk:
             return self.of([(one.__func__, one.__self__) for one in things])
         if kind is types.BuiltinFunctionType:
             return self.of([(one.__name__, one.__self__) for one in things])
-        if issubclass(kind, Enum):
+        if issubclass(kind, Enum) or kind is types.SimpleNamespace:
             return self.of([vars(one) for one in things])
         built_in, slots = _made_of(kind)
         attributes = [vars(one) for one in things] if kind.__dictoffset__ else []

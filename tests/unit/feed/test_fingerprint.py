@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import logging
 import random
+import re
 import tempfile
 import threading
 import tracemalloc
@@ -14,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -68,6 +71,9 @@ class Full:
         self.rows = [Row("a.jpg", 1), Row("b.jpg", 2)]
         self.mixed = [None, 1, "one", 1.0, np.int64(1), b"1"]
         self.named = Named([1])
+        self.named_by = re.compile("[a-z]+")
+        self.settings = SimpleNamespace(size=224)
+        self.kind, self.log = np.dtype(np.float32), logging.getLogger("data")
         self.loud = functools.partial(print, end="!")
         self.me = self
 
@@ -96,6 +102,8 @@ CHANGES: dict[str, Callable[[Full], Any]] = {
     "a number of numpy's": lambda data: data.mixed.__setitem__(4, np.int64(2)),
     "an attribute of a list": lambda data: setattr(data.named, "name", "another"),
     "what a function is called with": lambda data: setattr(data, "loud", functools.partial(print, end="?")),
+    "another pattern": lambda data: setattr(data, "named_by", re.compile("[0-9]+")),
+    "a setting": lambda data: setattr(data.settings, "size", 256),
     "another transform": lambda data: setattr(data, "transform", Transform),
 }
 
@@ -265,8 +273,8 @@ OPAQUE = {
     "a hash, with its state in C": hashlib.md5(b"1"),
     "a source's method": np.random.default_rng(0).random,
     "a record with objects in it": np.array([([1],)], dtype=[("boxes", object)])[0],
-    "a large tensor": torch.zeros(80 << 20, dtype=torch.uint8),
-    "a large array": np.zeros(80 << 20, np.uint8),
+    "a large tensor": torch.zeros(300 << 20, dtype=torch.uint8),
+    "a large array": np.zeros(300 << 20, np.uint8),
     "a source of random numbers": random.Random(0),
 }
 
