@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-STARVED, FED = 0.05, 0.02  # share of the window that the consumer waited
+STARVED, FED = 0.03, 0.015  # share of the window that the consumer waited: 97% of what could be had is wanted
 BUSY = 0.75
 WORTH_IT = 1.025  # a step up has to bring this much
 KEEPS_UP = 0.85  # how busy workers may be where the consumer is the limit

@@ -66,6 +66,14 @@ def test_uses_few_workers_where_the_gpu_is_the_limit(declared: int) -> None:
     assert all(sixteen_cores(count) >= 28 for count in counts[30:])
 
 
+@pytest.mark.parametrize("declared", [1, 4, 16, 40])
+def test_hardly_anything_is_lost_whatever_the_consumer_takes(declared: int) -> None:
+    """The best fixed number of workers gives the consumer all it can take, or all that sixteen cores can make."""
+    for demand in (11, 19.5, 21, 31, 42, 57, 73, 88, 104, 121, 139, 152, 163, 175):
+        workers = run(Controller(declared, cores=16), sixteen_cores, demand=demand)[-1]
+        assert sixteen_cores(workers) >= 0.97 * min(demand, 160), demand
+
+
 def test_stops_where_more_workers_bring_nothing() -> None:
     """GIVEN a disk that gives 50 batches a second and no more, THEN about five workers are kept, not sixteen."""
     counts = run(Controller(1, cores=16), lambda workers: min(50.0, 10.0 * workers))
