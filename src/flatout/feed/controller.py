@@ -17,6 +17,7 @@ from dataclasses import dataclass
 STARVED, FED = 0.03, 0.015  # share of the window that the consumer waited: 97% of what could be had is wanted
 BUSY = 0.75
 WORTH_IT = 1.025  # a step up has to bring this much
+LEAP, STRIDE = 3.0, 1.5  # times as many workers at once, at most: until that was too far once, and then
 KEEPS_UP = 0.85  # how busy workers may be where the consumer is the limit
 REMEMBER = 40  # windows after which a limit found is tried again
 WINDOW_S, GLANCE_S = 1.0, 0.1  # how long to look; and where the differences are large
@@ -70,6 +71,7 @@ class Controller:
         self._of_no_use = False  # they were called back in vain
         self._next_try, self._patience = 0, 4  # windows until doing without them is tried again
         self._too_many: int | None = None
+        self._leap = LEAP
         self._too_few = 0
         self._calm = 0
         self._warming = True
@@ -146,12 +148,9 @@ class Controller:
         tried_from, self._tried_from = self._tried_from, None
         if tried_from is not None and tried_from < self.workers:
             gain = rate / self._rates[tried_from]
-            if gain < WORTH_IT:
-                self._too_many = self.workers
-                return self._go(tried_from, f"{self.workers} workers brought no more than {tried_from}")
-            enough = math.ceil(tried_from * gain)  # a step that brought less than its share went too far
-            if enough < self.workers * 0.9:
-                self._too_many = self.workers
+            enough = math.ceil(tried_from * gain) if gain >= WORTH_IT else tried_from
+            if enough == tried_from or enough < self.workers * 0.9:  # less than its share: that went too far
+                self._too_many, self._leap = self.workers, STRIDE
                 return self._go(enough, f"{self.workers} workers brought no more than {enough} would")
         if tried_from is not None and tried_from > self.workers:
             if rate < self._rates.get(tried_from, 0.0) / WORTH_IT:
@@ -164,7 +163,7 @@ class Controller:
                 return self._say(f"batches take unevenly long: {self.depth:g} ahead a worker")
             return self._say("the consumer waits, but not for workers")
         limit = min(ceiling, (self._too_many or self._most + 1) - 1)
-        wanted = min(limit, max(self.workers + 1, int(self.workers * 1.5)))
+        wanted = min(limit, max(self.workers + 1, min(_needed(seen), int(self._leap * self.workers))))
         if wanted > self.workers:
             self._tried_from = self.workers
             return self._go(wanted, "every worker is busy and the consumer waits")
@@ -206,3 +205,9 @@ class Controller:
 
     def _say(self, why: str) -> None:
         self.why = why
+
+
+def _needed(seen: Observation) -> int:
+    """How many workers would keep up with a consumer that never waits."""
+    takes_s = max(seen.seconds - seen.waited_s, 1e-9)  # the consumer, for as many batches
+    return math.ceil(min(seen.busy_s / takes_s / KEEPS_UP, 1e6))

@@ -78,6 +78,13 @@ def test_stops_where_more_workers_bring_nothing() -> None:
     """GIVEN a disk that gives 50 batches a second and no more, THEN about five workers are kept, not sixteen."""
     counts = run(Controller(1, cores=16), lambda workers: min(50.0, 10.0 * workers))
     assert 4 <= counts[-1] <= 6
+    assert max(counts[20:]) <= 8, "it knows by then that more bring nothing"
+
+
+@pytest.mark.parametrize("supply", [sixteen_cores, lambda workers: min(120.0, 10.0 * workers)])
+def test_many_workers_are_reached_in_a_few_windows(supply: Callable[[int], float]) -> None:
+    counts = run(Controller(1, cores=16), supply, windows=8)
+    assert counts[-1] >= 12
 
 
 def test_workers_that_mostly_wait_may_outnumber_the_cores() -> None:
