@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from rich.console import Console
@@ -14,13 +14,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from flatout.remedy.candidates import in_words
+from flatout.remedy.candidates import all_in_words, in_words
 from flatout.remedy.found import Attempt, Story
 from flatout.report import drawing
 from flatout.report.account import account
 from flatout.report.compare import compare
 from flatout.report.compare_views import panels_of, phase_rows
-from flatout.report.fixed import FixReport
+from flatout.report.fixed import FixReport, bundles
 from flatout.report.html import document, time_spent
 from flatout.report.markup import Html, copyable, figures, folded, join, table, tag
 from flatout.report.permanent import permanently
@@ -87,8 +87,8 @@ def show(fixed: FixReport, console: Console) -> None:
     for title, attempts in (("Kept", fixed.kept), ("Not kept", fixed.undone)):
         if attempts:
             console.print(Text(f"\n{title}", style="bold"))
-        for attempt in attempts:
-            first, *others = _lines(attempt)
+        for bundle in bundles(attempts):
+            first, *others = _lines(bundle)
             _say(console, first, indent="  ")
             for line in others:
                 _say(console, line, indent="    ")
@@ -123,18 +123,36 @@ def _say(console: Console, text: str, *, indent: str = "", style: str = "") -> N
     console.print(Text(lead + f"\n{indent}  ".join([indent + lines[0], *lines[1:]]), style=style), soft_wrap=True)
 
 
-def _lines(attempt: Attempt) -> list[str]:
-    """A change, and what there is to say about it."""
-    change, outcome = attempt.change, attempt.outcome
+def _lines(bundle: Sequence[Attempt]) -> list[str]:
+    """Changes that were measured together, and what there is to say about them."""
+    outcome = bundle[0].outcome
     if outcome.verdict != "kept":
-        return [f"{in_words(change)}: {outcome.verdict}", outcome.note]
-    beside = f" together with {', '.join(attempt.together)}" if attempt.together else ""
-    lines = [f"{in_words(change)}: {attempt.gain or 'not measured'}{beside}", f"{change.safety}: {_proof(attempt)}"]
-    return [*lines, *([change.note] if change.safety == "semantic" else []), f"for good: {permanently(attempt)}"]
+        return [f"{_names(bundle)}: {outcome.verdict}", outcome.note]
+    learning = dict.fromkeys(attempt.change.note for attempt in bundle if attempt.change.safety == "semantic")
+    return [_gained(bundle), *_proofs(bundle), *learning, *(f"for good: {permanently(one)}" for one in bundle)]
 
 
-def _proof(attempt: Attempt) -> str:
-    return attempt.outcome.proof or _SAFETY[attempt.change.safety]
+def _names(bundle: Sequence[Attempt]) -> str:
+    return all_in_words(attempt.change for attempt in bundle)
+
+
+def _gained(bundle: Sequence[Attempt]) -> str:
+    first, here = bundle[0], [in_words(attempt.change) for attempt in bundle]
+    others = [name for name in first.together if name not in here]
+    beside = f" together with {', '.join(others)}" if others else ""
+    return f"{_names(bundle)}: {first.gain or 'not measured'}{beside}"
+
+
+def _proofs(bundle: Sequence[Attempt], *, explained: bool = False) -> list[str]:
+    """What each class of change does to training, and how that is known."""
+    said: dict[str, list[Attempt]] = {}
+    for attempt in bundle:
+        safety, proof = attempt.change.safety, attempt.outcome.proof
+        meaning = f"{_SAFETY[safety]}. {proof}" if proof and explained else proof or _SAFETY[safety]
+        said.setdefault(f"{safety}: {meaning}", []).append(attempt)
+    if len(said) == 1:
+        return list(said)
+    return [f"{_names(some)}, {text}" for text, some in said.items()]
 
 
 def before_and_after(fixed: FixReport) -> list[tuple[str, str, str]]:
@@ -206,18 +224,22 @@ def _kept(fixed: FixReport) -> Html | None:
     if not fixed.kept:
         return None
     articles = []
-    for attempt in fixed.kept:
-        change = attempt.change
-        beside = f" together with {', '.join(attempt.together)}" if attempt.together else ""
+    for bundle in bundles(fixed.kept):
+        safeties, places, notes = (
+            dict.fromkeys(filter(None, words))
+            for words in zip(*((a.change.safety, a.where, a.change.note) for a in bundle), strict=True)
+        )
         articles.append(
             tag(
                 "article",
-                tag("p", tag("code", change.safety, class_="chip"), tag("span", attempt.where, class_="where")),
-                tag("h3", f"{in_words(change)}: {attempt.gain or 'not measured'}{beside}"),
-                tag("p", change.note) if change.note else None,
-                tag("p", f"{_SAFETY[change.safety].capitalize()}. {attempt.outcome.proof}", class_="meta"),
+                tag(
+                    "p", tag("code", ", ".join(safeties), class_="chip"), tag("span", ", ".join(places), class_="where")
+                ),
+                tag("h3", _gained(bundle)),
+                *(tag("p", note) for note in notes),
+                *(tag("p", text, class_="meta") for text in _proofs(bundle, explained=True)),
                 tag("p", "For good:"),
-                copyable(permanently(attempt)),
+                *(copyable(permanently(attempt)) for attempt in bundle),
                 class_="finding",
             )
         )
@@ -225,7 +247,10 @@ def _kept(fixed: FixReport) -> Html | None:
 
 
 def _undone(fixed: FixReport) -> Html | None:
-    rows = [(in_words(a.change), a.change.safety, a.outcome.verdict, a.outcome.note) for a in fixed.undone]
+    rows = []
+    for bundle in bundles(fixed.undone):
+        safeties = dict.fromkeys(attempt.change.safety for attempt in bundle)
+        rows.append((_names(bundle), ", ".join(safeties), bundle[0].outcome.verdict, bundle[0].outcome.note))
     heads = ("change", "class", "verdict", "why")
     return table("Tried and not kept", heads, rows, numbers_from=9) if rows else None
 

@@ -110,6 +110,17 @@ class FixReport:
         }
 
 
+def bundles(attempts: Sequence[Attempt]) -> list[list[Attempt]]:
+    """What was measured together and came to the same end, as one."""
+    together: dict[tuple[Any, ...], list[Attempt]] = {}
+    for attempt in attempts:
+        names = frozenset((in_words(attempt.change), *attempt.together))
+        outcome = attempt.outcome
+        end = outcome.note if outcome.verdict != "kept" else ""
+        together.setdefault((names, attempt.gain, outcome.verdict, end), []).append(attempt)
+    return list(together.values())
+
+
 def report(found: Found, command: Sequence[str], plan_file: str, price_an_hour: float | None = None) -> FixReport:
     """Before and after, side by side: their speeds over all their runs where the gain is, all else of the last one."""
     last = (found.before, found.after if found.kept else None)

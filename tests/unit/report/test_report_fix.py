@@ -45,10 +45,17 @@ def shown(fix: FixReport) -> str:
 def test_the_story_ends_with_what_was_kept_its_proof_and_how_to_go_on(starved: FixReport) -> None:
     text = shown(starved)
     assert text.startswith("Trains 4.")
-    assert "elastic loader: 4." in text
+    assert "elastic loader + device_prefetch: 4." in text
+    assert "together with" not in text
     assert "reseeded: 60 batches: the same samples in the same order" in text
     assert "for good: from flatout import DataLoader" in text
     assert text.rstrip().endswith("Train with it:  flatout run --plan flatout-plan.yaml -- python train.py")
+
+
+def test_what_was_measured_together_is_told_once(starved: FixReport) -> None:
+    """Each of two changes with a gain of 4.6 would look like 21 times as fast."""
+    gain = str(starved.kept[0].gain)
+    assert shown(starved).count(gain) == fix_views.page(starved).count(f"{gain}<") == 1
 
 
 def test_before_and_after_have_energy_and_money(starved: FixReport) -> None:
