@@ -431,7 +431,8 @@ class Search:
 
     def prove_with_all(self, wanted: Sequence[ProofRun]) -> list[Run]:
         self._story.trying(f"proof: {len(wanted)} runs side by side", self._purse.left_s)
-        patience = len(wanted) * max(self._purse.timeout_s(one.changes, one.steps) for one in wanted)
+        crowded = 1 + (len(wanted) - 1) * (self._now.case.busy_share or 0.0)  # a busy card takes them in turns
+        patience = crowded * max(self._purse.timeout_s(one.changes, one.steps) for one in wanted)
         runs = self._start.side_by_side(wanted, timeout_s=patience)
         slowest = max(run.seconds for run in runs)
         self.found.trials.append(Trial(what=f"proof: {len(runs)} runs side by side", seconds=slowest, speed=None))
