@@ -10,6 +10,7 @@ from flatout.diagnose.case import LAUNCHES_LATE, LAUNCHING, Case
 from flatout.diagnose.finding import Finding
 from flatout.diagnose.gains import WORTH, computed, data_saved, rounded
 
+FUSABLE = ("Adam", "AdamW", "SGD", "Adagrad")
 _TURNING = re.compile("nchwToNhwc|nhwcToNchw")
 _NORMS = re.compile("batch_?norm|bn_[fb]w")
 _JOINABLE = re.compile(f"elementwise|reduce_kernel|layer_norm|softmax|dropout|{_NORMS.pattern}")
@@ -114,16 +115,19 @@ def optimizer(case: Case) -> Finding | None:
     share = spent / (xray.wall_ms / xray.steps)
     if share < 0.05:
         return None
+    name = str(case.facts.get("optimizer"))
+    fusable, loops = name in FUSABLE, case.facts.get("optimizer_foreach") is False
+    how = "steps in a loop of small kernels:" if loops or not fusable else "is not fused, and takes"
     return Finding(
         code="compute.optimizer",
-        title=f"{case.facts.get('optimizer')} steps in a loop of small kernels: {share:.0%} of the step",
+        title=f"{name} {how} {share:.0%} of the step",
         share=share,
         **computed(case, 0.0, share),
         confidence=0.7,
         evidence={"optimizer_ms": rounded(spent)},
-        change="fused_optimizer",
-        value=True,
-        advice=f"torch.optim.{case.facts.get('optimizer')}(…, fused=True)",
+        change="fused_optimizer" if fusable else None,
+        value=True if fusable else None,
+        advice=f"torch.optim.{name}(…, fused=True)" if fusable else "an optimizer that has fused=True or foreach=True",
     )
 
 

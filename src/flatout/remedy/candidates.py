@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import Any, get_args
 
 from flatout.diagnose.case import Case, cases
+from flatout.diagnose.compute import FUSABLE
 from flatout.diagnose.finding import Finding
 from flatout.diagnose.gains import spare_cores
 from flatout.diagnose.rules import diagnose
@@ -53,7 +54,6 @@ FEEDING = {"loader", "num_workers", "prefetch_factor", "pin_memory", "persistent
 FEEDING |= {"device_prefetch", "gc_freeze"}
 LOADED_BY_HAND = {"num_workers", "prefetch_factor", "persistent_workers"}  # what the elastic loader finds by itself
 EVALUATE_LESS = 5
-FUSABLE = ("Adam", "AdamW", "SGD", "Adagrad")
 _HIDDEN = 1.1
 _HALF_A_GPU_IDLE = 0.3  # of its memory in use: there is room for a larger batch
 

@@ -350,9 +350,21 @@ def test_convolutions_that_turn_their_data_around() -> None:
     assert codes(made) == ["compute.layout"]
 
 
-def test_an_optimizer_that_is_a_loop_of_small_kernels() -> None:
-    loop = xray(busy_by_phase_ms={"optimizer": 12.0}, idle_by_phase_ms={"optimizer": 6.0})
-    assert "compute.optimizer" in codes(trace(facts={"optimizer_fused": None}, xray=loop))
+@pytest.mark.parametrize(
+    ("facts", "title", "change"),
+    [
+        ({"optimizer": "AdamW", "optimizer_foreach": False}, "AdamW steps in a loop", "fused_optimizer"),
+        ({"optimizer": "AdamW", "optimizer_foreach": None}, "AdamW is not fused, and takes", "fused_optimizer"),
+        ({"optimizer": "Lion", "optimizer_foreach": None}, "Lion steps in a loop", None),  # torch cannot fuse it
+    ],
+)
+def test_an_optimizer_of_many_small_kernels(facts: dict[str, object], title: str, change: str | None) -> None:
+    many = xray(busy_by_phase_ms={"optimizer": 12.0}, idle_by_phase_ms={"optimizer": 6.0})
+    found = diagnose(trace(facts={"optimizer_fused": None, **facts}, xray=many))
+    [finding] = [one for one in found if one.code == "compute.optimizer"]
+    assert finding.title.startswith(title)
+    assert finding.change == change
+    assert ("fused=True)" in finding.advice) == (change is not None)
 
 
 def test_elementwise_chains() -> None:
