@@ -12,7 +12,7 @@ from flatout.remedy.proving import IDENTITY_STEPS, PARITY_STEPS
 from flatout.remedy.running import LOOKING, Run
 
 COMPILING_S, TUNING_KERNELS_S = 40.0, 180.0
-COMPILED_AGAIN = 0.3  # of that time, with the kernels at hand
+COMPILED_AGAIN = 0.3  # of that time, with the kernels at hand: a guess
 _ROOM = 0.7  # of a card's memory, for runs side by side
 _CROWDED = 1.5  # times as long, where that many share the cores
 
@@ -85,7 +85,7 @@ class Purse:
 
     def _start_again_s(self, run: Run) -> float:
         """What a run like this one takes beside its steps, now that what it compiled is there."""
-        compiling_s = max(0.0, start_s(run) - start_s(self._before)) if compiles(run.changes) else 0.0
+        compiling_s = max(0.0, start_s(run) - start_s(self._before)) if _compiling_s(run.changes) else 0.0
         return start_s(run) - (1 - COMPILED_AGAIN) * compiling_s
 
     @property
@@ -105,11 +105,6 @@ def start_s(run: Run) -> float:
         return run.seconds
     looking_ms = sum(step.wall_ms for step in run.trace.ranks[0].steps if step.kind in LOOKING)
     return max(0.0, run.seconds - (run.case.breakdown.training_ms + looking_ms) / 1e3)
-
-
-def compiles(changes: Iterable[Change]) -> bool:
-    """Whether they have the model compiled."""
-    return any(change.name == "compile" for change in changes)
 
 
 def _training_s(run: Run, steps: int) -> float:

@@ -72,5 +72,12 @@ def test_a_gap_belongs_to_what_the_host_did_meanwhile() -> None:
     assert (seen.wall_ms, seen.busy_ms) == pytest.approx((2.0, 0.8))
 
 
+def test_of_a_kernel_that_outlasts_the_steps_only_what_lies_within_them_counts() -> None:
+    seen = read_kernels([kernel(TF32, 500, 900, 450), kernel(TF32, 900, 1600, 850)], [step(0.0)])
+    assert seen is not None
+    assert seen.busy_by_phase_ms == pytest.approx({"forward": 0.5})
+    assert sum(seen.busy_by_phase_ms.values()) == pytest.approx(seen.busy_ms)
+
+
 def test_without_kernels_there_is_nothing_to_say() -> None:
     assert read_kernels([], [step(0.0)]) is None
