@@ -37,6 +37,11 @@ class Kernel:
     end_ns: int
     launched_ns: int | None
 
+    @property
+    def called_ns(self) -> int:
+        """When the host asked for it, as far as is known."""
+        return self.launched_ns if self.launched_ns is not None else self.start_ns
+
 
 class Profiler:
     """The kernel profiler, on for a few steps and then torn down. Touch it from the training thread only."""
@@ -125,15 +130,18 @@ def read_kernels(kernels: Sequence[Kernel], steps: Sequence[Step]) -> Xray | Non
     if not phases or not kernels:
         return None
     first_ns, last_ns = round(phases[0][1] * 1e9), round(phases[-1][2] * 1e9)
-    inside = [k for k in kernels if k.end_ns > first_ns and k.start_ns < last_ns]
+    before = [k for k in kernels if k.called_ns < first_ns]
+    inside = [k for k in kernels if first_ns <= k.called_ns < last_ns]
     if not inside:
         return None
+    # The host runs ahead: the card is still at work on what came before, and at the end on what was launched by then.
+    first_ns = max([first_ns, *(k.end_ns for k in before)])
+    last_ns = max([last_ns, *(k.end_ns for k in inside)])
     host = _HostPhases(phases)
     busy_by_phase: dict[str, float] = {}
     for kernel in inside:
-        phase = host.at(kernel.launched_ns if kernel.launched_ns is not None else kernel.start_ns)
-        within_ns = min(kernel.end_ns, last_ns) - max(kernel.start_ns, first_ns)
-        busy_by_phase[phase] = busy_by_phase.get(phase, 0.0) + within_ns / 1e6
+        phase = host.at(kernel.called_ns)
+        busy_by_phase[phase] = busy_by_phase.get(phase, 0.0) + (kernel.end_ns - kernel.start_ns) / 1e6
     idle_by_phase: dict[str, float] = {}
     late_ms = 0.0
     for start_ns, end_ns, following in _gaps(inside, first_ns, last_ns):

@@ -72,11 +72,22 @@ def test_a_gap_belongs_to_what_the_host_did_meanwhile() -> None:
     assert (seen.wall_ms, seen.busy_ms) == pytest.approx((2.0, 0.8))
 
 
-def test_of_a_kernel_that_outlasts_the_steps_only_what_lies_within_them_counts() -> None:
-    seen = read_kernels([kernel(TF32, 500, 900, 450), kernel(TF32, 900, 1600, 850)], [step(0.0)])
+def test_where_the_host_runs_ahead_the_card_s_work_on_the_steps_is_waited_for() -> None:
+    # GIVEN two steps launched within 2 ms, each 5 ms of work, behind 3 ms of an earlier step
+    earlier = kernel(TF32, 0, 3000, -100)
+    work = [kernel(TF32, 3000, 8000, 450), kernel(FP32, 8000, 13_000, 1450)]
+    seen = read_kernels([earlier, *work], [step(0.0), step(0.001)])
+    # THEN all of their work is counted, nothing of the earlier one's, and the card never stood still
     assert seen is not None
-    assert seen.busy_by_phase_ms == pytest.approx({"forward": 0.5})
-    assert sum(seen.busy_by_phase_ms.values()) == pytest.approx(seen.busy_ms)
+    assert (seen.wall_ms, seen.busy_ms) == pytest.approx((10.0, 10.0))
+    assert seen.busy_by_phase_ms == pytest.approx({"forward": 10.0})
+    assert (seen.kernels, seen.matrix_ms) == (2, pytest.approx(10.0))
+
+
+def test_what_is_launched_after_the_steps_is_not_theirs() -> None:
+    seen = read_kernels([kernel(TF32, 500, 900, 450), kernel(TF32, 1100, 1600, 1050)], [step(0.0)])
+    assert seen is not None
+    assert (seen.kernels, seen.wall_ms, seen.busy_ms) == (1, pytest.approx(1.0), pytest.approx(0.4))
 
 
 def test_without_kernels_there_is_nothing_to_say() -> None:
