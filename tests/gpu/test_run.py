@@ -235,3 +235,48 @@ def test_a_trial_finds_the_ceiling(tmp_path: Path) -> None:
         if step.kind == "xray" and span.name == "flatout"
     )
     assert starting_s < 4.0, "torch's compiler is not loaded for it"
+
+
+AHEAD = """
+    import torch, time
+    model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, bias=False) for _ in range(4))).cuda().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, fused=True)
+    batch = torch.rand(16384, 4096, dtype=torch.bfloat16)
+    class Ready(torch.utils.data.Dataset):
+        def __len__(self):
+            return 10_000
+        def __getitem__(self, index):
+            return card
+    card = batch.cuda()
+    for number, x in enumerate(torch.utils.data.DataLoader(Ready(), batch_size=None)):
+        if number in (20, 50):
+            torch.cuda.synchronize()
+            print("at", time.monotonic(), flush=True)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+"""
+
+
+def test_a_host_that_runs_ahead_is_not_taken_for_a_fast_card(tmp_path: Path) -> None:
+    """GIVEN some 20 launches a step, whose queue would hold fifty steps WHEN the steps are measured, replayed and
+    X-rayed THEN each takes as long as the card does."""
+    from observing import flatout_run, write
+
+    write(tmp_path, train=AHEAD)
+    run = flatout_run(tmp_path, sys.executable, "train.py", options=("--max-steps", "120"))
+    assert run.code == 0, run.err
+    begin, end = (float(line.split()[1]) for line in run.out.splitlines() if line.startswith("at "))
+    card_ms = (end - begin) / 30 * 1e3
+    rank = run.observed.rank
+
+    def median_ms(kind: str) -> float:
+        walls = sorted(step.wall_ms for step in rank.steps if step.kind == kind)
+        return walls[len(walls) // 2]
+
+    assert median_ms("train") == pytest.approx(card_ms, rel=0.15)
+    assert median_ms("replay") == pytest.approx(card_ms, rel=0.15)
+    assert rank.xray is not None
+    assert rank.xray.busy_ms / rank.xray.steps == pytest.approx(card_ms, rel=0.15)
+    assert run.account is not None
+    assert run.account["verdict"] == "compute.saturated"

@@ -37,7 +37,7 @@ def step_ms(
             waits_for_gpu = span.name == "sync" and host_ms(span) >= span.host_ms
             if waits_for_gpu:  # the host goes on only when the GPU has come here
                 host = max(host, gpu) + (span.gpu_idle_ms or 0.0)
-            else:
+            elif span.name != "held":  # which only keeps the host from running far ahead
                 host += host_ms(span)
             gpu = max(gpu + (span.gpu_busy_ms or 0.0) * (at_work or {}).get(span.name, 1.0), host)
         ends.append(max(host, gpu))

@@ -29,10 +29,10 @@ from flatout.inject.ceiling import Ceiling
 from flatout.inject.course import Course
 from flatout.inject.startup import when_imported
 from flatout.sense import facts as look
-from flatout.sense.clock import CudaClock, LossReader
+from flatout.sense.clock import CudaClock, Leash, LossReader
 from flatout.sense.hooks import Hooks, Listener
 from flatout.sense.options import RANK, Options
-from flatout.sense.recorder import DATA, OWN, Recorder
+from flatout.sense.recorder import DATA, HELD, OWN, Recorder
 from flatout.sense.settings import Settings, hide_in_arguments
 from flatout.sense.worker import Meter, measure_fetcher
 from flatout.sense.xray import Profiler, read_kernels
@@ -50,6 +50,7 @@ _XRAY_STEPS = 9  # the first bears the profiler's start and is left out
 _XRAY_AFTER_STEPS = 12
 _XRAY_AFTER_S = 2.0
 _RECOVERY_STEPS = 12
+_AHEAD, _AHEAD_OF_CEILING = 8, 2  # steps, of a run with an end
 _GRACE_S = 5.0  # for a script that swallows SystemExit, or saves what it has on its way out
 
 _session: Session | None = None
@@ -99,6 +100,7 @@ class Session(Listener):
         measures_ceiling = options.trial is None or (options.trial.ceiling and not options.trial.fingerprints)
         self._ceiling = Ceiling() if options.max_steps is not None and measures_ceiling else None
         self.replays = self._ceiling is not None
+        self._leash = Leash(_AHEAD)
         self._early: list[Step | PlainSteps] = []
         self._first_step_s: float | None = None
         self._course = Course(options, alone=lambda: _world_size() == 1)
@@ -142,6 +144,8 @@ class Session(Listener):
         """A training step is over: the few things that happen once, each at its step, and afterwards a rare look."""
         steps = self._recorder.steps
         self._last_optimizer = optimizer
+        if self._options.max_steps is not None:
+            self._stay_close()
         self._course.step_ended(self._recorder.measured)
         if self._writer is None:
             self._first_step_s = time.monotonic()
@@ -188,6 +192,7 @@ class Session(Listener):
                     return
             kind = self._ceiling.next_step() if self._ceiling is not None else None
             self.resident = kind == "resident"
+            self._leash.steps = _AHEAD_OF_CEILING
             if kind is not None:
                 self._recorder.set_kind(kind)
                 return
@@ -197,6 +202,14 @@ class Session(Listener):
             os._exit(0)  # a script that catches SystemExit would go on to its checkpoint
         threading.Thread(target=_exit_after_grace, name="flatout-grace", daemon=True).start()
         raise SystemExit(0)
+
+    def _stay_close(self) -> None:
+        """What is to be measured is the card's pace, where that is the slower one."""
+        due = self._leash.step_ended()
+        if due is not None:
+            self._recorder.push(HELD)
+            self._leash.wait(due)
+            self._recorder.pop()
 
     def _batches_ready(self) -> int:
         """What lies ready at the start where workers had time to load."""

@@ -29,6 +29,7 @@ PHASES = {
     "loader start": ("starting the loader", "data"),
     "copy": ("copying to the GPU", "copy"),
     "sync": ("waiting for the GPU", "sync"),
+    "held": ("the GPU has enough to do", "compute"),
     "evaluation": ("evaluation", "pause"),
     "checkpoint": ("checkpoint", "pause"),
     "logging": ("logging", "pause"),

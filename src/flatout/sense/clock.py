@@ -1,10 +1,11 @@
 """Marks in the GPU's queue: CUDA events from a pool, and loss values that travel beside them.
 
-Only the training thread comes here, never during a graph capture, and nothing ever waits for the GPU.
+Only the training thread comes here, never during a graph capture, and nothing waits for the GPU but a Leash.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import pairwise
 from typing import Any
 
@@ -41,6 +42,34 @@ class CudaClock:
         self._pool += marks
         marks.clear()
         return times
+
+
+class Leash:
+    """Lets the host run ahead of the card by a few steps: farther away, the pace of its steps is its own.
+
+    A queue takes a thousand launches. Without this a trial of small steps would be over before the card has done half
+    of them, and batches given out again would seem to be trained on as fast as they are handed over.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self._ends: deque[Any] = deque()
+
+    def step_ended(self) -> Any:
+        """The end of an earlier step that the card has to come to before the host goes on, if it has not yet."""
+        if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+            return None
+        end = torch.cuda.Event(blocking=True)
+        end.record()
+        self._ends.append(end)
+        due = None
+        while len(self._ends) > self.steps:
+            due = self._ends.popleft()
+        return due if due is not None and not due.query() else None
+
+    def wait(self, end: torch.cuda.Event) -> None:
+        """Until the card comes to it; past the hook that would take it for a wait of the script's."""
+        super(torch.cuda.Event, end).synchronize()
 
 
 class LossReader:

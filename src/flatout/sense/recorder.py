@@ -25,10 +25,10 @@ from flatout.trace.plain import Event, PlainSteps
 
 DATA, START, COPY, FORWARD, LOSS, BACKWARD = "data", "loader start", "copy", "forward", "loss", "backward"
 OPTIMIZER, SYNC, EVALUATION, CHECKPOINT, LOGGING = "optimizer", "sync", "evaluation", "checkpoint", "logging"
-GC, OWN, REST, UNSPLIT = "gc", "flatout", "rest", "unsplit"
+GC, HELD, OWN, REST, UNSPLIT = "gc", "held", "flatout", "rest", "unsplit"
 
 # In these nothing is launched, so what the GPU spends between their two events is idleness.
-QUIET = frozenset({DATA, START, SYNC, CHECKPOINT, LOGGING, GC, OWN})
+QUIET = frozenset({DATA, START, SYNC, CHECKPOINT, LOGGING, GC, HELD, OWN})
 # What training, or an evaluation, begins with.
 _BEGINS = frozenset({START, DATA, FORWARD, BACKWARD})
 

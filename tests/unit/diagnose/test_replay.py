@@ -43,6 +43,16 @@ def test_an_item_that_costs_run_ahead_is_charged_with_the_idleness_behind_it() -
     assert gain_without(harmful, "sync") == pytest.approx(1 - 20 / 30)
 
 
+def test_a_host_that_is_held_back_could_go_on() -> None:
+    # GIVEN a wait for data that a queue of work hides, and a host that is kept from filling it further
+    held = step(("data", 5.0, 0.0, None), ("forward", 1.0, None, 30.0), ("held", 24.0, 0.0, None))
+    assert step_ms(held) == pytest.approx(30.0)
+    assert gain_without(held, "data") == pytest.approx(0.0)
+    # WHEN the data takes longer than the card THEN the host is the slower one, with or without the leash
+    late = step(("data", 35.0, 4.0, None), ("forward", 1.0, None, 30.0), ("held", 1.0, 0.0, None))
+    assert step_ms(late) == pytest.approx(36.0)
+
+
 def test_gaps_that_an_x_ray_has_seen_are_no_work() -> None:
     # GIVEN the same, where the events around the host's work read 10 ms, though nothing runs between them
     harmful = step(("rest", 10.0, None, 10.0), ("forward", 1.0, None, 20.0), ("sync", 19.0, 0.0, None))
