@@ -122,9 +122,6 @@ def _workers(rank: RankTrace) -> tuple[Workers, ...]:
 
 
 def _together(dataset: str, length: int | None, reports: list[WorkerReport]) -> Workers:
-    times = Sketch()
-    for report in reports:
-        times.merge(report.sample_ms)
     alive = sum(r.time_s - r.born_s for r in reports) or 1.0
     wall = sum(r.sample_wall_s for r in reports) or 1e-9
     delays = [r.run_delay_s for r in reports if r.run_delay_s is not None]
@@ -139,7 +136,7 @@ def _together(dataset: str, length: int | None, reports: list[WorkerReport]) -> 
         length=length,
         workers=len({r.worker for r in reports if r.worker is not None}),
         samples=samples,
-        sample_ms=times,
+        sample_ms=Sketch.merged(r.sample_ms for r in reports),
         busy_share=(wall + sum(r.collate_s for r in reports)) / alive,
         cpu_share=sum(r.sample_cpu_s for r in reports) / wall,
         run_delay_share=sum(delays) / alive if delays else None,

@@ -244,12 +244,7 @@ def _blocks(rank: RankTrace) -> _Blocks | None:
         length = max(5, round(1.5 * len(steady) ** (1 / 3)))
         rows = steady[: len(steady) // length * length].reshape(-1, length)
         return _Blocks(rows, rows.mean(axis=1), np.full(len(rows), float(length)))
-    sketches = []
-    for group in grouped(rank.windows[1:], MOST_BLOCKS):
-        sketch = Sketch()
-        for window in group:
-            sketch.merge(window.wall_ms)
-        sketches.append(sketch)
+    sketches = [Sketch.merged(w.wall_ms for w in group) for group in grouped(rank.windows[1:], MOST_BLOCKS)]
     if len(sketches) < 5:
         return None
     places = [(n + 0.5) / VALUES_A_BLOCK for n in range(VALUES_A_BLOCK)]

@@ -180,10 +180,5 @@ def _steps(name: str, kind: str, rank: RankTrace) -> Series:
     if len(steps) >= sum(window.wall_ms.count for window in rank.windows):
         return line(name, kind, [s.index for s in steps], [s.wall_ms for s in steps], dashed=name == "A")
     groups = grouped(rank.windows, 2_000)
-    medians = []
-    for group in groups:
-        times = Sketch()
-        for window in group:
-            times.merge(window.wall_ms)
-        medians.append(times.quantile(0.5))
+    medians = [Sketch.merged(w.wall_ms for w in group).quantile(0.5) for group in groups]
     return line(name, kind, [group[0].first_index for group in groups], medians, dashed=name == "A")

@@ -171,9 +171,7 @@ def timelines(rank: RankTrace) -> tuple[Timeline, ...]:
     steps = [step for step in rank.steps if step.kind == "train" and step.spans]
     if not steps:
         return ()
-    times = Sketch()
-    for window in rank.windows:
-        times.merge(window.wall_ms)
+    times = Sketch.merged(window.wall_ms for window in rank.windows)
     if not times.count:
         times = Sketch.of(step.wall_ms for step in steps)
     typical = _nearest(steps, times.quantile(0.5) or 0.0)
@@ -314,12 +312,12 @@ def _panels_of_steps(steps: list[Step], zero_s: float) -> list[Panel]:
 def _panels_of_windows(windows: Sequence[Window], zero_s: float) -> list[Panel]:
     groups = grouped(windows, MOST_POINTS)
     x = [group[0].start_s - zero_s for group in groups]
-    times = [_merged(w.wall_ms for w in group) for group in groups]
+    times = [Sketch.merged(w.wall_ms for w in group) for group in groups]
     waits = [
         sum(w.spans_ms["data"].total for w in group if "data" in w.spans_ms) / max(1, time.count)
         for group, time in zip(groups, times, strict=True)
     ]
-    losses = [_merged(w.loss for w in group).mean for group in groups]
+    losses = [Sketch.merged(w.loss for w in group).mean for group in groups]
     return [
         Panel(
             title="Step time",
@@ -421,13 +419,6 @@ def grouped(items: Sequence[T], most: int) -> list[Sequence[T]]:
     """Neighbours together, in at most `most` groups of one size."""
     size = max(1, -(-len(items) // most))
     return [items[i : i + size] for i in range(0, len(items), size)]
-
-
-def _merged(sketches: Iterable[Sketch]) -> Sketch:
-    whole = Sketch()
-    for sketch in sketches:
-        whole.merge(sketch)
-    return whole
 
 
 def marks(trace: Trace, rank: RankTrace) -> tuple[Mark, ...]:

@@ -40,6 +40,14 @@ class Sketch:
             buckets[bucket] = buckets.get(bucket, 0) + 1
         return cls(len(known), sum(known), sum([v * v for v in known]), min(known), max(known), buckets)
 
+    @classmethod
+    def merged(cls, sketches: Iterable[Sketch]) -> Sketch:
+        """All of these in one."""
+        whole = cls()
+        for sketch in sketches:
+            whole.merge(sketch)
+        return whole
+
     def add(self, value: float, times: int = 1) -> None:
         """Count `value`, `times` over; what is not a number, or beyond all reason, is passed over."""
         if not abs(value) < _HUGE:
