@@ -234,13 +234,12 @@ class _Blocks:
 
 def _blocks(rank: RankTrace) -> _Blocks | None:
     """The steps of a run in blocks, its first ones left out; None of too few."""
-    steps = [step.wall_ms for step in rank.steps if step.kind == "train"]
-    covered = sum(window.wall_ms.count for window in rank.windows)
-    warm = min(20, max(len(steps), covered) // 6)
-    if len(steps) >= covered:
-        steady = np.asarray(steps[warm:], dtype=np.float64)
+    steps = rank.every_step()
+    if steps is not None:
         if len(steps) < FEWEST_STEPS:
             return None
+        warm = min(20, len(steps) // 6)
+        steady = np.asarray([step.wall_ms for step in steps[warm:]], dtype=np.float64)
         length = max(5, round(1.5 * len(steady) ** (1 / 3)))
         rows = steady[: len(steady) // length * length].reshape(-1, length)
         return _Blocks(rows, rows.mean(axis=1), np.full(len(rows), float(length)))
@@ -338,8 +337,8 @@ def _losses(a: RankTrace, b: RankTrace, sizes: tuple[float | None, float | None]
 
 
 def _curve(rank: RankTrace, unit: float) -> tuple[tuple[float, float], ...]:
-    steps = [step for step in rank.steps if step.kind == "train"]
-    if len(steps) >= sum(window.wall_ms.count for window in rank.windows):
+    steps = rank.every_step()
+    if steps is not None:
         return tuple((step.index * unit, step.loss) for step in steps if step.loss is not None)
     means = ((window.last_index * unit, window.loss.mean) for window in rank.windows)
     return tuple((x, y) for x, y in means if y is not None)

@@ -176,8 +176,8 @@ def panels_of(comparison: Comparison, a: RankTrace, b: RankTrace) -> list[Panel]
 
 def _steps(name: str, kind: str, rank: RankTrace) -> Series:
     """Step times, or medians of windows where not every step was kept."""
-    steps = [step for step in rank.steps if step.kind == "train"]
-    if len(steps) >= sum(window.wall_ms.count for window in rank.windows):
+    steps = rank.every_step()
+    if steps is not None:
         return line(name, kind, [s.index for s in steps], [s.wall_ms for s in steps], dashed=name == "A")
     groups = grouped(rank.windows, 2_000)
     medians = [Sketch.merged(w.wall_ms for w in group).quantile(0.5) for group in groups]

@@ -293,8 +293,8 @@ def panels(trace: Trace, rank: RankTrace) -> tuple[Panel, ...]:
 
 
 def _step_panels(rank: RankTrace, zero_s: float) -> list[Panel]:
-    steps = [step for step in rank.steps if step.kind == "train"]
-    if steps and len(steps) <= MOST_POINTS and len(steps) >= sum(w.wall_ms.count for w in rank.windows):
+    steps = rank.every_step()
+    if steps and len(steps) <= MOST_POINTS:
         return _panels_of_steps(steps, zero_s)
     return _panels_of_windows(rank.windows, zero_s)
 

@@ -42,6 +42,11 @@ class RankTrace:
     xray: Xray | None = None
     workers: tuple[WorkerReport, ...] = ()
 
+    def every_step(self) -> list[Step] | None:
+        """The training steps, where all of them were kept raw."""
+        steps = [step for step in self.steps if step.kind == "train"]
+        return steps if len(steps) >= sum(window.wall_ms.count for window in self.windows) else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
