@@ -21,8 +21,10 @@ def launch_bound(case: Case) -> Finding | None:
     if xray is None or idle is None or not case.mean_ms:
         return None
     lost = min(0.99, idle / max(case.mean_ms, xray.wall_ms / xray.steps))
+    working = sum(xray.busy_by_phase_ms.get(phase, 0.0) for phase in LAUNCHING) / xray.steps
     median_us = xray.kernel_us.quantile(0.5) or 0.0
-    if lost < LAUNCHES_LATE or median_us > 20:
+    # Beside a long wait for data the step as a whole may lose little by it.
+    if idle < LAUNCHES_LATE * (idle + working) or lost < WORTH or median_us > 20:
         return None
     return Finding(
         code="launch.bound",
@@ -132,7 +134,7 @@ def optimizer(case: Case) -> Finding | None:
 
 
 def eager(case: Case) -> Finding | None:
-    share = _kernel_share(case, _JOINABLE)
+    share = max(0.0, _kernel_share(case, _JOINABLE) - _looping_optimizer(case))
     if case.facts.get("compiled") or share < 0.20:
         return None
     return Finding(
@@ -146,6 +148,14 @@ def eager(case: Case) -> Finding | None:
         value="default",
         advice="model.compile()",
     )
+
+
+def _looping_optimizer(case: Case) -> float:
+    """The share of the time that an optimizer's elementwise kernels take: compiling the model joins none of them."""
+    xray = case.xray
+    if xray is None or not xray.busy_ms or any("multi_tensor" in name for name in xray.top_ms):
+        return 0.0
+    return xray.busy_by_phase_ms.get("optimizer", 0.0) / xray.busy_ms * (case.busy_share or 1.0)
 
 
 def underused(case: Case) -> Finding | None:

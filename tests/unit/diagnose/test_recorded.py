@@ -22,16 +22,10 @@ MOST_BYTES = 100_000
 # What no machine at hand produces by itself, or none has been recorded of yet: tests/unit/diagnose/test_rules.py has
 # these causes built by hand.
 BUILT_BY_HAND = {
-    "copy.pageable",
-    "copy.blocking",
-    "copy.fragmented",
-    "sync.item",
     "compute.precision",
     "compute.layout",
     "compute.optimizer",
     "compute.eager",
-    "memory.underused",
-    "memory.pressure",
     "hardware.throttled",
     "hardware.idle-gpus",
 }

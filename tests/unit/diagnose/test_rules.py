@@ -372,6 +372,28 @@ def test_elementwise_chains() -> None:
     assert codes(trace(facts={"compiled": False}, xray=eager)) == ["compute.eager"]
 
 
+def test_an_optimizer_s_elementwise_kernels_are_not_the_model_s() -> None:
+    looping = xray(
+        top_ms={"vectorized_elementwise_kernel<4>": 60.0}, busy_by_phase_ms={"forward": 96.0, "optimizer": 60.0}
+    )
+    facts = {"compiled": False, "optimizer": "AdamW", "optimizer_foreach": False, "optimizer_fused": None}
+    assert codes(trace(facts=facts, xray=looping)) == ["compute.optimizer"]
+
+
+def test_launches_are_named_beside_a_longer_wait_for_data() -> None:
+    # GIVEN a step half of which is a wait, and a card that waits for launches through most of the rest
+    late = xray(
+        wall_ms=640.0,
+        busy_ms=40.0,
+        busy_by_phase_ms={"forward": 20.0, "backward": 20.0},
+        idle_by_phase_ms={"data": 540.0, "forward": 30.0, "backward": 30.0},
+        kernel_us=Sketch.of([5.0] * 100),
+    )
+    found = diagnose(trace(*STARVED, xray=late))
+    [launches] = [finding for finding in found if finding.code == "launch.bound"]
+    assert launches.share == pytest.approx(60 / 640, rel=0.01)
+
+
 def test_a_card_held_down_by_heat() -> None:
     hot = hardware(throttle=("heat (software slowdown)",), sm_clock_mhz=1400.0)
     found = first(trace(samples=hot))
