@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
 
 from flatout.diagnose.breakdown import KINDS_IN_WORDS, UNSPLIT, Breakdown, Part
-from flatout.trace import GpuSample, RankTrace, Sample, Sketch, Span, Step, Trace, Window, WorkerReport
+from flatout.trace import RankTrace, Sample, Sketch, Span, Step, Trace, Window, WorkerReport
 
 MOST_POINTS = 2_000
 MOST_MARKS = 300
@@ -285,50 +285,43 @@ def origin_s(trace: Trace, rank: RankTrace) -> float:
 def panels(trace: Trace, rank: RankTrace) -> tuple[Panel, ...]:
     """Everything that can be drawn over time, those without a figure left out."""
     zero_s = origin_s(trace, rank)
-    samples = trace.samples.get(rank.info.host, ())
-    drawn = [*_step_panels(rank, zero_s), *_gpu_panels(samples, card_of(rank, samples), zero_s)]
-    drawn += _host_panels(samples, zero_s)
-    filled = (Panel(title=p.title, unit=p.unit, series=tuple(s for s in p.series if s.x)) for p in drawn)
-    return tuple(panel for panel in filled if panel.series)
-
-
-def _step_panels(rank: RankTrace, zero_s: float) -> list[Panel]:
     steps = rank.every_step()
-    if steps and len(steps) <= MOST_POINTS:
-        return _panels_of_steps(steps, zero_s)
-    return _panels_of_windows(rank.windows, zero_s)
+    drawn = _of_steps(steps, zero_s) if steps and len(steps) <= MOST_POINTS else _of_windows(rank.windows, zero_s)
+    samples = trace.samples.get(rank.info.host, ())
+    drawn += _of_samples(samples, card_of(rank, samples), zero_s)
+    return tuple(panel for panel in drawn if panel.series)
 
 
-def _panels_of_steps(steps: list[Step], zero_s: float) -> list[Panel]:
+def _panel(title: str, unit: str, x: Sequence[float], *curves: tuple[str, str, Sequence[float | None]]) -> Panel:
+    """A plot of one curve (name, family, values) or two, the second dashed; without one of which nothing is known."""
+    series = (line(name, kind, x, y, dashed=place > 0) for place, (name, kind, y) in enumerate(curves))
+    return Panel(title=title, unit=unit, series=tuple(one for one in series if one.x))
+
+
+def _of_steps(steps: list[Step], zero_s: float) -> list[Panel]:
     x = [step.start_s + step.wall_ms / 1e3 - zero_s for step in steps]
     waits = [sum(span.host_ms for span in step.spans if span.name == "data") for step in steps]
     return [
-        Panel(title="Step time", unit="ms", series=(line("each step", "compute", x, [s.wall_ms for s in steps]),)),
-        Panel(title="Waiting for data", unit="ms a step", series=(line("each step", "data", x, waits),)),
-        Panel(title="Loss", unit="", series=(line("loss, as read", "sync", x, [s.loss for s in steps]),)),
+        _panel("Step time", "ms", x, ("each step", "compute", [step.wall_ms for step in steps])),
+        _panel("Waiting for data", "ms a step", x, ("each step", "data", waits)),
+        _panel("Loss", "", x, ("loss, as read", "sync", [step.loss for step in steps])),
     ]
 
 
-def _panels_of_windows(windows: Sequence[Window], zero_s: float) -> list[Panel]:
+def _of_windows(windows: Sequence[Window], zero_s: float) -> list[Panel]:
     groups = grouped(windows, MOST_POINTS)
     x = [group[0].start_s - zero_s for group in groups]
     times = [Sketch.merged(w.wall_ms for w in group) for group in groups]
+    medians, slow = ([time.quantile(q) for time in times] for q in (0.5, 0.95))
     waits = [
         sum(w.spans_ms["data"].total for w in group if "data" in w.spans_ms) / max(1, time.count)
         for group, time in zip(groups, times, strict=True)
     ]
     losses = [Sketch.merged(w.loss for w in group).mean for group in groups]
     return [
-        Panel(
-            title="Step time",
-            unit="ms",
-            series=(
-                line("median", "compute", x, [time.quantile(0.5) for time in times]),
-                line("95th percentile", "other", x, [time.quantile(0.95) for time in times], dashed=True),
-            ),
-        ),
-        Panel(title="Waiting for data", unit="ms a step", series=(line("mean", "data", x, waits),)),
-        Panel(title="Loss", unit="", series=(line("mean", "sync", x, losses),)),
+        _panel("Step time", "ms", x, ("median", "compute", medians), ("95th percentile", "other", slow)),
+        _panel("Waiting for data", "ms a step", x, ("mean", "data", waits)),
+        _panel("Loss", "", x, ("mean", "sync", losses)),
     ]
 
 
@@ -343,60 +336,30 @@ def card_of(rank: RankTrace, samples: Sequence[Sample]) -> str | None:
     return max(power, key=lambda uuid: power[uuid].mean or 0.0) if power else None
 
 
-def _gpu_panels(samples: Sequence[Sample], uuid: str | None, zero_s: float) -> list[Panel]:
-    taken = [(sample.time_s - zero_s, gpu) for sample in samples for gpu in sample.gpus if gpu.uuid == uuid]
-
-    def card(name: str, kind: str, value: Callable[[GpuSample], float | None], dashed: bool = False) -> Series:
-        return line(name, kind, [x for x, _ in taken], [value(gpu) for _, gpu in taken], dashed=dashed)
-
-    return [
-        Panel(
-            title="GPU",
-            unit="%",
-            series=(
-                card("SM active", "compute", lambda g: g.sm_active_pct),
-                card("GPU-Util", "other", lambda g: g.gpu_util_pct, dashed=True),
-            ),
-        ),
-        Panel(
-            title="Power",
-            unit="W",
-            series=(
-                card("drawn", "pause", lambda g: g.power_w),
-                card("limit", "other", lambda g: g.power_limit_w, dashed=True),
-            ),
-        ),
-    ]
-
-
-def _host_panels(samples: Sequence[Sample], zero_s: float) -> list[Panel]:
+def _of_samples(samples: Sequence[Sample], uuid: str | None, zero_s: float) -> list[Panel]:
     x = [sample.time_s - zero_s for sample in samples]
+    cards = [next((gpu for gpu in sample.gpus if gpu.uuid == uuid), None) for sample in samples]
 
-    def host(name: str, kind: str, value: Callable[[Sample], float | None], dashed: bool = False) -> Series:
-        return line(name, kind, x, [value(sample) for sample in samples], dashed=dashed)
+    def card(figure: str) -> list[float | None]:
+        return [getattr(gpu, figure) if gpu is not None else None for gpu in cards]
 
+    def host(figure: str) -> list[float | None]:
+        return [getattr(sample.host, figure) for sample in samples]
+
+    def disks(figure: str) -> list[float | None]:
+        every = (sample.host.disks for sample in samples)
+        return [sum(getattr(disk, figure) for disk in here) / 1e6 if here else None for here in every]
+
+    active, util = ("SM active", "compute", card("sm_active_pct")), ("GPU-Util", "other", card("gpu_util_pct"))
+    drawn, limit = ("drawn", "pause", card("power_w")), ("limit", "other", card("power_limit_w"))
+    busy, waiting = ("busy", "data", host("cpu_pct")), ("waiting for storage", "other", host("iowait_pct"))
+    read, written = ("read", "copy", disks("read_bytes_s")), ("written", "other", disks("write_bytes_s"))
     return [
-        Panel(
-            title="CPU",
-            unit="% of all cores",
-            series=(
-                host("busy", "data", lambda s: s.host.cpu_pct),
-                host("waiting for storage", "other", lambda s: s.host.iowait_pct, dashed=True),
-            ),
-        ),
-        Panel(
-            title="Disk",
-            unit="MB/s",
-            series=(
-                host("read", "copy", lambda s: _disks(s, "read_bytes_s")),
-                host("written", "other", lambda s: _disks(s, "write_bytes_s"), dashed=True),
-            ),
-        ),
+        _panel("GPU", "%", x, active, util),
+        _panel("Power", "W", x, drawn, limit),
+        _panel("CPU", "% of all cores", x, busy, waiting),
+        _panel("Disk", "MB/s", x, read, written),
     ]
-
-
-def _disks(sample: Sample, figure: str) -> float | None:
-    return sum(getattr(disk, figure) for disk in sample.host.disks) / 1e6 if sample.host.disks else None
 
 
 def line(name: str, kind: str, x: Sequence[float], y: Sequence[float | None], *, dashed: bool = False) -> Series:
