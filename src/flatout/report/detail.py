@@ -9,7 +9,7 @@ from flatout.report.account import Account
 from flatout.report.drawing import block
 from flatout.report.gather import RankFigures
 from flatout.report.markup import Html, figures, folded, join, shown, spoken, table, tag
-from flatout.report.picture import Bar, Lane, lanes, words
+from flatout.report.picture import WORKING, Lane, lanes, words
 from flatout.report.terminal import duration, ms
 from flatout.trace import RankTrace, Sketch, Trace
 
@@ -46,40 +46,30 @@ def loading(account: Account, first: RankTrace) -> Html | None:
     return join(parts)
 
 
-_LANE_FAMILIES = {"computing": "compute", "waiting for a core": "sync", "blocked": "copy", "collating": "data"}
-
-
 def _lane_name(lane: Lane) -> str:
     return f"worker {lane.worker.worker}" if lane.worker.worker is not None else "trainer"
 
 
 def _lane(lane: Lane) -> Html:
-    bars, left = [], 0.0
-    for name, share in lane.parts:
-        kind = _LANE_FAMILIES.get(name, "empty")
-        bars.append(Bar(label=name, family=kind, left=left, width=share, ms=share * lane.alive_s * 1e3))
-        left += share
-    label = f"{_lane_name(lane)}: " + ", ".join(f"{name} {share:.0%}" for name, share in lane.parts)
-    track = tag("div", *(block(bar) for bar in bars), class_="track", role="img", aria_label=label)
+    label = f"{_lane_name(lane)}: " + ", ".join(f"{bar.label} {bar.width:.0%}" for bar in lane.bars)
+    track = tag("div", *(block(bar) for bar in lane.bars), class_="track", role="img", aria_label=label)
     return tag("div", tag("span", _lane_name(lane), class_="name"), track, class_="lane thin")
 
 
 def _lane_legend() -> Html:
-    named = {**_LANE_FAMILIES, "waiting for work": "empty"}
-    return tag(
-        "ul", *(tag("li", tag("i", class_=f"swatch {kind}"), name) for name, kind in named.items()), class_="legend"
-    )
+    items = (tag("li", tag("i", class_=f"swatch {kind}"), name) for name, kind in WORKING.items())
+    return tag("ul", *items, class_="legend")
 
 
 def _lane_table(drawn: Sequence[Lane]) -> Html:
-    heads = ("worker", "dataset", "samples", "alive", *(name for name, _ in drawn[0].parts))
+    heads = ("worker", "dataset", "samples", "alive", *WORKING)
     rows = [
         (
             _lane_name(x),
             x.worker.dataset,
             f"{x.worker.samples:,}",
             duration(x.alive_s * 1e3),
-            *(f"{s:.1%}" for _, s in x.parts),
+            *(f"{bar.width:.1%}" for bar in x.bars),
         )
         for x in drawn
     ]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
 
-from flatout.diagnose.breakdown import KINDS_IN_WORDS, UNSPLIT, Breakdown, Part
+from flatout.diagnose.breakdown import KINDS_IN_WORDS, UNSPLIT, Breakdown
 from flatout.trace import RankTrace, Sample, Sketch, Span, Step, Trace, Window, WorkerReport
 
 MOST_POINTS = 2_000
@@ -45,6 +45,15 @@ PHASES = {
 }
 _PAUSES = ("loader start", "evaluation", "checkpoint")
 
+# What a loader worker does with its life, in the colours of these families.
+WORKING = {
+    "computing": "compute",
+    "waiting for a core": "sync",
+    "blocked": "copy",
+    "collating": "data",
+    "waiting for work": "empty",
+}
+
 
 def words(phase: str) -> str:
     """A phase as a person would say it."""
@@ -52,8 +61,8 @@ def words(phase: str) -> str:
 
 
 def family(phase: str) -> str:
-    """The family of causes a phase, or the code of a finding, belongs to."""
-    return PHASES[phase][1] if phase in PHASES else "other"
+    """The family of causes a phase belongs to."""
+    return PHASES.get(phase, ("", "other"))[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +120,11 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """One loader worker's life in shares: computing, waiting for a core, blocked, collating, waiting for work."""
+    """One loader worker's life, by what it was doing."""
 
     worker: WorkerReport
     alive_s: float
-    parts: tuple[tuple[str, float], ...]
+    bars: tuple[Bar, ...]
 
 
 # Bars
@@ -123,44 +132,40 @@ class Lane:
 
 def whole_run(b: Breakdown) -> tuple[Bar, ...]:
     """The wall time in one bar: what is not training, and training."""
-    training = {(part.name, part.where) for part in b.training}
-    others = [(p.name, "other", p.ms) for p in b.parts if (p.name, p.where) not in training]
-    # A phase of training may occur outside it too (an evaluation after the last step): that part is not training's.
     inside = {(part.name, part.where): part.ms for part in b.training}
+    others = [(words(p.name), "other", p.ms) for p in b.parts if (p.name, p.where) not in inside]
+    # A phase of training may occur outside it too (an evaluation after the last step): that part is not training's.
     for part in b.parts:
         extra = part.ms - inside.get((part.name, part.where), part.ms)
         if extra > 1e-6:
             others.append((f"{words(part.name)} after the last step", family(part.name), extra))
-    bars, left = [], 0.0
-    for name, kind, ms in [*others, ("training", "compute", b.training_ms)]:
-        width = ms / b.wall_ms if b.wall_ms else 0.0
-        bars.append(Bar(label=words(name), family=kind, left=left, width=width, ms=ms))
-        left += width
-    return tuple(bars)
+    return _in_a_row([*others, ("training", "compute", b.training_ms)], b.wall_ms)
 
 
 def waterfall(b: Breakdown) -> tuple[Bar, ...]:
     """Training's time from 100% down: first what it is lost to, the largest loss first; at the end the work itself."""
-    lost = [part for part in b.training if family(part.name) != "compute"]
-    work = [part for part in b.training if family(part.name) == "compute"]
     bars, left = [], 1.0
-    for part in (*lost, *work):
+    for part in sorted(b.training, key=lambda part: family(part.name) == "compute"):
         left -= part.share
-        bars.append(_fallen(part, max(0.0, left)))
+        idle = part.gpu_idle_ms / part.ms if part.gpu_idle_ms is not None and part.ms else None
+        bars.append(_bar(part.name, max(0.0, left), part.share, part.ms, idle=idle, where=part.where))
     return tuple(bars)
 
 
-def _fallen(part: Part, left: float) -> Bar:
-    idle = part.gpu_idle_ms / part.ms if part.gpu_idle_ms is not None and part.ms else None
-    return Bar(
-        label=words(part.name),
-        family=family(part.name),
-        left=left,
-        width=part.share,
-        ms=part.ms,
-        idle=idle,
-        where=part.where,
-    )
+def _bar(
+    phase: str, left: float, width: float, ms: float, *, idle: float | None = None, where: str | None = None
+) -> Bar:
+    return Bar(label=words(phase), family=family(phase), left=left, width=width, ms=ms, idle=idle, where=where)
+
+
+def _in_a_row(parts: Iterable[tuple[str, str, float]], axis_ms: float) -> tuple[Bar, ...]:
+    """One after the other from the left: label, family, milliseconds."""
+    bars, left = [], 0.0
+    for label, kind, ms in parts:
+        width = ms / axis_ms if axis_ms else 0.0
+        bars.append(Bar(label=label, family=kind, left=left, width=width, ms=ms))
+        left += width
+    return tuple(bars)
 
 
 # Steps
@@ -200,33 +205,18 @@ def timeline(title: str, step: Step) -> Timeline:
     """A step as two rows of bars on one axis."""
     gpu, offset_ms = _gpu_row(step)
     axis_ms = max([step.wall_ms, *((start + length) for start, length, _, _ in gpu)]) or 1.0
-    host = [
-        _span_bar(span.name, span.start_ms, span.host_ms, axis_ms, span.where)
-        for span in _coalesced(step.spans, step.wall_ms)
-    ]
     return Timeline(
         title=title,
         step=step,
-        host=tuple(host),
+        host=tuple(
+            _bar(span.name, span.start_ms / axis_ms, span.host_ms / axis_ms, span.host_ms, where=span.where)
+            for span in _coalesced(step.spans, step.wall_ms)
+        ),
         gpu=tuple(
-            _span_bar(name, start, length, axis_ms, None, idle=1.0 if is_idle else 0.0)
+            _bar(name, start / axis_ms, length / axis_ms, length, idle=float(is_idle))
             for start, length, name, is_idle in gpu
         ),
         anchored=offset_ms is not None,
-    )
-
-
-def _span_bar(
-    name: str, start_ms: float, length_ms: float, axis_ms: float, where: str | None, idle: float | None = None
-) -> Bar:
-    return Bar(
-        label=words(name),
-        family=family(name),
-        left=start_ms / axis_ms,
-        width=length_ms / axis_ms,
-        ms=length_ms,
-        idle=idle,
-        where=where,
     )
 
 
@@ -432,7 +422,7 @@ def _marks_in_windows(windows: Sequence[Window], seen: list[tuple[str, int]], ze
 
 
 def lanes(workers: Iterable[WorkerReport]) -> tuple[Lane, ...]:
-    """What each worker that loaded something did with its time; the shares of a lane add up to 1."""
+    """What each worker that loaded something did with its time; the bars of a lane fill it."""
     drawn = []
     for worker in workers:
         alive_s = worker.time_s - worker.born_s
@@ -440,14 +430,9 @@ def lanes(workers: Iterable[WorkerReport]) -> tuple[Lane, ...]:
             continue
         blocked_s = max(0.0, worker.sample_wall_s - worker.sample_cpu_s)
         delay_s = min(blocked_s, worker.run_delay_s or 0.0)
-        parts = [
-            ("computing", min(worker.sample_cpu_s, worker.sample_wall_s)),
-            ("waiting for a core", delay_s),
-            ("blocked", blocked_s - delay_s),
-            ("collating", worker.collate_s),
-        ]
-        scale = max(alive_s, sum(seconds for _, seconds in parts))
-        shares = [(name, seconds / scale) for name, seconds in parts]
-        shares.append(("waiting for work", 1 - sum(share for _, share in shares)))
-        drawn.append(Lane(worker=worker, alive_s=alive_s, parts=tuple(shares)))
+        computing_s = min(worker.sample_cpu_s, worker.sample_wall_s)
+        spent_s = [computing_s, delay_s, blocked_s - delay_s, worker.collate_s]
+        spent_s.append(max(0.0, alive_s - sum(spent_s)))  # waiting for work
+        parts = [(name, kind, 1e3 * s) for (name, kind), s in zip(WORKING.items(), spent_s, strict=True)]
+        drawn.append(Lane(worker=worker, alive_s=alive_s, bars=_in_a_row(parts, 1e3 * sum(spent_s))))
     return tuple(sorted(drawn, key=lambda lane: (lane.worker.dataset, lane.worker.worker or 0)))

@@ -174,7 +174,7 @@ def test_the_card_is_the_one_the_rank_named() -> None:
 def test_a_workers_life_adds_up() -> None:
     (lane,) = picture.lanes([worker(0), dataclasses.replace(worker(1), samples=0)])
 
-    shares = dict(lane.parts)
+    shares = {bar.label: bar.width for bar in lane.bars}
     assert sum(shares.values()) == pytest.approx(1.0)
     assert shares["computing"] == pytest.approx(0.4)
     assert shares["waiting for a core"] == pytest.approx(0.1)
