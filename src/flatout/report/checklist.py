@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import replace
 
 from rich.console import Console
 from rich.text import Text
 
 from flatout.diagnose.preflight.checklist import FAIL, NOT_APPLICABLE, OK, WARN, Checklist, Line
+from flatout.report.terminal import WIDTH, wrapped
 
-_WIDTH, _NARROWEST, _INDENT = 80, 50, 27
+_NARROWEST, _INDENT = 50, 27
 _ORDER = {FAIL: "red", WARN: "yellow", OK: "green", NOT_APPLICABLE: "dim"}
 _IN_WORDS = {FAIL: "failed", WARN: "to look at", OK: "ok", NOT_APPLICABLE: "not applicable"}
 
 
 def show(checklist: Checklist, console: Console) -> None:
     """Print the list."""
-    width = max(_NARROWEST, min(_WIDTH, console.width))
+    width = max(_NARROWEST, min(WIDTH, console.width))
     seen = ", ".join(checklist.looked_at) or "the machine alone: no script was given, as in flatout check train.py"
-    console.print(Text(_wrapped(f"looked at {seen}", 0, width), style="dim"), soft_wrap=True)
+    console.print(Text(wrapped(f"looked at {seen}", width), style="dim"), soft_wrap=True)
     for status, style in _ORDER.items():
         for line in _joined(list(checklist.of(status))):
             console.print(_line(line, style, width), soft_wrap=True)
@@ -49,15 +49,10 @@ def _subjects(lines: list[Line]) -> str:
 def _line(line: Line, style: str, width: int) -> Text:
     place = f" ({line.where})" if line.where and line.where not in line.reason else ""
     text = Text.assemble(
-        (f"{line.status:<5}", style), f"{line.subject:<{_INDENT - 5}}", _wrapped(line.reason + place, _INDENT, width)
+        (f"{line.status:<5}", style), f"{line.subject:<{_INDENT - 5}}", wrapped(line.reason + place, width, _INDENT)
     )
     if line.fix:
         text.append(f"\n{'':<{_INDENT}}").append(
-            _wrapped(f"→ {line.fix}", _INDENT, width), style="bold" if line.status != NOT_APPLICABLE else ""
+            wrapped(f"→ {line.fix}", width, _INDENT), style="bold" if line.status != NOT_APPLICABLE else ""
         )
     return text
-
-
-def _wrapped(text: str, indent: int, width: int) -> str:
-    lines = textwrap.wrap(text, width - indent, break_on_hyphens=False, break_long_words=False)
-    return f"\n{'':<{indent}}".join(lines)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from flatout.diagnose.gains import HELD_BACK
 from flatout.report.account import Account
 from flatout.report.permanent import as_code
 from flatout.report.picture import waterfall
-from flatout.report.terminal import WIDTH
+from flatout.report.terminal import WIDTH, wrapped
 
 _INDENT = "   "
 GUIDE = "docs/TROUBLESHOOTING.md"  # has an entry for every code
@@ -74,22 +73,17 @@ def change_as_typed(account: Account, finding: Finding) -> str | None:
 def show(account: Account, findings: Sequence[Finding], console: Console) -> None:
     """Print the verdict, and each finding with what to change."""
     width = min(WIDTH, console.width)
-    console.print(Text("\n".join(textwrap.wrap(headline(account, findings), width)), style="bold"), soft_wrap=True)
+    console.print(Text(wrapped(headline(account, findings), width), style="bold"), soft_wrap=True)
     for number, finding in enumerate(findings, 1):
         where = f", {finding.where}" if finding.where else ""
         change = change_as_typed(account, finding)
         lines = [f"{finding.title} ({gain(finding)}; {finding.code}{where})", finding.advice, change or ""]
-        text = "\n".join(_hanging(line, width) for line in lines if line)
-        console.print(Text(f"{number}. {text[len(_INDENT) :]}"), soft_wrap=True)
+        text = f"\n{_INDENT}".join(wrapped(line, width, len(_INDENT)) for line in lines if line)
+        console.print(Text(f"{number}. {text}"), soft_wrap=True)
     if any(finding.gain_high >= 1.005 for finding in findings):
-        guide = _hanging(f"each cause, how to make sure, what to do: {GUIDE}", width)
-        console.print(Text(guide, style="dim"), soft_wrap=True)
+        guide = wrapped(f"each cause, how to make sure, what to do: {GUIDE}", width, len(_INDENT))
+        console.print(Text(_INDENT + guide, style="dim"), soft_wrap=True)
     console.print()
-
-
-def _hanging(line: str, width: int) -> str:
-    wrapped = textwrap.wrap(line, width - len(_INDENT), break_on_hyphens=False, break_long_words=False)
-    return "\n".join(_INDENT + piece for piece in wrapped)
 
 
 def to_json(account: Account, findings: Sequence[Finding]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -25,10 +24,9 @@ from flatout.report.html import document, time_spent
 from flatout.report.markup import Html, copyable, figures, folded, join, table, tag
 from flatout.report.permanent import permanently
 from flatout.report.picture import Bar
-from flatout.report.terminal import duration, ms, print_unpadded
+from flatout.report.terminal import duration, ms, print_unpadded, wrapped
 from flatout.written import in_full
 
-_WIDTH = 80
 _BAR = 24
 _SAFETY = {
     "identical": "bit for bit the same",
@@ -65,8 +63,7 @@ class Progress(Story):
             )
 
     def said(self, line: str) -> None:
-        text = "\n  ".join(textwrap.wrap(line, _WIDTH - 2, break_on_hyphens=False, break_long_words=False))
-        self._console.print(Text(text), soft_wrap=True)
+        self._console.print(Text(wrapped(line, indent=2)), soft_wrap=True)
 
     def __rich__(self) -> Table:
         spent = time.monotonic() - self._began_s
@@ -119,8 +116,8 @@ def _summed_up(fixed: FixReport) -> str:
 
 def _say(console: Console, text: str, *, indent: str = "", style: str = "") -> None:
     lead = "\n" * (len(text) - len(text.lstrip("\n")))
-    lines = textwrap.wrap(text.strip(), _WIDTH - len(indent) - 2, break_on_hyphens=False, break_long_words=False)
-    console.print(Text(lead + f"\n{indent}  ".join([indent + lines[0], *lines[1:]]), style=style), soft_wrap=True)
+    lines = wrapped(text.strip(), indent=len(indent) + 2)
+    console.print(Text(lead + indent + lines, style=style), soft_wrap=True)
 
 
 def _lines(bundle: Sequence[Attempt]) -> list[str]:

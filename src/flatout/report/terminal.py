@@ -23,11 +23,11 @@ _SMALL = 0.002
 def show(account: Account, console: Console) -> None:
     """Print the account."""
     width = min(WIDTH, console.width)
-    headline = _wrapped("; ".join(_headline(account)), width)
+    headline = wrapped("; ".join(_headline(account)), width, _LABEL)
     console.print(Text.assemble(("flatout  ", "bold"), headline), soft_wrap=True)
     print_unpadded(_table(account.breakdown, WIDTH - width), console)
     for label, text in _remarks(account):
-        console.print(Text.assemble((f"{label:<{_LABEL}}", "dim"), _wrapped(text, width)), soft_wrap=True)
+        console.print(Text.assemble((f"{label:<{_LABEL}}", "dim"), wrapped(text, width, _LABEL)), soft_wrap=True)
 
 
 def print_unpadded(thing: RenderableType, console: Console) -> None:
@@ -38,10 +38,10 @@ def print_unpadded(thing: RenderableType, console: Console) -> None:
         console.print(line, soft_wrap=True)
 
 
-def _wrapped(text: str, width: int) -> str:
-    """Text beside a label, in as many lines as it takes."""
-    lines = textwrap.wrap(text, width - _LABEL, break_on_hyphens=False) or [""]
-    return f"\n{'':<{_LABEL}}".join(lines)
+def wrapped(text: str, width: int = WIDTH, indent: int = 0) -> str:
+    """Text in lines that leave room for an indent, and have it from the second on; a path or a flag stays whole."""
+    lines = textwrap.wrap(text, width - indent, break_on_hyphens=False, break_long_words=False)
+    return f"\n{'':<{indent}}".join(lines)
 
 
 def _headline(account: Account) -> list[str]:
