@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from flatout.report import drawing
@@ -15,7 +11,7 @@ from flatout.report.compare import Comparison, Ratio, phases
 from flatout.report.html import document
 from flatout.report.markup import Html, figures, join, shown, table, tag
 from flatout.report.picture import Panel, Series, grouped, line, words
-from flatout.report.terminal import duration, ms, print_unpadded
+from flatout.report.terminal import duration, ms, print_table, print_unpadded
 from flatout.trace import RankTrace, Sketch, Trace
 
 MOST_LINES = 20
@@ -28,31 +24,19 @@ def show(comparison: Comparison, console: Console) -> None:
     for caution in comparison.cautions:
         print_unpadded(Text(f"Mind: {caution}."), console)
     console.print()
-    _print_table(console, ("", "A", "B", ""), _figures(comparison))
+    print_table(console, ("", "A", "B", ""), _figures(comparison))
     console.print()
-    _print_table(console, ("a step's time", "A", "B", ""), phase_rows(comparison))
+    print_table(console, ("a step's time", "A", "B", ""), phase_rows(comparison))
     if comparison.losses is not None:
         console.print()
         print_unpadded(Text(_losses(comparison)), console)
     if comparison.differences:
         console.print()
         rows = [(name, *_cut(shown(a), shown(b)), "") for name, a, b in comparison.differences[:MOST_LINES]]
-        _print_table(console, ("what differs", "A", "B", ""), rows, figures_=False)
+        print_table(console, ("what differs", "A", "B", ""), rows, figures=False)
         more = len(comparison.differences) - MOST_LINES
         if more > 0:
             print_unpadded(Text(f"and {more} more: see --html or --json", style="dim"), console)
-
-
-def _print_table(
-    console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]], *, figures_: bool = True
-) -> None:
-    drawn = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for place, head in enumerate(heads):
-        right = figures_ and place > 0
-        drawn.add_column(head, justify="right" if right else "left", overflow="fold")
-    for row in rows:
-        drawn.add_row(*(Text(cell) for cell in row))
-    print_unpadded(drawn, console)
 
 
 def _cut(a: str, b: str) -> tuple[str, str]:
@@ -167,7 +151,7 @@ def panels_of(comparison: Comparison, a: RankTrace, b: RankTrace) -> list[Panel]
     losses = comparison.losses
     if losses is not None:
         curves = [
-            replace(line(name, kind, [x for x, _ in curve], [y for _, y in curve]), dashed=name == "A")
+            line(name, kind, [x for x, _ in curve], [y for _, y in curve], dashed=name == "A")
             for name, kind, curve in (("A", "other", losses.a), ("B", "compute", losses.b))
         ]
         panels.append(Panel(title=f"Loss by {losses.axis}", unit="", series=tuple(curves)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
@@ -24,7 +23,7 @@ from flatout.report.html import document, time_spent
 from flatout.report.markup import Html, copyable, figures, folded, join, table, tag
 from flatout.report.permanent import permanently
 from flatout.report.picture import Bar
-from flatout.report.terminal import duration, ms, print_unpadded, wrapped
+from flatout.report.terminal import duration, ms, print_table, wrapped
 from flatout.written import in_full
 
 _BAR = 24
@@ -51,7 +50,7 @@ class Progress(Story):
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
 
@@ -92,12 +91,7 @@ def show(fixed: FixReport, console: Console) -> None:
     rows = before_and_after(fixed)
     if rows:
         console.print()
-        drawn = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-        for place, head in enumerate(("", "before", "after")):
-            drawn.add_column(head, justify="right" if place else "left")
-        for row in rows:
-            drawn.add_row(*(Text(cell) for cell in row))
-        print_unpadded(drawn, console)
+        print_table(console, ("", "before", "after"), rows)
     for offer in fixed.found.withheld:
         allow = offer.changes[0].name.replace("_", "-").partition(":")[0]
         _say(console, f"\nNot tried without your leave: {offer.name} ({offer.why}). --allow {allow}")

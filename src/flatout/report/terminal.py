@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -36,6 +37,16 @@ def print_unpadded(thing: RenderableType, console: Console) -> None:
         line = Text.assemble(*((segment.text, segment.style or "") for segment in segments))
         line.rstrip()
         console.print(line, soft_wrap=True)
+
+
+def print_table(console: Console, heads: Sequence[str], rows: Iterable[Sequence[str]], *, figures: bool = True) -> None:
+    """Print rows under their heads; all columns but the first are figures, set to the right, unless told otherwise."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for place, head in enumerate(heads):
+        table.add_column(head, justify="right" if figures and place else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    print_unpadded(table, console)
 
 
 def wrapped(text: str, width: int = WIDTH, indent: int = 0) -> str:
