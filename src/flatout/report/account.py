@@ -73,11 +73,13 @@ class Account:
             "xray": _plain(self.xray) if self.xray is not None else None,
             "workers": [_plain(w) for w in self.workers],
             "hardware": self.gpu,
-            "overhead": {"us_per_step": self.own_us_per_step, "share": self._own_share()},
+            "overhead": {"us_per_step": self.own_us_per_step, "share": self.own_share},
             "notes": [note.text for note in self.notes],
         }
 
-    def _own_share(self) -> float | None:
+    @property
+    def own_share(self) -> float | None:
+        """Of a step, what measuring took."""
         mean = self.breakdown.step_ms.mean
         return self.own_us_per_step / 1e3 / mean if self.own_us_per_step is not None and mean else None
 
@@ -92,6 +94,7 @@ def account(trace: Trace, folder: str) -> Account:
             "torch.optim.Optimizer.step; did the script train, and did it run with the Python it was started with?"
         )
     first = trace.ranks[0]
+    by_rank = tuple(breakdown(rank) for rank in trace.ranks)
     facts = dict(first.facts)
     own = facts.pop("own_cost", {})
     return Account(
@@ -99,8 +102,8 @@ def account(trace: Trace, folder: str) -> Account:
         folder=folder,
         command=first.info.command,
         ranks=len(trace.ranks),
-        breakdown=breakdown(first),
-        by_rank=tuple(breakdown(rank) for rank in trace.ranks),
+        breakdown=by_rank[0],
+        by_rank=by_rank,
         xray=first.xray,
         workers=_workers(first),
         facts=facts,

@@ -242,14 +242,11 @@ def facts(account: Account, first: RankTrace) -> Html | None:
 
 
 def cost(account: Account) -> Html | None:
-    b = account.breakdown
     rows = []
-    if account.own_us_per_step is not None:
-        share = account.own_us_per_step / 1e3 / b.step_ms.mean if b.step_ms.mean else 0.0
-        rows.append(
-            ("hooks and clocks, as timed by themselves", f"{account.own_us_per_step:.0f} µs a step", f"{share:.2%}")
-        )
-    for part in b.parts:
+    if account.own_share is not None:
+        each = f"{account.own_us_per_step:.0f} µs a step"
+        rows.append(("hooks and clocks, as timed by themselves", each, f"{account.own_share:.2%}"))
+    for part in account.breakdown.parts:
         if part.name in ("flatout", "X-ray", "ceiling"):
             rows.append((f"{words(part.name)}, in the account above", ms(part.ms), f"{part.share:.2%}"))
     return table("flatout's own cost", ("what", "time", "share"), rows) if rows else None

@@ -20,7 +20,7 @@ from flatout.report.findings import GUIDE, change_as_typed, gain, headline, sent
 from flatout.report.gather import RankFigures, of_breakdown
 from flatout.report.markup import Html, copyable, figures, folded, join, shown, spoken, table, tag
 from flatout.report.picture import Bar, marks, panels, timelines, waterfall, whole_run
-from flatout.report.terminal import duration, ms
+from flatout.report.terminal import ceiling, duration, ms
 from flatout.trace import RankTrace, Trace
 
 # Nothing is fetched, whatever a trace may hold: the browser itself sees to it.
@@ -115,10 +115,7 @@ def _figures(account: Account) -> list[tuple[str, str, str]]:
     if median is not None and p95 is not None:
         shown.append(("median step", ms(median), f"95% below {ms(p95)}"))
     if b.samples_per_s:
-        ceiling = b.ceiling_samples_per_s or b.replay_samples_per_s
-        how = "with the data there" if b.ceiling_samples_per_s else "without the loader"
-        remark = f"{ceiling:,.0f} {how} ({ceiling / b.samples_per_s:.1f}×)" if ceiling else "no ceiling was measured"
-        shown.append(("samples a second", f"{b.samples_per_s:,.0f}", remark))
+        shown.append(("samples a second", f"{b.samples_per_s:,.0f}", ceiling(b) or "no ceiling was measured"))
     active, util = account.gpu.get("sm_active_pct"), account.gpu.get("gpu_util_pct")
     if active is not None:
         shown.append(("SM active", f"{active:.0f}%", f"GPU-Util says {util:.0f}%" if util is not None else "mean"))

@@ -111,25 +111,28 @@ def _bar(share: float, width: int) -> Text:
 def _remarks(account: Account) -> list[tuple[str, str]]:
     b = account.breakdown
     remarks = []
-    if b.ceiling_samples_per_s is not None and b.samples_per_s:
-        ratio = b.ceiling_samples_per_s / b.samples_per_s
-        remarks.append(("ceiling", f"{b.ceiling_samples_per_s:,.0f} samples/s with the data there ({ratio:.1f}×)"))
-    elif b.replay_samples_per_s is not None and b.samples_per_s:
-        ratio = b.replay_samples_per_s / b.samples_per_s
-        remarks.append(("ceiling", f"{b.replay_samples_per_s:,.0f} samples/s without the loader ({ratio:.1f}×)"))
+    if most := ceiling(b):
+        remarks.append(("ceiling", most))
     if account.gpu.get("sm_active_pct") is not None:
         active, util, power = (account.gpu.get(n, 0.0) for n in ("sm_active_pct", "gpu_util_pct", "power_w"))
         remarks.append(("GPU", f"SM active {active:.0f}%, GPU-Util {util:.0f}%, {power:.0f} W: means over the run"))
     if account.xray is not None:
         remarks.append(("X-ray", _xray(account.xray)))
     remarks += [("loading", _worker_line(workers)) for workers in account.workers]
-    if account.own_us_per_step is not None and b.step_ms.mean:
-        share = account.own_us_per_step / 1e3 / b.step_ms.mean
-        of_it = f"{share:.2%}" if share >= 5e-5 else "below 0.01%"
+    if account.own_share is not None:
+        of_it = f"{account.own_share:.2%}" if account.own_share >= 5e-5 else "below 0.01%"
         remarks.append(("cost", f"measuring took about {account.own_us_per_step:.0f} µs a step ({of_it})"))
     remarks += [("note", note.text) for note in account.notes]
     remarks.append(("trace", account.folder))
     return remarks
+
+
+def ceiling(b: Breakdown) -> str | None:
+    """How fast the same steps would be, as measured or else as worked out."""
+    for most, how in ((b.ceiling_samples_per_s, "with the data there"), (b.replay_samples_per_s, "without the loader")):
+        if most and b.samples_per_s:
+            return f"{most:,.0f} samples/s {how} ({most / b.samples_per_s:.1f}×)"
+    return None
 
 
 def _xray(xray: Xray) -> str:
