@@ -13,7 +13,7 @@ from flatout.plan import Figure
 from flatout.remedy.candidates import Offer, in_words
 from flatout.remedy.found import Attempt, Found
 from flatout.remedy.running import Run
-from flatout.remedy.speed import Gain, Speed
+from flatout.remedy.speed import Gain, Noise, Speed
 from flatout.report.permanent import permanently
 from flatout.written import in_full
 
@@ -92,9 +92,9 @@ class FixReport:
             "command": list(self.command),
             "plan": self.plan_file,
             "sentence": self.sentence(),
-            "gain": _gain(found.gain),
-            "before": dataclasses.asdict(self.before) if self.before is not None else None,
-            "after": dataclasses.asdict(self.after) if self.after is not None else None,
+            "gain": _plain(found.gain),
+            "before": _plain(self.before),
+            "after": _plain(self.after),
             "kept": [_attempt(attempt) for attempt in self.kept],
             "undone": [_attempt(attempt) for attempt in self.undone],
             "withheld": [_offer(offer) for offer in found.withheld],
@@ -102,7 +102,7 @@ class FixReport:
                 {"what": t.what, "seconds": t.seconds, "samples_per_s": t.speed.value if t.speed is not None else None}
                 for t in found.trials
             ],
-            "noise": dataclasses.asdict(found.noise) if found.noise is not None else None,
+            "noise": _plain(found.noise),
             "remarks": found.remarks,
             "stopped": found.stopped,
             "interrupted": found.interrupted,
@@ -160,10 +160,10 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
     return {
         **dataclasses.asdict(attempt.change),
         "verdict": outcome.verdict,
-        "gain": _gain(attempt.gain),
+        "gain": _plain(attempt.gain),
         "together": list(attempt.together),
-        "before": _figure(outcome.before),
-        "after": _figure(outcome.after),
+        "before": _plain(outcome.before),
+        "after": _plain(outcome.after),
         "proof": outcome.proof,
         "why": outcome.note,
         "made": attempt.made,
@@ -177,9 +177,5 @@ def _offer(offer: Offer) -> dict[str, Any]:
     return {"changes": changes, "why": offer.why, "promise": offer.promise}
 
 
-def _gain(gain: Gain | None) -> dict[str, float] | None:
-    return dataclasses.asdict(gain) if gain is not None else None
-
-
-def _figure(figure: Figure | None) -> dict[str, Any] | None:
-    return dataclasses.asdict(figure) if figure is not None else None
+def _plain(record: Side | Gain | Noise | Figure | None) -> dict[str, Any] | None:
+    return dataclasses.asdict(record) if record is not None else None
