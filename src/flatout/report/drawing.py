@@ -64,7 +64,7 @@ def falls(bars: Sequence[Bar], steps: int, xray: Xray | None) -> Html:
         share = xray.busy_ms / xray.wall_ms
         seen = Bar(label="kernels and copies", family="compute", left=0.0, width=share, ms=xray.busy_ms)
         name = f"GPU at work, in {xray.steps} steps under the X-ray"
-        rows.append(_figure_row(name, [block(seen)], share, xray.busy_ms / max(1, xray.steps), class_="result"))
+        rows.append(row(name, [block(seen)], f"{share:.1%}", ms(xray.busy_ms / max(1, xray.steps)), class_="result"))
     return join([tag("ul", *rows, class_="falls"), tag("p", small, class_="meta") if rest_ms else None])
 
 
@@ -74,16 +74,17 @@ def _fall(bar: Bar, steps: int) -> Html:
     waited = replace(bar, left=bar.left + busy.width, width=bar.width * idle, ms=bar.ms * idle)
     blocks = [block(busy), block(waited, extra="idle") if idle else None]
     name = join([bar.label, tag("small", bar.where) if bar.where else None])
-    return _figure_row(name, blocks, bar.width, bar.ms / max(1, steps))
+    return row(name, blocks, f"{bar.width:.1%}", ms(bar.ms / max(1, steps)))
 
 
-def _figure_row(name: str, blocks: Sequence[Html | None], share: float, each_ms: float, **attributes: str) -> Html:
+def row(name: str, blocks: Sequence[Html | None], figure: str, beside: str, **attributes: str) -> Html:
+    """A line of a list of bars: what it is, its blocks, and two figures."""
     return tag(
         "li",
         tag("span", name, class_="name"),
         tag("span", *blocks, class_="track"),
-        tag("span", f"{share:.1%}", class_="figure"),
-        tag("span", ms(each_ms), class_="figure quiet"),
+        tag("span", figure, class_="figure"),
+        tag("span", beside, class_="figure quiet"),
         **attributes,
     )
 
@@ -94,9 +95,9 @@ def _figure_row(name: str, blocks: Sequence[Html | None], share: float, each_ms:
 def step_figure(drawn: Timeline) -> Html:
     """One step: the host's row, and the GPU's under it."""
     step = drawn.step
-    rows = [_row("host", drawn.host, drawn.title)]
+    rows = [_lane("host", drawn.host, drawn.title)]
     if drawn.gpu:
-        rows.append(_row("GPU", drawn.gpu, drawn.title))
+        rows.append(_lane("GPU", drawn.gpu, drawn.title))
     remarks = []
     if not drawn.gpu:
         remarks.append("This step carries no GPU events.")
@@ -127,7 +128,7 @@ def _phases(step: Step) -> list[tuple[str, ...]]:
     ]
 
 
-def _row(name: str, bars: Sequence[Bar], label: str) -> Html:
+def _lane(name: str, bars: Sequence[Bar], label: str) -> Html:
     blocks = (block(bar, extra="idle" if bar.idle == 1.0 else "", text=_fits(bar)) for bar in bars)
     return tag(
         "div",

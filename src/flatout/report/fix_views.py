@@ -257,25 +257,17 @@ def _runs(fixed: FixReport) -> Html:
     """Each run with its speed as a bar: how the training became faster."""
     trials = fixed.found.trials
     fastest = max((t.speed.value for t in trials if t.speed is not None), default=1.0)
-    rows = []
+    rows, listed = [], []
     for trial in trials:
-        speed = trial.speed
-        width = speed.value / fastest if speed is not None else 0.0
+        speed, took = in_full(trial.speed.value) if trial.speed is not None else "", duration(1e3 * trial.seconds)
+        width = trial.speed.value / fastest if trial.speed is not None else 0.0
         bar = Bar(label=trial.what, family="compute", left=0.0, width=width, ms=1e3 * trial.seconds)
-        rows.append(
-            tag(
-                "li",
-                tag("span", trial.what, class_="name"),
-                tag("span", drawing.block(bar) if speed is not None else None, class_="track"),
-                tag("span", in_full(speed.value) if speed is not None else "", class_="figure"),
-                tag("span", duration(1e3 * trial.seconds), class_="figure quiet"),
-            )
-        )
+        rows.append(drawing.row(trial.what, [drawing.block(bar) if width else None], speed, took))
+        listed.append((trial.what, speed, took))
     noise = fixed.found.noise
     seen = (
         f"Runs of the same plan differ by {noise.sd:.1%} ({noise.repeats} repeats). " if noise and noise.repeats else ""
     )
     stopped = f"{seen}{_summed_up(fixed)}"
-    listed = [(t.what, in_full(t.speed.value) if t.speed else "", duration(1e3 * t.seconds)) for t in trials]
     behind = folded("The figures", table("Every run", ("run", "samples/s", "took"), listed))
     return join([tag("ul", *rows, class_="falls"), tag("p", stopped, class_="meta"), behind])
