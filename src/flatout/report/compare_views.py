@@ -8,7 +8,7 @@ from rich.text import Text
 from flatout.report import drawing
 from flatout.report.account import Account
 from flatout.report.compare import Comparison, Ratio, phases
-from flatout.report.html import document
+from flatout.report.html import Section, document
 from flatout.report.markup import Html, figures, join, shown, table, tag
 from flatout.report.picture import Panel, Series, grouped, line, words
 from flatout.report.terminal import duration, ms, print_table, print_unpadded
@@ -106,7 +106,7 @@ def page(comparison: Comparison, first: Trace, second: Trace) -> str:
     """The comparison as one self-contained file."""
     drawn = panels_of(comparison, first.ranks[0], second.ranks[0])
     differences = [(name, shown(a), shown(b)) for name, a, b in comparison.differences]
-    sections = [
+    sections: list[Section] = [
         ("runs", "The two runs", _runs(comparison)),
         (
             "phases",
@@ -114,7 +114,7 @@ def page(comparison: Comparison, first: Trace, second: Trace) -> str:
             table("A step, those that changed most first", ("phase", "A", "B", "change"), phase_rows(comparison)),
         ),
         ("steps", "Step by step", join(drawing.plot(panel, place) for place, panel in enumerate(drawn))),
-        ("losses", "Losses", tag("p", _losses(comparison)) if comparison.losses is not None else Html("")),
+        ("losses", "Losses", tag("p", _losses(comparison)) if comparison.losses is not None else None),
         ("differences", "What differs", table("Settings and facts", ("what", "A", "B"), differences, numbers_from=9)),
     ]
     if not differences:
@@ -128,12 +128,7 @@ def page(comparison: Comparison, first: Trace, second: Trace) -> str:
             *(tag("p", f"Mind: {caution}.", class_="warning") for caution in comparison.cautions),
         ]
     )
-    return document(
-        title=f"flatout: {comparison.a.name} compared",
-        head=head,
-        sections=[section for section in sections if section[2]],
-        plots={"axis": "", "panels": [drawing.plain_panel(panel) for panel in drawn], "marks": []},
-    )
+    return document(f"flatout: {comparison.a.name} compared", head, sections, drawn)
 
 
 def _runs(comparison: Comparison) -> Html:

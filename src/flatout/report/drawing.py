@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from flatout.report.markup import Html, folded, join, table, tag
 from flatout.report.picture import Bar, Mark, Panel, Timeline, words
@@ -209,14 +208,3 @@ def _excerpt(panel: Panel) -> Html:
             (series.name, f"{x:,.2f} s", in_full(y)) for x, y in zip(series.x[::every], series.y[::every], strict=True)
         ]
     return table(f"{panel.title}: moments of the run", ("series", "after", panel.unit or "value"), rows)
-
-
-def plain_panel(panel: Panel) -> dict[str, Any]:
-    """A panel for the script."""
-    lines = [{"name": s.name, "family": s.family, "dashed": s.dashed, "x": s.x, "y": s.y} for s in panel.series]
-    return {"title": panel.title, "unit": panel.unit, "series": lines}
-
-
-def plain_mark(mark: Mark) -> dict[str, Any]:
-    """A mark for the script."""
-    return {"name": mark.name, "start": round(mark.start_s, 3), "length": round(mark.length_s, 4)}

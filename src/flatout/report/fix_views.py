@@ -19,10 +19,10 @@ from flatout.report.account import account
 from flatout.report.compare import compare
 from flatout.report.compare_views import panels_of, phase_rows
 from flatout.report.fixed import FixReport, bundles
-from flatout.report.html import document, time_spent
+from flatout.report.html import Section, document, time_spent
 from flatout.report.markup import Html, copyable, figures, folded, join, table, tag
 from flatout.report.permanent import permanently
-from flatout.report.picture import Bar
+from flatout.report.picture import Bar, Panel
 from flatout.report.terminal import duration, ms, print_table, wrapped
 from flatout.written import in_full
 
@@ -176,8 +176,8 @@ def page(fixed: FixReport) -> str:
     """The fix as one self-contained file: what was changed, before and after."""
     found = fixed.found
     first, second = (run.trace if run is not None else None for run in (found.before, found.after))
-    sections: list[tuple[str, str, Html | None]] = [("kept", "What was kept", _kept(fixed))]
-    drawn = []
+    sections: list[Section] = [("kept", "What was kept", _kept(fixed))]
+    drawn: list[Panel] = []
     if first is not None and second is not None and found.kept:
         both = compare(first, second, ("before", "after"))
         drawn = panels_of(both, first.ranks[0], second.ranks[0])
@@ -203,12 +203,7 @@ def page(fixed: FixReport) -> str:
             *(tag("p", f"Mind: {remark}.", class_="warning") for remark in found.remarks),
         ]
     )
-    return document(
-        title="flatout fix",
-        head=head,
-        sections=[(key, title, body) for key, title, body in sections if body],
-        plots={"axis": "", "panels": [drawing.plain_panel(panel) for panel in drawn], "marks": []},
-    )
+    return document("flatout fix", head, sections, drawn)
 
 
 def _kept(fixed: FixReport) -> Html | None:

@@ -6,32 +6,34 @@ the figures over time are drawn by Plotly, which is inlined. Every plot has its 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib.resources import files
-from typing import Any
 
 from flatout import __version__
 from flatout.diagnose.finding import Finding
-from flatout.report import detail, drawing
+from flatout.report import detail, drawing, picture
 from flatout.report.account import Account
 from flatout.report.findings import GUIDE, change_as_typed, gain, headline, sentence
 from flatout.report.gather import RankFigures, of_breakdown
 from flatout.report.markup import Html, copyable, figures, folded, join, shown, spoken, table, tag
-from flatout.report.picture import Bar, marks, panels, timelines, waterfall, whole_run
+from flatout.report.picture import Bar, Mark, Panel, timelines, waterfall, whole_run
 from flatout.report.terminal import ceiling, duration, ms
 from flatout.trace import RankTrace, Trace
 
 # Nothing is fetched, whatever a trace may hold: the browser itself sees to it.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
+Section = tuple[str, str, Html | None]  # its key, its title, and what stands in it
+
 
 def page(trace: Trace, account: Account, findings: Sequence[Finding] = (), ranks: Sequence[RankFigures] = ()) -> str:
     """The report of one run; `ranks` where the trace does not hold them all."""
     first = trace.ranks[0]
-    drawn, marked = panels(trace, first), marks(trace, first)
-    sections = [
+    drawn, marked = picture.panels(trace, first), picture.marks(trace, first)
+    sections: list[Section] = [
         ("findings", "What to change", _findings(account, findings)),
         ("time", "Where the time went", time_spent(account)),
         ("steps", "Two steps, looked at closely", join(drawing.step_figure(t) for t in timelines(first))),
@@ -45,20 +47,21 @@ def page(trace: Trace, account: Account, findings: Sequence[Finding] = (), ranks
         ("cost", "What measuring cost", detail.cost(account)),
         ("notes", "Notes", detail.notes(account)),
     ]
-    return document(
-        title=f"flatout: {account.name}",
-        head=_head(account, first, findings),
-        sections=[(key, title, body) for key, title, body in sections if body],
-        plots={"panels": [drawing.plain_panel(p) for p in drawn], "marks": [drawing.plain_mark(m) for m in marked]},
-    )
+    return document(f"flatout: {account.name}", _head(account, first, findings), sections, drawn, marked)
 
 
 def _every_rank(trace: Trace, account: Account) -> list[RankFigures]:
     return [of_breakdown(rank.info, b) for rank, b in zip(trace.ranks, account.by_rank, strict=True)]
 
 
-def document(*, title: str, head: Html, sections: Sequence[tuple[str, str, Html]], plots: dict[str, Any]) -> str:
-    """A whole page: what stands at its top, its sections with a table of contents, and what its plots draw."""
+def document(
+    title: str, head: Html, sections: Sequence[Section], panels: Sequence[Panel], marks: Sequence[Mark] | None = None
+) -> str:
+    """A whole page: what stands at its top, its sections, those with nothing to say left out, and what its plots draw.
+
+    `marks` is None where the plots are by step, not over time.
+    """
+    sections = [section for section in sections if section[2]]
     here = files("flatout.report")
     style, script = ((here / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     contents = tag("nav", *(tag("a", name, href=f"#{key}") for key, name, _ in sections), aria_label="Contents")
@@ -69,9 +72,14 @@ def document(*, title: str, head: Html, sections: Sequence[tuple[str, str, Html]
     foot = tag(
         "footer", f"Made by flatout {__version__}. Every figure was measured in this run unless it says otherwise."
     )
+    plots = {
+        "timed": marks is not None,
+        "panels": [dataclasses.asdict(panel) for panel in panels],
+        "marks": [dataclasses.asdict(mark) for mark in marks or ()],
+    }
     data = json.dumps(plots, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     scripts = [Html(f'<script type="application/json" id="plot-data">{data}</script>')]
-    if plots.get("panels"):
+    if panels:
         plotly = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
         scripts.append(Html(f"<script>{plotly}</script>"))
     scripts.append(Html(f"<script>{script}</script>"))

@@ -8,14 +8,14 @@
 
   // Seconds, minutes or hours: whatever the run is counted in.
   const last = Math.max(1, ...data.panels.flatMap((p) => p.series.map((s) => s.x[s.x.length - 1] || 0)));
-  const timed = data.axis === undefined;
-  const [unit, seconds] = !timed ? [data.axis, 1] : last > 3 * 3600 ? ["h", 3600] : last > 300 ? ["min", 60] : ["s", 1];
+  const timed = data.timed; // or counted in steps
+  const [unit, seconds] = !timed ? ["", 1] : last > 3 * 3600 ? ["h", 3600] : last > 300 ? ["min", 60] : ["s", 1];
 
   // No line where nothing was measured: a point without a value in each band that lies between two neighbours.
   const broken = (s) => {
     const x = [], y = [], usual = (s.x[s.x.length - 1] - s.x[0]) / Math.max(1, s.x.length - 1);
     s.x.forEach((at, n) => {
-      const between = (m) => m.length > 3 * usual && m.start + m.length / 2 > s.x[n - 1] && m.start + m.length / 2 < at;
+      const between = (m) => m.length_s > 3 * usual && m.start_s + m.length_s / 2 > s.x[n - 1] && m.start_s + m.length_s / 2 < at;
       if (n && at - s.x[n - 1] > 3 * usual && data.marks.some(between)) { x.push((at + s.x[n - 1]) / 2 / seconds); y.push(null); }
       x.push(at / seconds); y.push(s.y[n]);
     });
@@ -32,13 +32,13 @@
   // What is not plain training: a band, with its name where there is room for it (in the first plot).
   const bands = () => data.marks.map((m) => ({
     type: "rect", xref: "x", yref: "paper", y0: 0, y1: 1, layer: "below",
-    x0: m.start / seconds, x1: (m.start + m.length) / seconds,
-    fillcolor: colour("band"), line: { width: m.length < last / 400 ? 1 : 0, color: colour("muted"), dash: "dot" },
+    x0: m.start_s / seconds, x1: (m.start_s + m.length_s) / seconds,
+    fillcolor: colour("band"), line: { width: m.length_s < last / 400 ? 1 : 0, color: colour("muted"), dash: "dot" },
   }));
-  const named = data.marks.filter((m) => m.length > last / 30 || data.marks.length < 12);
-  const names = () => named.filter((m, n) => !n || m.start - named[n - 1].start > last / 60).map((m) => ({
-    x: (m.start + m.length / 2) / seconds, y: 1, xref: "x", yref: "paper", yanchor: "bottom", showarrow: false,
-    text: m.name, textangle: m.length > last / 12 ? 0 : -28, font: { size: 11, color: colour("muted") }, xanchor: m.length > last / 12 ? "center" : "left",
+  const named = data.marks.filter((m) => m.length_s > last / 30 || data.marks.length < 12);
+  const names = () => named.filter((m, n) => !n || m.start_s - named[n - 1].start_s > last / 60).map((m) => ({
+    x: (m.start_s + m.length_s / 2) / seconds, y: 1, xref: "x", yref: "paper", yanchor: "bottom", showarrow: false,
+    text: m.name, textangle: m.length_s > last / 12 ? 0 : -28, font: { size: 11, color: colour("muted") }, xanchor: m.length_s > last / 12 ? "center" : "left",
   }));
 
   const layout = (panel, first) => ({
@@ -49,7 +49,7 @@
     hovermode: "x unified", hoverlabel: { bgcolor: colour("paper"), bordercolor: colour("line"), font: { color: colour("ink") } },
     xaxis: { gridcolor: colour("line"), zeroline: false, ticksuffix: timed ? " " + unit : "", range: timed ? [0, last / seconds] : undefined,
       ticks: "outside", ticklen: 6, tickcolor: "rgba(0,0,0,0)" },
-    yaxis: { gridcolor: colour("line"), zerolinecolor: colour("line"), rangemode: panel.free ? "normal" : "tozero", nticks: 5, fixedrange: true },
+    yaxis: { gridcolor: colour("line"), zerolinecolor: colour("line"), rangemode: "tozero", nticks: 5, fixedrange: true },
     shapes: bands(), annotations: first ? names() : [],
   });
 
