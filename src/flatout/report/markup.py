@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-_VOID = ("meta", "br")
-
 
 class Html(str):
     """Text that is markup already."""
@@ -21,7 +19,7 @@ def tag(name: str, /, *children: object, **attributes: object) -> Html:
         for key, value in attributes.items()
         if value is not None
     )
-    return Html(f"<{name}{given}>" if name in _VOID else f"<{name}{given}>{join(children)}</{name}>")
+    return Html(f"<{name}{given}>" if name == "meta" else f"<{name}{given}>{join(children)}</{name}>")
 
 
 def join(children: Iterable[object]) -> Html:
@@ -31,9 +29,7 @@ def join(children: Iterable[object]) -> Html:
     )
 
 
-def table(
-    caption: str, heads: Sequence[str], rows: Iterable[Sequence[object]], *, numbers_from: int = 1, hidden: bool = False
-) -> Html:
+def table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[object]], *, numbers_from: int = 1) -> Html:
     """A table whose columns from `numbers_from` on are figures, set to the right."""
 
     def cells(kind: str, row: Sequence[object]) -> Html:
@@ -49,13 +45,13 @@ def table(
 
     body = tag("tbody", *(tag("tr", cells("td", row)) for row in rows))
     head = tag("thead", tag("tr", cells("th", heads)))
-    whole = tag("table", tag("caption", caption, class_="quiet" if hidden else None), head, body)
+    whole = tag("table", tag("caption", caption), head, body)
     return tag("div", whole, class_="scroll", tabindex="0", role="region", aria_label=caption)
 
 
-def folded(summary: str, *children: object, open_: bool = False) -> Html:
-    """Something to look into when one wants to; always unfolded in print."""
-    return tag("details", tag("summary", summary), *children, **({"open": "open"} if open_ else {}))
+def folded(summary: str, *children: object) -> Html:
+    """Something to look into when one wants to; evidence is unfolded in print."""
+    return tag("details", tag("summary", summary), *children)
 
 
 def figures(shown: Sequence[tuple[str, str, str]]) -> Html:
