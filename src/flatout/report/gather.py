@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +10,6 @@ from flatout.diagnose.breakdown import Breakdown, split
 from flatout.trace import RunInfo, Sketch, Summary, Trace, merge, read, read_summaries
 
 MOST_READ = 16
-_RANK = re.compile(r"(?:rank|workers)-(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +28,12 @@ def gather(folders: Sequence[Path]) -> tuple[Trace, tuple[RankFigures, ...]]:
     """The trace in these folders, and the figures of those ranks that were too many to read; empty where none were."""
     traces, figures = [], []
     for folder in folders:
-        names = {match[1] for path in folder.glob("rank-*.jsonl") if (match := _RANK.match(path.name))}
-        if len(names) <= MOST_READ:
+        if len(list(folder.glob("rank-*.jsonl"))) <= MOST_READ:
             traces.append(read(folder))
             continue
         every = [of_summary(summary) for summary in read_summaries(folder) if summary.info.rank is not None]
         figures += every
-        traces.append(_read_some(folder, _telling(every)))
+        traces.append(read(folder, _telling(every)))
     return (merge(*traces) if len(traces) > 1 else traces[0]), tuple(figures)
 
 
@@ -50,16 +46,6 @@ def _telling(every: Sequence[RankFigures]) -> set[int]:
     by_wait, by_data = share("backward"), share("data")
     few = MOST_READ // 4
     return {min(by_wait, default=0), *by_wait[:few], *by_wait[-few + 1 :], *by_data[:few], *by_data[-few:]}
-
-
-def _read_some(folder: Path, ranks: set[int]) -> Trace:
-    """The trace as if these ranks were all there are: the reader takes a folder, so it gets one of links."""
-    with tempfile.TemporaryDirectory(prefix="flatout-") as scratch:
-        for path in folder.glob("*.jsonl"):
-            number = _RANK.match(path.name)
-            if number is None or int(number[1]) in ranks:
-                (Path(scratch) / path.name).symlink_to(path.resolve())
-        return read(Path(scratch))
 
 
 def of_summary(summary: Summary) -> RankFigures:

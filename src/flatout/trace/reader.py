@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,8 +58,8 @@ class Trace:
     notes: tuple[Note, ...] = ()
 
 
-def read(folder: Path) -> Trace:
-    """The trace in `folder`."""
+def read(folder: Path, ranks: Collection[int] | None = None) -> Trace:
+    """The trace in `folder`; of so many ranks that reading them all would take too long, of these only."""
     if not folder.is_dir():
         raise TraceError(f"no trace at {folder}: there is no such folder")
     files = sorted(path for path in folder.glob("*.jsonl") if not path.name.startswith(("workers-", "proof-")))
@@ -69,7 +69,7 @@ def read(folder: Path) -> Trace:
         raise TraceError(f"{folder} is not a trace itself: it holds {len(inside)}, the newest is {newest}")
     if not files:
         raise TraceError(f"{folder} is not a trace: it holds no .jsonl file")
-    ranks: list[RankTrace] = []
+    found: list[RankTrace] = []
     machines: list[RunInfo] = []
     samples: dict[str, tuple[Sample, ...]] = {}
     notes: list[Note] = []
@@ -79,6 +79,8 @@ def read(folder: Path) -> Trace:
         if first is None:
             continue  # a disk that was full from the start leaves an empty file; the others still tell their part
         info = _opening(path, first, RunInfo)
+        if ranks is not None and info.rank is not None and info.rank not in ranks:
+            continue
         by_kind: dict[type[Any], list[Any]] = {kind: [] for kind in KINDS.values()}
         for record in _records(lines):
             by_kind[type(record)].append(record)
@@ -87,11 +89,11 @@ def read(folder: Path) -> Trace:
             samples[info.host] = tuple(by_kind[Sample])
             notes += by_kind[Note]
         else:
-            ranks.append(_rank(info, by_kind, _workers(folder / f"workers-{info.rank:05d}.jsonl")))
-    if not ranks and not machines:
+            found.append(_rank(info, by_kind, _workers(folder / f"workers-{info.rank:05d}.jsonl")))
+    if not found and not machines:
         raise TraceError(f"{folder} is not a trace: its .jsonl files are empty")
-    ranks.sort(key=lambda r: r.info.rank or 0)
-    return Trace(ranks=tuple(ranks), machines=tuple(machines), samples=samples, notes=tuple(notes))
+    found.sort(key=lambda r: r.info.rank or 0)
+    return Trace(ranks=tuple(found), machines=tuple(machines), samples=samples, notes=tuple(notes))
 
 
 def merge(*traces: Trace) -> Trace:
