@@ -99,8 +99,9 @@ def layout(case: Case) -> Finding | None:
         code="compute.layout",
         title=f"convolutions turn their data from NCHW to NHWC and back: {share:.0%} of the step",
         share=share,
-        # The turning goes; batch norms in NHWC read their data in fewer passes, in half of them at best.
-        **computed(case, 0.0, (share + _kernel_share(case, _NORMS) / 2) * case.card_bound),
+        # The turning goes, and its launches, where the card waits for those; batch norms in NHWC read their data in
+        # fewer passes, in half of them at best.
+        **computed(case, 0.0, share + _kernel_share(case, _NORMS) / 2 * case.card_bound),
         confidence=0.75,
         evidence={"transposing_share": rounded(share)},
         change="channels_last",

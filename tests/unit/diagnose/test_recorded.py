@@ -19,16 +19,8 @@ NAME = re.compile(rf"(?P<machine>[a-z0-9]+)-(?P<code>{'|'.join(sorted(map(re.esc
 RECORDINGS = sorted(path for path in TRACES.glob("*-*") if path.suffix == ".tgz" or path.is_dir())
 MOST_BYTES = 100_000
 
-# What no machine at hand produces by itself, or none has been recorded of yet: tests/unit/diagnose/test_rules.py has
-# these causes built by hand.
-BUILT_BY_HAND = {
-    "compute.precision",
-    "compute.layout",
-    "compute.optimizer",
-    "compute.eager",
-    "hardware.throttled",
-    "hardware.idle-gpus",
-}
+# What no machine at hand produces by itself: tests/unit/diagnose/test_rules.py has these causes built by hand.
+BUILT_BY_HAND = {"hardware.throttled", "hardware.idle-gpus"}
 
 
 def code_of(recording: Path) -> str:
