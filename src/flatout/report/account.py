@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from flatout.diagnose.breakdown import Breakdown, breakdown
 from flatout.errors import TraceError
-from flatout.trace import Note, RankTrace, Sample, Sketch, Trace, WorkerReport, Xray
+from flatout.trace import GpuSample, Note, RankTrace, Sample, Sketch, Trace, WorkerReport, Xray
 
 SCHEMA = 1
 
@@ -154,10 +155,7 @@ def _hardware(samples: tuple[Sample, ...]) -> dict[str, float]:
     """Means over the run, of the busiest card and of the host."""
     if not samples:
         return {}
-    cards: dict[str, list[Any]] = {}
-    for sample in samples:
-        for gpu in sample.gpus:
-            cards.setdefault(gpu.uuid, []).append(gpu)
+    cards = cards_of(samples)
     means: dict[str, float | None] = {"cpu_pct": Sketch.of(s.host.cpu_pct for s in samples).mean}
     if cards:
         busiest = max(cards.values(), key=lambda card: Sketch.of(g.power_w for g in card).mean or 0.0)
@@ -165,6 +163,15 @@ def _hardware(samples: tuple[Sample, ...]) -> dict[str, float]:
             means[name] = Sketch.of(getattr(g, name) for g in busiest).mean
         means["memory_used_bytes"] = Sketch.of(g.memory_used_bytes for g in busiest).high
     return {name: value for name, value in means.items() if value is not None}
+
+
+def cards_of(samples: Iterable[Sample]) -> dict[str, list[GpuSample]]:
+    """What was sampled of each card, by its UUID."""
+    cards: dict[str, list[GpuSample]] = {}
+    for sample in samples:
+        for gpu in sample.gpus:
+            cards.setdefault(gpu.uuid, []).append(gpu)
+    return cards
 
 
 def _part(part: Any) -> dict[str, Any]:

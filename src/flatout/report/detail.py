@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from flatout.report.account import Account
+from flatout.report.account import Account, cards_of
 from flatout.report.drawing import block
 from flatout.report.gather import RankFigures
 from flatout.report.markup import Html, figures, folded, join, shown, spoken, table, tag
 from flatout.report.picture import WORKING, Lane, lanes, words
 from flatout.report.terminal import duration, ms
-from flatout.trace import RankTrace, Sketch, Trace
+from flatout.trace import GpuSample, RankTrace, Sketch, Trace
 
 MOST_LANES = 64
 MOST_RANKS = 32
@@ -103,32 +102,27 @@ def xray(account: Account) -> Html | None:
     x = account.xray
     if x is None or not x.wall_ms:
         return None
-    median = x.kernel_us.quantile(0.5) or 0.0
+    steps, median = max(1, x.steps), x.kernel_us.quantile(0.5) or 0.0
     facts = [
-        (
-            "GPU busy",
-            f"{x.busy_ms / x.wall_ms:.0%}",
-            f"{ms(x.busy_ms / max(1, x.steps))} of {ms(x.wall_ms / max(1, x.steps))} a step",
-        ),
-        ("kernels a step", f"{x.kernels / max(1, x.steps):,.0f}", f"half of them below {median:.0f} µs"),
+        ("GPU busy", f"{x.busy_ms / x.wall_ms:.0%}", f"{ms(x.busy_ms / steps)} of {ms(x.wall_ms / steps)} a step"),
+        ("kernels a step", f"{x.kernels / steps:,.0f}", f"half of them below {median:.0f} µs"),
     ]
     if x.matrix_ms:
         facts.append(("tensor cores", f"{x.tensor_core_ms / x.matrix_ms:.0%}", "of the time in matrix kernels"))
     if x.collective_ms:
-        facts.append(("collectives", ms(x.collective_ms / max(1, x.steps)), "a step"))
-    late = x.launched_late_ms / x.wall_ms
-    facts.append(("launch gaps", f"{late:.0%}", "of the time the GPU had nothing queued"))
-    phases = [*dict.fromkeys((*x.busy_by_phase_ms, *x.idle_by_phase_ms))]
+        facts.append(("collectives", ms(x.collective_ms / steps), "a step"))
+    facts.append(("launch gaps", f"{x.launched_late_ms / x.wall_ms:.0%}", "of the time the GPU had nothing queued"))
+    phases = {
+        name: (x.busy_by_phase_ms.get(name, 0.0), x.idle_by_phase_ms.get(name, 0.0))
+        for name in (*x.busy_by_phase_ms, *x.idle_by_phase_ms)
+    }
     by_phase = [
-        (words(name), *(ms(d.get(name, 0.0) / max(1, x.steps)) for d in (x.busy_by_phase_ms, x.idle_by_phase_ms)))
-        for name in sorted(phases, key=lambda n: -(x.busy_by_phase_ms.get(n, 0.0) + x.idle_by_phase_ms.get(n, 0.0)))
+        (words(name), ms(busy / steps), ms(idle / steps))
+        for name, (busy, idle) in sorted(phases.items(), key=lambda item: -sum(item[1]))
     ]
-    top = (
-        [(_kernel(name), ms(spent / max(1, x.steps)), f"{spent / x.busy_ms:.1%}") for name, spent in _largest(x.top_ms)]
-        if x.busy_ms
-        else []
-    )
-    copies = [(name, ms(spent / max(1, x.steps))) for name, spent in _largest(x.copies_ms)]
+    largest = _largest(x.top_ms) if x.busy_ms else ()
+    top = [(_kernel(name), ms(spent / steps), f"{spent / x.busy_ms:.1%}") for name, spent in largest]
+    copies = [(name, ms(spent / steps)) for name, spent in _largest(x.copies_ms)]
     return join(
         [
             figures(facts),
@@ -153,45 +147,30 @@ def _kernel(name: str) -> Html:
 # Cards, ranks, facts
 
 
+_OF_A_CARD: dict[str, tuple[str, str, Callable[[float], str]]] = {  # by head: what, its mean or highest, as written
+    "SM active": ("sm_active_pct", "mean", "{:.0f}%".format),
+    "GPU-Util": ("gpu_util_pct", "mean", "{:.0f}%".format),
+    "tensor cores": ("tensor_active_pct", "mean", "{:.0f}%".format),
+    "memory bus": ("dram_active_pct", "mean", "{:.0f}%".format),
+    "power": ("power_w", "mean", "{:.0f} W".format),
+    "memory, most": ("memory_used_bytes", "high", lambda used: f"{used / 2**30:.1f} GiB"),
+    "hottest": ("temperature_c", "high", "{:.0f} °C".format),
+}
+
+
 def cards(trace: Trace) -> Html | None:
-    cards: dict[tuple[str, str], list[Any]] = {}
-    for host, samples in trace.samples.items():
-        for sample in samples:
-            for gpu in sample.gpus:
-                cards.setdefault((host, gpu.uuid), []).append(gpu)
-    if not cards:
-        return None
-    rows = []
-    for (host, _), taken in cards.items():
-        last = taken[-1]
-        mean = {
-            n: Sketch.of(getattr(g, n) for g in taken).mean
-            for n in ("sm_active_pct", "gpu_util_pct", "tensor_active_pct", "dram_active_pct", "power_w")
-        }
-        memory, heat = (Sketch.of(getattr(g, n) for g in taken) for n in ("memory_used_bytes", "temperature_c"))
-        reasons = sorted({r for g in taken for r in (g.throttle or ()) if r != "idle"})
-        rows.append(
-            (
-                f"{host} GPU {last.index}: {last.name}",
-                *(_percent(mean[n]) for n in ("sm_active_pct", "gpu_util_pct", "tensor_active_pct", "dram_active_pct")),
-                f"{mean['power_w']:.0f} W" if mean["power_w"] is not None else "",
-                _bytes(memory.high) if memory.count else "",
-                f"{heat.high:.0f} °C" if heat.count else "",
-                ", ".join(reasons) or "–",
-            )
-        )
-    heads = (
-        "card",
-        "SM active",
-        "GPU-Util",
-        "tensor cores",
-        "memory bus",
-        "power",
-        "memory, most",
-        "hottest",
-        "throttled by",
-    )
-    return table("Means over the run, set-up and pauses included", heads, rows)
+    rows = [_card(host, taken) for host, samples in trace.samples.items() for taken in cards_of(samples).values()]
+    heads = ("card", *_OF_A_CARD, "throttled by")
+    return table("Means over the run, set-up and pauses included", heads, rows) if rows else None
+
+
+def _card(host: str, taken: Sequence[GpuSample]) -> tuple[str, ...]:
+    cells = []
+    for name, which, written in _OF_A_CARD.values():
+        seen = Sketch.of(getattr(gpu, name) for gpu in taken)
+        cells.append(written(getattr(seen, which)) if seen.count else "")
+    reasons = sorted({reason for gpu in taken for reason in gpu.throttle or () if reason != "idle"})
+    return f"{host} GPU {taken[-1].index}: {taken[-1].name}", *cells, ", ".join(reasons) or "–"
 
 
 def ranks(every: Sequence[RankFigures]) -> Html | None:
@@ -257,11 +236,3 @@ def notes(account: Account) -> Html | None:
         tag("li", note.text, tag("span", note.where, class_="where") if note.where else None) for note in account.notes
     ]
     return tag("ul", *notes) if notes else None
-
-
-def _percent(value: float | None) -> str:
-    return f"{value:.0f}%" if value is not None else ""
-
-
-def _bytes(value: float) -> str:
-    return f"{value / 2**30:.1f} GiB"
