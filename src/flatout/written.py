@@ -1,4 +1,4 @@
-"""How numbers are written for people, wherever they are shown."""
+"""How values are written for people, wherever they are shown."""
 
 from __future__ import annotations
 
@@ -7,3 +7,8 @@ def in_full(value: float) -> str:
     """A number to four digits as people write it: 14,130 and 0.3712, never 1.413e+04."""
     whole = len(f"{abs(value):.0f}")
     return f"{float(f'{value:.4g}'):,.0f}" if whole >= 4 else f"{value:,.4g}"
+
+
+def as_typed(value: object) -> str:
+    """A setting as one would type it on a command line or in YAML: true, not True."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

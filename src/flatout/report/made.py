@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flatout.trace import Trace
+from flatout.written import as_typed
 
 
 def paragraph(trace: Trace) -> str:
@@ -23,8 +24,4 @@ def paragraph(trace: Trace) -> str:
 
 def _made(entry: dict[str, Any]) -> str:
     where = f", {entry['where']}" if entry.get("where") else ""
-    return f"{entry['name']}={_shown(entry['value'])} ({entry['how']}{where})"
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return f"{entry['name']}={as_typed(entry['value'])} ({entry['how']}{where})"

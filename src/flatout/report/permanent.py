@@ -7,6 +7,7 @@ from typing import Any
 
 from flatout.plan import Change
 from flatout.remedy.found import Attempt
+from flatout.written import as_typed
 
 # What a person would write. {} is the value.
 CODE = {
@@ -59,12 +60,8 @@ def _by_knob(change: Change) -> str:
     if change.knob.startswith("-"):
         return f"pass {change.knob}{value}"
     file, _, key = change.knob.rpartition(":")
-    written = f"{key} = {change.value!r}" if file.endswith(".py") else f"{key}: {_plain(change.value)}"
+    written = f"{key} = {change.value!r}" if file.endswith(".py") else f"{key}: {as_typed(change.value)}"
     return f"in {file}: {written}"
-
-
-def _plain(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _edited(attempt: Attempt) -> str | None:
