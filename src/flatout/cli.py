@@ -439,17 +439,14 @@ def _report(folders: list[Path], console: Console | None, *, json_to: str | None
     from flatout.report import findings, terminal
     from flatout.report.account import account
     from flatout.report.gather import gather
+    from flatout.report.html import page
 
     recorded, ranks = gather(folders)
     result = account(recorded, ", ".join(str(folder) for folder in folders))
     if ranks:
         result = dataclasses.replace(result, ranks=len(ranks))
     found = diagnose(recorded)
-    _write(json_to, lambda: findings.to_json(result, found))
-    if html_to is not None:
-        from flatout.report.html import page
-
-        _write_text(html_to, page(recorded, result, found, ranks))
+    _write(json_to, lambda: findings.to_json(result, found), html_to, lambda: page(recorded, result, found, ranks))
     if console is not None:
         findings.show(result, found, console)
         terminal.show(result, console)
