@@ -1,14 +1,39 @@
-"""What unit tests share: machines recorded as text (see tests/data/machines/README.md)."""
+"""What unit tests share: the command, and machines recorded as text (see tests/data/machines/README.md)."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from flatout import cli
+
 MACHINES = Path(__file__).parents[1] / "data" / "machines"
+
+
+class Said(NamedTuple):
+    """How a command ended, and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def flatout_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    """Runs the command here: `flatout_says("top", "--once")`."""
+
+    def run(*arguments: object) -> Said:
+        monkeypatch.setattr(sys, "argv", ["flatout", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return Said(int(ended.value.code or 0), *capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture

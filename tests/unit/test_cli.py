@@ -6,53 +6,41 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-import flatout
-from flatout import cli
+from flatout import __version__
 
+Run = Callable[..., tuple[int, str, str]]
 FLATOUT = [sys.executable, "-m", "flatout"]
 
 
-def flatout_says(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Run the command here; its exit code."""
-    monkeypatch.setattr(sys, "argv", ["flatout", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(ended.value.code or 0)
-
-
-def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert flatout_says(monkeypatch, "--version") == 0
-    assert capsys.readouterr().out == f"flatout {flatout.__version__}\n"
+def test_version(flatout_says: Run) -> None:
+    assert flatout_says("--version") == (0, f"flatout {__version__}\n", "")
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])
-def test_help_says_what_it_is_and_which_verbs_there_are(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
-) -> None:
-    assert flatout_says(monkeypatch, *arguments) == 0
-    out = capsys.readouterr().out
+def test_help_says_what_it_is_and_which_verbs_there_are(flatout_says: Run, arguments: tuple[str, ...]) -> None:
+    code, out, _ = flatout_says(*arguments)
+    assert code == 0
     assert "why a GPU sits idle" in out
     assert "top" in out
     assert "--install-completion" in out
 
 
-def test_a_verbs_help_names_every_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert flatout_says(monkeypatch, "top", "--help") == 0
-    out = capsys.readouterr().out
+def test_a_verbs_help_names_every_option(flatout_says: Run) -> None:
+    code, out, _ = flatout_says("top", "--help")
+    assert code == 0
     for option in ("interval", "duration", "once", "gpu", "pid", "target", "fail-below", "json", "csv", "record"):
         assert f"--{option} " in out
 
 
 @pytest.mark.parametrize("verb", [(), ("top",), ("check",), ("run",), ("train",)])
-def test_a_flag_is_shown_without_a_value(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: tuple[str, ...]
-) -> None:
-    assert flatout_says(monkeypatch, *verb, "--help") == 0
-    out = capsys.readouterr().out
+def test_a_flag_is_shown_without_a_value(flatout_says: Run, verb: tuple[str, ...]) -> None:
+    code, out, _ = flatout_says(*verb, "--help")
+    assert code == 0
     assert "--help" in out
     assert "bool" not in out.lower()
 
@@ -82,56 +70,47 @@ def test_a_flag_is_shown_without_a_value(
         (("top", "--once", "--record", "/dev/null/run"), "cannot record into /dev/null/run"),
         (("top", "--once", "--json", "/dev/null/sum.json"), "cannot write /dev/null/sum.json"),
         (("top", "--replay", "/nowhere"), "no trace at /nowhere"),
+        (("report", "/nowhere"), "no trace at /nowhere"),
         (("top", "--replay", "/dev"), "/dev is not a trace"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...],
-    complaint: str,
-) -> None:
-    assert flatout_says(monkeypatch, *arguments) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("flatout: ")
-    assert printed.err.count("\n") == 1
-    assert complaint in printed.err
+def test_a_mistake_is_one_line_and_exit_code_2(flatout_says: Run, arguments: tuple[str, ...], complaint: str) -> None:
+    code, out, err = flatout_says(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("flatout: ")
+    assert err.count("\n") == 1
+    assert complaint in err
 
 
-def test_the_checklist_fits_a_narrow_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_checklist_fits_a_narrow_terminal(flatout_says: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    assert flatout_says(monkeypatch, "check") == 0
-    lines = capsys.readouterr().out.splitlines()
+    code, out, _ = flatout_says("check")
+    assert code == 0
+    lines = out.splitlines()
     assert lines[0] == "looked at the machine alone: no script was given, as in"
     assert max(map(len, lines)) <= 60
 
 
-def test_a_gate_that_says_no_is_exit_code_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert flatout_says(monkeypatch, "top", "--once", "--fail-below", "100") == 1
-    assert capsys.readouterr().err.count("\n") == 1
+def test_a_gate_that_says_no_is_exit_code_1(flatout_says: Run) -> None:
+    code, _, err = flatout_says("top", "--once", "--fail-below", "100")
+    assert (code, err.count("\n")) == (1, 1)
 
 
-def test_our_own_mistake_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_mistake_keeps_its_traceback(flatout_says: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def break_down(*_: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr("flatout.top.session.run", break_down)
-    monkeypatch.setattr(sys, "argv", ["flatout", "top"])
     with pytest.raises(ZeroDivisionError):
-        cli.main()
+        flatout_says("top")
 
 
-def test_a_second_ctrl_c_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_ctrl_c_is_exit_code_130(flatout_says: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("flatout.top.session.run", interrupted)
-    assert flatout_says(monkeypatch, "top") == 130
+    assert flatout_says("top").code == 130
 
 
 def test_once_as_json_on_this_machine() -> None:

@@ -7,7 +7,9 @@ import re
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,27 +51,18 @@ def elsewhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_elsewhere_what_needs_linux_says_so_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_elsewhere_what_needs_linux_says_so_in_one_line(flatout_says: Callable[..., Any]) -> None:
     verbs = {command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback}
     for verb in sorted(verbs - {"top", "doctor", "report", "compare"}):
-        monkeypatch.setattr(sys, "argv", ["flatout", verb, "train.py"])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        assert ended.value.code == 2
-        assert capsys.readouterr().err == (
-            f"flatout: flatout {verb} is Linux only; flatout top, doctor, report and compare work here\n"
-        )
+        said = f"flatout: flatout {verb} is Linux only; flatout top, doctor, report and compare work here\n"
+        assert flatout_says(verb, "train.py") == (2, "", said)
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_elsewhere_one_can_still_look(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["flatout", "top", "--once"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 0
-    assert "CPU" in capsys.readouterr().out
+def test_elsewhere_one_can_still_look(flatout_says: Callable[..., Any]) -> None:
+    code, out, _ = flatout_says("top", "--once")
+    assert code == 0
+    assert "CPU" in out
 
 
 def test_the_tree_of_errors_is_as_drawn() -> None:

@@ -6,15 +6,15 @@ import dataclasses
 import io
 import json
 import random
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from report_runs import facts, rank_of, step, steps_of, trace_of
 from rich.console import Console
 from test_report_html import Page
 
-from flatout import cli
 from flatout.report import compare_views
 from flatout.report.compare import Comparison, Ratio, compare
 from flatout.trace import Facts, HostSample, RankTrace, RunInfo, Sample, Step, Trace, TraceWriter
@@ -253,55 +253,30 @@ def saved(tmp_path: Path) -> dict[str, Path]:
     ],
 )
 def test_the_gate_says_no_only_to_a_slowdown_that_is_shown(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    saved: dict[str, Path],
-    second: str,
-    pct: str,
-    code: int,
-    said: str,
+    flatout_says: Callable[..., Any], saved: dict[str, Path], second: str, pct: str, code: int, said: str
 ) -> None:
-    arguments = ["flatout", "compare", str(saved["same"]), str(saved[second]), "--fail-if-slower", pct]
-    monkeypatch.setattr(sys, "argv", arguments)
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert (ended.value.code or 0) == code
-    assert said in capsys.readouterr().err
+    ended = flatout_says("compare", saved["same"], saved[second], "--fail-if-slower", pct)
+    assert ended.code == code
+    assert said in ended.err
 
 
 def test_compare_and_report_write_json_and_html(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], saved: dict[str, Path], tmp_path: Path
+    flatout_says: Callable[..., Any], saved: dict[str, Path], tmp_path: Path
 ) -> None:
     html = tmp_path / "page.html"
-    for words in (["compare", str(saved["same"]), str(saved["slow"])], ["report", str(saved["same"])]):
-        monkeypatch.setattr(sys, "argv", ["flatout", *words, "--json", "-", "--html", str(html)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        assert not ended.value.code
-        data = json.loads(capsys.readouterr().out)
+    for words in (["compare", saved["same"], saved["slow"]], ["report", saved["same"]]):
+        code, out, _ = flatout_says(*words, "--json", "-", "--html", html)
+        assert code == 0
+        data = json.loads(out)
         assert data["schema"] == 1
         assert "verdict" in data
         Page(html.read_text(encoding="utf-8"))
         html.unlink()
 
 
-def test_a_report_of_nothing_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["flatout", "report", str(tmp_path / "nowhere")])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("flatout: no trace at")
-
-
-def test_a_recording_of_top_is_called_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_recording_of_top_is_called_one(flatout_says: Callable[..., Any], tmp_path: Path) -> None:
     with TraceWriter(tmp_path, RunInfo(name="top", host="here")) as writer:
         writer.write(Sample(time_s=1.0, interval_s=1.0, host=HostSample()))
-    monkeypatch.setattr(sys, "argv", ["flatout", "report", str(tmp_path)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2
-    assert f"look at it with flatout top --replay {tmp_path}" in capsys.readouterr().err
+    ended = flatout_says("report", tmp_path)
+    assert ended.code == 2
+    assert f"look at it with flatout top --replay {tmp_path}" in ended.err
