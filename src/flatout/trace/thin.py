@@ -13,7 +13,7 @@ from collections import deque
 from typing import Any, TypeVar
 
 from flatout.trace.plain import PlainSteps
-from flatout.trace.records import GpuSample, HostSample, Sample, Span, Step, Window
+from flatout.trace.records import GpuSample, HostSample, Sample, Step, Window
 from flatout.trace.sketch import Sketch
 
 T = TypeVar("T")
@@ -33,11 +33,6 @@ RAW_SAMPLE_BYTES = 16_000_000
 BYTES_A_STRIDE = 3_000_000
 
 _NOT_AVERAGED = ("index", "pid", "energy_j")
-
-
-def span_key(span: Span) -> str:
-    """The name under which a span is summed: synchronizing calls are told apart by their line."""
-    return f"{span.name}@{span.where}" if span.where else span.name
 
 
 class StepThinner:
@@ -246,10 +241,13 @@ def name_within(known: dict[str, Sketch], name: str) -> str:
 
 
 def span_totals(step: Step) -> dict[str, tuple[float, float | None, float | None]]:
-    """Host, GPU-idle and GPU-busy milliseconds of a step by span name, so that twenty small copies count as one."""
+    """Host, GPU-idle and GPU-busy milliseconds of a step by span name, so that twenty small copies count as one.
+
+    Synchronizing calls are told apart by their line.
+    """
     totals: dict[str, tuple[float, float | None, float | None]] = {}
     for span in step.spans:
-        key = span_key(span)
+        key = f"{span.name}@{span.where}" if span.where else span.name
         host_ms, idle_ms, busy_ms = totals.get(key, (0.0, None, None))
         if span.gpu_idle_ms is not None:
             idle_ms = (idle_ms or 0.0) + span.gpu_idle_ms

@@ -33,8 +33,7 @@ def test_mean_deviation_and_extremes_are_those_of_the_values(numbers: list[float
 
 @given(st.lists(values, max_size=50), st.lists(values, max_size=50))
 def test_merging_gives_the_sketch_of_all_values(left: list[float], right: list[float]) -> None:
-    merged = Sketch.of(left)
-    merged.merge(Sketch.of(right))
+    merged = Sketch.merged([Sketch.of(left), Sketch.of(right)])
     together = Sketch.of([*left, *right])
     assert (merged.count, merged.low, merged.high) == (together.count, together.low, together.high)
     assert merged.buckets == together.buckets
