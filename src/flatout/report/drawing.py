@@ -14,6 +14,7 @@ from flatout.report.markup import Html, folded, join, table, tag
 from flatout.report.picture import Bar, Mark, Panel, Timeline, words
 from flatout.report.terminal import duration, ms
 from flatout.trace import Sketch, Step, Xray
+from flatout.trace.thin import span_totals
 from flatout.written import in_full
 
 TABLE_ROWS = 24
@@ -115,16 +116,11 @@ def step_figure(drawn: Timeline) -> Html:
 
 
 def _phases(step: Step) -> list[tuple[str, ...]]:
-    totals: dict[tuple[str, str | None], list[float]] = {}
-    for span in step.spans:
-        sums = totals.setdefault((span.name, span.where), [0.0, 0.0, 0.0])
-        for place, value in enumerate((span.host_ms, span.gpu_idle_ms, span.gpu_busy_ms)):
-            sums[place] += value or 0.0
-    largest = sorted(totals.items(), key=lambda item: -item[1][0])
-    return [
-        (words(name), where or "", ms(host), ms(idle) if idle else "", ms(busy) if busy else "")
-        for (name, where), (host, idle, busy) in largest
-    ]
+    rows: list[tuple[str, ...]] = []
+    for key, (host, idle, busy) in sorted(span_totals(step).items(), key=lambda item: -item[1][0]):
+        name, _, where = key.partition("@")
+        rows.append((words(name), where, ms(host), ms(idle) if idle else "", ms(busy) if busy else ""))
+    return rows
 
 
 def _lane(name: str, bars: Sequence[Bar], label: str) -> Html:

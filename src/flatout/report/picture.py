@@ -16,7 +16,9 @@ from itertools import groupby
 from typing import TypeVar
 
 from flatout.diagnose.breakdown import KINDS_IN_WORDS, UNSPLIT, Breakdown
-from flatout.trace import RankTrace, Sample, Sketch, Span, Step, Trace, Window, WorkerReport
+from flatout.trace import RankTrace, Sample, Sketch, Step, Trace, Window, WorkerReport
+
+T = TypeVar("T")
 
 MOST_POINTS = 2_000
 MOST_MARKS = 300
@@ -204,13 +206,14 @@ def _on_gpu(step: Step) -> bool:
 def timeline(title: str, step: Step) -> Timeline:
     """A step as two rows of bars on one axis."""
     gpu, offset_ms = _gpu_row(step)
+    host = ((span.start_ms, span.host_ms, span.name, span.where) for span in step.spans)
     axis_ms = max([step.wall_ms, *((start + length) for start, length, _, _ in gpu)]) or 1.0
     return Timeline(
         title=title,
         step=step,
         host=tuple(
-            _bar(span.name, span.start_ms / axis_ms, span.host_ms / axis_ms, span.host_ms, where=span.where)
-            for span in _coalesced(step.spans, step.wall_ms)
+            _bar(name, start / axis_ms, length / axis_ms, length, where=where)
+            for start, length, name, where in _joined(host, step.wall_ms)
         ),
         gpu=tuple(
             _bar(name, start / axis_ms, length / axis_ms, length, idle=float(is_idle))
@@ -220,17 +223,14 @@ def timeline(title: str, step: Step) -> Timeline:
     )
 
 
-def _coalesced(spans: Sequence[Span], wall_ms: float) -> list[Span]:
-    """Spans long enough to be seen: neighbours of one name become one, and a hair between them goes with the former."""
-    joined: list[Span] = []
-    for span in spans:
-        last = joined[-1] if joined else None
-        hair = span.host_ms < HAIR * wall_ms
-        if last is not None and (hair or (span.name, span.where) == (last.name, last.where)):
-            end_ms = span.start_ms + span.host_ms
-            joined[-1] = Span(name=last.name, start_ms=last.start_ms, host_ms=end_ms - last.start_ms, where=last.where)
+def _joined(tiles: Iterable[tuple[float, float, str, T]], wall_ms: float) -> list[tuple[float, float, str, T]]:
+    """Tiles (start, length, name, kind) as they can be seen: alike neighbours are one, a hair goes with the one before."""
+    joined: list[tuple[float, float, str, T]] = []
+    for start, length, name, kind in tiles:
+        if joined and (length < HAIR * wall_ms or joined[-1][2:] == (name, kind)):
+            joined[-1] = (joined[-1][0], start + length - joined[-1][0], *joined[-1][2:])
         else:
-            joined.append(span)
+            joined.append((start, length, name, kind))
     return joined
 
 
@@ -252,13 +252,9 @@ def _gpu_row(step: Step) -> tuple[list[tuple[float, float, str, bool]], float | 
                 longest_ms = length
                 tie_ms = span.start_ms + span.host_ms - at_ms
     offset_ms = max(0.0, tie_ms) if tie_ms is not None else 0.0
-    joined: list[tuple[float, float, str, bool]] = [(0.0, offset_ms, EARLIER, False)] if offset_ms else []
-    for start, length, name, idle in tiles:
-        if joined and (length < HAIR * step.wall_ms or joined[-1][2:] == (name, idle)):
-            joined[-1] = (joined[-1][0], start + offset_ms + length - joined[-1][0], *joined[-1][2:])
-        else:
-            joined.append((start + offset_ms, length, name, idle))
-    return joined, tie_ms
+    earlier = [(0.0, offset_ms, EARLIER, False)] if offset_ms else []
+    shifted = ((start + offset_ms, length, name, idle) for start, length, name, idle in tiles)
+    return _joined([*earlier, *shifted], step.wall_ms), tie_ms
 
 
 # The run over time
@@ -363,9 +359,6 @@ def line(name: str, kind: str, x: Sequence[float], y: Sequence[float | None], *,
         y=tuple(float(f"{sum(value for _, value in group) / len(group):.5g}") for group in groups),
         dashed=dashed,
     )
-
-
-T = TypeVar("T")
 
 
 def grouped(items: Sequence[T], most: int) -> list[Sequence[T]]:
