@@ -224,7 +224,7 @@ def timeline(title: str, step: Step) -> Timeline:
 
 
 def _joined(tiles: Iterable[tuple[float, float, str, T]], wall_ms: float) -> list[tuple[float, float, str, T]]:
-    """Tiles (start, length, name, kind) as they can be seen: alike neighbours are one, a hair goes with the one before."""
+    """Tiles (start, length, name, kind) as one sees them: alike neighbours are one, a hair goes with the one before."""
     joined: list[tuple[float, float, str, T]] = []
     for start, length, name, kind in tiles:
         if joined and (length < HAIR * wall_ms or joined[-1][2:] == (name, kind)):
