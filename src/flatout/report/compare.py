@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from flatout.diagnose.breakdown import Breakdown
 from flatout.diagnose.resample import INTERVAL, RESAMPLES, Floats, resampled_means
+from flatout.remedy.speed import Gain
 from flatout.report.account import Account, account
 from flatout.report.picture import grouped
 from flatout.trace import RankTrace, Sketch, Trace
@@ -33,16 +34,10 @@ MOST_DIFFERENCES = 100
 _VOLATILE = ("learning_rate", "memory_peak_bytes", "memory_reserved_bytes", "own_cost", "settings", "loaders")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ratio:
+class Ratio(Gain):
     """How many times as fast B is as A, with the interval in which 95% of the resamples lie."""
 
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.2f}×, {self.low:.2f} to {self.high:.2f}"
+    __slots__ = ()
 
     @property
     def verdict(self) -> str:
@@ -111,7 +106,7 @@ class Comparison:
         first = f"{first}: {speed} ({what})."
         if overall.verdict == typical.verdict and overall.low <= typical.value <= overall.high:
             return first
-        return f"{first} Over all steps, slow ones included: {overall} ({overall.verdict})."
+        return f"{first} Over all steps, slow ones included: {overall}, {overall.verdict}."
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON of `flatout compare --json`."""

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from flatout.report import drawing
 from flatout.report.account import Account
-from flatout.report.compare import Comparison, Ratio, phases
+from flatout.report.compare import Comparison, phases
 from flatout.report.html import Section, document
 from flatout.report.markup import Html, figures, join, shown, table, tag
 from flatout.report.picture import Panel, Series, grouped, line, words
@@ -60,17 +60,13 @@ def _figures(comparison: Comparison) -> list[tuple[str, str, str, str]]:
         ("steps", lambda one: f"{one.breakdown.steps:,}", None),
         ("training time", lambda one: duration(one.breakdown.training_ms), None),
     ):
-        rows.append((name, value(comparison.a), value(comparison.b), _said(ratio)))
+        rows.append((name, value(comparison.a), value(comparison.b), str(ratio or "")))
     return rows
 
 
 def _samples_per_s(one: Account) -> str:
     speed = one.breakdown.samples_per_s
     return f"{speed * one.ranks:,.0f}" if speed else "not known"
-
-
-def _said(ratio: Ratio | None) -> str:
-    return f"{ratio.value:.2f}× ({ratio.low:.2f} to {ratio.high:.2f})" if ratio is not None else ""
 
 
 def phase_rows(comparison: Comparison) -> list[tuple[str, str, str, str]]:
