@@ -5,7 +5,6 @@ Whatever goes wrong by the person's mistake is one line on stderr and exit code 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import shutil
@@ -441,12 +440,10 @@ def _report(folders: list[Path], console: Console | None, *, json_to: str | None
     from flatout.report.gather import gather
     from flatout.report.html import page
 
-    recorded, ranks = gather(folders)
-    result = account(recorded, ", ".join(str(folder) for folder in folders))
-    if ranks:
-        result = dataclasses.replace(result, ranks=len(ranks))
+    recorded, by_rank = gather(folders)
+    result = account(recorded, ", ".join(str(folder) for folder in folders), by_rank)
     found = diagnose(recorded)
-    _write(json_to, lambda: findings.to_json(result, found), html_to, lambda: page(recorded, result, found, ranks))
+    _write(json_to, lambda: findings.to_json(result, found), html_to, lambda: page(recorded, result, found))
     if console is not None:
         findings.show(result, found, console)
         terminal.show(result, console)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from flatout.diagnose.breakdown import Breakdown, breakdown
 from flatout.errors import TraceError
+from flatout.report.gather import RankFigures, of_breakdown
 from flatout.trace import GpuSample, Note, RankTrace, Sample, Sketch, Trace, WorkerReport, Xray
 
 SCHEMA = 1
@@ -38,20 +39,24 @@ class Workers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """One rank's account, and what lies beside it. The rank shown is the first; the others are summed up by theirs."""
+    """The account of the first rank, every rank in a line, and what lies beside them."""
 
     name: str
     folder: str
     command: tuple[str, ...]
-    ranks: int
     breakdown: Breakdown
-    by_rank: tuple[Breakdown, ...]
+    by_rank: tuple[RankFigures, ...]
     xray: Xray | None
     workers: tuple[Workers, ...]
     facts: dict[str, Any]
     own_us_per_step: float | None
     gpu: dict[str, float]
     notes: tuple[Note, ...]
+
+    @property
+    def ranks(self) -> int:
+        """How many there were, those that were not read among them."""
+        return len(self.by_rank)
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON of `flatout run --json`."""
@@ -85,8 +90,8 @@ class Account:
         return self.own_us_per_step / 1e3 / mean if self.own_us_per_step is not None and mean else None
 
 
-def account(trace: Trace, folder: str) -> Account:
-    """The account of a run."""
+def account(trace: Trace, folder: str, by_rank: Sequence[RankFigures] = ()) -> Account:
+    """The account of a run; `by_rank` where the trace does not hold all of its ranks."""
     if not trace.ranks:
         if trace.machines and not any(info.command for info in trace.machines):
             raise TraceError(f"{folder} was recorded by flatout top: look at it with flatout top --replay {folder}")
@@ -95,16 +100,14 @@ def account(trace: Trace, folder: str) -> Account:
             "torch.optim.Optimizer.step; did the script train, and did it run with the Python it was started with?"
         )
     first = trace.ranks[0]
-    by_rank = tuple(breakdown(rank) for rank in trace.ranks)
     facts = dict(first.facts)
     own = facts.pop("own_cost", {})
     return Account(
         name=first.info.name,
         folder=folder,
         command=first.info.command,
-        ranks=len(trace.ranks),
-        breakdown=by_rank[0],
-        by_rank=by_rank,
+        breakdown=breakdown(first),
+        by_rank=tuple(by_rank or (of_breakdown(rank.info, breakdown(rank)) for rank in trace.ranks)),
         xray=first.xray,
         workers=_workers(first),
         facts=facts,

@@ -182,8 +182,8 @@ def page(fixed: FixReport) -> str:
         both = compare(first, second, ("before", "after"))
         drawn = panels_of(both, first.ranks[0], second.ranks[0])
         sections += [
-            ("before", "Where the time went before", time_spent(account(first, "before"))),
-            ("after", "Where it goes now", time_spent(account(second, "after"))),
+            ("before", "Where the time went before", time_spent(both.a)),
+            ("after", "Where it goes now", time_spent(both.b)),
             ("phases", "Phase by phase", table("A step", ("phase", "before", "after", "change"), phase_rows(both))),
             ("steps", "Step by step (A: before, B: after)", join(drawing.plot(p, n) for n, p in enumerate(drawn))),
         ]

@@ -17,7 +17,6 @@ from flatout.diagnose.finding import Finding
 from flatout.report import detail, drawing, picture
 from flatout.report.account import Account
 from flatout.report.findings import GUIDE, change_as_typed, gain, headline, sentence
-from flatout.report.gather import RankFigures, of_breakdown
 from flatout.report.markup import Html, copyable, figures, folded, join, shown, spoken, table, tag
 from flatout.report.picture import Bar, Mark, Panel, timelines, waterfall, whole_run
 from flatout.report.terminal import ceiling, duration, ms
@@ -29,8 +28,8 @@ _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inl
 Section = tuple[str, str, Html | None]  # its key, its title, and what stands in it
 
 
-def page(trace: Trace, account: Account, findings: Sequence[Finding] = (), ranks: Sequence[RankFigures] = ()) -> str:
-    """The report of one run; `ranks` where the trace does not hold them all."""
+def page(trace: Trace, account: Account, findings: Sequence[Finding] = ()) -> str:
+    """The report of one run."""
     first = trace.ranks[0]
     drawn, marked = picture.panels(trace, first), picture.marks(trace, first)
     sections: list[Section] = [
@@ -42,16 +41,12 @@ def page(trace: Trace, account: Account, findings: Sequence[Finding] = (), ranks
         ("sync", "Synchronizing calls", detail.sync(account, first)),
         ("xray", "X-ray: kernel by kernel", detail.xray(account)),
         ("cards", "The cards", detail.cards(trace)),
-        ("ranks", "The ranks", detail.ranks(ranks or _every_rank(trace, account))),
+        ("ranks", "The ranks", detail.ranks(account.by_rank)),
         ("facts", "The facts", detail.facts(account, first)),
         ("cost", "What measuring cost", detail.cost(account)),
         ("notes", "Notes", detail.notes(account)),
     ]
     return document(f"flatout: {account.name}", _head(account, first, findings), sections, drawn, marked)
-
-
-def _every_rank(trace: Trace, account: Account) -> list[RankFigures]:
-    return [of_breakdown(rank.info, b) for rank, b in zip(trace.ranks, account.by_rank, strict=True)]
 
 
 def document(
