@@ -31,19 +31,14 @@ def _joined(lines: list[Line]) -> list[Line]:
     """Lines that only say why they do not apply, one a reason."""
     alike: dict[str, list[Line]] = {}
     for line in lines:
-        alike.setdefault(line.reason if line.status == NOT_APPLICABLE and not line.where else line.subject, []).append(
-            line
-        )
-    return [
-        same[0]
-        if len(same) == 1
-        else replace(same[0], subject="the rest", reason=f"{same[0].reason}: {_subjects(same)}")
-        for same in alike.values()
-    ]
+        key = line.reason if line.status == NOT_APPLICABLE and not line.where else line.subject
+        alike.setdefault(key, []).append(line)
+    return [same[0] if len(same) == 1 else _as_one(same) for same in alike.values()]
 
 
-def _subjects(lines: list[Line]) -> str:
-    return ", ".join(line.subject for line in lines)
+def _as_one(lines: list[Line]) -> Line:
+    subjects = ", ".join(line.subject for line in lines)
+    return replace(lines[0], subject="the rest", reason=f"{lines[0].reason}: {subjects}")
 
 
 def _line(line: Line, style: str, width: int) -> Text:
