@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from flatout.report import drawing
 from flatout.report.account import Account, cards_of
-from flatout.report.drawing import block
 from flatout.report.gather import RankFigures
 from flatout.report.markup import Html, figures, folded, join, shown, spoken, table, tag
 from flatout.report.picture import WORKING, Lane, lanes, words
@@ -38,7 +38,8 @@ def loading(account: Account, first: RankTrace) -> Html | None:
             slow = table(f"The slowest samples of {workers}", ("index", "took", "of the median"), rows)
             parts.append(slow)
     shown = drawn[:MOST_LANES]
-    parts += [tag("h3", "Each worker's life"), *(_lane(lane) for lane in shown), _lane_legend()]
+    legend = drawing.legend((kind, name) for name, kind in WORKING.items())
+    parts += [tag("h3", "Each worker's life"), *(_lane(lane) for lane in shown), legend]
     if len(drawn) > len(shown):
         parts.append(tag("p", f"{len(drawn) - len(shown):,} more workers did the like.", class_="meta"))
     parts.append(folded("The figures", _lane_table(shown)))
@@ -51,13 +52,7 @@ def _lane_name(lane: Lane) -> str:
 
 def _lane(lane: Lane) -> Html:
     label = f"{_lane_name(lane)}: " + ", ".join(f"{bar.label} {bar.width:.0%}" for bar in lane.bars)
-    track = tag("div", *(block(bar) for bar in lane.bars), class_="track", role="img", aria_label=label)
-    return tag("div", tag("span", _lane_name(lane), class_="name"), track, class_="lane thin")
-
-
-def _lane_legend() -> Html:
-    items = (tag("li", tag("i", class_=f"swatch {kind}"), name) for name, kind in WORKING.items())
-    return tag("ul", *items, class_="legend")
+    return drawing.lane(_lane_name(lane), (drawing.block(bar) for bar in lane.bars), label, class_="lane thin")
 
 
 def _lane_table(drawn: Sequence[Lane]) -> Html:

@@ -7,7 +7,7 @@ in a table behind it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from flatout.report.markup import Html, folded, join, table, tag
@@ -25,17 +25,16 @@ FAMILIES = ("data", "copy", "sync", "pause", "compute", "other")
 def strip(bars: Sequence[Bar], label: str) -> Html:
     """One bar of parts, each named under it."""
     seen = [bar for bar in bars if bar.width >= 0.0005]
-    legend = (
-        tag("li", tag("i", class_=f"swatch {bar.family} n{place}"), f"{bar.label} ", tag("b", f"{bar.width:.0%}"))
-        for place, bar in enumerate(seen)
-    )
     parts = (block(bar, extra=f"n{place}") for place, bar in enumerate(seen))
-    return join(
-        [
-            tag("div", *parts, class_="track strip", role="img", aria_label=said(label, seen)),
-            tag("ul", *legend, class_="legend"),
-        ]
-    )
+    track = tag("div", *parts, class_="track strip", role="img", aria_label=said(label, seen))
+    names = ((f"{b.family} n{place}", f"{b.label} ", tag("b", f"{b.width:.0%}")) for place, b in enumerate(seen))
+    return join([track, legend(names)])
+
+
+def legend(items: Iterable[tuple[str, ...]]) -> Html:
+    """What the colours stand for: the class of each, and what to write beside it."""
+    named = (tag("li", tag("i", class_=f"swatch {kind}"), *beside) for kind, *beside in items)
+    return tag("ul", *named, class_="legend")
 
 
 def block(bar: Bar, extra: str = "", text: str = "") -> Html:
@@ -95,9 +94,7 @@ def row(name: str, blocks: Sequence[Html | None], figure: str, beside: str, **at
 def step_figure(drawn: Timeline) -> Html:
     """One step: the host's row, and the GPU's under it."""
     step = drawn.step
-    rows = [_lane("host", drawn.host, drawn.title)]
-    if drawn.gpu:
-        rows.append(_lane("GPU", drawn.gpu, drawn.title))
+    rows = [_row_of_step(name, bars, drawn.title) for name, bars in (("host", drawn.host), ("GPU", drawn.gpu)) if bars]
     remarks = []
     if not drawn.gpu:
         remarks.append("This step carries no GPU events.")
@@ -123,14 +120,15 @@ def _phases(step: Step) -> list[tuple[str, ...]]:
     return rows
 
 
-def _lane(name: str, bars: Sequence[Bar], label: str) -> Html:
+def _row_of_step(name: str, bars: Sequence[Bar], title: str) -> Html:
     blocks = (block(bar, extra="idle" if bar.idle == 1.0 else "", text=_fits(bar)) for bar in bars)
-    return tag(
-        "div",
-        tag("span", name, class_="name"),
-        tag("div", *blocks, class_="track", role="img", aria_label=said(f"{label}, {name}", bars)),
-        class_="lane",
-    )
+    return lane(name, blocks, said(f"{title}, {name}", bars))
+
+
+def lane(name: str, blocks: Iterable[Html], label: str, class_: str = "lane") -> Html:
+    """A row of blocks beside its name; `label` is for those who do not see them."""
+    track = tag("div", *blocks, class_="track", role="img", aria_label=label)
+    return tag("div", tag("span", name, class_="name"), track, class_=class_)
 
 
 def _fits(bar: Bar) -> str:
@@ -140,13 +138,11 @@ def _fits(bar: Bar) -> str:
 
 def _legend(drawn: Timeline) -> Html:
     bars = (*drawn.host, *drawn.gpu)
-    names = {family: list(dict.fromkeys(b.label for b in bars if b.family == family)) for family in FAMILIES}
-    items = [
-        tag("li", tag("i", class_=f"swatch {family}"), ", ".join(labels)) for family, labels in names.items() if labels
-    ]
+    names = ((family, ", ".join(dict.fromkeys(b.label for b in bars if b.family == family))) for family in FAMILIES)
+    items = [(family, labels) for family, labels in names if labels]
     if any(bar.idle == 1.0 for bar in drawn.gpu):
-        items.append(tag("li", tag("i", class_="swatch idle"), "GPU idle, in the colour of its cause"))
-    return tag("ul", *items, class_="legend")
+        items.append(("idle", "GPU idle, in the colour of its cause"))
+    return legend(items)
 
 
 # Over the run
