@@ -229,9 +229,6 @@ def _opened(name: str, mode: str = "w") -> Iterator[IO[str]]:
 
 
 def _print(lines: Iterator[str]) -> None:
-    if not sys.stdout.isatty():
-        print("\n".join(lines))
-        return
     from rich.console import Console
     from rich.text import Text
 
