@@ -7,7 +7,7 @@ from dataclasses import replace
 from report_runs import printed, worker
 
 from flatout.report.account import account
-from flatout.report.terminal import duration, ms, show
+from flatout.report.terminal import duration, ms, show, wrapped
 from flatout.trace import Note, RankTrace, RunInfo, Span, Step, Trace, Xray
 from flatout.trace.thin import window_of
 
@@ -67,6 +67,10 @@ def test_remarks_hang_beside_their_labels() -> None:
     assert lines[at + 1].strip()
     assert any(line.startswith("X-ray    GPU busy 30% in 8 steps; 100 kernels a step") for line in lines)
     assert lines[-1] == "trace    flatout-runs/x"
+
+
+def test_a_path_is_never_cut() -> None:
+    assert wrapped(f"in {LONG} today", 40, 3).split("\n") == ["in", f"   {LONG}", "   today"]
 
 
 def test_loaders_of_one_class_of_data_are_told_apart() -> None:
