@@ -36,9 +36,7 @@ def printed(show: Callable[[Console], None], width: int = 80) -> str:
     show(Console(file=file, width=width, highlight=False))
     lines = file.getvalue().splitlines()
     assert not [line for line in lines if line.endswith(" ")]
-    assert not [
-        line for line in lines if len(line) > width and "flatout run --plan" not in line
-    ]  # that is to be copied
+    assert not [line for line in lines if len(line) > width and "flatout run --plan" not in line]  # to be copied
     return file.getvalue()
 
 
