@@ -244,12 +244,13 @@ def test_a_hung_worker_is_replaced(tmp_path: Path) -> None:
 class Lethal(Numbers):
     """A sample that no worker survives, as a broken file does to a C library."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, lethal: int = 21) -> None:
         super().__init__(length)
+        self.lethal = lethal
         self.samples = [(f"images/{number}.jpg", 0) for number in range(length)]
 
     def __getitem__(self, index: int) -> Any:
-        if index == 21:
+        if index == self.lethal:
             faulthandler.disable()
             os.kill(os.getpid(), signal.SIGSEGV)
         return super().__getitem__(index)
@@ -259,6 +260,16 @@ def test_a_sample_that_always_kills_is_named() -> None:
     loader = DataLoader(Lethal(64), 8, num_workers=2)
     with pytest.raises(BadSampleError, match=r"sample 21 \(images/21.jpg\) cannot be loaded: .*SIGSEGV"):
         list(loader)
+    del loader
+    gc.collect()
+
+
+def test_a_sample_that_kills_is_named_too_where_many_batches_travel_together() -> None:
+    loader = DataLoader(Lethal(2000, lethal=901), 4, num_workers=2)
+    found: list[int] = []
+    with pytest.raises(BadSampleError, match=r"sample 901 \(images/901.jpg\)"):
+        found.extend(row for _, index, _ in loader for row in index.tolist())
+    assert found == list(range(900)), "the batches before it come first"
     del loader
     gc.collect()
 

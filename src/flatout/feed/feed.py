@@ -33,7 +33,9 @@ from flatout.feed.tuning import Tuning
 WORTH_CUTTING_S, PIECE_S = 0.03, 0.01  # a batch that takes a worker less is not divided; how long a piece should take
 LATER_PIECE_S = 0.04  # where others come before that batch: a piece costs the training process 50 µs
 STALL_S = 0.01  # of waiting, after which a worker may be stuck and others should help
-QUICK_S, AT_ONCE = 2e-3, 8  # batches that take less are handed out so many at a time
+QUICK_S = 2e-3  # batches that take a worker less travel together
+TOGETHER, TOGETHER_S, TOGETHER_BYTES = 32, 32e-3, 8 << 20  # at most so many, that take no longer and no more room
+MISHAPS = 3  # among batches that travelled together, after which each travels by itself
 SPARE_SLOTS = 4
 RESERVE_BYTES = 1 << 30
 
@@ -59,6 +61,16 @@ class Epoch:
         """Have as many coming as that, less those that are under way."""
         while under_way + len(self.coming) < self.limit(depth) and self.pull():
             pass
+
+    def begin(self, most: int) -> list[tuple[int, Any]]:
+        """The next batches, as many as `most`; none at the end."""
+        while len(self.coming) < most and self.pull():
+            pass
+        return [self.coming.popleft() for _ in range(min(most, len(self.coming)))]
+
+    def free(self) -> int:
+        """How many of the next batches may come out at any time: handing out a later one has the last one pulled."""
+        return self.free_until - self.ahead - (self.coming[0][0] if self.coming else self.next_number)
 
     def pull(self) -> bool:
         """Ask for the next batch's indices; False at the end."""
@@ -104,8 +116,8 @@ class Feed:
         self._misfits = 0
         self._row_s = 0.0
         self._batch_s = math.inf
-        self._quick = False
-        self._refill_at = 0
+        self._batch_bytes = 0
+        self._mishaps = 0
         self._cuttable = (
             not recipe.streams
             and recipe.auto_collation
@@ -203,14 +215,15 @@ class Feed:
     # --- the consumer's side ----------------------------------------------------------------------------------------
 
     def next(self, timeout_s: float) -> Batch | None:
-        """The next finished batch, None at the end; sees to it that workers have enough to do meanwhile."""
+        """The next finished batch, None at the end; sees to it that workers have enough to do meanwhile.
+
+        Of `several`, which are opened together, the data are in `made`.
+        """
         began = time.monotonic()
         waited = 0.0
-        batch = self._finished() if len(self._table) > self._refill_at + 1 else None
-        if batch is None:
-            self.slots.collect()
-            self._hear(0)
-            batch = self._finished()
+        self.slots.collect()
+        self._hear(0)
+        batch = self._finished()
         while batch is None:
             if self._waiting or not self._table:
                 self._fill()
@@ -228,7 +241,7 @@ class Feed:
                 self._steal()
         self._take(batch)
         now = time.monotonic()
-        self._served(1 + len(self.made), waited, now - began - waited, now)
+        self._served(len(batch), waited, now - began - waited, now)
         return batch
 
     def make_here(self) -> bool:
@@ -265,13 +278,10 @@ class Feed:
         else:
             self._table.remove(batch)
         self._release_slot(batch)
-        # Quick ones are opened together: half of what it takes is to come back to it.
-        while self._quick and self._table and self._table[0].finished and self._table[0].clean:
-            ready = self._table.popleft()
-            self.made.append(ready.open())
-            ready.release()
-        if self._waiting or len(self._table) <= self._refill_at:
-            self._fill()
+        if batch.several:
+            self.made.extend(batch.open())
+            batch.release()
+        self._fill()
 
     def _finished(self) -> Batch | None:
         assert self._epoch is not None
@@ -286,20 +296,18 @@ class Feed:
         epoch = self._epoch
         assert epoch is not None
         if not self.workers:
-            epoch.pull_ahead(0, len(self._table))
+            epoch.pull_ahead(0, self._under_way())
             return
-        depth = self._depth()
-        while len(self._table) < epoch.limit(depth):
+        depth = self._depth(self._together(epoch))
+        while self._under_way() < epoch.limit(depth):
             post = self.posts.next()
-            if (self.posts and post is None) or not (epoch.coming or epoch.pull()):
+            batches = epoch.begin(self._together(epoch)) if post is not None or not self.posts else []
+            if not batches:
                 break
-            batch = Batch(*epoch.coming.popleft(), post.number if post else 0)
+            batch = Batch.of(batches, post.number if post else 0)
             self._cut(batch)
             self._table.append(batch)
             self._waiting.extend(batch.parts)
-        # Waking a worker takes as long as all the rest of this: quick batches are handed out a few at a time.
-        self._quick = self._batch_s < QUICK_S and epoch.next_number < epoch.free_until
-        self._refill_at = depth - min(depth // 2, AT_ONCE) if self._quick else epoch.limit(depth)
         while self._waiting:
             part = self._waiting.popleft()
             if part.batch.dropped or part.finished:
@@ -309,15 +317,28 @@ class Feed:
                 self._waiting.appendleft(part)
                 break
 
-    def _depth(self) -> int:
+    def _under_way(self) -> int:
+        return sum(map(len, self._table))
+
+    def _together(self, epoch: Epoch) -> int:
+        """How many of the next batches travel together: to hand over many takes the training process little longer than
+        to hand over one. Few at the start of a pass, so that they come soon, and at its end, so that nobody is idle."""
+        free = epoch.free() // self._tuning.workers
+        if self._batch_s > QUICK_S or free < 2 or self._mishaps >= MISHAPS:
+            return 1
+        fit = max(1, min(TOGETHER, TOGETHER_BYTES // max(1, self._batch_bytes)))
+        self.crew.forget(self.slots.fit(fit * self._batch_bytes))
+        return max(1, min(fit, int(TOGETHER_S / max(1e-6, self._batch_s)), epoch.next_number, free))
+
+    def _depth(self, together: int) -> int:
         """Batches under way: enough for every worker, and a reserve for a consumer that comes in bursts."""
         pieces = len(self._table[-1].parts) if self._table else 1
-        reserve = min(2 * AT_ONCE if self._quick else 8, RESERVE_BYTES // max(1, self.slots.size))
-        return max(3, reserve, round(self._tuning.depth * self._tuning.workers / pieces) + 1)
+        reserve = min(8 // together, RESERVE_BYTES // max(1, self.slots.size))
+        return together * max(3, reserve, round(self._tuning.depth * self._tuning.workers / pieces) + 1)
 
     def _cut(self, batch: Batch) -> None:
         pieces = 1
-        if self._cuttable and self._layout is not None and self._misfits < 3:
+        if self._cuttable and self._layout is not None and self._misfits < 3 and not batch.several:
             rows = len(batch.indices)
             seconds = rows * self._row_s
             if CHUNK < rows <= self._layout.rows and seconds > WORTH_CUTTING_S:
@@ -328,7 +349,7 @@ class Feed:
                 pieces = 1
             else:
                 batch.slot.writers += 1  # the batch's own hold on it, while parts come and go
-        cut(batch, max(1, pieces))
+                cut(batch, pieces)
 
     # --- handing out ------------------------------------------------------------------------------------------------
 
@@ -345,14 +366,15 @@ class Feed:
         assert self._epoch is not None
         batch = part.batch
         in_parts = len(batch.parts) > 1
-        self._faults.leave_out(part)
+        if not batch.several:
+            self._faults.leave_out(part)
         if in_parts:
             slot = None if again else batch.slot  # the first worker may yet write there
         else:
             slot = self.slots.take()
         task = Task(
             self._tickets + 1, self._epoch.key, batch.number, part.first_row, part.indices, part.leave_out,
-            slot.number if slot else None, self._layout.regions if in_parts and self._layout else None,
+            slot.number if slot else None, self._layout.regions if in_parts and self._layout else None, batch.several,
         )  # fmt: skip
         if (slot is not None and not self.crew.show(hand, slot)) or not self.crew.tell(hand, task):
             if slot is not None and not in_parts:
@@ -394,7 +416,7 @@ class Feed:
             part = assignment.part
             if self.posts:
                 self.posts.track(hand, part.batch, message)
-            wanted = not part.batch.dropped and not part.finished and part in part.batch.parts
+            wanted = self._still_wanted(part)
             part.given -= 1
             if isinstance(message, Done):
                 fds = self._on_done(assignment, message, fds) if wanted else fds
@@ -402,13 +424,29 @@ class Feed:
                 part.fail(message.error)
             elif wanted and isinstance(message, Ended):
                 self._on_stream_end(self.posts[hand.post])
-            elif wanted and not part.given:  # a cancelled part that turns out to be wanted
-                self._waiting.appendleft(part)
+            elif wanted and not part.given:  # one of several went wrong, or it was cancelled and turns out to be wanted
+                self._mishaps += part.batch.several
+                self._again(part)
             for fd in fds:
                 os.close(fd)
             self._writes_no_more(assignment)
             if hand.retiring and not hand.tasks:
                 self.crew.dismiss(hand)
+
+    def _still_wanted(self, part: Part) -> bool:
+        return not part.batch.dropped and not part.finished and part in part.batch.parts
+
+    def _again(self, part: Part) -> None:
+        """Have a part made once more; several batches one by one, so that each has its own fate."""
+        if not part.batch.several:
+            self._waiting.appendleft(part)
+            return
+        place = self._table.index(part.batch)
+        del self._table[place]
+        for each in reversed(part.batch.each()):
+            batch = Batch.of([each], part.batch.post)
+            self._table.insert(place, batch)
+            self._waiting.appendleft(batch.parts[0])
 
     def _writes_no_more(self, assignment: Assignment) -> None:
         if assignment.slot is not None:
@@ -435,19 +473,20 @@ class Feed:
             batch.memory = memory if in_parts else None
         part.packed, part.bad, part.finished = (done.skeleton, done.spans, memory), done.bad, True
         self._tuning.worked(done)
-        self.account.parts += 1
+        self.account.parts += len(batch)
         self.account.drew |= bool(done.drew)
-        self._learn(done, in_parts=in_parts)
+        self._learn(done, len(batch), in_parts=in_parts)
         return fds
 
-    def _learn(self, done: Done, *, in_parts: bool) -> None:
+    def _learn(self, done: Done, batches: int, *, in_parts: bool) -> None:
         """How long a row takes, how large a slot has to be, and where in it the rows lie."""
         rows = done.rows
         row_s = done.wall_s / max(1, rows)
         self._row_s = 0.9 * self._row_s + 0.1 * row_s if self._row_s else row_s
         if in_parts:
             return
-        self._batch_s = self._row_s * rows
+        self._batch_s = self._row_s * rows / batches
+        self._batch_bytes = done.needs // batches
         if done.needs > self.slots.size:
             self._layout = None
             self.crew.forget(self.slots.fit(done.needs))
@@ -482,9 +521,9 @@ class Feed:
             part = assignment.part
             part.given -= 1
             self._writes_no_more(assignment)
-            if part in part.batch.parts and not part.batch.dropped and not part.finished and not part.given:
-                self.account.redone += 1
-                self._waiting.appendleft(part)
+            if self._still_wanted(part) and not part.given:
+                self.account.redone += len(part.batch)
+                self._again(part)
         hand.tasks.clear()
         if hand.leaving:
             return
@@ -515,7 +554,7 @@ class Feed:
         first = next((place for place, batch in enumerate(batches) if not batch.finished), len(batches))
         for batch in reversed(batches[first:]):
             self._drop(batch)
-            epoch.coming.appendleft((batch.number, batch.indices))
+            epoch.coming.extendleft(reversed(batch.each()))
             self._table.pop()
         self._waiting.clear()
 

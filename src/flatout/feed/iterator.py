@@ -117,6 +117,8 @@ class FeedIterator(_BaseDataLoaderIter):
             if batch is None:
                 position.finished = True
                 break
+            if batch.several:
+                continue
             self._step(batch)
             try:
                 if batch.clean or not self._something_wrong(batch):

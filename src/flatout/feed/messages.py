@@ -62,10 +62,11 @@ class Task(NamedTuple):
     key: Key
     batch: int
     first_row: int
-    indices: Any
+    indices: Any  # of several batches: (number, indices) of each
     leave_out: frozenset[int] = frozenset()  # rows known to be bad
     slot: int | None = None
     regions: Sequence[tuple[int, int]] | None = None  # set: build only these rows of a batch that others build too
+    several: bool = False
 
 
 class Cancel(NamedTuple):
@@ -76,7 +77,7 @@ class Done(NamedTuple):
     """A batch, or a part of one: what to unpack it from, what there is to learn from it, and what making it took."""
 
     ticket: int
-    skeleton: bytes
+    skeleton: Any  # bytes; of several batches a list, of bytes for each
     spans: list[Span]
     in_slot: bool
     needs: int
@@ -99,7 +100,7 @@ class Failed(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """A cancelled task that was not begun."""
+    """A task that was not done: cancelled before it was begun, or several batches with something wrong in one."""
 
     ticket: int
 

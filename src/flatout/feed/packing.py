@@ -14,7 +14,7 @@ import io
 import mmap
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ _stock_tensor = stock.default_collate_fn_map[torch.Tensor]
 class Packed:
     """A batch ready to travel. `file` holds the bytes when the arena could not; `needs` is what a slot should hold."""
 
-    skeleton: bytes
+    skeleton: Any  # bytes; of several batches a list, of bytes for each
     spans: list[Span]
     file: int | None
     needs: int
@@ -175,13 +175,7 @@ def join(parts: Sequence[Any], memory: Bytes) -> Any:
 
 def pack(batch: Any, arena: Arena) -> Packed:
     """Take a batch apart; its bytes end up in the arena, or together in one file."""
-    buffers: list[Bytes] = []
-
-    def keep(buffer: pickle.PickleBuffer) -> None:
-        buffers.append(np.frombuffer(buffer.raw(), dtype=np.uint8))
-
-    body = io.BytesIO()
-    _Packer(body, protocol=5, buffer_callback=keep).dump(batch)
+    skeleton, buffers = _take_apart(batch)
     regions = _regions(buffers, arena)
     sizes = [len(buffer) for buffer in buffers]
     needs = max(sum(map(_aligned, sizes)), arena.used)
@@ -190,12 +184,44 @@ def pack(batch: Any, arena: Arena) -> Packed:
     if spans is None:
         spans, file = _spill(buffers)
         arena.misfit = True
-    return Packed(skeleton=body.getvalue(), spans=spans, file=file, needs=needs, regions=regions)
+    return Packed(skeleton=skeleton, spans=spans, file=file, needs=needs, regions=regions)
+
+
+def pack_together(batches: Iterable[Any], arena: Arena) -> Packed:
+    """Take several batches apart, each before the next is made: they share nothing. All have to fit into the arena."""
+    skeletons: list[bytes] = []
+    spans: list[Span] = []
+    known: dict[bytes, bytes] = {}  # most are the same, and travel once
+    for batch in batches:
+        skeleton, buffers = _take_apart(batch)
+        placed = _place(buffers, arena)
+        if placed is None:
+            raise ValueError("these batches do not fit into the slot together")
+        skeletons.append(known.setdefault(skeleton, skeleton))
+        spans += placed
+    return Packed(skeleton=skeletons, spans=spans, file=None, needs=arena.used, regions=None)
+
+
+def _take_apart(batch: Any) -> tuple[bytes, list[Bytes]]:
+    buffers: list[Bytes] = []
+
+    def keep(buffer: pickle.PickleBuffer) -> None:
+        buffers.append(np.frombuffer(buffer.raw(), dtype=np.uint8))
+
+    body = io.BytesIO()
+    _Packer(body, protocol=5, buffer_callback=keep).dump(batch)
+    return body.getvalue(), buffers
 
 
 def unpack(skeleton: bytes, spans: Sequence[Span], memory: Bytes) -> Any:
     """The batch, its tensors and arrays lying over `memory` (and keeping it alive)."""
     return pickle.loads(skeleton, buffers=[memory[start : start + size] for start, size in spans])
+
+
+def unpack_together(skeletons: Sequence[bytes], spans: Sequence[Span], memory: Bytes) -> list[Any]:
+    """The batches: each takes as many of the spans as it has tensors and arrays."""
+    buffers = iter([memory[start : start + size] for start, size in spans])
+    return [pickle.loads(skeleton, buffers=buffers) for skeleton in skeletons]
 
 
 def address(data: Bytes) -> int:

@@ -34,7 +34,7 @@ class Part:
     finished: bool = False
     bad: Sequence[tuple[int, str]] = ()
     data: Any = None  # of a part made in this process
-    packed: tuple[bytes, Sequence[Span], Bytes] | None = None  # of one that travelled
+    packed: tuple[Any, Sequence[Span], Bytes] | None = None  # of one that travelled
     problem: ExceptionWrapper | BadSample | Exception | None = None
     given: int = 0  # to how many workers it is given right now
 
@@ -49,16 +49,20 @@ class Part:
 
     def open(self) -> Any:
         """The rows as the user gets them."""
-        return self.data if self.packed is None else packing.unpack(*self.packed)
+        if self.packed is None:
+            return self.data
+        return (packing.unpack_together if self.batch.several else packing.unpack)(*self.packed)
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """One batch in the making. `slot` is shared by its parts when it has several."""
+    """One batch in the making, or (`several`) some that follow each other and travel together. `slot` is shared by its
+    parts when it has more than one."""
 
     number: int
-    indices: Any
+    indices: Any  # of several: number and indices of each
     post: int
+    several: bool = False
     parts: list[Part] = field(default_factory=list)
     slot: Slot | None = None
     memory: Bytes | None = None
@@ -73,6 +77,22 @@ class Batch:
         batch.parts = [Part(batch, 0, indices, finished=True, **part)]
         return batch
 
+    @classmethod
+    def of(cls, batches: list[tuple[int, Any]], post: int) -> Batch:
+        """These, by number and indices; in one part."""
+        number, indices = batches[0]
+        several = len(batches) > 1
+        batch = cls(number, batches if several else indices, post, several)
+        batch.parts = [Part(batch, 0, batch.indices)]
+        return batch
+
+    def each(self) -> list[tuple[int, Any]]:
+        """Number and indices of every batch in it."""
+        return self.indices if self.several else [(self.number, self.indices)]
+
+    def __len__(self) -> int:
+        return len(self.indices) if self.several else 1
+
     @property
     def finished(self) -> bool:
         return all(part.finished for part in self.parts)
@@ -86,7 +106,7 @@ class Batch:
         return next((part.problem for part in self.parts if part.problem is not None), None)
 
     def open(self) -> Any:
-        """The finished batch as the user gets it."""
+        """The finished batch as the user gets it; of several a list."""
         if len(self.parts) == 1:
             return self.parts[0].open()
         memory = packing.empty() if self.memory is None else self.memory

@@ -68,6 +68,7 @@ class _Worker:
         self._schedstat = os.open("/proc/self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         self._checksum = 0
         self._drawn_to: tuple[Any, ...] = ()
+        self._drew: bool | None = None
         self._spare_normal = False
         self._init_error: ExceptionWrapper | None = None
         self._fetcher: Any = None  # of an iterable dataset
@@ -166,6 +167,8 @@ class _Worker:
         except Exception as error:
             if self._recipe.iterable and isinstance(error, StopIteration):
                 answer = Ended(task.ticket, randomness.capture())
+            elif task.several:
+                answer = Skipped(task.ticket)
             else:
                 where = f"in DataLoader worker process {self._info.id}"
                 answer = Failed(task.ticket, _sendable(self._init_error or ExceptionWrapper(where=where)))
@@ -177,33 +180,43 @@ class _Worker:
         if self._init_error is not None:
             self._init_error.reraise()
         began = self._clocks()
+        self._drew = None
         memory = self._slots.get(task.slot) if task.slot is not None else None
         self._arena = arena = packing.Arena(memory, task.regions, task.first_row)
-        rows = self._rows
         if self._recipe.iterable:
-            batch = self._fetcher.fetch(task.indices)
+            packed = packing.pack(self._fetcher.fetch(task.indices), arena)
+        elif task.several:
+            packed = packing.pack_together((self._load(task, *batch) for batch in task.indices), arena)
         else:
-            if not self._recipe.streams:  # the worker that stock would have asked
-                renumbered(self._info, task.batch % self._recipe.declared, task.key[0])
-            batch = rows.load(task.key, task.batch, task.indices, task.first_row, task.leave_out)
-        packed = packing.pack(batch, arena)
+            packed = packing.pack(self._load(task, task.batch, task.indices), arena)
         if packed.file is not None:
             fds.append(packed.file)
-        drew, state, data_state = rows.drew, None, None
+        drew, state, data_state = self._drew, None, None
         if self._recipe.streams:
             state, drew = self._state_if_drawn()
         if self._recipe.iterable:
             data_state = _data_state(self._recipe.dataset, self._fetcher.dataset_iter)
             if data_state is None:
                 self._sum_up(packed, memory)
+        loaded = [indices for _, indices in task.indices] if task.several else [task.indices]
+        rows = sum(map(len, loaded)) if self._recipe.auto_collation else len(loaded)
         wall_s, cpu_s, run_delay_s = (now - then for now, then in zip(self._clocks(), began, strict=True))
         return Done(
             ticket=task.ticket, skeleton=packed.skeleton, spans=packed.spans, in_slot=packed.file is None,
-            needs=packed.needs, regions=packed.regions, misfit=arena.misfit or bool(rows.bad), bad=rows.bad, drew=drew,
-            rows=len(task.indices) if self._recipe.auto_collation else 1,
+            needs=packed.needs, regions=packed.regions, misfit=arena.misfit or bool(self._rows.bad),
+            bad=self._rows.bad, drew=drew, rows=rows,
             wall_s=wall_s, cpu_s=cpu_s, run_delay_s=run_delay_s,
             random_state=state, data_state=data_state, checksum=self._checksum,
         )  # fmt: skip
+
+    def _load(self, task: Task, number: int, indices: Any) -> Any:
+        if not self._recipe.streams:  # the worker that stock would have asked
+            renumbered(self._info, number % self._recipe.declared, task.key[0])
+        batch = self._rows.load(task.key, number, indices, task.first_row, task.leave_out)
+        self._drew = self._drew or self._rows.drew
+        if task.several and self._rows.bad:
+            raise ValueError("a batch with bad samples has to travel by itself")
+        return batch
 
     def _collate(self, samples: Any) -> Any:
         """The loader's collate_fn, into the arena where it is torch's own."""
