@@ -1,6 +1,7 @@
 """How many workers, and how many batches ahead: a small state machine over what was seen in the last window.
 
-    consumer waits, workers all busy ──► more workers, as long as each step brings more batches a second
+    consumer waits, workers all busy ──► more workers, as long as each step brings more batches a second; at last fewer,
+                                         and kept if they bring as many
     consumer waits, workers not busy ──► more batches ahead (uneven samples), else leave it
     consumer never waits             ──► fewer workers, down to the fewest that keep up
     consumer waits, batches are tiny ──► none: making one takes less time than handing it over
@@ -12,14 +13,18 @@ remembered, so the numbers settle. No clock in here: an `Observation` says how l
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from dataclasses import dataclass
 
 STARVED, FED = 0.03, 0.015  # share of the window that the consumer waited: 97% of what could be had is wanted
 BUSY = 0.75
 WORTH_IT = 1.025  # a step up has to bring this much
 LEAP, STRIDE = 3.0, 1.5  # times as many workers at once, at most: until that was too far once, and then
+CLEAR = 1.15  # a difference of this much is no accident
+FEWER = 0.75  # times as many workers are tried where no more are to be had
 KEEPS_UP = 0.85  # how busy workers may be where the consumer is the limit
-REMEMBER = 40  # windows after which a limit found is tried again
+REMEMBER = 40  # windows after which a limit found is tried again, and then twice as many each time
 WINDOW_S, GLANCE_S = 1.0, 0.1  # how long to look; and where the differences are large
 TINY_S = 2e-3  # batches that take longer are never made in the training process
 CALLS_WORKERS_BACK = 1.1  # how much quicker they have to promise to be
@@ -66,16 +71,19 @@ class Controller:
         self.window_s = GLANCE_S if may_do_without else WINDOW_S
         self._rates: dict[int, float] = {}
         self._tried_from: int | None = None  # the count before a step whose effect is not known yet
+        self._kept_up = False  # before that step the consumer did not wait
         self._hand_over_s = 0.0  # a batch, when workers were last given up
         self._crew = 1  # how many they were
         self._of_no_use = False  # they were called back in vain
         self._next_try, self._patience = 0, 4  # windows until doing without them is tried again
+        self._here: deque[float] = deque(maxlen=4)  # the last rates with so many workers
+        self._all_needed: dict[int, float] = {}  # so many, at this rate: fewer were tried and brought less
         self._too_many: int | None = None
         self._leap = LEAP
         self._too_few = 0
         self._calm = 0
         self._warming = True
-        self._age = 0
+        self._age, self._forget_at = 0, REMEMBER
         self._kills = 0
 
     def observe(self, seen: Observation) -> None:
@@ -143,33 +151,61 @@ class Controller:
 
     def _starved(self, seen: Observation, ceiling: int) -> None:
         self._calm = 0
-        rate = seen.rate
-        self._rates[self.workers] = rate
-        tried_from, self._tried_from = self._tried_from, None
-        if tried_from is not None and tried_from < self.workers:
-            gain = rate / self._rates[tried_from]
-            enough = math.ceil(tried_from * gain) if gain >= WORTH_IT else tried_from
-            if enough == tried_from or enough < self.workers * 0.9:  # less than its share: that went too far
-                self._too_many, self._leap = self.workers, STRIDE
-                return self._go(enough, f"{self.workers} workers brought no more than {enough} would")
-        if tried_from is not None and tried_from > self.workers:
-            if rate < self._rates.get(tried_from, 0.0) / WORTH_IT:
-                self._too_few = max(self._too_few, self.workers)
-                return self._go(tried_from, f"{self.workers} workers bring less than {tried_from}")
-            self._too_many = tried_from
-        if seen.busy_s < BUSY * seen.seconds * self.workers:
-            if self.depth < 4:
-                self.depth = min(4.0, self.depth * 1.5)
-                return self._say(f"batches take unevenly long: {self.depth:g} ahead a worker")
-            return self._say("the consumer waits, but not for workers")
+        self._here.append(seen.rate)
+        rate = self._rates[self.workers] = statistics.fmean(self._here)
+        if self._tried_from is not None:
+            gain = rate / self._rates.get(self._tried_from, rate)
+            if len(self._here) == 1 and 1 / CLEAR < gain < CLEAR:
+                return  # windows differ by a few percent: looked at twice
+            tried_from, self._tried_from = self._tried_from, None
+            if self._judged(tried_from, gain):
+                return
+        if seen.busy_s >= BUSY * seen.seconds * self.workers:
+            self._more_or_fewer(seen, ceiling)
+        elif self.depth < 4:
+            self.depth = min(4.0, self.depth * 1.5)
+            self._say(f"batches take unevenly long: {self.depth:g} ahead a worker")
+        else:
+            self._say("the consumer waits, but not for workers")
+
+    def _more_or_fewer(self, seen: Observation, ceiling: int) -> None:
         limit = min(ceiling, (self._too_many or self._most + 1) - 1)
         wanted = min(limit, max(self.workers + 1, min(_needed(seen), int(self._leap * self.workers))))
+        fewer, as_then = (
+            int(FEWER * self.workers),
+            statistics.fmean(self._here) / self._all_needed.get(self.workers, math.inf),
+        )
         if wanted > self.workers:
-            self._tried_from = self.workers
-            return self._go(wanted, "every worker is busy and the consumer waits")
-        if self.workers == ceiling:
-            return self._say(f"all {seen.cores:g} cores are in use")
-        return self._say(f"more than {self.workers} workers bring nothing")
+            self._try(wanted, "every worker is busy and the consumer waits")
+        elif fewer and not 1 / CLEAR < as_then < CLEAR:
+            self._try(fewer, "whether fewer bring as much")
+        elif self.workers == ceiling:
+            self._say(f"all {seen.cores:g} cores are in use")
+        else:
+            self._say(f"more than {self.workers} workers bring nothing")
+
+    def _judged(self, tried_from: int, gain: float) -> bool:
+        """Whether the step from `tried_from` to here is taken back, or a smaller one is tried."""
+        if tried_from > self.workers:
+            if gain < 1 / WORTH_IT:
+                if self._kept_up:
+                    self._too_few = max(self._too_few, self.workers)
+                self._all_needed[tried_from] = self._rates[tried_from]
+                self._go(tried_from, f"{self.workers} workers bring less than {tried_from}")
+                return True
+            self._too_many, self._leap = self.workers + 1, STRIDE
+            return False
+        if gain < WORTH_IT:
+            self._too_many, self._leap = self.workers, STRIDE
+            self._go(tried_from, f"{self.workers} workers brought no more than {tried_from}")
+            return True
+        enough = math.ceil(tried_from * gain)
+        if enough < FEWER * self.workers:  # threads of one core bring less than cores, but not as little as this
+            self._leap = STRIDE
+            self._try(enough, f"{self.workers} workers brought no more than {enough} would")
+            return True
+        self._all_needed[self.workers] = self._rates[self.workers]
+        return False
 
     def _fed(self, seen: Observation) -> None:
         needed = max(1, math.ceil(seen.busy_s / seen.seconds / KEEPS_UP), self._too_few + 1)
@@ -177,10 +213,11 @@ class Controller:
         if self._calm >= 2:
             self._calm = 0
             self._rates[self.workers] = seen.rate
-            self._tried_from = self.workers
             # Halfway: how busy the others get with one gone is a guess.
-            return self._go((self.workers + needed) // 2, "fewer workers keep up")
-        return self._say(f"{self.workers} workers keep up")
+            self._try((self.workers + needed) // 2, "fewer workers keep up")
+            self._kept_up = True
+            return
+        self._say(f"{self.workers} workers keep up")
 
     def _count_kills(self, seen: Observation) -> None:
         self._kills += seen.memory_kills
@@ -195,11 +232,18 @@ class Controller:
 
     def _forget_sometimes(self) -> None:
         self._age += 1
-        if self._age % REMEMBER == 0:
+        if self._age >= self._forget_at:
+            self._forget_at *= 2
             self._too_many, self._too_few, self._of_no_use = None, 0, False
 
+    def _try(self, workers: int, why: str) -> None:
+        self._tried_from, self._kept_up = self.workers, False
+        self._go(workers, why)
+
     def _go(self, workers: int, why: str) -> None:
-        self._warming = workers != self.workers
+        if workers != self.workers:
+            self._warming = True
+            self._here.clear()
         self.workers = workers
         self._say(why)
 
