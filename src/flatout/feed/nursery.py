@@ -32,6 +32,7 @@ from flatout.feed import wire, worker
 from flatout.feed.messages import Recipe
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _fork_lock = threading.Lock()  # a fork between the making of a wire and its hand-over would keep the wire's far end
 
 
@@ -226,6 +227,7 @@ def _forked_main(recipe: Recipe, end: socket.socket, nursery_wire: socket.socket
     if os.getppid() != nursery:
         os._exit(0)
     _behave("flatout-worker")
+    _keep_freed_memory()
     worker.main(recipe, end)
 
 
@@ -233,6 +235,7 @@ def _spawned_main(recipe: Recipe, end: socket.socket, parent: int) -> None:
     _behave("flatout-worker")
     limit_threads()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    _keep_freed_memory()
     worker.main(recipe, end)
 
 
@@ -242,6 +245,16 @@ def _end_with(parent: int) -> None:
     except ProcessLookupError:
         pass
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _keep_freed_memory() -> None:
+    """A batch's samples are freed together: glibc would give their pages back and ask for them again, one by one.
+
+    With 256 pictures of 147 KiB that takes a tenth of the time it takes to decode them.
+    """
+    if hasattr(_libc(), "mallopt"):
+        _libc().mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most it takes
+        _libc().mallopt(_M_TRIM_THRESHOLD, 128 << 20)
 
 
 def _tell(far: socket.socket, event: Event) -> None:
