@@ -179,8 +179,13 @@ def threads_of_workers(case: Case) -> Finding | None:
     threads = max(counts) - _THREADS
     if threads < 2 or workers * threads <= 2 * cores:
         return None
-    # Without them a worker does all by itself: it no longer stands and waits for its threads, at best.
+    # Without them a worker does all by itself: it no longer stands and waits for its threads, at best. At worst, while
+    # cores are free, it takes as much longer as they spared it.
     stands = max(0.0, 1 - (case.worker_on_core or 1.0) - (case.worker_delay or 0.0))
+    gains = fed(case, saved, most=1 / (1 - min(0.9, stands)))
+    taken = (Sketch.of(p.cpu_pct for p in case.worker_samples).mean or 0.0) / 100 / (case.worker_busy or 1.0)
+    if (case.cpu_share or 1.0) < _FREE and taken > 1:
+        gains["gain_low"] = 1 / taken
     setting = _setting(case, "threads")
     switches = [p.switches_s for p in case.worker_samples if p.switches_s is not None]
     return Finding(
@@ -188,13 +193,13 @@ def threads_of_workers(case: Case) -> Finding | None:
         title=f"{workers} workers with up to {threads} threads each on {cores:g} cores: a worker stands and waits for "
         f"them {stands:.0%} of its time",
         share=case.share("data"),
-        **fed(case, saved, most=1 / (1 - min(0.9, stands))),
+        **gains,
         confidence=0.6,
         evidence=_loading(case)
         | {"threads_a_worker": threads, "switches_a_worker_s": rounded(Sketch.of(switches).quantile(0.5))},
         change=f"setting:{setting}" if setting else "worker_threads",
         value=1,
-        advice="one thread a worker: the workers are the parallelism",
+        advice="one thread a worker, and a worker a core: the workers are the parallelism",
     )
 
 

@@ -43,7 +43,10 @@ CODES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One cause. Gains are factors of speed (1.0: none), as a range; `derived` says how they were found."""
+    """One cause. Gains are factors of speed (1.0: none), as a range; `derived` says how they were found.
+
+    The range begins below 1 where mending this alone may cost, and pays together with another.
+    """
 
     code: str
     title: str  # one sentence: what is wrong, with the number that shows it
@@ -60,4 +63,8 @@ class Finding:
 
     def __post_init__(self) -> None:
         assert self.code in CODES, self.code
-        assert 1.0 <= self.gain_low <= self.gain_high, (self.code, self.gain_low, self.gain_high)
+        assert 0.0 < self.gain_low <= self.gain_high and self.gain_high >= 1.0, (
+            self.code,
+            self.gain_low,
+            self.gain_high,
+        )

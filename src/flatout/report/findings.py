@@ -17,6 +17,7 @@ from flatout.report.picture import waterfall
 from flatout.report.terminal import WIDTH, wrapped
 
 _INDENT = "   "
+_MAY_COST = 0.98
 GUIDE = "docs/TROUBLESHOOTING.md"  # has an entry for every code
 
 
@@ -46,6 +47,8 @@ def sentence(words: str) -> str:
 def gain(finding: Finding) -> str:
     """What mending it would give."""
     more = ", more once the loader can follow" if finding.derived.endswith(HELD_BACK) else ""
+    if finding.gain_low < _MAY_COST:
+        return f"{finding.gain_low:.2f} to {finding.gain_high:.2f}× as fast by itself"
     return (f"{_times(finding)} faster" if finding.gain_high >= 1.005 else "no gain by itself") + more
 
 
