@@ -63,8 +63,5 @@ class Finding:
 
     def __post_init__(self) -> None:
         assert self.code in CODES, self.code
-        assert 0.0 < self.gain_low <= self.gain_high and self.gain_high >= 1.0, (
-            self.code,
-            self.gain_low,
-            self.gain_high,
-        )
+        assert 0.0 < self.gain_low <= self.gain_high, (self.code, self.gain_low, self.gain_high)
+        assert self.gain_high >= 1.0, (self.code, self.gain_high)
