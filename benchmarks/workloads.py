@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import shlex
@@ -68,6 +69,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=12, help="a window lasts; ceilings and supply a third of it")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-ceilings", action="store_true", help="of before and mended")
+    parser.add_argument("--no-script", action="store_true", help="neither before nor mended")
     parser.add_argument("--fix", metavar="BUDGET", help="measure flatout run --auto and flatout fix too, such as 4m")
     parser.add_argument("--engine", nargs="*", metavar="KEY=VALUE", help="measure flatout train too, so set")
     own, extra = split_at_dashes(sys.argv[1:])
@@ -78,92 +80,96 @@ def main() -> None:
     print(", ".join(f"{key} {value}" for key, value in results["machine"].items()), flush=True)
     for name in options.names:
         try:
-            result = benchmark(name, options, extra)
+            for known in benchmark(name, options, extra):
+                results["workloads"][name] = known
+                options.out.write_text(json.dumps(results, indent=1) + "\n")
         except Failed as error:
             print(f"{name}: {error}", file=sys.stderr, flush=True)
             failed = True
-            continue
-        results["workloads"][name] = result
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
-        print(table(name, result), flush=True)
+        if name in results["workloads"]:
+            print(table(name, results["workloads"][name]), flush=True)
     sys.exit(failed)
 
 
-def benchmark(name: str, options: argparse.Namespace, extra: Sequence[str]) -> dict[str, Any]:
-    """Every variant of one workload that is asked for, and what they say about each other."""
+def benchmark(name: str, options: argparse.Namespace, extra: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """What is known of one workload, after each variant that is asked for: a run that is cut off leaves the others."""
     data = options.data.resolve() / f"{name}-{options.size}"
     make_data(name, options.size, data)
-    long, short = options.seconds, options.seconds / 3
-    changes = [mend.flags for mend in MENDED[name] if isinstance(mend, Flags)]
-    flags = " ".join(changes).format(spare=max(1, CORES - 2)).split()
-    edits = [mend for mend in MENDED[name] if isinstance(mend, Edit)]
-    epochs = 1 if name in WHOLE_EPOCH else 0
-    with contextlib.ExitStack() as stack:
-        before = stack.enter_context(copied(()))
-        mended = stack.enter_context(copied([(name, edit) for edit in edits]))
-        common = ["--data", str(data), "--device", options.device, "--epochs", "1000000", *extra]
-        variants = {"before": measure(before, name, common, long, epochs=epochs)}
-        variants["mended"] = measure(mended, name, [*flags, *common], long)
-        if not options.no_ceilings:
-            drained = [*flags, "--num-workers", str(CORES), *common]
-            variants |= {
-                "before ceiling": measure(before, name, ["--resident", *common], short),
-                "mended ceiling": measure(mended, name, ["--resident", *flags, *common], short),
-                "supply": measure(mended, name, drained, short, supply=True),
-            }
-        fixed: dict[str, Any] = {}
-        if options.fix is not None:
-            fixed, measured = fix_variants(before, name, common, options)
-            variants |= measured
-        if options.engine is not None:
-            variants |= engine_variants(before, name, data, options)
-    return {
+    common = ["--data", str(data), "--device", options.device, "--epochs", "1000000", *extra]
+    page: dict[str, Any] = {
         "size": options.size,
         "seconds": options.seconds,
         "extra_flags": list(extra),
         "mends": [dataclasses.asdict(mend) for mend in MENDED[name]],
-        "variants": variants,
-        **fixed,
-        "ratios": ratios({variant: figures["samples_per_s"] for variant, figures in variants.items()}),
+        "variants": {},
     }
+    with copied(()) as before:
+        for variant, measured in itertools.chain(
+            script_variants(before, name, common, options) if not options.no_script else (),
+            fix_variants(before, name, common, options, page) if options.fix is not None else (),
+            engine_variants(before, name, data, options) if options.engine is not None else (),
+        ):
+            page["variants"][variant] = measured
+            page["ratios"] = ratios({known: figures["samples_per_s"] for known, figures in page["variants"].items()})
+            print(f"{name}, {variant}: {measured['samples_per_s']:,.0f} samples/s", flush=True)
+            yield page
+
+
+Measured = Iterator[tuple[str, dict[str, Any]]]
+
+
+def script_variants(root: Path, name: str, common: Sequence[str], options: argparse.Namespace) -> Measured:
+    """The script as it is and mended by hand, and the ceilings of both."""
+    long, short = options.seconds, options.seconds / 3
+    changes = [mend.flags for mend in MENDED[name] if isinstance(mend, Flags)]
+    flags = " ".join(changes).format(spare=max(1, CORES - 2)).split()
+    yield "before", measure(root, name, common, long, epochs=1 if name in WHOLE_EPOCH else 0)
+    with copied([(name, mend) for mend in MENDED[name] if isinstance(mend, Edit)]) as mended:
+        yield "mended", measure(mended, name, [*flags, *common], long)
+        if not options.no_ceilings:
+            drained = [*flags, "--num-workers", str(CORES), *common]
+            yield "before ceiling", measure(root, name, ["--resident", *common], short)
+            yield "mended ceiling", measure(mended, name, ["--resident", *flags, *common], short)
+            yield "supply", measure(mended, name, drained, short, supply=True)
+
+
+def fix_variants(
+    root: Path, name: str, flags: Sequence[str], options: argparse.Namespace, page: dict[str, Any]
+) -> Measured:
+    """The script as it is under `flatout run --auto`; then `flatout fix`, and its plan measured like the others."""
+    long, short = options.seconds, options.seconds / 3
+    yield "auto", measure(root, name, flags, long, through=["--auto"])
+    with tempfile.TemporaryDirectory(prefix="fix-") as folder:
+        plan = Path(folder, "plan.yaml")
+        html = options.out.resolve().with_name(f"{options.out.stem}-{name}.html")
+        page["fix"] = fix(root, name, flags, plan, "--allow", "all", "--budget", options.fix, "--html", html)
+        through = ["--plan", str(plan)]
+        yield "fix", measure(root, name, flags, long, through=through)
+        yield "fix ceiling", measure(root, name, ["--resident", *flags], short, through=through)
+        yield "fix supply", measure(root, name, flags, short, through=through, supply=True)
+
+
+RATIOS = (
+    ("before", "mended"),
+    ("before", "before ceiling"),
+    ("mended", "mended ceiling"),
+    ("supply", "mended ceiling"),
+    ("auto", "before"),
+    ("fix", "before"),
+    ("fix", "mended"),
+    ("engine", "mended"),
+    ("engine", "fix"),
+)
 
 
 def ratios(speed: dict[str, float]) -> dict[str, float]:
     """What the variants that were measured say about each other."""
-    found = {"before / mended": speed["before"] / speed["mended"]}
-    if "supply" in speed:
-        found |= {
-            "before / its ceiling": speed["before"] / speed["before ceiling"],
-            "mended / its ceiling": speed["mended"] / speed["mended ceiling"],
-            "supply / mended ceiling": speed["supply"] / speed["mended ceiling"],
-        }
-    if "fix" in speed:
-        found |= {"auto / before": speed["auto"] / speed["before"], "fix / before": speed["fix"] / speed["before"]}
+    found = {f"{one} / {other}": speed[one] / speed[other] for one, other in RATIOS if {one, other} <= speed.keys()}
     for variant in ("fix", "engine"):
-        if variant in speed:
+        if f"{variant} supply" in speed:
             possible = min(speed[f"{variant} ceiling"], speed[f"{variant} supply"])
-            found[f"{variant} / mended"] = speed[variant] / speed["mended"]
             found[f"{variant} / min(its ceiling, supply)"] = speed[variant] / possible
     return found
-
-
-def fix_variants(
-    root: Path, name: str, flags: Sequence[str], options: argparse.Namespace
-) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """The script as it is under `flatout run --auto`; then `flatout fix`, and its plan measured like the others."""
-    long, short = options.seconds, options.seconds / 3
-    variants = {"auto": measure(root, name, flags, long, through=["--auto"])}
-    with tempfile.TemporaryDirectory(prefix="fix-") as folder:
-        plan = Path(folder, "plan.yaml")
-        page = options.out.resolve().with_name(f"{options.out.stem}-{name}.html")
-        found = fix(root, name, flags, plan, "--allow", "all", "--budget", options.fix, "--html", page)
-        through = ["--plan", str(plan)]
-        variants |= {
-            "fix": measure(root, name, flags, long, through=through),
-            "fix ceiling": measure(root, name, ["--resident", *flags], short, through=through),
-            "fix supply": measure(root, name, flags, short, through=through, supply=True),
-        }
-    return {"fix": found}, variants
 
 
 def fix(root: Path, name: str, flags: Sequence[str], plan: Path, *wishes: str | Path) -> dict[str, Any]:
@@ -191,17 +197,15 @@ def fix(root: Path, name: str, flags: Sequence[str], plan: Path, *wishes: str | 
     return {**json.loads(told.read_text()), "wall_s": time.monotonic() - start_s, "plan": plan.read_text()}
 
 
-def engine_variants(root: Path, name: str, data: Path, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def engine_variants(root: Path, name: str, data: Path, options: argparse.Namespace) -> Measured:
     """The workload in `flatout train`, at its ceiling, and what its loader can produce."""
     words = [root / "workloads" / "after" / f"{name}.yaml", f"data.args.root={data}", f"train.device={options.device}"]
     words += ["train.epochs=1000000", "log.quiet=true", *([f"model.args.root={data}"] if name == "stock" else [])]
     words += options.engine
     long, short = options.seconds, options.seconds / 3
-    return {
-        "engine": measure(root, name, words, long, engine=True),
-        "engine ceiling": measure(root, name, words, short, engine=True, resident=True),
-        "engine supply": measure(root, name, words, short, engine=True, supply=True),
-    }
+    yield "engine", measure(root, name, words, long, engine=True)
+    yield "engine ceiling", measure(root, name, words, short, engine=True, resident=True)
+    yield "engine supply", measure(root, name, words, short, engine=True, supply=True)
 
 
 def make_data(name: str, size: str, data: Path) -> None:
