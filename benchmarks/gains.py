@@ -1,10 +1,10 @@
 """Whether the diagnosis promises what mending gives: every mistake of a workload, mended by hand and alone.
 
-    python benchmarks/gains.py gray --size small --data DIR --traces DIR --out FILE [--seconds 5] [-- FLAGS]
+    python benchmarks/gains.py gray --size small --data DIR --traces DIR --out FILE [--rounds 1] [-- FLAGS]
 
 1. The script as it is under `flatout run --max-steps N`: its trace, and its report as JSON, stay in --traces.
-2. The script as it is, with one mistake mended at a time (see mended.py), and as it is once more: each in a process of
-   its own over a window (see timed.py). The two runs as it is say how far runs of the same script differ.
+2. In each round: the script as it is, with one mistake mended at a time (see mended.py), and as it is once more: each
+   in a process of its own over a window (see timed.py). What ran more than once says how far runs of a script differ.
 
 A row a mistake: the gain that the findings which name it promise, the gain measured, and whether the one holds the
 other, as far as runs differ. A mistake that no finding names must cost nothing.
@@ -21,6 +21,7 @@ import json
 import math
 import os
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -52,6 +53,7 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, required=True, metavar="DIR", help="where the recordings are kept")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     parser.add_argument("--seconds", type=float, default=5, help="a window lasts")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, help="are recorded (by workload, if not given)")
     parser.add_argument("--device", default="cuda")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
@@ -121,26 +123,37 @@ def compare(name: str, options: argparse.Namespace, extra: Sequence[str], book: 
     found = diagnose(trace.read(recording))
     print(f"\n{name}: {found[0].code + ': ' + found[0].title if found else 'no verdict'}", flush=True)
 
-    speeds: dict[str, float] = {}
-    for variant, mended in variants.items():
-        measure = measured_by(name, mended, flags, options.seconds)
-        try:
-            speeds[variant] = book.figures(name, variant, settings, measure)["samples_per_s"]
-        except workloads.Failed as error:
-            if variant == BEFORE:
-                raise
-            print(f"{name}, {variant}: {error}", file=sys.stderr, flush=True)
-            continue
-        for mistake in mended:
-            print(table([row(mistake, found, {AGAIN: speeds[BEFORE], **speeds})]), flush=True)
-    speeds.setdefault(AGAIN, speeds[BEFORE])
+    speeds: dict[str, list[float]] = {}
+    for turn in range(1, options.rounds + 1):
+        for variant, mended in variants.items():
+            measure = measured_by(name, mended, flags, options.seconds)
+            entry = variant if turn == 1 else f"{variant} (round {turn})"
+            try:
+                speed = book.figures(name, entry, settings, measure)["samples_per_s"]
+            except workloads.Failed as error:
+                if variant == BEFORE and not speeds:
+                    raise
+                print(f"{name}, {entry}: {error}", file=sys.stderr, flush=True)
+                continue
+            speeds.setdefault(BEFORE if variant == AGAIN else variant, []).append(speed)
+            for mistake in mended:
+                print(table([row(mistake, found, speeds)]), flush=True)
     rows = [row(mistake, found, speeds) for mistake in named if mistake.what in speeds]
-    apart = abs(math.log(speeds[AGAIN] / speeds[BEFORE]))
+    apart = runs_differ_by(speeds)
     page |= {"verdict": found[0].code if found else None, "runs_differ_by": apart, "mistakes": rows}
     book.write()
     print("\n" + table(rows), flush=True)
-    print(f"as it is, twice: {speeds[BEFORE]:,.0f} and {speeds[AGAIN]:,.0f} samples/s, {apart:.1%} apart", flush=True)
+    runs = ", ".join(f"{speed:,.0f}" for speed in speeds[BEFORE])
+    print(f"as it is: {runs} samples/s; runs differ by {apart:.1%}", flush=True)
     return len(rows) == len(named)
+
+
+def runs_differ_by(speeds: dict[str, list[float]]) -> float:
+    """How far a run of the same script lies from another, usually: of two, what lies between them."""
+    logs = [[math.log(speed) for speed in runs] for runs in speeds.values() if len(runs) > 1]
+    squares = sum((value - statistics.fmean(runs)) ** 2 for runs in logs for value in runs)
+    freedom = sum(len(runs) - 1 for runs in logs)
+    return math.sqrt(2 * squares / freedom) if freedom else 0.0
 
 
 def record(name: str, flags: Sequence[str], steps: int, recording: Path) -> None:
@@ -181,13 +194,12 @@ def measured_by(
     return measured
 
 
-def row(mistake: Mistake, found: Sequence[Finding], speeds: dict[str, float]) -> dict[str, Any]:
+def row(mistake: Mistake, found: Sequence[Finding], speeds: dict[str, list[float]]) -> dict[str, Any]:
     """What was promised for mending it, what it gave, and how that fits."""
     names = [finding for finding in found if (finding.code, finding.change) in mistake.named_by]
     promised = [math.prod(getattr(f, end) for f in names) for end in ("gain_low", "gain_high")] if names else None
-    before = math.sqrt(speeds[BEFORE] * speeds[AGAIN])
-    noise = 1 + max(USUAL_NOISE, abs(math.log(speeds[AGAIN] / speeds[BEFORE])))
-    gain = speeds[mistake.what] / before
+    noise = 1 + max(USUAL_NOISE, runs_differ_by(speeds))
+    gain = statistics.geometric_mean(speeds[mistake.what]) / statistics.geometric_mean(speeds[BEFORE])
     low, high = promised or (0.0, 1.0)
     fits = low / noise <= gain <= high * noise
     return {
@@ -197,6 +209,7 @@ def row(mistake: Mistake, found: Sequence[Finding], speeds: dict[str, float]) ->
         "place": found.index(names[0]) + 1 if names else None,
         "promised": promised,
         "measured": gain,
+        "runs": len(speeds[mistake.what]),
         "fits": fits,
     }
 
