@@ -99,7 +99,7 @@ def step_figure(drawn: Timeline) -> Html:
     if not drawn.gpu:
         remarks.append("This step carries no GPU events.")
     elif not drawn.anchored:
-        remarks.append("The GPU was never seen to wait: how far it ran behind the host is not known.")
+        remarks.append("The GPU never waited long enough to say how far it ran behind the host.")
     heads = ("phase", "where", "host", "GPU idle", "GPU busy")
     return tag(
         "figure",
