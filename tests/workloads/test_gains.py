@@ -61,10 +61,18 @@ MISTAKE = Mistake("slow", (Flags("", "--amp"),), (("compute.precision", "amp"), 
 def test_a_promise_is_held_against_what_mending_gave(
     found: list[Finding], speed: float, promised: list[float] | None, fits: bool
 ) -> None:
-    speeds = {gains.BEFORE: 98.0, gains.AGAIN: 102.0, "slow": speed}
+    speeds = {gains.BEFORE: [98.0, 102.0], "slow": [speed]}
     row = gains.row(MISTAKE, found, speeds)
     assert (row["promised"], row["fits"]) == (pytest.approx(promised) if promised else None, fits)
     assert row["measured"] == pytest.approx(speed / 100, rel=1e-3)
+
+
+def test_runs_of_every_script_say_how_far_runs_differ() -> None:
+    assert gains.runs_differ_by({gains.BEFORE: [98.0, 102.0], "slow": [140.0]}) == pytest.approx(0.04, rel=0.01)
+    assert gains.runs_differ_by({gains.BEFORE: [100.0, 100.0], "slow": [140.0, 140.0 * 1.06]}) == pytest.approx(
+        0.0583 / 2**0.5, rel=0.01
+    )
+    assert gains.runs_differ_by({gains.BEFORE: [100.0]}) == 0.0
 
 
 def test_what_is_in_the_book_is_not_measured_again(tmp_path: Path) -> None:
