@@ -77,7 +77,7 @@ class Controller:
         self._of_no_use = False  # they were called back in vain
         self._next_try, self._patience = 0, 4  # windows until doing without them is tried again
         self._here: deque[float] = deque(maxlen=4)  # the last rates with so many workers
-        self._all_needed: dict[int, float] = {}  # so many, at this rate: fewer were tried and brought less
+        self._all_needed: dict[int, float] = {}  # so many, at this rate: fewer brought less
         self._too_many: int | None = None
         self._leap = LEAP
         self._too_few = 0
@@ -171,10 +171,8 @@ class Controller:
     def _more_or_fewer(self, seen: Observation, ceiling: int) -> None:
         limit = min(ceiling, (self._too_many or self._most + 1) - 1)
         wanted = min(limit, max(self.workers + 1, min(_needed(seen), int(self._leap * self.workers))))
-        fewer, as_then = (
-            int(FEWER * self.workers),
-            statistics.fmean(self._here) / self._all_needed.get(self.workers, math.inf),
-        )
+        fewer = int(FEWER * self.workers)
+        as_then = self._rates[self.workers] / self._all_needed.get(self.workers, math.inf)
         if wanted > self.workers:
             self._try(wanted, "every worker is busy and the consumer waits")
         elif fewer and not 1 / CLEAR < as_then < CLEAR:
