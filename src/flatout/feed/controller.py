@@ -18,7 +18,7 @@ from collections import deque
 from dataclasses import dataclass
 
 STARVED, FED = 0.03, 0.015  # share of the window that the consumer waited: 97% of what could be had is wanted
-BUSY = 0.75
+BUSY, IDLE = 0.75, 0.05  # share of their time that workers work where more of them may help; and that is given away
 WORTH_IT = 1.025  # a step up has to bring this much
 LEAP, STRIDE = 3.0, 1.5  # times as many workers at once, at most: until that was too far once, and then
 CLEAR = 1.15  # a difference of this much is no accident
@@ -160,11 +160,14 @@ class Controller:
             tried_from, self._tried_from = self._tried_from, None
             if self._judged(tried_from, gain):
                 return
-        if seen.busy_s >= BUSY * seen.seconds * self.workers:
-            self._more_or_fewer(seen, ceiling)
-        elif self.depth < 4:
+        busy = seen.busy_s / (seen.seconds * self.workers)
+        if busy < 1 - IDLE and self.depth < 4:
             self.depth = min(4.0, self.depth * 1.5)
+            self._here.clear()
+            self._warming = True
             self._say(f"batches take unevenly long: {self.depth:g} ahead a worker")
+        elif busy >= BUSY:
+            self._more_or_fewer(seen, ceiling)
         else:
             self._say("the consumer waits, but not for workers")
 

@@ -230,7 +230,7 @@ class Feed:
                 if not self._table:
                     return None
             asked = time.monotonic()
-            self._hear(min(STALL_S if waited < STALL_S else 1.0, timeout_s - waited if timeout_s else 1.0))
+            self._hear(min(max(STALL_S, waited), timeout_s - waited if timeout_s else 1.0, 1.0))
             now = time.monotonic()
             waited += now - asked
             batch = self._finished()
@@ -238,7 +238,7 @@ class Feed:
                 raise RuntimeError(f"DataLoader timed out after {timeout_s:g} seconds")
             if batch is None and waited >= STALL_S:
                 self._faults.end_hung(began)
-                self._steal()
+                self._steal(waited)
         self._take(batch)
         now = time.monotonic()
         self._served(len(batch), waited, now - began - waited, now)
@@ -387,8 +387,12 @@ class Feed:
             slot.writers += 1
         return True
 
-    def _steal(self) -> None:
-        """Give what lies behind a slow sample to workers that have nothing to do."""
+    def _steal(self, waited: float) -> None:
+        """Give what lies behind a slow sample to workers that have nothing to do.
+
+        A part of a divided batch only where its owner takes far longer than it should: its place in the slot may yet be
+        written to, so it travels apart, and this process has to put the batch together.
+        """
         if self.posts or self._waiting:
             return
         for idle in [hand for hand in self.crew if not hand.tasks and not hand.retiring]:
@@ -396,7 +400,10 @@ class Feed:
                 (assignment.part.batch.number, ticket, hand, assignment.part)
                 for hand in self.crew
                 for ticket, assignment in list(hand.tasks.items())[1:]
-                if assignment.part.given == 1 and not assignment.part.finished and not assignment.part.batch.dropped
+                if assignment.part.given == 1
+                and not assignment.part.finished
+                and not assignment.part.batch.dropped
+                and (len(assignment.part.batch.parts) == 1 or waited > 2 * self._row_s * len(assignment.part.indices))
             ]
             if not stuck:
                 return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,58 @@ def test_a_divided_batch_is_the_batch() -> None:
     assert feed(divided).account.parts > len(expected), "no batch was divided"
     images = found[-2][0]
     assert images.untyped_storage().nbytes() == images.numel() * images.element_size()
+
+
+class Uneven(Things):
+    """Some workers take up to twice as long as others."""
+
+    def __getitem__(self, index: int) -> Any:
+        import os
+        import time
+
+        time.sleep(0.0015 * (1 + os.getpid() % 3 / 2))
+        return torch.zeros(3, 32, 32), index
+
+
+def test_workers_that_differ_leave_divided_batches_in_their_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN workers of different speed and a consumer that waits for them, THEN they do not take each other's parts:
+    the training process would have to put those batches together."""
+    joined: list[int] = []
+    join = torch.cat
+    monkeypatch.setattr(torch, "cat", lambda pieces, *rest: joined.append(len(pieces)) or join(pieces, *rest))
+    loader = DataLoader(Uneven(128 * 200), 128, num_workers=16)
+    for _ in loader:
+        feed(loader).resize(16, hold=True)
+    assert feed(loader).account.parts > 400, "hardly a batch was divided"
+    assert len(joined) < 70
+
+
+class WaitsForTheNext(Slow):
+    """Sample 800 takes until all of the next batch were made."""
+
+    def __init__(self, length: int, marks: Path) -> None:
+        super().__init__(length)
+        self.marks = marks
+
+    def __getitem__(self, index: int) -> Any:
+        import time
+
+        if 880 <= index < 960:
+            (self.marks / str(index)).touch()
+        while index == 800 and len(list(self.marks.iterdir())) < 80:
+            time.sleep(0.005)
+        return super().__getitem__(index)
+
+
+def test_a_slow_sample_does_not_hold_up_the_parts_behind_it(tmp_path: Path) -> None:
+    """... of which its worker has some: without others taking them over this test would not end."""
+    loader = DataLoader(WaitsForTheNext(1600, tmp_path), 80, num_workers=3, timeout=20)
+    indices = []
+    for _, _, index in loader:
+        feed(loader).resize(3, hold=True)
+        indices += index.tolist()
+    assert indices == list(range(1600))
+    assert feed(loader).account.parts > 30, "hardly a batch was divided"
 
 
 def test_slots_go_round() -> None:
