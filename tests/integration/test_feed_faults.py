@@ -59,7 +59,7 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 def test_five_hundred_kills_while_scaling_lose_repeat_and_reorder_nothing() -> None:
     """GIVEN a loader that goes 1 → 8 → 2 → 6 workers, WHEN random children (workers, nursery) are killed after every
     batch, 500 in all, THEN each batch is bit for bit what it is without."""
-    dataset = Numbers(11200)
+    dataset = Numbers(19200)
     expected = batches(DataLoader(dataset, 16, shuffle=True, num_workers=2))
     loader = DataLoader(dataset, 16, shuffle=True, num_workers=1)
     pick = random.Random(7)

@@ -331,10 +331,12 @@ class Feed:
         return max(1, min(fit, int(TOGETHER_S / max(1e-6, self._batch_s)), epoch.next_number, free))
 
     def _depth(self, together: int) -> int:
-        """Batches under way: enough for every worker, and a reserve for a consumer that comes in bursts."""
+        """Batches under way: enough for every worker, and a reserve for a consumer that comes in bursts. Of divided
+        ones twice as many: each waits for the slowest of its workers, and the others should not."""
         pieces = len(self._table[-1].parts) if self._table else 1
         reserve = min(8 // together, RESERVE_BYTES // max(1, self.slots.size))
-        return together * max(3, reserve, round(self._tuning.depth * self._tuning.workers / pieces) + 1)
+        parts = self._tuning.depth * self._tuning.workers * (1 if pieces == 1 else 2)
+        return together * max(3, reserve, round(parts / pieces) + 1)
 
     def _cut(self, batch: Batch) -> None:
         pieces = 1
@@ -360,7 +362,8 @@ class Feed:
         for hand in self.crew:
             if not hand.retiring and (idlest is None or len(hand.tasks) < len(idlest.tasks)):
                 idlest = hand
-        return idlest
+        # What is more waits here, for who is done first.
+        return idlest if idlest is not None and len(idlest.tasks) < self._tuning.depth else None
 
     def _give(self, part: Part, hand: Hand, *, again: bool = False) -> bool:
         assert self._epoch is not None

@@ -157,10 +157,10 @@ def join(parts: Sequence[Any], memory: Bytes) -> Any:
         start = end = pieces[0].data_ptr()
         for piece in pieces:
             if piece.data_ptr() != end or piece.shape[1:] != pieces[0].shape[1:] or not piece.is_contiguous():
-                return torch.cat(tuple(pieces))
+                return _copied(pieces)
             end += piece.numel() * piece.element_size()
         if not base <= start <= end <= base + len(memory):
-            return torch.cat(tuple(pieces))
+            return _copied(pieces)
         whole = torch.frombuffer(memory[start - base : end - base], dtype=pieces[0].dtype)
         return whole.view(-1, *pieces[0].shape[1:])
 
@@ -168,6 +168,20 @@ def join(parts: Sequence[Any], memory: Bytes) -> Any:
         return pieces[0][0](text for piece in pieces for text in piece[1:])
 
     return stock.collate(list(parts), collate_fn_map={Strings: strings, torch.Tensor: rows})
+
+
+def _copied(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One behind the other, by this thread alone: torch would wake one for each core, and workers need those."""
+    first = pieces[0]
+    if any(piece.dtype != first.dtype or piece.shape[1:] != first.shape[1:] for piece in pieces):
+        return torch.cat(tuple(pieces))
+    whole = torch.empty((sum(map(len, pieces)), *first.shape[1:]), dtype=first.dtype)
+    np.concatenate([_flat(piece) for piece in pieces], out=_flat(whole))
+    return whole
+
+
+def _flat(tensor: torch.Tensor) -> Bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
 
 
 # --- packing --------------------------------------------------------------------------------------------------------
