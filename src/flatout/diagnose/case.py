@@ -81,26 +81,29 @@ class Case:
     # -- the loader -------------------------------------------------------------------------------------------------
 
     @cached_property
-    def loader(self) -> dict[str, Any] | None:
-        """The settings of the loader training reads from: the one with the most samples."""
+    def loader(self) -> dict[str, Any]:
+        """The settings of the loader training reads from, the one with the most samples; empty where none was seen."""
         loaders = [entry for entry in self.facts.get("loaders", ()) if isinstance(entry, dict)]
-        return max(loaders, key=lambda entry: entry.get("length") or 0, default=None)
+        return max(loaders, key=lambda entry: entry.get("length") or 0, default={})
+
+    @property
+    def workers(self) -> int:
+        """How many workers it has."""
+        return int(self.loader.get("num_workers") or 0)
 
     @cached_property
     def elastic(self) -> bool:
         """Whether flatout's loader is in place: it finds the number of workers by itself."""
         made = any(c.get("name") == "loader" and c.get("applied") for c in self.facts.get("changes") or ())
-        return made or bool((self.loader or {}).get("elastic"))
+        return made or bool(self.loader.get("elastic"))
 
     @cached_property
     def reports(self) -> tuple[WorkerReport, ...]:
         """What that loader's workers said at last (or the training process, with num_workers=0)."""
-        loader = self.loader
-        if loader is None:
+        if not self.loader:
             return ()
-        name = str(loader["dataset"]).rpartition(".")[2]
-        own = [r for r in self.rank.workers if r.dataset == name and r.length == loader.get("length") and r.samples]
-        return tuple(own)
+        name, length = str(self.loader["dataset"]).rpartition(".")[2], self.loader.get("length")
+        return tuple(r for r in self.rank.workers if r.dataset == name and r.length == length and r.samples)
 
     @cached_property
     def sample_ms(self) -> Sketch:
@@ -146,7 +149,7 @@ class Case:
     def supply(self) -> float:
         """How many times as fast as now the workers could deliver; without any there is no such bound."""
         rate, now = self.samples_a_worker_s, self.breakdown.samples_per_s
-        workers = min(int((self.loader or {}).get("num_workers") or 0), self.cores or math.inf)
+        workers = min(self.workers, self.cores or math.inf)
         if not rate or not now or not workers or self.elastic:
             return math.inf
         in_hand = 1 / self.worker_busy if self.worker_busy and self.share("data") < 0.01 else 1.0
@@ -161,9 +164,8 @@ class Case:
     def start_share(self) -> float:
         """The share of time that starting workers takes: the start itself, and the wait for a first batch beyond what
         a worker takes to make one. The raw steps tell how long such a wait is beside a start."""
-        loader, started = self.loader or {}, self.share("loader start")
-        rate, batch = self.samples_a_worker_s, loader.get("batch_size")
-        if not rate or not batch or loader.get("persistent_workers") or not loader.get("num_workers"):
+        started, rate, batch = self.share("loader start"), self.samples_a_worker_s, self.loader.get("batch_size")
+        if not rate or not batch or self.loader.get("persistent_workers") or not self.workers:
             return started
         starts_ms = beyond_ms = 0.0
         for step in self.steps:
@@ -327,7 +329,7 @@ class Case:
         """How many cores this run kept busy; None of a sample that did not see all its workers: they are found late."""
         known = [p for p in sample.processes if p.cpu_pct is not None]
         workers = sum(p.role == "worker" for p in known)
-        if not known or workers < int((self.loader or {}).get("num_workers") or 0) * self._ranks_here:
+        if not known or workers < self.workers * self._ranks_here:
             return None
         return sum(p.cpu_pct or 0.0 for p in known) / 100
 

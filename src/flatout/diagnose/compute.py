@@ -35,7 +35,7 @@ def launch_bound(case: Case) -> Finding | None:
         confidence=0.85,
         evidence={"kernels_a_step": xray.kernels / xray.steps, "kernel_us_median": rounded(median_us)},
         change="batch_size",
-        value=2 * int(case.loader["batch_size"]) if case.loader and case.loader.get("batch_size") else None,
+        value=2 * int(case.loader["batch_size"]) if case.loader.get("batch_size") else None,
         advice="a larger batch, torch.compile (mode reduce-overhead), or CUDA graphs",
     )
 
@@ -164,7 +164,7 @@ def underused(case: Case) -> Finding | None:
     peak, active = case.facts.get("memory_reserved_bytes"), case.card("sm_active_pct").mean
     if not peak or not math.isfinite(total) or peak / total > 0.3 or data_saved(case) > 0.2:
         return None
-    if active is None or active > 40 or case.loader is None or not case.loader.get("batch_size"):
+    if active is None or active > 40 or not case.loader.get("batch_size"):
         return None
     batch = int(case.loader["batch_size"])
     room = min(4.0, 0.7 * total / peak)

@@ -63,10 +63,6 @@ def _no_autocast(case: Case) -> bool:
     )
 
 
-def _workers(case: Case) -> Any:
-    return (case.loader or {}).get("num_workers")
-
-
 # The setting, when it has no effect, how one says so, and what it would be worth: what mending a cause is, or a gain.
 _RULES: tuple[tuple[re.Pattern[str], Callable[[Case], bool], str, str | Callable[[Case], dict[str, Any]]], ...] = (
     (
@@ -101,13 +97,13 @@ _RULES: tuple[tuple[re.Pattern[str], Callable[[Case], bool], str, str | Callable
     ),
     (
         pattern_of("persistent_workers"),
-        lambda case: _workers(case) == 0,
+        lambda case: case.loader.get("num_workers") == 0,
         "there are no workers to keep",
         "",
     ),
     (
         pattern_of("pin_memory"),
-        lambda case: case.on_gpu and (case.loader or {}).get("pin_memory") is False,
+        lambda case: case.on_gpu and case.loader.get("pin_memory") is False,
         "the loader does not page-lock its batches",
         "copy.pageable",
     ),

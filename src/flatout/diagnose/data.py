@@ -26,7 +26,7 @@ _CROWDED = 0.5  # what a worker more brings at least: hyperthreads share a core,
 
 def main_thread(case: Case) -> Finding | None:
     saved = data_saved(case)
-    if case.loader is None or case.loader.get("num_workers") != 0 or case.elastic or saved < _HANDED_OVER:
+    if case.loader.get("num_workers") != 0 or case.elastic or saved < _HANDED_OVER:
         return None
     rate, now = case.samples_a_worker_s, case.breakdown.samples_per_s
     wanted = spare_cores(case)
@@ -51,9 +51,9 @@ def main_thread(case: Case) -> Finding | None:
 def workers_behind(case: Case) -> Finding | None:
     """Which of the reasons why workers do not keep up, if they do not."""
     saved = data_saved(case) - (case.start_share - case.share("loader start"))
-    if case.loader is None or not case.loader.get("num_workers") or saved < WORTH:
+    if not case.workers or saved < WORTH:
         return None
-    workers, cores = int(case.loader["num_workers"]), case.cores or 1.0
+    workers, cores = case.workers, case.cores or 1.0
     busy, on_core, delay = case.worker_busy, case.worker_on_core, case.worker_delay
     if busy is None or on_core is None:
         return None
@@ -173,7 +173,7 @@ def work_for_the_card(case: Case) -> Finding | None:
 def threads_of_workers(case: Case) -> Finding | None:
     """Workers that each have threads of their own, all together far more than cores."""
     counts = [p.threads for p in case.worker_samples if p.threads is not None]
-    workers, cores, saved = int((case.loader or {}).get("num_workers") or 0), case.cores, data_saved(case)
+    workers, cores, saved = case.workers, case.cores, data_saved(case)
     if not counts or not workers or cores is None or saved < WORTH or case.elastic:
         return None
     threads = max(counts) - _THREADS
@@ -205,7 +205,7 @@ def threads_of_workers(case: Case) -> Finding | None:
 
 def idle_workers(case: Case) -> Finding | None:
     """More workers than cores, and training does not even wait for them: what they cost is memory."""
-    workers, cores, busy = int((case.loader or {}).get("num_workers") or 0), case.cores, case.worker_busy
+    workers, cores, busy = case.workers, case.cores, case.worker_busy
     if cores is None or workers <= cores or busy is None or case.elastic or workers_behind(case) is not None:
         return None
     wanted, delay = spare_cores(case), case.trainer_delay or 0.0
@@ -226,7 +226,7 @@ def idle_workers(case: Case) -> Finding | None:
 
 def worker_start(case: Case) -> Finding | None:
     loader, started, share = case.loader, case.share("loader start"), case.start_share
-    if loader is None:
+    if not loader:
         return None
     title, seen = "starting the loader's workers takes", started > 0
     if not seen:
@@ -248,15 +248,14 @@ def worker_start(case: Case) -> Finding | None:
 
 
 def _epoch_steps(case: Case) -> int:
-    loader = case.loader or {}
-    length, batch = loader.get("length"), loader.get("batch_size")
+    length, batch = case.loader.get("length"), case.loader.get("batch_size")
     return int(length) // int(batch) // max(1, case.rank.info.world_size) if length and batch else 0
 
 
 def _first_start(case: Case) -> tuple[float, float]:
     """What starting workers anew takes of an epoch, by the one start that was seen: without and with the wait for a
     first batch, beyond what a worker takes to make one. The trace ends before the next epoch."""
-    loader, rate, steps = case.loader or {}, case.samples_a_worker_s, _epoch_steps(case)
+    loader, rate, steps = case.loader, case.samples_a_worker_s, _epoch_steps(case)
     if not loader.get("num_workers") or loader.get("persistent_workers") or not rate or not steps:
         return 0.0, 0.0
     spans = [span for step in case.rank.steps if step.kind == "warmup" for span in step.spans]
@@ -340,7 +339,7 @@ def _loading(case: Case) -> dict[str, Any]:
     slowest = sorted(((ms, int(i)) for r in case.reports for ms, i in r.slowest), reverse=True)[:5]
     return {
         "data_share": rounded(case.share("data")),
-        "num_workers": (case.loader or {}).get("num_workers"),
+        "num_workers": case.loader.get("num_workers"),
         "cores": case.cores,
         "cpu_share": rounded(case.cpu_share),
         "workers_busy": rounded(case.worker_busy),

@@ -25,7 +25,7 @@ def host_memory(case: Case) -> Finding | None:
         confidence=0.8,
         evidence={"memory_share": rounded(used), "swap_grew_bytes": grew},
         change="num_workers",
-        value=max(1, int((case.loader or {}).get("num_workers") or 2) // 2),
+        value=max(1, (case.workers or 2) // 2),
         advice="fewer workers, a smaller prefetch_factor, or a dataset that shares its memory",
     )
 
@@ -47,7 +47,7 @@ def pressure(case: Case) -> Finding | None:
     reserved, total = case.facts.get("memory_reserved_bytes"), case.facts.get("memory_total_bytes")
     used = reserved / total if reserved and total else None
     lost = max(0.0, 1 - case.step_ms / (case.breakdown.step_ms.mean or case.step_ms or 1.0))
-    batch = (case.loader or {}).get("batch_size")
+    batch = case.loader.get("batch_size")
     return Finding(
         code="memory.pressure",
         title=f"the card's memory is full: {retries} times in {steps} steps its cache was emptied to make room",

@@ -247,7 +247,7 @@ def _data_path(view: View) -> Offer | None:
     behind, frozen = view.found("data.", "copy."), view.found("pause.gc")
     case = view.case
     changes: list[Change] = []
-    if behind and case.loader is not None:
+    if behind and case.loader:
         why = behind[0].title
         changes += _loading(view, behind, why)
         if case.on_gpu and not case.loader.get("pin_memory"):
@@ -271,7 +271,7 @@ def _loading(view: View, behind: Sequence[Finding], why: str) -> list[Change]:
     asked = any(f.change == "num_workers" for f in behind)
     if verdict not in ("not applicable", "unsafe") and not (verdict == "undone" and asked):
         return [_made("loader", "elastic", why, safety=safety)]
-    loader = view.case.loader or {}
+    loader = view.case.loader
     wanted = next((f.value for f in behind if f.change == "num_workers" and f.value), spare_cores(view.case))
     changes = []
     if wanted != loader.get("num_workers"):
@@ -286,7 +286,7 @@ def _loading(view: View, behind: Sequence[Finding], why: str) -> list[Change]:
 
 def _fewer_threads(view: View, why: str) -> list[Change]:
     """Decoder threads of the script's own, where workers and threads together outnumber the cores."""
-    workers, cores = int((view.case.loader or {}).get("num_workers") or 0), view.case.cores or math.inf
+    workers, cores = view.case.workers, view.case.cores or math.inf
     many = [k for k in knobs(view.settings, "threads", _is_count) if k.value > 1 and workers * k.value > cores]
     return [_made(f"setting:{_key(k)}", 1, why, safety="identical", knob=k.text) for k in many[:1]]
 
@@ -372,7 +372,7 @@ def _compile(view: View) -> Offer | None:
 
 def _batch(view: View) -> Offer | None:
     case, found = view.case, view.found("launch.bound", "memory.underused")
-    now = (case.loader or {}).get("batch_size")
+    now = case.loader.get("batch_size")
     then = (cases(view.first)[0].loader or {}).get("batch_size")
     there = knobs(view.settings, "batch_size", lambda value: value == then)
     if not there or not isinstance(now, int) or not isinstance(then, int):
@@ -384,7 +384,7 @@ def _batch(view: View) -> Offer | None:
     if share is None or share > _HALF_A_GPU_IDLE:
         return None
     factor = 4 if share < _HALF_A_GPU_IDLE / 4 and found else 2
-    length = (case.loader or {}).get("length")
+    length = case.loader.get("length")
     while factor > 1 and length and now * factor * 8 > length:
         factor //= 2
     if factor < 2 or view.failed("batch_size", now * factor):

@@ -335,7 +335,7 @@ class Search:
             return None
         extra_s = start_s(run) - start_s(self._now)
         case = run.case
-        batch, planned = (case.loader or {}).get("batch_size"), _planned_samples(case)
+        batch, planned = case.loader.get("batch_size"), _planned_samples(case)
         saved_s = (gained.value - 1) / run.speed.value
         if not batch or extra_s <= 0:
             return None
@@ -360,7 +360,7 @@ class Search:
 
     def _epoch_steps(self) -> int | None:
         """One epoch and a little more, at the batch size of what is kept; never less than a trial has."""
-        loader = self._now.case.loader or {}
+        loader = self._now.case.loader
         length, batch = loader.get("length"), loader.get("batch_size")
         ranks = len(self._now.trace.ranks) if self._now.trace is not None else 1
         if not length or not batch:
@@ -550,7 +550,7 @@ class Search:
     def _step_to_beat_s(self, changes: Sequence[Change]) -> float:
         """How long a step with these changes would take, were it as fast as what is kept."""
         case = self._now.case
-        batch = (case.loader or {}).get("batch_size")
+        batch = case.loader.get("batch_size")
         new = next((change.value for change in changes if change.name == "batch_size"), batch)
         each = (case.breakdown.samples or 0) / case.breakdown.steps if self._incumbent.unit == "samples/s" else 1.0
         return each / self._incumbent.value * (new / batch if batch else 1.0)
@@ -609,7 +609,7 @@ def _without_effect(change: Change, run: Run) -> str | None:
     case = run.case
     if not change.knob:
         return None
-    if change.name in ("batch_size", "num_workers") and case.loader is not None:
+    if change.name in ("batch_size", "num_workers") and case.loader:
         seen = case.loader.get(change.name)
         if seen != change.value:
             return f"{change.knob} was set to {change.value}, but the loader has {change.name}={seen}"
@@ -630,7 +630,7 @@ def _planned_samples(case: Case) -> float | None:
         for key, value in (source.get("values") or {}).items()
         if str(key).lower() in ("epochs", "num_epochs", "max_epochs", "num_train_epochs") and isinstance(value, int)
     ]
-    length = (case.loader or {}).get("length")
+    length = case.loader.get("length")
     return float(epochs[-1] * length) if epochs and length else None
 
 

@@ -138,7 +138,7 @@ def _side(run: Run, speed: Speed | None, price_an_hour: float | None, *, paused:
     case = cases(run.trace)[0]
     power = case.card("power_w").mean
     power = power * len(run.trace.ranks) if power is not None else None
-    length = (case.loader or {}).get("length")
+    length = case.loader.get("length")
     counted, rate = speed.unit == "samples/s", speed.with_pauses if paused else speed.value
     epoch_s = length / speed.with_pauses if length and counted else None
     return Side(
