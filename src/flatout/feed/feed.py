@@ -331,12 +331,12 @@ class Feed:
         return max(1, min(fit, int(TOGETHER_S / max(1e-6, self._batch_s)), epoch.next_number, free))
 
     def _depth(self, together: int) -> int:
-        """Batches under way: enough for every worker, and a reserve for a consumer that comes in bursts. Of divided
-        ones twice as many: each waits for the slowest of its workers, and the others should not."""
+        """Batches under way: enough for every worker, and a reserve where there is room for one: for a consumer that
+        comes in bursts, or because each waits for the slowest of its workers, and the others should not."""
         pieces = len(self._table[-1].parts) if self._table else 1
-        reserve = min(8 // together, RESERVE_BYTES // max(1, self.slots.size))
-        parts = self._tuning.depth * self._tuning.workers * (1 if pieces == 1 else 2)
-        return together * max(3, reserve, round(parts / pieces) + 1)
+        enough = max(3, round(self._tuning.depth * self._tuning.workers / pieces) + 1)
+        reserve = 2 * enough if pieces > 1 else 8 // together
+        return together * max(enough, min(reserve, RESERVE_BYTES // max(1, self.slots.size)))
 
     def _cut(self, batch: Batch) -> None:
         pieces = 1
