@@ -7,6 +7,7 @@ time. What is not plain training (set-up, the X-ray, a trial's replays, the tail
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from flatout.trace import RankTrace, Sketch, Step
@@ -64,34 +65,30 @@ class Breakdown:
 
 def breakdown(rank: RankTrace) -> Breakdown:
     """The account of one rank."""
-    wall, spans, idle = Sketch(), {}, {}  # type: tuple[Sketch, dict[str, float], dict[str, float]]
-    gpu_steps, samples, losses = 0, None, Sketch()
+    wall, losses, gpu_steps, samples = Sketch(), Sketch(), 0, None
+    by_phase: defaultdict[str, float] = defaultdict(float)
+    idle: defaultdict[str, float] = defaultdict(float)
+    whole: defaultdict[str, float] = defaultdict(float)
     for window in rank.windows:
         wall.merge(window.wall_ms)
         losses.merge(window.loss)
         gpu_steps += window.gpu_steps
         samples = (samples or 0) + window.samples if window.samples is not None else samples
         for key, sketch in window.spans_ms.items():
-            spans[key] = spans.get(key, 0.0) + sketch.total
+            by_phase[key] += sketch.total
         for key, ms in window.gpu_idle_ms.items():
-            idle[key] = idle.get(key, 0.0) + ms
-    spans = split(spans)
+            idle[key] += ms
+    spans, training_ms = split(by_phase), wall.total
     scale = wall.count / gpu_steps if gpu_steps else None
-    training_ms = wall.total
-    special: dict[str, float] = {}
     for step in rank.steps:
         if step.kind == "tail":
             for span in step.spans:
-                name = span.name if span.name != UNSPLIT else REST
-                special[name] = special.get(name, 0.0) + span.host_ms
+                whole[span.name if span.name != UNSPLIT else REST] += span.host_ms
         elif step.kind != "train":
-            special[KINDS_IN_WORDS.get(step.kind, step.kind)] = (
-                special.get(KINDS_IN_WORDS.get(step.kind, step.kind), 0.0) + step.wall_ms
-            )
-    wall_ms = training_ms + sum(special.values())
-    whole: dict[str, float] = dict(special)
+            whole[KINDS_IN_WORDS.get(step.kind, step.kind)] += step.wall_ms
+    wall_ms = training_ms + sum(whole.values())
     for key, ms in spans.items():
-        whole[key] = whole.get(key, 0.0) + ms
+        whole[key] += ms
     return Breakdown(
         wall_ms=wall_ms,
         parts=_parts(whole, wall_ms, idle, scale),
