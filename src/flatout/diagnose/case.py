@@ -13,7 +13,7 @@ from typing import Any
 
 from flatout.diagnose.breakdown import Breakdown, breakdown
 from flatout.diagnose.replay import gain_without
-from flatout.trace import ProcessSample, RankTrace, Sample, Sketch, Step, Trace, WorkerReport, Xray
+from flatout.trace import GpuSample, ProcessSample, RankTrace, Sample, Sketch, Step, Trace, WorkerReport, Xray
 
 LAUNCHING = ("forward", "loss", "backward", "optimizer", "rest", "copy")
 _MARKED_STEPS_USED = 200
@@ -114,11 +114,15 @@ class Case:
         return times
 
     @cached_property
+    def worked_s(self) -> float:
+        """How long the workers were at work, all together: loading samples and joining them."""
+        return sum(r.sample_wall_s + r.collate_s for r in self.reports)
+
+    @cached_property
     def worker_busy(self) -> float | None:
         """The share of their time the workers were at work, not waiting to be asked."""
-        worked = sum(r.sample_wall_s + r.collate_s for r in self.reports)
-        waited = sum(r.waiting_s for r in self.reports)
-        return worked / (worked + waited) if worked else None
+        waited_s = sum(r.waiting_s for r in self.reports)
+        return self.worked_s / (self.worked_s + waited_s) if self.worked_s else None
 
     @cached_property
     def worker_on_core(self) -> float | None:
@@ -130,20 +134,17 @@ class Case:
     def worker_delay(self) -> float | None:
         """The share of loading time in which a worker was ready to run but had no core."""
         delays = [r.run_delay_s for r in self.reports if r.run_delay_s is not None]
-        worked = sum(r.sample_wall_s + r.collate_s for r in self.reports)
-        return min(1.0, sum(delays) / worked) if delays and worked else None
+        return min(1.0, sum(delays) / self.worked_s) if delays and self.worked_s else None
 
     @cached_property
     def collate_share(self) -> float | None:
         """The share of the workers' work that is joining samples."""
-        worked = sum(r.sample_wall_s + r.collate_s for r in self.reports)
-        return sum(r.collate_s for r in self.reports) / worked if worked else None
+        return sum(r.collate_s for r in self.reports) / self.worked_s if self.worked_s else None
 
     @cached_property
     def samples_a_worker_s(self) -> float | None:
         """What one worker can make, in samples a second."""
-        worked = sum(r.sample_wall_s + r.collate_s for r in self.reports)
-        return sum(r.samples for r in self.reports) / worked if worked else None
+        return sum(r.samples for r in self.reports) / self.worked_s if self.worked_s else None
 
     @cached_property
     def supply(self) -> float:
@@ -267,13 +268,6 @@ class Case:
         above = ceiling / b.samples_per_s if ceiling and b.samples_per_s else None
         return above if above is not None and above > _DISTURBED else None
 
-    def xray_idle(self, *phases: str) -> float | None:
-        """Milliseconds a step in which the card had nothing to do while the host was in these phases."""
-        xray = self.xray
-        if xray is None or not xray.steps:
-            return None
-        return sum(xray.idle_by_phase_ms.get(phase, 0.0) for phase in phases) / xray.steps
-
     # -- the machine ------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -347,10 +341,15 @@ class Case:
         iowait = Sketch.of(s.host.iowait_pct for s in self.samples).mean or 0.0
         return max(pressure, iowait) / 100
 
-    def card(self, field: str) -> Sketch:
-        """A figure of this rank's card over the training."""
+    @cached_property
+    def card_samples(self) -> tuple[GpuSample, ...]:
+        """What was seen of this rank's card."""
         index = int(self.facts.get("gpu_index") or 0)
-        return Sketch.of(getattr(g, field) for s in self.samples for g in s.gpus if g.index == index)
+        return tuple(gpu for s in self.samples for gpu in s.gpus if gpu.index == index)
+
+    def card(self, field: str) -> Sketch:
+        """A figure of it over the training."""
+        return Sketch.of(getattr(gpu, field) for gpu in self.card_samples)
 
 
 def cases(trace: Trace) -> tuple[Case, ...]:

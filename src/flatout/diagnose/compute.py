@@ -9,6 +9,7 @@ from typing import Any
 from flatout.diagnose.case import LAUNCHES_LATE, LAUNCHING, Case
 from flatout.diagnose.finding import Finding
 from flatout.diagnose.gains import WORTH, computed, data_saved, rounded
+from flatout.trace import Xray
 
 FUSABLE = ("Adam", "AdamW", "SGD", "Adagrad")
 _TURNING = re.compile("nchwToNhwc|nhwcToNchw")
@@ -17,9 +18,10 @@ _JOINABLE = re.compile(f"elementwise|reduce_kernel|layer_norm|softmax|dropout|{_
 
 
 def launch_bound(case: Case) -> Finding | None:
-    xray, idle = case.xray, case.xray_idle(*LAUNCHING)
-    if xray is None or idle is None or not case.mean_ms:
+    xray = case.xray
+    if xray is None or not xray.steps or not case.mean_ms:
         return None
+    idle = sum(xray.idle_by_phase_ms.get(phase, 0.0) for phase in LAUNCHING) / xray.steps
     lost = min(0.99, idle / max(case.mean_ms, xray.wall_ms / xray.steps))
     working = sum(xray.busy_by_phase_ms.get(phase, 0.0) for phase in LAUNCHING) / xray.steps
     median_us = xray.kernel_us.quantile(0.5) or 0.0
@@ -46,8 +48,9 @@ def precision(case: Case) -> Finding | None:
         return None
     if case.facts.get("parameter_dtypes") != ["float32"]:
         return None
-    matrix, outside = min(1.0, xray.matrix_ms / xray.busy_ms), _outside_tensor_cores(case)
-    if (case.busy_share or 1.0) * matrix < 0.10:
+    matrix, outside = min(1.0, xray.matrix_ms / xray.busy_ms), _outside_ms(xray) / xray.busy_ms
+    working = case.busy_share or 1.0
+    if working * matrix < 0.10:
         return None
     # Outside the tensor cores a product becomes at least twice as fast, and eight times at best; all else, inside them
     # or bound by memory, moves half the bytes at best.
@@ -55,8 +58,8 @@ def precision(case: Case) -> Finding | None:
     return Finding(
         code="compute.precision",
         title=f"matrix work runs in fp32: {matrix:.0%} of the card's time, {outside:.0%} outside the tensor cores",
-        share=(case.busy_share or 1.0) * matrix,
-        **computed(case, (case.busy_share or 1.0) * sure, (case.busy_share or 1.0) * most),
+        share=working * matrix,
+        **computed(case, working * sure, working * most),
         confidence=0.8,
         evidence={"matrix_share": rounded(matrix), "outside_tensor_cores": rounded(outside)},
         change="precision",
@@ -65,30 +68,33 @@ def precision(case: Case) -> Finding | None:
     )
 
 
-def _outside_tensor_cores(case: Case) -> float:
-    """The share of the card's time that goes into matrix work outside the tensor cores."""
-    xray = case.xray
-    return max(0.0, xray.matrix_ms - xray.tensor_core_ms) / xray.busy_ms if xray is not None and xray.busy_ms else 0.0
-
-
 def with_tf32(case: Case) -> dict[str, Any]:
     """What TF32 would give: matrix work outside the tensor cores moves in, and is eight times as fast at best."""
-    return computed(case, 0.0, (case.busy_share or 1.0) * _outside_tensor_cores(case) * 7 / 8 * case.card_bound)
+    outside_ms = _outside_ms(case.xray) if case.xray is not None else 0.0
+    return computed(case, 0.0, _share(case, outside_ms) * 7 / 8 * case.card_bound)
 
 
 def with_benchmark(case: Case) -> dict[str, Any]:
     """What cuDNN's search for faster kernels would give, if it makes none more than twice as fast."""
+    matrix_ms = min(case.xray.matrix_ms, case.xray.busy_ms) if case.xray is not None else 0.0
+    return computed(case, 0.0, _share(case, matrix_ms) / 2 * case.card_bound)
+
+
+def _outside_ms(xray: Xray) -> float:
+    """Matrix work outside the tensor cores."""
+    return max(0.0, xray.matrix_ms - xray.tensor_core_ms)
+
+
+def _share(case: Case, ms: float) -> float:
+    """The share of the time that so much of the X-ray's kernels takes."""
     xray = case.xray
-    matrix = min(1.0, xray.matrix_ms / xray.busy_ms) if xray is not None and xray.busy_ms else 0.0
-    return computed(case, 0.0, (case.busy_share or 1.0) * matrix / 2 * case.card_bound)
+    return ms / xray.busy_ms * (case.busy_share or 1.0) if xray is not None and xray.busy_ms else 0.0
 
 
 def _kernel_share(case: Case, pattern: re.Pattern[str]) -> float:
-    """The share of the time that goes into kernels of these names, by those that take the most."""
-    xray = case.xray
-    if xray is None or not xray.busy_ms:
-        return 0.0
-    return sum(ms for name, ms in xray.top_ms.items() if pattern.search(name)) / xray.busy_ms * (case.busy_share or 1.0)
+    """The same for kernels of these names, by those that take the most."""
+    top_ms = case.xray.top_ms if case.xray is not None else {}
+    return _share(case, sum(ms for name, ms in top_ms.items() if pattern.search(name)))
 
 
 def layout(case: Case) -> Finding | None:
@@ -154,9 +160,9 @@ def eager(case: Case) -> Finding | None:
 def _looping_optimizer(case: Case) -> float:
     """The share of the time that an optimizer's elementwise kernels take: compiling the model joins none of them."""
     xray = case.xray
-    if xray is None or not xray.busy_ms or any("multi_tensor" in name for name in xray.top_ms):
+    if xray is None or any("multi_tensor" in name for name in xray.top_ms):
         return 0.0
-    return xray.busy_by_phase_ms.get("optimizer", 0.0) / xray.busy_ms * (case.busy_share or 1.0)
+    return _share(case, xray.busy_by_phase_ms.get("optimizer", 0.0))
 
 
 def underused(case: Case) -> Finding | None:
@@ -172,7 +178,6 @@ def underused(case: Case) -> Finding | None:
         code="memory.underused",
         title=f"a batch of {batch} uses {peak / total:.0%} of the card's memory and {active:.0f}% of its processors",
         share=1 - active / 100,
-        gain_low=1.0,
         gain_high=max(1.0, min(room, 100 / max(1.0, active))),
         derived="model of the kernels",
         confidence=0.5,

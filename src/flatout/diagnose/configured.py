@@ -11,7 +11,6 @@ from flatout.diagnose.compute import with_benchmark, with_tf32
 from flatout.diagnose.finding import Finding
 from flatout.diagnose.names import pattern_of
 
-_NO_GAIN = {"gain_low": 1.0, "gain_high": 1.0, "derived": "seen in force"}
 _OFF = {"", "0", "false", "no", "none", "off", "null", "fp32", "float32", "32", "32-true", "highest"}
 
 
@@ -29,7 +28,9 @@ def ignored_settings(case: Case, others: Iterable[Finding]) -> list[Finding]:
 
 
 def _gain_of(cost: Finding | None) -> dict[str, Any]:
-    return {of: getattr(cost, of) for of in _NO_GAIN} if cost is not None else _NO_GAIN
+    if cost is None:
+        return {"derived": "seen in force"}
+    return {of: getattr(cost, of) for of in ("gain_low", "gain_high", "derived")}
 
 
 def _is_on(value: Any) -> bool:

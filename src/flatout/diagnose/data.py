@@ -390,6 +390,5 @@ def _slow_tail(case: Case) -> float | None:
     beyond_s = (times.mean - median) * times.count / 1e3
     if sum(r.run_delay_s or 0.0 for r in case.reports) > 0.5 * beyond_s:
         return None
-    worked_s = sum(r.sample_wall_s + r.collate_s for r in case.reports)
     tail_s = 0.01 * p99 / 1e3 * sum(r.samples for r in case.reports)
-    return p99 / median if tail_s > 0.1 * worked_s else None
+    return p99 / median if tail_s > 0.1 * case.worked_s else None

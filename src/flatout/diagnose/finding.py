@@ -51,8 +51,8 @@ class Finding:
     code: str
     title: str  # one sentence: what is wrong, with the number that shows it
     share: float  # of the wall time, 0 to 1
-    gain_low: float
-    gain_high: float
+    gain_low: float = 1.0
+    gain_high: float = 1.0
     derived: str  # "measured ceiling", "model": never a bare rule of thumb
     confidence: float  # 0 to 1
     evidence: dict[str, Any] = field(default_factory=dict)

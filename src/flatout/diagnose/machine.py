@@ -10,8 +10,10 @@ from flatout.diagnose.gains import removed, rounded
 
 
 def host_memory(case: Case) -> Finding | None:
-    used = _memory_share(case)
-    swap = [s.host.swap_used_bytes for s in case.samples if s.host.swap_used_bytes is not None]
+    hosts = [sample.host for sample in case.samples]
+    shares = [h.memory_used_bytes / h.memory_total_bytes for h in hosts if h.memory_used_bytes and h.memory_total_bytes]
+    used = max(shares, default=None)
+    swap = [host.swap_used_bytes for host in hosts if host.swap_used_bytes is not None]
     grew = max(swap) - swap[0] if swap else 0
     if (used or 0.0) < 0.95 and grew < 2**28:
         return None
@@ -19,8 +21,6 @@ def host_memory(case: Case) -> Finding | None:
         code="memory.host",
         title=f"the host runs out of memory: {used or 0:.0%} used, swap grew by {grew / 2**20:.0f} MiB",
         share=0.0,
-        gain_low=1.0,
-        gain_high=1.0,
         derived="model of the machine",
         confidence=0.8,
         evidence={"memory_share": rounded(used), "swap_grew_bytes": grew},
@@ -28,15 +28,6 @@ def host_memory(case: Case) -> Finding | None:
         value=max(1, (case.workers or 2) // 2),
         advice="fewer workers, a smaller prefetch_factor, or a dataset that shares its memory",
     )
-
-
-def _memory_share(case: Case) -> float | None:
-    shares = [
-        s.host.memory_used_bytes / s.host.memory_total_bytes
-        for s in case.samples
-        if s.host.memory_used_bytes is not None and s.host.memory_total_bytes
-    ]
-    return max(shares, default=None)
 
 
 def pressure(case: Case) -> Finding | None:
@@ -63,8 +54,7 @@ def pressure(case: Case) -> Finding | None:
 
 
 def throttled(case: Case) -> Finding | None:
-    index = int(case.facts.get("gpu_index") or 0)
-    words = [g.throttle or () for s in case.samples for g in s.gpus if g.index == index]
+    words = [gpu.throttle or () for gpu in case.card_samples]
     bad = [w for w in words if any(r.startswith(("heat", "hardware", "power brake")) for r in w)]
     if not words or len(bad) / len(words) < 0.1:
         return None
@@ -73,7 +63,6 @@ def throttled(case: Case) -> Finding | None:
         code="hardware.throttled",
         title=f"the card slows itself down ({', '.join(bad[0])}) {len(bad) / len(words):.0%} of the time",
         share=len(bad) / len(words),
-        gain_low=1.0,
         gain_high=max(1.0, most / clock) if clock and math.isfinite(most) else 1.0,
         derived="model of the machine",
         confidence=0.9,
@@ -99,8 +88,7 @@ def shared_cores(case: Case) -> Finding | None:
 
 def shared_card(case: Case) -> Finding | None:
     ours = {p.pid for s in case.samples for p in s.processes} | {r.info.pid for r in case.trace.ranks}
-    index = int(case.facts.get("gpu_index") or 0)
-    others = {p.pid: p for s in case.samples for g in s.gpus if g.index == index for p in g.processes or ()}
+    others = {p.pid: p for gpu in case.card_samples for p in gpu.processes or ()}
     strangers = [p for pid, p in others.items() if pid not in ours and (p.used_bytes or 0) > 2**28]
     if not strangers or not ours:
         return None
@@ -108,8 +96,6 @@ def shared_card(case: Case) -> Finding | None:
         code="hardware.shared",
         title=f"{len(strangers)} other process(es) use this card",
         share=0.0,
-        gain_low=1.0,
-        gain_high=1.0,
         derived="model of the machine",
         confidence=0.8,
         evidence={"processes": [{"pid": p.pid, "name": p.name, "bytes": p.used_bytes} for p in strangers]},
@@ -125,7 +111,6 @@ def idle_gpus(case: Case) -> Finding | None:
         code="hardware.idle-gpus",
         title=f"{visible} GPUs are visible and one is used",
         share=1 - 1 / visible,
-        gain_low=1.0,
         gain_high=float(visible),
         derived="model of the machine",
         confidence=0.6,
