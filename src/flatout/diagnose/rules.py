@@ -34,19 +34,18 @@ def diagnose(trace: Trace) -> tuple[Finding, ...]:
     explained = {finding.evidence.get("cause") for finding in ignored}
     found = [finding for finding in found if finding.code not in explained] + ignored
     found.sort(key=lambda f: (-((f.gain_low + f.gain_high) / 2 - 1) * f.confidence, f.code))
-    found = _one_for_each_change(found)
-    return tuple(_within(found, case.headroom)) or ((_saturated(case),) if _is_saturated(case) else ())
+    if found:
+        return tuple(_within(_one_for_each_change(found), case.headroom))
+    healthy = _saturated(case)
+    return (healthy,) if healthy is not None else ()
 
 
 def _one_for_each_change(ranked: list[Finding]) -> list[Finding]:
     """The same, without those whose remedy a better one has asked for already."""
-    asked: set[str] = set()
-    kept = []
+    kept: list[Finding] = []
     for finding in ranked:
-        if finding.change is None or finding.change not in asked:
+        if finding.change is None or all(finding.change != better.change for better in kept):
             kept.append(finding)
-        if finding.change is not None:
-            asked.add(finding.change)
     return kept
 
 
@@ -89,20 +88,17 @@ def _pause(phase: str, code: str, change: str | None, advice: str, worth: float 
     return rule
 
 
-def _is_saturated(case: Case) -> bool:
+def _saturated(case: Case) -> Finding | None:
+    """That all is well, where it is seen to be: on a card by the X-ray alone."""
     busy = case.busy_share
-    return (busy if busy is not None else 0.0 if case.on_gpu else 1 - data_saved(case)) >= _SATURATED
-
-
-def _saturated(case: Case) -> Finding:
-    busy = case.busy_share
+    share = busy if busy is not None else 0.0 if case.on_gpu else 1 - data_saved(case)
+    if share < _SATURATED:
+        return None
     what = f"the card has work {busy:.0%} of the time" if busy is not None else "the step is spent computing"
     return Finding(
         code="compute.saturated",
         title=f"healthy: {what}",
-        share=busy if busy is not None else 1 - data_saved(case),
-        gain_low=1.0,
-        gain_high=1.0,
+        share=share,
         derived="measured ceiling" if case.has_ceiling else "model of the step",
         confidence=0.9,
         evidence={"busy_share": rounded(busy), "samples_per_s": rounded(case.breakdown.samples_per_s)},
