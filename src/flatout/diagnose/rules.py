@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 
 from flatout.diagnose import compute, data, machine
+from flatout.diagnose.breakdown import REST
 from flatout.diagnose.case import Case, cases
 from flatout.diagnose.configured import ignored_settings
 from flatout.diagnose.finding import Finding
@@ -89,9 +90,10 @@ def _pause(phase: str, code: str, change: str | None, advice: str, worth: float 
 
 
 def _saturated(case: Case) -> Finding | None:
-    """That all is well, where it is seen to be: on a card by the X-ray alone."""
+    """That all is well, where it is seen to be: on a card by the X-ray alone; without one, what is neither a wait for
+    data nor the script's own code between the phases (a simulator, batches made by hand) is computing."""
     busy = case.busy_share
-    share = busy if busy is not None else 0.0 if case.on_gpu else 1 - data_saved(case)
+    share = busy if busy is not None else 0.0 if case.on_gpu else 1 - data_saved(case) - case.share(REST)
     if share < _SATURATED:
         return None
     what = f"the card has work {busy:.0%} of the time" if busy is not None else "the step is spent computing"

@@ -9,11 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from flatout.diagnose.breakdown import REST
 from flatout.diagnose.finding import Finding
 from flatout.diagnose.gains import HELD_BACK
 from flatout.report.account import Account
 from flatout.report.permanent import as_code
-from flatout.report.picture import waterfall
+from flatout.report.picture import waterfall, words
 from flatout.report.terminal import WIDTH, wrapped
 
 _INDENT = "   "
@@ -33,7 +34,8 @@ def headline(account: Account, findings: Sequence[Finding]) -> str:
         seconds = account.breakdown.training_ms / 1e3
         return f"Not enough training steps to judge: {account.breakdown.steps} in {seconds:.2g} s."
     if bars[0].family != "compute" and bars[0].width >= 0.1:
-        return f"{bars[0].width:.0%} of training time goes to {bars[0].label}."
+        what = "code outside forward, backward and optimizer" if bars[0].label == words(REST) else bars[0].label
+        return f"{bars[0].width:.0%} of training time goes to {what}."
     work = sum(bar.width for bar in bars if bar.family == "compute")
     return f"{work:.0%} of training time goes to forward, backward and optimizer."
 

@@ -29,6 +29,14 @@ def test_a_healthy_run_is_called_healthy_and_nothing_else() -> None:
     assert codes(trace()) == ["compute.saturated"]
 
 
+@pytest.mark.parametrize(("outside", "verdict"), [(1.0, ["compute.saturated"]), (25.0, [])], ids=["little", "more"])
+def test_without_a_card_the_scripts_own_code_between_the_phases_is_not_called_computing(
+    outside: float, verdict: list[str]
+) -> None:
+    """A simulator stepped in Python, say: nothing is seen to be wrong with it, and nothing to be healthy."""
+    assert codes(trace(*HEALTHY, ("rest", outside, None, None), facts={"gpu": None}, xray=None)) == verdict
+
+
 @pytest.mark.parametrize("short", [steps(*STARVED)[:10], steps(("forward", 0.5, None, 0.5))], ids=["few", "quick"])
 def test_too_few_or_too_quick_steps_are_not_judged(short: tuple[Step, ...]) -> None:
     """Others have the cores while a training of 60 steps is over in 0.03 s: who can say."""

@@ -13,6 +13,7 @@ from flatout.diagnose.gains import HELD_BACK
 from flatout.report import findings
 from flatout.report.account import account
 from flatout.report.findings import change_as_typed, gain, headline
+from flatout.trace import Span
 
 ACCOUNT = account(whole_run(), "runs/one")
 
@@ -38,6 +39,12 @@ def test_a_gain_that_the_loader_holds_back_says_so() -> None:
 
 def test_without_findings_the_headline_says_what_the_account_knows() -> None:
     assert headline(ACCOUNT, ()) == "52% of training time goes to waiting for data."
+
+
+def test_what_goes_on_between_the_phases_is_told_by_where_it_is() -> None:
+    simulated = (Span(name="rest", start_ms=0.0, host_ms=56.0), Span(name="forward", start_ms=56.0, host_ms=44.0))
+    made = account(trace_of(rank_of(steps_of([100.0] * 60, spans=simulated))), "runs/one")
+    assert headline(made, ()) == "56% of training time goes to code outside forward, backward and optimizer."
 
 
 def test_a_healthy_run_is_called_so_without_a_promise() -> None:
