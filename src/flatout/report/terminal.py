@@ -151,13 +151,13 @@ def _xray(xray: Xray) -> str:
 def _worker_line(w: Workers) -> str:
     who = f"{w.workers} workers" if w.workers else "the training process"
     median, worst = w.sample_ms.quantile(0.5) or 0.0, w.sample_ms.quantile(1.0) or 0.0
-    words = [f"{who} on {w}: {median:.2f} ms a sample (worst {worst:.0f} ms)"]
+    words = [f"{who} on {w}: {ms(median)} a sample (worst {ms(worst)})"]
     if w.workers:
         words.append(f"busy {w.busy_share:.0%}")
     words.append(f"on a core {min(1.0, w.cpu_share):.0%} of that")
     if w.transforms_ms:
         name, spent = max(w.transforms_ms.items(), key=lambda item: item[1])
-        words.append(f"{name} takes {spent:.2f} ms")
+        words.append(f"{name} takes {ms(spent)}")
     return ", ".join(words)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from report_runs import printed, worker
+from report_runs import printed, rank_of, steps_of, trace_of, worker
 
 from flatout.report.account import account
 from flatout.report.terminal import duration, ms, show, wrapped
-from flatout.trace import Note, RankTrace, RunInfo, Span, Step, Trace, Xray
+from flatout.trace import Note, RankTrace, RunInfo, Sketch, Span, Step, Trace, Xray
 from flatout.trace.thin import window_of
 
 LONG = "a/very/long/way/down/into/the/package/of/somebody/else/train_model.py:1234"
@@ -77,6 +77,14 @@ def test_loaders_of_one_class_of_data_are_told_apart() -> None:
     loading = [line for line in drawn() if line.startswith("loading")]
     assert ["Pictures of 4,000 samples:" in line for line in loading] == [True, False]
     assert ["Pictures of 500 samples:" in line for line in loading] == [False, True]
+
+
+def test_a_sample_that_loads_in_microseconds_is_not_said_to_take_no_time() -> None:
+    quick = replace(worker(None), sample_ms=Sketch.of([0.04, 0.04, 0.3]), transforms_s={"Rotate": 0.0032})
+    shown = account(trace_of(rank_of(steps_of([10.0] * 60), workers=(quick,))), "flatout-runs/x")
+    said = " ".join(printed(lambda console: show(shown, console)).split())
+    assert "the training process on Photos: 40 µs a sample (worst 0.30 ms)" in said
+    assert "Rotate takes 10 µs" in said
 
 
 def test_numbers_have_the_digits_that_mean_something() -> None:
