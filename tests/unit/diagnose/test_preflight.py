@@ -136,6 +136,29 @@ for epoch in range(3):
     assert "pageable" in line(checklist, "pin_memory").reason
 
 
+@pytest.mark.parametrize(
+    ("interval", "said"), [("500", "every 500 batches"), ("len(loader) // 5", "among the batches, now and then")]
+)
+def test_an_evaluation_every_so_many_batches_is_seen(tmp_path: Path, interval: str, said: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"""
+from torch.utils.data import DataLoader
+loader = DataLoader(train_set, batch_size=8)
+for epoch in range(3):
+    for step, (x, y) in enumerate(loader):
+        loss = model(x).mean()
+        loss.backward()
+        optimizer.step()
+        if step % ({interval}) == 0:
+            evaluate(model)
+def evaluate(model):
+    model.eval()
+""")
+    found = line(look_over(script), "evaluation")
+    assert (found.status, found.where) == (NOT_APPLICABLE, f"{script}:10")
+    assert found.reason.startswith(said)
+
+
 PAIR = """
 from torch.utils.data import DataLoader
 {names} = DataLoader(one, 8, num_workers=4), DataLoader(two, 8)

@@ -89,7 +89,18 @@ def _each_epoch(study: Study, wanted: Wanted, *, code: str) -> Line:
         for call in tree.calls_in(loop) if loop is not None else ():
             if loop is not None and not tree.inside(call, region.node) and wanted(study, call):
                 return _how_often(study, call, loop, code)
-    return unknown("none was seen in a loop over epochs")
+    return _between_batches(study, wanted) or unknown("none was seen in a loop over epochs")
+
+
+def _between_batches(study: Study, wanted: Wanted) -> Line | None:
+    """Every so many batches: what that costs, the source does not tell."""
+    for region in study.regions:
+        for call in region.calls() if _over_batches(study, region) else ():
+            if wanted(study, call):
+                every = _interval(study, call, region.node)
+                often = f"every {every.what:,} batches" if every.is_number() else "among the batches, now and then"
+                return unknown(f"{often}; what that costs shows only in a run", tree.where(call))
+    return None
 
 
 def _how_often(study: Study, call: ast.Call, loop: tree.Loop, code: str) -> Line:
@@ -105,8 +116,8 @@ def _how_often(study: Study, call: ast.Call, loop: tree.Loop, code: str) -> Line
     return ok("after every epoch", tree.where(call))
 
 
-def _interval(study: Study, call: ast.Call, loop: tree.Loop) -> Value:
-    """Every how many epochs a call runs, by the `epoch % n` around it; 1 under no condition at all."""
+def _interval(study: Study, call: ast.Call, loop: tree.Loop | ast.FunctionDef) -> Value:
+    """Every how many rounds of a loop a call runs, by the `epoch % n` around it; 1 under no condition at all."""
     for above in tree.around(call):
         if above is loop:
             break
