@@ -362,8 +362,9 @@ class Feed:
         for hand in self.crew:
             if not hand.retiring and (idlest is None or len(hand.tasks) < len(idlest.tasks)):
                 idlest = hand
-        # What is more waits here, for who is done first.
-        return idlest if idlest is not None and len(idlest.tasks) < self._tuning.depth else None
+        # What is more waits here: at first until it is known how large a slot has to be, then for who is done first.
+        most = self._tuning.depth if self._row_s else 1
+        return idlest if idlest is not None and len(idlest.tasks) < most else None
 
     def _give(self, part: Part, hand: Hand, *, again: bool = False) -> bool:
         assert self._epoch is not None

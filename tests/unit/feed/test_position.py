@@ -122,6 +122,16 @@ def test_slots_go_round() -> None:
     assert len(list(feed(loader).slots)) < 24
 
 
+def test_only_the_first_batch_of_a_worker_travels_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """... because nobody knows yet how large a slot has to be."""
+    travelled: list[int] = []
+    map_file = packing.map_file
+    monkeypatch.setattr(packing, "map_file", lambda file, **how: travelled.append(file) or map_file(file, **how))
+    for _ in DataLoader(Slow(400), 8, num_workers=2):
+        pass
+    assert 1 <= len(travelled) <= 2
+
+
 def test_epochs_draw_different_numbers_and_a_seed_brings_them_back() -> None:
     loader = DataLoader(Drawing(20), 4, num_workers=2, persistent_workers=True)
     torch.manual_seed(1)
