@@ -276,7 +276,7 @@ def jpeg(measured: Measurements) -> None:
             return rate(stock_to_gpu(loader, normalized), lambda batch: len(batch[1]), measured.seconds)
 
         measured.add("ours, auto", ours)
-        for workers in sorted({max(1, CORES * share // 8) for share in (6, 8, 12)}):
+        for workers in sorted({max(1, CORES * share // 8) for share in (8, 12, 16)}):
             measured.add(f"stock, {workers:2} workers", lambda workers=workers: stock(workers))
         measured.add(f"decoders alone, {CORES} processes", lambda: decoders_alone(Path(folder), measured.seconds))
         measured.run(rounds=3)
