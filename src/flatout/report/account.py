@@ -36,6 +36,13 @@ class Workers:
         """The dataset with its length: training and validation data are often of one class."""
         return self.dataset if self.length is None else f"{self.dataset} of {self.length:,} samples"
 
+    @property
+    def who(self) -> str:
+        """Who loaded it, in words."""
+        if not self.workers:
+            return "the training process"
+        return f"{self.workers} worker" + "s" * (self.workers > 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:

@@ -23,9 +23,8 @@ def loading(account: Account, first: RankTrace) -> Html | None:
         return None
     parts: list[Html | None] = []
     for workers in account.workers:
-        who = f"{workers.workers} workers" if workers.workers else "the training process itself"
         median, worst = workers.sample_ms.quantile(0.5) or 0.0, workers.sample_ms.high
-        said = f"{workers}, by {who}: {workers.samples:,} loaded, {ms(median)} each (worst {ms(worst)})."
+        said = f"{workers}, by {workers.who}: {workers.samples:,} loaded, {ms(median)} each (worst {ms(worst)})."
         random = f" It draws random numbers from {', '.join(workers.random_used)}." if workers.random_used else ""
         parts.append(tag("p", said + random))
         if workers.transforms_ms:

@@ -149,9 +149,8 @@ def _xray(xray: Xray) -> str:
 
 
 def _worker_line(w: Workers) -> str:
-    who = f"{w.workers} workers" if w.workers else "the training process"
     median, worst = w.sample_ms.quantile(0.5) or 0.0, w.sample_ms.quantile(1.0) or 0.0
-    words = [f"{who} on {w}: {ms(median)} a sample (worst {ms(worst)})"]
+    words = [f"{w.who} on {w}: {ms(median)} a sample (worst {ms(worst)})"]
     if w.workers:
         words.append(f"busy {w.busy_share:.0%}")
     words.append(f"on a core {min(1.0, w.cpu_share):.0%} of that")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from report_runs import printed, rank_of, steps_of, trace_of, worker
 
 from flatout.report.account import account
@@ -77,6 +78,13 @@ def test_loaders_of_one_class_of_data_are_told_apart() -> None:
     loading = [line for line in drawn() if line.startswith("loading")]
     assert ["Pictures of 4,000 samples:" in line for line in loading] == [True, False]
     assert ["Pictures of 500 samples:" in line for line in loading] == [False, True]
+
+
+@pytest.mark.parametrize(("numbers", "who"), [((0,), "1 worker on Photos"), ((0, 1), "2 workers on Photos")])
+def test_workers_are_counted_as_one_says_it(numbers: tuple[int, ...], who: str) -> None:
+    rank = rank_of(steps_of([10.0] * 60), workers=tuple(worker(number) for number in numbers))
+    shown = account(trace_of(rank), "flatout-runs/x")
+    assert f"loading  {who}: " in printed(lambda console: show(shown, console))
 
 
 def test_a_sample_that_loads_in_microseconds_is_not_said_to_take_no_time() -> None:
