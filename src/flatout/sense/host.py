@@ -117,25 +117,22 @@ class _Counters:
 
     def since(self, before: _Counters) -> dict[str, Any]:
         seconds = self.now_s - before.now_s
+        pairs = zip(self.cores, before.cores, strict=False)
+        spent = [(now[0] - was[0], now[1] - was[1], now[2] - was[2]) for now, was in pairs]
+        busy = [_pct(ticks - idle - waiting, ticks) for ticks, idle, waiting in spent]
 
-        def share_pct(now_us: int | None, before_us: int | None) -> float | None:
-            if now_us is None or before_us is None:
-                return None
-            return min(100.0, max(0.0, (now_us - before_us) / seconds / 1e4))
+        def stalled_pct(name: str) -> float | None:
+            now_us, before_us = self.pressure_us[name], before.pressure_us[name]
+            return _pct(now_us - before_us, seconds * 1e6) if now_us is not None and before_us is not None else None
 
-        busy = [_busy_pct(now, was) for now, was in zip(self.cores, before.cores, strict=False)]
-        waits = [_wait_pct(now, was) for now, was in zip(self.cores[:1], before.cores[:1], strict=False)]
-        switches = None
-        if self.switches is not None and before.switches is not None:
-            switches = (self.switches - before.switches) / seconds
         return {
             "cpu_pct": busy[0] if busy else None,
             "cores_pct": tuple(busy[1:]),
-            "iowait_pct": waits[0] if waits else None,
-            "switches_s": switches,
-            "pressure_cpu_pct": share_pct(self.pressure_us["cpu"], before.pressure_us["cpu"]),
-            "pressure_io_pct": share_pct(self.pressure_us["io"], before.pressure_us["io"]),
-            "pressure_memory_pct": share_pct(self.pressure_us["memory"], before.pressure_us["memory"]),
+            "iowait_pct": _pct(spent[0][2], spent[0][0]) if spent else None,
+            "switches_s": rate(self.switches, before.switches, seconds),
+            "pressure_cpu_pct": stalled_pct("cpu"),
+            "pressure_io_pct": stalled_pct("io"),
+            "pressure_memory_pct": stalled_pct("memory"),
             "throttled_pct": _held_back_pct(self.quota_periods, before.quota_periods),
             "disks": tuple(
                 DiskSample(
@@ -161,23 +158,20 @@ def _cpu_ticks(stat: bytes) -> list[tuple[int, int, int]]:
     return found
 
 
-def _busy_pct(now: tuple[int, int, int], before: tuple[int, int, int]) -> float:
-    ticks = now[0] - before[0]
-    idle = now[1] + now[2] - before[1] - before[2]
-    return min(100.0, max(0.0, 100 * (1 - idle / ticks))) if ticks > 0 else 0.0
+def rate(now: int | None, before: int | None, divisor: float) -> float | None:
+    """How much a counter has grown, by the divisor; None where it is not known."""
+    return (now - before) / divisor if now is not None and before is not None else None
 
 
-def _wait_pct(now: tuple[int, int, int], before: tuple[int, int, int]) -> float:
-    ticks = now[0] - before[0]
-    return min(100.0, max(0.0, 100 * (now[2] - before[2]) / ticks)) if ticks > 0 else 0.0
+def _pct(part: float, whole: float) -> float:
+    return min(100.0, max(0.0, 100 * part / whole)) if whole > 0 else 0.0
 
 
 def _held_back_pct(now: tuple[int, int] | None, before: tuple[int, int] | None) -> float | None:
     """In what share of its periods the quota held the group back; 0 when the group did not run at all."""
     if now is None or before is None:
         return None
-    periods = now[1] - before[1]
-    return min(100.0, max(0.0, 100 * (now[0] - before[0]) / periods)) if periods > 0 else 0.0
+    return _pct(now[0] - before[0], now[1] - before[1])
 
 
 def _counter(text: bytes, label: bytes) -> int | None:

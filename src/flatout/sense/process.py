@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import TypeVar
 
 import psutil
 
-from flatout.sense.host import ProcFile
+from flatout.sense.host import ProcFile, rate
 from flatout.trace import ProcessSample
 
 _LOOK_FOR_NEW_S = 5.0
@@ -27,6 +27,8 @@ _SPAWN_MARKS = ("multiprocessing.spawn", "--multiprocessing-fork")
 _FORK_SERVER = "multiprocessing.forkserver"
 _NURSERY = "flatout-nursery"
 _NOT_LOADERS = ("multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
+
+T = TypeVar("T")
 
 
 class Tree:
@@ -132,43 +134,12 @@ def _behind_fork_server(system: _System, owner: int) -> int:
     return owner
 
 
-class _Process(Protocol):
-    role: str
-    pss_s: float | None
-
-    def measure_pss(self, now_s: float) -> None:
-        """Ask for its share of memory, pages shared with others counted once: costly."""
-
-    def read(self, now_s: float) -> ProcessSample | None:
-        """What it did since the last read; None when it has ended."""
-
-    def close(self) -> None:
-        """Give the descriptors back."""
-
-
-class _System(Protocol):
-    def pids(self) -> list[int]:
-        """Every process there is."""
-
-    def parent(self, pid: int) -> int | None:
-        """The parent of a process; None when it is not to be seen."""
-
-    def name(self, pid: int) -> str:
-        """The short name of a process; empty when it is not to be seen."""
-
-    def command(self, pid: int) -> str:
-        """The command line of a process; empty when it is not to be seen."""
-
-    def process(self, pid: int, role: str) -> _Process:
-        """One process, to be read again and again."""
-
-
 def _system(root: Path) -> _System:
     return _Proc(root / "proc") if sys.platform == "linux" else _Elsewhere()
 
 
 class _Proc:
-    """Linux."""
+    """Linux: what /proc tells of a process; None or empty when it is not to be seen."""
 
     def __init__(self, proc: Path) -> None:
         self._proc = proc
@@ -219,10 +190,12 @@ class _ProcProcess:
         self.pss_s: float | None = None
 
     def measure_pss(self, now_s: float) -> None:
+        """Ask for its share of memory, pages shared with others counted once: costly."""
         self.pss_s = now_s
         self._pss = _pss_bytes(_text(f"{self._folder}/smaps_rollup"))
 
     def read(self, now_s: float) -> ProcessSample | None:
+        """What it did since the last read; None when it has ended."""
         stat = self._stat.read()
         name_end = stat.rfind(b")")
         fields = stat[name_end + 2 :].split(None, 22)
@@ -258,9 +231,9 @@ class _ProcProcess:
         if before is not None and now_s > before[0]:
             seconds = now_s - before[0]
             self._waits = {
-                "run_delay_pct": _rate(delay_ns, before[1], seconds * 1e7),
-                "switches_s": _rate(switches, before[2], seconds),
-                "read_bytes_s": _rate(read_bytes, before[3], seconds),
+                "run_delay_pct": rate(delay_ns, before[1], seconds * 1e7),
+                "switches_s": rate(switches, before[2], seconds),
+                "read_bytes_s": rate(read_bytes, before[3], seconds),
             }
 
     def close(self) -> None:
@@ -295,39 +268,34 @@ def _pss_bytes(rollup: str) -> int | None:
     return next((int(words[1]) * 1024 for words in lines), None)
 
 
-def _rate(now: int | None, before: int | None, divisor: float) -> float | None:
-    return (now - before) / divisor if now is not None and before is not None else None
-
-
 class _Elsewhere:
-    """Other systems, through psutil."""
+    """The same of other systems, through psutil."""
 
     def pids(self) -> list[int]:
         return psutil.pids()
 
     def parent(self, pid: int) -> int | None:
-        try:
-            return psutil.Process(pid).ppid()
-        except psutil.Error:
-            return None
+        return self._ask(pid, psutil.Process.ppid, None)
 
     def name(self, pid: int) -> str:
-        try:
-            return psutil.Process(pid).name()
-        except psutil.Error:
-            return ""
+        return self._ask(pid, psutil.Process.name, "")
 
     def command(self, pid: int) -> str:
+        return "\0".join(self._ask(pid, psutil.Process.cmdline, []))
+
+    def _ask(self, pid: int, question: Callable[[psutil.Process], T], otherwise: T) -> T:
         try:
-            return "\0".join(psutil.Process(pid).cmdline())
+            return question(psutil.Process(pid))
         except psutil.Error:
-            return ""
+            return otherwise
 
     def process(self, pid: int, role: str) -> _PsutilProcess:
         return _PsutilProcess(pid, role)
 
 
 class _PsutilProcess:
+    """One process elsewhere."""
+
     def __init__(self, pid: int, role: str) -> None:
         self.role = role
         self._pid = pid
@@ -354,3 +322,7 @@ class _PsutilProcess:
 
     def close(self) -> None:
         """Nothing is held open."""
+
+
+_System = _Proc | _Elsewhere
+_Process = _ProcProcess | _PsutilProcess
