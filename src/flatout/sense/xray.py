@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,11 +104,10 @@ class Profiler:
 
     def kernels(self, results: Any) -> list[Kernel]:
         """What ran on the card, in the order of its start, on CLOCK_MONOTONIC in nanoseconds."""
-        events = results.events()
         shift_ns = round(self._clocks[0] * 1e9) - self._clocks[1]
         launches: dict[int, int] = {}
         work: list[tuple[str, int, int, int]] = []
-        for event in events:
+        for event in results.events():
             if str(event.device_type()) == "DeviceType.CUDA":
                 work.append((event.name(), event.start_ns(), event.duration_ns(), event.correlation_id()))
             else:
@@ -138,35 +138,31 @@ def read_kernels(kernels: Sequence[Kernel], steps: Sequence[Step]) -> Xray | Non
     first_ns = max([first_ns, *(k.end_ns for k in before)])
     last_ns = max([last_ns, *(k.end_ns for k in inside)])
     host = _HostPhases(phases)
-    busy_by_phase: dict[str, float] = {}
-    for kernel in inside:
-        phase = host.at(kernel.called_ns)
-        busy_by_phase[phase] = busy_by_phase.get(phase, 0.0) + (kernel.end_ns - kernel.start_ns) / 1e6
-    idle_by_phase: dict[str, float] = {}
+    idle_by_phase: defaultdict[str, float] = defaultdict(float)
     late_ms = 0.0
     for start_ns, end_ns, following in _gaps(inside, first_ns, last_ns):
         for phase, ns in host.over(start_ns, end_ns):
-            idle_by_phase[phase] = idle_by_phase.get(phase, 0.0) + ns / 1e6
+            idle_by_phase[phase] += ns / 1e6
         if following is not None and following.launched_ns is not None and following.launched_ns > start_ns:
             late_ms += (end_ns - start_ns) / 1e6
     window_ms = (last_ns - first_ns) / 1e6
-    copies = _copies(inside)
     compute = [k for k in inside if not k.name.startswith(("Memcpy", "Memset"))]
+    by_name = _added(inside, lambda kernel: kernel.name[:120])
     matrix = [k for k in compute if _MATRIX.search(k.name) and not _NOT_MATRIX.search(k.name)]
     return Xray(
         steps=len(steps),
         wall_ms=window_ms,
         busy_ms=window_ms - sum(idle_by_phase.values()),
-        busy_by_phase_ms=busy_by_phase,
-        idle_by_phase_ms=idle_by_phase,
+        busy_by_phase_ms=_added(inside, lambda kernel: host.at(kernel.called_ns)),
+        idle_by_phase_ms=dict(idle_by_phase),
         launched_late_ms=late_ms,
         kernels=len(compute),
         kernel_us=Sketch.of((k.end_ns - k.start_ns) / 1e3 for k in compute),
         matrix_ms=_total_ms(matrix),
         tensor_core_ms=_total_ms(k for k in matrix if _TENSOR_CORES.search(k.name)),
         collective_ms=_total_ms(k for k in compute if "nccl" in k.name.lower()),
-        copies_ms=copies,
-        top_ms=_top(inside),
+        copies_ms=_added(inside, _copy),
+        top_ms=dict(sorted(by_name.items(), key=lambda item: -item[1])[:_TOP]),
     )
 
 
@@ -204,24 +200,21 @@ def _gaps(kernels: Sequence[Kernel], first_ns: int, last_ns: int) -> Iterable[tu
         yield reached, last_ns, None
 
 
-def _copies(kernels: Iterable[Kernel]) -> dict[str, float]:
-    """Milliseconds of copies by way and kind of host memory, such as "HtoD Pageable"."""
-    copies: dict[str, float] = {}
+def _copy(kernel: Kernel) -> str | None:
+    """The way of a copy and the kind of memory it comes from, such as "HtoD Pageable"; None of what is none."""
+    match = _COPY.match(kernel.name)
+    return f"{match['way']} {match['source']}" if match else None
+
+
+def _added(kernels: Iterable[Kernel], key: Callable[[Kernel], str | None]) -> dict[str, float]:
+    """Milliseconds of the kernels by a key, without those that have none."""
+    total_ms: defaultdict[str, float] = defaultdict(float)
     for kernel in kernels:
-        match = _COPY.match(kernel.name)
-        if match:
-            key = f"{match['way']} {match['source']}"
-            copies[key] = copies.get(key, 0.0) + (kernel.end_ns - kernel.start_ns) / 1e6
-    return copies
+        name = key(kernel)
+        if name is not None:
+            total_ms[name] += (kernel.end_ns - kernel.start_ns) / 1e6
+    return dict(total_ms)
 
 
 def _total_ms(kernels: Iterable[Kernel]) -> float:
     return sum(k.end_ns - k.start_ns for k in kernels) / 1e6
-
-
-def _top(kernels: Iterable[Kernel]) -> dict[str, float]:
-    totals: dict[str, float] = {}
-    for kernel in kernels:
-        name = kernel.name[:120]
-        totals[name] = totals.get(name, 0.0) + (kernel.end_ns - kernel.start_ns) / 1e6
-    return dict(sorted(totals.items(), key=lambda item: -item[1])[:_TOP])
