@@ -8,31 +8,19 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from threading import get_ident
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from flatout.sense.recorder import OWN, Recorder
 
+if TYPE_CHECKING:
+    from flatout.sense.hooks import Hooks
+
 _LOOKS = 4
-
-
-class Patches(Protocol):
-    """What puts patches in place, and takes them off when something of ours raises (see Hooks)."""
-
-    off: bool
-
-    def replace(self, owner: Any, name: str, new: Any) -> None:
-        """Set an attribute, remembering how to undo it."""
-
-    def guarded(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call something of ours; what it raises ends us, not the run."""
-
-    def on_removal(self, undo: Callable[[], None]) -> None:
-        """What to do when the patches come off."""
 
 
 class Alive:
@@ -60,14 +48,12 @@ class Alive:
 
 
 class Roots:
-    """Finds the modules the user calls, and times those calls only.
-
-    Every module made is noted (weakly). After the first step the ones that are part of no other are wrapped through
+    """Every module made is noted (weakly). After the first step the ones that are part of no other are wrapped through
     `_compiled_call_impl`, which pickling and copying leave out, and which works around a compiled module from the
     outside. Of those that are trained but never called (a LightningModule calls its parts) the children are wrapped.
     """
 
-    def __init__(self, hooks: Patches, recorder: Recorder) -> None:
+    def __init__(self, hooks: Hooks, recorder: Recorder) -> None:
         self._hooks = hooks
         self._recorder = recorder
         self.made = Alive()
@@ -80,12 +66,12 @@ class Roots:
     def watch(self, made: Iterable[Any]) -> None:
         """Note every module made from now on, beside those that are there."""
         for name in ("__init__", "__setstate__", "compile"):
-            self._noting(torch.nn.Module, name)
+            self._noting(name)
         for module in made:
             self._note(module)
 
-    def _noting(self, owner: Any, name: str) -> None:
-        original = getattr(owner, name)
+    def _noting(self, name: str) -> None:
+        original = getattr(torch.nn.Module, name)
 
         @functools.wraps(original)
         def noted(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +80,7 @@ class Roots:
                 self._hooks.guarded(self._note, module)
             return result
 
-        self._hooks.replace(owner, name, noted)
+        self._hooks.replace(torch.nn.Module, name, noted)
 
     def _note(self, module: Any) -> None:
         self.next_look = self._not_before
