@@ -55,16 +55,16 @@ _NEVER = (2, 3, 4, 13, 26)  # bad argument, not supported, no permission, no suc
 _NOTHING_NEW = (6, 21, 27)  # not found, no data, not ready
 _LOST = (1, 9, 15, 16, 28)  # driver gone, card lost, reset required, no such card
 
-# GPM metric numbers (fixed by NVML's header) by the field they fill, and the factor to our unit.
+# The field that each GPM metric fills, and the factor to our unit. The numbers are fixed by NVML's header.
+_SM_ACTIVE = 2
 _GPM_METRICS = {
-    "sm_active_pct": (2, 1.0),
-    "sm_occupancy_pct": (3, 1.0),
-    "tensor_active_pct": (5, 1.0),
-    "dram_active_pct": (10, 1.0),
-    "pcie_tx_bytes_s": (20, 2.0**20),
-    "pcie_rx_bytes_s": (21, 2.0**20),
+    _SM_ACTIVE: ("sm_active_pct", 1.0),
+    3: ("sm_occupancy_pct", 1.0),
+    5: ("tensor_active_pct", 1.0),
+    10: ("dram_active_pct", 1.0),
+    20: ("pcie_tx_bytes_s", 2.0**20),
+    21: ("pcie_rx_bytes_s", 2.0**20),
 }
-_GPM_FIELDS = {number: (name, factor) for name, (number, factor) in _GPM_METRICS.items()}
 
 
 class Cards:
@@ -254,7 +254,7 @@ class _Gpm:
         self._nvml = nvml
         self._handle = handle
         self._buffers = [nvml.nvmlGpmSampleAlloc() for _ in range(3)]
-        self._pulse_query = _query(nvml, ("sm_active_pct",))
+        self._pulse_query = _query(nvml, (_SM_ACTIVE,))
         self._read_query = _query(nvml, tuple(_GPM_METRICS))
         self._latest = self._at_read = self._buffers[0]
         self._latest_s: float | None = None
@@ -319,17 +319,17 @@ class _Gpm:
         for slot in range(query.numMetrics):
             answer = query.metrics[slot]
             if answer.nvmlReturn == 0 and math.isfinite(answer.value):
-                name, factor = _GPM_FIELDS[answer.metricId]
+                name, factor = _GPM_METRICS[answer.metricId]
                 found[name] = answer.value * factor
         return found
 
 
-def _query(nvml: Any, names: tuple[str, ...]) -> Any:
+def _query(nvml: Any, metrics: tuple[int, ...]) -> Any:
     query = nvml.c_nvmlGpmMetricsGet_t()
     query.version = nvml.NVML_GPM_METRICS_GET_VERSION
-    query.numMetrics = len(names)
-    for slot, name in enumerate(names):
-        query.metrics[slot].metricId = _GPM_METRICS[name][0]
+    query.numMetrics = len(metrics)
+    for slot, number in enumerate(metrics):
+        query.metrics[slot].metricId = number
     return query
 
 
