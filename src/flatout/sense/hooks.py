@@ -32,7 +32,9 @@ from flatout.sense.recorder import BACKWARD, CHECKPOINT, COPY, DATA, GC, LOGGING
 from flatout.sense.roots import Alive, Roots
 
 # Methods that make the host wait for the card, where the tensor is on one.
-SYNC_METHODS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__repr__", "__format__")
+_SYNC_METHODS = (
+    "item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__repr__", "__format__",
+)  # fmt: skip
 _LOG_METHODS = {
     "torch.utils.tensorboard.writer": (
         "SummaryWriter",
@@ -231,7 +233,7 @@ class Hooks:
                     except Exception as problem:
                         self.fail(problem)
             self.guarded(recorder.look_closely)
-        self.guarded(self._recorder.fetching, loader, torch.is_grad_enabled())
+        self.guarded(recorder.fetching, loader, torch.is_grad_enabled())
         samples = None
         try:
             batch = self.guarded(listener.replayed_batch, loader) if listener.replays else None
@@ -243,7 +245,7 @@ class Hooks:
             return batch
         finally:
             if not self.off:
-                self.guarded(self._recorder.fetched, samples)
+                self.guarded(recorder.fetched, samples)
 
     # -- forward, backward, optimizer -------------------------------------------------------------------------------
 
@@ -428,11 +430,11 @@ class Hooks:
         self.around(torch.Tensor, "pin_memory", lambda *_, **__: COPY if on_card_possible() else None, computes=True)
         self.around(torch.Tensor, "copy_", lambda t, s, *_, **__: COPY if crosses(t, s) else None, computes=True)
         for name in ("to", "cuda") if listener.replays else ():
-            self._remember(torch.Tensor, name, listener)
+            self._remember(name)
 
-    def _remember(self, owner: Any, name: str, listener: Listener) -> None:
+    def _remember(self, name: str) -> None:
         """Let a trial answer with the device copy it made before (see Listener.resident_copy)."""
-        timed = getattr(owner, name)
+        listener, timed = self._listener, getattr(torch.Tensor, name)
 
         @functools.wraps(timed)
         def maybe_resident(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -441,12 +443,11 @@ class Hooks:
             copy = functools.partial(timed, tensor, *args, **kwargs)
             return listener.resident_copy(tensor, f"{name} {args} {kwargs}", copy)
 
-        self.replace(owner, name, maybe_resident)
+        self.replace(torch.Tensor, name, maybe_resident)
 
     def _waits(self) -> None:
-        for name in SYNC_METHODS:
+        for name in _SYNC_METHODS:
             self.around(torch.Tensor, name, lambda t, *_, **__: SYNC if on_card(t) else None)
-        self.around(torch.Tensor, "cpu", lambda t, *_, **__: SYNC if on_card(t) else None)
         self.around(torch.cuda, "synchronize", lambda *_, **__: SYNC)
         self.around(torch.cuda.Event, "synchronize", lambda *_, **__: SYNC)
         self.around(torch.cuda.Stream, "synchronize", lambda *_, **__: SYNC)

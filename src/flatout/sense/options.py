@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 VARIABLE = "FLATOUT_RUN"
 RANK = "FLATOUT_RANK"  # what a training process tells its loader workers
-
-
 MOST_STEPS = 1_500  # of a trial, however short they are
 
 

@@ -116,7 +116,7 @@ class Recorder:
         self.waiting = False  # for a batch, in a light step
         self._whole = 0  # events on the tape up to the end of a step
         self._closed = 0  # steps that ended, without those on the tape
-        self._marking = False
+        self.marking = False  # the open step carries marks in the GPU's queue
         self._closely_every = _CLOSELY_EVERY[0]
         self._closely_at = 0
         self._close_looks = 0
@@ -136,11 +136,6 @@ class Recorder:
     def busy(self) -> bool:
         """Whether the thread is in a named phase, or in a wait that goes on the tape."""
         return self.waiting or bool(self._stack)
-
-    @property
-    def marking(self) -> bool:
-        """Whether the open step carries marks in the GPU's queue."""
-        return self._marking
 
     def push(self, name: str, where: str | None = None, loader: int | None = None) -> None:
         """The thread enters a phase; the first that belongs to training ends the set-up."""
@@ -322,11 +317,11 @@ class Recorder:
     def _begin_step(self) -> None:
         self.light = self.steps < self._closely_at and self._evaluation.undisturbed
         self._open.closely = not self.light
-        self._marking = self._gpu is not None and not self.light
+        self.marking = self._gpu is not None and not self.light
         if not self.light and self.steps >= _CLOSELY_AT_FIRST:
             # Not every n-th: waits that come round with the workers would be met always, or never.
             self._closely_at = self.steps + 1 + self.steps * 7919 % (2 * self._closely_every - 1)
-        if self._marking:
+        if self.marking:
             self._mark()
         self._send()
 
@@ -339,9 +334,9 @@ class Recorder:
     def finish(self) -> None:
         """Close the books: what came after the last step becomes a step of kind `tail`."""
         self._play()
-        self._marking = self.light = False
+        self.marking = self.light = False
         self._cut(self.clock())
-        if self._evaluation.shown_by_end():
+        if self._evaluation.suspected:  # and no training came to say otherwise
             self._call_it_evaluation()
         self._open.kind = "tail"
         self._close()
@@ -355,7 +350,7 @@ class Recorder:
         evaluation, pieces = self._evaluation, self._open.pieces
         if evaluation.on and name in _PART_OF_EVALUATION:
             name, where = EVALUATION, None
-        mark = self._mark() if self._marking else None
+        mark = self._mark() if self.marking else None
         if len(pieces) > evaluation.since and mark is None:
             last = pieces[-1]
             if (
@@ -376,11 +371,11 @@ class Recorder:
         """Drop an event; its index, or None when there are enough of them or none can be had now."""
         marks = self._open.marks
         if self._gpu is None or len(marks) >= _SPANS_A_STEP:
-            self._marking = False
+            self.marking = False
             return None
         mark = self._gpu.mark()
         if mark is None:
-            self._marking = False
+            self.marking = False
             return None
         marks.append(mark)
         return len(marks) - 1
@@ -468,10 +463,6 @@ class _Evaluation:
     def shown_by_training(self) -> bool:
         """Whether training that goes on shows that what came before was evaluation."""
         return self.suspected and self._surely
-
-    def shown_by_end(self) -> bool:
-        """Whether the end of the run shows that what came last was evaluation."""
-        return self.suspected
 
     def spares(self, loader: int | None) -> bool:
         """Whether a batch waited for was training's all the same."""

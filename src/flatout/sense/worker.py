@@ -230,10 +230,7 @@ class _TimedIterator:
         return self
 
     def __next__(self) -> Any:
-        return self._meter.load(self._next, None)
-
-    def _next(self, _: None) -> Any:
-        return next(self._iterator)
+        return self._meter.load(next, self._iterator)
 
 
 class _TimedTransform:
