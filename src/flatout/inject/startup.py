@@ -137,16 +137,21 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         finally:
             self._finding = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._actions.pop(name))
+            # Whoever asks may only want to know whether there is such a module, as transformers does of torch.
+            spec.loader = _Loader(spec.loader, lambda module: self._imported(name, module))
         return spec
+
+    def _imported(self, name: str, module: ModuleType) -> None:
+        for action in self._actions.pop(name, ()):
+            _safely(action, module)
 
 
 class _Loader(importlib.abc.Loader):
-    """The real loader, and then the actions."""
+    """The real loader, and then what is to follow."""
 
-    def __init__(self, loader: Any, actions: list[Callable[[ModuleType], None]]) -> None:
+    def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
         self._loader = loader
-        self._actions = actions
+        self._then = then
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         created: ModuleType | None = self._loader.create_module(spec)
@@ -157,8 +162,7 @@ class _Loader(importlib.abc.Loader):
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
-        for action in self._actions:
-            _safely(action, module)
+        self._then(module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)

@@ -176,6 +176,14 @@ def test_an_existing_sitecustomize_is_chained(place: Path) -> None:
     assert steps(run) == 3
 
 
+def test_a_script_that_asks_for_torch_before_it_imports_it_is_measured(place: Path) -> None:
+    """As transformers and datasets do on their import."""
+    write(place, use="import importlib.util as u; u.find_spec('torch'); import train; [train.step() for _ in range(3)]")
+    run = flatout_run(place, PYTHON, "use.py")
+    assert run.code == 0, run.err
+    assert steps(run) == 3
+
+
 def test_a_command_that_trains_twice_leaves_two_traces(place: Path) -> None:
     (place / "both.sh").write_text(f"{PYTHON} train.py\n{PYTHON} train.py\n")
     run = flatout_run(place, "bash", "both.sh")
