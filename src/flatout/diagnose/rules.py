@@ -21,6 +21,7 @@ from flatout.trace import Trace
 Rule = Callable[[Case], Finding | None]
 
 _SATURATED = 0.90
+_ELSEWHERE = 0.20  # of the time between the phases: a framework's own bookkeeping takes less
 
 
 def diagnose(trace: Trace) -> tuple[Finding, ...]:
@@ -90,10 +91,12 @@ def _pause(phase: str, code: str, change: str | None, advice: str, worth: float 
 
 
 def _saturated(case: Case) -> Finding | None:
-    """That all is well, where it is seen to be: on a card by the X-ray alone; without one, what is neither a wait for
-    data nor the script's own code between the phases (a simulator, batches made by hand) is computing."""
+    """That all is well, where it is seen to be: on a card by the X-ray alone; without one, where neither waits for data
+    nor the script's own code between the phases (a simulator, batches made by hand) take the time."""
     busy = case.busy_share
-    share = busy if busy is not None else 0.0 if case.on_gpu else 1 - data_saved(case) - case.share(REST)
+    share = busy if busy is not None else 0.0 if case.on_gpu else 1 - data_saved(case)
+    if busy is None and case.share(REST) > _ELSEWHERE:
+        return None
     if share < _SATURATED:
         return None
     what = f"the card has work {busy:.0%} of the time" if busy is not None else "the step is spent computing"

@@ -29,7 +29,7 @@ def test_a_healthy_run_is_called_healthy_and_nothing_else() -> None:
     assert codes(trace()) == ["compute.saturated"]
 
 
-@pytest.mark.parametrize(("outside", "verdict"), [(1.0, ["compute.saturated"]), (25.0, [])], ids=["little", "more"])
+@pytest.mark.parametrize(("outside", "verdict"), [(3.0, ["compute.saturated"]), (25.0, [])], ids=["little", "more"])
 def test_without_a_card_the_scripts_own_code_between_the_phases_is_not_called_computing(
     outside: float, verdict: list[str]
 ) -> None:
