@@ -71,7 +71,7 @@ def measure(trace: Trace) -> Speed | None:
         return None
     own, pauses = (np.asarray([_spent_ms(step, names) for step in steps]) for names in (_NOT_TRAINING, _PAUSES))
     walls = np.asarray([step.wall_ms for step in steps]) - own
-    # A loader that keeps a batch in hand (Accelerate's) is asked for two in an epoch's first step, for none in its last.
+    # A loader with a batch in hand (Accelerate's) is asked for two in an epoch's first step, for none in its last.
     taken = [step.samples or 0 for step in steps]
     by_samples = np.count_nonzero(taken) > len(steps) / 2
     each = float(np.mean(taken)) * len(trace.ranks) if by_samples else 1.0
