@@ -51,7 +51,7 @@ WORKLOADS = {
     "gray": Workload(
         printed=r"val accuracy ([\d.]+)", column="accuracy", epochs=10,
         script="--width 16 --batch-size 16 --num-workers 2 --eval-every 1000",
-        engine="model.args.width=16 train.batch_size=32 train.lr_batch=16",
+        engine="model.args.width=16 train.batch_size=64 train.lr_batch=16",
     ),
     "stock": Workload(
         printed=r"val rank correlation (-?[\d.]+)", column="correlation", epochs=5,
