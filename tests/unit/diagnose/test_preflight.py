@@ -136,6 +136,21 @@ for epoch in range(3):
     assert "pageable" in line(checklist, "pin_memory").reason
 
 
+def test_a_step_that_is_handed_to_an_engine_is_seen(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("""
+from ignite.engine import Engine
+def train_step(engine, batch):
+    loss = model(batch.to("cuda")).mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+Engine(train_step).run(loader, max_epochs=3)
+""")
+    found = line(look_over(script), "host waits")
+    assert (found.status, found.where) == (WARN, f"{script}:7")
+
+
 @pytest.mark.parametrize(
     ("interval", "said"), [("500", "every 500 batches"), ("len(loader) // 5", "among the batches, now and then")]
 )

@@ -71,14 +71,25 @@ def _place_of(program: Program, call: ast.Call, loops: list[Loop]) -> Iterator[L
         yield outside[0]
     elif function is not None and any(tree.loops(caller) for caller, _ in program.calls(function.name)):
         yield function
+    elif function is not None and _steps(function) and _handed_over(program, function):  # Engine(train_step)
+        yield function
 
 
 def _over_batches(loop: Loop) -> bool:
     return isinstance(loop, ast.For) and "range(" not in ast.unparse(loop.iter)
 
 
-def _steps(loop: Loop) -> bool:
-    return any(method_of(call) in ("step", "step_and_update_lr") for call in tree.calls_in(loop))
+def _steps(node: Loop | ast.FunctionDef) -> bool:
+    return any(method_of(call) in ("step", "step_and_update_lr") for call in tree.calls_in(node))
+
+
+def _handed_over(program: Program, function: ast.FunctionDef) -> bool:
+    """Whether a function is given to something else to call."""
+    return any(
+        isinstance(given, ast.Name) and given.id == function.name
+        for call, _ in program.calls()
+        for given in (*call.args, *(keyword.value for keyword in call.keywords))
+    )
 
 
 def _epochs(program: Program, node: ast.AST, depth: int = 3) -> Loop | None:
