@@ -20,6 +20,7 @@ _CONFIGS = (".yaml", ".yml", ".json", ".py")
 
 def read_settings(program: Program, command: Command | None, config: Path | None, answers: dict[str, Any]) -> Settings:
     """Every setting that can be known before the script runs."""
+    command = command or Command(script=Path())  # which gives no flags
     settings = Settings()
     evaluator = Evaluator(program, settings, answers)
     settings.changed = {folded(name) for name in _changed(evaluator)}
@@ -87,7 +88,7 @@ def _of_classes(evaluator: Evaluator) -> Leaves:
     return found
 
 
-def _declared(evaluator: Evaluator, command: Command | None) -> Leaves:
+def _declared(evaluator: Evaluator, command: Command) -> Leaves:
     """Every argument of argparse with its default, or with what the command gives it."""
     found: Leaves = []
     for call, _ in evaluator.program.calls("add_argument"):
@@ -98,7 +99,7 @@ def _declared(evaluator: Evaluator, command: Command | None) -> Leaves:
 
 
 def _argument(
-    evaluator: Evaluator, call: ast.Call, flags: list[str], command: Command | None
+    evaluator: Evaluator, call: ast.Call, flags: list[str], command: Command
 ) -> tuple[tuple[str, ...], Value]:
     long = next((flag for flag in flags if flag.startswith("--")), flags[0])
     given = {k.arg: evaluator.value(k.value) for k in call.keywords if k.arg is not None}
@@ -106,8 +107,8 @@ def _argument(
     leaf = (name if isinstance(name, str) else long.lstrip("-").replace("-", "_"),)
     action, kind = given.get("action", Value()).what, tree.argument(call, "type")
     switch, said = action in ("store_true", "store_false"), tree.where(call)
-    text = command.flag(*flags) if command is not None else None
-    if command is not None and text is not None:
+    text = command.flag(*flags)
+    if text is not None:
         what = action == "store_true" if switch else _converted(kind, text)
         return leaf, Value(what, command.where or said, long)
     if action == "store_true" and folded(leaf[0]) in _WANTS_A_GPU:
@@ -128,13 +129,13 @@ def _converted(kind: ast.expr | None, text: str | bool) -> Any:
     return as_data(text, is_text=name == "str")
 
 
-def _config_by_default(evaluator: Evaluator, command: Command | None) -> Path | None:
+def _config_by_default(evaluator: Evaluator, command: Command) -> Path | None:
     """The config file the script reads when it is told nothing else: the file its own --config has for a default."""
     for call, _ in evaluator.program.calls("add_argument"):
         names = [one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
         if not any(word in name.lower() for name in names for word in ("config", "cfg")):
             continue
-        text, default = command.flag(*names) if command is not None else None, tree.argument(call, "default")
+        text, default = command.flag(*names), tree.argument(call, "default")
         parts = [node for node in ast.walk(default) if isinstance(node, ast.Constant)] if default is not None else []
         words = [str(node.value) for node in sorted(parts, key=lambda node: (node.lineno, node.col_offset))]
         path = Path(text) if isinstance(text, str) else Path(*words)

@@ -73,13 +73,13 @@ class Settings:
         found = [(name, self.of((name,))) for name in names]
         return [(name, value) for name, value in found if value is not None and value.known]
 
-    def given(self, command: Command | None) -> None:
+    def given(self, command: Command) -> None:
         """Let the flags of the command have the last word, where a flag is called like a setting."""
         for position, (leaf, value) in enumerate(self.leaves):
             name = leaf[-1].lower()
             flag = f"--{name.replace('_', '-')}"
-            text = command.flag(f"--{name}", f"--{leaf[-1]}", flag) if command is not None else None
-            if command is not None and text is not None and value.where != command.where:
+            text = command.flag(f"--{name}", f"--{leaf[-1]}", flag)
+            if text is not None and value.where != command.where:
                 what = text if isinstance(text, bool) else as_data(text, is_text=isinstance(value.what, str))
                 self.leaves[position] = (leaf, Value(what, command.where, flag))
 
