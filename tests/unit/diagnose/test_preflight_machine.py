@@ -129,9 +129,7 @@ def test_an_old_card_is_not_told_to_use_bf16(tmp_path: Path) -> None:
 
 def folder(files_s: float) -> DataFolder:
     """A folder that was read so fast, in files of 100 kB."""
-    return DataFolder(
-        path="data", files=int(files_s * 2), read_bytes=int(files_s * 2e5), seconds=2.0, readers=8, direct=True
-    )
+    return DataFolder(path="data", files=int(files_s * 2), read_bytes=int(files_s * 2e5), seconds=2.0, direct=True)
 
 
 @pytest.mark.parametrize(("files_s", "status"), [(20_000, OK), (100, WARN)])

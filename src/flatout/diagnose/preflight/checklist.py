@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from flatout.diagnose.finding import CODES
@@ -45,13 +45,12 @@ class Checklist:
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` writes it."""
-        keys = ("subject", "status", "reason", "fix", "where", "code")
         return {
             "record": "checklist",
             "schema": SCHEMA,
             "looked_at": list(self.looked_at),
             "counts": {status: sum(1 for _ in self.of(status)) for status in (OK, WARN, FAIL, NOT_APPLICABLE)},
-            "lines": [{key: getattr(line, key) for key in keys} for line in self.lines],
+            "lines": [asdict(line) for line in self.lines],
         }
 
 

@@ -31,24 +31,13 @@ _IDLE = "hardware.idle-gpus"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFolder:
-    """How fast a folder could be read: by `readers` at once, in `seconds`, past the page cache where `direct`."""
+    """How fast a folder could be read: so much in `seconds`, past the page cache where `direct`."""
 
     path: str
     files: int
     read_bytes: int
     seconds: float
-    readers: int
     direct: bool
-
-    @property
-    def bytes_s(self) -> float:
-        """Bytes a second."""
-        return self.read_bytes / self.seconds
-
-    @property
-    def files_s(self) -> float:
-        """Files a second."""
-        return self.files / self.seconds
 
 
 def read_folder(
@@ -70,7 +59,6 @@ def read_folder(
         files=len(read),
         read_bytes=sum(size for size, _ in read),
         seconds=max(clock() - started, 1e-6),
-        readers=_READERS,
         direct=bool(read) and all(direct for _, direct in read),
     )
 
@@ -102,11 +90,12 @@ def check_disk(study: Study, folder: DataFolder | None) -> Line:
     if folder is None:
         return unknown("give the folder to have its read rate measured: --data DIR")
     how = "past the page cache" if folder.direct else "perhaps out of the page cache"
-    rate = f"{folder.bytes_s / 1e6:,.0f} MB/s and {folder.files_s:,.0f} files/s, {folder.readers} readers, {how}"
+    bytes_s, files_s = folder.read_bytes / folder.seconds, folder.files / folder.seconds
+    rate = f"{bytes_s / 1e6:,.0f} MB/s and {files_s:,.0f} files/s, {_READERS} readers, {how}"
     size = batch_size(study)
     if size is None:
         return unknown(f"{rate}; the batch size is not known", folder.path)
-    batches = folder.files_s / size.what
+    batches = files_s / size.what
     reason = f"{rate}: with a file a sample, up to {batches:,.1f} batches of {size.what} a second"
     if batches >= _FEW_BATCHES_S:
         return ok(reason, folder.path)

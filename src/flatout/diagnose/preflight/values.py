@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from flatout.written import as_typed
+
 UNKNOWN: Any = object()
 
 
@@ -33,7 +35,7 @@ class Value:
         if self.knob.endswith(" ="):
             return f"{self.knob} {new!r}"
         if not self.knob.startswith("-"):
-            return f"{self.knob}: {str(new).lower() if isinstance(new, bool) else new}"
+            return f"{self.knob}: {as_typed(new)}"
         if isinstance(new, bool):
             return self.knob if new else f"without {self.knob}"
         return f"{self.knob} {new}"
