@@ -36,11 +36,6 @@ def on_card(tensor: Any) -> bool:
     return bool(tensor.is_cuda)
 
 
-def on_card_possible() -> bool:
-    """Whether CUDA is in use at all in this process."""
-    return bool(torch.cuda.is_initialized())
-
-
 def crosses(target: Any, source: Any) -> bool:
     """Whether a copy goes from the host to a card."""
     return bool(target.is_cuda) and isinstance(source, torch.Tensor) and not source.is_cuda

@@ -27,7 +27,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flatout.sense import recorder as recording
-from flatout.sense.calls import batch_size, caller, crosses, names_card, names_cpu, on_card, on_card_possible
+from flatout.sense.calls import batch_size, caller, crosses, names_card, names_cpu, on_card
 from flatout.sense.recorder import BACKWARD, CHECKPOINT, COPY, DATA, GC, LOGGING, OPTIMIZER, START, SYNC, Recorder
 from flatout.sense.roots import Alive, Roots
 
@@ -412,7 +412,7 @@ class Hooks:
         def moving(tensor: Any, *args: Any, **kwargs: Any) -> str | None:
             if tensor.is_cuda:
                 return SYNC if names_cpu(args, kwargs) else None
-            return COPY if on_card_possible() and names_card(args, kwargs) else None
+            return COPY if torch.cuda.is_initialized() and names_card(args, kwargs) else None
 
         move = torch.Tensor.to
         self.around(torch.Tensor, "to", moving)
@@ -427,7 +427,9 @@ class Hooks:
 
         self.replace(torch.Tensor, "to", to)
         self.around(torch.Tensor, "cuda", lambda t, *_, **__: None if t.is_cuda else COPY, computes=True)
-        self.around(torch.Tensor, "pin_memory", lambda *_, **__: COPY if on_card_possible() else None, computes=True)
+        self.around(
+            torch.Tensor, "pin_memory", lambda *_, **__: COPY if torch.cuda.is_initialized() else None, computes=True
+        )
         self.around(torch.Tensor, "copy_", lambda t, s, *_, **__: COPY if crosses(t, s) else None, computes=True)
         for name in ("to", "cuda") if listener.replays else ():
             self._remember(name)
