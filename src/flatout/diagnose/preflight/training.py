@@ -69,10 +69,10 @@ def _place_of(program: Program, call: ast.Call, loops: list[Loop]) -> Iterator[L
         yield next((loop for loop in loops if _steps(loop)), loops[0])
     elif function is not None and (outside := tree.loops(function)):  # a closure, as LBFGS wants it
         yield outside[0]
-    elif function is not None and any(tree.loops(caller) for caller, _ in program.calls(function.name)):
-        yield function
-    elif function is not None and _steps(function) and _handed_over(program, function):  # Engine(train_step)
-        yield function
+    elif function is not None:
+        in_a_loop = any(tree.loops(caller) for caller, _ in program.calls(function.name))
+        if in_a_loop or (_steps(function) and _handed_over(program, function)):  # as in Engine(train_step)
+            yield function
 
 
 def _over_batches(loop: Loop) -> bool:
