@@ -69,10 +69,10 @@ def _within(ranked: list[Finding], headroom: float) -> list[Finding]:
     return shared
 
 
-def _pause(phase: str, code: str, change: str | None, advice: str, worth: float = WORTH) -> Rule:
+def _pause(phase: str, code: str, change: str | None, advice: str) -> Rule:
     def rule(case: Case) -> Finding | None:
         share = case.share(phase)
-        if share < worth:
+        if share < WORTH:
             return None
         times = sum(any(span.name == phase for span in step.spans) for step in case.steps)
         once = times == 1 and len(case.steps) == case.breakdown.steps  # how often it comes, one does not tell

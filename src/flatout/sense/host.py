@@ -31,8 +31,6 @@ class ProcFile:
 
     def read(self, longest: int = 4096) -> bytes:
         """What the file says now, up to `longest` bytes; empty when it cannot be read."""
-        if self._fd < 0:
-            return b""
         try:
             return os.pread(self._fd, longest, 0)
         except OSError:

@@ -172,7 +172,6 @@ class _HostPhases:
     def __init__(self, phases: list[tuple[str, float, float]]) -> None:
         self._names = [name for name, _, _ in phases]
         self._starts = [round(start * 1e9) for _, start, _ in phases]
-        self._end = round(phases[-1][2] * 1e9)
 
     def at(self, ns: int) -> str:
         return self._names[max(0, bisect_right(self._starts, ns) - 1)]
@@ -185,8 +184,6 @@ class _HostPhases:
             until = min(max(until, start_ns), end_ns)
             yield self._names[at], until - start_ns
             start_ns, at = until, at + 1
-            if at >= len(self._names):
-                return
 
 
 def _gaps(kernels: Sequence[Kernel], first_ns: int, last_ns: int) -> Iterable[tuple[int, int, Kernel | None]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from flatout import budget
@@ -61,16 +60,15 @@ _CHECKS_OF_THE_MACHINE = {
 def check(
     script: Path | None,
     *,
-    flags: tuple[str, ...] = (),
-    config: Path | None = None,
-    data: Path | None = None,
-    gpus: tuple[GpuSample, ...] | None = None,
-    environ: Mapping[str, str] = os.environ,
+    flags: tuple[str, ...],
+    config: Path | None,
+    data: Path | None,
+    gpus: tuple[GpuSample, ...] | None,
 ) -> Checklist:
     """Look over a training on this machine. `script` may be the shell script that starts it; `flags` are its own."""
     command = _command(script, flags)
     ranks = {} if command is None or command.ranks is None else {"LOCAL_WORLD_SIZE": str(command.ranks)}
-    machine = Machine(budget=budget.measure(environ={**environ, **ranks}), gpus=gpus, environ=environ)
+    machine = Machine(budget=budget.measure(environ={**os.environ, **ranks}), gpus=gpus, environ=os.environ)
     return inspect(open_study(machine, command, config), read_folder(data) if data is not None else None)
 
 
