@@ -12,6 +12,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 _NAME = "torch._dynamo"
+_ASKED_BY_IMPORTS = ("__path__", "__all__")
 
 
 def install(torch: Any) -> None:
@@ -27,6 +28,7 @@ class _Placeholder(ModuleType):
     def __init__(self, torch: Any) -> None:
         super().__init__(_NAME)
         self.__spec__ = importlib.util.find_spec(_NAME)
+        self.__file__ = self.__spec__.origin if self.__spec__ is not None else None
         self._torch = torch
         self._spared: list[FunctionType] = []
 
@@ -41,6 +43,9 @@ class _Placeholder(ModuleType):
         return function
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name not in _ASKED_BY_IMPORTS:
+            # `inspect` looks at every module there is, perhaps while torch imports what the compiler needs.
+            raise AttributeError(f"module {_NAME!r} has no attribute {name!r}")
         if sys.modules.get(_NAME) is self:
             del sys.modules[_NAME]
             if vars(self._torch).get("_dynamo") is self:
