@@ -122,26 +122,39 @@ def idle_gpus(case: Case) -> Finding | None:
 
 
 def straggler(every: tuple[Case, ...]) -> Finding | None:
-    """The culprit waits least in backward, where the collectives are, and is slow somewhere else."""
+    """The culprit waits least where the collectives are, and is slow somewhere else.
+
+    They are in backward; in a model with buffers (batch norms) before forward too, where DDP hands those on.
+    """
     if len(every) < 2:
         return None
-    backward = [case.share("backward") for case in every]
-    elsewhere = [case.share("data") + case.share("copy") + case.share("forward") + case.share("rest") for case in every]
-    slow = min(range(len(every)), key=lambda i: backward[i])
-    lost = sorted(backward)[len(backward) // 2] - backward[slow]
-    if lost < 0.05 or elsewhere[slow] < max(e for i, e in enumerate(elsewhere) if i != slow):
+    found = _slowest(every, ("backward",), ("data", "copy", "forward", "rest"))
+    found = found or _slowest(every, ("forward", "backward"), ("data", "copy", "rest"))
+    if found is None:
         return None
+    slow, lost, cause = found
     rank = every[slow].rank.info.rank
-    cause = max(("data", "copy", "forward", "rest"), key=lambda p: every[slow].share(p) - every[slow - 1].share(p))
     return Finding(
         code="dist.straggler",
         title=f"the other ranks wait for rank {rank}, which spends more time on {cause}",
         share=lost,
         **removed(0.0, lost),
         confidence=0.7,
-        evidence={"rank": rank, "backward_share": [rounded(b) for b in backward], "phase": cause},
+        evidence={"rank": rank, "backward_share": [rounded(case.share("backward")) for case in every], "phase": cause},
         advice=f"look at rank {rank} on {every[slow].rank.info.host}",
     )
+
+
+def _slowest(
+    every: tuple[Case, ...], waiting: tuple[str, ...], working: tuple[str, ...]
+) -> tuple[int, float, str] | None:
+    """Which of them waits least and works longest, what share of the time others wait for it, and its phase."""
+    waits, works = ([sum(map(case.share, phases)) for case in every] for phases in (waiting, working))
+    slow = min(range(len(every)), key=lambda i: waits[i])
+    lost = sorted(waits)[len(waits) // 2] - waits[slow]
+    if lost < 0.05 or works[slow] < max(work for i, work in enumerate(works) if i != slow):
+        return None
+    return slow, lost, max(working, key=lambda phase: every[slow].share(phase) - every[slow - 1].share(phase))
 
 
 def collectives(every: tuple[Case, ...]) -> Finding | None:

@@ -484,8 +484,10 @@ def test_a_switch_that_is_off_is_not_ignored(value: object) -> None:
     assert "config.ignored" not in codes(trace(facts={"compiled": False, "settings": read}))
 
 
-def test_the_culprit_waits_least_in_backward() -> None:
-    quick = steps(("data", 1.0, 1.0, None), ("forward", 5.0, None, 5.0), ("backward", 24.0, None, 10.0))
+@pytest.mark.parametrize("waits_ms", [(0.0, 14.0), (14.0, 0.0)], ids=["for gradients", "for buffers"])
+def test_the_culprit_waits_least_for_the_others(waits_ms: tuple[float, float]) -> None:
+    forward_ms, backward_ms = 5.0 + waits_ms[0], 10.0 + waits_ms[1]
+    quick = steps(("data", 1.0, 1.0, None), ("forward", forward_ms, None, 5.0), ("backward", backward_ms, None, 10.0))
     slow = steps(("data", 15.0, 15.0, None), ("forward", 5.0, None, 5.0), ("backward", 10.0, None, 10.0))
     ranks = tuple(
         RankTrace(
