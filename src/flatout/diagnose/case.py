@@ -18,7 +18,7 @@ from flatout.trace import GpuSample, ProcessSample, RankTrace, Sample, Sketch, S
 LAUNCHING = ("forward", "loss", "backward", "optimizer", "rest", "copy")
 _MARKED_STEPS_USED = 200
 LAUNCHES_LATE = 0.15  # of the time of a phase: the card waits for the host
-_DISTURBED = 0.8  # a ceiling below so much of what the run itself did
+DISTURBED = 0.8  # a ceiling below so much of what the run itself did
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ class Case:
         # Batches that are on the card already cannot be slower than others: the higher of the two was disturbed less.
         ceiling = max(b.ceiling_samples_per_s or 0.0, b.replay_samples_per_s or 0.0)
         above = ceiling / b.samples_per_s if ceiling and b.samples_per_s else None
-        return above if above is not None and above > _DISTURBED else None
+        return above if above is not None and above > DISTURBED else None
 
     # -- the machine ------------------------------------------------------------------------------------------------
 

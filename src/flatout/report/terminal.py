@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.diagnose.breakdown import Breakdown, Part
+from flatout.diagnose.case import DISTURBED
 from flatout.report.account import Account, Workers
 from flatout.report.picture import words
 from flatout.trace import Xray
@@ -128,9 +129,9 @@ def _remarks(account: Account) -> list[tuple[str, str]]:
 
 
 def ceiling(b: Breakdown) -> str | None:
-    """How fast the same steps would be, as measured or else as worked out."""
+    """How fast the same steps would be, as measured or else as worked out; None where others had the cores then."""
     for most, how in ((b.ceiling_samples_per_s, "with the data there"), (b.replay_samples_per_s, "without the loader")):
-        if most and b.samples_per_s:
+        if most and b.samples_per_s and most > DISTURBED * b.samples_per_s:
             return f"{most:,.0f} samples/s {how} ({most / b.samples_per_s:.1f}×)"
     return None
 

@@ -87,6 +87,14 @@ def test_workers_are_counted_as_one_says_it(numbers: tuple[int, ...], who: str) 
     assert f"loading  {who}: " in printed(lambda console: show(shown, console))
 
 
+@pytest.mark.parametrize(("replayed_ms", "said"), [(5.0, "(2.0×)"), (500.0, None)], ids=["quick", "disturbed"])
+def test_a_ceiling_below_the_run_is_not_shown(replayed_ms: float, said: str | None) -> None:
+    replays = steps_of([replayed_ms] * 8, kind="replay")
+    shown = account(trace_of(rank_of([*steps_of([10.0] * 60), *replays])), "flatout-runs/x")
+    told = [line for line in printed(lambda console: show(shown, console)).splitlines() if line.startswith("ceiling")]
+    assert [line.split()[-1] for line in told] == ([said] if said else [])
+
+
 def test_a_sample_that_loads_in_microseconds_is_not_said_to_take_no_time() -> None:
     quick = replace(worker(None), sample_ms=Sketch.of([0.04, 0.04, 0.3]), transforms_s={"Rotate": 0.0032})
     shown = account(trace_of(rank_of(steps_of([10.0] * 60), workers=(quick,))), "flatout-runs/x")
