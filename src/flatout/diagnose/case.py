@@ -344,12 +344,18 @@ class Case:
     @cached_property
     def card_samples(self) -> tuple[GpuSample, ...]:
         """What was seen of this rank's card."""
-        index = int(self.facts.get("gpu_index") or 0)
-        return tuple(gpu for s in self.samples for gpu in s.gpus if gpu.index == index)
+        return tuple(gpu for s in self.samples for gpu in s.gpus if is_card_of(self.rank, gpu))
 
     def card(self, field: str) -> Sketch:
         """A figure of it over the training."""
         return Sketch.of(getattr(gpu, field) for gpu in self.card_samples)
+
+
+def is_card_of(rank: RankTrace, gpu: GpuSample) -> bool:
+    """Whether a rank trains on this card. Torch counts only the cards it may see, in an order of its own; so its number
+    tells only where nothing better was recorded."""
+    uuid = rank.facts.get("gpu_uuid")
+    return gpu.uuid.endswith(uuid) if uuid else gpu.index == rank.facts.get("gpu_index")
 
 
 def cases(trace: Trace) -> tuple[Case, ...]:

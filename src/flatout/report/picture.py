@@ -16,6 +16,7 @@ from itertools import groupby
 from typing import TypeVar
 
 from flatout.diagnose.breakdown import KINDS_IN_WORDS, UNSPLIT, Breakdown
+from flatout.diagnose.case import is_card_of
 from flatout.trace import RankTrace, Sample, Sketch, Step, Trace, Window, WorkerReport
 
 T = TypeVar("T")
@@ -316,7 +317,7 @@ def card_of(rank: RankTrace, samples: Sequence[Sample]) -> str | None:
     power: dict[str, Sketch] = {}
     for sample in samples:
         for gpu in sample.gpus:
-            if gpu.index == rank.facts.get("gpu_index"):
+            if is_card_of(rank, gpu):
                 return gpu.uuid
             power.setdefault(gpu.uuid, Sketch()).add(gpu.power_w or 0.0)
     return max(power, key=lambda uuid: power[uuid].mean or 0.0) if power else None

@@ -9,6 +9,7 @@ import pytest
 from report_runs import rank_of, sample, step, steps_of, trace_of, whole_run, worker
 
 from flatout.diagnose.breakdown import breakdown
+from flatout.diagnose.case import is_card_of
 from flatout.report import picture
 from flatout.trace import Span, Step
 from flatout.trace.thin import window_of
@@ -169,6 +170,17 @@ def test_the_card_is_the_one_the_rank_named() -> None:
     assert picture.card_of(run.ranks[0], run.samples["box"]) == "GPU-0"
     assert picture.card_of(rank_of((), facts={}), run.samples["box"]) == "GPU-0"
     assert picture.card_of(run.ranks[0], ()) is None
+
+
+def test_a_rank_that_may_see_one_card_of_two_is_not_shown_the_other() -> None:
+    """GIVEN CUDA_VISIBLE_DEVICES=1, under which torch calls the second card its first."""
+    sample = whole_run().samples["box"][0]
+    both = dataclasses.replace(
+        sample, gpus=(sample.gpus[0], dataclasses.replace(sample.gpus[0], index=1, uuid="GPU-5e7a-11"))
+    )
+    rank = rank_of((), facts={"gpu_index": 0, "gpu_uuid": "5e7a-11"})
+    assert picture.card_of(rank, [both]) == "GPU-5e7a-11"
+    assert [gpu.index for gpu in both.gpus if is_card_of(rank, gpu)] == [1]
 
 
 def test_a_workers_life_adds_up() -> None:
