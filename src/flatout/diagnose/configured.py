@@ -9,9 +9,7 @@ from typing import Any
 from flatout.diagnose.case import Case
 from flatout.diagnose.compute import with_benchmark, with_tf32
 from flatout.diagnose.finding import Finding
-from flatout.diagnose.names import pattern_of
-
-_OFF = {"", "0", "false", "no", "none", "off", "null", "fp32", "float32", "32", "32-true", "highest"}
+from flatout.diagnose.names import is_on, pattern_of
 
 
 def ignored_settings(case: Case, others: Iterable[Finding]) -> list[Finding]:
@@ -20,7 +18,7 @@ def ignored_settings(case: Case, others: Iterable[Finding]) -> list[Finding]:
     found: dict[str, Finding] = {}
     for source, file, key, value in case.settings:
         for pattern, contradicted, what, worth in _RULES:
-            if pattern.fullmatch(key) and _is_on(value) and contradicted(case) and what not in found:
+            if pattern.fullmatch(key) and is_on(value) and contradicted(case) and what not in found:
                 cost = costs.pop(worth, None) if isinstance(worth, str) else None
                 gain = _gain_of(cost) if isinstance(worth, str) else worth(case)
                 found[what] = _finding(source, file, key, value, what, gain, cost)
@@ -31,10 +29,6 @@ def _gain_of(cost: Finding | None) -> dict[str, Any]:
     if cost is None:
         return {"derived": "seen in force"}
     return {of: getattr(cost, of) for of in ("gain_low", "gain_high", "derived")}
-
-
-def _is_on(value: Any) -> bool:
-    return str(value).strip().lower() not in _OFF
 
 
 def _finding(

@@ -30,6 +30,13 @@ NAMES = {
     "augment_on": r"(aug\w*|jitter|transforms?|preprocess\w*)_?(on|device|where|backend)",
 }
 
+_OFF = frozenset({"", "0", "false", "no", "none", "off", "null", "fp32", "float32", "32", "32-true", "highest"})
+
+
+def is_on(value: object) -> bool:
+    """Whether a setting asks for what it is named after; of a precision, for a lower one."""
+    return str(value).strip().lower() not in _OFF
+
 
 def pattern_of(*subjects: str) -> re.Pattern[str]:
     """What fits any name people give one of these."""

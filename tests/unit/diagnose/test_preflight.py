@@ -224,6 +224,16 @@ def test_what_a_config_asks_for_and_nothing_heeds_fails() -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "status"),
+    [("precision: highest", WARN), ("amp: '0'", WARN), ("precision: 32-true", WARN), ("precision: bf16-mixed", OK)],
+)
+def test_a_config_that_says_off_is_not_taken_for_on(tmp_path: Path, said: str, status: str) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"{said}\nbatch_size: 32\n")
+    assert line(look_over(None, config=config), "mixed precision").status == status
+
+
+@pytest.mark.parametrize(
     ("before", "after", "subject"),
     [
         ("amp: true", "amp: bf16", "mixed precision"),

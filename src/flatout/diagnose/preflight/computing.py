@@ -9,6 +9,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from flatout.diagnose.names import is_on
 from flatout.diagnose.preflight import tree
 from flatout.diagnose.preflight.checklist import OK, WARN, Line, fail, ok, unknown, warn
 from flatout.diagnose.preflight.loading import UNTOLD, batch_size, training_loaders
@@ -17,7 +18,6 @@ from flatout.diagnose.preflight.study import Study
 from flatout.diagnose.preflight.values import Value
 
 _AUTOCAST = ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.amp.autocast_mode.autocast")
-_OFF_WORDS = ("off", "no", "none", "false", "fp32", "float32", "32", "32-true", "")
 _CONVOLUTION = re.compile(r"(^|\.)(Conv[123]d|ConvTranspose[123]d|conv[123]d)$")
 _MATRIX = re.compile(r"(^|\.)(Linear|LSTM|GRU|MultiheadAttention|Transformer\w*|scaled_dot_product_attention)$")
 _OLD_CARDS = re.compile(r"V100|P100|P40|K80|T4|TITAN|GTX|RTX 20|Quadro [PRT]", re.IGNORECASE)
@@ -58,7 +58,7 @@ def _precisions(study: Study) -> list[tuple[str, Value]]:
 
 def _asks(setting: Value) -> bool:
     """Whether a setting asks for the thing."""
-    return setting.known and bool(setting.what) and str(setting.what).lower() not in _OFF_WORDS
+    return setting.known and is_on(setting.what)
 
 
 def _old_card(study: Study) -> bool:
@@ -87,7 +87,7 @@ def _misspelled(study: Study) -> Line | None:
     """A setting that asks for mixed precision, compared with words that it is not: `amp: true` with 'bf16'."""
     for name, setting in _precisions(study):
         compared = list(_comparisons(study, name)) if _asks(setting) else []
-        words = sorted({word for _, word in compared if isinstance(word, str)} - set(_OFF_WORDS))
+        words = sorted({word for _, word in compared if isinstance(word, str) and is_on(word)})
         if any(not isinstance(word, str) or word == setting.what for _, word in compared):
             continue
         if isinstance(setting.what, str):  # another word altogether: the script may well know it elsewhere
