@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flatout.diagnose.breakdown import Breakdown, breakdown
+from flatout.diagnose.case import is_card_of
 from flatout.errors import TraceError
 from flatout.report.gather import RankFigures, of_breakdown
 from flatout.trace import GpuSample, Note, RankTrace, Sample, Sketch, Trace, WorkerReport, Xray
@@ -119,7 +120,7 @@ def account(trace: Trace, folder: str, by_rank: Sequence[RankFigures] = ()) -> A
         workers=_workers(first),
         facts=facts,
         own_us_per_step=own.get("us_per_step"),
-        gpu=_hardware(trace.samples.get(first.info.host, ())),
+        gpu=_hardware(first, trace.samples.get(first.info.host, ())),
         notes=(*trace.notes, *first.notes),
     )
 
@@ -161,18 +162,24 @@ def _together(dataset: str, length: int | None, reports: list[WorkerReport]) -> 
     )
 
 
-def _hardware(samples: tuple[Sample, ...]) -> dict[str, float]:
-    """Means over the run, of the busiest card and of the host."""
+def _hardware(rank: RankTrace, samples: tuple[Sample, ...]) -> dict[str, float]:
+    """Means over the run, of the rank's card and of the host."""
     if not samples:
         return {}
-    cards = cards_of(samples)
     means: dict[str, float | None] = {"cpu_pct": Sketch.of(s.host.cpu_pct for s in samples).mean}
-    if cards:
-        busiest = max(cards.values(), key=lambda card: Sketch.of(g.power_w for g in card).mean or 0.0)
+    card = cards_of(samples).get(card_of(rank, samples) or "")
+    if card:
         for name in ("gpu_util_pct", "sm_active_pct", "tensor_active_pct", "dram_active_pct", "power_w"):
-            means[name] = Sketch.of(getattr(g, name) for g in busiest).mean
-        means["memory_used_bytes"] = Sketch.of(g.memory_used_bytes for g in busiest).high
+            means[name] = Sketch.of(getattr(g, name) for g in card).mean
+        means["memory_used_bytes"] = Sketch.of(g.memory_used_bytes for g in card).high
     return {name: value for name, value in means.items() if value is not None}
+
+
+def card_of(rank: RankTrace, samples: Iterable[Sample]) -> str | None:
+    """The card a rank trains on: the one it named, else the one that drew the most power."""
+    cards = cards_of(samples)
+    named = next((uuid for uuid, taken in cards.items() if is_card_of(rank, taken[0])), None)
+    return named or max(cards, key=lambda uuid: Sketch.of(g.power_w for g in cards[uuid]).mean or 0.0, default=None)
 
 
 def cards_of(samples: Iterable[Sample]) -> dict[str, list[GpuSample]]:

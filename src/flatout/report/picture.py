@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import TypeVar
 
 from flatout.diagnose.breakdown import KINDS_IN_WORDS, UNSPLIT, Breakdown
-from flatout.diagnose.case import is_card_of
+from flatout.report.account import card_of
 from flatout.trace import RankTrace, Sample, Sketch, Step, Trace, Window, WorkerReport
 
 T = TypeVar("T")
@@ -310,17 +310,6 @@ def _of_windows(windows: Sequence[Window], zero_s: float) -> list[Panel]:
         _panel("Waiting for data", "ms a step", x, ("mean", "data", waits)),
         _panel("Loss", "", x, ("mean", "sync", losses)),
     ]
-
-
-def card_of(rank: RankTrace, samples: Sequence[Sample]) -> str | None:
-    """The card a rank trains on: the one it named, else the one that drew the most power."""
-    power: dict[str, Sketch] = {}
-    for sample in samples:
-        for gpu in sample.gpus:
-            if is_card_of(rank, gpu):
-                return gpu.uuid
-            power.setdefault(gpu.uuid, Sketch()).add(gpu.power_w or 0.0)
-    return max(power, key=lambda uuid: power[uuid].mean or 0.0) if power else None
 
 
 def _of_samples(samples: Sequence[Sample], uuid: str | None, zero_s: float) -> list[Panel]:

@@ -9,8 +9,9 @@ import pytest
 from report_runs import rank_of, sample, step, steps_of, trace_of, whole_run, worker
 
 from flatout.diagnose.breakdown import breakdown
-from flatout.diagnose.case import is_card_of
+from flatout.diagnose.case import Case
 from flatout.report import picture
+from flatout.report.account import account, card_of
 from flatout.trace import Span, Step
 from flatout.trace.thin import window_of
 
@@ -167,20 +168,24 @@ def test_a_pause_whose_step_was_not_kept_is_marked_at_its_window() -> None:
 
 def test_the_card_is_the_one_the_rank_named() -> None:
     run = whole_run()
-    assert picture.card_of(run.ranks[0], run.samples["box"]) == "GPU-0"
-    assert picture.card_of(rank_of((), facts={}), run.samples["box"]) == "GPU-0"
-    assert picture.card_of(run.ranks[0], ()) is None
+    assert card_of(run.ranks[0], run.samples["box"]) == "GPU-0"
+    assert card_of(rank_of((), facts={}), run.samples["box"]) == "GPU-0"
+    assert card_of(run.ranks[0], ()) is None
 
 
 def test_a_rank_that_may_see_one_card_of_two_is_not_shown_the_other() -> None:
-    """GIVEN CUDA_VISIBLE_DEVICES=1, under which torch calls the second card its first."""
+    """GIVEN CUDA_VISIBLE_DEVICES=1, under which torch calls the second card its first, and a busy neighbour on that."""
     sample = whole_run().samples["box"][0]
-    both = dataclasses.replace(
-        sample, gpus=(sample.gpus[0], dataclasses.replace(sample.gpus[0], index=1, uuid="GPU-5e7a-11"))
+    first, second = ("GPU-77b0-5c", 650.0), ("GPU-5e7a-11", 90.0)
+    gpus = tuple(
+        dataclasses.replace(sample.gpus[0], index=index, uuid=uuid, power_w=power_w)
+        for index, (uuid, power_w) in enumerate((first, second))
     )
     rank = rank_of((), facts={"gpu_index": 0, "gpu_uuid": "5e7a-11"})
-    assert picture.card_of(rank, [both]) == "GPU-5e7a-11"
-    assert [gpu.index for gpu in both.gpus if is_card_of(rank, gpu)] == [1]
+    run = trace_of(rank, samples=[dataclasses.replace(sample, gpus=gpus)])
+    assert card_of(rank, run.samples["box"]) == "GPU-5e7a-11"
+    assert account(run, "folder").gpu["power_w"] == 90.0
+    assert {gpu.index for gpu in Case(run, rank).card_samples} == {1}
 
 
 def test_a_workers_life_adds_up() -> None:
