@@ -43,11 +43,12 @@ class Proof:
         @functools.wraps(fetch)
         def fetch_and_note(iterator: Any) -> Any:
             batch = fetch(iterator)
-            if torch.is_grad_enabled():
-                asked = iterator._index_sampler
-                self._open["indices"].append(
-                    asked.taken.popleft() if isinstance(asked, _Asked) and asked.taken else None
-                )
+            asked = iterator._index_sampler
+            if torch.is_grad_enabled() and isinstance(asked, _Asked) and asked.taken:
+                here = isinstance(iterator, stock._SingleProcessDataLoaderIter)
+                self._open["indices"].append(asked.taken.popleft())
+                self._open["begins"].append(("here" if here else "elsewhere") if asked.begins else None)
+                asked.begins = False
             return batch
 
         @functools.wraps(backward)
@@ -79,6 +80,7 @@ class Proof:
                     "step": number,
                     "inputs": [f"{int(value) & _MASK:016x}" for value in step["inputs"]],
                     "indices": step["indices"],
+                    "begins": step["begins"],
                     "loss": sum(losses) / len(losses) if losses else None,
                 }
                 file.write(json.dumps(line, default=str) + "\n")
@@ -104,7 +106,7 @@ def checksum(tensor: Any) -> Any:
 
 
 def _step() -> dict[str, Any]:
-    return {"inputs": [], "indices": [], "losses": []}
+    return {"inputs": [], "indices": [], "begins": [], "losses": []}
 
 
 class _Asked:
@@ -113,9 +115,11 @@ class _Asked:
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
         self.taken: deque[Any] = deque()
+        self.begins = True
 
     def __iter__(self) -> Iterator[Any]:
         taken = self.taken = deque()
+        self.begins = True
         for indices in self._sampler:
             taken.append(_plain(indices))
             yield indices

@@ -2,7 +2,9 @@
 
 identical    what reaches the model is the same, byte for byte, and so are the samples and their order; the loss
              stays within the margin too
-reseeded     the same samples in the same order; the bytes differ by the random numbers of augmentation
+reseeded     the same samples in the same order; the bytes differ by the random numbers of augmentation. Where those
+             were drawn in the training process, they went into the shuffle of the next pass too: then the first pass
+             has the same order, and the later ones are shuffles of the same
 equivalent   paired runs, same seed and data: the mean difference of the loss over the last 100 of at least 200 steps
              lies within a margin, and a bootstrap over blocks is sure of it. The margin is 1% of the loss, or what
              two runs of the same plan differ by where that is more. A loss that is lower by more is no proof either:
@@ -34,6 +36,7 @@ MARGIN = 0.01
 EARLY, EARLY_MARGIN = 20, 0.05
 _REPEATS_APART = 3  # times what two runs of the same plan differ by, others may
 
+Batches = list[tuple[Any, ...]]
 Standing = Literal["identical", "reseeded", "equivalent", "failed", "not proven"]
 
 
@@ -54,7 +57,8 @@ def same_batches(before: Run, after: Run, repeat: Run | None = None) -> Proof:
     if len(before.proof) != len(after.proof) or not before.proof:
         return _unproven(f"fingerprints of {len(before.proof)} and {len(after.proof)} ranks")
     unlike = _other_samples(before, after)
-    if unlike is not None:
+    shuffled = unlike is not None and all(map(_only_shuffled, before.proof, after.proof))
+    if unlike is not None and not shuffled:
         return Proof(standing="failed", text=unlike)
     batches, same_bytes, known = 0, True, True
     for ours, theirs in zip(before.proof, after.proof, strict=True):
@@ -69,6 +73,8 @@ def same_batches(before: Run, after: Run, repeat: Run | None = None) -> Proof:
     if not known:
         return Proof(standing="failed", text="other bytes reach the model, and which samples they are is not known")
     said = f"{batches} batches: the same samples in the same order, other random numbers in them"
+    if shuffled:
+        said += ", which so far went into the shuffles after the first epoch too"
     return _with_losses(before, after, repeat, "reseeded", said)
 
 
@@ -81,6 +87,40 @@ def _other_samples(before: Run, after: Run) -> str | None:
             where = f"rank {rank}, " if len(before.proof) > 1 else ""
             return f"{where}batch {differs + 1}: {_unlike(indices, differs)}"
     return None
+
+
+def _only_shuffled(ours: Sequence[ProofStep], theirs: Sequence[ProofStep]) -> bool:
+    """Whether two runs part only in the shuffles of later passes, as they do when samples that draw random numbers are
+    no longer loaded in the training process: its stream, from which shuffles are seeded, then goes another way."""
+    if [next(iter(_in_order("begins", steps)[0]), None) for steps in (ours, theirs)] != ["here", "elsewhere"]:
+        return False
+    (first, *later), (their_first, *their_later) = _passes(ours), _passes(theirs)
+    return first == their_first and _are_shuffles(later, first) and _are_shuffles(their_later, first)
+
+
+def _are_shuffles(later: Sequence[Batches], first: Batches) -> bool:
+    """Whether these passes go over the data as the first one does, in any order; the last may end early."""
+    if not later:
+        return True
+    sizes = [len(batch) for batch in first]
+    *whole, last = ([len(batch) for batch in batches] for batches in later)
+    as_long = all(some == sizes for some in whole) and last == sizes[: len(last)]
+    return as_long and max(map(_most_frequent, later)) <= _most_frequent(first)
+
+
+def _passes(steps: Sequence[ProofStep]) -> list[Batches]:
+    """The batches of each pass over the data."""
+    passes: list[Batches] = []
+    for batch, begins in zip(*_in_order("indices", steps), *_in_order("begins", steps), strict=True):
+        if begins or not passes:
+            passes.append([])
+        passes[-1].append(batch)
+    return passes
+
+
+def _most_frequent(batches: Batches) -> int:
+    """How often the sample comes that comes most often."""
+    return max(Counter(itertools.chain.from_iterable(batches)).values(), default=0)
 
 
 def _in_order(field: str, *ranks: Sequence[ProofStep]) -> list[list[Any]]:

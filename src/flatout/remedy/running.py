@@ -35,10 +35,14 @@ _NO_MEMORY = re.compile(r"CUDA (?:error: )?out of memory", re.I)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofStep:
-    """What reached the model in a step: checksums of its inputs, the samples of each batch, and the loss."""
+    """What reached the model in a step: checksums of its inputs, the samples of each batch, and the loss.
+
+    For each batch that `begins` a pass over the data, whether it was loaded "here", in the training process.
+    """
 
     inputs: tuple[str, ...] = ()
     indices: tuple[tuple[Any, ...], ...] = ()
+    begins: tuple[str | None, ...] = ()
     loss: float | None = None
 
 
@@ -228,6 +232,7 @@ def _proof(path: Path) -> tuple[ProofStep, ...]:
             ProofStep(
                 inputs=tuple(data.get("inputs") or ()),
                 indices=tuple(tuple(batch) for batch in data.get("indices") or ()),
+                begins=tuple(data.get("begins") or ()),
                 loss=data.get("loss"),
             )
         )

@@ -140,6 +140,41 @@ def test_a_loss_that_is_off_by_2_per_cent_is_caught(trials: Trials) -> None:
     assert not proof.holds, proof.text
 
 
+DRAWS = """
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset
+
+    torch.manual_seed(0)
+
+    class Noisy(Dataset):
+        def __len__(self):
+            return 160
+        def __getitem__(self, index):
+            return torch.full((16,), index / 160) + 0.01 * torch.randn(16), index % 2
+
+    model = nn.Linear(16, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loader = DataLoader(Noisy(), batch_size=8, shuffle=True)
+    for epoch in range(8):
+        for pixels, labels in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(pixels), labels).backward()
+            optimizer.step()
+"""
+
+
+def test_samples_that_drew_in_the_training_process_may_be_loaded_elsewhere(tmp_path: Path) -> None:
+    """GIVEN three epochs of 20 batches, whose shuffles depend on what samples have drawn, as in stock."""
+    (tmp_path / "train.py").write_text(textwrap.dedent(DRAWS))
+    launch = Launcher([sys.executable, str(tmp_path / "train.py")], tmp_path / "runs")
+    elastic = Change(name="loader", value="elastic", safety="reseeded")
+    before, after = (launch(changes, steps=60, timeout_s=100, fingerprints=True) for changes in ([], [elastic]))
+    proof = same_batches(before, after)
+    assert proof.standing == "reseeded", proof.text
+    assert "shuffles after the first epoch" in proof.text
+
+
 def test_bf16_is_equivalent(trials: Trials) -> None:
     proof = same_loss(trials(), trials("--bf16", True))
     assert proof.standing == "equivalent", proof.text

@@ -57,6 +57,44 @@ def test_a_prefetcher_that_fetches_ahead_is_no_difference() -> None:
     assert same_batches(plain, replace(plain, proof=(tuple(ahead),))).standing == "identical"
 
 
+def passes_run(passes: Sequence[Sequence[tuple[int, ...]]], loaded: str, inputs: str = "") -> Run:
+    """A run over the data several times."""
+    batches = [(batch, loaded if n == 0 else None) for some in passes for n, batch in enumerate(some)]
+    steps = (
+        ProofStep(inputs=(f"{inputs}{n}",), indices=(batch,), begins=(begins,), loss=float(loss))
+        for n, ((batch, begins), loss) in enumerate(zip(batches, learning(len(batches)), strict=True))
+    )
+    return Run(changes=(), code=0, seconds=1.0, proof=(tuple(steps),))
+
+
+def shuffled(seed: int) -> list[tuple[int, ...]]:
+    order = np.random.default_rng(seed).permutation(80).tolist()
+    return [tuple(order[BATCH * n : BATCH * (n + 1)]) for n in range(20)]
+
+
+def test_samples_that_no_longer_draw_in_the_training_process_shuffle_later_epochs_anew() -> None:
+    """GIVEN epochs of 20 batches, THEN the first has to be the same, and the others shuffles of it."""
+    before = passes_run([shuffled(0), shuffled(1), shuffled(2)[:10]], "here")
+    proof = same_batches(before, passes_run([shuffled(0), shuffled(3), shuffled(4)[:10]], "elsewhere", "other"))
+    assert proof.standing == "reseeded"
+    assert "shuffles after the first epoch" in proof.text
+
+
+@pytest.mark.parametrize(
+    ("passes", "loaded"),
+    [
+        ([shuffled(3), shuffled(1), shuffled(2)], "elsewhere"),  # the first epoch is another
+        ([shuffled(0), shuffled(3)[:-1], shuffled(2)], "elsewhere"),  # a batch is left out
+        ([shuffled(0), [*shuffled(3)[:-1], shuffled(3)[0]], shuffled(2)], "elsewhere"),  # one comes twice
+        ([shuffled(0), [shuffled(3)[0][:-1], *shuffled(3)[1:]], shuffled(2)], "elsewhere"),  # a sample is missing
+        ([shuffled(0), shuffled(3), shuffled(2)], "here"),  # nothing there explains another order
+    ],
+)
+def test_epochs_that_are_no_shuffles_fail(passes: Sequence[Sequence[tuple[int, ...]]], loaded: str) -> None:
+    before = passes_run([shuffled(0), shuffled(1), shuffled(2)], "here")
+    assert same_batches(before, passes_run(passes, loaded, "other")).standing == "failed"
+
+
 def drop(batches: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return [*batches[:30], batches[30][:-1], *batches[31:]]
 
