@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ from torch import multiprocessing
 from flatout.feed import wire, worker
 from flatout.feed.messages import Recipe
 
+_GRACE_S = 0.2  # for workers to end by themselves: who measures them writes down a last time what was seen
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _fork_lock = threading.Lock()  # a fork between the making of a wire and its hand-over would keep the wire's far end
@@ -216,7 +218,9 @@ def _nursery_main(recipe: Recipe, far: socket.socket, parent: int) -> None:
                 for known, process in children.values():
                     if known == number:
                         process.kill()
+    until = time.monotonic() + _GRACE_S
     for _, process in children.values():
+        process.join(max(0.0, until - time.monotonic()))
         process.kill()
     os._exit(0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -149,7 +150,7 @@ def _together(dataset: str, length: int | None, reports: list[WorkerReport]) -> 
     return Workers(
         dataset=dataset,
         length=length,
-        workers=len({r.worker for r in reports if r.worker is not None}),
+        workers=_at_once([r for r in reports if r.worker is not None]),
         samples=samples,
         sample_ms=Sketch.merged(r.sample_ms for r in reports),
         busy_share=(wall + sum(r.collate_s for r in reports)) / alive,
@@ -160,6 +161,13 @@ def _together(dataset: str, length: int | None, reports: list[WorkerReport]) -> 
         slowest=tuple(slowest[:5]),
         random_used=tuple(sorted({name for r in reports for name in r.random_used})),
     )
+
+
+def _at_once(workers: Sequence[WorkerReport]) -> int:
+    """How many there were at the same time. They may come and go, and flatout's own all have one number."""
+    numbers = {worker.worker for worker in workers}
+    comings = sorted(change for worker in workers for change in ((worker.born_s, 1), (worker.time_s, -1)))
+    return max(len(numbers), *itertools.accumulate((by for _, by in comings), initial=0))
 
 
 def _hardware(rank: RankTrace, samples: tuple[Sample, ...]) -> dict[str, float]:

@@ -264,6 +264,9 @@ def test_auto_puts_in_what_is_safe_and_says_which(tmp_path: Path, plain: dict[tu
         "changed in this run: loader=elastic-strict (batches come from flatout's own workers, train.py:35)" in run.err
     )
     assert losses(run) == plain[flags]
+    loaded = run.observed.rank.workers
+    assert sum(report.samples for report in loaded) == 96
+    assert all(report.worker is not None for report in loaded), "not the training process"
 
 
 @pytest.mark.parametrize("framework", ["trainer", "lightning"])

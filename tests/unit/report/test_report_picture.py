@@ -197,3 +197,20 @@ def test_a_workers_life_adds_up() -> None:
     assert shares["waiting for a core"] == pytest.approx(0.1)
     assert shares["blocked"] == pytest.approx(0.1)
     assert shares["waiting for work"] == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("lives", "at_once"),
+    [
+        ([(0, 0, 10), (1, 0, 10)], 2),
+        ([(0, 0, 10), (1, 0, 10), (0, 10, 20), (1, 10, 20)], 2),  # started again every epoch
+        ([(0, 0, 30), (0, 1, 30), (0, 2, 12)], 3),  # flatout's own: interchangeable
+        ([(None, 0, 10)], 0),  # the training process
+    ],
+)
+def test_workers_are_counted_that_were_there_at_the_same_time(
+    lives: list[tuple[int | None, float, float]], at_once: int
+) -> None:
+    reports = tuple(dataclasses.replace(worker(number), born_s=born, time_s=end) for number, born, end in lives)
+    (together,) = account(trace_of(rank_of((), workers=reports)), "folder").workers
+    assert together.workers == at_once
