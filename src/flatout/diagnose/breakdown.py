@@ -60,7 +60,7 @@ class Breakdown:
 
     def share_of(self, name: str) -> float:
         """The share of training time a phase takes, all its lines together."""
-        return sum(part.share for part in self.training if part.name == name)
+        return sum((part.share for part in self.training if part.name == name), 0.0)
 
 
 def breakdown(rank: RankTrace) -> Breakdown:

@@ -180,6 +180,8 @@ class Controller:
             self._try(wanted, "every worker is busy and the consumer waits")
         elif fewer and not 1 / CLEAR < as_then < CLEAR:
             self._try(fewer, "whether fewer bring as much")
+        elif self.workers == ceiling > seen.cores:
+            self._say(f"no more than {ceiling} on {seen.cores:g} cores, even if they mostly wait for storage")
         elif self.workers == ceiling:
             self._say(f"all {seen.cores:g} cores are in use")
         else:
