@@ -76,7 +76,7 @@ def in_force(optimizer: Any) -> dict[str, Any]:
             "gpu": torch.cuda.get_device_name(device),
             "gpus_visible": torch.cuda.device_count(),
             "gpu_index": device,
-            "gpu_uuid": _guarded(lambda: str(torch.cuda.get_device_properties(device).uuid)),
+            "gpu_uuid": str(getattr(torch.cuda.get_device_properties(device), "uuid", "")),
             "memory_peak_bytes": torch.cuda.max_memory_allocated(device),
             "memory_reserved_bytes": torch.cuda.max_memory_reserved(device),
             "memory_total_bytes": torch.cuda.get_device_properties(device).total_memory,
