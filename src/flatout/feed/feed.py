@@ -298,8 +298,7 @@ class Feed:
         if not self.workers:
             epoch.pull_ahead(0, self._under_way())
             return
-        depth = self._depth(self._together(epoch))
-        while self._under_way() < epoch.limit(depth):
+        while self._under_way() < epoch.limit(self._depth(self._together(epoch))):
             post = self.posts.next()
             batches = epoch.begin(self._together(epoch)) if post is not None or not self.posts else []
             if not batches:
@@ -330,11 +329,16 @@ class Feed:
         self.crew.forget(self.slots.fit(fit * self._batch_bytes))
         return max(1, min(fit, int(TOGETHER_S / max(1e-6, self._batch_s)), epoch.next_number, free))
 
+    @property
+    def _tasks_each(self) -> float:
+        """How many tasks a worker has at a time: one, until it is known how large a slot has to be."""
+        return self._tuning.depth if self._row_s else 1
+
     def _depth(self, together: int) -> int:
         """Batches under way: enough for every worker, and a reserve where there is room for one: for a consumer that
         comes in bursts, or because each waits for the slowest of its workers, and the others should not."""
         pieces = len(self._table[-1].parts) if self._table else 1
-        enough = max(3, round(self._tuning.depth * self._tuning.workers / pieces) + 1)
+        enough = max(3, round(self._tasks_each * self._tuning.workers / pieces) + 1)
         reserve = 2 * enough if pieces > 1 else 8 // together
         return together * max(enough, min(reserve, RESERVE_BYTES // max(1, self.slots.size)))
 
@@ -362,9 +366,8 @@ class Feed:
         for hand in self.crew:
             if not hand.retiring and (idlest is None or len(hand.tasks) < len(idlest.tasks)):
                 idlest = hand
-        # What is more waits here: at first until it is known how large a slot has to be, then for who is done first.
-        most = self._tuning.depth if self._row_s else 1
-        return idlest if idlest is not None and len(idlest.tasks) < most else None
+        # What is more waits here, for who is done first.
+        return idlest if idlest is not None and len(idlest.tasks) < self._tasks_each else None
 
     def _give(self, part: Part, hand: Hand, *, again: bool = False) -> bool:
         assert self._epoch is not None
