@@ -155,11 +155,13 @@ def test_comes_down_when_workers_are_killed_for_memory() -> None:
     assert max(run(controller, sixteen_cores, windows=20)) <= counts[-1]
 
 
-def test_uneven_samples_get_more_batches_ahead_before_more_workers() -> None:
+@pytest.mark.parametrize("busy_s", [2.0, 3.6])
+def test_uneven_samples_get_more_batches_ahead_before_more_workers(busy_s: float) -> None:
+    """GIVEN workers that stand idle half of the time, or a tenth of it, while the consumer waits."""
     controller = Controller(4, cores=16)
     for _ in range(3):
         controller.observe(
-            Observation(seconds=1, batches=50, waited_s=0.2, workers=4, busy_s=2.0, cpu_s=2.0, cores=16)
+            Observation(seconds=1, batches=50, waited_s=0.2, workers=4, busy_s=busy_s, cpu_s=busy_s, cores=16)
         )  # fmt: skip
     assert controller.workers == 4
     assert controller.depth > 2

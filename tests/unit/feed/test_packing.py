@@ -99,6 +99,14 @@ def test_a_batch_in_parts_is_joined_to_the_whole(shape: str) -> None:
     assert same(packing.join(parts, memory), default_collate(samples))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
+def test_a_part_that_lies_elsewhere_is_put_where_it_belongs(dtype: torch.dtype) -> None:
+    rows = torch.randn(6, 3, 4).to(dtype)
+    joined = packing.join([rows[:2], rows[2:5].clone(), rows[5:]], np.zeros(64, np.uint8))
+    assert joined.dtype == dtype
+    assert torch.equal(joined, rows)
+
+
 def test_rows_of_another_size_are_noticed() -> None:
     part = packing.Arena(np.zeros(4096, np.uint8), [(0, 8)], 0)
     packing.collate_parts([torch.zeros(3), torch.zeros(3)], part)
