@@ -171,8 +171,7 @@ def keep_resident() -> None:
     def resident(batches: Any) -> Iterator[Any]:
         if not torch.is_grad_enabled():
             return begin(batches)
-        kept = list(itertools.islice(begin(batches), 4))
-        return itertools.islice(itertools.cycle(kept), len(batches))
+        return itertools.cycle(list(itertools.islice(begin(batches), 4)))
 
     OnDevice.__iter__ = resident  # type: ignore[method-assign]
 

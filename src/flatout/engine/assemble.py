@@ -97,7 +97,7 @@ def assemble(config: Config, ranks: Ranks) -> Trainer:
     total = batch_size * ranks.world
     if train.batch_size == "auto" or train.lr_rule != "none":
         decisions.append(Decision("train.lr_rule", train.lr_rule, scale_learning_rate(optimizer, train, total)))
-    loader = train_loader(config.data, train_set, batch_size, train.seed, ranks)
+    loader = train_loader(config.data, train_set, batch_size, train.seed, ranks, train.epochs)
     decisions.append(Decision("data.workers", str(config.data.workers), f"{loader.num_workers} to begin with"))
     metrics = {name: _function(part, f"metrics.{name}") for name, part in config.metrics.items()}
     shared = ranks.world > 1 and can_share(metrics)

@@ -12,6 +12,7 @@ from flatout.engine.section import Part, Section, build, found
 from flatout.engine.step import TrainConfig
 from flatout.errors import UsageError
 from flatout.feed import DataLoader
+from flatout.feed.endless import EpochAfterEpoch
 
 
 class DataConfig(Section):
@@ -37,8 +38,13 @@ def datasets(config: DataConfig) -> tuple[Any, Any]:
     return train, val
 
 
-def train_loader(config: DataConfig, dataset: Any, batch_size: int, seed: int, ranks: Ranks) -> DataLoader[Any]:
-    """Batches to learn from. Their order follows from the seed and the epoch alone."""
+def train_loader(
+    config: DataConfig, dataset: Any, batch_size: int, seed: int, ranks: Ranks, epochs: int
+) -> DataLoader[Any]:
+    """Batches to learn from. Their order follows from the seed and the epoch alone.
+
+    Workers go on from one epoch to the next without a stop; without workers there is nothing to go on.
+    """
     options = _options(config)
     if isinstance(dataset, IterableDataset):  # it decides the order, and who gets what
         return DataLoader(dataset, batch_size, drop_last=config.drop_last, **options)
@@ -48,7 +54,10 @@ def train_loader(config: DataConfig, dataset: Any, batch_size: int, seed: int, r
     sampler: DistributedSampler[Any] = DistributedSampler(
         dataset, ranks.world, ranks.rank, shuffle=config.shuffle, seed=seed, drop_last=config.drop_last
     )
-    return DataLoader(dataset, batch_sampler=BatchSampler(sampler, batch_size, config.drop_last), **options)
+    batches = BatchSampler(sampler, batch_size, config.drop_last)
+    if config.workers != 0:
+        batches = EpochAfterEpoch(sampler, batch_size, config.drop_last, epochs)
+    return DataLoader(dataset, batch_sampler=batches, **options)
 
 
 def val_loader(config: DataConfig, dataset: Any, batch_size: int, ranks: Ranks, shared: bool) -> DataLoader[Any]:

@@ -35,6 +35,7 @@ from flatout.engine.section import nearest
 from flatout.engine.step import Step, batch_rows
 from flatout.errors import FlatoutError, UsageError
 from flatout.feed import DataLoader, feed_of, to_device
+from flatout.feed.endless import EpochAfterEpoch
 
 
 @dataclass(slots=True)
@@ -102,6 +103,8 @@ class Trainer:
         self._interrupts = Interrupts()
         self._resumed: dict[str, Any] | None = None
         self._epoch_random: dict[str, Any] = {}
+        self._endless = isinstance(getattr(train_loader, "batch_sampler", None), EpochAfterEpoch)
+        self._pass: Iterator[Any] | None = None  # over all epochs
         self._waited_s = 0.0
         self._evaluated_at = self._saved_at = -1
         self._done_at = dict.fromkeys(("evaluate", "checkpoint"), time.monotonic())
@@ -181,6 +184,7 @@ class Trainer:
                 ) from None
             finally:
                 self.checkpoints.wait()
+                self._pass = None
                 for loader in (self._train_loader, self._val_loader):
                     feed = feed_of(loader) if isinstance(loader, StockLoader) else None
                     if feed is not None:
@@ -190,7 +194,7 @@ class Trainer:
     # -- batches ----------------------------------------------------------------------------------------------------
 
     def _batches(self) -> Iterator[Any]:
-        """The epoch's batches on the device, from where it was left; the time they are waited for is counted."""
+        """What is left of the epoch's batches, on the device; the time they are waited for is counted."""
         batches = self._begun()
         while True:
             started = time.perf_counter()
@@ -201,23 +205,35 @@ class Trainer:
             yield batch
 
     def _begun(self) -> Iterator[Any]:
+        """The epoch: a pass over the loader, or a stretch of the one pass over all epochs."""
+        if not self._endless:
+            return self._new_pass()
+        if self._pass is None:
+            self._pass = self._new_pass()
+        else:
+            self._epoch_random = random_state(self.device)
+            torch.empty((), dtype=torch.int64).random_()  # as a new pass does: dropout is the same without workers
+        return itertools.islice(self._pass, len(self._train_batches) - self.at.batch)
+
+    def _new_pass(self) -> Iterator[Any]:
         loader, resumed = self._train_loader, self._resumed
         self._resumed = None
         batch_sampler = getattr(loader, "batch_sampler", None)
-        for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
+        for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None), batch_sampler):
             if sampler is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(self.at.epoch)
-        if resumed is None or self.at.batch == 0:
+        if resumed is None or (self.at.batch == 0 and not self._endless):
             if resumed is not None:
                 set_random_state(resumed["random"], self.device)
             self._epoch_random = random_state(self.device)
             return iter(self._train_batches)
-        self._epoch_random = resumed["epoch_random"]
+        self._epoch_random = resumed["epoch_random"] if self.at.batch else resumed["random"]
         if isinstance(loader, DataLoader) and loader.num_workers > 0 and "base_seed" in resumed["loader"]:
             loader.load_state_dict(resumed["loader"])
             batches = iter(self._train_batches)
         else:
-            self.say(f"going forward {self.at.batch} batches of a loader that cannot begin in the middle")
+            if self.at.batch:
+                self.say(f"going forward {self.at.batch} batches of a loader that cannot begin in the middle")
             set_random_state(self._epoch_random, self.device)
             batches = iter(self._train_batches)
             next(itertools.islice(batches, self.at.batch, self.at.batch), None)

@@ -20,6 +20,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.feed import randomness
 from flatout.feed.account import BadSample, BadSampleError, name_of
+from flatout.feed.endless import EpochAfterEpoch
 from flatout.feed.feed import Epoch, Feed
 from flatout.feed.messages import Birth
 from flatout.feed.slots import Slots
@@ -74,13 +75,19 @@ class FeedIterator(_BaseDataLoaderIter):
         self.position = Position(self._seed, self._epoch_number, before, [g.get_state() for g in self._generators])
         if loader.num_workers > 0 or not first:  # stock with workers asks the sampler twice at the start
             super()._reset(loader, first)
-        for _ in range(skip if not self._feed.recipe.iterable else 0):
-            next(self._sampler_iter)
+        endless = self._index_sampler if isinstance(self._index_sampler, EpochAfterEpoch) else None
+        if endless is not None:
+            skip = skip or endless.first
+            self._sampler_iter = endless.beginning_at(skip)
+        else:
+            for _ in range(skip if not self._feed.recipe.iterable else 0):
+                next(self._sampler_iter)
         self._num_yielded = self.position.yielded = skip
         self._reached = [post.birth for post in self._feed.posts] if births is None else list(births)
         # A sampler of torch's own draws when it is started and when it has ended, not in between; a last batch that is
         # not full ends it.
-        free = len(self._index_sampler) - 1 if self._pure_sampler and not self._feed.posts else 0
+        batches = endless.in_all if endless is not None else len(self._index_sampler) if self._pure_sampler else 0
+        free = batches - 1 if self._pure_sampler and not self._feed.posts else 0
         self._epoch = Epoch(
             key=(self._seed, self._epoch_number),
             indices=self._sampler_iter,
@@ -181,7 +188,7 @@ def is_pure(loader: StockLoader[Any]) -> bool:
     """Whether asking the sampler early cannot be noticed: torch's own, which draw only when they are started."""
 
     def pure(sampler: Any) -> bool:
-        if type(sampler) is BatchSampler:
+        if type(sampler) in (BatchSampler, EpochAfterEpoch):
             return pure(sampler.sampler)
         if type(sampler) is RandomSampler:
             return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)

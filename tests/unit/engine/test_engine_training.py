@@ -11,7 +11,7 @@ import math
 import os
 import re
 import signal
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from engine_toy import Ready
 from torch import nn
 from torch.utils.data import DataLoader as Stock
+from torch.utils.data import DistributedSampler
 
 from flatout import augment
 from flatout.engine import Trainer, checkpoint
@@ -30,6 +31,7 @@ from flatout.engine.config import load
 from flatout.engine.progress import LogConfig, Reporter
 from flatout.errors import FlatoutError, UsageError
 from flatout.feed import DataLoader
+from flatout.feed.feed import Epoch, Feed
 
 
 def weights(trainer: Trainer) -> list[torch.Tensor]:
@@ -255,6 +257,26 @@ def test_the_fastest_batch_is_looked_for_in_the_layout_that_will_train(ready: Re
     assert not hasattr(forward.args[0], "func")  # once is enough
 
 
+def test_workers_go_on_from_one_epoch_to_the_next(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN three epochs of eight batches WHEN they are trained on THEN workers got them as one pass, each epoch in the
+    order that torch's sampler has for it."""
+    passes = []
+    begin = Feed.begin
+
+    def counted(feed: Feed, epoch: Epoch, *args: Any, **more: Any) -> None:
+        passes.append(epoch)
+        begin(feed, epoch, *args, **more)
+
+    monkeypatch.setattr(Feed, "begin", counted)
+    trainer = ready("data.workers=2", "data.val=null", "metrics={}")
+    trainer.fit()
+    assert len(passes) == 1
+    sampler = DistributedSampler(range(64), 1, 0, seed=0)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        assert list(chain(*engine_toy.seen[8 * epoch : 8 * epoch + 8])) == list(sampler)
+
+
 # -- coming back -------------------------------------------------------------------------------------------------------
 
 
@@ -262,11 +284,12 @@ def stop_at(step: int) -> None:
     engine_toy.faults[step] = lambda: os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.parametrize("stops_at", [11, 16])  # of 24: in the middle of the second epoch, and at its end
 @pytest.mark.parametrize(
     ("draws", "workers", "workers_then"), [(False, 0, 2), (False, 2, 0), (True, 1, 2), (True, 0, 0)]
 )
 def test_a_resumed_training_is_the_same_to_the_bit(
-    ready: Ready, tmp_path: Path, draws: bool, workers: int, workers_then: int
+    ready: Ready, tmp_path: Path, draws: bool, workers: int, workers_then: int, stops_at: int
 ) -> None:
     data = [f"data.train.args.draws={draws}", "train.clip_norm=1.0"]
     data += ["scheduler={factory: torch.optim.lr_scheduler:CosineAnnealingLR, args: {T_max: '{steps}'}}"]
@@ -275,10 +298,10 @@ def test_a_resumed_training_is_the_same_to_the_bit(
     order = list(engine_toy.seen)
     engine_toy.seen.clear()
 
-    stop_at(11)  # of 24, in the middle of the second epoch
+    stop_at(stops_at)
     broken = ready(f"data.workers={workers}", *data)
     broken.fit()
-    assert (broken.stopped_by, broken.at.step, broken.at.batch) == ("SIGTERM", 11, 3)
+    assert (broken.stopped_by, broken.at.step) == ("SIGTERM", stops_at)
     resumed = ready(f"data.workers={workers_then}", *data)
     assert resumed.resume()
     resumed.fit()
@@ -550,4 +573,4 @@ def test_no_worker_outlives_a_training(ready: Ready, ends: str) -> None:
         trainer.fit()
     assert workers  # of training and, by the second epoch, of validation
     assert not any(process.is_running() for process in workers)
-    assert len(list(trainer._train_loader)) == 8  # it can be used again
+    assert len(list(islice(trainer._train_loader, 8))) == 8  # it can be used again
