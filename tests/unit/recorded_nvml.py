@@ -82,8 +82,9 @@ class RecordedNvml:
             handle, *rest = arguments
             recorded = self._card(handle)[function]
             key = ",".join(str(argument) for argument in rest)
-            # The history of GPU-Util is asked for from another time on with each call; it was recorded from 0 on.
-            return _answer(recorded["1,0"] if function == "nvmlDeviceGetSamples" else recorded[key])
+            # What is asked for from another time on with each call was recorded from 0 on.
+            since_0 = {"nvmlDeviceGetSamples": "1,0", "nvmlDeviceGetProcessUtilization": "0"}
+            return _answer(recorded[since_0.get(function, key)])
 
         return ask
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from flatout.diagnose.case import Case
 from flatout.diagnose.finding import Finding
 from flatout.diagnose.gains import removed, rounded
+from flatout.trace import GpuProcess
 
 
 def host_memory(case: Case) -> Finding | None:
@@ -88,8 +90,15 @@ def shared_cores(case: Case) -> Finding | None:
 
 def shared_card(case: Case) -> Finding | None:
     ours = {p.pid for s in case.samples for p in s.processes} | {r.info.pid for r in case.trace.ranks}
-    others = {p.pid: p for gpu in case.card_samples for p in gpu.processes or ()}
-    strangers = [p for pid, p in others.items() if pid not in ours and (p.used_bytes or 0) > 2**28]
+    held: dict[int, list[GpuProcess]] = {}
+    for process in [p for gpu in case.card_samples for p in gpu.processes or () if p.pid not in ours]:
+        held.setdefault(process.pid, []).append(process)
+    strangers = []
+    for seen in held.values():
+        most_pct = max((p.sm_pct for p in seen if p.sm_pct is not None), default=None)
+        # A notebook that was left open holds memory; it takes no time from anybody.
+        if max(p.used_bytes or 0 for p in seen) > 2**28 and (most_pct is None or most_pct >= 1):
+            strangers.append(dataclasses.replace(seen[-1], sm_pct=most_pct))
     if not strangers or not ours:
         return None
     return Finding(
@@ -98,7 +107,9 @@ def shared_card(case: Case) -> Finding | None:
         share=0.0,
         derived="model of the machine",
         confidence=0.8,
-        evidence={"processes": [{"pid": p.pid, "name": p.name, "bytes": p.used_bytes} for p in strangers]},
+        evidence={
+            "processes": [{"pid": p.pid, "name": p.name, "bytes": p.used_bytes, "sm_pct": p.sm_pct} for p in strangers]
+        },
         advice="give training a card of its own",
     )
 

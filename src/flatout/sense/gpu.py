@@ -47,6 +47,7 @@ _WORDS = {
     "nvmlDeviceGetDecoderUtilization": "use of the video decoder",
     "nvmlDeviceGetJpgUtilization": "use of the JPEG engine",
     "nvmlDeviceGetComputeRunningProcesses": "its processes",
+    "nvmlDeviceGetProcessUtilization": "which process uses its SMs",
     "nvmlDeviceGetSamples": "the history of GPU-Util",
 }
 
@@ -133,6 +134,7 @@ class _Card:
         self._costly_s = -_COSTLY_EVERY_S
         self._pulses: list[float] = []
         self._last_util_us = 0
+        self._last_use_us = 0
         self._gpm = _Gpm.on(nvml, self._handle)
         if self._gpm is None:
             note(f"GPU {index} ({self._name}) has no GPM counters: power share and clocks stand in for SM active")
@@ -196,8 +198,15 @@ class _Card:
         if found is None:
             self._processes = None
         else:
+            use = self._use_by_process()
             self._processes = tuple(
-                GpuProcess(pid=p.pid, used_bytes=p.usedGpuMemory, name=self._process_name(p.pid)) for p in found
+                GpuProcess(
+                    pid=p.pid,
+                    used_bytes=p.usedGpuMemory,
+                    name=self._process_name(p.pid),
+                    sm_pct=use.get(p.pid, 0.0) if use is not None else None,
+                )
+                for p in found
             )
 
     def _read_engines(self) -> None:
@@ -212,6 +221,17 @@ class _Card:
         except self._nvml.NVMLError:
             return None  # it has ended, or a container hides it
 
+    def _use_by_process(self) -> dict[int, float] | None:
+        """How much of the time each process had work on the card of late; None where the driver does not tell."""
+        # Silence at first may be for good; of a driver that has answered before it says that nobody used the card.
+        silence: list[Any] | None = [] if self._last_use_us else None
+        answer = self._ask("nvmlDeviceGetProcessUtilization", self._last_use_us, nothing_new=silence)
+        if answer is None:
+            return None
+        told = [s for s in answer if s.smUtil <= 100]  # some drivers hand out memory they never wrote to
+        self._last_use_us = max((s.timeStamp for s in told), default=self._last_use_us)
+        return {s.pid: float(s.smUtil) for s in told}
+
     def _util_history(self) -> list[float]:
         """GPU-Util at the driver's own pace (a few a second), for cards without GPM."""
         answer = self._ask("nvmlDeviceGetSamples", 1, self._last_util_us)
@@ -223,8 +243,8 @@ class _Card:
             self._last_util_us = new[-1].timeStamp
         return [] if first_read else [float(s.sampleValue.uiVal) for s in new]
 
-    def _ask(self, function: str, *arguments: object) -> Any:
-        """What NVML answers, or None; what it will never answer is not asked again."""
+    def _ask(self, function: str, *arguments: object, nothing_new: Any = None) -> Any:
+        """What NVML answers, or None (or `nothing_new`); what it will never answer is not asked again."""
         if self._lost or (function, *arguments) in self._never:
             return None
         try:
@@ -235,8 +255,9 @@ class _Card:
         except self._nvml.NVMLError as problem:
             if problem.value in _NEVER:
                 self._never.add((function, *arguments))
-            if problem.value not in _NOTHING_NEW:
-                self._explain(f"{_WORDS[function]} is not known", problem)
+            if problem.value in _NOTHING_NEW:
+                return nothing_new
+            self._explain(f"{_WORDS[function]} is not known", problem)
         return None
 
     def _explain(self, loss: str, problem: Any) -> None:

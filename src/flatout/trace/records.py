@@ -171,11 +171,12 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProcess:
-    """A process that holds memory on a card."""
+    """A process that holds memory on a card. `sm_pct`: how much of the time it had work there."""
 
     pid: int
     used_bytes: int | None = None
     name: str | None = None
+    sm_pct: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

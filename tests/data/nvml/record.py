@@ -55,6 +55,7 @@ OF_CARD: list[tuple[str, tuple[int, ...]]] = [
     ("nvmlDeviceGetDecoderUtilization", ()),
     ("nvmlDeviceGetJpgUtilization", ()),
     ("nvmlDeviceGetComputeRunningProcesses", ()),
+    ("nvmlDeviceGetProcessUtilization", (0,)),
     ("nvmlDeviceGetSamples", (1, 0)),
 ]
 GPM_METRICS = (1, 2, 3, 5, 10, 20, 21)

@@ -418,10 +418,20 @@ def test_a_power_cap_on_a_busy_card_is_no_fault() -> None:
     assert codes(trace(samples=hardware(throttle=("power cap",)))) == ["compute.saturated"]
 
 
-def test_a_stranger_on_the_card() -> None:
-    ours = hardware(processes=(GpuProcess(pid=4242, used_bytes=8 << 30),))
-    made = trace(samples=ours)
-    assert "hardware.shared" in codes(made)
+@pytest.mark.parametrize(
+    ("sm_pct", "most_pct"),
+    [((None, None), None), ((35.0, 0.0), 35.0), ((None, 35.0), 35.0), ((None, 0.0), 0.0), ((0.0, 0.0), 0.0)],
+)
+def test_a_stranger_on_the_card_is_none_who_only_holds_memory(
+    sm_pct: tuple[float | None, float | None], most_pct: float | None
+) -> None:
+    """GIVEN what the driver told of its use at first and later, THEN only one that is known never to have computed is
+    left alone."""
+    early, late = (hardware(processes=(GpuProcess(pid=4242, used_bytes=8 << 30, sm_pct=pct),)) for pct in sm_pct)
+    made = trace(*STARVED, samples=(*early[:2], *late[2:]))
+    found = [f for f in diagnose(made) if f.code == "hardware.shared"]
+    told = [process["sm_pct"] for finding in found for process in finding.evidence["processes"]]
+    assert told == ([] if most_pct == 0 else [most_pct])
 
 
 def test_memory_so_full_that_the_allocator_starts_over() -> None:

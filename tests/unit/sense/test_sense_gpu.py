@@ -79,6 +79,55 @@ def test_a_card_full_of_matrix_products(nvml: RecordedNvml, watch: Callable[...,
     assert [(p.name or "").startswith("python") for p in sample.processes or ()] == [True]
     assert sample.processes is not None
     assert (sample.processes[0].used_bytes or 0) > 400e6
+    assert (sample.processes[0].sm_pct or 0) > 80
+
+
+def test_a_process_that_only_holds_memory_uses_none_of_the_card(
+    nvml: RecordedNvml, watch: Callable[..., Cards], notes: list[str]
+) -> None:
+    """GIVEN a process on the card that the driver told of, WHEN it tells nothing new THEN that is 0, and WHEN it cannot
+    be asked for once THEN nothing is known."""
+    nvml.moment = "matmul"
+    cards = watch()
+    seen = []
+    for now_s, error in ((0.0, None), (5.0, NOT_FOUND), (10.0, TIMEOUT), (15.0, None)):
+        nvml.failing = {} if error is None else {"nvmlDeviceGetProcessUtilization": error}
+        [process] = read(cards, now_s).processes or ()
+        seen.append(process.sm_pct)
+    assert seen == [88.0, 0.0, None, 88.0]
+    assert notes == ["GPU 0: which process uses its SMs is not known (Timeout)"]
+
+
+@pytest.mark.parametrize(("error", "asked", "noted"), [(NOT_SUPPORTED, 1, True), (NOT_FOUND, 3, False)])
+def test_a_driver_that_never_told_which_process_uses_the_card_leaves_it_open(
+    nvml: RecordedNvml, watch: Callable[..., Cards], notes: list[str], error: int, asked: int, noted: bool
+) -> None:
+    nvml.moment = "matmul"
+    nvml.failing = {"nvmlDeviceGetProcessUtilization": error}
+    cards = watch()
+    seen = [process.sm_pct for now_s in (0.0, 5.0, 10.0) for process in read(cards, now_s).processes or ()]
+    assert seen == [None, None, None]
+    assert nvml.asked.count("nvmlDeviceGetProcessUtilization") == asked
+    assert bool(notes) == noted
+
+
+def test_a_use_that_cannot_be_is_not_believed(
+    nvml: RecordedNvml, watch: Callable[..., Cards], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is its time: asked for from then on, the driver would be silent for good."""
+    nvml.moment = "matmul"
+    [told] = nvml.nvmlDeviceGetProcessUtilization(0, 0)
+    since = []
+
+    def use(_handle: int, since_us: int) -> list[SimpleNamespace]:
+        since.append(since_us)
+        return [told, SimpleNamespace(pid=told.pid, timeStamp=2**63, smUtil=2147483632)]
+
+    monkeypatch.setattr(nvml, "nvmlDeviceGetProcessUtilization", use, raising=False)
+    cards = watch()
+    seen = [process.sm_pct for now_s in (0.0, 5.0) for process in read(cards, now_s).processes or ()]
+    assert seen == [88.0, 88.0]
+    assert since == [0, told.timeStamp]
 
 
 def test_tiny_kernels_look_busy_and_are_not(nvml: RecordedNvml, watch: Callable[..., Cards]) -> None:
