@@ -1,17 +1,24 @@
-"""Rules about computing: launches, precision, layout, the optimizer, small batches. All but the last need an X-ray."""
+"""Rules about computing: launches, precision, layout, the optimizer, small batches. All but the last need an X-ray.
+
+What the card waits for its host does not shrink with the card's work. `uncovered` tells of such costs that are small
+now, and are worth a word once that work is as short as other findings promise.
+"""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from flatout.diagnose.case import LAUNCHES_LATE, LAUNCHING, Case
 from flatout.diagnose.finding import Finding
-from flatout.diagnose.gains import WORTH, computed, data_saved, rounded
+from flatout.diagnose.gains import KERNELS, WORTH, computed, data_saved, rounded
 from flatout.trace import Xray
 
+_MUCH_FOR_AN_OPTIMIZER = 0.05  # of the step
 FUSABLE = ("Adam", "AdamW", "SGD", "Adagrad")
+_LARGER_BATCH = "a larger batch, with the learning rate scaled (what is learned changes)"
 _TURNING = re.compile("nchwToNhwc|nhwcToNchw")
 _NORMS = re.compile("batch_?norm|bn_[fb]w")
 _JOINABLE = re.compile(f"elementwise|reduce_kernel|layer_norm|softmax|dropout|{_NORMS.pattern}")
@@ -21,8 +28,7 @@ def launch_bound(case: Case) -> Finding | None:
     xray = case.xray
     if xray is None or not xray.steps or not case.mean_ms:
         return None
-    idle = sum(xray.idle_by_phase_ms.get(phase, 0.0) for phase in LAUNCHING) / xray.steps
-    lost = min(0.99, idle / max(case.mean_ms, xray.wall_ms / xray.steps))
+    idle, lost = _idle_launching_ms(xray) / xray.steps, _waits_for_launches(case)
     working = sum(xray.busy_by_phase_ms.get(phase, 0.0) for phase in LAUNCHING) / xray.steps
     median_us = xray.kernel_us.quantile(0.5) or 0.0
     # Beside a long wait for data the step as a whole may lose little by it.
@@ -40,6 +46,18 @@ def launch_bound(case: Case) -> Finding | None:
         value=2 * int(case.loader["batch_size"]) if case.loader.get("batch_size") else None,
         advice="a larger batch, torch.compile (mode reduce-overhead), or CUDA graphs",
     )
+
+
+def _idle_launching_ms(xray: Xray) -> float:
+    return sum(xray.idle_by_phase_ms.get(phase, 0.0) for phase in LAUNCHING)
+
+
+def _waits_for_launches(case: Case) -> float:
+    """The share of the step in which the card has nothing to do because the host has not launched it yet."""
+    xray = case.xray
+    if xray is None or not xray.steps or not case.mean_ms:
+        return 0.0
+    return min(0.99, _idle_launching_ms(xray) / xray.steps / max(case.mean_ms, xray.wall_ms / xray.steps))
 
 
 def precision(case: Case) -> Finding | None:
@@ -117,12 +135,16 @@ def layout(case: Case) -> Finding | None:
 
 
 def optimizer(case: Case) -> Finding | None:
+    return _not_fused(case, at_least=_MUCH_FOR_AN_OPTIMIZER)
+
+
+def _not_fused(case: Case, *, at_least: float) -> Finding | None:
     xray = case.xray
     if xray is None or case.facts.get("optimizer_fused") or not case.step_ms:
         return None
     spent = (xray.busy_by_phase_ms.get("optimizer", 0.0) + xray.idle_by_phase_ms.get("optimizer", 0.0)) / xray.steps
     share = spent / (xray.wall_ms / xray.steps)
-    if share < 0.05:
+    if share < at_least:
         return None
     name = str(case.facts.get("optimizer"))
     fusable, loops = name in FUSABLE, case.facts.get("optimizer_foreach") is False
@@ -166,23 +188,63 @@ def _looping_optimizer(case: Case) -> float:
 
 
 def underused(case: Case) -> Finding | None:
-    total = case.card("memory_total_bytes").high
-    peak, active = case.facts.get("memory_reserved_bytes"), case.card("sm_active_pct").mean
-    if not peak or not math.isfinite(total) or peak / total > 0.3 or data_saved(case) > 0.2:
+    small, active = _small_batch(case), case.card("sm_active_pct").mean
+    if small is None or active is None or active > 40:
         return None
-    if active is None or active > 40 or not case.loader.get("batch_size"):
-        return None
-    batch = int(case.loader["batch_size"])
-    room = min(4.0, 0.7 * total / peak)
+    batch, used = small
+    room = min(4.0, 0.7 / used)
     return Finding(
         code="memory.underused",
-        title=f"a batch of {batch} uses {peak / total:.0%} of the card's memory and {active:.0f}% of its processors",
+        title=f"a batch of {batch} uses {used:.0%} of the card's memory and {active:.0f}% of its processors",
         share=1 - active / 100,
         gain_high=max(1.0, min(room, 100 / max(1.0, active))),
-        derived="model of the kernels",
+        derived=KERNELS,
         confidence=0.5,
-        evidence={"memory_share": rounded(peak / total), "sm_active_pct": rounded(active)},
+        evidence={"memory_share": rounded(used), "sm_active_pct": rounded(active)},
         change="batch_size",
         value=int(2 ** math.floor(math.log2(batch * room))),
-        advice="a larger batch, with the learning rate scaled (what is learned changes)",
+        advice=_LARGER_BATCH,
+    )
+
+
+def _small_batch(case: Case) -> tuple[int, float] | None:
+    """The batch and the share of the card's memory that it uses, where there is room for a larger one."""
+    total, peak = case.card("memory_total_bytes").high, case.facts.get("memory_reserved_bytes")
+    if not peak or not math.isfinite(total) or peak / total > 0.3 or data_saved(case) > 0.2:
+        return None
+    return (int(case.loader["batch_size"]), peak / total) if case.loader.get("batch_size") else None
+
+
+def uncovered(case: Case, found: Iterable[Finding]) -> list[Finding]:
+    """What will be worth a word when the card has less to do, by as much as these findings promise (of each range the
+    middle). Their own ranges are for mending them alone: small, and never the verdict."""
+    shorter = math.prod(
+        (f.gain_low + f.gain_high) / 2
+        for f in found
+        if f.derived.startswith(KERNELS) and f.change not in ("batch_size", "fused_optimizer")
+    )
+    if shorter == 1:
+        return []
+    named = {finding.code for finding in found}
+    then = [_not_fused(case, at_least=WORTH / shorter), _gaps(case, at_least=WORTH / shorter)]
+    return [finding for finding in then if finding is not None and finding.code not in named]
+
+
+def _gaps(case: Case, *, at_least: float) -> Finding | None:
+    """Gaps between kernels come with each step: for as many samples twice the batch has half of them."""
+    small, lost = _small_batch(case), _waits_for_launches(case)
+    if small is None or lost / 2 < at_least:
+        return None
+    batch, used = small
+    return Finding(
+        code="memory.underused",
+        title=f"a batch of {batch} uses {used:.0%} of the card's memory, and in each step the card waits for launches: "
+        f"{lost:.0%} of the time",
+        share=lost,
+        **computed(case, 0.0, lost),  # the X-ray slows the host down: such gaps are shorter without it
+        confidence=0.5,
+        evidence={"memory_share": rounded(used), "waiting_for_launches": rounded(lost)},
+        change="batch_size",
+        value=2 * batch,
+        advice=_LARGER_BATCH,
     )

@@ -18,6 +18,7 @@ from typing import Any
 from flatout.diagnose.case import Case
 
 WORTH = 0.03  # a cause below this share of the step is not worth a word
+KERNELS = "model of the kernels"
 HELD_BACK = ", as far as the loader can follow"
 _KNOWN_TO = 1.05  # how fast workers can deliver, as seen while they share the cores
 BOUNDED = ("measured ceiling", "model of the step")  # gains that share what the ceiling leaves
@@ -37,7 +38,7 @@ def spared(case: Case, low: float, high: float) -> dict[str, Any]:
 
 def computed(case: Case, low: float, high: float) -> dict[str, Any]:
     """The card needs these shares of the time less."""
-    sure, most, derived = min(_factor(low), case.supply), _factor(high), "model of the kernels"
+    sure, most, derived = min(_factor(low), case.supply), _factor(high), KERNELS
     if most > case.supply:
         derived += HELD_BACK
     return _range(sure, most, _KNOWN_TO * case.supply, derived)

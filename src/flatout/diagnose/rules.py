@@ -32,14 +32,19 @@ def diagnose(trace: Trace) -> tuple[Finding, ...]:
     case = every[0]
     found = [finding for rule in RULES if (finding := rule(case)) is not None]
     found += [finding for rule in RANK_RULES if (finding := rule(every)) is not None]
-    ignored = ignored_settings(case, found)
+    beside = compute.uncovered(case, found)
+    ignored = ignored_settings(case, [*found, *beside])
     explained = {finding.evidence.get("cause") for finding in ignored}
-    found = [finding for finding in found if finding.code not in explained] + ignored
-    found.sort(key=lambda f: (-((f.gain_low + f.gain_high) / 2 - 1) * f.confidence, f.code))
+    found = sorted([*(f for f in found if f.code not in explained), *ignored], key=_rank)
     if found:
+        found[1:] = sorted([*found[1:], *(f for f in beside if f.code not in explained)], key=_rank)
         return tuple(_within(_one_for_each_change(found), case.headroom))
     healthy = _saturated(case)
     return (healthy,) if healthy is not None else ()
+
+
+def _rank(finding: Finding) -> tuple[float, str]:
+    return -((finding.gain_low + finding.gain_high) / 2 - 1) * finding.confidence, finding.code
 
 
 def _one_for_each_change(ranked: list[Finding]) -> list[Finding]:
