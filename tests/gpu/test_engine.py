@@ -19,6 +19,7 @@ from flatout.engine.checkpoint import newest
 from flatout.engine.precision import decide
 from flatout.engine.ranks import Ranks
 from flatout.engine.step import Step, TrainConfig, uncompiled
+from flatout.errors import UsageError
 from flatout.feed import DataLoader
 
 pytestmark = pytest.mark.gpu
@@ -69,8 +70,12 @@ def trainer(out: Path, model: nn.Module, **settings: Any) -> Trainer:
     )
 
 
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
-    "settings", [{}, {"clip_norm": 1.0, "accumulate": 2}, {"precision": "fp16"}, {"precision": "tf32"}], ids=str
+    "settings",
+    [{}, {"clip_norm": 1.0, "accumulate": 2}, {"precision": "fp16"}, {"precision": "tf32"}, {"compile": "auto"}],
+    ids=str,
 )
 def test_nothing_waits_for_the_card_between_log_points(
     tmp_path: Path, forbid_waiting: Callable[[bool], None], settings: dict[str, Any]
@@ -81,12 +86,12 @@ def test_nothing_waits_for_the_card_between_log_points(
 
     def advance_and_watch(loss: Tensor, rows: int) -> None:
         advance(loss, rows)
-        forbid_waiting(2 <= ours.at.step < 30)  # the first steps allocate, the last ones end it all
+        forbid_waiting(5 <= ours.at.step < 30)  # the first steps allocate and capture, the last ones end it all
 
     def read_unwatched() -> set[str]:
         forbid_waiting(False)
         due = read()
-        forbid_waiting(2 <= ours.at.step < 30)
+        forbid_waiting(5 <= ours.at.step < 30)
         return due
 
     def end_unwatched() -> None:
@@ -150,10 +155,44 @@ def test_layout_and_switches_are_in_force_and_put_back(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.usefixtures("compiler")
-def test_compiled_it_learns_the_same(tmp_path: Path) -> None:
-    ours = trainer(tmp_path, net(), compile=True)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("compile", [True, "auto"])
+def test_compiled_and_captured_it_learns_the_same(tmp_path: Path, compile: bool | str, accumulate: int) -> None:
+    eager = trainer(tmp_path / "eager", net(), precision="off", accumulate=accumulate)
+    eager.fit()
+    ours = trainer(tmp_path / "ours", net(), precision="off", accumulate=accumulate, compile=compile)
     assert ours.fit()["accuracy"] > 0.9
+    assert captured() == (compile == "auto")
     assert uncompiled(ours.model), ours.decisions  # it still was: nothing fell back
+    for one, other in zip(eager.model.parameters(), ours.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
+
+
+def captured() -> bool:
+    """Whether there are CUDA graphs of what was compiled."""
+    from torch._inductor import cudagraph_trees  # warns as it is imported
+
+    manager = cudagraph_trees.get_container(torch.cuda.current_device()).tree_manager
+    return manager is not None and any(manager.roots.values())
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.usefixtures("compiler")
+def test_a_model_that_keeps_an_output_is_told_to_do_without_graphs(tmp_path: Path) -> None:
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = net(), None
+
+        def forward(self, pictures: Tensor) -> Tensor:
+            made: Tensor = self.inner(pictures)
+            if self.last is not None:
+                made = made + 0 * self.last
+            self.last = made.detach()
+            return made
+
+    with pytest.raises(UsageError, match=r"train\.compile=true compiles without them"):
+        trainer(tmp_path, Keeping(), compile="auto").fit()
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own

@@ -27,9 +27,7 @@ from flatout.errors import UsageError
 Kind = TypeVar("Kind", bound=BaseModel)
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "fastest": {
-        "train.batch_size": "auto", "data.workers": "auto", "train.precision": "bf16", "train.compile": True,
-    },
+    "fastest": {"train.batch_size": "auto", "data.workers": "auto", "train.precision": "bf16"},
     "small-memory": {
         "train.batch_size": 64, "train.accumulate": 4, "data.workers": 2, "train.precision": "bf16",
         "augment.factory": "flatout.augment:Minimal",

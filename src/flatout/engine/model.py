@@ -32,14 +32,14 @@ def device_for(wanted: str, local_rank: int) -> torch.device:
     return device
 
 
-def made_ready(model: nn.Module, config: TrainConfig, device: torch.device) -> list[Decision]:
+def made_ready(model: nn.Module, config: TrainConfig, device: torch.device, ranks: int = 1) -> list[Decision]:
     """Bring the model to the device, in the form that is fastest there."""
     model.to(device)
     model.train()
     return [
         _layout(model, config.channels_last, device),
         _activations(model, config.checkpoint_activations),
-        _compiled(model, config.compile, device),
+        _compiled(model, config.compile, device, ranks),
     ]
 
 
@@ -93,16 +93,25 @@ def _parent(model: nn.Module, path: str) -> nn.Module:
     return model.get_submodule(path.rpartition(".")[0])
 
 
-def _compiled(model: nn.Module, wanted: bool | str, device: torch.device) -> Decision:
-    why = ""
+WITH_GRAPHS = "on, with CUDA graphs"
+CAPTURING = (WITH_GRAPHS, "reduce-overhead", "max-autotune")
+_GRAPHS = {"triton.cudagraphs": True, "triton.cudagraph_skip_dynamic_graphs": True}  # not one for every length
+
+
+def _compiled(model: nn.Module, wanted: bool | str, device: torch.device, ranks: int) -> Decision:
+    """Compiled, and of one rank captured too: most steps take the host longer to launch than the card to compute."""
+    value, why = "on" if wanted is True else str(wanted), "eager should it fail"
     if wanted == "auto":
-        wanted, why = device.type == "cuda", f"the default on {device.type}"
+        value, why = WITH_GRAPHS if ranks == 1 else "on", f"the default on {device.type}"
+        if device.type != "cuda":
+            return Decision("train.compile", "off", why)
     if wanted is False:
-        return Decision("train.compile", "off", why)
+        return Decision("train.compile", "off")
+    how: dict[str, Any] = {"options": _GRAPHS} if value == WITH_GRAPHS else {"mode": None if value == "on" else value}
     try:
         # `model.compile()` would pass over an nn.Sequential in silence; the forward method is compiled in any case.
-        model.forward = torch.compile(model.forward, mode=None if wanted is True else wanted)
+        model.forward = torch.compile(model.forward, **how)
     except Exception as problem:  # whatever is wrong with the compiler here, training does without it
         why = f"torch.compile failed: {type(problem).__name__}: {problem}"
         return Decision("train.compile", "off", why, instead=True)
-    return Decision("train.compile", "on" if wanted is True else str(wanted), why or "eager should it fail")
+    return Decision("train.compile", value, why)

@@ -76,6 +76,8 @@ class Step:
         precision: Precision,
         config: TrainConfig,
         say: Callable[[str], None],
+        *,
+        captured: bool = False,
     ) -> None:
         self.model, self.criterion, self.optimizer = model, criterion, optimizer
         self.precision = precision
@@ -84,6 +86,7 @@ class Step:
         self._clip_norm, self._on_nan = config.clip_norm, config.on_nan
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._say = say
+        self._captured = captured  # as CUDA graphs: what they return is written over by the next pass
         self._exchanging = False
 
     def __call__(self, batch: Any) -> Tensor:
@@ -127,7 +130,10 @@ class Step:
                 self._exchanging = last
                 self.scaler.scale(loss).backward()
                 self._exchanging = False
-            # What the model itself returned may lie in memory that a captured graph writes to again.
+            if self._captured and number == 1 and not last:
+                for parameter in self._parameters:
+                    parameter.grad = parameter.grad.clone() if parameter.grad is not None else None
+            # What the model itself returned may be written over too.
             losses.append(loss.detach() if self.criterion is not None else loss.detach().clone())
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
@@ -155,6 +161,11 @@ class Step:
         exchanging, self._exchanging = self._exchanging, False
         if out_of_memory(problem):
             return self._halve(batch, exchanging)
+        if self._captured and "CUDAGraphs" in str(problem):
+            raise UsageError(
+                "train.compile: the model keeps an output from one step to the next, and CUDA graphs write over it; "
+                "train.compile=true compiles without them"
+            ) from problem
         inner = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
         if type(problem).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")) and uncompiled(inner):
             why = (str(problem).strip().splitlines() or [""])[:2]
@@ -173,6 +184,8 @@ class Step:
             ) from None
         self.accumulate *= 2
         self.optimizer.zero_grad(set_to_none=True)
+        if self._captured:
+            torch.compiler.reset()  # graphs keep the memory they were captured with
         return (
             f"out of memory: {math.ceil(rows / self.accumulate)} samples at a time from here on instead of {size}; "
             f"train.accumulate is {self.accumulate}, the batch stays {rows}, and this step is repeated"

@@ -27,7 +27,7 @@ from flatout.engine.config import Settings, checked
 from flatout.engine.data import steps_in_all
 from flatout.engine.evaluation import evaluate
 from flatout.engine.losses import Losses
-from flatout.engine.model import channels_last, device_for, made_ready
+from flatout.engine.model import CAPTURING, channels_last, device_for, made_ready
 from flatout.engine.precision import Decision, decide, switched
 from flatout.engine.progress import Reporter
 from flatout.engine.ranks import Interrupts, Ranks, lost_contact
@@ -79,12 +79,14 @@ class Trainer:
         self.reporter = Reporter(self.config.log, self.out, speaks=self.ranks.first)
         self.say = self.reporter.say
         precision, decision = decide(train.precision, self.device)
-        layout, *rest = made_ready(model, train, self.device)
-        self.decisions = [Decision("train.device", str(self.device)), decision, layout, *rest]
+        layout, activations, compiled = made_ready(model, train, self.device, self.ranks.world)
+        self.decisions = [Decision("train.device", str(self.device)), decision, layout, activations, compiled]
         self.model = model
         if isinstance(criterion, nn.Module):
             criterion.to(self.device)
-        self.step = Step(self._across_ranks(model), criterion, optimizer, precision, train, self.say)
+        captured = compiled.value in CAPTURING
+        whole = self._across_ranks(model)
+        self.step = Step(whole, criterion, optimizer, precision, train, self.say, captured=captured)
         self.scheduler, self.metrics, self.augmentation = scheduler, dict(metrics or {}), augmentation
         self.checkpoints = Checkpoints(self.out / "checkpoints", self.config.checkpoint, self.say)
         self._train_loader, self._val_loader, self._val_shared = train_loader, val_loader, val_shared

@@ -28,6 +28,7 @@ from flatout import augment
 from flatout.engine import Trainer, checkpoint
 from flatout.engine.assemble import main
 from flatout.engine.config import load
+from flatout.engine.model import _compiled
 from flatout.engine.progress import LogConfig, Reporter
 from flatout.errors import FlatoutError, UsageError
 from flatout.feed import DataLoader
@@ -199,6 +200,30 @@ def test_what_is_asked_for_and_cannot_be_is_told_even_when_quiet(
         "train.channels_last: off  (there is no 2-d convolution)",
         "train.compile: off  (torch.compile failed: RuntimeError: no compiler here)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ranks", "value", "how"),
+    [
+        ("auto", 1, "on, with CUDA graphs", "options"),
+        ("auto", 2, "on", None),
+        (True, 1, "on", None),
+        ("max-autotune", 2, "max-autotune", "max-autotune"),
+    ],
+)
+def test_on_a_card_a_training_of_one_rank_is_captured(
+    monkeypatch: pytest.MonkeyPatch, wanted: Any, ranks: int, value: str, how: str | None
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def compiled(forward: Any, **options: Any) -> Any:
+        asked.append(options)
+        return forward
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    decision = _compiled(nn.Linear(1, 1), wanted, torch.device("cuda"), ranks)
+    assert decision.value == value
+    assert asked == [{"mode": how}] if how != "options" else asked[0]["options"]["triton.cudagraphs"]
 
 
 def test_a_compiled_model_is_compiled_and_learns_the_same(
