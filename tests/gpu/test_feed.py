@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -93,6 +94,23 @@ def test_to_device_is_right_when_the_consumer_lags_behind() -> None:
         del images, indices
     for mean, indices in zip(sums, wanted, strict=True):
         assert torch.equal(mean, (indices % 251).float())
+
+
+def test_a_host_that_never_waits_does_not_pile_up_copies() -> None:
+    """GIVEN batches that come faster than the wire takes them WHEN nothing in the loop waits for the card THEN it holds
+    no more host batches than the few that are on their way."""
+    memory = torch.zeros(64 << 20, dtype=torch.uint8).pin_memory()
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def batches() -> Iterator[torch.Tensor]:
+        for _ in range(200):
+            batch = memory.view(-1)
+            made.append(weakref.ref(batch))
+            yield batch
+
+    held = [sum(batch() is not None for batch in made) for _ in to_device(batches(), "cuda")]
+    assert len(held) == 200
+    assert max(held) <= 4
 
 
 def test_to_device_makes_floats_and_channels_last_on_the_gpu() -> None:

@@ -115,8 +115,8 @@ class OnDevice:
                         continue
                 if not waiting:
                     return
-                while copying and copying[0][1].query():
-                    copying.popleft()
+                # A host that never waits would have more and more on the wire, in slots and memory of the card.
+                _let_go(copying, keep=self._ahead + 1)
                 ready, done = waiting.popleft()
                 self._on_the_way = len(waiting)
                 current = torch.cuda.current_stream(self._device)
@@ -145,6 +145,17 @@ class OnDevice:
 
 
 _END = object()
+
+
+def _let_go(copying: collections.deque[tuple[Any, torch.cuda.Event]], *, keep: int) -> None:
+    """Drop the host batches whose copy is over, and wait for that where there are more than `keep`."""
+    while copying:
+        done = copying[0][1]
+        if not done.query():
+            if len(copying) <= keep:
+                return
+            done.synchronize()
+        copying.popleft()
 
 
 def _map(thing: Any, change: Callable[[torch.Tensor], Any]) -> Any:
