@@ -247,6 +247,16 @@ class Case:
         )
         return 1 - kept_waiting / (sum(work.values()) or 1.0)
 
+    def waits_for_launches(self, *phases: str) -> float:
+        """The share of the step in which the card waits for what the host launches, in these phases or in all."""
+        xray = self.xray
+        if xray is None or not xray.steps or not self.mean_ms:
+            return 0.0
+        idle_ms = sum(xray.idle_by_phase_ms.get(phase, 0.0) for phase in phases or LAUNCHING)
+        # An X-ray slows the host down. It may be of an earlier run, which waited for data otherwise than this one does.
+        xrayed_ms = (xray.wall_ms - xray.idle_by_phase_ms.get("data", 0.0)) / xray.steps
+        return min(0.99, idle_ms / xray.steps / max(self.mean_ms, xrayed_ms + self.share("data") * self.mean_ms))
+
     @cached_property
     def headroom(self) -> float:
         """How many times faster the step could be at most: by the measured ceiling, or else by the X-ray."""

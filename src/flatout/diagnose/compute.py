@@ -28,8 +28,10 @@ def launch_bound(case: Case) -> Finding | None:
     xray = case.xray
     if xray is None or not xray.steps or not case.mean_ms:
         return None
-    idle, lost = _idle_launching_ms(xray) / xray.steps, _waits_for_launches(case)
-    working = sum(xray.busy_by_phase_ms.get(phase, 0.0) for phase in LAUNCHING) / xray.steps
+    lost = case.waits_for_launches()
+    idle, working = (
+        sum(spent.get(phase, 0.0) for phase in LAUNCHING) for spent in (xray.idle_by_phase_ms, xray.busy_by_phase_ms)
+    )
     median_us = xray.kernel_us.quantile(0.5) or 0.0
     # Beside a long wait for data the step as a whole may lose little by it.
     if idle < LAUNCHES_LATE * (idle + working) or lost < WORTH or median_us > 20:
@@ -46,18 +48,6 @@ def launch_bound(case: Case) -> Finding | None:
         value=2 * int(case.loader["batch_size"]) if case.loader.get("batch_size") else None,
         advice="a larger batch, torch.compile (mode reduce-overhead), or CUDA graphs",
     )
-
-
-def _idle_launching_ms(xray: Xray) -> float:
-    return sum(xray.idle_by_phase_ms.get(phase, 0.0) for phase in LAUNCHING)
-
-
-def _waits_for_launches(case: Case) -> float:
-    """The share of the step in which the card has nothing to do because the host has not launched it yet."""
-    xray = case.xray
-    if xray is None or not xray.steps or not case.mean_ms:
-        return 0.0
-    return min(0.99, _idle_launching_ms(xray) / xray.steps / max(case.mean_ms, xray.wall_ms / xray.steps))
 
 
 def precision(case: Case) -> Finding | None:
@@ -232,7 +222,7 @@ def uncovered(case: Case, found: Iterable[Finding]) -> list[Finding]:
 
 def _gaps(case: Case, *, at_least: float) -> Finding | None:
     """Gaps between kernels come with each step: for as many samples twice the batch has half of them."""
-    small, lost = _small_batch(case), _waits_for_launches(case)
+    small, lost = _small_batch(case), case.waits_for_launches()
     if small is None or lost / 2 < at_least:
         return None
     batch, used = small

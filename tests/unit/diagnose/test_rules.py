@@ -407,6 +407,20 @@ def test_launches_are_named_beside_a_longer_wait_for_data() -> None:
     assert launches.share == pytest.approx(60 / 640, rel=0.01)
 
 
+def test_an_earlier_run_s_wait_for_data_does_not_make_late_launches_look_small() -> None:
+    # GIVEN steps that wait for no data any more, with the X-ray of a run that waited three quarters of its time
+    waited = xray(
+        wall_ms=640.0,
+        busy_ms=100.0,
+        busy_by_phase_ms={"forward": 100.0},
+        idle_by_phase_ms={"data": 480.0, "forward": 60.0},
+        kernel_us=Sketch.of([3.0] * 100),
+    )
+    [launches] = [f for f in diagnose(trace(*HEALTHY, xray=waited)) if f.code == "launch.bound"]
+    # THEN what the card waits for launches is held against a step without that wait
+    assert launches.share == pytest.approx(60 / 160, rel=0.01)
+
+
 def test_a_card_held_down_by_heat() -> None:
     hot = hardware(throttle=("heat (software slowdown)",), sm_clock_mhz=1400.0)
     found = first(trace(samples=hot))
