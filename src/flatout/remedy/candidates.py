@@ -1,11 +1,11 @@
-"""Trace → Offers: which changes to try next, the harmless ones first, and of those the most promising.
+"""Trace → Offers: which changes to try next: what promises much before the rest, and of each the harmless ones first.
 
 Diagnosis says what is wrong; here it becomes changes, by the script's own knob where it has one. Changes that belong
 together and rarely do harm make one Offer, which is tried as a whole and taken apart only if it fails:
 
     data path   elastic loader, page-locking, device prefetch, gc freeze, fewer decoder threads
     compute     precision, channels_last, fused optimizer, cuDNN benchmark; compiling too where the script asks for it
-    compile     else alone: it takes long, and one wants to know what it brings
+    compile     else alone: it takes long, and one wants to know what it brings; as graphs where launches are late
     batch size  with the learning rate, if allowed: twice or four times as large, again while that pays
     pauses      evaluation and checkpoints less often, if allowed
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, get_args
 
-from flatout.diagnose.case import Case, cases
+from flatout.diagnose.case import LAUNCHES_LATE, Case, cases
 from flatout.diagnose.compute import FUSABLE
 from flatout.diagnose.finding import Finding
 from flatout.diagnose.gains import spare_cores
@@ -54,7 +54,8 @@ FEEDING = {"loader", "num_workers", "prefetch_factor", "pin_memory", "persistent
 FEEDING |= {"device_prefetch", "gc_freeze"}
 LOADED_BY_HAND = {"num_workers", "prefetch_factor", "persistent_workers"}  # what the elastic loader finds by itself
 EVALUATE_LESS = 5
-_HIDDEN = 1.1
+_MUCH = 1.1  # times as fast: what is hoped for is worth its turn, and one of a bundle may hide what another brings
+_SHOWS = 0.05  # of the step: what one run more can show, where runs differ by 2%
 _HALF_A_GPU_IDLE = 0.3  # of its memory in use: there is room for a larger batch
 
 
@@ -94,7 +95,7 @@ class Offer:
     @property
     def worth_splitting(self) -> bool:
         """Whether so much was hoped for that one of them may hide what another brings."""
-        return self.splits and self.promise >= _HIDDEN
+        return self.splits and self.promise >= _MUCH
 
 
 def in_words(change: Change) -> str:
@@ -211,14 +212,17 @@ def offers(view: View, wishes: Wishes) -> tuple[list[Offer], list[Offer]]:
             wanted.append(replace(offer, changes=may))
         elif may_not:
             withheld.append(replace(offer, changes=may_not))
-    wanted.sort(key=_turn)
+    wanted.sort(key=lambda offer: _turn(offer, compiled=view.holds("compile")))
     return wanted, withheld
 
 
-def _turn(offer: Offer) -> tuple[bool, bool, float]:
-    """What leaves learning alone comes first. Compiling comes last: every later run pays for it at its start."""
-    compiles = all(change.name == "compile" for change in offer.changes)
-    return compiles, any(change.safety == "semantic" for change in offer.changes), -offer.promise
+def _turn(offer: Offer, *, compiled: bool) -> tuple[bool, bool, bool, float]:
+    """Of what promises much, and then of the rest, what leaves learning alone comes first: a few percent are no reason
+    to let a multiple wait. Compiling comes last, since every later run pays for it at its start; once it is kept they
+    all do, and how it is done is a change like any other."""
+    compiles = not compiled and all(change.name == "compile" for change in offer.changes)
+    learns_otherwise = any(change.safety == "semantic" for change in offer.changes)
+    return compiles, offer.promise < _MUCH, learns_otherwise, -offer.promise
 
 
 def _is_new(change: Change, view: View) -> bool:
@@ -353,18 +357,39 @@ def _why(view: View, code: str, asked: Finding | None) -> str:
 
 
 def _compile(view: View) -> Offer | None:
-    """First as it is by default; then graphs of kernels where launches are the limit still, else tuned kernels."""
-    found, asked, held = view.found("compute.eager", "launch.bound"), view.ignored("compiled"), view.holds("compile")
-    by_the_script = view.case.facts.get("compiled") and not held
-    if not view.case.on_gpu or by_the_script or not (found or asked or held):
+    """As graphs of kernels where the card waits for launches, which are one launch then; else as it is by default."""
+    case, held, late = view.case, view.holds("compile"), _late(view)
+    found, asked = view.found("compute.eager", "launch.bound"), view.ignored("compiled")
+    by_the_script = case.facts.get("compiled") and not held
+    if not case.on_gpu or by_the_script or not (found or asked or held or late > LAUNCHES_LATE):
         return None
-    mode = "default"
-    if view.verdict("compile", "default") and view.found("launch.bound"):
-        mode = "reduce-overhead"
-    elif held:
-        mode = "max-autotune"
-    why = asked.title if asked is not None else found[0].title if found else "compiling has paid already"
-    return _offer([_made("compile", mode, why)], found)
+    mode = next((mode for mode in _modes(view) if view.verdict("compile", mode) is None), None)
+    if mode is None:
+        return None
+    waits = f"the card waits for launches {late:.0%} of the step" if late > _SHOWS else "compiling has paid already"
+    why = asked.title if asked is not None else found[0].title if found else waits
+    offer = _offer([_made("compile", mode, why)], found)
+    if offer is not None and mode == "reduce-overhead":
+        offer = replace(offer, promise=max(offer.promise, 1 / (1 - late)))
+    return offer
+
+
+def _late(view: View) -> float:
+    """The share of the step in which the card waits for launches that a graph would spare."""
+    return view.case.waits_for_launches("forward", "backward")
+
+
+def _modes(view: View) -> list[str]:
+    """How to compile, one after the other. Tuned kernels are graphs too, and take minutes to find."""
+    late = _late(view)
+    if view.holds("compile"):
+        graphs = ["reduce-overhead"] if late > _SHOWS else []
+        return [*graphs, "max-autotune"] if view.verdict("compile", "reduce-overhead") != "unsafe" else []
+    if late <= LAUNCHES_LATE and not view.found("launch.bound"):
+        return ["default"]
+    # Collectives in a graph are another matter: with several ranks it is seen first whether compiling works at all.
+    alone = view.case.rank.info.world_size == 1
+    return ["reduce-overhead", "default"] if alone else ["default", "reduce-overhead"]
 
 
 # What changes learning

@@ -386,7 +386,7 @@ class Search:
         """Take out, one at a time, what was kept in a bundle and changes rounding: it has to pay for itself."""
         for attempt in list(self.found.attempts):
             change = attempt.change
-            if attempt.outcome.verdict != "kept" or not attempt.together or change.safety != "equivalent":
+            if change not in self.found.kept or not attempt.together or change.safety != "equivalent":
                 continue
             if not self._purse.affords((change,)):
                 self._remark(f"no time to see what {in_words(change)} brings by itself")

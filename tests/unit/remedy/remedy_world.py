@@ -43,6 +43,7 @@ class Machine:
     data_ms: float = 0.0
     compute_ms: float = 20.0
     busy: float = 0.95  # of the compute time, the card's part
+    late: float = 0.0  # of the compute time, what the card waits for launches
     eval_s: float = 0.0
     eval_every: int = 1  # epochs
     extra_start_s: float = 0.0
@@ -203,6 +204,7 @@ class World:
             "wall_ms": 8 * (m.compute_ms + m.data_ms),
             "busy_ms": busy,
             "busy_by_phase_ms": {"forward": 0.4 * busy, "backward": 0.6 * busy},
+            "idle_by_phase_ms": {"backward": 8 * m.compute_ms * m.late} if m.late else {},
             "kernels": 1600,
             "kernel_us": Sketch.of([90.0] * 100),
             "matrix_ms": 0.6 * busy,

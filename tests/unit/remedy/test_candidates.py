@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,6 +82,19 @@ def test_augmentation_that_the_script_can_do_on_the_card_is_offered_if_allowed()
     assert (change.value, change.knob, change.safety) == ("gpu", "--jitter-on", "semantic")
 
 
+def test_a_few_percent_are_no_reason_to_let_a_multiple_wait() -> None:
+    """GIVEN a starved training THEN its augmentation's turn, though semantic, is before that of a fused optimizer."""
+    world = World(
+        machine=Machine(data_ms=80.0),
+        settings=[flag("jitter_on", "cpu")],
+        facts={"optimizer_fused": None},
+        xray={"idle_by_phase_ms": {"optimizer": 50.0}},
+    )
+    wanted, _ = offers(view(world), Wishes.of(allow="all"))
+    firsts = [(offer.changes[0].name, offer.promise > 1.1) for offer in wanted]
+    assert firsts == [("loader", True), ("setting:jitter_on", True), ("fused_optimizer", False)]
+
+
 def test_a_setting_that_has_no_effect_is_made_true() -> None:
     world = World(
         settings=[flag("amp", True, compile_model=True, cudnn_benchmark=True)],
@@ -106,12 +120,49 @@ def test_compiling_goes_with_the_rest_only_where_the_script_asks_for_it(asked: b
     assert names == ([[*compute, "compile"]] if asked else []) + [compute, ["compile"]]
 
 
-@pytest.mark.parametrize(("xray", "next_mode"), [(LAUNCHES, "reduce-overhead"), ({}, "max-autotune")])
+DEFAULT = Change(name="compile", value="default", safety="equivalent")
+LATE = {"idle_by_phase_ms": {"forward": 10.0, "backward": 10.0}}  # of 160 ms, among kernels that are not small
+
+
+@pytest.mark.parametrize(
+    ("xray", "next_mode"), [(LAUNCHES, "reduce-overhead"), (LATE, "reduce-overhead"), ({}, "max-autotune")]
+)
 def test_once_compiled_the_next_mode_is_tried(xray: dict[str, Any], next_mode: str) -> None:
-    kept = [Change(name="compile", value="default", safety="equivalent")]
     world = World(facts={"compiled": True}, xray=xray)
-    assert offered(world, kept=kept, tried={("compile", "default"): "kept"})["compile"].value == next_mode
+    assert offered(world, kept=[DEFAULT], tried={("compile", "default"): "kept"})["compile"].value == next_mode
     assert "compile" not in offered(world)  # by the script itself
+
+
+def test_once_compiled_graphs_come_before_what_changes_learning() -> None:
+    world = World(
+        settings=[flag("batch_size", 64)], facts={"memory_reserved_bytes": 4 << 30, "compiled": True}, xray=LAUNCHES
+    )
+    wanted, _ = offers(view(world, kept=[DEFAULT], tried={("compile", "default"): "kept"}), Wishes.of(allow="all"))
+    assert [offer.changes[0].name for offer in wanted] == ["compile", "batch_size"]
+
+
+def test_where_the_card_waits_for_launches_graphs_are_the_first_way_to_compile() -> None:
+    """Though its kernels are not small: what keeps the host from launching them may be the workers on its cores."""
+    late = {"idle_by_phase_ms": {"forward": 20.0, "backward": 20.0}}
+    world = World(facts={"compiled": False}, xray=late)
+    wanted, _ = offers(view(world), Wishes())
+    assert [(offer.name, round(offer.promise, 2)) for offer in wanted] == [("compile reduce-overhead", 1.33)]
+    unsafe = {("compile", "reduce-overhead"): "unsafe"}
+    assert offered(world, tried=unsafe)["compile"].value == "default"
+    world = World(facts={"compiled": True}, xray=late)
+    assert "compile" not in offered(world, kept=[DEFAULT], tried=unsafe | {("compile", "default"): "kept"})
+
+
+def test_launches_that_no_graph_would_spare_are_no_reason_to_compile() -> None:
+    assert "compile" not in offered(World(facts={"compiled": False}, xray={"idle_by_phase_ms": {"copy": 60.0}}))
+
+
+def test_several_ranks_are_compiled_before_they_are_captured() -> None:
+    made = view(World(facts={"compiled": False}, xray=LAUNCHES))
+    rank = made.trace.ranks[0]
+    several = replace(made.trace, ranks=(replace(rank, info=replace(rank.info, world_size=2)),))
+    wanted, _ = offers(View(trace=several, first=several), Wishes())
+    assert [offer.name for offer in wanted] == ["compile default"]
 
 
 def test_sgd_scales_its_learning_rate_in_proportion() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from remedy_world import Machine, World, flag
+from remedy_world import EFFECTS, Machine, World, flag
 
 from flatout import launch
 from flatout.errors import UsageError
@@ -342,6 +342,41 @@ def test_four_minutes_are_enough_for_everything() -> None:
     before, by_hand = 64 / 80, 256 / (10 / 1.25 * 1.3 + 4.8)  # bf16, compiled, four times the batch, and its loading
     assert found.gain is not None
     assert found.gain.value > 0.95 * by_hand / before
+
+
+def test_four_minutes_are_enough_for_graphs_where_compiling_leaves_the_host_behind() -> None:
+    """GIVEN a busy card in fp32 (as `captcha`) WHEN half the work and joined kernels let it wait for launches THEN
+    these become graphs, before a larger batch is tried that would change learning."""
+
+    def compiled(m: Machine, mode: str) -> Machine:
+        graphs = mode == "reduce-overhead"
+        step_ms = m.compute_ms / (1.6 if graphs else 1.14)
+        return replace(
+            m, compute_ms=step_ms, late=0.0 if graphs else 0.29, extra_start_s=41.0, facts={"compiled": True}
+        )
+
+    def fuller(m: Machine, value: int) -> Machine:
+        return replace(m, batch=value, compute_ms=0.94 * m.compute_ms * value / m.batch)
+
+    world = World(
+        machine=Machine(batch=256, compute_ms=70.0),
+        length=125_440,
+        settings=[flag("batch_size", 256, lr=1e-3, amp=True, compile_model=True)],
+        facts={"autocast": ["None"], "compiled": False, "memory_reserved_bytes": 23 << 30},
+        xray={"top_ms": {"elementwise_kernel": 300.0}},
+        effects=EFFECTS | {"compile": compiled, "batch_size": fuller},
+    )
+    found = fix(world, ALL, budget_s=240)
+    assert kept(found)["compile"] == "reduce-overhead"
+    assert found.gain is not None
+    assert found.gain.value > 0.95 * 2 * 1.6
+    assert found.seconds <= 270
+    tried = [trial.what for trial in found.trials if trial.speed is not None]
+    assert tried[1:3] == ["precision bf16 + compile default", "compile reduce-overhead"]
+    # With time to prune, what another mode has replaced is not asked what it brings.
+    pruned = [trial.what for trial in fix(replace(world, clock_s=0.0), ALL, budget_s=600).trials]
+    assert "without precision bf16" in pruned
+    assert "without compile default" not in pruned
 
 
 def test_what_there_is_no_time_for_does_not_stand_in_the_way_of_the_rest() -> None:
