@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import flatout
 from flatout import trace
 from flatout.diagnose.breakdown import UNSPLIT, Breakdown, breakdown
+from flatout.feed import to_device
 from flatout.trace import RankTrace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration" / "run"))
@@ -94,6 +95,19 @@ def test_a_wait_is_named_by_its_line(tmp_path: Path) -> None:
     number = next(n for n, text in enumerate(lines, start=1) if text.endswith("# the line"))
     places = {span.where for step in rank.steps for span in step.spans if span.name == "sync" and step.kind == "train"}
     assert {str(place).rpartition("/")[2] for place in places} == {f"{Path(__file__).name}:{number}"}
+
+
+def test_a_wait_for_the_wire_is_a_copy_and_no_wait_of_the_scripts(tmp_path: Path) -> None:
+    model, optimizer, _ = made()
+    batch = torch.zeros(256 << 20, dtype=torch.uint8).pin_memory()  # 5 ms on the wire, for a step of less
+
+    def train() -> None:
+        for arrived in to_device([batch] * 60, "cuda"):
+            heavy(model, optimizer, arrived[: 1024 * 1024].view(1024, 1024).float())
+
+    b = breakdown(observe(tmp_path, train))
+    assert part(b, "copy")[0] > 2
+    assert part(b, "sync")[0] < 0.5
 
 
 def test_copies_and_losses_are_seen_without_waiting(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ loader ─► device (copies ahead) ─► augmentation ─► Step ─► losse
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import time
@@ -108,6 +109,7 @@ class Trainer:
         self._endless = isinstance(getattr(train_loader, "batch_sampler", None), EpochAfterEpoch)
         self._pass: Iterator[Any] | None = None  # over all epochs
         self._waited_s = 0.0
+        self._frozen = False  # the garbage collector's view of what was there before
         self._evaluated_at = self._saved_at = -1
         self._done_at = dict.fromkeys(("evaluate", "checkpoint"), time.monotonic())
 
@@ -186,6 +188,9 @@ class Trainer:
                 ) from None
             finally:
                 self.checkpoints.wait()
+                if self._frozen:
+                    gc.unfreeze()
+                    self._frozen = False
                 self._pass = None
                 for loader in (self._train_loader, self._val_loader):
                     feed = feed_of(loader) if isinstance(loader, StockLoader) else None
@@ -308,6 +313,10 @@ class Trainer:
         read = self._losses.read()
         if read is None:
             return set()
+        if not self._frozen and gc.get_freeze_count() == 0:
+            gc.collect()
+            gc.freeze()  # what is there by now stays: a collection need not look through it again
+            self._frozen = True
         total, count, samples = self.ranks.total([read.total, read.count, read.samples])
         due = self._due("minute")
         bad_steps, first_bad, evaluate_now, save_now, stop = self.ranks.highest(

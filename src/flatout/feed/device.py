@@ -107,6 +107,7 @@ class OnDevice:
                     with torch.cuda.stream(side):
                         moved = self._moved(batch)
                         done = torch.cuda.Event()
+                        done.phase = "copy"  # type: ignore[attr-defined]  # to whoever takes notes of waits for it
                         done.record(side)
                     waiting.append((moved, done))
                     copying.append((batch, done))

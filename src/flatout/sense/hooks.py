@@ -451,7 +451,7 @@ class Hooks:
         for name in _SYNC_METHODS:
             self.around(torch.Tensor, name, lambda t, *_, **__: SYNC if on_card(t) else None)
         self.around(torch.cuda, "synchronize", lambda *_, **__: SYNC)
-        self.around(torch.cuda.Event, "synchronize", lambda *_, **__: SYNC)
+        self.around(torch.cuda.Event, "synchronize", lambda event, *_, **__: getattr(event, "phase", SYNC))
         self.around(torch.cuda.Stream, "synchronize", lambda *_, **__: SYNC)
 
     # -- pauses -----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import errno
 import functools
+import gc
 import json
 import math
 import os
@@ -280,6 +281,16 @@ def test_the_fastest_batch_is_looked_for_in_the_layout_that_will_train(ready: Re
     forward = trainer.model.conv.forward
     assert forward.func is torch.utils.checkpoint.checkpoint  # type: ignore[attr-defined]
     assert not hasattr(forward.args[0], "func")  # once is enough
+
+
+def test_a_garbage_collection_in_training_does_not_look_through_all_there_is(ready: Ready) -> None:
+    tracked: list[int] = []
+    engine_toy.faults[20] = lambda: tracked.append(len(gc.get_objects()))
+    trainer = ready("log.every=10", "data.workers=0")
+    before = len(gc.get_objects())
+    trainer.fit()
+    assert tracked[0] < before / 10
+    assert gc.get_freeze_count() == 0
 
 
 def test_workers_go_on_from_one_epoch_to_the_next(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
