@@ -8,7 +8,6 @@ loader ─► device (copies ahead) ─► augmentation ─► Step ─► losse
 from __future__ import annotations
 
 import gc
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader as StockLoader
 
+from flatout.engine.batches import Batches, end_workers
 from flatout.engine.checkpoint import Checkpoints, newest, random_state, set_random_state
 from flatout.engine.config import Settings, checked
 from flatout.engine.data import steps_in_all
@@ -35,8 +34,7 @@ from flatout.engine.ranks import Interrupts, Ranks, lost_contact
 from flatout.engine.section import nearest
 from flatout.engine.step import Step, batch_rows
 from flatout.errors import FlatoutError, UsageError
-from flatout.feed import DataLoader, feed_of, to_device
-from flatout.feed.endless import EpochAfterEpoch
+from flatout.feed import to_device
 
 
 @dataclass(slots=True)
@@ -90,9 +88,9 @@ class Trainer:
         self.step = Step(whole, criterion, optimizer, precision, train, self.say, captured=captured)
         self.scheduler, self.metrics, self.augmentation = scheduler, dict(metrics or {}), augmentation
         self.checkpoints = Checkpoints(self.out / "checkpoints", self.config.checkpoint, self.say)
-        self._train_loader, self._val_loader, self._val_shared = train_loader, val_loader, val_shared
+        self._val_loader, self._val_shared = val_loader, val_shared
         convert = channels_last if layout.value == "on" else None
-        self._train_batches = to_device(train_loader, self.device, convert=convert)
+        self._batches = Batches(train_loader, self.device, convert, self.say)
         self._val_batches = to_device(val_loader, self.device, convert=convert) if val_loader is not None else None
         self.last_step = steps_in_all(train, train_loader)
         if self.last_step == 0:
@@ -104,11 +102,6 @@ class Trainer:
         self.skipped = 0  # steps whose loss was not a number
         self._losses = Losses()
         self._interrupts = Interrupts()
-        self._resumed: dict[str, Any] | None = None
-        self._epoch_random: dict[str, Any] = {}
-        self._endless = isinstance(getattr(train_loader, "batch_sampler", None), EpochAfterEpoch)
-        self._pass: Iterator[Any] | None = None  # over all epochs
-        self._waited_s = 0.0
         self._frozen = False  # the garbage collector's view of what was there before
         self._evaluated_at = self._saved_at = -1
         self._done_at = dict.fromkeys(("evaluate", "checkpoint"), time.monotonic())
@@ -119,7 +112,7 @@ class Trainer:
         """Train to the end, or until told to stop; what the last validation gave."""
         with self._running():
             while not self._over():
-                for batch in self._batches():
+                for batch in self._batches.of_epoch(self.at.epoch, self.at.batch):
                     loss = self.step(self._augmented(batch, training=True))
                     self._advance(loss, batch_rows(batch))
                     if self._over():
@@ -191,61 +184,9 @@ class Trainer:
                 if self._frozen:
                     gc.unfreeze()
                     self._frozen = False
-                self._pass = None
-                for loader in (self._train_loader, self._val_loader):
-                    feed = feed_of(loader) if isinstance(loader, StockLoader) else None
-                    if feed is not None:
-                        feed.close()  # its workers would live as long as the loader; iterated again, it has new ones
+                self._batches.close()
+                end_workers(self._val_loader)
                 self.reporter.end()
-
-    # -- batches ----------------------------------------------------------------------------------------------------
-
-    def _batches(self) -> Iterator[Any]:
-        """What is left of the epoch's batches, on the device; the time they are waited for is counted."""
-        batches = self._begun()
-        while True:
-            started = time.perf_counter()
-            batch = next(batches, None)
-            self._waited_s += time.perf_counter() - started
-            if batch is None:
-                return
-            yield batch
-
-    def _begun(self) -> Iterator[Any]:
-        """The epoch: a pass over the loader, or a stretch of the one pass over all epochs."""
-        if not self._endless:
-            return self._new_pass()
-        if self._pass is None:
-            self._pass = self._new_pass()
-        else:
-            self._epoch_random = random_state(self.device)
-            torch.empty((), dtype=torch.int64).random_()  # as a new pass does: dropout is the same without workers
-        return itertools.islice(self._pass, len(self._train_batches) - self.at.batch)
-
-    def _new_pass(self) -> Iterator[Any]:
-        loader, resumed = self._train_loader, self._resumed
-        self._resumed = None
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None), batch_sampler):
-            if sampler is not None and hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(self.at.epoch)
-        if resumed is None or (self.at.batch == 0 and not self._endless):
-            if resumed is not None:
-                set_random_state(resumed["random"], self.device)
-            self._epoch_random = random_state(self.device)
-            return iter(self._train_batches)
-        self._epoch_random = resumed["epoch_random"] if self.at.batch else resumed["random"]
-        if isinstance(loader, DataLoader) and loader.num_workers > 0 and "base_seed" in resumed["loader"]:
-            loader.load_state_dict(resumed["loader"])
-            batches = iter(self._train_batches)
-        else:
-            if self.at.batch:
-                self.say(f"going forward {self.at.batch} batches of a loader that cannot begin in the middle")
-            set_random_state(self._epoch_random, self.device)
-            batches = iter(self._train_batches)
-            next(itertools.islice(batches, self.at.batch, self.at.batch), None)
-        set_random_state(resumed["random"], self.device)
-        return batches
 
     def _augmented(self, batch: Any, *, training: bool) -> Any:
         """The batch with its images augmented; where the target has their height and width, it moves with them."""
@@ -335,10 +276,10 @@ class Trainer:
             "lr": self.step.optimizer.param_groups[0]["lr"],
             "samples": self.at.samples * self.ranks.world,
             "samples_per_s": samples / read.seconds,
-            "data_wait_pct": min(100.0, 100 * self._waited_s / read.seconds),
+            "data_wait_pct": min(100.0, 100 * self._batches.waited_s / read.seconds),
             "skipped": self.skipped,
         }
-        self._waited_s = 0.0
+        self._batches.waited_s = 0.0
         self.reporter.trained(read.last_step, row)
         if bad_steps:
             self._not_a_number(int(-first_bad))
@@ -360,14 +301,7 @@ class Trainer:
     def save(self, *, best: bool = False) -> None:
         """Write a checkpoint, in the background."""
         self._saved_at, self._done_at["checkpoint"] = self.at.step, time.monotonic()
-        loader = self._train_loader
-        begins_anywhere = isinstance(loader, DataLoader) and loader.num_workers > 0
-        mine = {
-            "random": random_state(self.device),
-            "epoch_random": self._epoch_random,
-            "loader": self._train_batches.state_dict() if begins_anywhere else {},
-        }
-        ranks = self.ranks.gathered(mine)
+        ranks = self.ranks.gathered(self._batches.state())
         if not self.ranks.first:
             return
         state = {
@@ -400,7 +334,7 @@ class Trainer:
         self.step.scaler.load_state_dict(state["scaler"])
         self.step.accumulate = max(self.step.accumulate, state["accumulate"])
         self.at, self.best = At(**state["at"]), state["best"]
-        self._resumed = state["ranks"][self.ranks.rank]
+        self._batches.resume(state["ranks"][self.ranks.rank])
         self._saved_at = self.at.step
         if self.finished:
             self.say(f"nothing is left to train: {self.out} ended at step {self.at.step}; raise train.epochs to go on")

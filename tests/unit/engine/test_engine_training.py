@@ -264,7 +264,7 @@ def test_bf16_on_a_cpu_is_bf16(ready: Ready) -> None:
 
 def test_the_fastest_batch_is_found_and_nothing_has_been_learned_by_then(ready: Ready) -> None:
     trainer = ready("train.batch_size=auto", "train.lr_rule=sqrt", "train.lr_batch=16", "checkpoint.every=never")
-    size = trainer._train_loader.batch_sampler.batch_size
+    size = trainer._batches.loader.batch_sampler.batch_size
     assert size in (32, 64)
     assert trainer.step.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * (size / 16) ** 0.5)
     assert not trainer.step.optimizer.state_dict()["state"]
@@ -590,7 +590,7 @@ def test_switches_of_torch_are_put_back(ready: Ready) -> None:
 
 
 def test_our_own_loader_is_used_for_what_the_config_names(ready: Ready) -> None:
-    assert isinstance(ready()._train_loader, DataLoader)
+    assert isinstance(ready()._batches.loader, DataLoader)
 
 
 @pytest.mark.parametrize("ends", ["with the last epoch", "in mid-epoch", "with an error"])
@@ -609,4 +609,4 @@ def test_no_worker_outlives_a_training(ready: Ready, ends: str) -> None:
         trainer.fit()
     assert workers  # of training and, by the second epoch, of validation
     assert not any(process.is_running() for process in workers)
-    assert len(list(islice(trainer._train_loader, 8))) == 8  # it can be used again
+    assert len(list(islice(trainer._batches.loader, 8))) == 8  # it can be used again
