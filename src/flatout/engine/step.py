@@ -22,6 +22,7 @@ from pydantic import BeforeValidator, Field, field_validator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from flatout.engine.contest import WORTH, Contest
 from flatout.engine.precision import Precision, PrecisionName
 from flatout.engine.section import Count, Section
 from flatout.errors import FlatoutError, UsageError
@@ -78,6 +79,7 @@ class Step:
         say: Callable[[str], None],
         *,
         captured: bool = False,
+        contest: Contest | None = None,
     ) -> None:
         self.model, self.criterion, self.optimizer = model, criterion, optimizer
         self.precision = precision
@@ -87,13 +89,15 @@ class Step:
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._say = say
         self._captured = captured  # as CUDA graphs: what they return is written over by the next pass
+        self._contest = contest  # of the compiled form and the eager one, until it is settled
         self._exchanging = False
 
     def __call__(self, batch: Any) -> Tensor:
         """The loss of `batch`, on its device; the weights have learned from it."""
         while True:
             try:
-                loss = self._gradients(batch)
+                with self._contest.turn() if self._contest is not None else contextlib.nullcontext():
+                    loss = self._gradients(batch)
                 break
             except Exception as problem:
                 repair = self._repair(problem, batch)
@@ -104,6 +108,7 @@ class Step:
             if self.precision.device.type == "cuda":
                 torch.cuda.empty_cache()
         self._update()
+        self._settle()
         return loss
 
     def forward(self, batch: Any, model: nn.Module | None = None) -> tuple[Tensor, Any, Any]:
@@ -154,20 +159,38 @@ class Step:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
+    def _settle(self) -> None:
+        result = self._contest.result() if self._contest is not None else None
+        if result is None:
+            return
+        self._contest = None
+        compiled, eager = result
+        if compiled > WORTH * eager and uncompiled(self._inner):
+            torch.compiler.reset()  # and give the graphs' memory back
+            self._say(f"train.compile: off from here on, a step takes {compiled:.1f} ms compiled and {eager:.1f} eager")
+
+    @property
+    def _inner(self) -> nn.Module:
+        return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+
     # -- what can be mended -----------------------------------------------------------------------------------------
 
     def _repair(self, problem: Exception, batch: Any) -> str | None:
         """Change what can be changed so that the step can be repeated; what was done, or None."""
         exchanging, self._exchanging = self._exchanging, False
         if out_of_memory(problem):
+            if self._contest is not None and self._contest.eager:
+                self._contest = None
+                return "train.compile: on, there is no memory for an eager step beside it"
             return self._halve(batch, exchanging)
         if self._captured and "CUDAGraphs" in str(problem):
             raise UsageError(
                 "train.compile: the model keeps an output from one step to the next, and CUDA graphs write over it; "
                 "train.compile=true compiles without them"
             ) from problem
-        inner = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
-        if type(problem).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")) and uncompiled(inner):
+        from_compiler = type(problem).__module__.startswith(("torch._dynamo", "torch._inductor", "triton"))
+        if from_compiler and uncompiled(self._inner):
+            self._contest = None
             why = (str(problem).strip().splitlines() or [""])[:2]
             return f"train.compile: off from here on, torch.compile failed ({type(problem).__name__}: {' '.join(why)})"
         return None

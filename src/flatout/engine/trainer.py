@@ -24,10 +24,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from flatout.engine.batches import Batches, end_workers
 from flatout.engine.checkpoint import Checkpoints, newest, random_state, set_random_state
 from flatout.engine.config import Settings, checked
+from flatout.engine.contest import Contest
 from flatout.engine.data import steps_in_all
 from flatout.engine.evaluation import evaluate
 from flatout.engine.losses import Losses
-from flatout.engine.model import CAPTURING, channels_last, device_for, made_ready
+from flatout.engine.model import CAPTURING, WITH_GRAPHS, channels_last, device_for, made_ready
 from flatout.engine.precision import Decision, decide, switched
 from flatout.engine.progress import Reporter
 from flatout.engine.ranks import Interrupts, Ranks, lost_contact
@@ -83,9 +84,9 @@ class Trainer:
         self.model = model
         if isinstance(criterion, nn.Module):
             criterion.to(self.device)
-        captured = compiled.value in CAPTURING
-        whole = self._across_ranks(model)
-        self.step = Step(whole, criterion, optimizer, precision, train, self.say, captured=captured)
+        whole, captured = self._across_ranks(model), compiled.value in CAPTURING
+        contest = Contest() if compiled.value == WITH_GRAPHS and not train.deterministic else None
+        self.step = Step(whole, criterion, optimizer, precision, train, self.say, captured=captured, contest=contest)
         self.scheduler, self.metrics, self.augmentation = scheduler, dict(metrics or {}), augmentation
         self.checkpoints = Checkpoints(self.out / "checkpoints", self.config.checkpoint, self.say)
         self._val_loader, self._val_shared = val_loader, val_shared

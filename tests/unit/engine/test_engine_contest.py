@@ -1,0 +1,121 @@
+"""Compiled or eager: what is faster stays. On a clock that stands still but for the steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo import eval_frame
+
+from flatout.engine import contest
+from flatout.engine.contest import TIMED, WARM, Contest
+from flatout.engine.precision import decide
+from flatout.engine.step import Step, TrainConfig
+
+BATCH = [torch.ones(4, 2), torch.zeros(4, 1)]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.ms = 0.0
+        self.behind = 0  # how many of the last events the card has not come to
+
+
+class Event:
+    """Stands in for the card's."""
+
+    clock: Clock
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.ms = self.clock.ms
+
+    def query(self) -> bool:
+        return self.clock.behind == 0
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.ms - self.ms
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(Event, "clock", clock, raising=False)
+    monkeypatch.setattr(contest.torch.cuda, "Event", Event)
+    return clock
+
+
+class Model(nn.Module):
+    """Takes so long compiled and so long eager, and the first eager steps a second."""
+
+    def __init__(self, clock: Clock, compiled_ms: float, eager_ms: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.eager_steps = 0
+        plain = self.forward
+
+        def compiled(points: Tensor) -> Tensor:
+            if eval_frame._stance.stance == "force_eager":
+                self.eager_steps += 1
+                clock.ms += eager_ms if self.eager_steps > WARM else 1000
+            else:
+                clock.ms += compiled_ms
+            return plain(points)
+
+        compiled._torchdynamo_orig_callable = plain  # type: ignore[attr-defined]
+        self.forward = compiled  # type: ignore[method-assign,assignment]
+
+    def forward(self, points: Tensor) -> Tensor:
+        made: Tensor = self.layer(points)
+        return made
+
+
+def step_of(model: Model, said: list[str]) -> Step:
+    precision, _ = decide("off", torch.device("cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return Step(model, nn.MSELoss(), optimizer, precision, TrainConfig(), said.append, contest=Contest())
+
+
+@pytest.mark.parametrize(("eager_ms", "goes"), [(12.0, True), (9.7, True), (8.0, False)])
+def test_what_is_faster_stays(clock: Clock, eager_ms: float, goes: bool) -> None:
+    model, said = Model(clock, 10.0, eager_ms), []
+    step = step_of(model, said)
+    for _ in range(2 * (WARM + TIMED) + 5):
+        step(BATCH)
+    assert model.eager_steps == WARM + TIMED
+    assert hasattr(model.forward, "_torchdynamo_orig_callable") == goes
+    assert said == ([] if goes else ["train.compile: off from here on, a step takes 10.0 ms compiled and 8.0 eager"])
+
+
+def test_nobody_waits_for_the_card_to_settle_it(clock: Clock) -> None:
+    model, said = Model(clock, 10.0, 8.0), []
+    step = step_of(model, said)
+    clock.behind = 1
+    for _ in range(2 * (WARM + TIMED) + 5):
+        step(BATCH)
+    assert (said, model.eager_steps) == ([], WARM + TIMED)
+    clock.behind = 0
+    step(BATCH)
+    assert len(said) == 1
+
+
+def test_a_card_too_full_for_an_eager_step_beside_the_graphs_stays_compiled(clock: Clock) -> None:
+    model, said = Model(clock, 10.0, 8.0), []
+    step = step_of(model, said)
+    full: list[Any] = [torch.OutOfMemoryError("CUDA out of memory")]
+    inner = step._gradients
+
+    def gradients(batch: Any) -> Tensor:
+        if step._contest is not None and step._contest.eager and full:
+            raise full.pop()
+        return inner(batch)
+
+    step._gradients = gradients  # type: ignore[method-assign]
+    for _ in range(2 * (WARM + TIMED) + 5):
+        step(BATCH)
+    assert (said, step.accumulate) == (["train.compile: on, there is no memory for an eager step beside it"], 1)
+    assert (model.eager_steps, hasattr(model.forward, "_torchdynamo_orig_callable")) == (0, True)
