@@ -88,7 +88,8 @@ class Step:
         self._clip_norm, self._on_nan = config.clip_norm, config.on_nan
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._say = say
-        self._captured = captured  # as CUDA graphs: what they return is written over by the next pass
+        # Of a model captured as CUDA graphs: gradients are theirs, and written over by the next pass.
+        self._captured = list(model.parameters()) if captured else []
         self._contest = contest  # of the compiled form and the eager one, until it is settled
         self._exchanging = False
 
@@ -124,10 +125,13 @@ class Step:
 
     def _gradients(self, batch: Any) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self._captured:  # with those that the optimizer leaves alone, which would be added to
+            parameter.grad = None
         rows, parts = batch_rows(batch), pieces(batch, self.accumulate)
         losses = []
         for number, part in enumerate(parts, 1):
             last = number == len(parts)
+            new = [parameter for parameter in self._captured if parameter.grad is None] if not last else []
             with self._unexchanged(not last):
                 loss = self.forward(part)[0]
                 if len(parts) > 1:
@@ -135,11 +139,10 @@ class Step:
                 self._exchanging = last
                 self.scaler.scale(loss).backward()
                 self._exchanging = False
-            if self._captured and number == 1 and not last:
-                for parameter in self._parameters:
-                    parameter.grad = parameter.grad.clone() if parameter.grad is not None else None
-            # What the model itself returned may be written over too.
-            losses.append(loss.detach() if self.criterion is not None else loss.detach().clone())
+            for parameter in new:  # its gradient is the graphs' own memory, if it has one
+                parameter.grad = parameter.grad.clone() if parameter.grad is not None else None
+            # What the model returned may be written over too, and a criterion may hand it on.
+            losses.append(loss.detach().clone() if self._captured or self.criterion is None else loss.detach())
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _unexchanged(self, yes: bool) -> contextlib.AbstractContextManager[Any]:
