@@ -99,6 +99,9 @@ def assemble(config: Config, ranks: Ranks) -> Trainer:
         decisions.append(Decision("train.lr_rule", train.lr_rule, scale_learning_rate(optimizer, train, total)))
     loader = train_loader(config.data, train_set, batch_size, train.seed, ranks, train.epochs)
     decisions.append(Decision("data.workers", str(config.data.workers), f"{loader.num_workers} to begin with"))
+    if config.data.workers == 0 and config.data.on_bad_sample == "skip":
+        why = "without workers nothing is left out"
+        decisions.append(Decision("data.on_bad_sample", "raise", why, instead=True))
     metrics = {name: _function(part, f"metrics.{name}") for name, part in config.metrics.items()}
     shared = ranks.world > 1 and can_share(metrics)
     if ranks.world > 1:

@@ -55,6 +55,7 @@ class Batches:
             "random": random_state(self._device),
             "epoch_random": self._epoch_random,
             "loader": self._on_device.state_dict() if self._begins_anywhere() else {},
+            "batches": len(self._on_device) if self._endless else None,
         }
 
     def resume(self, state: dict[str, Any]) -> None:
@@ -74,7 +75,7 @@ class Batches:
         else:
             self._epoch_random = random_state(self._device)
             torch.empty((), dtype=torch.int64).random_()  # as a new pass does: dropout is the same without workers
-        return itertools.islice(self._pass, len(self._on_device) - done)
+        return itertools.islice(self._pass, max(0, len(self._on_device) - done))
 
     def _new_pass(self, epoch: int, done: int) -> Iterator[Any]:
         loader, resumed, self._resumed = self.loader, self._resumed, None
@@ -86,11 +87,16 @@ class Batches:
             if resumed is not None:
                 set_random_state(resumed["random"], self._device)
             self._epoch_random = random_state(self._device)
-            return iter(self._on_device)
+            batches = iter(self._on_device)
+            next(itertools.islice(batches, done, done), None)  # of an epoch that an exception has ended
+            return batches
         self._epoch_random = resumed["epoch_random"] if done else resumed["random"]
         if self._begins_anywhere() and "base_seed" in resumed["loader"]:
             assert isinstance(loader, DataLoader)
-            loader.load_state_dict(resumed["loader"])
+            place = resumed["loader"]
+            if self._endless and resumed.get("batches") != len(self._on_device):  # batches are of another size
+                place = {**place, "yielded": epoch * len(self._on_device) + min(done, len(self._on_device))}
+            loader.load_state_dict(place)
             batches = iter(self._on_device)
         else:
             if done:

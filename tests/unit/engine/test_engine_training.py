@@ -293,6 +293,11 @@ def test_a_garbage_collection_in_training_does_not_look_through_all_there_is(rea
     assert gc.get_freeze_count() == 0
 
 
+def test_without_workers_no_sample_is_left_out_and_that_is_said(ready: Ready, capsys: Any) -> None:
+    ready("data.workers=0", "data.on_bad_sample=skip", "train.max_steps=1", "log.quiet=true").fit()
+    assert "data.on_bad_sample: raise  (without workers nothing is left out)" in capsys.readouterr().out
+
+
 def test_workers_go_on_from_one_epoch_to_the_next(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     """GIVEN three epochs of eight batches WHEN they are trained on THEN workers got them as one pass, each epoch in the
     order that torch's sampler has for it."""
@@ -610,3 +615,39 @@ def test_no_worker_outlives_a_training(ready: Ready, ends: str) -> None:
     assert workers  # of training and, by the second epoch, of validation
     assert not any(process.is_running() for process in workers)
     assert len(list(islice(trainer._batches.loader, 8))) == 8  # it can be used again
+
+
+def fails_at(forward: int) -> None:
+    def stop() -> None:
+        raise InterruptedError
+
+    engine_toy.faults[forward] = stop
+
+
+@pytest.mark.parametrize("batch_size", [4, 16])
+def test_another_batch_size_goes_on_in_the_same_epoch(ready: Ready, batch_size: int) -> None:
+    fails_at(17)  # two epochs are over
+    with pytest.raises(InterruptedError):
+        ready("data.workers=2", "train.epochs=8").fit()
+    engine_toy.faults.clear()
+    engine_toy.seen.clear()
+    resumed = ready("data.workers=2", "train.epochs=8", f"train.batch_size={batch_size}")
+    assert resumed.resume()
+    resumed.fit()
+    sampler = DistributedSampler(engine_toy.Points(), 1, 0, seed=0)
+    sampler.set_epoch(2)
+    assert engine_toy.seen[0] == list(sampler)[:batch_size]
+
+
+def test_fit_again_after_an_exception_goes_on_in_mid_epoch(ready: Ready) -> None:
+    ready("data.workers=2", "checkpoint.every=never").fit()
+    whole = list(engine_toy.seen)
+    engine_toy.seen.clear()
+    fails_at(12)
+    trainer = ready("data.workers=2", "checkpoint.every=never")
+    with pytest.raises(InterruptedError):
+        trainer.fit()
+    engine_toy.faults.clear()
+    del engine_toy.seen[11:]  # the step that failed is taken again
+    trainer.fit()
+    assert engine_toy.seen == whole
