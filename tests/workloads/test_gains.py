@@ -14,9 +14,6 @@ from flatout import trace
 from flatout.diagnose.finding import Finding
 from flatout.diagnose.rules import diagnose
 
-# Mistakes that cost nothing on the machine of the recordings: the card is full at 256, and AdamW takes 2% of the step.
-HARMLESS = {("captcha", "a batch of 256"), ("captcha", "plain AdamW")}
-
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_every_mistake_is_among_the_findings_of_its_recording(name: str, tmp_path: Path) -> None:
@@ -24,8 +21,7 @@ def test_every_mistake_is_among_the_findings_of_its_recording(name: str, tmp_pat
     with tarfile.open(recording) as archive:
         archive.extractall(tmp_path, filter="data")
     found = {(finding.code, finding.change) for finding in diagnose(trace.read(tmp_path))}
-    unnamed = {(name, m.what) for m in MISTAKES[name] if m.named_by and not found & set(m.named_by)}
-    assert unnamed == {harmless for harmless in HARMLESS if harmless[0] == name}
+    assert not [m.what for m in MISTAKES[name] if m.named_by and not found & set(m.named_by)]
 
 
 @pytest.mark.parametrize("name", MISTAKES)

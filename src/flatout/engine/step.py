@@ -22,7 +22,7 @@ from pydantic import BeforeValidator, Field, field_validator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flatout.engine.contest import WORTH, Contest
+from flatout.engine.form import WORTH, Form
 from flatout.engine.precision import Precision, PrecisionName
 from flatout.engine.section import Count, Section
 from flatout.errors import FlatoutError, UsageError
@@ -78,8 +78,7 @@ class Step:
         config: TrainConfig,
         say: Callable[[str], None],
         *,
-        captured: bool = False,
-        contest: Contest | None = None,
+        form: Form | None = None,
     ) -> None:
         self.model, self.criterion, self.optimizer = model, criterion, optimizer
         self.precision = precision
@@ -89,15 +88,15 @@ class Step:
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._say = say
         # Of a model captured as CUDA graphs: gradients are theirs, and written over by the next pass.
-        self._captured = list(model.parameters()) if captured else []
-        self._contest = contest  # of the compiled form and the eager one, until it is settled
+        self._captured = list(model.parameters()) if form is not None else []
+        self._form = form
         self._exchanging = False
 
     def __call__(self, batch: Any) -> Tensor:
         """The loss of `batch`, on its device; the weights have learned from it."""
         while True:
             try:
-                with self._contest.turn() if self._contest is not None else contextlib.nullcontext():
+                with self._form.turn(batch_rows(batch)) if self._form is not None else contextlib.nullcontext():
                     loss = self._gradients(batch)
                 break
             except Exception as problem:
@@ -163,14 +162,11 @@ class Step:
         self.scaler.update()
 
     def _settle(self) -> None:
-        result = self._contest.result() if self._contest is not None else None
-        if result is None:
-            return
-        self._contest = None
-        compiled, eager = result
-        if compiled > WORTH * eager and uncompiled(self._inner):
+        result = self._form.result() if self._form is not None else None
+        if result is not None and result[0] > WORTH * result[1] and uncompiled(self._inner):
             torch.compiler.reset()  # and give the graphs' memory back
-            self._say(f"train.compile: off from here on, a step takes {compiled:.1f} ms compiled and {eager:.1f} eager")
+            captured, eager = result
+            self._say(f"train.compile: off from here on, a step takes {captured:.1f} ms compiled and {eager:.1f} eager")
 
     @property
     def _inner(self) -> nn.Module:
@@ -182,8 +178,8 @@ class Step:
         """Change what can be changed so that the step can be repeated; what was done, or None."""
         exchanging, self._exchanging = self._exchanging, False
         if out_of_memory(problem):
-            if self._contest is not None and self._contest.eager:
-                self._contest = None
+            if self._form is not None and self._form.eager:
+                self._form.contest = False
                 return "train.compile: on, there is no memory for an eager step beside it"
             return self._halve(batch, exchanging)
         if self._captured and "CUDAGraphs" in str(problem):
@@ -193,7 +189,7 @@ class Step:
             ) from problem
         from_compiler = type(problem).__module__.startswith(("torch._dynamo", "torch._inductor", "triton"))
         if from_compiler and uncompiled(self._inner):
-            self._contest = None
+            self._form = None
             why = (str(problem).strip().splitlines() or [""])[:2]
             return f"train.compile: off from here on, torch.compile failed ({type(problem).__name__}: {' '.join(why)})"
         return None

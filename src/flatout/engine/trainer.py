@@ -24,9 +24,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from flatout.engine.batches import Batches, end_workers
 from flatout.engine.checkpoint import Checkpoints, newest, random_state, set_random_state
 from flatout.engine.config import Settings, checked
-from flatout.engine.contest import Contest
 from flatout.engine.data import steps_in_all
 from flatout.engine.evaluation import evaluate
+from flatout.engine.form import Form
 from flatout.engine.losses import Losses
 from flatout.engine.model import CAPTURING, WITH_GRAPHS, channels_last, device_for, made_ready
 from flatout.engine.precision import Decision, decide, switched
@@ -84,9 +84,11 @@ class Trainer:
         self.model = model
         if isinstance(criterion, nn.Module):
             criterion.to(self.device)
-        whole, captured = self._across_ranks(model), compiled.value in CAPTURING
-        contest = Contest() if compiled.value == WITH_GRAPHS and not train.deterministic else None
-        self.step = Step(whole, criterion, optimizer, precision, train, self.say, captured=captured, contest=contest)
+        form = None
+        if compiled.value in CAPTURING:
+            form = Form(contest=compiled.value == WITH_GRAPHS and not train.deterministic)
+        whole = self._across_ranks(model)
+        self.step = Step(whole, criterion, optimizer, precision, train, self.say, form=form)
         self.scheduler, self.metrics, self.augmentation = scheduler, dict(metrics or {}), augmentation
         self.checkpoints = Checkpoints(self.out / "checkpoints", self.config.checkpoint, self.say)
         self._val_loader, self._val_shared = val_loader, val_shared

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import eval_frame
 
-from flatout.engine import contest
-from flatout.engine.contest import TIMED, WARM, Contest
+from flatout.engine import form
+from flatout.engine.form import TIMED, WARM, Form
 from flatout.engine.precision import decide
 from flatout.engine.step import Step, TrainConfig
 
@@ -45,7 +45,7 @@ class Event:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(Event, "clock", clock, raising=False)
-    monkeypatch.setattr(contest.torch.cuda, "Event", Event)
+    monkeypatch.setattr(form.torch.cuda, "Event", Event)
     return clock
 
 
@@ -77,7 +77,7 @@ class Model(nn.Module):
 def step_of(model: Model, said: list[str]) -> Step:
     precision, _ = decide("off", torch.device("cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    return Step(model, nn.MSELoss(), optimizer, precision, TrainConfig(), said.append, contest=Contest())
+    return Step(model, nn.MSELoss(), optimizer, precision, TrainConfig(), said.append, form=Form(contest=True))
 
 
 @pytest.mark.parametrize(("eager_ms", "goes"), [(12.0, True), (9.7, True), (8.0, False)])
@@ -110,7 +110,7 @@ def test_a_card_too_full_for_an_eager_step_beside_the_graphs_stays_compiled(cloc
     inner = step._gradients
 
     def gradients(batch: Any) -> Tensor:
-        if step._contest is not None and step._contest.eager and full:
+        if step._form is not None and step._form.eager and full:
             raise full.pop()
         return inner(batch)
 
