@@ -2,7 +2,7 @@
 
 Compiling does not always pay (torch's compiler stops before an LSTM and begins anew behind it, at a cost in every
 step), so both forms are measured at the start, and training goes on with what is faster. And now and then a batch is
-smaller, an epoch's last or one with a sample left out: to compile for that too would end the graphs, so it runs eagerly.
+smaller, an epoch's last or one with a sample left out: compiling for that too would end the graphs, so it is eager.
 """
 
 from __future__ import annotations
