@@ -121,6 +121,12 @@ def test_any_batch_size_channels_and_shape(n, channels, height, width):
     assert (out - expected).abs().max() <= 1e-3
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_nearest_pixel(channels):
+    there, here = both(Augment([HFlip(), Rotate(25)], interpolation="nearest"), pictures(channels=channels))
+    assert (there[0] == here[0]).float().mean() > 0.999  # but where two are as near
+
+
 def test_strided_input_and_an_empty_batch():
     images = pictures(8, 3, 130, 160, nhwc=True)
     for part in (images[1:, 3:, 5:], images[:, ::2, ::3], images[::2, :, 1:]):

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from . import reference
-from .ops import Affine, HFlip, Operation, Resize, Rotate, require
+from .ops import Affine, HFlip, Operation, Resize, Rotate, Size, require
 from .points import Blur, Brightness, ColorJitter, Contrast, Normalize
-from .program import Program, draw, steps
+from .program import Program, Step, draw, steps
 
 if TYPE_CHECKING:
     from .kernel import Plan
@@ -39,6 +39,7 @@ class Augment(nn.Module):
         dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
         layout: str | None = None,
+        interpolation: str = "bilinear",
         fill: int = 0,
         mask_fill: int = 0,
     ) -> None:
@@ -46,11 +47,13 @@ class Augment(nn.Module):
         require(0 <= seed < 2**63, "seed", "from 0 to 2⁶³ − 1", seed)
         require(dtype in _DTYPES, "dtype", "float32, float16 or bfloat16", dtype)
         require(layout in (None, "NCHW", "NHWC"), "layout", "NCHW, NHWC or None, to tell by the shape", layout)
+        require(interpolation in ("bilinear", "nearest"), "interpolation", "bilinear or nearest", interpolation)
         require(0 <= fill <= 255, "fill", "from 0 to 255", fill)
         self.operations = tuple(operations)
         self.seed, self.dtype, self.channels_last, self.layout = seed, dtype, channels_last, layout
         self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.fill, self.mask_fill = int(fill), mask_fill
+        self.interpolation = interpolation
         self.notes: tuple[str, ...] = ()
         self._steps = steps(self.operations)
         self._programs: dict[tuple[Any, ...], Program] = {}
@@ -94,7 +97,7 @@ class Augment(nn.Module):
 
         images = self._channels_first(images)[:count].cpu()
         shown = [step for step in self._steps if not isinstance(step.operation, Normalize)]
-        program = Program.build(shown, (images.shape[2], images.shape[3]), images.shape[1])
+        program = self._built(shown, (images.shape[2], images.shape[3]), images.shape[1])
         rows = draw(program, torch.arange(len(images)), epoch, self.seed)
         sheet(images, reference.apply(program, images, rows, self.fill), path)
 
@@ -107,8 +110,11 @@ class Augment(nn.Module):
         if key not in self._programs:
             fixed = [step for step in self._steps if isinstance(step.operation, (Resize, Normalize))]
             channels, height, width = map(int, images.shape[1:])
-            self._programs[key] = Program.build(self._steps if training else fixed, (height, width), channels)
+            self._programs[key] = self._built(self._steps if training else fixed, (height, width), channels)
         return self._programs[key]
+
+    def _built(self, steps: Sequence[Step], size: Size, channels: int) -> Program:
+        return Program.build(steps, size, channels, nearest=self.interpolation == "nearest")
 
     def _plan(self, program: Program, images: Tensor) -> Plan:
         from . import kernel  # triton is wanted only here

@@ -71,7 +71,7 @@ class Program:
     table: tuple[tuple[float, ...], ...]
     folds: tuple[Fold, ...]
     points: tuple[tuple[Point, range], ...]  # with the columns of a row that it takes
-    sampling: str  # "pixel": whole pixels only; "bilinear"; "tent": bilinear, widened where the picture shrinks
+    sampling: str  # "pixel": the nearest one; "bilinear"; "tent": bilinear, widened where the picture shrinks
     filled: bool  # the source can be left: those places take the fill
 
     @property
@@ -80,7 +80,7 @@ class Program:
         return len(self.columns) - len(_DERIVED)
 
     @staticmethod
-    def build(steps: Sequence[Step], size: Size, channels: int) -> Program:
+    def build(steps: Sequence[Step], size: Size, channels: int, *, nearest: bool = False) -> Program:
         """Lay out the draws and fold the sizes for pictures of `size`."""
         columns: list[str] = []
         table: list[tuple[float, ...]] = []
@@ -115,7 +115,7 @@ class Program:
             table=tuple(table),
             folds=tuple(folds),
             points=tuple(points),
-            sampling="pixel" if whole else "tent" if antialias else "bilinear",
+            sampling="pixel" if whole or nearest else "tent" if antialias else "bilinear",
             filled=bool(kinds & {Rotate, Affine}) or any(getattr(s.operation, "padding", 0) for s in steps),
         )
 

@@ -83,7 +83,7 @@ def _check_interpolation(name: str, transform: Any, notes: list[str]) -> None:
     way = getattr(transform, "interpolation", None)
     way = getattr(way, "value", way)
     if way in ("nearest", 0) and name in ("RandomRotation", "RandomAffine"):
-        notes.append(f"{name}: bilinear, where it takes the nearest pixel in torchvision")
+        notes.append(f"{name}: bilinear, where torchvision takes the nearest pixel, as interpolation='nearest' does")
     elif way not in (None, "bilinear", 2):
         _refuse(name, f"interpolation {way} is not supported, bilinear is")
 

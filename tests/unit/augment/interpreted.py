@@ -41,10 +41,13 @@ STANDARD = [HFlip(), Rotate(15), Brightness(0.2), Contrast(0.2), NORMALIZE]
 STRONG = [HFlip(), Affine(30, 0.1, (0.8, 1.2), 10), ColorJitter(0.4, 0.4, 0.4, 0.1), Blur(5, p=0.5), NORMALIZE]
 
 
-def compare(operations, images, *, dtype=torch.float32, channels_last=False, fill=7, epoch=4, seed=99 + 2**40, within):
+def compare(
+    operations, images, *, dtype=torch.float32, channels_last=False, fill=7, epoch=4, seed=99 + 2**40, within,
+    nearest=False,
+):  # fmt: skip
     """The rows bit for bit, the pictures within a tolerance, the masks exactly."""
     n, channels, height, width = images.shape
-    program = Program.build(steps(operations), (height, width), channels)
+    program = Program.build(steps(operations), (height, width), channels, nearest=nearest)
     index = torch.tensor([3 + 7 * 2**33, 12345, 0, 2**31, 9, 2**32])[:n]
     plan = Plan(program, images, dtype=dtype, channels_last=channels_last, fill=fill)
 
@@ -65,6 +68,12 @@ def pictures(n=2, channels=3, height=36, width=40, nhwc=False):
     shape = (n, height, width, channels) if nhwc else (n, channels, height, width)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(n * height))
     return images.movedim(3, 1) if nhwc else images
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_nearest_pixel(channels):
+    _, _, out = compare([HFlip(), Rotate(25)], pictures(4, channels), within=1e-6, nearest=True)
+    assert ((out * 255) - (out * 255).round()).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("nhwc", [True, False])

@@ -68,6 +68,20 @@ def test_affine_is_shear_then_scale_then_turn_then_move():
         assert right == round(right)
 
 
+def test_the_nearest_pixel_is_grid_samples_and_what_masks_take():
+    images = torch.randint(1, 256, (5, 1, 33, 41), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    aug = Augment([HFlip(), Rotate(25)], interpolation="nearest")
+    index = torch.arange(5)
+    turned, masks, rows = aug(images, images[:, 0].long(), index=index, return_params=True)
+    assert torch.equal((turned[:, 0] * 255).round().long(), masks)
+    assert len(turned.unique()) > 200
+    a, b, c, d, e, f = rows[:, -10:-4].T[:, :, None, None]
+    y, x = torch.arange(33)[:, None] + 0.5, torch.arange(41) + 0.5
+    grid = torch.stack([2 * (a * x + b * y + c) / 41 - 1, 2 * (d * x + e * y + f) / 33 - 1], dim=3)
+    theirs = grid_sample(images.float(), grid, mode="nearest", align_corners=False)[:, 0]
+    assert (theirs == masks).float().mean() > 0.999  # ties aside
+
+
 def test_rotation_turns_counter_clockwise_as_torchvisions_does():
     square = IMAGES[:, :, :36, :36]
     out, _ = augmented(Rotate((90, 90)), images=square)
