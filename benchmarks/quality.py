@@ -49,7 +49,7 @@ class Workload:
 
 WORKLOADS = {
     "gray": Workload(
-        printed=r"val accuracy ([\d.]+)", column="accuracy", epochs=10,
+        printed=r"val accuracy ([\d.]+)", column="accuracy", epochs=40,
         script="--width 16 --batch-size 16 --num-workers 2 --eval-every 1000",
         engine="model.args.width=16 train.batch_size=64 train.lr_batch=16",
     ),
