@@ -59,7 +59,7 @@ WORKLOADS = {
         engine="model.args.hidden=64 train.batch_size=256 train.lr_batch=64",
     ),
     "segment": Workload(
-        printed=r"val IoU ([\d.]+)", column="iou", epochs=10,
+        printed=r"val IoU ([\d.]+)", column="iou", epochs=30,
         script="--width 16 --batch-size 16 --num-workers 2 --eval-every 1000",
         engine="model.args.width=16 train.batch_size=16",
     ),
