@@ -163,14 +163,15 @@ class Step:
 
     def _settle(self) -> None:
         result = self._form.result() if self._form is not None else None
-        if result is not None and result[0] > WORTH * result[1] and uncompiled(self._inner):
+        if result is not None and result[0] > WORTH * result[1] and self._done_without_compiler():
             torch.compiler.reset()  # and give the graphs' memory back
             captured, eager = result
             self._say(f"train.compile: off from here on, a step takes {captured:.1f} ms compiled and {eager:.1f} eager")
 
-    @property
-    def _inner(self) -> nn.Module:
-        return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+    def _done_without_compiler(self) -> bool:
+        """Go on eagerly; whether the model was compiled until now."""
+        self._form, self._captured = None, []
+        return uncompiled(self.model.module if isinstance(self.model, DistributedDataParallel) else self.model)
 
     # -- what can be mended -----------------------------------------------------------------------------------------
 
@@ -188,8 +189,7 @@ class Step:
                 "train.compile=true compiles without them"
             ) from problem
         from_compiler = type(problem).__module__.startswith(("torch._dynamo", "torch._inductor", "triton"))
-        if from_compiler and uncompiled(self._inner):
-            self._form = None
+        if from_compiler and self._done_without_compiler():
             why = (str(problem).strip().splitlines() or [""])[:2]
             return f"train.compile: off from here on, torch.compile failed ({type(problem).__name__}: {' '.join(why)})"
         return None
