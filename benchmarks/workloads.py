@@ -271,7 +271,10 @@ def measure(
         if not figures_file.exists():
             tail = "\n  ".join(log.read_text().strip().splitlines()[-8:])
             raise Failed(f"no figures (exit code {child.returncode}) from  {shlex.join(map(str, command))}\n  {tail}")
-        return summary(json.loads(figures_file.read_text()), samples)
+        found = summary(json.loads(figures_file.read_text()), samples)
+        if engine:  # such as that it goes on eagerly
+            found["said"] = [line for line in log.read_text().splitlines() if line.startswith("train.")]
+        return found
 
 
 def start(root: Path, name: str) -> list[str | Path]:

@@ -1,8 +1,9 @@
 """In which form a model that was captured as CUDA graphs takes a step: as graphs, or eagerly.
 
 Compiling does not always pay (torch's compiler stops before an LSTM and begins anew behind it, at a cost in every
-step), so both forms are measured at the start, and training goes on with what is faster. And now and then a batch is
-smaller, an epoch's last or one with a sample left out: compiling for that too would end the graphs, so it is eager.
+step), so both forms are measured at the start, and training goes on with what is faster. And now and then a batch has
+another shape, an epoch's last or one with a sample left out: that one is eager. Where many have, graphs are no good:
+each shape would need its own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import torch
 
 WARM, TIMED = 6, 12  # steps of each form: until it is compiled, captured and tuned; that are measured
 WORTH = 1.05  # by so much eager has to be faster
-ODD_ONE_IN = 8  # of more batches of another size than that, each is as usual as the first
+ODD_ONE_IN, ODD_ANYWAY = 8, 2  # batches of another shape that may be: a share, and so many at the start
+
+Shapes = list[torch.Size]  # of the tensors in a batch
 
 
 class Form:
@@ -23,7 +26,8 @@ class Form:
 
     def __init__(self, *, contest: bool) -> None:
         self.contest = contest
-        self._steps = self._odd = self._measured = self._usual_rows = 0
+        self._steps = self._odd = self._measured = 0
+        self._usual: Shapes = []
         self._times: tuple[list[tuple[torch.cuda.Event, torch.cuda.Event]], ...] = ([], [])
 
     @property
@@ -31,18 +35,22 @@ class Form:
         """Whether it is the eager form's turn to be measured."""
         return self.contest and WARM + TIMED <= self._measured < 2 * (WARM + TIMED)
 
+    @property
+    def varied(self) -> bool:
+        """Whether batches have many shapes."""
+        return ODD_ONE_IN * (self._odd - ODD_ANYWAY) > self._steps
+
     @contextlib.contextmanager
-    def turn(self, rows: int) -> Iterator[None]:
-        """One step's forward and backward pass over so many samples."""
+    def turn(self, shapes: Shapes) -> Iterator[None]:
+        """One step's forward and backward pass over a batch of these shapes."""
         self._steps += 1
-        self._usual_rows = self._usual_rows or rows
-        odd = rows != self._usual_rows
+        self._usual = self._usual or shapes
+        odd = shapes != self._usual
         self._odd += odd
         eager = self.eager
-        alone = odd and ODD_ONE_IN * self._odd <= self._steps
         measured = self.contest and not odd and self._measured < 2 * (WARM + TIMED)
         begin = _now() if measured else None
-        with torch.compiler.set_stance("force_eager") if eager or alone else contextlib.nullcontext():
+        with torch.compiler.set_stance("force_eager") if eager or odd else contextlib.nullcontext():
             yield
         if begin is not None:
             if self._measured % (WARM + TIMED) >= WARM:
@@ -54,8 +62,9 @@ class Form:
         if not self.contest or len(self._times[True]) < TIMED or not self._times[True][-1][1].query():
             return None
         self.contest = False
-        captured, eager = (statistics.median(a.elapsed_time(b) for a, b in side) for side in self._times)
-        return captured, eager
+        captured, eager = ([a.elapsed_time(b) for a, b in side] for side in self._times)
+        # The quarter that went best ends there: an X-ray may slow the others.
+        return statistics.quantiles(captured, n=4)[0], statistics.quantiles(eager, n=4)[0]
 
 
 def _now() -> torch.cuda.Event:

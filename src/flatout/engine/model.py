@@ -95,7 +95,6 @@ def _parent(model: nn.Module, path: str) -> nn.Module:
 
 WITH_GRAPHS = "on, with CUDA graphs"
 CAPTURING = (WITH_GRAPHS, "reduce-overhead", "max-autotune")
-_GRAPHS = {"triton.cudagraphs": True, "triton.cudagraph_skip_dynamic_graphs": True}  # not one for every length
 
 
 def _compiled(model: nn.Module, wanted: bool | str, device: torch.device, ranks: int) -> Decision:
@@ -107,10 +106,10 @@ def _compiled(model: nn.Module, wanted: bool | str, device: torch.device, ranks:
             return Decision("train.compile", "off", why)
     if wanted is False:
         return Decision("train.compile", "off")
-    how: dict[str, Any] = {"options": _GRAPHS} if value == WITH_GRAPHS else {"mode": None if value == "on" else value}
+    mode = {"on": None, WITH_GRAPHS: "reduce-overhead"}.get(value, value)
     try:
         # `model.compile()` would pass over an nn.Sequential in silence; the forward method is compiled in any case.
-        model.forward = torch.compile(model.forward, **how)
+        model.forward = torch.compile(model.forward, mode=mode)
     except Exception as problem:  # whatever is wrong with the compiler here, training does without it
         why = f"torch.compile failed: {type(problem).__name__}: {problem}"
         return Decision("train.compile", "off", why, instead=True)

@@ -22,7 +22,7 @@ from pydantic import BeforeValidator, Field, field_validator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flatout.engine.form import WORTH, Form
+from flatout.engine.form import WORTH, Form, Shapes
 from flatout.engine.precision import Precision, PrecisionName
 from flatout.engine.section import Count, Section
 from flatout.errors import FlatoutError, UsageError
@@ -90,13 +90,14 @@ class Step:
         # Of a model captured as CUDA graphs: gradients are theirs, and written over by the next pass.
         self._captured = list(model.parameters()) if form is not None else []
         self._form = form
+        self._uncaptured_mode = {"max-autotune": "max-autotune-no-cudagraphs"}.get(str(config.compile))
         self._exchanging = False
 
     def __call__(self, batch: Any) -> Tensor:
         """The loss of `batch`, on its device; the weights have learned from it."""
         while True:
             try:
-                with self._form.turn(batch_rows(batch)) if self._form is not None else contextlib.nullcontext():
+                with self._form.turn(shapes_in(batch)) if self._form is not None else contextlib.nullcontext():
                     loss = self._gradients(batch)
                 break
             except Exception as problem:
@@ -167,11 +168,20 @@ class Step:
             torch.compiler.reset()  # and give the graphs' memory back
             captured, eager = result
             self._say(f"train.compile: off from here on, a step takes {captured:.1f} ms compiled and {eager:.1f} eager")
+        if self._form is not None and self._form.varied and self._done_without_compiler():
+            torch.compiler.reset()
+            self._bare.forward = torch.compile(self._bare.forward, mode=self._uncaptured_mode)
+            self._say("train.compile: on, without CUDA graphs from here on: batches have many shapes")
 
     def _done_without_compiler(self) -> bool:
         """Go on eagerly; whether the model was compiled until now."""
         self._form, self._captured = None, []
-        return uncompiled(self.model.module if isinstance(self.model, DistributedDataParallel) else self.model)
+        return uncompiled(self._bare)
+
+    @property
+    def _bare(self) -> nn.Module:
+        model: nn.Module = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        return model
 
     # -- what can be mended -----------------------------------------------------------------------------------------
 
@@ -240,6 +250,14 @@ def batch_rows(batch: Any) -> int:
         if isinstance(value, Mapping | list | tuple):
             return batch_rows(value)
     raise UsageError("there is no tensor in a batch: its number of samples is unknown")
+
+
+def shapes_in(batch: Any) -> Shapes:
+    """The shape of every tensor in a batch."""
+    if isinstance(batch, Tensor):
+        return [batch.shape]
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return [shape for value in values for shape in shapes_in(value)]
 
 
 def pieces(batch: Any, count: int) -> list[Any]:

@@ -68,10 +68,10 @@ class Profiler:
 
         Not by `torch.profiler`: that one loads torch's compiler first, to ask whether it makes CUDA graphs, which do
         not survive a teardown. A compiler that is not loaded makes none, and training would stand still for seconds.
+        And it asks for the setting of all models, not whether one was compiled with a mode that captures.
         """
         profiler: Any = sys.modules["torch.autograd.profiler"]
-        compiler: Any = sys.modules.get("torch._inductor.config")
-        graphs = compiler is not None and compiler.triton.cudagraphs
+        graphs = "torch._inductor.cudagraph_trees" in sys.modules  # loaded when the first is made
 
         theirs_to_say = "TEARDOWN_CUPTI" in os.environ
         os.environ.setdefault("TEARDOWN_CUPTI", "0" if graphs else "1")

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo import eval_frame
 
 from flatout.engine.form import Form
 from flatout.engine.precision import decide
@@ -85,14 +84,3 @@ def test_a_loss_that_the_criterion_only_hands_on_stays_what_it_was() -> None:
     was = first.item()
     assert step(BATCH).item() != was
     assert first.item() == was
-
-
-@pytest.mark.parametrize(("sizes", "eager"), [([6] * 9 + [4] + [6] * 9 + [5], 2), ([6, 4, 5, 3, 6, 2, 4, 5], 0)])
-def test_a_batch_of_another_size_now_and_then_is_not_compiled_for(sizes: list[int], eager: int) -> None:
-    model, stances = nn.Linear(2, 1), []
-    model.register_forward_hook(lambda *_: stances.append(eval_frame._stance.stance))
-    step = step_of(model, nn.MSELoss(), 1, captured=True)
-    for size in sizes:
-        step([part[:size] for part in BATCH])
-    assert stances.count("force_eager") == eager
-    assert all(sizes[place] != 6 for place, stance in enumerate(stances) if stance == "force_eager")

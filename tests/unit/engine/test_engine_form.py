@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo import eval_frame
 
 from flatout.engine import form
-from flatout.engine.form import TIMED, WARM, Form
+from flatout.engine.form import ODD_ANYWAY, TIMED, WARM, Form
 from flatout.engine.precision import decide
 from flatout.engine.step import Step, TrainConfig
 
@@ -74,10 +74,12 @@ class Model(nn.Module):
         return made
 
 
-def step_of(model: Model, said: list[str]) -> Step:
+def step_of(model: Model, said: list[str], compile: str = "auto") -> Step:
     precision, _ = decide("off", torch.device("cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    return Step(model, nn.MSELoss(), optimizer, precision, TrainConfig(), said.append, form=Form(contest=True))
+    return Step(
+        model, nn.MSELoss(), optimizer, precision, TrainConfig(compile=compile), said.append, form=Form(contest=True)
+    )
 
 
 @pytest.mark.parametrize(("eager_ms", "goes"), [(12.0, True), (9.7, True), (8.0, False)])
@@ -119,3 +121,35 @@ def test_a_card_too_full_for_an_eager_step_beside_the_graphs_stays_compiled(cloc
         step(BATCH)
     assert (said, step.accumulate) == (["train.compile: on, there is no memory for an eager step beside it"], 1)
     assert (model.eager_steps, hasattr(model.forward, "_torchdynamo_orig_callable")) == (0, True)
+
+
+@pytest.mark.parametrize(("compile", "mode"), [("auto", None), ("max-autotune", "max-autotune-no-cudagraphs")])
+def test_batches_of_many_shapes_are_compiled_and_not_captured(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, compile: str, mode: str | None
+) -> None:
+    """GIVEN other lengths with as many samples, THEN each is eager at first, and soon nothing is captured."""
+    asked: list[Any] = []
+    said: list[str] = []
+
+    def recorded(forward: Any, mode: str | None) -> Any:
+        asked.append(mode)
+        return forward
+
+    monkeypatch.setattr(torch, "compile", recorded)
+    model = Model(clock, 10.0, 8.0)
+    step = step_of(model, said, compile)
+    step(BATCH)
+    for length in range(1, ODD_ANYWAY + 3):
+        step([torch.ones(4, length, 2), torch.zeros(4, length, 1)])
+    assert (asked, model.eager_steps) == ([mode], ODD_ANYWAY + 1)
+    assert said == ["train.compile: on, without CUDA graphs from here on: batches have many shapes"]
+
+
+def test_a_batch_of_another_shape_now_and_then_is_eager(clock: Clock) -> None:
+    """GIVEN one in ten, THEN those alone; and they are no part of the contest."""
+    said: list[str] = []
+    model = Model(clock, 10.0, 12.0)
+    step = step_of(model, said)
+    for number in range(100):
+        step(BATCH if number % 10 != 9 else [tensor[:3] for tensor in BATCH])
+    assert (said, model.eager_steps) == ([], WARM + TIMED + 10)
