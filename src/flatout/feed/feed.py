@@ -157,7 +157,7 @@ class Feed:
         self._epoch = epoch
         self._faults.answered()
         self.posts.begin(self.crew, births, turn)
-        self._tuning.restart()
+        self._tuning.restart(time.monotonic())
         self._scale()
         self._fill()
 
@@ -170,6 +170,8 @@ class Feed:
         self._table.clear()
         self._waiting.clear()
         self.made.clear()
+        if self._epoch is not None:
+            self._tuning.rest(time.monotonic())
         self._epoch = None
 
     def ship_again(self) -> None:
@@ -228,6 +230,7 @@ class Feed:
             if self._waiting or not self._table:
                 self._fill()
                 if not self._table:
+                    self._tuning.rest(time.monotonic())
                     return None
             asked = time.monotonic()
             self._hear(min(max(STALL_S, waited), timeout_s - waited if timeout_s else 1.0, 1.0))

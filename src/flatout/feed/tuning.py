@@ -1,12 +1,12 @@
 """How many workers a feed has: gathers what the controller wants to see, window by window.
 
-Loaders of one process share its cores: those that were asked for a batch lately divide them.
+Loaders of one process share its cores: those in the middle of a pass that were asked for a batch lately divide them.
 """
 
 from __future__ import annotations
 
 import logging
-import time
+import math
 import weakref
 
 from flatout.budget import Budget
@@ -29,7 +29,7 @@ class Tuning:
         self._controller = Controller(workers, cores=budget.cores_allowed, may_do_without=may_do_without)
         self._budget = budget
         self._window = Observation()
-        self._used_at = time.monotonic()
+        self._used_at = self._rested_at = -math.inf
         self._kills = out_of_memory_kills()
         self._held = False
         _all.add(self)
@@ -52,9 +52,13 @@ class Tuning:
         self._controller.workers = workers
         self._held = for_good
 
-    def restart(self) -> None:
+    def restart(self, now: float) -> None:
         """A new pass: what lies between two of them is nobody's waiting."""
-        self._used_at = time.monotonic()
+        self._used_at = now
+
+    def rest(self, now: float) -> None:
+        """A pass is over: the cores are the others' until the next one."""
+        self._used_at, self._rested_at = -math.inf, now
 
     def worked(self, done: Done) -> None:
         """A worker has finished something."""
@@ -73,7 +77,8 @@ class Tuning:
     def served(self, batches: int, waited_s: float, parent_s: float, now: float) -> bool:
         """The consumer got batches; whether these were the last of a window, and `decide` is due."""
         window = self._window
-        window.seconds += now - self._used_at
+        evaluated_until = max((other._rested_at for other in _all if other is not self), default=-math.inf)
+        window.seconds += now - max(self._used_at, evaluated_until)  # another's whole pass is no time of this one's
         self._used_at = now
         window.batches += batches
         window.waited_s += waited_s

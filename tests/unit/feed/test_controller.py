@@ -246,7 +246,7 @@ def eight_cores() -> budget.Budget:
 
 def window_of(loader: tuning.Tuning, workers: int, start_s: float) -> None:
     """A second in which the consumer did nothing but wait."""
-    loader._used_at = start_s
+    loader.restart(start_s)
     while not loader.served(1, 0.1, 0.0, start_s + 0.1):
         start_s += 0.1
     loader.decide(workers)
@@ -257,11 +257,26 @@ def test_loaders_that_are_in_use_share_the_cores(eight_cores: budget.Budget) -> 
     the other has not been asked for a while."""
     train = tuning.Tuning(8, eight_cores, may_do_without=False)
     val = tuning.Tuning(8, eight_cores, may_do_without=False)
-    val._used_at = 102.0
+    val.restart(102.0)
     window_of(train, 8, 100.0)
     window_of(train, 8, 101.0)
     assert (train.workers, train.why) == (4, "4 cores to use")
     assert train._cores(200.0) == 8.0
+
+
+def test_an_evaluation_that_is_over_takes_no_cores_and_no_time(eight_cores: budget.Budget) -> None:
+    """GIVEN a training whose pass goes on after an evaluation, THEN it keeps its cores, and nobody thinks it slow."""
+    train = tuning.Tuning(8, eight_cores, may_do_without=False)
+    val = tuning.Tuning(8, eight_cores, may_do_without=False)
+    train.restart(100.0)
+    train.served(1, 0.1, 0.0, 100.1)
+    val.restart(100.1)
+    val.served(1, 0.1, 0.0, 100.2)
+    assert train._cores(100.3) == 4.0
+    val.rest(102.1)
+    assert train._cores(102.1) == 8.0
+    train.served(1, 0.1, 0.0, 102.2)
+    assert train._window.seconds == pytest.approx(0.2)
 
 
 def test_kills_for_memory_are_seen_in_the_kernels_count(

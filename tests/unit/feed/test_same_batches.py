@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -362,3 +364,18 @@ def test_a_wrong_argument_is_refused() -> None:
 def test_batches_cannot_go_to_a_card_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="there is no GPU to bring batches to"):
         to_device(DataLoader(Things(3)), "cuda")
+
+
+@pytest.mark.parametrize("batches", [2, 99], ids=["left", "whole"])
+def test_a_pass_that_is_over_leaves_its_cores_to_others(batches: int) -> None:
+    one, other = (DataLoader(list(range(8)), batch_size=2, num_workers=1) for _ in range(2))
+    first = iter(one)
+    next(first)
+    alone = feed_of(one)._tuning._cores(time.monotonic())  # type: ignore[union-attr]
+    second = iter(other)
+    next(second)
+    assert feed_of(one)._tuning._cores(time.monotonic()) == max(1.0, alone / 2)  # type: ignore[union-attr]
+    for _ in itertools.islice(second, batches):
+        pass
+    del second
+    assert feed_of(one)._tuning._cores(time.monotonic()) == alone  # type: ignore[union-attr]
