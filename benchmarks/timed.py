@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 WARM_UP_STEPS = 10
-WARM_UP_S = 6.0  # after the first step, or as long as the window: batches that lay ready used up, loaders settled
+WARM_UP_S = 9.0  # after the first step, or as long as the window: batches that lay ready used up, loaders settled
 
 
 class Window:
