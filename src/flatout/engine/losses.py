@@ -30,17 +30,21 @@ class Losses:
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
         self._last = self._samples = 0
-        self._since = time.monotonic()
+        self._since: float | None = None
         self.begun: tuple[Tensor, torch.cuda.Event | None, int, int, int, float] | None = None
 
     def add(self, step: int, loss: Tensor, rows: int) -> None:
-        """One more."""
+        """One more. The first of a training tells nothing of its speed: workers start, and the compiler."""
         self._kept.append(loss)
-        self._last, self._samples = step, self._samples + rows
+        self._last = step
+        if self._since is None:
+            self._since = time.monotonic()
+        else:
+            self._samples += rows
 
     def begin_reading(self, epoch: int) -> None:
         """Start to bring them to the host; to be read a step later, when that is done."""
-        if not self._kept or self.begun is not None:
+        if not self._kept or self.begun is not None or self._since is None:
             return
         values = torch.stack([loss.float() for loss in self._kept])
         event = None

@@ -113,4 +113,4 @@ def _compiled(model: nn.Module, wanted: bool | str, device: torch.device, ranks:
     except Exception as problem:  # whatever is wrong with the compiler here, training does without it
         why = f"torch.compile failed: {type(problem).__name__}: {problem}"
         return Decision("train.compile", "off", why, instead=True)
-    return Decision("train.compile", value, why)
+    return Decision("train.compile", value, f"{why}; the first step takes longer")

@@ -81,7 +81,7 @@ class Trainer:
         precision, decision = decide(train.precision, self.device)
         layout, activations, compiled = made_ready(model, train, self.device, self.ranks.world)
         self.decisions = [Decision("train.device", str(self.device)), decision, layout, activations, compiled]
-        self.model = model
+        self.model, self._compiles = model, compiled.value != "off"
         if isinstance(criterion, nn.Module):
             criterion.to(self.device)
         form = None
@@ -105,6 +105,7 @@ class Trainer:
         self.skipped = 0  # steps whose loss was not a number
         self._losses = Losses()
         self._interrupts = Interrupts()
+        self._begun_at: float | None = None  # until the first step is done
         self._frozen = False  # the garbage collector's view of what was there before
         self._evaluated_at = self._saved_at = -1
         self._done_at = dict.fromkeys(("evaluate", "checkpoint"), time.monotonic())
@@ -129,6 +130,10 @@ class Trainer:
         at = self.at
         at.step, at.batch, at.samples = at.step + 1, at.batch + 1, at.samples + rows
         self._losses.add(at.step, loss, rows)
+        if self._begun_at is not None:
+            if self._compiles:
+                self.say(f"compiled: the first step took {time.monotonic() - self._begun_at:.0f} s", always=False)
+            self._begun_at, self._batches.waited_s = None, 0.0
         if self.scheduler is not None and self.config.train.scheduler_per == "step":
             self._schedule()
         due = self._read_losses() if self._losses.begun else set()  # begun at the step before
@@ -174,6 +179,7 @@ class Trainer:
                 self.reporter.begin(self.at.step, self.last_step, settings)
                 for decision in self.decisions:
                     self.say(str(decision), always=decision.instead)
+                self._begun_at = time.monotonic()
                 yield
             except RuntimeError as problem:
                 if self.ranks.world == 1 or not lost_contact(problem):
@@ -278,7 +284,7 @@ class Trainer:
             "loss": total / count if count else None,
             "lr": self.step.optimizer.param_groups[0]["lr"],
             "samples": self.at.samples * self.ranks.world,
-            "samples_per_s": samples / read.seconds,
+            "samples_per_s": samples / read.seconds if samples else None,
             "data_wait_pct": min(100.0, 100 * self._batches.waited_s / read.seconds),
             "skipped": self.skipped,
         }
