@@ -96,16 +96,20 @@ def test_the_scripts_know_nothing_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "mark", "told"),
+    ("name", "engine", "mark", "told"),
     [
-        ((0.50, 0.62, 0.59), "✓", "apart +0.0200, spread 0.1200"),
-        ((0.72, 0.73, 0.74), "✗", "apart +0.1800, spread 0.1000"),
-        ((0.50, "failed: no such file", 0.59), "✗", "a training failed"),
+        ("gray", (0.50, 0.62, 0.59), "✓", "apart +0.0200, spread 0.1200: equal"),
+        ("gray", (0.72, 0.73, 0.74), "✓", "apart +0.1800, spread 0.1000: better"),
+        ("captcha", (0.72, 0.73, 0.74), "✗", "apart +0.1800, spread 0.1000: worse"),  # an error
+        ("gray", (0.42, 0.33, 0.34), "✗", "apart -0.1867, spread 0.1000: worse"),
+        ("gray", (0.50, "failed: no such file", 0.59), "✗", "a training failed"),
     ],
 )
-def test_quality_is_the_same_within_the_spread_of_seeds(engine: tuple[float | str, ...], mark: str, told: str) -> None:
+def test_quality_is_the_same_within_the_spread_of_seeds(
+    name: str, engine: tuple[float | str, ...], mark: str, told: str
+) -> None:
     of = {"script": {0: 0.5, 1: 0.55, 2: 0.6}, "engine": dict(enumerate(engine))}
-    line = judged("gray", of)
-    assert line.startswith(f"{mark} gray: ")
+    line = judged(name, of)
+    assert line.startswith(f"{mark} {name}: ")
     assert told in line
-    assert of["equal"] is (mark == "✓")
+    assert (of["engine_is"] in ("worse", None)) is (mark == "✗")

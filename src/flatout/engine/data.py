@@ -67,12 +67,20 @@ def val_loader(config: DataConfig, dataset: Any, batch_size: int, ranks: Ranks, 
     return DataLoader(dataset, batch_size, sampler=range(ranks.rank, len(dataset), ranks.world), **_options(config))
 
 
-def steps_in_all(train: TrainConfig, loader: Any) -> int | None:
-    """How many steps the whole training has, if that is known: a stream need not have a length."""
+def steps_an_epoch(loader: Any) -> int | None:
+    """How many batches there are, if that is known: a stream need not have a length."""
     try:
-        steps = train.epochs * len(loader)
+        return len(loader)
     except TypeError:
+        return None
+
+
+def steps_in_all(train: TrainConfig, loader: Any) -> int | None:
+    """How many steps the whole training has, if that is known."""
+    an_epoch = steps_an_epoch(loader)
+    if an_epoch is None:
         return train.max_steps
+    steps = train.epochs * an_epoch
     return min(steps, train.max_steps or steps)
 
 

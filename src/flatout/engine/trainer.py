@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from flatout.engine.batches import Batches, end_workers
 from flatout.engine.checkpoint import Checkpoints, newest, random_state, set_random_state
 from flatout.engine.config import Settings, checked
-from flatout.engine.data import steps_in_all
+from flatout.engine.data import steps_an_epoch, steps_in_all
 from flatout.engine.evaluation import evaluate
 from flatout.engine.form import Form
 from flatout.engine.losses import Losses
@@ -36,6 +36,8 @@ from flatout.engine.section import nearest
 from flatout.engine.step import Step, batch_rows
 from flatout.errors import FlatoutError, UsageError
 from flatout.feed import to_device
+
+VALIDATION_AHEAD = 16  # steps before an evaluation, its data are begun to be read
 
 
 @dataclass(slots=True)
@@ -95,6 +97,9 @@ class Trainer:
         convert = channels_last if layout.value == "on" else None
         self._batches = Batches(train_loader, self.device, convert, self.say)
         self._val_batches = to_device(val_loader, self.device, convert=convert) if val_loader is not None else None
+        self._ahead = val_loader is not train_loader  # whether validation may begin while training goes on
+        self._val_pass: Iterator[Any] | None = None
+        self._epoch_steps = steps_an_epoch(train_loader)
         self.last_step = steps_in_all(train, train_loader)
         if self.last_step == 0:
             raise UsageError("there is not one batch to train on")
@@ -140,6 +145,8 @@ class Trainer:
         if at.step % self.config.log.every == 0:
             self._losses.begin_reading(at.epoch + 1)
         self._do(due | self._due("step", at.step))
+        if self._ahead and self._steps_to_evaluation() == VALIDATION_AHEAD:
+            self._begin_validation()
 
     def _end_epoch(self) -> None:
         self.at.epoch, self.at.batch = self.at.epoch + 1, 0
@@ -194,6 +201,7 @@ class Trainer:
                     gc.unfreeze()
                     self._frozen = False
                 self._batches.close()
+                self._val_pass = None
                 end_workers(self._val_loader)
                 self.reporter.end()
 
@@ -233,13 +241,33 @@ class Trainer:
         if "checkpoint" in due or (best and self.config.checkpoint.every is not None):
             self.save(best=best)
 
+    def _steps_to_evaluation(self) -> int | None:
+        """How many it is to the next one, if that is known."""
+        every, at = self.config.evaluate.every, self.at
+        if every is None or every.unit == "minute":
+            return None
+        if every.unit == "step":
+            return int(every.number - at.step % every.number)
+        if self._epoch_steps is None or (at.epoch + 1) % every.number:
+            return None
+        return self._epoch_steps - at.batch
+
+    def _begin_validation(self) -> None:
+        """Have workers read the first validation data, before it is wanted."""
+        if self._val_batches is not None and self._val_pass is None:
+            random = random_state(self.device)  # training draws the same numbers, however often it is looked at
+            self._val_pass = iter(self._val_batches)
+            set_random_state(random, self.device)
+
     def _evaluate(self) -> bool:
         """Look at the validation data; whether it never was better."""
-        assert self._val_batches is not None
-        random = random_state(self.device)  # training draws the same numbers, however often it is looked at
-        batches = (self._augmented(batch, training=False) for batch in self._val_batches)
+        self._begin_validation()
+        assert self._val_pass is not None
+        random = random_state(self.device)
+        batches = (self._augmented(batch, training=False) for batch in self._val_pass)
         self.results = evaluate(self.step, self.model, batches, self.metrics, self.ranks, self._val_shared)
         set_random_state(random, self.device)
+        self._val_pass = None
         self._evaluated_at, self._done_at["evaluate"] = self.at.step, time.monotonic()
         self.reporter.evaluated(self.at.step, self.at.epoch + (self.at.batch > 0), self.results)
         if isinstance(self.scheduler, ReduceLROnPlateau):

@@ -29,7 +29,7 @@ class Tuning:
         self._controller = Controller(workers, cores=budget.cores_allowed, may_do_without=may_do_without)
         self._budget = budget
         self._window = Observation()
-        self._used_at = self._rested_at = -math.inf
+        self._looked_at = self._asked_at = self._rested_at = -math.inf
         self._kills = out_of_memory_kills()
         self._held = False
         _all.add(self)
@@ -54,11 +54,11 @@ class Tuning:
 
     def restart(self, now: float) -> None:
         """A new pass: what lies between two of them is nobody's waiting."""
-        self._used_at = now
+        self._looked_at = now
 
     def rest(self, now: float) -> None:
         """A pass is over: the cores are the others' until the next one."""
-        self._used_at, self._rested_at = -math.inf, now
+        self._asked_at, self._rested_at = -math.inf, now
 
     def worked(self, done: Done) -> None:
         """A worker has finished something."""
@@ -78,8 +78,8 @@ class Tuning:
         """The consumer got batches; whether these were the last of a window, and `decide` is due."""
         window = self._window
         evaluated_until = max((other._rested_at for other in _all if other is not self), default=-math.inf)
-        window.seconds += now - max(self._used_at, evaluated_until)  # another's whole pass is no time of this one's
-        self._used_at = now
+        window.seconds += now - max(self._looked_at, evaluated_until)  # another's whole pass is no time of this one's
+        self._looked_at = self._asked_at = now
         window.batches += batches
         window.waited_s += waited_s
         window.parent_s += parent_s
@@ -90,7 +90,7 @@ class Tuning:
         window, self._window = self._window, Observation()
         if self._held:
             return False
-        window.workers, window.cores = workers, self._cores(self._used_at)
+        window.workers, window.cores = workers, self._cores(self._asked_at)
         before = self.workers
         self._controller.observe(window)
         if self.workers != before:
@@ -98,5 +98,5 @@ class Tuning:
         return self.workers != before
 
     def _cores(self, now: float) -> float:
-        others = sum(1 for other in _all if other is not self and now - other._used_at < LATELY_S)
+        others = sum(1 for other in _all if other is not self and now - other._asked_at < LATELY_S)
         return max(1.0, self._budget.cores_allowed / (1 + others))

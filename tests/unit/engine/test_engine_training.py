@@ -82,6 +82,42 @@ def test_a_first_step_that_takes_long_is_no_part_of_the_speed(ready: Ready, tmp_
     assert float(first["samples_per_s"]) > 100  # 32 with it
 
 
+@pytest.mark.parametrize(
+    ("every", "begun"), [("1 epoch", [5, 13, 21]), ("6 steps", [3, 9, 15, 21]), ("1 minute", [24])]
+)
+def test_validation_data_are_read_ahead_and_training_stays_the_same(
+    ready: Ready, monkeypatch: pytest.MonkeyPatch, every: str, begun: list[int]
+) -> None:
+    """GIVEN an evaluation three steps on, THEN its data are begun now, and no random number of training's is lost."""
+    words = f"evaluate.every={every}", "data.workers=1"
+    plain = ready(*words)
+    plain.fit()
+    monkeypatch.setattr("flatout.engine.trainer.VALIDATION_AHEAD", 3)
+    ours = ready(*words)
+    at: list[int] = []
+    begin = ours._val_batches._host_batches  # type: ignore[union-attr]
+    monkeypatch.setattr(ours._val_batches, "_host_batches", lambda: at.append(ours.at.step) or begin())
+    assert ours.fit() == plain.results
+    assert same(weights(plain), weights(ours))
+    assert at == begun
+
+
+def test_one_loader_for_both_is_not_begun_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("flatout.engine.trainer.VALIDATION_AHEAD", 3)
+    loader, model = DataLoader(engine_toy.Points(), 8, num_workers=1), engine_toy.Net()
+    trainer = Trainer(
+        model=model,
+        train_loader=loader,
+        val_loader=loader,
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        config={"train": {"epochs": 2}, "log": {"quiet": True}, "out": str(tmp_path)},
+        device="cpu",
+    )
+    trainer.fit()
+    assert trainer.at.samples == 2 * 64
+
+
 def test_every_sample_is_seen_once_an_epoch_in_an_order_that_follows_from_the_seed(ready: Ready) -> None:
     ready("checkpoint.every=never").fit()
     first = list(engine_toy.seen)

@@ -257,7 +257,9 @@ def test_loaders_that_are_in_use_share_the_cores(eight_cores: budget.Budget) -> 
     the other has not been asked for a while."""
     train = tuning.Tuning(8, eight_cores, may_do_without=False)
     val = tuning.Tuning(8, eight_cores, may_do_without=False)
-    val.restart(102.0)
+    val.restart(101.9)
+    assert train._cores(102.0) == 8.0  # nobody has asked it yet
+    val.served(1, 0.1, 0.0, 102.0)
     window_of(train, 8, 100.0)
     window_of(train, 8, 101.0)
     assert (train.workers, train.why) == (4, "4 cores to use")
