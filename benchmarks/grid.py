@@ -6,6 +6,9 @@ Every point of the grid is a run of the workload with those flags, measured over
 workloads.py; the five best are measured twice more, since the best of many is partly luck. Then `flatout fix` may
 change the loader and the batch size and nothing else, and its plan is measured the same way, in turns with the grid's
 best. Wanted: 97% of the best, in a tenth of the time. Flags after `--` go to every run.
+
+Started again with the same FILE, it goes on with the points that are missing: a grid takes longer than some machines
+are lent.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ def main() -> None:
     common = ["--data", str(data), "--device", options.device, "--epochs", "1000000", *extra]
     with copied(()) as root:
         result = compare(root, options, common)
-    options.out.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n", encoding="utf-8")
+    written(options.out, result)
     best, found = result["best"], result["fix"]
     print(f"the grid's best, {best['flags']}: {best['samples_per_s']:,.0f} samples/s after {result['seconds']:.0f} s")
     print(f"found by fix: {found['samples_per_s']:,.0f} samples/s after {found['seconds']:.0f} s")
@@ -62,38 +65,62 @@ def compare(root: Path, options: argparse.Namespace, common: list[str]) -> dict[
         figures = measure(root, options.name, [*common, *flags], options.seconds, through=through)
         return float(figures["samples_per_s"])
 
-    start_s, points = time.monotonic(), []
+    def run_once_more(point: dict[str, Any]) -> None:
+        start_s = time.monotonic()
+        point["runs"].append(speed(point["flags"].split()))
+        point["seconds"] += time.monotonic() - start_s
+        written(options.out, {"points": points})
+
+    points = known(options.out)
     for workers, prefetch, batch in itertools.product(options.workers, options.prefetch, options.batch):
         if not workers and prefetch != options.prefetch[0]:
             continue  # nobody loads ahead
-        flags = ["--num-workers", str(workers), "--prefetch", str(prefetch), "--batch-size", str(batch)]
-        flags += ["--persistent-workers"] if workers else []
-        points.append({"flags": " ".join(flags), "runs": [speed(flags)]})
-        print(f"{len(points):4}  {points[-1]['flags']:80} {points[-1]['runs'][0]:10,.0f} samples/s", flush=True)
+        flags = f"--num-workers {workers} --prefetch {prefetch} --batch-size {batch}"
+        flags += " --persistent-workers" if workers else ""
+        if not any(point["flags"] == flags for point in points):
+            points.append({"flags": flags, "runs": [], "seconds": 0.0})
+            run_once_more(points[-1])
+            print(f"{len(points):4}  {flags:80} {points[-1]['runs'][0]:10,.0f} samples/s", flush=True)
     best = sorted(points, key=lambda point: -point["runs"][0])[:BEST]
-    for _, point in itertools.product(range(AGAIN), best):
-        point["runs"].append(speed(point["flags"].split()))
-    seconds = time.monotonic() - start_s
+    for place, point in itertools.product(range(1, 1 + AGAIN), best):
+        if len(point["runs"]) <= place:
+            run_once_more(point)
+    seconds = sum(point["seconds"] for point in points)
     chosen = max(best, key=lambda point: statistics.median(point["runs"]))
     with tempfile.TemporaryDirectory(prefix="fix-") as folder:
         plan = Path(folder, "plan.yaml")
         found = fix(root, options.name, common, plan, *WISHES, "--budget", options.budget)
-        ours = []
+        ours, theirs = [], []
         for _ in range(1 + AGAIN):
             ours.append(speed([], "--plan", str(plan)))
-            chosen["runs"].append(speed(chosen["flags"].split()))
-    theirs, mine = statistics.median(chosen["runs"][-len(ours) :]), statistics.median(ours)
+            theirs.append(speed(chosen["flags"].split()))
+    fastest, mine = statistics.median(theirs), statistics.median(ours)
     return {
         "workload": options.name,
         "size": options.size,
         "flags": common,
         "points": points,
         "seconds": seconds,
-        "best": {"flags": chosen["flags"], "samples_per_s": theirs},
+        "best": {"flags": chosen["flags"], "samples_per_s": fastest, "runs": theirs},
         "fix": {"samples_per_s": mine, "runs": ours, "seconds": found["wall_s"], "plan": found["plan"]},
-        "speed": mine / theirs,
+        "speed": mine / fastest,
         "time": found["wall_s"] / seconds,
     }
+
+
+def written(out: Path, result: dict[str, Any]) -> None:
+    out.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n", encoding="utf-8")
+
+
+def known(out: Path) -> list[dict[str, Any]]:
+    """The points that an earlier start of this grid has measured."""
+    if not out.exists():
+        return []
+    earlier = json.loads(out.read_text(encoding="utf-8"))
+    if earlier["machine"] != machine():
+        sys.exit(f"{out} holds the figures of another machine: choose another file")
+    points: list[dict[str, Any]] = earlier["points"]
+    return [point for point in points if point["runs"]]
 
 
 if __name__ == "__main__":
