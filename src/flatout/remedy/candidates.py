@@ -5,7 +5,7 @@ together and rarely do harm make one Offer, which is tried as a whole and taken 
 
     data path   elastic loader, page-locking, device prefetch, gc freeze, fewer decoder threads
     compute     precision, channels_last, fused optimizer, cuDNN benchmark; compiling too where the script asks for it
-    compile     else alone: it takes long, and one wants to know what it brings; as graphs where launches are late
+    compile     else alone: it takes long, and one wants to know what it brings; of one rank as CUDA graphs first
     batch size  with the learning rate, if allowed: twice or four times as large, again while that pays
     pauses      evaluation and checkpoints less often, if allowed
 """
@@ -357,7 +357,7 @@ def _why(view: View, code: str, asked: Finding | None) -> str:
 
 
 def _compile(view: View) -> Offer | None:
-    """As graphs of kernels where the card waits for launches, which are one launch then; else as it is by default."""
+    """As graphs of kernels, which are one launch then, or as it is by default."""
     case, held, late = view.case, view.holds("compile"), _late(view)
     found, asked = view.found("compute.eager", "launch.bound"), view.ignored("compiled")
     by_the_script = case.facts.get("compiled") and not held
@@ -385,11 +385,11 @@ def _modes(view: View) -> list[str]:
     if view.holds("compile"):
         graphs = ["reduce-overhead"] if late > _SHOWS else []
         return [*graphs, "max-autotune"] if view.verdict("compile", "reduce-overhead") != "unsafe" else []
-    if late <= LAUNCHES_LATE and not view.found("launch.bound"):
-        return ["default"]
+    if view.case.rank.info.world_size == 1:
+        return ["reduce-overhead", "default"]  # launches that were in time are late once kernels are quicker
     # Collectives in a graph are another matter: with several ranks it is seen first whether compiling works at all.
-    alone = view.case.rank.info.world_size == 1
-    return ["reduce-overhead", "default"] if alone else ["default", "reduce-overhead"]
+    graphs = ["reduce-overhead"] if late > LAUNCHES_LATE or view.found("launch.bound") else []
+    return ["default", *graphs]
 
 
 # What changes learning

@@ -103,7 +103,7 @@ def test_a_setting_that_has_no_effect_is_made_true() -> None:
     changes = offered(world)
     assert changes["precision"].value == "bf16"
     assert changes["precision"].knob == ""  # its knob is on already, and did nothing
-    assert changes["compile"].value == "default"
+    assert changes["compile"].value == "reduce-overhead"
     assert changes["cudnn_benchmark"].value is True
 
 
