@@ -30,6 +30,7 @@ TRAIN = """
     net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 14 * 14, 5)).cuda()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     loader = DataLoader(Pictures(), batch_size=16, shuffle=True, num_workers=2)
+    kept = []  # as for a metric of the whole epoch
     for epoch in range(2):
         for number, (pictures, labels) in enumerate(loader):
             if number % 3 == 0:
@@ -43,6 +44,8 @@ TRAIN = """
             loss.backward()
             optimizer.step()
             print("loss", loss.item().hex(), mean.hex())
+            kept.append((out.detach(), out.detach().clone()))
+    assert all(torch.equal(out, was) for out, was in kept)
 """
 
 
@@ -86,5 +89,16 @@ def test_precision_layout_and_benchmark_show_and_training_goes_the_same_way(tmp_
         assert facts["tf32_matmul"] is True
     else:
         assert facts["autocast"] == ["bfloat16" if precision == "bf16" else "float16"]
+    pairs = zip(losses(plain), losses(changed), strict=True)
+    assert max(abs(float.fromhex(a.split()[1]) - float.fromhex(b.split()[1])) for a, b in pairs) < 0.1
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_and_captured_training_goes_the_same_way(tmp_path: Path, mode: str) -> None:
+    """GIVEN a script that keeps its outputs, THEN graphs do not write over them."""
+    plain = run_with(tmp_path / "plain")
+    changed = run_with(tmp_path / "changed", ("compile", mode))
+    facts = changed.observed.rank.facts
+    assert all(entry["applied"] for entry in facts["changes"]), facts["changes"]
     pairs = zip(losses(plain), losses(changed), strict=True)
     assert max(abs(float.fromhex(a.split()[1]) - float.fromhex(b.split()[1])) for a, b in pairs) < 0.1

@@ -382,6 +382,8 @@ def _late(view: View) -> float:
 def _modes(view: View) -> list[str]:
     """How to compile, one after the other. Tuned kernels are graphs too, and take minutes to find."""
     late = _late(view)
+    if any(step.micro_steps > 1 for step in view.case.steps):
+        return ["default"]  # gradients that are added up would lie in the graphs' memory, and be written over
     if view.holds("compile"):
         graphs = ["reduce-overhead"] if late > _SHOWS else []
         return [*graphs, "max-autotune"] if view.verdict("compile", "reduce-overhead") != "unsafe" else []

@@ -158,6 +158,29 @@ def test_a_compiled_model_keeps_its_names(tmp_path: Path, plain: dict[tuple[str,
     assert "keys conv.weight conv.bias head.weight head.bias" in run.out
 
 
+@pytest.mark.parametrize("adds_up", [False, True])
+def test_a_training_that_would_add_up_gradients_of_graphs_is_ended(tmp_path: Path, adds_up: bool) -> None:
+    """The next pass would write over them: that is an error, of which a trial is told."""
+    write(
+        tmp_path,
+        train=f"""
+        import torch
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(4):
+            output = model(torch.ones(2, 3))
+            if not {adds_up} or number % 2 == 0:
+                optimizer.zero_grad()  # after the forward pass, as many do
+            output.sum().backward()
+            optimizer.step()
+        """,
+    )
+    run = run_with(tmp_path, change("compile", "reduce-overhead"))
+    assert (run.code != 0) == adds_up, run.err
+    assert ("gradients of several passes are added up" in run.err) == adds_up
+    assert entries(run)["compile"]["applied"]
+
+
 def test_a_compiler_that_fails_is_switched_off_and_training_goes_on(
     tmp_path: Path, plain: dict[tuple[str, ...], list[str]]
 ) -> None:

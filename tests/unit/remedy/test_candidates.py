@@ -165,6 +165,20 @@ def test_several_ranks_are_compiled_before_they_are_captured() -> None:
     assert [offer.name for offer in wanted] == ["compile default"]
 
 
+def test_a_training_that_adds_up_gradients_is_compiled_and_never_captured() -> None:
+    """What graphs return is written over by the next pass, gradients too."""
+    made = view(World(facts={"compiled": False}, xray=LAUNCHES))
+    rank = made.trace.ranks[0]
+    steps = tuple(replace(step, micro_steps=2) for step in rank.steps)
+    adding = replace(made.trace, ranks=(replace(rank, steps=steps),))
+    wanted, _ = offers(View(trace=adding, first=adding), Wishes())
+    assert [offer.name for offer in wanted] == ["compile default"]
+    wanted, _ = offers(
+        View(trace=adding, first=adding, kept=[DEFAULT], tried={("compile", "default"): "kept"}), Wishes()
+    )
+    assert wanted == []
+
+
 def test_sgd_scales_its_learning_rate_in_proportion() -> None:
     world = World(
         settings=[flag("batch_size", 64, lr=0.1)],

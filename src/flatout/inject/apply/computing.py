@@ -23,6 +23,7 @@ from flatout.sense.roots import Alive
 
 _AT_ROOTS = ("precision", "channels_last", "compile", "cudnn_benchmark")
 _HAVE_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+_CAPTURING = ("reduce-overhead", "max-autotune")  # ways to compile that make CUDA graphs
 _compile = torch.compile  # before anything times it: a root's call is timed as such
 Seen = Callable[[tuple[Any, ...], dict[str, Any]], None]
 
@@ -176,6 +177,9 @@ class Computing:
             return call
         compiled = _compile(_visible(module, call), mode=None if change.value == "default" else change.value)
         self._ledger.made("compile", f"model.compile(mode={change.value!r})", where)
+        captured = change.value in _CAPTURING
+        if captured:
+            _refuse_to_add_up(module)
         went_well = False
 
         def call_compiled(*args: Any, **kwargs: Any) -> Any:
@@ -192,7 +196,8 @@ class Computing:
             if not went_well:
                 self.compile_s += time.perf_counter() - start_s
                 went_well = True
-            return result
+            # Graphs write over what they returned: the script may keep it.
+            return tree_map_only(torch.Tensor, torch.clone, result) if captured else result
 
         return call_compiled
 
@@ -230,6 +235,19 @@ def _visible(module: Any, call: Call) -> Call:
     from torch._dynamo import external_utils, trace_rules
 
     return external_utils.wrap_inline(call) if trace_rules.check(module.forward) else call
+
+
+def _refuse_to_add_up(module: torch.nn.Module) -> None:
+    """End a run that adds gradients of several passes: those of CUDA graphs are written over by the next pass, and what
+    was added up would be wrong without a word."""
+    parameter = next((p for p in module.parameters() if p.requires_grad), None)
+
+    def look(gradient: torch.Tensor) -> None:
+        if parameter is not None and parameter.grad is not None:
+            raise RuntimeError("gradients of several passes are added up, and CUDA graphs would write over them")
+
+    if parameter is not None:
+        parameter.register_hook(look)
 
 
 def _collect_and_freeze() -> bool:
