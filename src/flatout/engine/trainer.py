@@ -186,6 +186,8 @@ class Trainer:
                 self.reporter.begin(self.at.step, self.last_step, settings)
                 for decision in self.decisions:
                     self.say(str(decision), always=decision.instead)
+                if not self._compiles:  # else once the compiler is done
+                    self._freeze()
                 self._begun_at = time.monotonic()
                 yield
             except RuntimeError as problem:
@@ -291,10 +293,7 @@ class Trainer:
         read = self._losses.read()
         if read is None:
             return set()
-        if not self._frozen and gc.get_freeze_count() == 0:
-            gc.collect()
-            gc.freeze()  # what is there by now stays: a collection need not look through it again
-            self._frozen = True
+        self._freeze()
         total, count, samples = self.ranks.total([read.total, read.count, read.samples])
         due = self._due("minute")
         bad_steps, first_bad, evaluate_now, save_now, stop = self.ranks.highest(
@@ -323,6 +322,13 @@ class Trainer:
         if stop and self.ranks.world > 1:
             self.stopped_by = self._interrupts.asked or "stop"
         return {name for name, now in (("evaluate", evaluate_now), ("checkpoint", save_now)) if now}
+
+    def _freeze(self) -> None:
+        """What is there by now stays: the garbage collector need not look through it again."""
+        if not self._frozen and gc.get_freeze_count() == 0:
+            gc.collect()
+            gc.freeze()
+            self._frozen = True
 
     def _not_a_number(self, step: int) -> None:
         if self.config.train.on_nan == "skip":
