@@ -258,7 +258,8 @@ class Trainer:
         """Have workers read the first validation data, before it is wanted."""
         if self._val_batches is not None and self._val_pass is None:
             random = random_state(self.device)  # training draws the same numbers, however often it is looked at
-            self._val_pass = iter(self._val_batches)
+            with torch.no_grad():  # by which an evaluation is known
+                self._val_pass = iter(self._val_batches)
             set_random_state(random, self.device)
 
     def _evaluate(self) -> bool:

@@ -96,7 +96,13 @@ def test_validation_data_are_read_ahead_and_training_stays_the_same(
     ours = ready(*words)
     at: list[int] = []
     begin = ours._val_batches._host_batches  # type: ignore[union-attr]
-    monkeypatch.setattr(ours._val_batches, "_host_batches", lambda: at.append(ours.at.step) or begin())
+
+    def begun_by_now() -> Any:
+        assert not torch.is_grad_enabled()
+        at.append(ours.at.step)
+        return begin()
+
+    monkeypatch.setattr(ours._val_batches, "_host_batches", begun_by_now)
     assert ours.fit() == plain.results
     assert same(weights(plain), weights(ours))
     assert at == begun
