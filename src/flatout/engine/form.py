@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -18,7 +19,7 @@ WARM, TIMED = 6, 12  # steps of each form: until it is compiled, captured and tu
 WORTH = 1.05  # by so much eager has to be faster
 ODD_ONE_IN, ODD_ANYWAY = 8, 2  # batches of another shape that may be: a share, and so many at the start
 
-Shapes = list[torch.Size]  # of the tensors in a batch
+Shapes = tuple[torch.Size, ...]  # of the tensors in a batch
 
 
 class Form:
@@ -26,8 +27,9 @@ class Form:
 
     def __init__(self, *, contest: bool) -> None:
         self.contest = contest
-        self._steps = self._odd = self._measured = 0
-        self._usual: Shapes = []
+        self._seen: Counter[Shapes] = Counter()
+        self._usual: Shapes | None = None
+        self._measured = 0
         self._times: tuple[list[tuple[torch.cuda.Event, torch.cuda.Event]], ...] = ([], [])
 
     @property
@@ -38,15 +40,19 @@ class Form:
     @property
     def varied(self) -> bool:
         """Whether batches have many shapes."""
-        return ODD_ONE_IN * (self._odd - ODD_ANYWAY) > self._steps
+        steps = self._seen.total()
+        return ODD_ONE_IN * (steps - max(self._seen.values(), default=0) - ODD_ANYWAY) > steps
 
     @contextlib.contextmanager
     def turn(self, shapes: Shapes) -> Iterator[None]:
         """One step's forward and backward pass over a batch of these shapes."""
-        self._steps += 1
-        self._usual = self._usual or shapes
-        odd = shapes != self._usual
-        self._odd += odd
+        self._seen[shapes] += 1
+        usual = max(self._seen, key=lambda known: self._seen[known])  # of those that were as often, the first
+        if self._usual is not None and usual != self._usual:
+            torch.compiler.reset()  # a training that began with a batch of another shape: compiled for that
+            self._measured, self._times = 0, ([], [])
+        self._usual = usual
+        odd = shapes != usual
         eager = self.eager
         measured = self.contest and not odd and self._measured < 2 * (WARM + TIMED)
         begin = _now() if measured else None

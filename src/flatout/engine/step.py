@@ -175,6 +175,8 @@ class Step:
 
     def _done_without_compiler(self) -> bool:
         """Go on eagerly; whether the model was compiled until now."""
+        for parameter in self._captured:
+            parameter.grad = None  # it lies in the graphs' memory
         self._form, self._captured = None, []
         return uncompiled(self._bare)
 
@@ -255,9 +257,9 @@ def batch_rows(batch: Any) -> int:
 def shapes_in(batch: Any) -> Shapes:
     """The shape of every tensor in a batch."""
     if isinstance(batch, Tensor):
-        return [batch.shape]
+        return (batch.shape,)
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return [shape for value in values for shape in shapes_in(value)]
+    return tuple(shape for value in values for shape in shapes_in(value))
 
 
 def pieces(batch: Any, count: int) -> list[Any]:

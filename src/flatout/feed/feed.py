@@ -157,7 +157,7 @@ class Feed:
         self._epoch = epoch
         self._faults.answered()
         self.posts.begin(self.crew, births, turn)
-        self._tuning.restart(time.monotonic())
+        self._tuning.restart()
         self._scale()
         self._fill()
 

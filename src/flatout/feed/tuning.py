@@ -29,7 +29,9 @@ class Tuning:
         self._controller = Controller(workers, cores=budget.cores_allowed, may_do_without=may_do_without)
         self._budget = budget
         self._window = Observation()
-        self._looked_at = self._asked_at = self._rested_at = -math.inf
+        self._looked_at: float | None = None  # None: nobody has asked yet in this pass
+        self._began_at = self._asked_at = -math.inf
+        self._last_pass = (-math.inf, -math.inf)  # from its first batch asked for to its end
         self._kills = out_of_memory_kills()
         self._held = False
         _all.add(self)
@@ -52,13 +54,15 @@ class Tuning:
         self._controller.workers = workers
         self._held = for_good
 
-    def restart(self, now: float) -> None:
-        """A new pass: what lies between two of them is nobody's waiting."""
-        self._looked_at = now
+    def restart(self) -> None:
+        """A new pass: until the first batch is asked for, nobody waits and nobody is slow."""
+        self._looked_at = None
 
     def rest(self, now: float) -> None:
         """A pass is over: the cores are the others' until the next one."""
-        self._asked_at, self._rested_at = -math.inf, now
+        if self._looked_at is not None:
+            self._last_pass = (self._began_at, now)
+        self._asked_at = -math.inf
 
     def worked(self, done: Done) -> None:
         """A worker has finished something."""
@@ -77,13 +81,19 @@ class Tuning:
     def served(self, batches: int, waited_s: float, parent_s: float, now: float) -> bool:
         """The consumer got batches; whether these were the last of a window, and `decide` is due."""
         window = self._window
-        evaluated_until = max((other._rested_at for other in _all if other is not self), default=-math.inf)
-        window.seconds += now - max(self._looked_at, evaluated_until)  # another's whole pass is no time of this one's
+        if self._looked_at is None:
+            self._looked_at = self._began_at = now - waited_s - parent_s
+        window.seconds += now - self._looked_at - self._others_s(self._looked_at)
         self._looked_at = self._asked_at = now
         window.batches += batches
         window.waited_s += waited_s
         window.parent_s += parent_s
         return window.seconds >= self._controller.window_s and window.batches >= WINDOW_BATCHES
+
+    def _others_s(self, since: float) -> float:
+        """How long others' whole passes took meanwhile, such as an evaluation: that is no time of this consumer's."""
+        ended = (other._last_pass for other in _all if other is not self)
+        return sum(end - max(begin, since) for begin, end in ended if end > since)
 
     def decide(self, workers: int) -> bool:
         """Look at the window that is over, in which there were so many workers; whether their number is to change."""

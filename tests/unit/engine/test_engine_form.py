@@ -153,3 +153,19 @@ def test_a_batch_of_another_shape_now_and_then_is_eager(clock: Clock) -> None:
     for number in range(100):
         step(BATCH if number % 10 != 9 else [tensor[:3] for tensor in BATCH])
     assert (said, model.eager_steps) == ([], WARM + TIMED + 10)
+
+
+def test_a_training_that_begins_with_a_batch_of_another_shape_is_captured_in_the_usual_one(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN one that is resumed at the last batch of an epoch, a small one, THEN it is compiled anew for the others."""
+    forgotten: list[bool] = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: forgotten.append(True))
+    said: list[str] = []
+    model = Model(clock, 10.0, 12.0)
+    step = step_of(model, said)
+    step([tensor[:3] for tensor in BATCH])
+    for _ in range(2 * (WARM + TIMED) + 3):
+        step(BATCH)
+    assert (said, forgotten) == ([], [True])
+    assert model.eager_steps == 1 + WARM + TIMED  # of as many, the first was the usual one
