@@ -52,7 +52,7 @@ def main() -> None:
     common = ["--data", str(data), "--device", options.device, "--epochs", "1000000", *extra]
     with copied(()) as root:
         result = compare(root, options, common)
-    written(options.out, result)
+    written(options, common, result)
     best, found = result["best"], result["fix"]
     print(f"the grid's best, {best['flags']}: {best['samples_per_s']:,.0f} samples/s after {result['seconds']:.0f} s")
     print(f"found by fix: {found['samples_per_s']:,.0f} samples/s after {found['seconds']:.0f} s")
@@ -69,9 +69,9 @@ def compare(root: Path, options: argparse.Namespace, common: list[str]) -> dict[
         start_s = time.monotonic()
         point["runs"].append(speed(point["flags"].split()))
         point["seconds"] += time.monotonic() - start_s
-        written(options.out, {"points": points})
+        written(options, common, {"points": points})
 
-    points = known(options.out)
+    points = known(options, common)
     for workers, prefetch, batch in itertools.product(options.workers, options.prefetch, options.batch):
         if not workers and prefetch != options.prefetch[0]:
             continue  # nobody loads ahead
@@ -96,9 +96,6 @@ def compare(root: Path, options: argparse.Namespace, common: list[str]) -> dict[
             theirs.append(speed(chosen["flags"].split()))
     fastest, mine = statistics.median(theirs), statistics.median(ours)
     return {
-        "workload": options.name,
-        "size": options.size,
-        "flags": common,
         "points": points,
         "seconds": seconds,
         "best": {"flags": chosen["flags"], "samples_per_s": fastest, "runs": theirs},
@@ -108,17 +105,24 @@ def compare(root: Path, options: argparse.Namespace, common: list[str]) -> dict[
     }
 
 
-def written(out: Path, result: dict[str, Any]) -> None:
-    out.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n", encoding="utf-8")
+def asked(options: argparse.Namespace, common: list[str]) -> dict[str, Any]:
+    """What a point's figure depends on beside its own flags."""
+    return {"machine": machine(), "workload": options.name, "seconds": options.seconds, "common": common}
 
 
-def known(out: Path) -> list[dict[str, Any]]:
+def written(options: argparse.Namespace, common: list[str], result: dict[str, Any]) -> None:
+    part = options.out.with_name(options.out.name + ".part")
+    part.write_text(json.dumps({"asked": asked(options, common), **result}, indent=1) + "\n", encoding="utf-8")
+    part.replace(options.out)
+
+
+def known(options: argparse.Namespace, common: list[str]) -> list[dict[str, Any]]:
     """The points that an earlier start of this grid has measured."""
-    if not out.exists():
+    if not options.out.exists():
         return []
-    earlier = json.loads(out.read_text(encoding="utf-8"))
-    if earlier["machine"] != machine():
-        sys.exit(f"{out} holds the figures of another machine: choose another file")
+    earlier = json.loads(options.out.read_text(encoding="utf-8"))
+    if earlier.get("asked") != asked(options, common):
+        sys.exit(f"{options.out} holds the figures of another grid, or of another machine: choose another file")
     points: list[dict[str, Any]] = earlier["points"]
     return [point for point in points if point["runs"]]
 

@@ -226,6 +226,11 @@ class Step:
         )
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether the compiler is called in its forward pass."""
+    return hasattr(model.forward, "_torchdynamo_orig_callable")
+
+
 def uncompiled(model: nn.Module) -> bool:
     """Take the compiler away from a model again; whether it had one."""
     plain = getattr(model.forward, "_torchdynamo_orig_callable", None)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, IterableDataset
 
 from flatout.engine.batches import Batches, end_workers
 from flatout.engine.checkpoint import Checkpoints, newest, random_state, set_random_state
@@ -33,7 +34,7 @@ from flatout.engine.precision import Decision, decide, switched
 from flatout.engine.progress import Reporter
 from flatout.engine.ranks import Interrupts, Ranks, lost_contact
 from flatout.engine.section import nearest
-from flatout.engine.step import Step, batch_rows
+from flatout.engine.step import Step, batch_rows, is_compiled
 from flatout.errors import FlatoutError, UsageError
 from flatout.feed import to_device
 
@@ -97,7 +98,7 @@ class Trainer:
         convert = channels_last if layout.value == "on" else None
         self._batches = Batches(train_loader, self.device, convert, self.say)
         self._val_batches = to_device(val_loader, self.device, convert=convert) if val_loader is not None else None
-        self._ahead = val_loader is not train_loader  # whether validation may begin while training goes on
+        self._ahead = _may_begin_early(val_loader, train_loader)
         self._val_pass: Iterator[Any] | None = None
         self._epoch_steps = steps_an_epoch(train_loader)
         self.last_step = steps_in_all(train, train_loader)
@@ -136,7 +137,7 @@ class Trainer:
         at.step, at.batch, at.samples = at.step + 1, at.batch + 1, at.samples + rows
         self._losses.add(at.step, loss, rows)
         if self._begun_at is not None:
-            if self._compiles:
+            if self._compiles and is_compiled(self.model):
                 self.say(f"compiled: the first step took {time.monotonic() - self._begun_at:.0f} s", always=False)
             self._begun_at, self._batches.waited_s = None, 0.0
         if self.scheduler is not None and self.config.train.scheduler_per == "step":
@@ -145,8 +146,8 @@ class Trainer:
         if at.step % self.config.log.every == 0:
             self._losses.begin_reading(at.epoch + 1)
         self._do(due | self._due("step", at.step))
-        if self._ahead and self._steps_to_evaluation() == VALIDATION_AHEAD:
-            self._begin_validation()
+        if self._ahead and self._steps_to_evaluation() == VALIDATION_AHEAD and not self.finished:
+            self._begin_validation(at.step + VALIDATION_AHEAD)
 
     def _end_epoch(self) -> None:
         self.at.epoch, self.at.batch = self.at.epoch + 1, 0
@@ -254,17 +255,18 @@ class Trainer:
             return None
         return self._epoch_steps - at.batch
 
-    def _begin_validation(self) -> None:
-        """Have workers read the first validation data, before it is wanted."""
+    def _begin_validation(self, step: int) -> None:
+        """Have workers read validation data for the evaluation after `step`, whose number alone they draw from."""
         if self._val_batches is not None and self._val_pass is None:
             random = random_state(self.device)  # training draws the same numbers, however often it is looked at
+            torch.default_generator.manual_seed(step)
             with torch.no_grad():  # by which an evaluation is known
                 self._val_pass = iter(self._val_batches)
             set_random_state(random, self.device)
 
     def _evaluate(self) -> bool:
         """Look at the validation data; whether it never was better."""
-        self._begin_validation()
+        self._begin_validation(self.at.step)
         assert self._val_pass is not None
         random = random_state(self.device)
         batches = (self._augmented(batch, training=False) for batch in self._val_pass)
@@ -313,7 +315,7 @@ class Trainer:
             "lr": self.step.optimizer.param_groups[0]["lr"],
             "samples": self.at.samples * self.ranks.world,
             "samples_per_s": samples / read.seconds if samples else None,
-            "data_wait_pct": min(100.0, 100 * self._batches.waited_s / read.seconds),
+            "data_wait_pct": min(100.0, 100 * self._batches.waited_s / read.seconds) if samples else None,
             "skipped": self.skipped,
         }
         self._batches.waited_s = 0.0
@@ -391,3 +393,10 @@ class Trainer:
             return model
         devices = [self.device] if self.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=devices)
+
+
+def _may_begin_early(val_loader: Any, train_loader: Any) -> bool:
+    """Whether a pass over the validation data can begin while one over the training data goes on, and gains by it."""
+    if not isinstance(val_loader, DataLoader) or val_loader is train_loader:
+        return False  # another's own may share something with the training's
+    return val_loader.num_workers > 0 and not isinstance(val_loader.dataset, IterableDataset)

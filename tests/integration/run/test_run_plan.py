@@ -158,14 +158,25 @@ def test_a_compiled_model_keeps_its_names(tmp_path: Path, plain: dict[tuple[str,
     assert "keys conv.weight conv.bias head.weight head.bias" in run.out
 
 
-@pytest.mark.parametrize("adds_up", [False, True])
-def test_a_training_that_would_add_up_gradients_of_graphs_is_ended(tmp_path: Path, adds_up: bool) -> None:
-    """The next pass would write over them: that is an error, of which a trial is told."""
+@pytest.mark.parametrize(("adds_up", "compiles"), [(False, True), (True, True), (True, False)])
+def test_a_training_that_would_add_up_gradients_of_graphs_is_ended(
+    tmp_path: Path, adds_up: bool, compiles: bool
+) -> None:
+    """The next pass would write over them: that is an error, of which a trial is told. Without graphs it is none."""
     write(
         tmp_path,
         train=f"""
         import torch
-        model = torch.nn.Linear(3, 1)
+
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.unused, self.used = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
+
+            def forward(self, points):
+                return self.used(points).sigmoid() * 2
+
+        model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for number in range(4):
             output = model(torch.ones(2, 3))
@@ -175,10 +186,12 @@ def test_a_training_that_would_add_up_gradients_of_graphs_is_ended(tmp_path: Pat
             optimizer.step()
         """,
     )
-    run = run_with(tmp_path, change("compile", "reduce-overhead"))
-    assert (run.code != 0) == adds_up, run.err
-    assert ("gradients of several passes are added up" in run.err) == adds_up
-    assert entries(run)["compile"]["applied"]
+    broken = {"CXX": str(tmp_path / "no-such-compiler"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    run = run_with(tmp_path, change("compile", "reduce-overhead"), **({} if compiles else broken))
+    ends = adds_up and compiles
+    assert (run.code != 0) == ends, run.err
+    assert ("gradients of several passes are added up" in run.err) == ends
+    assert entries(run)["compile"]["applied"] == compiles
 
 
 def test_a_compiler_that_fails_is_switched_off_and_training_goes_on(

@@ -108,20 +108,49 @@ def test_validation_data_are_read_ahead_and_training_stays_the_same(
     assert at == begun
 
 
-def test_one_loader_for_both_is_not_begun_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_training_resumed_between_reading_ahead_and_evaluation_validates_the_same(
+    ready: Ready, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """GIVEN validation samples that draw random numbers, THEN they draw the same, whenever their pass was begun."""
     monkeypatch.setattr("flatout.engine.trainer.VALIDATION_AHEAD", 3)
-    loader, model = DataLoader(engine_toy.Points(), 8, num_workers=1), engine_toy.Net()
+    words = "data.val.args.draws=true", "data.workers=1", "checkpoint.every=1 step", "checkpoint.keep=99"
+    whole = ready(*words, f"out={tmp_path / 'whole'}")
+    whole.fit()
+    for step in (20, 21, 22, 23):
+        cut = ready(*words, f"train.max_steps={step}", "evaluate.every=never", f"out={tmp_path / str(step)}")
+        cut.fit()
+        resumed = ready(*words, f"out={tmp_path / str(step)}")
+        assert resumed.resume()
+        assert resumed.fit() == whole.results
+
+
+class First:
+    """The first batches of another loader."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Any:
+        return islice(iter(self.loader), 2)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_validation_that_shares_the_loader_of_training_is_not_begun_early(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrapped: bool
+) -> None:
+    monkeypatch.setattr("flatout.engine.trainer.VALIDATION_AHEAD", 3)
+    loader, model = DataLoader(engine_toy.Points(), 8, num_workers=1, persistent_workers=True), engine_toy.Net()
     trainer = Trainer(
         model=model,
         train_loader=loader,
-        val_loader=loader,
+        val_loader=First(loader) if wrapped else loader,
         criterion=nn.CrossEntropyLoss(),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         config={"train": {"epochs": 2}, "log": {"quiet": True}, "out": str(tmp_path)},
         device="cpu",
     )
     trainer.fit()
-    assert trainer.at.samples == 2 * 64
+    assert [sorted(chain(*engine_toy.seen[start : start + 8])) for start in (0, 8)] == [list(range(64))] * 2
 
 
 def test_every_sample_is_seen_once_an_epoch_in_an_order_that_follows_from_the_seed(ready: Ready) -> None:

@@ -178,12 +178,11 @@ class Computing:
         compiled = _compile(_visible(module, call), mode=None if change.value == "default" else change.value)
         self._ledger.made("compile", f"model.compile(mode={change.value!r})", where)
         captured = change.value in _CAPTURING
-        if captured:
-            _refuse_to_add_up(module)
+        stop_looking = _refuse_to_add_up(module) if captured else None
         went_well = False
 
         def call_compiled(*args: Any, **kwargs: Any) -> Any:
-            nonlocal compiled, went_well
+            nonlocal compiled, went_well, captured
             start_s = time.perf_counter()
             try:
                 result = compiled(*args, **kwargs)
@@ -191,7 +190,9 @@ class Computing:
                 if went_well or not type(problem).__module__.startswith(("torch._dynamo", "torch._inductor")):
                     raise
                 self._ledger.failed("compile", problem)
-                compiled, went_well = call, True
+                compiled, went_well, captured = call, True, False
+                if stop_looking is not None:
+                    stop_looking()
                 return call(*args, **kwargs)
             if not went_well:
                 self.compile_s += time.perf_counter() - start_s
@@ -237,17 +238,29 @@ def _visible(module: Any, call: Call) -> Call:
     return external_utils.wrap_inline(call) if trace_rules.check(module.forward) else call
 
 
-def _refuse_to_add_up(module: torch.nn.Module) -> None:
+def _refuse_to_add_up(module: torch.nn.Module) -> Callable[[], None]:
     """End a run that adds gradients of several passes: those of CUDA graphs are written over by the next pass, and what
-    was added up would be wrong without a word."""
-    parameter = next((p for p in module.parameters() if p.requires_grad), None)
+    was added up would be wrong without a word. Returns what takes this back.
 
-    def look(gradient: torch.Tensor) -> None:
-        if parameter is not None and parameter.grad is not None:
+    Looked at is the parameter that has the first gradient of all: some may never have one.
+    """
+    handles: dict[torch.nn.Parameter, Any] = {}
+
+    def look(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        for other in [other for other in handles if other is not parameter]:
+            handles.pop(other).remove()
+        if parameter.grad is not None:
             raise RuntimeError("gradients of several passes are added up, and CUDA graphs would write over them")
 
-    if parameter is not None:
-        parameter.register_hook(look)
+    def stop() -> None:
+        for handle in handles.values():
+            handle.remove()
+        handles.clear()
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            handles[parameter] = parameter.register_hook(functools.partial(look, parameter))
+    return stop
 
 
 def _collect_and_freeze() -> bool:
