@@ -72,6 +72,18 @@ class Run:
     def hung(self) -> bool:
         return self.code == launch.TIMED_OUT
 
+    def why_not_made(self, change: Change) -> str | None:
+        """Why a change was refused; or had no effect, where a turned knob left what it is about as it was."""
+        if change.name in self.refused or not change.knob:
+            return self.refused.get(change.name)
+        if change.name in ("batch_size", "num_workers") and self.case.loader:
+            seen = self.case.loader.get(change.name)
+            if seen != change.value:
+                return f"{change.knob} was set to {change.value}, but the loader has {change.name}={seen}"
+        if change.name == "precision" and set(self.case.facts.get("autocast", ())) <= {"None"}:
+            return f"{change.knob} was switched on, but no forward pass ran under autocast"
+        return None
+
     def unmeasured(self) -> str | None:
         """Why flatout is not in the command, where it said so."""
         if self.folder is None or not (output := self.folder / launch.OUTPUT).is_file():

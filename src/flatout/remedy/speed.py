@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flatout.diagnose.resample import STUDENT, resampled_means
+from flatout.plan import Figure
 from flatout.trace import Step, Trace
 from flatout.written import in_full
 
@@ -42,6 +43,11 @@ class Speed:
     def known_to(self) -> float:
         """Half the width of the 95% interval, as a share."""
         return _SIGMAS * self.sd
+
+    @property
+    def figure(self) -> Figure:
+        """As a plan has it."""
+        return Figure(median=self.value, spread=self.value * self.sd, n=self.steps, unit=self.unit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

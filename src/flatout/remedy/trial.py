@@ -34,11 +34,13 @@ from flatout.remedy.candidates import (
     with_changes,
 )
 from flatout.remedy.found import Attempt, Found, Story, Trial
+from flatout.remedy.knobs import knobs
 from flatout.remedy.proof import Proof
 from flatout.remedy.proving import Proving
 from flatout.remedy.purse import Purse, start_s
 from flatout.remedy.running import ProofRun, Run, Runner, seen_like
-from flatout.remedy.speed import WORTH, Gain, Noise, Speed, gain, gain_of_rarer_pauses, noise_between_runs, pooled
+from flatout.remedy.speed import WORTH, Gain, Noise, Speed, gain, gain_of_rarer_pauses, pooled
+from flatout.remedy.speeds import Speeds
 from flatout.sense.options import MOST_STEPS
 from flatout.trace import Trace
 
@@ -51,7 +53,6 @@ CLEAR_IN_COMPANY = 2.0  # … and where others use the machine
 CLOSE_CALLS = 2  # times a close call is run again, both sides
 PROMISING = 1.15  # what hopes for more may take the time of the last comparison: both sides were measured before
 DRIFT = 0.05
-ALIKE = 1.5  # times as fast: likely to be held up by the same things
 UNSTEADY = 0.08  # from run to run: what few repeats cannot see through
 COLD = 0.05  # of the time spent waiting for storage: the page cache is not warm yet
 
@@ -73,7 +74,7 @@ class Search:
         self._wishes = wishes
         self._steps = steps
         self._story = story or Story()
-        self._speeds: dict[tuple[str, bool], list[Speed]] = {}
+        self._speeds = Speeds()
         self._tried: dict[tuple[str, str], str] = {}
         self._clear = CLEAR
         self._undecided: list[Offer] = []  # looked like a gain, and could not be told from noise: once more, at the end
@@ -94,7 +95,7 @@ class Search:
             self.found.stopped, self.found.interrupted = "interrupted", True
             self._let_go_of_the_unproven("interrupted before the proof")
         self.found.seconds = self._purse.spent_s
-        self.found.noise = noise = self._noise
+        self.found.noise = noise = self._speeds.noise
         if noise.repeats and noise.sd > UNSTEADY:
             self._remark(f"runs of the same plan differ by {noise.sd:.0%}: a gain below that may not have shown")
         return self.found
@@ -108,7 +109,7 @@ class Search:
         if first.code != 0:
             self._remark(f"the command does not end well by itself: {first.reason()}")
         self.found.before = self.found.after = first
-        self._note((), first)
+        self._speeds.note((), first)
         speed, case = first.speed, first.case
         cold = case.storage_share >= COLD
         affordable = self._purse.left_s > 5 * first.seconds
@@ -121,8 +122,8 @@ class Search:
                         f"the first run read from a cold disk: the second was {faster:.2f}× as fast and counts"
                     )
                 if cold:
-                    self._speeds.clear()
-                self._note((), again)
+                    self._speeds.forget()
+                self._speeds.note((), again)
                 self.found.before = self.found.after = again
         self._sight = self.before.trace
         found = diagnose(self.before.trace) if self.before.trace is not None else ()
@@ -227,7 +228,7 @@ class Search:
         changes = self._effective(offer.changes, run)
         if not changes:
             return
-        self._note(with_changes(self.found.kept, changes), run, long=offer.pauses)
+        self._speeds.note(with_changes(self.found.kept, changes), run, long=offer.pauses)
         gained, kept = self._judge(offer, changes, patient=again)
         if kept:
             paid = self._compile_pays(changes, run, gained)
@@ -259,7 +260,7 @@ class Search:
         """Those that were really made; the others are told why not."""
         left = []
         for change in changes:
-            refused = run.refused.get(change.name) or _without_effect(change, run)
+            refused = run.why_not_made(change)
             if refused:
                 self._decide((change,), "not applicable", note=refused)
             else:
@@ -271,8 +272,8 @@ class Search:
         old, new = self.found.kept, with_changes(self.found.kept, changes)
         repeats = 0
         while True:
-            before, after = (self._speeds[_key(plan, offer.pauses)] for plan in (old, new))
-            noise = self._noise_near(before, after)
+            before, after = (self._speeds.of(plan, long=offer.pauses) for plan in (old, new))
+            noise = self._speeds.noise_near(before, after)
             gained = (gain_of_rarer_pauses if offer.pauses else gain)(before, after, noise)
             shown = gained.low > 1 and gained.value > WORTH
             # How long evaluation and checkpoints take was measured: that they are rarer is arithmetic.
@@ -284,7 +285,7 @@ class Search:
             repeats += 1
             steps = self._epoch_steps() if offer.pauses else None
             for what, plan in ((f"what is kept, again ({gained} is close)", old), (f"{offer.name}, again", new)):
-                self._note(plan, self._run(what, plan, steps=steps, look_below_s=0.0), long=offer.pauses)
+                self._speeds.note(plan, self._run(what, plan, steps=steps, look_below_s=0.0), long=offer.pauses)
 
     def _keep(self, changes: tuple[Change, ...], run: Run, gained: Gain, *, long: bool) -> None:
         earlier, self.found.kept = self.found.kept, with_changes(self.found.kept, changes)
@@ -296,7 +297,7 @@ class Search:
         # A long run has other pauses in it; what it costs is judged by it alone.
         self._long = run if long else None
         if long:
-            self._note(self.found.kept, run)
+            self._speeds.note(self.found.kept, run)
         else:
             self.found.after = run
         if "loader" in names:
@@ -319,7 +320,7 @@ class Search:
         for change in changes:
             self._tried[change.name, str(change.value)] = verdict
             together = tuple(in_words(other) for other in changes if other is not change)
-            after = _as_figure(run.speed) if run is not None and run.speed is not None else None
+            after = run.speed.figure if run is not None and run.speed is not None else None
             outcome = Outcome(change=change, verdict=verdict, before=before, after=after, note=note)
             made, where = (d.get(change.name, "") for d in (run.made, run.where)) if run is not None else ("", "")
             self.found.attempts = [
@@ -370,14 +371,14 @@ class Search:
     def _look_at_an_epoch(self) -> None:
         steps = self._epoch_steps()
         if steps is not None and self._now.case.breakdown.steps >= steps:  # it was long enough already
-            self._note(self.found.kept, self._now, long=True)
+            self._speeds.note(self.found.kept, self._now, long=True)
             self._long = self._now
             return
         run = self._run("a whole epoch, for its pauses", self.found.kept, steps=self._epoch_steps(), look_below_s=0.0)
         if self._failed(run):
             self._remark(f"a whole epoch could not be looked at: {run.reason()}")
             run = self._now
-        self._note(self.found.kept, run, long=True)
+        self._speeds.note(self.found.kept, run, long=True)
         self._long = run
 
     # -- what pays nothing in company -------------------------------------------------------------------------------
@@ -395,9 +396,9 @@ class Search:
             run = self._run(f"without {in_words(change)}", without, look_below_s=0.0)
             if self._failed(run):
                 continue
-            self._note(without, run)
-            pair = self._speeds[_key(without)], self._speeds[_key(self.found.kept)]
-            alone = gain(*pair, self._noise_near(*pair))
+            self._speeds.note(without, run)
+            pair = self._speeds.of(without), self._speeds.of(self.found.kept)
+            alone = gain(*pair, self._speeds.noise_near(*pair))
             if alone.value >= WORTH:
                 self._replace(attempt, gain=alone, together=())
                 self._story.said(f"{in_words(change)} by itself: {alone}")
@@ -485,12 +486,12 @@ class Search:
         steps = self._epoch_steps() if any(change.name in PAUSES for change in kept) else None
         both_s = sum(self._purse.cost_s(run, steps or 0) for run in (self.before, self._now))
         in_time = steps is not None and both_s < self._purse.left_s
-        long = in_time or (steps is not None and all(_key(plan, True) in self._speeds for plan in ((), kept)))
+        long = in_time or (steps is not None and all(self._speeds.of(plan, long=True) for plan in ((), kept)))
         if steps is not None and not long:
             self._remark("the gain is that of the steps alone: there was no time for a whole epoch as it was")
             steps = None
-        first, fresh = self._speeds[_key(())][0], None
-        measured = self._speeds.get(_key(kept, long)) is not None
+        first, fresh = self._speeds.of(())[0], None
+        measured = bool(self._speeds.of(kept, long=long))
         if in_time if long else self._purse.left_s > (0.9 * self._purse.comparing_s() if measured else 0.0):
             old = self._run("the command as it was, again", (), steps=steps, look_below_s=0.0)
             new = self._run("with all that was kept", kept, steps=steps, look_below_s=0.0)
@@ -500,14 +501,14 @@ class Search:
                 drift = old.speed.value / first.value
                 if abs(math.log(drift)) > DRIFT and not long:
                     self._remark(f"the machine drifted: the command as it was ran at {drift:.2f}× its first speed")
-                self._note((), old, long=long)
-                self._note(kept, new, long=long)
-        before, after = (self._speeds.get(_key(plan, long)) for plan in ((), kept))
-        if before is None or after is None:  # interrupted in between, or a proof has taken something away
+                self._speeds.note((), old, long=long)
+                self._speeds.note(kept, new, long=long)
+        before, after = (self._speeds.of(plan, long=long) for plan in ((), kept))
+        if not before or not after:  # interrupted in between, or a proof has taken something away
             self._remark("what was kept in the end was not measured as a whole")
             return
         # Both were measured early and late: a machine that drifts treats them alike.
-        self.found.gain = gain(before, after, self._noise_near(before, after), pauses=long)
+        self.found.gain = gain(before, after, self._speeds.noise_near(before, after), pauses=long)
         self.found.speeds, self.found.paused = (pooled(before), pooled(after)), long
         self._story.said(f"before → after: {self.found.gain}")
         # What was kept was picked for how fast it looked: the last runs have to say so too.
@@ -555,25 +556,9 @@ class Search:
         each = (case.breakdown.samples or 0) / case.breakdown.steps if self._incumbent.unit == "samples/s" else 1.0
         return each / self._incumbent.value * (new / batch if batch else 1.0)
 
-    def _note(self, changes: Sequence[Change], run: Run, *, long: bool = False) -> None:
-        if run.speed is not None and not run.hung:
-            self._speeds.setdefault(_key(changes, long), []).append(run.speed)
-
-    @property
-    def _noise(self) -> Noise:
-        return noise_between_runs(self._speeds.values())
-
-    def _noise_near(self, *plans: Sequence[Speed]) -> Noise:
-        """From plans about as fast as these: what is far slower waits for something else, with noise of its own."""
-        known = [(pooled(runs).value, runs) for runs in self._speeds.values()]
-        speeds = [pooled(runs).value for runs in plans]
-        return noise_between_runs(
-            runs for value, runs in known if any(1 / ALIKE < value / speed < ALIKE for speed in speeds)
-        )
-
     @property
     def _incumbent(self) -> Speed:
-        return self._speeds[_key(self.found.kept)][-1]
+        return self._speeds.of(self.found.kept)[-1]
 
     @property
     def _ends_by_time(self) -> bool:
@@ -592,30 +577,12 @@ class Search:
 
     def _figure(self, kept: Sequence[Change], changes: Sequence[Change]) -> Figure | None:
         names = {change.name for change in changes}
-        before = self._speeds.get(_key(tuple(change for change in kept if change.name not in names)))
-        return _as_figure(before[-1]) if before else None
+        before = self._speeds.of([change for change in kept if change.name not in names])
+        return before[-1].figure if before else None
 
     def _remark(self, text: str) -> None:
         self.found.remarks.append(text)
         self._story.said(text)
-
-
-def _key(changes: Sequence[Change], long: bool = False) -> tuple[str, bool]:
-    return "; ".join(sorted(f"{change.name}={change.value!r}@{change.knob}" for change in changes)), long
-
-
-def _without_effect(change: Change, run: Run) -> str | None:
-    """Why a turned knob did nothing: what it is about is in force as before."""
-    case = run.case
-    if not change.knob:
-        return None
-    if change.name in ("batch_size", "num_workers") and case.loader:
-        seen = case.loader.get(change.name)
-        if seen != change.value:
-            return f"{change.knob} was set to {change.value}, but the loader has {change.name}={seen}"
-    if change.name == "precision" and set(case.facts.get("autocast", ())) <= {"None"}:
-        return f"{change.knob} was switched on, but no forward pass ran under autocast"
-    return None
 
 
 def _seen_like(run: Run, earlier: Trace | None) -> Run:
@@ -624,15 +591,6 @@ def _seen_like(run: Run, earlier: Trace | None) -> Run:
 
 def _planned_samples(case: Case) -> float | None:
     """Samples of the whole training, where the script read its number of epochs."""
-    epochs = [
-        value
-        for source in case.facts.get("settings") or ()
-        for key, value in (source.get("values") or {}).items()
-        if str(key).lower() in ("epochs", "num_epochs", "max_epochs", "num_train_epochs") and isinstance(value, int)
-    ]
+    epochs = knobs(case.facts.get("settings") or [], "epochs", lambda value: type(value) is int)
     length = case.loader.get("length")
-    return float(epochs[-1] * length) if epochs and length else None
-
-
-def _as_figure(speed: Speed) -> Figure:
-    return Figure(median=speed.value, spread=speed.value * speed.sd, n=speed.steps, unit=speed.unit)
+    return float(epochs[0].value * length) if epochs and length else None
