@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader as StockLoader
 
 from flatout.engine.ranks import Ranks
 from flatout.engine.section import Part, Section, build, found
@@ -65,6 +66,13 @@ def val_loader(config: DataConfig, dataset: Any, batch_size: int, ranks: Ranks, 
     if not shared or isinstance(dataset, IterableDataset):
         return DataLoader(dataset, batch_size, **_options(config))
     return DataLoader(dataset, batch_size, sampler=range(ranks.rank, len(dataset), ranks.world), **_options(config))
+
+
+def may_begin_early(val_loader: Any, train_loader: Any) -> bool:
+    """Whether a pass over the validation data can begin while one over the training data goes on, and gains by it."""
+    if not isinstance(val_loader, StockLoader) or val_loader is train_loader:
+        return False  # another's own may share something with the training's
+    return val_loader.num_workers > 0 and not isinstance(val_loader.dataset, IterableDataset)
 
 
 def steps_an_epoch(loader: Any) -> int | None:

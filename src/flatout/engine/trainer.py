@@ -20,12 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader, IterableDataset
 
 from flatout.engine.batches import Batches, end_workers
 from flatout.engine.checkpoint import Checkpoints, newest, random_state, set_random_state
 from flatout.engine.config import Settings, checked
-from flatout.engine.data import steps_an_epoch, steps_in_all
+from flatout.engine.data import may_begin_early, steps_an_epoch, steps_in_all
 from flatout.engine.evaluation import evaluate
 from flatout.engine.form import Form
 from flatout.engine.losses import Losses
@@ -84,7 +83,7 @@ class Trainer:
         precision, decision = decide(train.precision, self.device)
         layout, activations, compiled = made_ready(model, train, self.device, self.ranks.world)
         self.decisions = [Decision("train.device", str(self.device)), decision, layout, activations, compiled]
-        self.model, self._compiles = model, compiled.value != "off"
+        self.model = model
         if isinstance(criterion, nn.Module):
             criterion.to(self.device)
         form = None
@@ -98,7 +97,7 @@ class Trainer:
         convert = channels_last if layout.value == "on" else None
         self._batches = Batches(train_loader, self.device, convert, self.say)
         self._val_batches = to_device(val_loader, self.device, convert=convert) if val_loader is not None else None
-        self._ahead = _may_begin_early(val_loader, train_loader)
+        self._ahead = may_begin_early(val_loader, train_loader)
         self._val_pass: Iterator[Any] | None = None
         self._epoch_steps = steps_an_epoch(train_loader)
         self.last_step = steps_in_all(train, train_loader)
@@ -137,7 +136,7 @@ class Trainer:
         at.step, at.batch, at.samples = at.step + 1, at.batch + 1, at.samples + rows
         self._losses.add(at.step, loss, rows)
         if self._begun_at is not None:
-            if self._compiles and is_compiled(self.model):
+            if is_compiled(self.model):
                 self.say(f"compiled: the first step took {time.monotonic() - self._begun_at:.0f} s", always=False)
             self._begun_at, self._batches.waited_s = None, 0.0
         if self.scheduler is not None and self.config.train.scheduler_per == "step":
@@ -187,7 +186,7 @@ class Trainer:
                 self.reporter.begin(self.at.step, self.last_step, settings)
                 for decision in self.decisions:
                     self.say(str(decision), always=decision.instead)
-                if not self._compiles:  # else once the compiler is done
+                if not is_compiled(self.model):  # else once the compiler is done
                     self._freeze()
                 self._begun_at = time.monotonic()
                 yield
@@ -393,10 +392,3 @@ class Trainer:
             return model
         devices = [self.device] if self.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=devices)
-
-
-def _may_begin_early(val_loader: Any, train_loader: Any) -> bool:
-    """Whether a pass over the validation data can begin while one over the training data goes on, and gains by it."""
-    if not isinstance(val_loader, DataLoader) or val_loader is train_loader:
-        return False  # another's own may share something with the training's
-    return val_loader.num_workers > 0 and not isinstance(val_loader.dataset, IterableDataset)

@@ -157,7 +157,6 @@ class Feed:
         self._epoch = epoch
         self._faults.answered()
         self.posts.begin(self.crew, births, turn)
-        self._tuning.restart()
         self._scale()
         self._fill()
 

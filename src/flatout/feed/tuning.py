@@ -29,8 +29,8 @@ class Tuning:
         self._controller = Controller(workers, cores=budget.cores_allowed, may_do_without=may_do_without)
         self._budget = budget
         self._window = Observation()
-        self._looked_at: float | None = None  # None: nobody has asked yet in this pass
-        self._began_at = self._asked_at = -math.inf
+        self._asked_at: float | None = None  # in this pass
+        self._began_at = 0.0
         self._last_pass = (-math.inf, -math.inf)  # from its first batch asked for to its end
         self._kills = out_of_memory_kills()
         self._held = False
@@ -54,15 +54,10 @@ class Tuning:
         self._controller.workers = workers
         self._held = for_good
 
-    def restart(self) -> None:
-        """A new pass: until the first batch is asked for, nobody waits and nobody is slow."""
-        self._looked_at = None
-
     def rest(self, now: float) -> None:
-        """A pass is over: the cores are the others' until the next one."""
-        if self._looked_at is not None:
-            self._last_pass = (self._began_at, now)
-        self._asked_at = -math.inf
+        """A pass is over: until a batch of the next is asked for, nobody waits, and the cores are the others'."""
+        if self._asked_at is not None:
+            self._last_pass, self._asked_at = (self._began_at, now), None
 
     def worked(self, done: Done) -> None:
         """A worker has finished something."""
@@ -81,10 +76,10 @@ class Tuning:
     def served(self, batches: int, waited_s: float, parent_s: float, now: float) -> bool:
         """The consumer got batches; whether these were the last of a window, and `decide` is due."""
         window = self._window
-        if self._looked_at is None:
-            self._looked_at = self._began_at = now - waited_s - parent_s
-        window.seconds += now - self._looked_at - self._others_s(self._looked_at)
-        self._looked_at = self._asked_at = now
+        if self._asked_at is None:
+            self._asked_at = self._began_at = now - waited_s - parent_s
+        window.seconds += now - self._asked_at - self._others_s(self._asked_at)
+        self._asked_at = now
         window.batches += batches
         window.waited_s += waited_s
         window.parent_s += parent_s
@@ -100,13 +95,16 @@ class Tuning:
         window, self._window = self._window, Observation()
         if self._held:
             return False
-        window.workers, window.cores = workers, self._cores(self._asked_at)
+        window.workers, window.cores = workers, self._cores()
         before = self.workers
         self._controller.observe(window)
         if self.workers != before:
             log.info("%d → %d workers: %s", before, self.workers, self.why)
         return self.workers != before
 
-    def _cores(self, now: float) -> float:
-        others = sum(1 for other in _all if other is not self and now - other._asked_at < LATELY_S)
+    def _cores(self) -> float:
+        """A fair share of them."""
+        assert self._asked_at is not None
+        asked = (other._asked_at for other in _all if other is not self)
+        others = sum(1 for at in asked if at is not None and self._asked_at - at < LATELY_S)
         return max(1.0, self._budget.cores_allowed / (1 + others))

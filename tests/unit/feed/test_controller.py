@@ -246,7 +246,7 @@ def eight_cores() -> budget.Budget:
 
 def window_of(loader: tuning.Tuning, workers: int, start_s: float) -> None:
     """A second in which the consumer did nothing but wait."""
-    loader.restart()
+    loader.rest(start_s)
     while not loader.served(1, 0.1, 0.0, start_s + 0.1):
         start_s += 0.1
     loader.decide(workers)
@@ -257,33 +257,34 @@ def test_loaders_that_are_in_use_share_the_cores(eight_cores: budget.Budget) -> 
     the other has not been asked for a while."""
     train = tuning.Tuning(8, eight_cores, may_do_without=False)
     val = tuning.Tuning(8, eight_cores, may_do_without=False)
-    val.restart()
-    assert train._cores(102.0) == 8.0  # nobody has asked it yet
+    train.served(1, 0.1, 0.0, 100.0)
+    assert train._cores() == 8.0  # nobody has asked the other yet
     val.served(1, 0.1, 0.0, 102.0)
     window_of(train, 8, 100.0)
     window_of(train, 8, 101.0)
     assert (train.workers, train.why) == (4, "4 cores to use")
-    assert train._cores(200.0) == 8.0
+    train.served(1, 0.1, 0.0, 200.0)
+    assert train._cores() == 8.0
 
 
 def test_an_evaluation_that_is_over_takes_no_cores_and_no_time(eight_cores: budget.Budget) -> None:
     """GIVEN a training whose pass goes on after an evaluation, THEN it keeps its cores, and nobody thinks it slow."""
     train = tuning.Tuning(8, eight_cores, may_do_without=False)
     val = tuning.Tuning(8, eight_cores, may_do_without=False)
-    train.restart()
     train.served(1, 0.1, 0.0, 100.1)
-    val.restart()
     val.served(1, 0.1, 0.0, 100.5)
-    assert train._cores(100.6) == 4.0
+    assert train._cores() == 4.0
     val.rest(102.1)
-    assert train._cores(102.1) == 8.0
+    assert train._cores() == 8.0
     train.served(1, 0.1, 0.0, 102.2)
     assert train._window.seconds == pytest.approx(0.1 + 0.3 + 0.1)
+    val.rest(102.3)  # once more, as the next pass begins: nothing was asked for since
+    train.served(1, 0.1, 0.0, 102.4)
+    assert train._window.seconds == pytest.approx(0.1 + 0.3 + 0.1 + 0.2)
 
 
 def test_a_pass_that_was_begun_ahead_has_waited_for_nobody(eight_cores: budget.Budget) -> None:
     val = tuning.Tuning(8, eight_cores, may_do_without=False)
-    val.restart()
     val.served(1, 0.1, 0.05, 103.0)
     assert val._window.seconds == pytest.approx(0.15)
 
@@ -292,10 +293,8 @@ def test_another_loader_that_is_asked_once_a_step_leaves_the_steps_their_time(ei
     """GIVEN a pass of one batch of another loader in each step of 50 ms, THEN only its 2 ms are left out."""
     one = tuning.Tuning(8, eight_cores, may_do_without=False)
     other = tuning.Tuning(8, eight_cores, may_do_without=False)
-    one.restart()
     for step in range(11):
         one.served(1, 0.0, 0.0, 100 + 0.05 * step)
-        other.restart()
         other.served(1, 0.002, 0.0, 100 + 0.05 * step + 0.048)
         other.rest(100 + 0.05 * step + 0.048)
     assert one._window.seconds == pytest.approx(10 * 0.048)

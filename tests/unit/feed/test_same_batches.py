@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -371,11 +370,11 @@ def test_a_pass_that_is_over_leaves_its_cores_to_others(batches: int) -> None:
     one, other = (DataLoader(list(range(8)), batch_size=2, num_workers=1) for _ in range(2))
     first = iter(one)
     next(first)
-    alone = feed_of(one)._tuning._cores(time.monotonic())  # type: ignore[union-attr]
+    alone = feed_of(one)._tuning._cores()  # type: ignore[union-attr]
     second = iter(other)
     next(second)
-    assert feed_of(one)._tuning._cores(time.monotonic()) == max(1.0, alone / 2)  # type: ignore[union-attr]
+    assert feed_of(one)._tuning._cores() == max(1.0, alone / 2)  # type: ignore[union-attr]
     for _ in itertools.islice(second, batches):
         pass
     del second
-    assert feed_of(one)._tuning._cores(time.monotonic()) == alone  # type: ignore[union-attr]
+    assert feed_of(one)._tuning._cores() == alone  # type: ignore[union-attr]
