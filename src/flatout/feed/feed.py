@@ -268,10 +268,13 @@ class Feed:
 
     def _served(self, batches: int, waited: float, parent_s: float, now: float) -> None:
         self.account.batches += batches
-        window_over = self._tuning.served(batches, waited, parent_s, now)
-        if window_over and self._tuning.decide(sum(not hand.retiring for hand in self.crew)):
+        if not self._tuning.served(batches, waited, parent_s, now):
+            return
+        working = sum(not hand.retiring for hand in self.crew)
+        if self._tuning.decide(working):
             self._scale()
-            self.crew.forget(self.slots.trim(keep=SPARE_SLOTS))
+            if self._tuning.workers < working:
+                self.crew.forget(self.slots.trim(keep=SPARE_SLOTS))
 
     def _take(self, batch: Batch) -> None:
         """Hand a finished batch out of the table, and have another begun in its place."""

@@ -5,6 +5,9 @@
 A slot goes round again only when nothing lies over it any more (the lease, an array under all the batch's tensors, was
 collected), no worker may still write to it, and the work that was queued on the GPU when we saw that is over. A user
 who keeps every batch is never waited for: without a free slot a batch travels in memory of its own.
+
+Memory is page-locked when its first batch is there, not before: to lock what nobody has touched means to have all of it
+made first, in the training process, and a ring of large slots grown at once stopped training for seconds.
 """
 
 from __future__ import annotations
@@ -40,12 +43,15 @@ class Slot:
         self._lease: weakref.ref[Bytes] | None = None
         self._map = mmap.mmap(self.fd, size)
         self._address = np.frombuffer(self._map, np.uint8).ctypes.data
-        self._locked = page_locked and _page_lock(self._address, size)
+        self._to_be_locked = page_locked
+        self.locked = False
 
     def lease(self, dropped: deque[Slot]) -> Bytes:
         """The slot's bytes for one batch; when the last tensor over them is gone, the slot appears in `dropped`."""
         memory = np.frombuffer(self._map, np.uint8)
         self.leased = True
+        if self._to_be_locked:
+            self._to_be_locked, self.locked = False, _page_lock(self._address, self.size)
 
         def on_drop(_: object) -> None:
             if self in _lingering:
@@ -67,7 +73,7 @@ class Slot:
             self._unlock()
 
     def _unlock(self) -> None:
-        if self._locked:
+        if self.locked:
             _page_unlock(self._address)
 
 
@@ -122,7 +128,7 @@ class Slots:
         """Bring back the slots of dropped batches; called from the training thread only, as it records events."""
         for _ in range(len(self._dropped)):
             slot = self._dropped.popleft()
-            event = _mark() if slot._locked and self.watched else None
+            event = _mark() if slot.locked and self.watched else None
             if event is _CAPTURING:
                 self._dropped.append(slot)
             elif event is None:

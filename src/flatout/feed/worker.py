@@ -226,9 +226,9 @@ class _Worker:
         return (packing.collate_whole if self._arena.regions is None else packing.collate_parts)(samples, self._arena)
 
     def _clocks(self) -> tuple[float, float, float]:
-        """Wall time, CPU time, and time spent ready to run while no core was free."""
+        """Wall time, CPU time (a decoder's threads are not waits for storage), and time ready to run without a core."""
         run_delay_s = int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
-        return time.perf_counter(), time.thread_time(), run_delay_s
+        return time.perf_counter(), time.process_time(), run_delay_s
 
     def _state_if_drawn(self) -> tuple[dict[str, Any] | None, bool]:
         if not self._spare_normal and self._drawn_to == randomness.snapshot():

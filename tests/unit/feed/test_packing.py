@@ -14,6 +14,7 @@ from feed_samples import SHAPES, same
 from torch.utils.data import default_collate
 
 from flatout.feed import packing, wire
+from flatout.feed import slots as ring
 from flatout.feed.slots import Slot, Slots
 
 Odd = collections.namedtuple("Odd", ["tensor", "text"])
@@ -196,3 +197,23 @@ def test_a_message_of_any_size_arrives_whole_and_the_end_is_noticed() -> None:
     with pytest.raises(EOFError):
         wire.receive(far)
     far.close()
+
+
+def test_memory_is_page_locked_with_its_first_batch_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[int] = []
+    monkeypatch.setattr(ring, "_page_lock", lambda address, size: locked.append(size) or True)
+    monkeypatch.setattr(ring, "_page_unlock", lambda address: locked.pop())
+    slots = Slots(1 << 20, page_locked=True)
+    slots.fit(1000)
+    one, other = slots.take(), slots.take()
+    assert one is not None
+    assert other is not None
+    assert locked == []
+    for _ in range(2):
+        slots.lease(one)
+        slots.collect()
+    assert one.locked
+    assert not other.locked
+    assert locked == [one.size]
+    slots.close()
+    assert locked == []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import itertools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +27,8 @@ from torch.utils.data import (
 from torch.utils.data import DataLoader as Stock
 
 from flatout.feed import DataLoader, feed_of, iterator_for, to_device
+from flatout.feed.messages import Done
+from flatout.feed.tuning import Tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # stock's, on a small machine
 
@@ -378,3 +382,43 @@ def test_a_pass_that_is_over_leaves_its_cores_to_others(batches: int) -> None:
         pass
     del second
     assert feed_of(one)._tuning._cores() == alone  # type: ignore[union-attr]
+
+
+class Decoded(Things):
+    """Samples made by a thread of their own, as decoders of videos do it."""
+
+    def __getitem__(self, index: int) -> Any:
+        decoder = threading.Thread(target=hashlib.sha256, args=(bytes(30_000_000),))
+        decoder.start()
+        decoder.join()
+        return index
+
+
+def test_the_threads_of_a_decoder_do_not_pass_for_waits_for_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Done] = []
+    monkeypatch.setattr(Tuning, "worked", lambda self, done: seen.append(done))
+    assert len(list(DataLoader(Decoded(4), 1, num_workers=1))) == 4
+    waits_s = sum(done.wall_s - done.run_delay_s - done.cpu_s for done in seen)
+    assert waits_s < 0.5 * sum(done.wall_s for done in seen)
+
+
+@pytest.mark.parametrize(("workers", "given_back"), [(3, False), (1, True)])
+def test_spare_memory_is_given_back_when_workers_leave_and_not_when_more_come(
+    monkeypatch: pytest.MonkeyPatch, workers: int, given_back: bool
+) -> None:
+    loader = DataLoader(Things(64), 4, num_workers=2)
+    passing = iter(loader)
+    next(passing)
+    feed = feed_of(loader)
+    assert feed is not None
+    asked: list[int] = []
+    monkeypatch.setattr(feed.slots, "trim", lambda keep: asked.append(keep) or [])
+    monkeypatch.setattr(feed._tuning, "served", lambda *window: not asked)
+
+    def decide(now: int) -> bool:
+        feed._tuning.hold(workers, for_good=True)
+        return now != workers
+
+    monkeypatch.setattr(feed._tuning, "decide", decide)
+    assert len(list(passing)) == 15
+    assert bool(asked) is given_back
