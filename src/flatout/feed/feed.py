@@ -25,7 +25,7 @@ from flatout.feed.faults import Faults
 from flatout.feed.here import Here
 from flatout.feed.messages import Birth, Cancel, Done, Ended, Failed, Recipe, Task
 from flatout.feed.numbered import Post, Posts
-from flatout.feed.randomness import CHUNK, Key
+from flatout.feed.randomness import Key
 from flatout.feed.slots import Slots
 from flatout.feed.table import Batch, Layout, Part, cut
 from flatout.feed.tuning import Tuning
@@ -352,7 +352,7 @@ class Feed:
         if self._cuttable and self._layout is not None and self._misfits < 3 and not batch.several:
             rows = len(batch.indices)
             seconds = rows * self._row_s
-            if CHUNK < rows <= self._layout.rows and seconds > WORTH_CUTTING_S:
+            if self.recipe.chunk < rows <= self._layout.rows and seconds > WORTH_CUTTING_S:
                 pieces = min(self._tuning.workers, int(seconds / (LATER_PIECE_S if self._table else PIECE_S)))
         if pieces > 1:
             batch.slot = self.slots.take()
@@ -360,7 +360,7 @@ class Feed:
                 pieces = 1
             else:
                 batch.slot.writers += 1  # the batch's own hold on it, while parts come and go
-                cut(batch, pieces)
+                cut(batch, pieces, self.recipe.chunk)
 
     # --- handing out ------------------------------------------------------------------------------------------------
 
@@ -521,7 +521,7 @@ class Feed:
     def _make_whole(self, batch: Batch) -> None:
         batch.release()
         self._release_slot(batch)
-        cut(batch, 1)
+        cut(batch, 1, self.recipe.chunk)
 
     def _on_stream_end(self, post: Post) -> None:
         post.active = False

@@ -31,6 +31,12 @@ class Recipe:
     streams: bool  # stock's random stream a worker, instead of seeds by position; workers have numbers
     skip_bad: bool
 
+    @property
+    def chunk(self) -> int:
+        """Rows with random seeds of their own, the least that a worker is given: a quarter of a small batch, whose
+        samples tend to be slow ones; seeding takes as long as some quick samples do."""
+        return max(1, min(16, (self.batch_size or 64) // 4))
+
 
 class Birth(NamedTuple):
     """First message to a worker; its board comes along. The last four let it go on where a dead one stopped."""

@@ -1,6 +1,6 @@
 """Random numbers that belong to a place in the epoch, not to a worker.
 
-torch, numpy and `random` are seeded anew for every `CHUNK` samples of a batch from (seed, epoch, batch, chunk), so a
+torch, numpy and `random` are seeded anew for every chunk of a batch's samples from (seed, epoch, batch, chunk), so a
 sample's augmentation is the same whoever computes it, and when it is computed again. The other way, stock's stream a
 worker, is here too, with the means to take a stream from a dead worker to its successor.
 """
@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch.utils.data._utils.worker import _generate_state
 
-CHUNK = 16
 Key = tuple[int, int]  # the loader's base seed, the epoch
 _MASK = (1 << 64) - 1
 

@@ -29,6 +29,7 @@ class Rows:
     def __init__(self, recipe: Recipe, board: memoryview, collate: Callable[[Any], Any]) -> None:
         self._dataset = self.__wrapped__ = recipe.dataset  # the latter is for who measures: the user knows this one
         self._recipe = recipe
+        self._chunk = recipe.chunk
         self._board = board
         self._user_collate = collate
         self._fetcher: Any = _DatasetKind.create_fetcher(
@@ -69,7 +70,7 @@ class Rows:
 
     def __getitem__(self, index: Any) -> Any:
         row = self._row
-        if row and row % randomness.CHUNK == 0:
+        if row and row % self._chunk == 0:
             self._end_chunk()
             self._begin_chunk()
         self._row = row + 1
@@ -91,7 +92,7 @@ class Rows:
     def _begin_chunk(self) -> None:
         if not self._recipe.streams:
             key, batch, first_row = self._place
-            randomness.seed_chunk(key, batch, (first_row + self._row) // randomness.CHUNK, self.private)
+            randomness.seed_chunk(key, batch, (first_row + self._row) // self._chunk, self.private)
             self._chunks += 1
             look = self._slow or self._chunks <= _LOOKS or self._chunks % _LOOK_EVERY == 0
             self._state = randomness.snapshot() if look else None

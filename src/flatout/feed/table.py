@@ -19,7 +19,6 @@ from flatout.feed import packing
 from flatout.feed.account import BadSample
 from flatout.feed.messages import Birth, Done
 from flatout.feed.packing import Bytes, Span
-from flatout.feed.randomness import CHUNK
 from flatout.feed.slots import Slot
 
 
@@ -135,12 +134,12 @@ class Layout:
         return cls(rows, [(offset, size // rows) for offset, size in done.regions])
 
 
-def cut(batch: Batch, pieces: int) -> None:
+def cut(batch: Batch, pieces: int, chunk: int) -> None:
     """Divide a batch among about `pieces` workers, at borders of chunks (those have the random seeds)."""
     rows = len(batch.indices) if pieces > 1 else 1
-    chunks = -(-rows // CHUNK)
+    chunks = -(-rows // chunk)
     if pieces <= 1 or chunks <= 1:
         batch.parts = [Part(batch, 0, batch.indices)]
         return
-    step = -(-chunks // pieces) * CHUNK
+    step = -(-chunks // pieces) * chunk
     batch.parts = [Part(batch, start, batch.indices[start : start + step]) for start in range(0, rows, step)]

@@ -4,7 +4,8 @@ Diagnosis says what is wrong; here it becomes changes, by the script's own knob 
 together and rarely do harm make one Offer, which is tried as a whole and taken apart only if it fails:
 
     data path   elastic loader, page-locking, device prefetch, gc freeze, fewer decoder threads
-    compute     precision, channels_last, fused optimizer, cuDNN benchmark; compiling too where the script asks for it
+    compute     precision, channels_last, fused optimizer, cuDNN benchmark
+    as asked    all of that at once, compiled, where the script asks for compiling: runs that compile are few
     compile     else alone: it takes long, and one wants to know what it brings; of one rank as CUDA graphs first
     batch size  with the learning rate, if allowed: twice or four times as large, again while that pays
     pauses      evaluation and checkpoints less often, if allowed
@@ -308,12 +309,14 @@ def _augment_elsewhere(view: View) -> Offer | None:
 
 
 def _compute_as_asked(view: View) -> Offer | None:
-    """All at once where the script reads that it is to be compiled, and is not: nobody has to be asked again."""
-    compute, compiled = _compute(view), _compile(view)
+    """All at once where the script reads that it is to be compiled, and is not: nobody has to be asked again. The data
+    path goes along: what a loader costs beside a slow step may matter beside a fast one."""
+    compute, compiled, fed = _compute(view), _compile(view), _data_path(view)
     if compute is None or compiled is None or not view.ignored("compiled"):
         return None
     promise = max(compute.promise, compiled.promise)
-    return replace(compute, changes=(*compute.changes, *compiled.changes), promise=promise)
+    changes = (*(fed.changes if fed is not None else ()), *compute.changes, *compiled.changes)
+    return replace(compute, changes=changes, promise=promise)
 
 
 def _compute(view: View) -> Offer | None:

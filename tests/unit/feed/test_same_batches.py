@@ -6,6 +6,7 @@ import gc
 import hashlib
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,8 +27,9 @@ from torch.utils.data import (
 )
 from torch.utils.data import DataLoader as Stock
 
-from flatout.feed import DataLoader, feed_of, iterator_for, to_device
+from flatout.feed import DataLoader, feed, feed_of, iterator_for, to_device
 from flatout.feed.messages import Done
+from flatout.feed.table import Batch
 from flatout.feed.tuning import Tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # stock's, on a small machine
@@ -382,6 +384,34 @@ def test_a_pass_that_is_over_leaves_its_cores_to_others(batches: int) -> None:
         pass
     del second
     assert feed_of(one)._tuning._cores() == alone  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("batch_size", [4, 16])
+def test_small_batches_of_slow_samples_are_divided_too(batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[int] = []
+    divide = feed.cut
+
+    def counting(batch: Batch, wanted: int, chunk: int) -> None:
+        divide(batch, wanted, chunk)
+        pieces.append(len(batch.parts))
+
+    monkeypatch.setattr(feed, "cut", counting)
+    data = Slow(8 * batch_size)
+    torch.manual_seed(0)
+    divided = list(DataLoader(data, batch_size, num_workers=2))
+    assert pieces
+    assert set(pieces) == {2}
+    torch.manual_seed(0)
+    whole = list(DataLoader(data, batch_size, num_workers=1))
+    assert all(torch.equal(one, other) for one, other in zip(divided, whole, strict=True))
+
+
+class Slow(Drawing):
+    """Samples that draw, and take so long that even four of them are worth dividing."""
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.03)
+        return super().__getitem__(index)
 
 
 class Decoded(Things):
