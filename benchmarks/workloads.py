@@ -10,6 +10,8 @@
 | mended ceiling | mended, fed from the device                                                             |
 | supply         | the mended loader drained by nobody, a worker for each core: what the cores can produce |
 | auto           | (with --fix BUDGET) under `flatout run --auto`: no trials                               |
+| auto ceiling   | that, fed from the device                                                               |
+| auto supply    | its loader drained by nobody                                                            |
 | fix            | with the plan that `flatout fix --allow all` has found within the budget                |
 | fix ceiling    | that plan, fed from the device                                                          |
 | fix supply     | that plan's loader drained by nobody                                                    |
@@ -110,7 +112,7 @@ def benchmark(name: str, options: argparse.Namespace, extra: Sequence[str]) -> I
             engine_variants(before, name, data, options) if options.engine is not None else (),
         ):
             page["variants"][variant] = measured
-            page["ratios"] = ratios({known: figures["samples_per_s"] for known, figures in page["variants"].items()})
+            page["ratios"] = ratios(page["variants"])
             print(f"{name}, {variant}: {measured['samples_per_s']:,.0f} samples/s", flush=True)
             yield page
 
@@ -139,6 +141,8 @@ def fix_variants(
     """The script as it is under `flatout run --auto`; then `flatout fix`, and its plan measured like the others."""
     long, short = options.seconds, options.seconds / 3
     yield "auto", measure(root, name, flags, long, through=["--auto"])
+    yield "auto ceiling", measure(root, name, ["--resident", *flags], short, through=["--auto"])
+    yield "auto supply", measure(root, name, flags, short, through=["--auto"], supply=True)
     with tempfile.TemporaryDirectory(prefix="fix-") as folder:
         plan = Path(folder, "plan.yaml")
         html = options.out.resolve().with_name(f"{options.out.stem}-{name}.html")
@@ -162,13 +166,15 @@ RATIOS = (
 )
 
 
-def ratios(speed: dict[str, float]) -> dict[str, float]:
+def ratios(variants: dict[str, dict[str, Any]]) -> dict[str, float]:
     """What the variants that were measured say about each other."""
+    speed = {variant: figures["samples_per_s"] for variant, figures in variants.items()}
     found = {f"{one} / {other}": speed[one] / speed[other] for one, other in RATIOS if {one, other} <= speed.keys()}
-    for variant in ("fix", "engine"):
+    for variant in ("auto", "fix", "engine"):
         if f"{variant} supply" in speed:
             possible = min(speed[f"{variant} ceiling"], speed[f"{variant} supply"])
-            found[f"{variant} / min(its ceiling, supply)"] = speed[variant] / possible
+            pauses = variants[variant]["pause_share"] if variant == "auto" else 0.0  # no loader makes those rarer
+            found[f"{variant} / min(its ceiling, supply)"] = speed[variant] / (1 - pauses) / possible
     return found
 
 
