@@ -54,6 +54,7 @@ CLOSE_CALLS = 2  # times a close call is run again, both sides
 PROMISING = 1.15  # what hopes for more may take the time of the last comparison: both sides were measured before
 DRIFT = 0.05
 UNSTEADY = 0.08  # from run to run: what few repeats cannot see through
+SHORT_EPOCH_S = 30.0  # in which starting it is a share worth telling
 COLD = 0.05  # of the time spent waiting for storage: the page cache is not warm yet
 
 
@@ -361,12 +362,14 @@ class Search:
 
     def _epoch_steps(self) -> int | None:
         """One epoch and a little more, at the batch size of what is kept; never less than a trial has."""
+        steps = self._steps_an_epoch()
+        return max(math.ceil(1.1 * steps) + 5, self._steps_for(self._now)) if steps is not None else None
+
+    def _steps_an_epoch(self) -> float | None:
         loader = self._now.case.loader
         length, batch = loader.get("length"), loader.get("batch_size")
         ranks = len(self._now.trace.ranks) if self._now.trace is not None else 1
-        if not length or not batch:
-            return None
-        return max(math.ceil(1.1 * int(length) / int(batch) / ranks) + 5, self._steps_for(self._now))
+        return int(length) / int(batch) / ranks if length and batch else None
 
     def _look_at_an_epoch(self) -> None:
         steps = self._epoch_steps()
@@ -507,6 +510,7 @@ class Search:
         if not before or not after:  # interrupted in between, or a proof has taken something away
             self._remark("what was kept in the end was not measured as a whole")
             return
+        self._tell_of_short_epochs()
         # Both were measured early and late: a machine that drifts treats them alike.
         self.found.gain = gain(before, after, self._speeds.noise_near(before, after), pauses=long)
         self.found.speeds, self.found.paused = (pooled(before), pooled(after)), long
@@ -519,6 +523,12 @@ class Search:
                 )
             self.found.gain = None
             self._remark("what had been kept was not confirmed by the last comparison, and was let go")
+
+    def _tell_of_short_epochs(self) -> None:
+        case, steps = self._now.case, self._steps_an_epoch()
+        epoch_s = (steps or math.inf) * (case.breakdown.step_ms.mean or 0.0) / 1e3
+        if steps is not None and case.breakdown.steps < steps and epoch_s < SHORT_EPOCH_S:
+            self._remark(f"an epoch takes {epoch_s:.0f} s now, and what its start costs may not be in these figures")
 
     # -- runs, time and noise ---------------------------------------------------------------------------------------
 

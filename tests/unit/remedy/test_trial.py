@@ -105,6 +105,13 @@ def test_only_what_is_faster_and_computes_otherwise_is_looked_into() -> None:
     }
 
 
+@pytest.mark.parametrize(("length", "told"), [(64 * 600, True), (64 * 6_000, False), (64 * 20, False)])
+def test_epochs_so_short_that_their_start_matters_are_told_of_unless_some_were_seen(length: int, told: bool) -> None:
+    found = fix(World(machine=Machine(data_ms=80.0), workers=0, length=length))
+    assert kept(found)["loader"] == "elastic"
+    assert any(remark.startswith("an epoch takes 13 s now") for remark in found.remarks) is told
+
+
 def test_what_gives_nothing_is_undone_and_says_so() -> None:
     world = World(facts=IN_FP32, effects={"precision": lambda m, _: replace(m, compute_ms=0.995 * m.compute_ms)})
     found = fix(world)
