@@ -391,23 +391,25 @@ def train(
     """
     _linux_only("train")
     words = [*(overrides or ()), *(["log.quiet=true"] if quiet else [])]
-    if explain or here or "RANK" in os.environ:
+    if here or "RANK" in os.environ or (explain and gpus == 1):
         from flatout.engine.assemble import main as train_here
 
         record = not (explain or here)  # under torchrun each rank records itself; `here` somebody else does
-        recorded = train_here(config, words, preset=preset, resume=resume, explain=explain, record=record)
+        recorded = train_here(config, words, preset=preset, resume=resume, explain=explain, record=record, gpus=gpus)
         if recorded is not None and os.environ.get("RANK") == "0":
             _account_for(recorded, quiet=quiet)
         return
     from flatout import budget, launch
 
     if not config.is_file():  # a mistake that need not wait for torch
-        raise UsageError(f"cannot read {config}: there is no such file")
-    if gpus > 1:  # torchrun would give each rank one thread, and say so at length
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(budget.measure().cores_allowed / gpus))))
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)] if gpus > 1 else []
+        why = "it is a folder" if config.is_dir() else "there is no such file"
+        raise UsageError(f"cannot read {config}: {why}")
     options = [*(["--preset", preset] if preset is not None else []), *(["--resume"] if resume else [])]
-    command = [sys.executable, *ranks, "-m", "flatout", "train", "--here", *options, "--", str(config), *words]
+    options += [*(["--explain"] if explain else []), "--gpus", str(gpus)]
+    command = [sys.executable, "-m", "flatout", "train", "--here", *options, "--", str(config), *words]
+    if gpus > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(budget.measure().cores_allowed / gpus))))
+        command = [sys.executable, "-m", "flatout.together", str(gpus), *command]
     folder = launch.default_folder([f"{config.stem}.py"])
     code = launch.run(command, folder=folder)
     if os.environ.get("FLATOUT") != "off":

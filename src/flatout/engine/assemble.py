@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from torch.utils.data import IterableDataset, default_collate
 
 from flatout.augment import Augment
 from flatout.engine.batch_size import FIRST, fastest_batch, scale_learning_rate
-from flatout.engine.config import Config, effective, load
+from flatout.engine.config import Config, effective, load, without_effect
 from flatout.engine.data import datasets, steps_in_all, train_loader, val_loader
-from flatout.engine.evaluation import can_share
+from flatout.engine.evaluation import can_share, is_object
 from flatout.engine.model import channels_last, device_for, made_ready
 from flatout.engine.precision import Decision, decide, switched
 from flatout.engine.ranks import Ranks
@@ -35,34 +36,47 @@ from flatout.sense.options import new_folder
 
 
 def main(
-    path: Path, overrides: Sequence[str], *, preset: str | None, resume: bool, explain: bool, record: bool
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    preset: str | None,
+    resume: bool,
+    explain: bool,
+    record: bool,
+    gpus: int = 1,
 ) -> Path | None:
     """What `flatout train` does in each rank; the folder of the recording, if `record` asks for one."""
     if not {"", str(Path.cwd())} & set(sys.path):
         sys.path.insert(0, "")  # import paths begin where the person stands
     notes: list[str] = []
     config = load(path, overrides, preset, notes)
-    out = _folder(Path(config.out or f"runs/{path.stem}"), resume)
+    wanted = Path(config.out or f"runs/{path.stem}")
+    out = _folder(wanted, resume)
     ranks = Ranks("cpu" if config.train.device == "cpu" or not torch.cuda.is_available() else "cuda")
+    if gpus > 1 and config.train.device != "cpu" and not torch.cuda.is_available():
+        notes.append(f"--gpus {gpus}: there is no GPU here that torch can use; {ranks.world} ranks train on the CPU")
     out, trace = ranks.gathered((out, new_folder(path.stem)))[0]  # the first rank's word, should another look later
     config = config.model_copy(update={"out": str(out)})
+    found_before = _batch_size_of(out) if resume and config.train.batch_size == "auto" else None
     with attach(trace) if record else contextlib.nullcontext():
-        trainer = assemble(config, ranks)
-        for text in notes:
+        trainer = assemble(config, ranks, found_before)
+        assert isinstance(trainer.config, Config)
+        for text in (*notes, *without_effect(config)):
             trainer.say(text)
         if explain:
             for decision in trainer.decisions:
                 trainer.say(str(decision))
-            trainer.say(f"\n{effective(config)}")
+            trainer.say(f"\n{effective(trainer.config)}")
+            ranks.leave()
             return None
         if resume and not trainer.resume():
             raise UsageError(f"--resume: there is no whole checkpoint in {out / 'checkpoints'}")
         if trainer.finished:  # as resume has said
             ranks.leave()
             return None
-        trainer.say(f"run: {out}", always=False)
+        trainer.say(f"run: {out}", always=not resume and out != wanted)
         if ranks.first:
-            _keep(config, out)
+            _keep(trainer.config, out)
         if ranks.world > 1:  # torchrun ends all when one has died, and each is to say first why it ends
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # around fit, which hears it; torchrun kills after 30 s
         trainer.fit()
@@ -70,8 +84,9 @@ def main(
     return trace if record else None
 
 
-def assemble(config: Config, ranks: Ranks) -> Trainer:
-    """A trainer with everything the config names."""
+def assemble(config: Config, ranks: Ranks, found_before: int | None = None) -> Trainer:
+    """A trainer with everything the config names, and in its own config what `batch_size: auto` has come to: as it was
+    `found_before` in this run, or what is fastest now."""
     train = config.train
     device = device_for(train.device, ranks.local_rank)
     _seed(train.seed)
@@ -85,7 +100,9 @@ def assemble(config: Config, ranks: Ranks) -> Trainer:
     augmentation = _augmentation(config, device)
     _seed((train.seed + ranks.rank) % 2**32)
     decisions = [fused]
-    batch_size = train.batch_size
+    batch_size = train.batch_size if found_before is None else found_before
+    if found_before is not None:
+        decisions.append(Decision("train.batch_size", str(batch_size), "as this run has found it", instead=True))
     if batch_size == "auto":
         precision, _ = decide(train.precision, device)
         layout, *_ = made_ready(model, train.model_copy(update={"compile": False}), device)  # as it will train
@@ -93,16 +110,19 @@ def assemble(config: Config, ranks: Ranks) -> Trainer:
         convert = channels_last if layout.value == "on" else None
         with switched(precision, deterministic=train.deterministic):
             batch_size, why = _fastest(config, train_set, step, convert, augmentation, ranks)
-        decisions.append(Decision("train.batch_size", str(batch_size), why))
+        decisions.append(Decision("train.batch_size", str(batch_size), why, instead=True))
+    config = config.model_copy(update={"train": train.model_copy(update={"batch_size": batch_size})})
     total = batch_size * ranks.world
     if train.batch_size == "auto" or train.lr_rule != "none":
-        decisions.append(Decision("train.lr_rule", train.lr_rule, scale_learning_rate(optimizer, train, total)))
+        scaled = scale_learning_rate(optimizer, train, total)
+        decisions.append(Decision("train.lr_rule", train.lr_rule, scaled, instead=True))
     loader = train_loader(config.data, train_set, batch_size, train.seed, ranks, train.epochs)
-    decisions.append(Decision("data.workers", str(config.data.workers), f"{loader.num_workers} to begin with"))
+    workers = f"{loader.num_workers} to begin with" if config.data.workers else "loaded in the training process"
+    decisions.append(Decision("data.workers", str(config.data.workers), workers))
     if config.data.workers == 0 and config.data.on_bad_sample == "skip":
         why = "without workers nothing is left out"
         decisions.append(Decision("data.on_bad_sample", "raise", why, instead=True))
-    metrics = {name: _function(part, f"metrics.{name}") for name, part in config.metrics.items()}
+    metrics = {name: _metric(part, f"metrics.{name}") for name, part in config.metrics.items()}
     shared = ranks.world > 1 and can_share(metrics)
     if ranks.world > 1:
         how = "each rank looks at its part" if shared else "a metric needs all of the data: each rank looks at it"
@@ -137,7 +157,21 @@ def _seed(number: int) -> None:
 def _function(part: Part, where: str) -> Any:
     """A loss or a metric, or what makes one: `torch.nn.functional:mse_loss`, `torch.nn:CrossEntropyLoss`."""
     thing = found(part.factory, f"{where}.factory")
-    return build(part, where) if isinstance(thing, type) or part.args else thing
+    made = build(part, where) if isinstance(thing, type) or part.args else thing
+    if not callable(made) and not is_object(made):
+        raise UsageError(f"{where}: something that can be called is wanted (got {made!r})")
+    return made
+
+
+def _metric(part: Part, where: str) -> Any:
+    metric = _function(part, where)
+    if not is_object(metric):
+        with contextlib.suppress(ValueError):  # of some functions nothing is known
+            try:
+                inspect.signature(metric).bind("output", "target")
+            except TypeError as problem:
+                raise UsageError(f"{where}: {part.factory} does not take output and target: {problem}") from None
+    return metric
 
 
 def _optimizer(part: Part, model: torch.nn.Module, device: torch.device) -> tuple[torch.optim.Optimizer, Decision]:
@@ -239,5 +273,17 @@ def _keep(config: Config, out: Path) -> None:
         if path.exists() and path.read_text(encoding="utf-8") == text:
             return
         if not path.exists():
-            path.write_text(text, encoding="utf-8")
+            try:
+                path.write_text(text, encoding="utf-8")
+            except OSError as problem:
+                raise UsageError(f"out: cannot write {path}: {problem.strerror}") from None
             return
+
+
+def _batch_size_of(out: Path) -> int | None:
+    """The batch size that the run in this folder was last trained with, if it has left word of it."""
+    configs = sorted(out.glob("config*.yaml"), key=lambda path: (len(path.name), path.name))
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError, TypeError, KeyError):
+        size = yaml.safe_load(configs[-1].read_text(encoding="utf-8"))["train"]["batch_size"] if configs else None
+        return size if type(size) is int else None
+    return None

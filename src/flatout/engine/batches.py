@@ -74,7 +74,7 @@ class Batches:
             self._pass = self._new_pass(epoch, done)
         else:
             self._epoch_random = random_state(self._device)
-            torch.empty((), dtype=torch.int64).random_()  # as a new pass does: dropout is the same without workers
+            _draw_as_a_new_pass()
         return itertools.islice(self._pass, max(0, len(self._on_device) - done))
 
     def _new_pass(self, epoch: int, done: int) -> Iterator[Any]:
@@ -105,10 +105,17 @@ class Batches:
             batches = iter(self._on_device)
             next(itertools.islice(batches, done, done), None)
         set_random_state(resumed["random"], self._device)
+        if not done:
+            _draw_as_a_new_pass()
         return batches
 
     def _begins_anywhere(self) -> bool:
         return isinstance(self.loader, DataLoader) and self.loader.num_workers > 0
+
+
+def _draw_as_a_new_pass() -> None:
+    """Dropout is the same with one pass over all epochs as with one for each, and after a resume."""
+    torch.empty((), dtype=torch.int64).random_()
 
 
 def end_workers(loader: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -60,6 +60,14 @@ class Settings(Section):
             raise ValueError(f"train.accumulate must be at most train.batch_size (got {train.accumulate})")
         return self
 
+    def unknown_best(self, metrics: Iterable[str]) -> str:
+        """What is wrong with a best checkpoint by a metric that nobody measures; "" where nothing is."""
+        known = ["loss", *metrics]
+        best = self.checkpoint.best
+        if "best" not in self.checkpoint.model_fields_set or best is None or best.split(".")[0] in known:
+            return ""
+        return f"checkpoint.best must be one of {', '.join(known)} (got {best!r}){nearest(best, known)}"
+
 
 class Config(Settings):
     """A whole training: its parts and its settings."""
@@ -74,10 +82,8 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _best_is_measured(self) -> Config:
-        known = ["loss", *self.metrics]
-        best = self.checkpoint.best
-        if "best" in self.checkpoint.model_fields_set and best is not None and best.split(".")[0] not in known:
-            raise ValueError(f"checkpoint.best must be one of {', '.join(known)} (got {best!r}){nearest(best, known)}")
+        if wrong := self.unknown_best(self.metrics):
+            raise ValueError(wrong)
         return self
 
 
@@ -85,7 +91,7 @@ def load(
     path: Path, overrides: Sequence[str] = (), preset: str | None = None, notes: list[str] | None = None
 ) -> Config:
     """The config in a file, after its preset and the overrides; what has no effect here goes to `notes`."""
-    whole = _amp_is_precision(_read(path), str(path))
+    whole = amp_is_precision(_read(path), str(path))
     if preset is not None:
         if preset not in PRESETS:
             known = ", ".join(PRESETS)
@@ -96,7 +102,26 @@ def load(
         if not equals or not all(key.split(".")):
             raise UsageError(f"{text!r} is not key=value, such as train.batch_size=256")
         _set(whole, "train.precision" if key == "train.amp" else key, _parsed(value, text))
-    return checked(Config, _amp_is_precision(whole, str(path)), str(path))
+    if len({text.partition("=")[0] for text in overrides} & {"train.amp", "train.precision"}) == 2:
+        raise UsageError("train.amp and train.precision are the same setting: give one")
+    return checked(Config, amp_is_precision(whole, str(path)), str(path))
+
+
+def without_effect(config: Config) -> Iterator[str]:
+    """What was set to something else than its default and does nothing here, a line each."""
+    never = config.checkpoint.every is None
+    idle = {
+        "there is no data.val": [("evaluate", "every"), ("evaluate", "batch_size")] * (config.data.val is None),
+        "train.batch_size is not auto": [("train", "memory_share")] * (config.train.batch_size != "auto"),
+        "train.lr_rule is none": [("train", "lr_batch")] * (config.train.lr_rule == "none"),
+        "there is no scheduler": [("train", "scheduler_per")] * (config.scheduler is None),
+        "checkpoint.every is never": [("checkpoint", name) for name in ("keep", "best", "best_is") if never],
+    }
+    for why, keys in idle.items():
+        for section, name in keys:
+            settings = getattr(config, section)
+            if getattr(settings, name) not in (None, type(settings).model_fields[name].default):
+                yield f"{section}.{name} has no effect: {why}"
 
 
 def effective(config: Config) -> str:
@@ -171,7 +196,7 @@ def _apply_preset(whole: dict[str, Any], name: str, notes: list[str]) -> None:
     replaceable = (augment.get("factory") if isinstance(augment, dict) else augment) in _AUGMENT_PRESETS
     for key, value in PRESETS[name].items():
         if key.startswith("augment.") and not replaceable:
-            notes.append(f"preset {name}: {key}={value} has no effect, augment is none of flatout's presets here")
+            notes.append(f"preset {name}: {key}={value} has no effect, the file's augment is none of flatout's presets")
         else:
             _set(whole, key, value)
 
@@ -187,7 +212,8 @@ def _set(whole: dict[str, Any], key: str, value: Any) -> None:
     whole[name] = value
 
 
-def _amp_is_precision(layer: dict[str, Any], source: str) -> dict[str, Any]:
+def amp_is_precision(layer: dict[str, Any], source: str) -> dict[str, Any]:
+    """The settings, with `train.amp` under its other name."""
     train = layer.get("train")
     if not isinstance(train, dict) or "amp" not in train:
         return layer

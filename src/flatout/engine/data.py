@@ -33,8 +33,9 @@ def datasets(config: DataConfig) -> tuple[Any, Any]:
     """The training and the validation data; None where there is none to validate with."""
     train = build(config.train, "data.train", **config.args)
     val = build(config.val, "data.val", **config.args) if config.val is not None else None
-    for name, dataset in (("train", train), ("val", val)):
-        if dataset is not None and not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__getitem__"):
+    made = {"train": train} if config.val is None else {"train": train, "val": val}
+    for name, dataset in made.items():
+        if not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__getitem__"):
             raise UsageError(f"data.{name}: a data set is wanted, {type(dataset).__name__} is none")
     return train, val
 

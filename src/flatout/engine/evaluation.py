@@ -26,7 +26,7 @@ class EvaluateConfig(Section):
 
 def can_share(metrics: Mapping[str, Any]) -> bool:
     """Whether ranks may each look at a part of the data: means add up, and torchmetrics gathers by itself."""
-    return all(not _is_object(metric) or hasattr(metric, "sync") for metric in metrics.values())
+    return all(not is_object(metric) or hasattr(metric, "sync") for metric in metrics.values())
 
 
 @torch.no_grad()
@@ -35,10 +35,10 @@ def evaluate(
 ) -> dict[str, float]:
     """The loss and every metric by name; `shared` if each rank has seen a part."""
     device = step.precision.device
-    names = ["loss", *(name for name, metric in metrics.items() if not _is_object(metric))]
+    names = ["loss", *(name for name, metric in metrics.items() if not is_object(metric))]
     sums = torch.zeros(len(names), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
     rows = 0
-    objects = {name: metric for name, metric in metrics.items() if _is_object(metric)}
+    objects = {name: metric for name, metric in metrics.items() if is_object(metric)}
     for metric in objects.values():
         if hasattr(metric, "to"):
             metric.to(device)
@@ -70,7 +70,8 @@ def evaluate(
     return found
 
 
-def _is_object(metric: Any) -> bool:
+def is_object(metric: Any) -> bool:
+    """Whether it is a metric in the manner of torchmetrics."""
     return hasattr(metric, "update") and hasattr(metric, "compute")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 class Stretch:
     """What the losses of some steps came to; those that are no numbers are counted, not summed."""
 
-    epoch: int
+    then: dict[str, Any]  # what was so when reading began
     last_step: int
     total: float
     count: int
@@ -31,7 +32,7 @@ class Losses:
         self._kept: list[Tensor] = []
         self._last = self._samples = 0
         self._since: float | None = None
-        self.begun: tuple[Tensor, torch.cuda.Event | None, int, int, int, float] | None = None
+        self.begun: tuple[Tensor, torch.cuda.Event | None, dict[str, Any], int, int, float] | None = None
 
     def add(self, step: int, loss: Tensor, rows: int) -> None:
         """One more. The first of a training tells nothing of its speed: workers start, and the compiler."""
@@ -42,7 +43,7 @@ class Losses:
         else:
             self._samples += rows
 
-    def begin_reading(self, epoch: int) -> None:
+    def begin_reading(self, then: dict[str, Any]) -> None:
         """Start to bring them to the host; to be read a step later, when that is done."""
         if not self._kept or self.begun is not None or self._since is None:
             return
@@ -53,14 +54,14 @@ class Losses:
             values, event = host.copy_(values, non_blocking=True), torch.cuda.Event()
             event.record()
         now = time.monotonic()
-        self.begun = values, event, epoch, self._last, self._samples, now - self._since
+        self.begun = values, event, then, self._last, self._samples, now - self._since
         self._kept, self._samples, self._since = [], 0, now
 
     def read(self) -> Stretch | None:
         """What was begun to be read."""
         if self.begun is None:
             return None
-        values, event, epoch, last, samples, seconds = self.begun
+        values, event, then, last, samples, seconds = self.begun
         self.begun = None
         if event is not None:
             event.synchronize()
@@ -68,7 +69,7 @@ class Losses:
         good = [number for number in numbers if math.isfinite(number)]
         bad = [place for place, number in enumerate(numbers) if not math.isfinite(number)]
         return Stretch(
-            epoch=epoch,
+            then=then,
             last_step=last,
             total=math.fsum(good),
             count=len(good),

@@ -32,7 +32,7 @@ def _read(value: Any) -> Any:
     """The name of a precision, however a person spells it; YAML reads `off` as False and `16` as a number."""
     word = str(value).strip().lower().removeprefix("torch.") if isinstance(value, str | bool | int) else None
     if word not in _NAMES:
-        hint = nearest(word, _NAMES) if word else ""
+        hint = nearest(word, _NAMES) if word and not word.isdigit() else ""
         raise ValueError(f"one of {', '.join(_MEANS)}{hint}")
     return _NAMES[word]
 

@@ -56,6 +56,10 @@ class Reporter:
         self._sinks: list[Callable[[str, int, Row], None]] = []
         self._close: list[Callable[[], None]] = []
         self._cards: Cards | None = None
+        self._unwritten: set[str] = set()
+        for name in _OPEN if speaks else ():
+            if getattr(config, name):  # a mistake that is told before there is a folder
+                _needed(name, name)
 
     def begin(self, step: int, last: int | None, settings: Mapping[str, Any]) -> None:
         """Training starts at `step` and ends at `last`, if that is known."""
@@ -63,7 +67,7 @@ class Reporter:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         self._sinks = [self._jsonl, self._csv]
-        for name in ("tensorboard", "wandb", "mlflow"):
+        for name in _OPEN:
             if getattr(self._config, name):
                 write, close = _OPEN[name](self._folder, settings)
                 self._sinks.append(write)
@@ -117,7 +121,13 @@ class Reporter:
 
     def _write(self, kind: str, step: int, row: Row) -> None:
         for sink in self._sinks:
-            sink(kind, step, row)
+            try:
+                sink(kind, step, row)
+            except OSError as problem:  # a full disk is no reason to end a training
+                why = problem.strerror or str(problem)
+                if why not in self._unwritten:
+                    self._unwritten.add(why)
+                    self.say(f"metrics of step {step} are not written: {why}; training goes on")
 
     def _jsonl(self, kind: str, step: int, row: Row) -> None:
         with (self._folder / "metrics.jsonl").open("a") as file:
@@ -158,7 +168,6 @@ def _numbers(kind: str, row: Row) -> dict[str, float]:
 
 
 def _tensorboard(folder: Path, settings: Mapping[str, Any]) -> Any:
-    _needed("tensorboard", "tensorboard")
     writer = _needed("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder / "tensorboard"))
 
     def write(kind: str, step: int, row: Row) -> None:

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from types import FrameType
 from typing import Any
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from flatout import budget
 
 _GRACE_S = 20.0  # torchrun kills after 30
+_AT_ONCE_S = 1.0
 
 
 class Ranks:
@@ -81,7 +83,8 @@ def lost_contact(problem: BaseException) -> bool:
 
 
 class Interrupts:
-    """SIGTERM and Ctrl-C as a wish to stop; the second one ends the process as ever.
+    """SIGTERM and Ctrl-C as a wish to stop; a second one, a moment later, ends the process as ever. (The same one often
+    comes twice at once: to the process group, and from whoever started us.)
 
     A rank that stands in a collective with one that died hears no Python handler: a thread that the signal wakes
     ends it, if the loop does not come by in time.
@@ -89,6 +92,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.asked: str | None = None
+        self._asked_at = 0.0
         self._heard = threading.Event()
         self._before: dict[int, Any] = {}
 
@@ -122,9 +126,12 @@ class Interrupts:
             os.close(self._read)
 
     def _ask(self, number: int, _: FrameType | None) -> None:
-        self.asked = signal.Signals(number).name
-        for known, handler in self._before.items():
-            signal.signal(known, handler)
+        if self.asked is None:
+            self.asked, self._asked_at = signal.Signals(number).name, time.monotonic()
+        elif time.monotonic() - self._asked_at > _AT_ONCE_S:
+            for known, handler in self._before.items():
+                signal.signal(known, handler)
+            signal.raise_signal(number)
 
     def _watch(self) -> None:
         while (byte := os.read(self._read, 1)) and byte[0] not in (signal.SIGTERM, signal.SIGINT):

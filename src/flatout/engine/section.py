@@ -85,8 +85,10 @@ def found(path: str, where: str) -> Any:
         thing = importlib.import_module(module_name)
     except ModuleNotFoundError as problem:
         if problem.name is None or not f"{module_name}.".startswith(f"{problem.name}."):
-            raise  # the module is there; something it imports is not
+            raise _theirs(f"{where}: {module_name} cannot be imported", problem) from problem
         raise UsageError(f"{where}: there is no module {problem.name!r} (from {path!r})") from None
+    except (Exception, SystemExit) as problem:
+        raise _theirs(f"{where}: {module_name} cannot be imported", problem) from problem
     for name in names.split("."):
         if not hasattr(thing, name):
             raise UsageError(f"{where}: {module_name} has no {name!r}{nearest(name, dir(thing))}")
@@ -114,10 +116,21 @@ def _call(factory: Callable[..., Any], where: str, first: tuple[Any, ...], given
         return factory(*first, **arguments)
     except UsageError:
         raise
-    except Exception as problem:  # theirs: they get its traceback, from their own code on
-        theirs = problem.__traceback__.tb_next if problem.__traceback__ is not None else None
-        reason = f"{type(problem).__name__}: {problem}"
-        raise UsageError(f"{where}: {name} failed: {reason}") from problem.with_traceback(theirs)
+    except (Exception, SystemExit) as problem:
+        raise _theirs(f"{where}: {name} failed", problem) from problem
+
+
+def _theirs(what: str, problem: BaseException) -> UsageError:
+    """An error of the person's own code: they get its traceback too, from that code on."""
+    frame = problem.__traceback__
+    while frame is not None and (frame.tb_frame.f_code.co_filename in (__file__, importlib.__file__) or _frozen(frame)):
+        frame = frame.tb_next
+    problem.with_traceback(frame)
+    return UsageError(f"{what}: {type(problem).__name__}: {problem}")
+
+
+def _frozen(frame: Any) -> bool:
+    return bool(frame.tb_frame.f_code.co_filename.startswith("<frozen importlib"))
 
 
 def _made(value: Any, where: str) -> Any:

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from flatout.engine.batches import Batches, end_workers
 from flatout.engine.checkpoint import Checkpoints, newest, random_state, set_random_state
-from flatout.engine.config import Settings, checked
+from flatout.engine.config import Settings, amp_is_precision, checked
 from flatout.engine.data import may_begin_early, steps_an_epoch, steps_in_all
 from flatout.engine.evaluation import evaluate
 from flatout.engine.form import Form
@@ -69,11 +69,15 @@ class Trainer:
         ranks: Ranks | None = None,
         val_shared: bool = False,
     ) -> None:
-        self.config = config if isinstance(config, Settings) else checked(Settings, dict(config or {}), "config")
+        if not isinstance(config, Settings):
+            config = checked(Settings, amp_is_precision(dict(config or {}), "config"), "config")
+        self.config = config
         train = self.config.train
         if type(self.config) is Settings:  # the parts are the caller's own
             for name in {"batch_size", "memory_share", "lr_rule", "lr_batch", "seed"} & train.model_fields_set:
                 raise UsageError(f"train.{name} has no effect here: loaders and optimizer were made by you")
+            if wrong := self.config.unknown_best(metrics or ()):
+                raise UsageError(wrong)
         wanted = str(device) if device is not None else train.device
         self.ranks = ranks or Ranks("cpu" if wanted == "cpu" or not torch.cuda.is_available() else "cuda")
         self.device = device_for(wanted, self.ranks.local_rank)
@@ -143,7 +147,7 @@ class Trainer:
             self._schedule()
         due = self._read_losses() if self._losses.begun else set()  # begun at the step before
         if at.step % self.config.log.every == 0:
-            self._losses.begin_reading(at.epoch + 1)
+            self._begin_reading(at.epoch + 1)
         self._do(due | self._due("step", at.step))
         if self._ahead and self._steps_to_evaluation() == VALIDATION_AHEAD and not self.finished:
             self._begin_validation(at.step + VALIDATION_AHEAD)
@@ -156,7 +160,7 @@ class Trainer:
 
     def _end(self) -> None:
         """Read what is left, look at the validation data once more, and leave a checkpoint."""
-        self._losses.begin_reading(self.at.epoch + (self.at.batch > 0))
+        self._begin_reading(self.at.epoch + (self.at.batch > 0))
         self._read_losses()
         if self.stopped_by is None and self._evaluated_at != self.at.step and self.config.evaluate.every is not None:
             self._do({"evaluate"})
@@ -239,6 +243,7 @@ class Trainer:
     def _do(self, due: set[str]) -> None:
         best = False
         if "evaluate" in due and self._val_batches is not None:
+            due = due | self._read_losses()  # what was learned before is told before; it waits for the card anyway
             best = self._evaluate()
         if "checkpoint" in due or (best and self.config.checkpoint.every is not None):
             self.save(best=best)
@@ -290,6 +295,11 @@ class Trainer:
         if not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
 
+    def _begin_reading(self, epoch: int) -> None:
+        """Losses come a step late; what is told with them is what is true now."""
+        lr = self.step.optimizer.param_groups[0]["lr"]
+        self._losses.begin_reading({"epoch": epoch, "lr": lr, "samples": self.at.samples * self.ranks.world})
+
     def _read_losses(self) -> set[str]:
         """What the losses of the last stretch were; ranks agree on it, and on what else is to be done now."""
         read = self._losses.read()
@@ -309,10 +319,10 @@ class Trainer:
         )
         self.skipped += int(bad_steps)
         row = {
-            "epoch": read.epoch,
+            "epoch": read.then["epoch"],
             "loss": total / count if count else None,
-            "lr": self.step.optimizer.param_groups[0]["lr"],
-            "samples": self.at.samples * self.ranks.world,
+            "lr": read.then["lr"],
+            "samples": read.then["samples"],
             "samples_per_s": samples / read.seconds if samples else None,
             "data_wait_pct": min(100.0, 100 * self._batches.waited_s / read.seconds) if samples else None,
             "skipped": self.skipped,
@@ -368,11 +378,16 @@ class Trainer:
             return False
         if len(state["ranks"]) != self.ranks.world:
             raise UsageError(f"{self.out}: saved by {len(state['ranks'])} rank(s), there are {self.ranks.world} now")
+        for name, ours in (("optimizer", self.step.optimizer), ("scheduler", self.scheduler)):
+            if ours is not None and (why := _of_another_kind(ours.state_dict(), state[name])):
+                raise UsageError(f"{self.out}: the {name} of its checkpoint is not that of this config: {why}")
         try:
             self.model.load_state_dict(state["model"])
             self.step.optimizer.load_state_dict(state["optimizer"])
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(state["scheduler"])
+            elif state["scheduler"] is not None:
+                self.say("the checkpoint's scheduler is not used: the config has none")
         except (RuntimeError, ValueError, KeyError, TypeError) as problem:
             why = " ".join(str(problem).split())
             raise UsageError(f"{self.out}: its checkpoint does not fit this config: {why}") from None
@@ -382,7 +397,9 @@ class Trainer:
         self._batches.resume(state["ranks"][self.ranks.rank])
         self._saved_at = self.at.step
         if self.finished:
-            self.say(f"nothing is left to train: {self.out} ended at step {self.at.step}; raise train.epochs to go on")
+            most = self.config.train.max_steps
+            limit = "train.max_steps" if most and self.at.step >= most else "train.epochs"
+            self.say(f"nothing is left to train: {self.out} ended at step {self.at.step}; raise {limit} to go on")
         else:
             self.say(f"resumed after step {self.at.step}: epoch {self.at.epoch + 1}, batch {self.at.batch}")
         return True
@@ -392,3 +409,13 @@ class Trainer:
             return model
         devices = [self.device] if self.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=devices)
+
+
+def _of_another_kind(ours: Mapping[str, Any], saved: Mapping[str, Any] | None) -> str:
+    """Why a saved state cannot be that of an optimizer or scheduler with a state like `ours`; "" if it may be."""
+    if saved is None:
+        return "it has none"
+    missing = ours.keys() - saved.keys()
+    for mine, theirs in zip(ours.get("param_groups", ()), saved.get("param_groups", ()), strict=False):
+        missing |= mine.keys() - theirs.keys()
+    return f"it has no {', '.join(sorted(missing))}" if missing else ""

@@ -388,12 +388,13 @@ class Search:
 
     def _prune(self) -> None:
         """Take out, one at a time, what was kept in a bundle and changes rounding: it has to pay for itself."""
+        unknown = []
         for attempt in list(self.found.attempts):
             change = attempt.change
             if change not in self.found.kept or not attempt.together or change.safety != "equivalent":
                 continue
             if not self._purse.affords((change,)):
-                self._remark(f"no time to see what {in_words(change)} brings by itself")
+                unknown.append(change)
                 continue
             without = tuple(other for other in self.found.kept if other.name != change.name)
             run = self._run(f"without {in_words(change)}", without, look_below_s=0.0)
@@ -408,6 +409,8 @@ class Search:
             else:
                 self.found.kept, self.found.after = without, run
                 self._decide((change,), "undone", alone, note=f"{alone}: brings nothing beside the others")
+        if unknown:
+            self._remark(f"no time to see what each brings by itself: {', '.join(map(in_words, unknown))}")
 
     def _replace(self, attempt: Attempt, **changes: object) -> None:
         place = self.found.attempts.index(attempt)

@@ -109,7 +109,7 @@ class Settings:
             return
         self._looked_at_modules = True
         here = str(Path.cwd())
-        for name, module in list(sys.modules.items()):
+        for name, module in sys.modules.copy().items():  # in one go: others import
             if not _CONFIG.search(name.rpartition(".")[2]) or name.startswith("flatout."):
                 continue
             path = getattr(module, "__file__", None)

@@ -143,6 +143,17 @@ def not_a_data_set() -> int:
     return 3
 
 
+def nothing() -> None:
+    """What a factory gives that forgot to return something."""
+
+
+def gives_up() -> None:
+    raise SystemExit(7)
+
+
+a_number = 3
+
+
 class MortalNet(Net):
     """Kills the process of rank 1 in the middle of training, the first time."""
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flatout import cli
 from flatout.engine.assemble import main
-from flatout.engine.config import PRESETS, Config, effective, load
+from flatout.engine.config import PRESETS, Config, effective, load, without_effect
 from flatout.engine.section import Every
 from flatout.errors import UsageError
 
@@ -59,7 +59,7 @@ def test_what_a_preset_cannot_do_here_is_told(config: Path) -> None:
     load(config, preset="small-memory", notes=notes)
     assert notes == [
         "preset small-memory: augment.factory=flatout.augment:Minimal has no effect, "
-        "augment is none of flatout's presets here"
+        "the file's augment is none of flatout's presets"
     ]
 
 
@@ -110,6 +110,11 @@ WRONG = [
     ("model=engine_toy:seen", "cannot be called"),
     ("model=torch.nn:Identity", "model: it has no parameter to train"),
     ("data.train=engine_toy:not_a_data_set", "data.train: a data set is wanted, int is none"),
+    ("data.train=engine_toy:nothing", "data.train: a data set is wanted, NoneType is none"),
+    ("data.val=engine_toy:nothing", "data.val: a data set is wanted, NoneType is none"),
+    ("criterion=engine_toy:a_number", "criterion: something that can be called is wanted (got 3)"),
+    ("metrics.accuracy=engine_toy:nothing", "metrics.accuracy: engine_toy:nothing does not take output and target"),
+    ("log.mlflow=true", "log.mlflow: mlflow is not installed"),
     ("data.collate=engine_toy:colate", "data.collate: engine_toy has no 'colate'"),
     ("optimizer=torch.nn:Identity", "optimizer: a torch.optim.Optimizer is wanted"),
     ("train.batch_size=65", "train.batch_size: 65 is more than the 64 samples of data.train"),
@@ -141,17 +146,47 @@ def test_a_wrong_config_is_one_line_and_exit_code_2(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("override", "complaint", "where"),
+    [
+        ("model.args.hidden=wide", "model: Net failed: TypeError: ", "engine_toy.py"),
+        ("model=engine_toy:gives_up", "model: gives_up failed: SystemExit: 7", "engine_toy.py"),
+        ("model=lacking:Net", "model.factory: lacking cannot be imported: ModuleNotFoundError: ", "lacking.py"),
+        ("model=raising:Net", "model.factory: raising cannot be imported: ZeroDivisionError: ", "raising.py"),
+        ("model=broken:Net", "model.factory: broken cannot be imported: SyntaxError: ", "broken.py"),
+    ],
+)
 def test_a_part_that_fails_is_named_after_the_traceback_of_its_own_code(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    override: str,
+    complaint: str,
+    where: str,
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["flatout", "train", str(config), "model.args.hidden=wide", "--explain"])
+    for name, text in (("lacking", "import not_there"), ("raising", "1 / 0"), ("broken", "def")):
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["flatout", "train", str(config), override, "--explain"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 2
     *trace, last = capsys.readouterr().err.splitlines()
-    assert last.startswith("flatout: model: Net failed: TypeError: ")
-    assert trace[0].startswith("Traceback")
-    assert "engine_toy.py" in trace[1]
+    assert last.startswith(f"flatout: {complaint}")
+    assert where in "".join(trace)
+    assert "section.py" not in "".join(trace)
+
+
+def test_what_has_no_effect_is_told_line_by_line(config: Path) -> None:
+    idle = ["data.val=null", "metrics={}", "evaluate.every=2 epochs", "train.memory_share=0.5", "train.lr_batch=64"]
+    idle += ["train.scheduler_per=epoch", "checkpoint.every=never", "checkpoint.keep=3"]
+    told = list(without_effect(load(config, idle)))
+    assert [line.partition(" ")[0] for line in told] == [
+        "evaluate.every", "train.memory_share", "train.lr_batch", "train.scheduler_per", "checkpoint.keep",
+    ]  # fmt: skip
+    assert told[0] == "evaluate.every has no effect: there is no data.val"
+    assert list(without_effect(load(config))) == []
 
 
 @pytest.mark.parametrize(

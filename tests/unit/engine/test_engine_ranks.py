@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,9 @@ from engine_toy import Ready
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from flatout.engine import ranks
 from flatout.engine.precision import decide
+from flatout.engine.ranks import Interrupts
 from flatout.engine.step import Step, TrainConfig
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
@@ -67,6 +73,68 @@ def test_two_ranks_learn_what_one_would_and_come_back_when_one_has_died(ready: R
     # BUT not on another number of ranks
     with pytest.raises(Exception, match=r"saved by 2 rank\(s\), there are 1 now"):
         ready(f"out={config.parent / 'runs/toy'}", "model.args.dropout=0").resume()
+
+
+@contextlib.contextmanager
+def by_ourselves(config: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """`flatout train --gpus 2`, which starts its ranks without torchrun."""
+    here = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[3] / "src")])}
+    command = [sys.executable, "-m", "flatout", "train", "--gpus", "2", str(config), *words]
+    env = {**os.environ, **here}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=config.parent, env=env, stdout=pipe, stderr=pipe, text=True) as process:
+        yield process
+
+
+def test_our_own_ranks_end_with_one_line_and_the_code_it_deserves(config: Path) -> None:
+    with by_ourselves(config, "train.epoch=3") as process:
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (2, "")
+    assert err == f"flatout: {config}: there is no setting train.epoch; did you mean train.epochs?\n"
+
+
+def test_our_own_ranks_stop_in_good_order_when_told_to(config: Path) -> None:
+    forever = ["train.epochs=100000", "log.quiet=false", "train.device=auto", "checkpoint.every=100000 steps"]
+    with by_ourselves(config, *forever) as process:
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if line.startswith("epoch 2"):
+                process.send_signal(signal.SIGTERM)
+                break
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "--gpus 2: there is no GPU here that torch can use; 2 ranks train on the CPU\n" in said
+    assert re.search(r"^SIGTERM: stopped at step \d+; go on with --resume$", out, re.M)
+    assert "Traceback" not in err
+    assert list((config.parent / "runs/toy/checkpoints").glob("step-*.pt"))
+
+
+def test_our_own_ranks_end_soon_when_one_of_them_dies(config: Path) -> None:
+    started = time.monotonic()
+    with by_ourselves(config, "model.factory=engine_toy:MortalNet", "model.args.dies_at=5") as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert time.monotonic() - started < 50
+    told = sorted(line for line in err.splitlines() if line.startswith("flatout: rank"))
+    assert told[0].startswith("flatout: rank 0: another rank is gone, training ends after step 5")
+    assert told[1] == "flatout: rank 1 was killed by SIGKILL"
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("apart_s", [0.0, 5.0])
+def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch: pytest.MonkeyPatch, apart_s: float) -> None:
+    now = iter([100.0, 100.0 + apart_s])
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: next(now))
+    with Interrupts() as interrupts:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.heard()
+        if apart_s:
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        else:
+            signal.raise_signal(signal.SIGINT)
 
 
 @pytest.fixture

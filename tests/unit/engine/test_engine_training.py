@@ -28,6 +28,7 @@ from torch.utils.data import DistributedSampler
 
 from flatout import augment
 from flatout.engine import Trainer, checkpoint
+from flatout.engine import assemble as assembling
 from flatout.engine.assemble import main
 from flatout.engine.config import load
 from flatout.engine.model import _compiled
@@ -433,6 +434,79 @@ def test_a_resumed_training_is_the_same_to_the_bit(
     assert same(weights(straight), weights(resumed))
     assert straight.results == resumed.results
     assert straight.scheduler.get_last_lr() == resumed.scheduler.get_last_lr()
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_training_resumed_from_what_an_epoch_has_left_is_the_same_to_the_bit(
+    ready: Ready, tmp_path: Path, workers: int
+) -> None:
+    straight = ready("checkpoint.keep=9", f"data.workers={workers}")
+    straight.fit()
+    for late in (tmp_path / "run/checkpoints").glob("*.pt"):
+        if late.name != "step-000000008.pt":
+            late.unlink()
+    resumed = ready(f"data.workers={workers}")
+    assert resumed.resume()
+    assert (resumed.at.epoch, resumed.at.batch) == (1, 0)
+    resumed.fit()
+    assert same(weights(straight), weights(resumed))
+
+
+def test_another_optimizer_or_scheduler_than_the_checkpoints_is_refused(
+    ready: Ready, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scheduler = "scheduler={factory: torch.optim.lr_scheduler:CosineAnnealingLR, args: {T_max: 3}}"
+    ready(scheduler).fit()
+    with pytest.raises(UsageError, match=r"the optimizer of its checkpoint is not .*: it has no .*momentum"):
+        ready(scheduler, "optimizer={factory: torch.optim:SGD, args: {lr: 0.1}}").resume()
+    with pytest.raises(UsageError, match=r"the scheduler of its checkpoint is not .*: it has no .*gamma"):
+        ready("scheduler={factory: torch.optim.lr_scheduler:StepLR, args: {step_size: 3}}").resume()
+    assert ready("train.epochs=4").resume()
+    assert "the checkpoint's scheduler is not used: the config has none" in capsys.readouterr().out
+
+
+def test_the_batch_size_that_was_found_is_written_down_and_kept_when_a_run_goes_on(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = iter([(16, "the fastest"), (32, "the fastest")])
+    monkeypatch.setattr(assembling, "_fastest", lambda *_: next(found))
+
+    def train(*words: str, resume: bool = False) -> str:
+        words = ("train.batch_size=auto", "train.lr_rule=sqrt", "train.lr_batch=8", *words)
+        main(config, [f"out={tmp_path / 'run'}", *words], preset=None, resume=resume, explain=False, record=False)
+        return capsys.readouterr().out
+
+    said = train("train.epochs=1")
+    assert "train.batch_size: 16  (the fastest)\n" in said
+    assert "learning rate times 1.414" in said
+    assert "batch_size: 16\n" in (tmp_path / "run/config.yaml").read_text()
+    said = train("train.epochs=2", resume=True)
+    assert "train.batch_size: 16  (as this run has found it)\n" in said
+    assert "learning rate times 1.414" in said
+
+
+def test_what_is_told_with_a_loss_was_true_at_its_step_and_comes_before_the_evaluation(
+    ready: Ready, tmp_path: Path
+) -> None:
+    ready("scheduler={factory: torch.optim.lr_scheduler:StepLR, args: {step_size: 1, gamma: 0.5}}").fit()
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [(row["kind"], row["step"]) for row in rows[:3]] == [("train", 4), ("train", 8), ("validation", 8)]
+    assert [row["samples"] for row in rows[:2]] == [32, 64]
+    assert [row["lr"] for row in rows[:2]] == [pytest.approx(1e-2 * 0.5**4), pytest.approx(1e-2 * 0.5**8)]
+
+
+def test_metrics_that_cannot_be_written_do_not_end_a_training(
+    ready: Ready, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Reporter, "_csv", full)
+    trainer = ready()
+    trainer.fit()
+    assert trainer.at.step == 24
+    told = "metrics of step 4 are not written: No space left on device; training goes on\n"
+    assert capsys.readouterr().out == told
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -474,6 +474,12 @@ def test_rounding_that_brings_nothing_beside_the_others_is_pruned() -> None:
     assert "brings nothing beside the others" in found.plan.tried[0].note
 
 
+def test_where_there_is_no_time_to_prune_that_is_said_once() -> None:
+    found = fix(World(facts=IN_FP32 | {"channels_last": False}), budget_s=80)
+    assert set(kept(found)) == {"precision", "channels_last"}
+    assert "no time to see what each brings by itself: precision bf16, channels_last" in found.remarks
+
+
 def test_a_command_that_fails_by_itself_is_the_persons_mistake() -> None:
     class Broken(World):
         def __call__(self, changes: Any, **more: Any) -> Any:

@@ -1,0 +1,92 @@
+"""Starts the ranks of `flatout train --gpus N` on this machine, and ends as they do.
+
+`python -m flatout.together N COMMAND…` does what torchrun does on one machine, less its page of traceback around an end
+that a rank has explained itself, and with the exit code of that rank. What several ranks write to stderr alike is
+shown once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import IO
+
+_EXPLAIN_S, _END_S = 5.0, 30.0  # for the others when one has died: to say what they have to say, and to end when told
+_ALIKE_S = 5.0  # apart
+_PR_SET_PDEATHSIG = 1
+
+
+def main(count: int, command: Sequence[str]) -> int:
+    """Run the command as so many ranks; the exit code of the first that failed, 0 if none did."""
+    ranks: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(number: int, _: object) -> None:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, pass_on)
+    port = str(_free_port())
+    for rank in range(count):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+        env = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, preexec_fn=_end_with_parent))
+    told: dict[bytes, tuple[int, float]] = {}
+    threads = [threading.Thread(target=_show, args=(number, rank.stderr, told)) for number, rank in enumerate(ranks)]
+    for thread in threads:
+        thread.start()
+    code = _ended(ranks)
+    for thread in threads:
+        thread.join()
+    return code
+
+
+def _ended(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Wait until all ranks are gone. The death of one ends the others, which would wait for it."""
+    code, died_at = 0, 0.0
+    alive = True
+    while alive:
+        alive = any(rank.poll() is None for rank in ranks)
+        failed = [(rank.returncode, number) for number, rank in enumerate(ranks) if rank.returncode]
+        if failed and not code:
+            status, number = min(failed)  # one that was killed goes before those that missed it
+            code, died_at = status if status > 0 else 128 - status, time.monotonic()
+            if status < 0:
+                print(f"flatout: rank {number} was killed by {signal.Signals(-status).name}", file=sys.stderr)
+        if code and time.monotonic() - died_at > _EXPLAIN_S:
+            for rank in ranks:
+                (rank.kill if time.monotonic() - died_at > _EXPLAIN_S + _END_S else rank.terminate)()
+        time.sleep(0.05)
+    return code
+
+
+def _show(rank: int, stderr: IO[bytes] | None, told: dict[bytes, tuple[int, float]]) -> None:
+    assert stderr is not None
+    for line in stderr:
+        who, when = told.get(line, (rank, 0.0))
+        if who == rank or time.monotonic() - when > _ALIKE_S:
+            told[line] = rank, time.monotonic()
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
