@@ -7,6 +7,7 @@ shown once.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -19,7 +20,8 @@ from collections.abc import Sequence
 from typing import IO
 
 _EXPLAIN_S, _END_S = 5.0, 30.0  # for the others when one has died: to say what they have to say, and to end when told
-_ALIKE_S = 5.0  # apart
+_ALIKE_S, _REMEMBERED = 5.0, 1_000  # apart; lines
+_LAST_WORDS_S = 1.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -33,29 +35,33 @@ def main(count: int, command: Sequence[str]) -> int:
                 rank.send_signal(number)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, pass_on)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup
+            signal.signal(number, pass_on)
     port = str(_free_port())
     for rank in range(count):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
         env = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, preexec_fn=_end_with_parent))
     told: dict[bytes, tuple[int, float]] = {}
-    threads = [threading.Thread(target=_show, args=(number, rank.stderr, told)) for number, rank in enumerate(ranks)]
-    for thread in threads:
+    shown = [
+        threading.Thread(target=_show, args=(number, rank.stderr, told), daemon=True)
+        for number, rank in enumerate(ranks)
+    ]
+    for thread in shown:
         thread.start()
     code = _ended(ranks)
-    for thread in threads:
-        thread.join()
+    for thread in shown:
+        thread.join(_LAST_WORDS_S)  # what a rank has started may have its stderr too, and live on
     return code
 
 
 def _ended(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait until all ranks are gone. The death of one ends the others, which would wait for it."""
     code, died_at = 0, 0.0
-    alive = True
-    while alive:
-        alive = any(rank.poll() is None for rank in ranks)
-        failed = [(rank.returncode, number) for number, rank in enumerate(ranks) if rank.returncode]
+    statuses: list[int | None] = [None]
+    while None in statuses:
+        statuses = [rank.poll() for rank in ranks]
+        failed = [(status, number) for number, status in enumerate(statuses) if status]
         if failed and not code:
             status, number = min(failed)  # one that was killed goes before those that missed it
             code, died_at = status if status > 0 else 128 - status, time.monotonic()
@@ -73,9 +79,11 @@ def _show(rank: int, stderr: IO[bytes] | None, told: dict[bytes, tuple[int, floa
     for line in stderr:
         who, when = told.get(line, (rank, 0.0))
         if who == rank or time.monotonic() - when > _ALIKE_S:
+            if len(told) > _REMEMBERED:
+                told.clear()
             told[line] = rank, time.monotonic()
-            sys.stderr.buffer.write(line)
-            sys.stderr.buffer.flush()
+            with contextlib.suppress(OSError):  # a full disk, a reader who left: nobody is to wait for that
+                os.write(2, line)
 
 
 def _free_port() -> int:

@@ -111,7 +111,12 @@ def assemble(config: Config, ranks: Ranks, found_before: int | None = None) -> T
         with switched(precision, deterministic=train.deterministic):
             batch_size, why = _fastest(config, train_set, step, convert, augmentation, ranks)
         decisions.append(Decision("train.batch_size", str(batch_size), why, instead=True))
-    config = config.model_copy(update={"train": train.model_copy(update={"batch_size": batch_size})})
+    pieces = min(train.accumulate, batch_size)
+    if pieces < train.accumulate:
+        why = f"a batch of {batch_size} has no more"
+        decisions.append(Decision("train.accumulate", str(pieces), why, instead=True))
+    in_force = {"batch_size": batch_size, "accumulate": pieces}
+    config = config.model_copy(update={"train": train.model_copy(update=in_force)})
     total = batch_size * ranks.world
     if train.batch_size == "auto" or train.lr_rule != "none":
         scaled = scale_learning_rate(optimizer, train, total)

@@ -135,7 +135,7 @@ class Reporter:
 
     def _csv(self, kind: str, step: int, row: Row) -> None:
         path = self._folder / f"{kind}.csv"
-        new = not path.exists()
+        new = not path.exists() or path.stat().st_size == 0
         with path.open("a", newline="") as file:
             writer = csv.writer(file)
             if new:

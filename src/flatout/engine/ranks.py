@@ -86,11 +86,12 @@ class Interrupts:
     """SIGTERM and Ctrl-C as a wish to stop; a second one, a moment later, ends the process as ever. (The same one often
     comes twice at once: to the process group, and from whoever started us.)
 
-    A rank that stands in a collective with one that died hears no Python handler: a thread that the signal wakes
-    ends it, if the loop does not come by in time.
+    A rank that stands in a collective with one that died hears no Python handler: of several a thread that the signal
+    wakes ends it, if the loop does not come by in time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 1) -> None:
+        self._alone = ranks == 1
         self.asked: str | None = None
         self._asked_at = 0.0
         self._heard = threading.Event()
@@ -136,8 +137,9 @@ class Interrupts:
     def _watch(self) -> None:
         while (byte := os.read(self._read, 1)) and byte[0] not in (signal.SIGTERM, signal.SIGINT):
             pass
-        if byte and not self._heard.wait(_GRACE_S):
-            print("flatout: told to stop, but another rank does not answer: ending", file=sys.stderr, flush=True)
+        if byte and not self._alone and not self._heard.wait(_GRACE_S):
+            text = "told to stop, but this step does not end, another rank may be gone: ending"
+            print(f"flatout: {text}", file=sys.stderr, flush=True)
             os._exit(1)
 
 

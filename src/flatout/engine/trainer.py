@@ -113,7 +113,7 @@ class Trainer:
         self.stopped_by: str | None = None
         self.skipped = 0  # steps whose loss was not a number
         self._losses = Losses()
-        self._interrupts = Interrupts()
+        self._interrupts = Interrupts(self.ranks.world)
         self._begun_at: float | None = None  # until the first step is done
         self._frozen = False  # the garbage collector's view of what was there before
         self._evaluated_at = self._saved_at = -1
@@ -143,11 +143,11 @@ class Trainer:
             if is_compiled(self.model):
                 self.say(f"compiled: the first step took {time.monotonic() - self._begun_at:.0f} s", always=False)
             self._begun_at, self._batches.waited_s = None, 0.0
-        if self.scheduler is not None and self.config.train.scheduler_per == "step":
-            self._schedule()
         due = self._read_losses() if self._losses.begun else set()  # begun at the step before
         if at.step % self.config.log.every == 0:
             self._begin_reading(at.epoch + 1)
+        if self.scheduler is not None and self.config.train.scheduler_per == "step":
+            self._schedule()
         self._do(due | self._due("step", at.step))
         if self._ahead and self._steps_to_evaluation() == VALIDATION_AHEAD and not self.finished:
             self._begin_validation(at.step + VALIDATION_AHEAD)
@@ -172,7 +172,7 @@ class Trainer:
             self.say(f"{self.stopped_by}: stopped at step {self.at.step}; {saved}")
 
     def _over(self) -> bool:
-        if self.ranks.world == 1 and self._interrupts.heard():
+        if self._interrupts.heard() and self.ranks.world == 1:  # several agree on it when losses are read
             self.stopped_by = self._interrupts.asked
         return self.finished or self.stopped_by is not None
 
@@ -273,8 +273,9 @@ class Trainer:
         self._begin_validation(self.at.step)
         assert self._val_pass is not None
         random = random_state(self.device)
-        batches = (self._augmented(batch, training=False) for batch in self._val_pass)
-        self.results = evaluate(self.step, self.model, batches, self.metrics, self.ranks, self._val_shared)
+        batches = (self._augmented(batch, training=False) for batch in self._listening(self._val_pass))
+        found = evaluate(self.step, self.model, batches, self.metrics, self.ranks, self._val_shared)
+        self.results = self.ranks.gathered(found)[0]  # ranks with data of their own would not agree on what is best
         set_random_state(random, self.device)
         self._val_pass = None
         self._evaluated_at, self._done_at["evaluate"] = self.at.step, time.monotonic()
@@ -290,6 +291,12 @@ class Trainer:
         better = math.isfinite(value) and (self.best is None or sign * value < sign * self.best)
         self.best = value if better else self.best
         return better
+
+    def _listening(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches; who waits for a sign that this rank is alive gets one with each."""
+        for batch in batches:
+            self._interrupts.heard()
+            yield batch
 
     def _schedule(self) -> None:
         if not isinstance(self.scheduler, ReduceLROnPlateau):
@@ -378,7 +385,7 @@ class Trainer:
             return False
         if len(state["ranks"]) != self.ranks.world:
             raise UsageError(f"{self.out}: saved by {len(state['ranks'])} rank(s), there are {self.ranks.world} now")
-        for name, ours in (("optimizer", self.step.optimizer), ("scheduler", self.scheduler)):
+        for name, ours in (("scheduler", self.scheduler), ("optimizer", self.step.optimizer)):
             if ours is not None and (why := _of_another_kind(ours.state_dict(), state[name])):
                 raise UsageError(f"{self.out}: the {name} of its checkpoint is not that of this config: {why}")
         try:
@@ -417,5 +424,5 @@ def _of_another_kind(ours: Mapping[str, Any], saved: Mapping[str, Any] | None) -
         return "it has none"
     missing = ours.keys() - saved.keys()
     for mine, theirs in zip(ours.get("param_groups", ()), saved.get("param_groups", ()), strict=False):
-        missing |= mine.keys() - theirs.keys()
+        missing |= mine.keys() - theirs.keys() - {"initial_lr"}  # that is a scheduler's
     return f"it has no {', '.join(sorted(missing))}" if missing else ""

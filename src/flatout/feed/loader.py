@@ -180,7 +180,7 @@ def iterator_for(
         auto_collation=loader._auto_collation,
         drop_last=loader.drop_last,
         worker_init_fn=loader.worker_init_fn,
-        batch_size=loader.batch_size,
+        batch_size=loader.batch_size or _whole_number(getattr(loader.batch_sampler, "batch_size", None)),
         declared=loader.num_workers or (kept.feed.recipe.declared if kept else _workers(loader, options)),
         streams=_numbered(loader, options),
         skip_bad=options.on_bad_sample == "skip",
@@ -215,6 +215,10 @@ def iterator_for(
     iterator = FeedIterator(loader, kept.feed, resume)
     kept.user = weakref.ref(iterator)
     return iterator, ""
+
+
+def _whole_number(value: Any) -> int | None:
+    return value if type(value) is int else None
 
 
 def _workers(loader: StockLoader[Any], options: Options) -> int:

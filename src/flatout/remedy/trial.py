@@ -234,18 +234,27 @@ class Search:
         if kept:
             paid = self._compile_pays(changes, run, gained)
             if paid is not None:
-                self._decide(changes, "undone", gained, note=paid)
+                self._without_compiling(replace(offer, changes=changes), gained, paid)
                 return
             self._keep(changes, run, gained, long=offer.pauses)
         elif gained.value > 1 and not gained.hopeless and not again:
             self._undecided.append(replace(offer, changes=changes))
             self._decide(changes, "undone", gained, note=f"{gained}: no gain over 2% was shown")
-        elif len(changes) > 1 and offer.worth_splitting and self._purse.affords(changes, runs=len(changes)):
+        elif len(changes) > 1 and offer.worth_splitting and self._purse.affords(changes, runs=len(offer.parts)):
             self._story.said(f"{offer.name}: {gained}. One by one")
             self._one_by_one(replace(offer, changes=changes))
         else:
             shown = "slower" if gained.high < 1 else "no gain over 2% was shown"
             self._decide(changes, "undone", gained, note=f"{gained}: {shown}")
+
+    def _without_compiling(self, offer: Offer, gained: Gain, why: str) -> None:
+        """Undo compiling, which does not pay, and see what the others bring."""
+        others = tuple(change for change in offer.changes if change.name != "compile")
+        self._decide([change for change in offer.changes if change.name == "compile"], "undone", gained, note=why)
+        if others and self._purse.affords(others):
+            self._try(replace(offer, changes=others))
+        elif others:
+            self._decide(others, "undone", note="the budget was spent before it could be tried without compiling")
 
     def _one_by_one(self, offer: Offer) -> None:
         for part in offer.parts:

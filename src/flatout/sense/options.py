@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -78,7 +80,7 @@ class Options:
 
 
 def new_folder(name: str) -> Path:
-    """flatout-runs/<time>-<name>, not taken yet."""
+    """flatout-runs/<time>-<name>, not taken yet; -2 and so on behind it would be further trainings of one command."""
     base = Path("flatout-runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
-    candidates = [base, *(base.with_name(f"{base.name}-{n}") for n in range(2, 1000))]
-    return next(path for path in candidates if not path.exists())
+    others = (base.with_name(f"{base.name}.{number}") for number in itertools.count(os.getpid()))
+    return next(path for path in itertools.chain([base], others) if not path.exists())

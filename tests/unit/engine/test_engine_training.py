@@ -453,7 +453,7 @@ def test_a_training_resumed_from_what_an_epoch_has_left_is_the_same_to_the_bit(
 
 
 def test_another_optimizer_or_scheduler_than_the_checkpoints_is_refused(
-    ready: Ready, capsys: pytest.CaptureFixture[str]
+    ready: Ready, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scheduler = "scheduler={factory: torch.optim.lr_scheduler:CosineAnnealingLR, args: {T_max: 3}}"
     ready(scheduler).fit()
@@ -463,6 +463,9 @@ def test_another_optimizer_or_scheduler_than_the_checkpoints_is_refused(
         ready("scheduler={factory: torch.optim.lr_scheduler:StepLR, args: {step_size: 3}}").resume()
     assert ready("train.epochs=4").resume()
     assert "the checkpoint's scheduler is not used: the config has none" in capsys.readouterr().out
+    ready("out=" + str(tmp_path / "plain")).fit()
+    with pytest.raises(UsageError, match="the scheduler of its checkpoint is not that of this config: it has none"):
+        ready("out=" + str(tmp_path / "plain"), scheduler).resume()
 
 
 def test_the_batch_size_that_was_found_is_written_down_and_kept_when_a_run_goes_on(
@@ -492,7 +495,14 @@ def test_what_is_told_with_a_loss_was_true_at_its_step_and_comes_before_the_eval
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [(row["kind"], row["step"]) for row in rows[:3]] == [("train", 4), ("train", 8), ("validation", 8)]
     assert [row["samples"] for row in rows[:2]] == [32, 64]
-    assert [row["lr"] for row in rows[:2]] == [pytest.approx(1e-2 * 0.5**4), pytest.approx(1e-2 * 0.5**8)]
+    assert [row["lr"] for row in rows[:2]] == [pytest.approx(1e-2 * 0.5**3), pytest.approx(1e-2 * 0.5**7)]
+
+
+def test_ranks_that_see_other_data_agree_on_what_is_best(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = ready("checkpoint.best=accuracy", "checkpoint.best_is=max")
+    monkeypatch.setattr(trainer.ranks, "gathered", lambda thing: [{**thing, "accuracy": 0.25}, thing])
+    trainer._evaluate()
+    assert (trainer.results["accuracy"], trainer.best) == (0.25, 0.25)
 
 
 def test_metrics_that_cannot_be_written_do_not_end_a_training(

@@ -406,6 +406,18 @@ def test_small_batches_of_slow_samples_are_divided_too(batch_size: int, monkeypa
     assert all(torch.equal(one, other) for one, other in zip(divided, whole, strict=True))
 
 
+def test_a_batch_samplers_batches_are_divided_like_others() -> None:
+    by_size = DataLoader(Things(32), 8, num_workers=1)
+    by_sampler = DataLoader(Things(32), batch_sampler=BatchSampler(range(32), 8, False), num_workers=1)
+    chunks = []
+    for loader in (by_size, by_sampler):
+        next(iter(loader))
+        its_feed = feed_of(loader)
+        assert its_feed is not None
+        chunks.append(its_feed.recipe.chunk)
+    assert chunks == [2, 2]
+
+
 class Slow(Drawing):
     """Samples that draw, and take so long that even four of them are worth dividing."""
 

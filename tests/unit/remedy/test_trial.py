@@ -419,6 +419,18 @@ def test_compiling_that_never_pays_back_is_undone() -> None:
     assert "more than the 2,000 of the whole training" in found.plan.tried[0].note
 
 
+def test_what_was_tried_with_compiling_that_never_pays_back_is_tried_without() -> None:
+    world = World(
+        settings=[flag("amp", True, compile_model=True, epochs=1)],
+        facts={"autocast": ["None"], "compiled": False, "optimizer_fused": True},
+        xray={"top_ms": {"elementwise_kernel": 100.0}},
+        length=2_000,
+    )
+    found = fix(world)
+    assert verdicts(found)["compile"] == "undone"
+    assert kept(found) == {"precision": "bf16"}
+
+
 def test_where_compiling_fails_what_was_tried_with_it_is_tried_without() -> None:
     world = World(
         settings=[flag("amp", True, compile_model=True)],

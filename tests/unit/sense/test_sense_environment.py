@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from flatout import launch
 from flatout.plan import Change, Plan
+from flatout.sense import options as sense_options
 from flatout.sense.options import VARIABLE, Options, Trial
 
 
@@ -29,3 +33,16 @@ def test_options_of_a_plain_run_come_back_too() -> None:
 def test_switched_off_there_are_no_options() -> None:
     assert Options.from_environment({VARIABLE: "{}", "FLATOUT": "off"}) is None
     assert Options.from_environment({}) is None
+
+
+def test_trainings_begun_in_the_same_second_are_not_taken_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sense_options.time, "strftime", lambda _: "now")
+    folders = []
+    for _ in range(3):
+        folders.append(sense_options.new_folder("train"))
+        folders[-1].mkdir(parents=True)
+    assert len(set(folders)) == 3
+    assert [launch.recordings(folder) for folder in folders] == [[folder] for folder in folders]
