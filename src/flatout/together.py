@@ -23,6 +23,7 @@ _EXPLAIN_S, _END_S = 5.0, 30.0  # for the others when one has died: to say what 
 _ALIKE_S, _REMEMBERED = 5.0, 1_000  # apart; lines
 _LAST_WORDS_S = 1.0
 _PR_SET_PDEATHSIG = 1
+WATCHED = "FLATOUT_RANKS_WATCHED"  # to the ranks: should one of you die, I see to the others
 
 
 def main(count: int, command: Sequence[str]) -> int:
@@ -40,7 +41,7 @@ def main(count: int, command: Sequence[str]) -> int:
     port = str(_free_port())
     for rank in range(count):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-        env = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        env = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, WATCHED: "1"}
         ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, preexec_fn=_end_with_parent))
     told: dict[bytes, tuple[int, float]] = {}
     shown = [

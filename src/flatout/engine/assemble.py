@@ -9,7 +9,7 @@ import random
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +51,18 @@ def main(
     notes: list[str] = []
     config = load(path, overrides, preset, notes)
     wanted = Path(config.out or f"runs/{path.stem}")
-    out = _folder(wanted, resume)
     ranks = Ranks("cpu" if config.train.device == "cpu" or not torch.cuda.is_available() else "cuda")
     if gpus > 1 and config.train.device != "cpu" and not torch.cuda.is_available():
         notes.append(f"--gpus {gpus}: there is no GPU here that torch can use; {ranks.world} ranks train on the CPU")
-    out, trace = ranks.gathered((out, new_folder(path.stem)))[0]  # the first rank's word, should another look later
-    config = config.model_copy(update={"out": str(out)})
-    found_before = _batch_size_of(out) if resume and config.train.batch_size == "auto" else None
-    with attach(trace) if record else contextlib.nullcontext():
+    with contextlib.ExitStack() as claim:
+        if resume or explain or not ranks.first:
+            out = _folder(wanted, resume)
+        else:
+            out = claim.enter_context(_claimed(wanted))
+        out, trace = ranks.gathered((out, new_folder(path.stem)))[0]  # the first rank's word
+        config = config.model_copy(update={"out": str(out)})
+        found_before = _batch_size_of(out) if resume and config.train.batch_size == "auto" else None
+        claim.enter_context(attach(trace) if record else contextlib.nullcontext())
         trainer = assemble(config, ranks, found_before)
         assert isinstance(trainer.config, Config)
         for text in (*notes, *without_effect(config)):
@@ -95,7 +99,7 @@ def assemble(config: Config, ranks: Ranks, found_before: int | None = None) -> T
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"model: a torch.nn.Module is wanted, {type(model).__name__} is none")
     model.to(device)
-    criterion = _function(config.criterion, "criterion") if config.criterion is not None else None
+    criterion = _taking_two(config.criterion, "criterion") if config.criterion is not None else None
     optimizer, fused = _optimizer(config.optimizer, model, device)
     augmentation = _augmentation(config, device)
     _seed((train.seed + ranks.rank) % 2**32)
@@ -127,7 +131,7 @@ def assemble(config: Config, ranks: Ranks, found_before: int | None = None) -> T
     if config.data.workers == 0 and config.data.on_bad_sample == "skip":
         why = "without workers nothing is left out"
         decisions.append(Decision("data.on_bad_sample", "raise", why, instead=True))
-    metrics = {name: _metric(part, f"metrics.{name}") for name, part in config.metrics.items()}
+    metrics = {name: _taking_two(part, f"metrics.{name}") for name, part in config.metrics.items()}
     shared = ranks.world > 1 and can_share(metrics)
     if ranks.world > 1:
         how = "each rank looks at its part" if shared else "a metric needs all of the data: each rank looks at it"
@@ -168,15 +172,18 @@ def _function(part: Part, where: str) -> Any:
     return made
 
 
-def _metric(part: Part, where: str) -> Any:
-    metric = _function(part, where)
-    if not is_object(metric):
-        with contextlib.suppress(ValueError):  # of some functions nothing is known
-            try:
-                inspect.signature(metric).bind("output", "target")
-            except TypeError as problem:
-                raise UsageError(f"{where}: {part.factory} does not take output and target: {problem}") from None
-    return metric
+def _taking_two(part: Part, where: str) -> Any:
+    """A loss or a metric that can be called with output and target."""
+    made = _function(part, where)
+    if is_object(made) and not hasattr(made, "reset"):
+        raise UsageError(f"{where}: {part.factory} has `update` and `compute`, but no `reset`")
+    called = made.update if is_object(made) else made.forward if isinstance(made, torch.nn.Module) else made
+    with contextlib.suppress(ValueError):  # of some functions nothing is known
+        try:
+            inspect.signature(called).bind("output", "target")
+        except TypeError as problem:
+            raise UsageError(f"{where}: {part.factory} does not take output and target: {problem}") from None
+    return made
 
 
 def _optimizer(part: Part, model: torch.nn.Module, device: torch.device) -> tuple[torch.optim.Optimizer, Decision]:
@@ -264,12 +271,29 @@ def _folder(wanted: Path, resume: bool) -> Path:
     return wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
 
 
+@contextlib.contextmanager
+def _claimed(wanted: Path) -> Iterator[Path]:
+    """A new folder for a run, which no other run takes meanwhile; gone again if nothing came of it."""
+    out, around = _folder(wanted, resume=False), wanted.parent.exists()
+    while True:
+        try:
+            out.mkdir(parents=True)
+            break
+        except OSError as problem:
+            if not isinstance(problem, FileExistsError) or not out.is_dir():
+                raise UsageError(f"out: cannot make the folder {out}: {problem.strerror}") from None
+            out = _folder(wanted, resume=False)
+    try:
+        yield out
+    finally:
+        with contextlib.suppress(OSError):  # where something is in it
+            out.rmdir()
+            if not around:
+                out.parent.rmdir()
+
+
 def _keep(config: Config, out: Path) -> None:
     """Save the config that is in force beside what comes of it; one that is there is never overwritten."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise UsageError(f"out: cannot make the folder {out}: {problem.strerror}") from None
     if not os.access(out, os.W_OK):
         raise UsageError(f"out: cannot write to the folder {out}: no permission, or a read-only disk")
     text = effective(config)

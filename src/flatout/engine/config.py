@@ -114,6 +114,7 @@ def without_effect(config: Config) -> Iterator[str]:
         "there is no data.val": [("evaluate", "every"), ("evaluate", "batch_size")] * (config.data.val is None),
         "train.batch_size is not auto": [("train", "memory_share")] * (config.train.batch_size != "auto"),
         "train.lr_rule is none": [("train", "lr_batch")] * (config.train.lr_rule == "none"),
+        "evaluate.every is never": [("evaluate", "batch_size")] * (config.evaluate.every is None),
         "there is no scheduler": [("train", "scheduler_per")] * (config.scheduler is None),
         "checkpoint.every is never": [("checkpoint", name) for name in ("keep", "best", "best_is") if never],
     }

@@ -6,11 +6,13 @@ A bar in a terminal, a line every so often elsewhere, only what matters with `qu
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib
 import json
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +88,8 @@ class Reporter:
     def say(self, text: str, *, always: bool = True) -> None:
         """One line, above the bar; what is not for `always` is left out when quiet."""
         if self._speaks and (always or not self._config.quiet):
-            self._console.print(text, markup=False)
+            with self._going_on():
+                self._console.print(text, markup=False)
 
     def trained(self, step: int, row: dict[str, Any]) -> None:
         """How training went since the last time."""
@@ -99,7 +102,8 @@ class Reporter:
             room = self._console.width - len(f"step {step}  ") - _SHORTEST_BAR - len("  ") - _TIME_LEFT
             while len("  ".join(words)) > room and len(words) > 1:
                 words.pop()
-            self._bar.update(self._task, completed=step, text="  ".join(words), refresh=True)
+            with self._going_on():
+                self._bar.update(self._task, completed=step, text="  ".join(words), refresh=True)
         else:
             self.say("  ".join([f"epoch {row['epoch']}", f"step {step}", *words]), always=False)
 
@@ -113,11 +117,23 @@ class Reporter:
     def end(self) -> None:
         """Close everything."""
         if self._bar is not None:
-            self._bar.stop()
+            with self._going_on():
+                self._bar.stop()
             self._bar = None
         for close in self._close:
             close()
         self._close.clear()
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """A stdout that takes nothing more (a full disk, a reader who left) costs what is said, not the training."""
+        try:
+            yield
+        except OSError as problem:
+            with contextlib.suppress(OSError):
+                text = f"flatout: stdout cannot be written to: {problem.strerror}; training goes on without\n"
+                os.write(2, text.encode())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     def _write(self, kind: str, step: int, row: Row) -> None:
         for sink in self._sinks:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from flatout import budget
+from flatout.together import WATCHED
 
 _GRACE_S = 20.0  # torchrun kills after 30
 _AT_ONCE_S = 1.0
@@ -86,12 +87,12 @@ class Interrupts:
     """SIGTERM and Ctrl-C as a wish to stop; a second one, a moment later, ends the process as ever. (The same one often
     comes twice at once: to the process group, and from whoever started us.)
 
-    A rank that stands in a collective with one that died hears no Python handler: of several a thread that the signal
-    wakes ends it, if the loop does not come by in time.
+    A rank that stands in a collective with one that died hears no Python handler: of several that nobody else watches,
+    a thread that the signal wakes ends it, if the loop does not come by in time.
     """
 
     def __init__(self, ranks: int = 1) -> None:
-        self._alone = ranks == 1
+        self._alone = ranks == 1 or WATCHED in os.environ
         self.asked: str | None = None
         self._asked_at = 0.0
         self._heard = threading.Event()

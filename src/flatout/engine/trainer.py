@@ -37,6 +37,7 @@ from flatout.engine.step import Step, batch_rows, is_compiled
 from flatout.errors import FlatoutError, UsageError
 from flatout.feed import to_device
 
+_PROGRESS = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter")  # of schedulers; the rest was set
 VALIDATION_AHEAD = 16  # steps before an evaluation, its data are begun to be read
 
 
@@ -128,7 +129,7 @@ class Trainer:
                 for batch in self._batches.of_epoch(self.at.epoch, self.at.batch):
                     loss = self.step(self._augmented(batch, training=True))
                     self._advance(loss, batch_rows(batch))
-                    if self._over():
+                    if self._over() and not self._epoch_is_done():
                         break
                 else:
                     self._end_epoch()
@@ -170,6 +171,10 @@ class Trainer:
         if self.stopped_by is not None:
             saved = "go on with --resume" if self.config.checkpoint.every is not None else "no checkpoint was asked for"
             self.say(f"{self.stopped_by}: stopped at step {self.at.step}; {saved}")
+
+    def _epoch_is_done(self) -> bool:
+        """Whether a training that is finished has also come to the end of an epoch, with all that is due then."""
+        return self.stopped_by is None and self.at.batch == self._epoch_steps
 
     def _over(self) -> bool:
         if self._interrupts.heard() and self.ranks.world == 1:  # several agree on it when losses are read
@@ -278,6 +283,8 @@ class Trainer:
         self.results = self.ranks.gathered(found)[0]  # ranks with data of their own would not agree on what is best
         set_random_state(random, self.device)
         self._val_pass = None
+        if self.ranks.world > 1 and self.ranks.highest([self._interrupts.heard()])[0]:
+            self.stopped_by = self._interrupts.asked or "stop"
         self._evaluated_at, self._done_at["evaluate"] = self.at.step, time.monotonic()
         self.reporter.evaluated(self.at.step, self.at.epoch + (self.at.batch > 0), self.results)
         if isinstance(self.scheduler, ReduceLROnPlateau):
@@ -373,6 +380,7 @@ class Trainer:
             "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
             "scaler": self.step.scaler.state_dict(),
             "accumulate": self.step.accumulate,
+            "epoch_steps": self._epoch_steps,
             "best": self.best,
             "ranks": ranks,
         }
@@ -388,6 +396,8 @@ class Trainer:
         for name, ours in (("scheduler", self.scheduler), ("optimizer", self.step.optimizer)):
             if ours is not None and (why := _of_another_kind(ours.state_dict(), state[name])):
                 raise UsageError(f"{self.out}: the {name} of its checkpoint is not that of this config: {why}")
+        for text in self._otherwise_in(state):
+            self.say(text)
         try:
             self.model.load_state_dict(state["model"])
             self.step.optimizer.load_state_dict(state["optimizer"])
@@ -410,6 +420,22 @@ class Trainer:
         else:
             self.say(f"resumed after step {self.at.step}: epoch {self.at.epoch + 1}, batch {self.at.batch}")
         return True
+
+    def _otherwise_in(self, state: Mapping[str, Any]) -> Iterator[str]:
+        """What the config says otherwise than a checkpoint that is gone on from, and what becomes of it."""
+        ours, saved = self.step.optimizer.param_groups[0], state["optimizer"]["param_groups"][0]
+        rate = "initial_lr" if "initial_lr" in ours else "lr"
+        kept = {f"optimizer's {key}": (saved.get(key), ours[key]) for key in ours.keys() - {"params", "lr"} | {rate}}
+        if self.scheduler is not None:
+            ours, saved = self.scheduler.state_dict(), state["scheduler"]
+            settings = [key for key in ours if not key.startswith("_") and key not in _PROGRESS]
+            kept |= {f"scheduler's {key}": (saved[key], ours[key]) for key in settings}
+        for name, (then, now) in sorted(kept.items()):
+            if isinstance(now, bool | int | float | str) and then != now:
+                yield f"the {name} stays as it was: {then} (the config comes to {now})"
+        batches = state.get("epoch_steps")
+        if batches not in (None, self._epoch_steps) and state["at"]["batch"]:
+            yield f"an epoch had {batches} batches and has {self._epoch_steps} now: this one goes on at the same number"
 
     def _across_ranks(self, model: nn.Module) -> nn.Module:
         if self.ranks.world == 1 or not any(parameter.requires_grad for parameter in model.parameters()):

@@ -12,6 +12,8 @@ import math
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from itertools import chain, islice
 from pathlib import Path
@@ -496,6 +498,73 @@ def test_what_is_told_with_a_loss_was_true_at_its_step_and_comes_before_the_eval
     assert [(row["kind"], row["step"]) for row in rows[:3]] == [("train", 4), ("train", 8), ("validation", 8)]
     assert [row["samples"] for row in rows[:2]] == [32, 64]
     assert [row["lr"] for row in rows[:2]] == [pytest.approx(1e-2 * 0.5**3), pytest.approx(1e-2 * 0.5**7)]
+
+
+def test_runs_of_one_config_begun_together_have_folders_of_their_own(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN a run whose data take long to open, WHEN another of the same config begins meanwhile."""
+    monkeypatch.chdir(tmp_path)
+    opened = assembling.datasets
+
+    def train() -> None:
+        main(config, [], preset=None, resume=False, explain=False, record=False)
+
+    def slowly(data: Any) -> Any:
+        monkeypatch.setattr(assembling, "datasets", opened)
+        train()
+        return opened(data)
+
+    monkeypatch.setattr(assembling, "datasets", slowly)
+    train()
+    rows = [len((tmp_path / "runs" / name / "train.csv").read_text().splitlines()) for name in ("toy", "toy-2")]
+    assert rows == [7, 7]
+
+
+def test_a_finished_training_that_is_lengthened_is_the_longer_one(ready: Ready, tmp_path: Path) -> None:
+    """With a scheduler that goes by what validation gives: none of it counts twice."""
+    plateau = "scheduler={factory: torch.optim.lr_scheduler:ReduceLROnPlateau, args: {patience: 0, threshold: 9}}"
+    straight = ready(plateau, f"out={tmp_path / 'straight'}", "train.epochs=3", "data.workers=1")
+    straight.fit()
+    ready(plateau, "train.epochs=2", "data.workers=1").fit()
+    longer = ready(plateau, "train.epochs=3", "data.workers=1")
+    assert longer.resume()
+    longer.fit()
+    assert same(weights(straight), weights(longer))
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["kind"] == "validation"] == [8, 16, 24]
+
+
+def test_what_a_config_says_otherwise_than_the_checkpoint_is_told(
+    ready: Ready, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = "scheduler={factory: torch.optim.lr_scheduler:StepLR, args: {step_size: 9, gamma: 0.5}}"
+    ready(steps, "train.max_steps=11").fit()
+    assert ready(steps).resume()
+    assert "stays as it was" not in capsys.readouterr().out
+    changed = ready(steps.replace("0.5", "0.9"), "optimizer.args.lr=0.5", "train.batch_size=16")
+    assert changed.resume()
+    told = capsys.readouterr().out
+    assert "the optimizer's initial_lr stays as it was: 0.01 (the config comes to 0.5)\n" in told
+    assert "the scheduler's gamma stays as it was: 0.5 (the config comes to 0.9)\n" in told
+    assert "an epoch had 8 batches and has 4 now: this one goes on at the same number\n" in told
+
+
+def test_a_stdout_that_takes_nothing_does_not_end_a_training(config: Path, tmp_path: Path) -> None:
+    here = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[3] / "src")])
+    command = [sys.executable, "-m", "flatout", "train", "--here", str(config), "log.quiet=false"]
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        ended = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": here},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == "flatout: stdout cannot be written to: No space left on device; training goes on without\n"
+    assert (tmp_path / "runs/toy/checkpoints/step-000000024.pt").exists()
 
 
 def test_ranks_that_see_other_data_agree_on_what_is_best(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
