@@ -121,7 +121,10 @@ class Step:
                 return getattr(output, "loss", output), output, None
             *inputs, target = batch
             output = model(*inputs)
-            return self.criterion(output, target), output, target
+            loss = self.criterion(output, target)
+            if not isinstance(loss, Tensor):
+                raise UsageError(f"criterion: a tensor is wanted as the loss (got {loss!r})")
+            return loss, output, target
 
     def _gradients(self, batch: Any) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)

@@ -249,7 +249,12 @@ class Trainer:
         best = False
         if "evaluate" in due and self._val_batches is not None:
             due = due | self._read_losses()  # what was learned before is told before; it waits for the card anyway
-            best = self._evaluate()
+            try:
+                best = self._evaluate()
+            except Exception:
+                if "checkpoint" in due and self.ranks.world == 1:
+                    self.save()  # an epoch is not lost with a metric that fails
+                raise
         if "checkpoint" in due or (best and self.config.checkpoint.every is not None):
             self.save(best=best)
 

@@ -567,6 +567,21 @@ def test_a_stdout_that_takes_nothing_does_not_end_a_training(config: Path, tmp_p
     assert (tmp_path / "runs/toy/checkpoints/step-000000024.pt").exists()
 
 
+def test_an_epoch_is_not_lost_with_a_metric_that_fails(ready: Ready, tmp_path: Path) -> None:
+    trainer = ready()
+    trainer.metrics["accuracy"] = lambda output, target: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit()
+    assert (tmp_path / "run/checkpoints/step-000000008.pt").exists()
+
+
+def test_a_loss_that_is_no_tensor_is_the_persons_mistake(ready: Ready) -> None:
+    trainer = ready()
+    trainer.step.criterion = lambda output, target: "low"
+    with pytest.raises(UsageError, match=r"criterion: a tensor is wanted as the loss \(got 'low'\)"):
+        trainer.fit()
+
+
 def test_ranks_that_see_other_data_agree_on_what_is_best(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = ready("checkpoint.best=accuracy", "checkpoint.best_is=max")
     monkeypatch.setattr(trainer.ranks, "gathered", lambda thing: [{**thing, "accuracy": 0.25}, thing])
