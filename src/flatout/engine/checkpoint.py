@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -225,3 +225,37 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# -- a checkpoint beside the config that goes on from it ---------------------------------------------------------------
+
+_PROGRESS = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter")  # of schedulers; the rest was set
+
+
+def of_another_kind(ours: Mapping[str, Any], saved: Mapping[str, Any] | None) -> str:
+    """Why a saved state cannot be that of an optimizer or scheduler with a state like `ours`; "" if it may be."""
+    if saved is None:
+        return "it has none"
+    missing = ours.keys() - saved.keys()
+    for mine, theirs in zip(ours.get("param_groups", ()), saved.get("param_groups", ()), strict=False):
+        missing |= mine.keys() - theirs.keys() - {"initial_lr"}  # that is a scheduler's
+    return f"it has no {', '.join(sorted(missing))}" if missing else ""
+
+
+def overridden(
+    optimizer: torch.optim.Optimizer, scheduler: Any, epoch_steps: int | None, state: Mapping[str, Any]
+) -> Iterator[str]:
+    """What is set otherwise than it was in a checkpoint, and does not count; a line each."""
+    ours, saved = optimizer.param_groups[0], state["optimizer"]["param_groups"][0]
+    rate = "initial_lr" if "initial_lr" in ours else "lr"
+    kept = {f"optimizer's {key}": (saved.get(key), ours[key]) for key in ours.keys() - {"params", "lr"} | {rate}}
+    if scheduler is not None:
+        ours, saved = scheduler.state_dict(), state["scheduler"]
+        settings = [key for key in ours if not key.startswith("_") and key not in _PROGRESS]
+        kept |= {f"scheduler's {key}": (saved[key], ours[key]) for key in settings}
+    for name, (then, now) in sorted(kept.items()):
+        if isinstance(now, bool | int | float | str) and then != now:
+            yield f"the {name} stays as it was: {then} (the config comes to {now})"
+    batches = state.get("epoch_steps")
+    if batches not in (None, epoch_steps) and state["at"]["batch"]:
+        yield f"an epoch had {batches} batches and has {epoch_steps} now: this one goes on at the same number"

@@ -22,7 +22,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from flatout.engine.batches import Batches, end_workers
-from flatout.engine.checkpoint import Checkpoints, newest, random_state, set_random_state
+from flatout.engine.checkpoint import (
+    Checkpoints,
+    newest,
+    of_another_kind,
+    overridden,
+    random_state,
+    set_random_state,
+)
 from flatout.engine.config import Settings, amp_is_precision, checked
 from flatout.engine.data import may_begin_early, steps_an_epoch, steps_in_all
 from flatout.engine.evaluation import evaluate
@@ -37,7 +44,6 @@ from flatout.engine.step import Step, batch_rows, is_compiled
 from flatout.errors import FlatoutError, UsageError
 from flatout.feed import to_device
 
-_PROGRESS = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter")  # of schedulers; the rest was set
 VALIDATION_AHEAD = 16  # steps before an evaluation, its data are begun to be read
 
 
@@ -399,9 +405,9 @@ class Trainer:
         if len(state["ranks"]) != self.ranks.world:
             raise UsageError(f"{self.out}: saved by {len(state['ranks'])} rank(s), there are {self.ranks.world} now")
         for name, ours in (("scheduler", self.scheduler), ("optimizer", self.step.optimizer)):
-            if ours is not None and (why := _of_another_kind(ours.state_dict(), state[name])):
+            if ours is not None and (why := of_another_kind(ours.state_dict(), state[name])):
                 raise UsageError(f"{self.out}: the {name} of its checkpoint is not that of this config: {why}")
-        for text in self._otherwise_in(state):
+        for text in overridden(self.step.optimizer, self.scheduler, self._epoch_steps, state):
             self.say(text)
         try:
             self.model.load_state_dict(state["model"])
@@ -426,34 +432,8 @@ class Trainer:
             self.say(f"resumed after step {self.at.step}: epoch {self.at.epoch + 1}, batch {self.at.batch}")
         return True
 
-    def _otherwise_in(self, state: Mapping[str, Any]) -> Iterator[str]:
-        """What the config says otherwise than a checkpoint that is gone on from, and what becomes of it."""
-        ours, saved = self.step.optimizer.param_groups[0], state["optimizer"]["param_groups"][0]
-        rate = "initial_lr" if "initial_lr" in ours else "lr"
-        kept = {f"optimizer's {key}": (saved.get(key), ours[key]) for key in ours.keys() - {"params", "lr"} | {rate}}
-        if self.scheduler is not None:
-            ours, saved = self.scheduler.state_dict(), state["scheduler"]
-            settings = [key for key in ours if not key.startswith("_") and key not in _PROGRESS]
-            kept |= {f"scheduler's {key}": (saved[key], ours[key]) for key in settings}
-        for name, (then, now) in sorted(kept.items()):
-            if isinstance(now, bool | int | float | str) and then != now:
-                yield f"the {name} stays as it was: {then} (the config comes to {now})"
-        batches = state.get("epoch_steps")
-        if batches not in (None, self._epoch_steps) and state["at"]["batch"]:
-            yield f"an epoch had {batches} batches and has {self._epoch_steps} now: this one goes on at the same number"
-
     def _across_ranks(self, model: nn.Module) -> nn.Module:
         if self.ranks.world == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         devices = [self.device] if self.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=devices)
-
-
-def _of_another_kind(ours: Mapping[str, Any], saved: Mapping[str, Any] | None) -> str:
-    """Why a saved state cannot be that of an optimizer or scheduler with a state like `ours`; "" if it may be."""
-    if saved is None:
-        return "it has none"
-    missing = ours.keys() - saved.keys()
-    for mine, theirs in zip(ours.get("param_groups", ()), saved.get("param_groups", ()), strict=False):
-        missing |= mine.keys() - theirs.keys() - {"initial_lr"}  # that is a scheduler's
-    return f"it has no {', '.join(sorted(missing))}" if missing else ""

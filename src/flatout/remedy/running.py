@@ -19,6 +19,7 @@ from flatout import launch
 from flatout.diagnose.case import Case, cases
 from flatout.errors import TraceError
 from flatout.plan import Change, Plan
+from flatout.remedy.knobs import knobs
 from flatout.remedy.speed import Speed, measure
 from flatout.sense.options import Trial
 from flatout.trace import Trace, read
@@ -69,6 +70,13 @@ class Run:
         return cases(self.trace)[0]
 
     @property
+    def planned_samples(self) -> float | None:
+        """Samples of the whole training, where the script read its number of epochs."""
+        epochs = knobs(self.case.facts.get("settings") or [], "epochs", lambda value: type(value) is int)
+        length = self.case.loader.get("length")
+        return float(epochs[0].value * length) if epochs and length else None
+
+    @property
     def hung(self) -> bool:
         return self.code == launch.TIMED_OUT
 
@@ -91,6 +99,19 @@ class Run:
         with output.open(encoding="utf-8", errors="replace") as lines:
             found = (_UNMEASURED.match(line) for line in lines)
             return next((match[1] for match in found if match), None)
+
+    def why_no_baseline(self, steps: int) -> str:
+        """Why this run of the command as it is, which was to take so many steps, is nothing to begin from."""
+        if self.hung:
+            tried = f"{steps} training steps in {self.seconds:.0f} s"
+            return f"the command did not come to {tried}: fewer may do (--steps 20), or more time (--budget)"
+        if self.code != 0:
+            return f"the command fails by itself: {self.reason()}"
+        if self.trace is None and (why := self.unmeasured()):
+            return f"flatout could not look into the command: {why}"
+        if self.trace is None:
+            return "no optimizer step was seen: nothing to fix (does the command train, and with this Python?)"
+        return "the command ended after a few steps: too few to measure"
 
     def reason(self) -> str:
         """Why it ended as it did, in its own words where it left some."""

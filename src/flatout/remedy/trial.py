@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from flatout.diagnose.case import Case
 from flatout.diagnose.rules import diagnose
 from flatout.errors import UsageError
 from flatout.plan import Change, Figure, Outcome, Verdict
@@ -34,7 +33,6 @@ from flatout.remedy.candidates import (
     with_changes,
 )
 from flatout.remedy.found import Attempt, Found, Story, Trial
-from flatout.remedy.knobs import knobs
 from flatout.remedy.proof import Proof
 from flatout.remedy.proving import Proving
 from flatout.remedy.purse import Purse, start_s
@@ -106,7 +104,7 @@ class Search:
     def _baseline(self) -> None:
         first = self._run("the command as it is", (), steps=self._steps or FIRST_STEPS, known_to=KNOWN_TO)
         if first.speed is None or first.trace is None or first.hung:
-            raise UsageError(self._why_no_baseline(first))
+            raise UsageError(first.why_no_baseline(self._steps or FIRST_STEPS))
         if first.code != 0:
             self._remark(f"the command does not end well by itself: {first.reason()}")
         self.found.before = self.found.after = first
@@ -133,18 +131,6 @@ class Search:
         if any(finding.code == "hardware.shared" for finding in found):
             self._clear = CLEAR_IN_COMPANY
             self._remark("others use this machine: a gain may not show, run it again when it is quiet")
-
-    def _why_no_baseline(self, run: Run) -> str:
-        if run.hung:
-            tried = f"{self._steps or FIRST_STEPS} training steps in {run.seconds:.0f} s"
-            return f"the command did not come to {tried}: fewer may do (--steps 20), or more time (--budget)"
-        if run.code != 0:
-            return f"the command fails by itself: {run.reason()}"
-        if run.trace is None and (why := run.unmeasured()):
-            return f"flatout could not look into the command: {why}"
-        if run.trace is None:
-            return "no optimizer step was seen: nothing to fix (does the command train, and with this Python?)"
-        return "the command ended after a few steps: too few to measure"
 
     @property
     def before(self) -> Run:
@@ -346,7 +332,7 @@ class Search:
             return None
         extra_s = start_s(run) - start_s(self._now)
         case = run.case
-        batch, planned = case.loader.get("batch_size"), _planned_samples(case)
+        batch, planned = case.loader.get("batch_size"), run.planned_samples
         saved_s = (gained.value - 1) / run.speed.value
         if not batch or extra_s <= 0:
             return None
@@ -609,10 +595,3 @@ class Search:
 
 def _seen_like(run: Run, earlier: Trace | None) -> Run:
     return replace(run, trace=seen_like(run.trace, earlier)) if run.trace is not None and earlier is not None else run
-
-
-def _planned_samples(case: Case) -> float | None:
-    """Samples of the whole training, where the script read its number of epochs."""
-    epochs = knobs(case.facts.get("settings") or [], "epochs", lambda value: type(value) is int)
-    length = case.loader.get("length")
-    return float(epochs[0].value * length) if epochs and length else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,25 +125,32 @@ WRONG = [
 ]
 
 
+Train = Callable[..., tuple[Any, str, str]]
+
+
+@pytest.fixture
+def train(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Train:
+    """`flatout train` of the toy config in this process, in tmp_path: exit code, stdout and stderr."""
+
+    def run(*words: str) -> tuple[Any, str, str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["flatout", "train", "--here", str(config), *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
 @pytest.mark.parametrize(("override", "complaint"), WRONG)
 def test_a_wrong_config_is_one_line_and_exit_code_2(
-    config: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    override: str,
-    complaint: str,
+    train: Train, tmp_path: Path, override: str, complaint: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["flatout", "train", "--here", str(config), override])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    printed = capsys.readouterr()
-    assert ended.value.code == 2
-    assert complaint in printed.err
-    assert printed.err.startswith("flatout: ")
-    assert printed.err.count("\n") == 1
-    assert printed.out == ""
+    code, out, err = train(override)
+    assert (code, out) == (2, "")
+    assert complaint in err
+    assert err.startswith("flatout: ")
+    assert err.count("\n") == 1
     assert not (tmp_path / "runs").exists()
 
 
@@ -157,22 +165,14 @@ def test_a_wrong_config_is_one_line_and_exit_code_2(
     ],
 )
 def test_a_part_that_fails_is_named_after_the_traceback_of_its_own_code(
-    config: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    override: str,
-    complaint: str,
-    where: str,
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, complaint: str, where: str
 ) -> None:
     for name, text in (("lacking", "import not_there"), ("raising", "1 / 0"), ("broken", "def")):
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["flatout", "train", str(config), override, "--explain"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2
-    *trace, last = capsys.readouterr().err.splitlines()
+    code, _, err = train(override, "--explain")
+    *trace, last = err.splitlines()
+    assert code == 2
     assert last.startswith(f"flatout: {complaint}")
     assert where in "".join(trace)
     assert "section.py" not in "".join(trace)
