@@ -148,7 +148,7 @@ def to_device(batch, device, cfg, augment=False):
                     new="images, masks = to_device((images, masks), device, cfg, augment=True)",
                 ),
             ),
-            (("data.cpu-bound", "augmentation"),),
+            (("data.cpu-bound", "gpu_transforms"),),
         ),
     ),
     "captcha": (

@@ -49,6 +49,7 @@ KNOWN: dict[str, Kind] = {
     "persistent_workers": _SWITCH,
     "worker_threads": _COUNT,
     "device_prefetch": _ON,
+    "gpu_transforms": _ON,
     "precision": _one_of("tf32", "bf16", "fp16"),
     "fused_optimizer": _ON,
     "channels_last": _ON,

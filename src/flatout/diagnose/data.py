@@ -144,9 +144,9 @@ def _cpu_bound(case: Case, saved: float, common: dict[str, Any]) -> Finding:
         **common,
         **fed(case, saved, case.supply / (1 - moved)),
         confidence=0.85,
-        change=f"setting:{setting}" if setting else "augmentation",
-        value="gpu",
-        advice="do less on the CPU: augmentation on the GPU, a faster decoder, or a cache of decoded data",
+        change=f"setting:{setting}" if setting else "gpu_transforms",
+        value="gpu" if setting else True,
+        advice="do less on the CPU: transforms on the GPU, a faster decoder, or a cache of decoded data",
     )
 
 

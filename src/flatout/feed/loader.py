@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import weakref
@@ -11,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import multiprocessing
-from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, _DatasetKind
+from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, _DatasetKind, default_collate
 from torch.utils.data.dataloader import DataLoader as StockLoader
 
 from flatout import budget
@@ -34,6 +35,7 @@ class Options:
     on_bad_sample: Literal["raise", "skip"] = "raise"
     hang_timeout: float = 600.0
     page_locked: bool | None = None  # None: as the loader's pin_memory says
+    defer: bool = False  # leave to the card what samples do to their pictures
 
 
 class DataLoader(StockLoader[T_co]):
@@ -184,6 +186,7 @@ def iterator_for(
         declared=loader.num_workers or (kept.feed.recipe.declared if kept else _workers(loader, options)),
         streams=_numbered(loader, options),
         skip_bad=options.on_bad_sample == "skip",
+        defer=options.defer and not why_not_deferred(loader),
     )
     page_locked = _page_locked(loader, options)
     lone = kept is not None and kept.user is not None and _in_use(kept.user())
@@ -215,6 +218,15 @@ def iterator_for(
     iterator = FeedIterator(loader, kept.feed, resume)
     kept.user = weakref.ref(iterator)
     return iterator, ""
+
+
+def why_not_deferred(loader: StockLoader[Any]) -> str:
+    """Why what samples do to their pictures cannot be left to the card; "" where it may be."""
+    if importlib.util.find_spec("PIL") is None:
+        return "Pillow is not here: there are no pictures of its own"
+    if loader.collate_fn is not default_collate:
+        return "the collate function is the script's own: it may look into samples"
+    return "samples are not asked for by their index" if loader._dataset_kind == _DatasetKind.Iterable else ""
 
 
 def _whole_number(value: Any) -> int | None:

@@ -30,6 +30,7 @@ class Recipe:
     declared: int  # the number of workers that user code is told
     streams: bool  # stock's random stream a worker, instead of seeds by position; workers have numbers
     skip_bad: bool
+    defer: bool = False  # what samples do to their pictures is noted, and done to whole batches on the card
 
     @property
     def chunk(self) -> int:

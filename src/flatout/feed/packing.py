@@ -10,6 +10,7 @@ elsewhere is copied there once. What does not fit goes into a memory file of its
 
 from __future__ import annotations
 
+import functools
 import io
 import mmap
 import os
@@ -23,6 +24,7 @@ import torch
 from torch.utils.data._utils import collate as stock
 
 from flatout.feed import wire
+from flatout.feed.deferred.batch import StandIn, joined
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Span = tuple[int, int]  # offset, length
@@ -62,6 +64,10 @@ class Arena:
     def stack(self, batch: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
         """What torch's collation does with tensors, with the result in this arena."""
         first = batch[0]
+        if isinstance(first, StandIn):
+            later = first.stacked(batch, self.stack, self.place)
+            if later is not None:
+                return later  # type: ignore[no-any-return]
         if first.is_nested or first.layout != torch.strided:
             return _stock_tensor(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]  # its error
         out = None
@@ -151,23 +157,30 @@ def collate_parts(samples: Sequence[Any], arena: Arena) -> Any:
 
 def join(parts: Sequence[Any], memory: Bytes) -> Any:
     """One batch from its parts; rows that lie one behind the other in `memory` are not copied."""
-    base = address(memory)
 
-    def rows(pieces: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
-        start = end = pieces[0].data_ptr()
-        for piece in pieces:
-            if piece.data_ptr() != end or piece.shape[1:] != pieces[0].shape[1:] or not piece.is_contiguous():
-                return _copied(pieces)
-            end += piece.numel() * piece.element_size()
-        if not base <= start <= end <= base + len(memory):
-            return _copied(pieces)
-        whole = torch.frombuffer(memory[start - base : end - base], dtype=pieces[0].dtype)
-        return whole.view(-1, *pieces[0].shape[1:])
+    def rows(pieces: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> Any:
+        behind_each_other = functools.partial(_behind_each_other, memory)
+        if any(isinstance(piece, StandIn) for piece in pieces):
+            return joined(pieces, behind_each_other)
+        return behind_each_other(pieces)
 
     def strings(pieces: Sequence[Strings], *, collate_fn_map: Any = None) -> Any:
         return pieces[0][0](text for piece in pieces for text in piece[1:])
 
     return stock.collate(list(parts), collate_fn_map={Strings: strings, torch.Tensor: rows})
+
+
+def _behind_each_other(memory: Bytes, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    base = address(memory)
+    start = end = pieces[0].data_ptr()
+    for piece in pieces:
+        if piece.data_ptr() != end or piece.shape[1:] != pieces[0].shape[1:] or not piece.is_contiguous():
+            return _copied(pieces)
+        end += piece.numel() * piece.element_size()
+    if not base <= start <= end <= base + len(memory):
+        return _copied(pieces)
+    whole = torch.frombuffer(memory[start - base : end - base], dtype=pieces[0].dtype)
+    return whole.view(-1, *pieces[0].shape[1:])
 
 
 def _copied(pieces: Sequence[torch.Tensor]) -> torch.Tensor:

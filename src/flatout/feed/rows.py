@@ -28,6 +28,7 @@ class Rows:
 
     def __init__(self, recipe: Recipe, board: memoryview, collate: Callable[[Any], Any]) -> None:
         self._dataset = self.__wrapped__ = recipe.dataset  # the latter is for who measures: the user knows this one
+        self._samples = self._dataset
         self._recipe = recipe
         self._chunk = recipe.chunk
         self._board = board
@@ -45,6 +46,12 @@ class Rows:
         self._leave_out: frozenset[int] = frozenset()
         self.bad: list[tuple[int, str]] = []
         self.drew: bool | None = None
+
+    def defer(self) -> None:
+        """Leave to the card what samples do to their pictures."""
+        from flatout.feed.deferred.sample import Samples  # which takes Pillow
+
+        self._samples = Samples(self._dataset)
 
     def load(
         self, key: randomness.Key, batch: int, indices: Any, first_row: int = 0, leave_out: frozenset[int] = frozenset()
@@ -75,7 +82,7 @@ class Rows:
             self._begin_chunk()
         self._row = row + 1
         self._board[1] = row
-        return self._unless_bad(row, index) if self._recipe.skip_bad else self._dataset[index]
+        return self._unless_bad(row, index) if self._recipe.skip_bad else self._samples[index]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._dataset, name)
@@ -84,7 +91,7 @@ class Rows:
         if row in self._leave_out:
             return _LEFT_OUT
         try:
-            return self._dataset[index]
+            return self._samples[index]
         except Exception as error:
             self.bad.append((row, f"{type(error).__name__}: {error}"))
             return _LEFT_OUT

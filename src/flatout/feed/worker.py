@@ -75,6 +75,8 @@ class _Worker:
         # First: who measures asks it whether this is a worker when the fetcher is made.
         self._info = stock_worker._worker_info = renumbered(worker_info(recipe), birth.number, birth.base_seed)
         self._rows = Rows(recipe, self._board, self._collate)
+        if recipe.defer:
+            self._rows.defer()
         self._arena = packing.Arena(None)
         if stock_collate.default_collate_fn_map[torch.Tensor] is packing._stock_tensor:
             # A custom collate_fn that ends in default_collate stacks into the slot too, and not into /dev/shm.

@@ -3,7 +3,8 @@
 Diagnosis says what is wrong; here it becomes changes, by the script's own knob where it has one. Changes that belong
 together and rarely do harm make one Offer, which is tried as a whole and taken apart only if it fails:
 
-    data path   elastic loader, page-locking, device prefetch, gc freeze, fewer decoder threads
+    data path   elastic loader, page-locking, device prefetch, gc freeze, fewer decoder threads; transforms left to the
+                card, where the cores are the limit, or where training still waits for data with all of that
     compute     precision, channels_last, fused optimizer, cuDNN benchmark
     as asked    all of that at once, compiled, where the script asks for compiling: runs that compile are few
     compile     else alone: it takes long, and one wants to know what it brings; of one rank as CUDA graphs first
@@ -39,6 +40,7 @@ SAFETIES: dict[str, Safety] = {
     "worker_threads": "identical",
     "device_prefetch": "identical",
     "gc_freeze": "identical",
+    "gpu_transforms": "equivalent",
     "precision": "equivalent",
     "fused_optimizer": "equivalent",
     "channels_last": "equivalent",
@@ -200,8 +202,8 @@ class View:
 
 def offers(view: View, wishes: Wishes) -> tuple[list[Offer], list[Offer]]:
     """What to try, in this order; and what would be tried if it were allowed."""
-    made = [_data_path(view), _augment_elsewhere(view), _compute_as_asked(view), _compute(view), _compile(view)]
-    made += [_batch(view), _pauses(view)]
+    made = [_data_path(view), _augment_elsewhere(view), _transforms(view), _compute_as_asked(view), _compute(view)]
+    made += [_compile(view), _batch(view), _pauses(view)]
     wanted, withheld = [], []
     for offer in made:
         if offer is None:
@@ -260,6 +262,9 @@ def _data_path(view: View) -> Offer | None:
         if case.on_gpu:
             changes.append(_made("device_prefetch", True, why))
         changes += _fewer_threads(view, why)
+        elastic = any(change.name == "loader" for change in changes)
+        if elastic and view.found("data.cpu-bound") and _transforms_here(view):
+            changes.append(_made("gpu_transforms", True, view.found("data.cpu-bound")[0].title))
     if frozen:
         changes.append(_made("gc_freeze", True, frozen[0].title))
     return _offer(changes, [*behind, *frozen])
@@ -298,11 +303,30 @@ def _fewer_threads(view: View, why: str) -> list[Change]:
 
 def _augment_elsewhere(view: View) -> Offer | None:
     """Augmentation that the script itself can do on the card."""
-    behind = view.found("data.")
-    there = knobs(view.settings, "augment_on", lambda value: str(value).lower() == "cpu") if view.case.on_gpu else []
-    if not behind or not there:
+    behind, there = view.found("data."), _augment_knobs(view)
+    if not behind or not there or not view.case.on_gpu:
         return None
     return _offer([_made(f"setting:{_key(there[0])}", "gpu", behind[0].title, knob=there[0].text)], behind)
+
+
+def _transforms(view: View) -> Offer | None:
+    """What samples do to their pictures, left to the card: once the loader is ours and is still what training waits
+    for."""
+    behind = view.found("data.")
+    if not behind or not view.holds("loader") or not _transforms_here(view):
+        return None
+    return _offer([_made("gpu_transforms", True, behind[0].title)], behind)
+
+
+def _transforms_here(view: View) -> bool:
+    """Whether samples may do work to pictures that the card could do, with no switch of the script's own for it."""
+    case = view.case
+    seen = case.on_gpu and case.facts.get("pillow") and case.loader.get("collate") == "default_collate"
+    return bool(seen) and not _augment_knobs(view)
+
+
+def _augment_knobs(view: View) -> list[Knob]:
+    return knobs(view.settings, "augment_on", lambda value: str(value).lower() == "cpu")
 
 
 # Compute

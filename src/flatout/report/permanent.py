@@ -18,6 +18,7 @@ CODE = {
     "pin_memory": "DataLoader(..., pin_memory={})",
     "batch_size": "DataLoader(..., batch_size={})",
     "device_prefetch": 'for batch in flatout.feed.to_device(loader, "cuda"):',
+    "gpu_transforms": "flatout.augment on the batch, on the GPU  # instead of the transforms in __getitem__",
     "worker_threads": "torch.set_num_threads({})  # in worker_init_fn",
     "precision": 'with torch.autocast("cuda", dtype=torch.bfloat16):  # around the forward pass and the loss',
     "fused_optimizer": "torch.optim.AdamW(..., fused=True)  # whichever optimizer it is",

@@ -62,6 +62,7 @@ def in_force(optimizer: Any) -> dict[str, Any]:
         "tf32_matmul": _guarded(lambda: torch.backends.cuda.matmul.allow_tf32),
         "compiled": _compiled_frames() > 0,
         "threads": torch.get_num_threads(),
+        "pillow": "PIL.Image" in sys.modules,
         "cores_allowed": _cores_allowed(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }

@@ -2,6 +2,7 @@
 
     DataLoader.__init__ ── num_workers, prefetch_factor, pin_memory, persistent_workers
     DataLoader._get_iterator ── loader: ours instead of stock's ── device_prefetch: one batch ahead, its copy under way
+                                gpu_transforms: ours, whose samples note what the card is to do to them
     a worker's main loop ── worker_threads
 
 All of it sits on the classes, so that earlier imports, subclasses and isinstance keep working.
@@ -24,7 +25,9 @@ from flatout.changes import STRICT
 from flatout.feed import DataLoader as OurLoader
 from flatout.feed import Options as FeedOptions
 from flatout.feed import iterator_for, randomness
+from flatout.feed.deferred.batch import tell_of_first
 from flatout.feed.iterator import is_pure
+from flatout.feed.loader import why_not_deferred
 from flatout.feed.nursery import limit_threads
 from flatout.inject.apply.ledger import Ledger
 from flatout.inject.ceiling import tensors_in
@@ -52,6 +55,8 @@ class Loading:
             self._passes()
         if wanted("device_prefetch"):
             _answer_with_copies()
+        if wanted("gpu_transforms") and not wanted("loader"):
+            self._ledger.refused("gpu_transforms", "needs the elastic loader in the same plan")
         if wanted("worker_threads"):
             self._worker_threads()
 
@@ -161,8 +166,22 @@ class Loading:
             workers="auto" if loader.num_workers == 0 else None,
             rng="stock" if strict else "position",
             page_locked=True if page_locked else None,
+            defer=bool(self._ledger.wanted("gpu_transforms")) and self._may_defer(loader),
         )
         return iterator_for(loader, options)
+
+    def _may_defer(self, loader: Any) -> bool:
+        """Whether this loader's samples may leave their transforms to the card; if they do, its first batch says so."""
+        device = self._device()
+        away = "" if device is not None and device.type == "cuda" else "the model is not trained on a GPU"
+        why_not = away or why_not_deferred(loader)
+        made = functools.partial(
+            self._ledger.made, "gpu_transforms", f"{device} makes what samples do to pictures", self._built.get(loader)
+        )
+        if not why_not:
+            tell_of_first(made)
+        self._ledger.refused("gpu_transforms", why_not or "samples do nothing to pictures that a card is taught here")
+        return not why_not
 
     def _prefetch_to(self, loader: Any) -> torch.device | None:
         """Where this pass's batches should go ahead of time; None where that is not for us to do."""

@@ -1,0 +1,143 @@
+"""A batch whose transforms are still to be made: a host tensor to the loop, on its way to a card what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.feed.deferred.program import Program, agreed, run
+
+# What a stand-in can say of itself without being made.
+_SHAPE = {"shape", "size", "dim", "ndim", "numel", "nelement", "__len__"}
+_TYPE = {"dtype", "itemsize", "element_size", "is_floating_point", "is_complex", "is_quantized", "is_conj", "is_neg"}
+_PLACE = {"device", "layout", "is_cuda", "is_meta", "is_mkldnn", "is_nested", "is_sparse"}
+_OTHER = {"requires_grad", "is_leaf", "grad", "grad_fn", "_version", "names", "__hash__"}
+_ASKED_OF_ITSELF = _SHAPE | _TYPE | _PLACE | _OTHER
+
+
+class StandIn(Tensor):
+    """A tensor of known shape and type whose values are not there yet. What a subclass cannot note, makes them."""
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, *_: Any) -> Any:
+        return Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
+
+    def made(self) -> Tensor:
+        """The values, on the host."""
+        raise NotImplementedError
+
+    @staticmethod
+    def stacked(samples: Sequence[Any], stack: Callable[..., Tensor], place: Callable[..., Tensor]) -> Any:
+        """A batch of samples that are not made yet, or None where they have to be."""
+        return None
+
+    @classmethod
+    def noted(cls, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call where no values are needed for it; else NotImplemented."""
+        return NotImplemented
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name: str = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = func.__self__.__name__  # type: ignore[attr-defined]
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in _ASKED_OF_ITSELF:
+                return func(*args, **kwargs)
+            found = cls.noted(name, args, kwargs)
+            if found is not NotImplemented:
+                return found
+            return func(*filled(args), **filled(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*filled(args), **filled(kwargs or {}))  # torch's own insides
+
+
+def filled(thing: Any) -> Any:
+    """The same with every stand-in made."""
+    if isinstance(thing, StandIn):
+        return thing.made()
+    if type(thing) in (list, tuple):
+        return type(thing)(filled(part) for part in thing)
+    if type(thing) is dict:
+        return {key: filled(part) for key, part in thing.items()}
+    return thing
+
+
+class Deferred(StandIn):
+    """A batch as its workers left it: pixels, a row of numbers a sample, and what is to be done with them."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, program: Program, pixels: Tensor, numbers: Tensor):
+        self.program, self.pixels, self.numbers = program, pixels, numbers
+        self._made: Tensor | None = None
+
+    @classmethod
+    def of(cls, program: Program, pixels: Tensor, numbers: Tensor) -> Any:
+        """A batch to be made by this program."""
+        return cls((len(pixels), *program.shape), program.dtype, program, pixels, numbers)
+
+    def made(self) -> Tensor:
+        """The values on the host, for a loop that looks at them there."""
+        if self._made is None:
+            self._made = run(self.program, self.pixels, self.numbers)
+        return self._made
+
+    @classmethod
+    def noted(cls, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        batch = args[0] if args else None
+        if not isinstance(batch, cls) or batch._made is not None:
+            return NotImplemented
+        if name == "is_pinned":
+            return batch.pixels.is_pinned()
+        if name == "pin_memory":
+            return cls.of(batch.program, batch.pixels.pin_memory(), batch.numbers.pin_memory())
+        device = _device_asked_for(name, args[1:], kwargs)
+        if device is None or device.type == "cpu":
+            return NotImplemented
+        pixels, numbers = (part.to(device, non_blocking=True) for part in (batch.pixels, batch.numbers))
+        while _first_told:
+            _first_told.pop()()
+        there = run(batch.program, pixels, numbers)
+        return there.to(*args[1:], **kwargs) if name == "to" else there
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Deferred.of, (self.program, self.pixels, self.numbers)
+
+
+_first_told: list[Callable[[], None]] = []
+
+
+def tell_of_first(call: Callable[[], None]) -> None:
+    """Call it once, when transforms are made on a card for the first time."""
+    _first_told[:] = [call]
+
+
+def joined(parts: Sequence[Any], rows: Callable[..., Tensor]) -> Any:
+    """One batch of its parts, whose tensors `rows` puts behind each other."""
+    program = agreed([part.program for part in parts]) if all(isinstance(part, Deferred) for part in parts) else None
+    if program is None:
+        return rows(filled(list(parts)))
+    return Deferred.of(program, rows([part.pixels for part in parts]), rows([part.numbers for part in parts]))
+
+
+def _device_asked_for(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+    if name == "cuda":
+        asked = kwargs.get("device", args[0] if args else None)
+        return torch.device("cuda", asked) if isinstance(asked, int) else torch.device(asked or "cuda")
+    if name != "to":
+        return None
+    asked = kwargs.get("device", kwargs.get("other", args[0] if args else None))
+    if isinstance(asked, Tensor):
+        return asked.device
+    if isinstance(asked, int) and not isinstance(asked, bool):
+        return torch.device("cuda", asked)
+    return torch.device(asked) if isinstance(asked, str | torch.device) else None

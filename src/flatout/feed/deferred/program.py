@@ -1,0 +1,167 @@
+"""What transforms come to, as data: steps that can be taken for a whole batch at once, on any device.
+
+The steps of two samples are the same; what differs from sample to sample (an angle, a brightness) are numbers. Where a
+picture was turned in one sample and left alone in another, both are warped: leaving alone is turning by nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+# How pixels are moved, the ones that can stand for others last: not at all, one by one to another place, by the nearest
+# pixel, or between pixels.
+MOVES = ("same", "swap", "nearest", "bilinear")
+WARP_NUMBERS = 6  # where each pixel comes from: the rows of an affine matrix; the colour of what is outside follows
+_ALMOST = 1e-3  # of a grey level: pictures are rounded down, and 99.9999 is 100
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation on what earlier steps made. `static` is what is the same in every sample."""
+
+    op: str
+    inputs: tuple[int, ...] = ()
+    static: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Steps in order, the last of which is the result; its shape and type, of one sample."""
+
+    steps: tuple[Step, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def trivial(self) -> bool:
+        """Whether nothing is left to do: the result is the pixels."""
+        return all(step.op == "pixels" or (step.op == "warp" and step.static[0] == "same") for step in self.steps)
+
+
+def agreed(programs: Sequence[Program]) -> Program | None:
+    """One program that does what each of these does to its own sample, or None."""
+    first = programs[0]
+    if all(program == first for program in programs):
+        return first
+    if len({len(program.steps) for program in programs}) > 1:
+        return None
+    steps = []
+    for column in zip(*(program.steps for program in programs), strict=True):
+        step = column[0]
+        if step.op == "warp":
+            move = max((other.static[0] for other in column if other.op == "warp"), key=MOVES.index)
+            column = tuple(replace(s, static=(_lifted(s, move), *s.static[1:])) for s in column)
+        if any(other != column[0] for other in column):
+            return None
+        steps.append(column[0])
+    return (
+        replace(first, steps=tuple(steps))
+        if all(p.shape == first.shape and p.dtype == first.dtype for p in programs)
+        else None
+    )
+
+
+def _lifted(step: Step, move: str) -> str:
+    """`move`, if it does the same where pixels only change places."""
+    return move if step.op == "warp" and step.static[0] in ("same", "swap") else str(step.static[0])
+
+
+def run(program: Program, pixels: Tensor, numbers: Tensor) -> Tensor:
+    """The result for a batch: `pixels` as they were decoded, a row of `numbers` a sample."""
+    numbers = numbers.to(torch.float32)
+    made: list[Tensor] = []
+    for step in program.steps:
+        made.append(_OPS[step.op](step.static, pixels, numbers, *(made[at] for at in step.inputs)))
+    return made[-1].to(program.dtype).contiguous()
+
+
+def _pixels(static: tuple[Any, ...], pixels: Tensor, numbers: Tensor) -> Tensor:
+    return pixels
+
+
+def _numbers(static: tuple[Any, ...], pixels: Tensor, numbers: Tensor) -> Tensor:
+    start, shape = static
+    count = torch.Size(shape).numel()
+    return numbers[:, start : start + count].reshape(-1, *shape)
+
+
+def _warp(static: tuple[Any, ...], pixels: Tensor, numbers: Tensor, source: Tensor) -> Tensor:
+    """Each pixel from where the sample's matrix says, counted from the corner of the picture, as Pillow does."""
+    move, start, colours = static
+    if move == "same":
+        return source
+    batch, height, width = source.shape[:3]
+    flat = source.reshape(batch, height, width, -1)
+    matrix = numbers[:, start : start + WARP_NUMBERS].reshape(batch, WARP_NUMBERS, 1, 1).unbind(1)
+    x = torch.arange(width, device=source.device) + 0.5
+    y = (torch.arange(height, device=source.device) + 0.5).unsqueeze(1)
+    from_x = matrix[0] * x + matrix[1] * y + matrix[2]
+    from_y = matrix[3] * x + matrix[4] * y + matrix[5]
+    if move == "bilinear":
+        grid = torch.stack((from_x * (2 / width) - 1, from_y * (2 / height) - 1), dim=-1)
+        moved = functional.grid_sample(
+            flat.permute(0, 3, 1, 2).float(), grid, mode="bilinear", padding_mode="border", align_corners=False
+        )
+        moved = moved.add_(_ALMOST).floor_().permute(0, 2, 3, 1)
+    else:
+        at = from_y.long().clamp_(0, height - 1) * width + from_x.long().clamp_(0, width - 1)
+        at = at.reshape(batch, -1, 1).expand(-1, -1, flat.shape[-1])
+        moved = flat.flatten(1, 2).gather(1, at).view_as(flat)
+    if move != "swap":
+        outside = (from_x < 0) | (from_x >= width) | (from_y < 0) | (from_y >= height)
+        colour = numbers[:, start + WARP_NUMBERS : start + WARP_NUMBERS + colours].reshape(batch, 1, 1, colours)
+        moved = torch.where(outside.unsqueeze(-1), colour.to(moved.dtype), moved)
+    return moved.reshape(source.shape)
+
+
+def _mean(static: tuple[Any, ...], pixels: Tensor, numbers: Tensor, source: Tensor) -> Tensor:
+    return source.flatten(1).mean(1, dtype=torch.float32)
+
+
+def _permute(static: tuple[Any, ...], pixels: Tensor, numbers: Tensor, source: Tensor) -> Tensor:
+    return source.permute(0, *(axis + 1 for axis in static))
+
+
+def _expand(static: tuple[Any, ...], pixels: Tensor, numbers: Tensor, source: Tensor) -> Tensor:
+    return source.unsqueeze(static[0] + 1)
+
+
+def _cast(static: tuple[Any, ...], pixels: Tensor, numbers: Tensor, source: Tensor) -> Tensor:
+    dtype = static[0]
+    return source.to(torch.float32 if dtype == torch.float64 else dtype)  # the card's own arithmetic
+
+
+def _both(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    def op(static: tuple[Any, ...], pixels: Tensor, numbers: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        dims = max(one.dim(), other.dim())
+        return function(_level(one, dims), _level(other, dims))
+
+    return op
+
+
+def _level(value: Tensor, dims: int) -> Tensor:
+    """With so many dimensions: what a sample lacks comes first, behind the batch, as in any broadcast."""
+    return value if value.dim() == dims else value.reshape(len(value), *[1] * (dims - value.dim()), *value.shape[1:])
+
+
+_OPS: dict[str, Callable[..., Tensor]] = {
+    "pixels": _pixels,
+    "numbers": _numbers,
+    "warp": _warp,
+    "mean": _mean,
+    "permute": _permute,
+    "expand": _expand,
+    "cast": _cast,
+    "add": _both(torch.add),
+    "subtract": _both(torch.subtract),
+    "multiply": _both(torch.multiply),
+    "divide": _both(torch.true_divide),
+    "minimum": _both(torch.minimum),
+    "maximum": _both(torch.maximum),
+}
