@@ -20,7 +20,8 @@ from flatout.written import in_full
 
 FEWEST_STEPS = 12
 WORTH = 1.02
-USUAL_NOISE = 0.02  # from run to run: what is assumed until it is seen, and then weighs as much as one repeat
+USUAL_NOISE = 0.02  # from run to run: what is assumed until it is seen …
+_ASSUMED = 2  # … and then weighs as much as so many repeats
 _PAUSES = ("evaluation", "checkpoint")
 _NOT_TRAINING = ("flatout",)
 _SIGMAS = 1.96
@@ -112,18 +113,18 @@ class Noise:
     @property
     def sigmas(self) -> float:
         """How many times the spread a 95% interval reaches to either side: few repeats may have been alike by luck."""
-        return STUDENT[min(1 + self.repeats, len(STUDENT) - 1)] if self.repeats else _SIGMAS
+        return STUDENT[min(_ASSUMED + self.repeats, len(STUDENT) - 1)] if self.repeats else _SIGMAS
 
 
 def noise_between_runs(every: Iterable[Sequence[Speed]]) -> Noise:
     """From all plans that ran more than once."""
-    squares, repeats = USUAL_NOISE**2, 0
+    squares, repeats = _ASSUMED * USUAL_NOISE**2, 0
     for runs in every:
         logs = [math.log(run.value) for run in runs]
         mean = sum(logs) / max(1, len(logs))
         squares += sum((value - mean) ** 2 for value in logs)
         repeats += max(0, len(logs) - 1)
-    return Noise(sd=math.sqrt(squares / (1 + repeats)), repeats=repeats)
+    return Noise(sd=math.sqrt(squares / (_ASSUMED + repeats)), repeats=repeats)
 
 
 def gain(before: Sequence[Speed], after: Sequence[Speed], noise: Noise, *, pauses: bool = False) -> Gain:

@@ -48,7 +48,7 @@ HARDLY_KNOWN_TO = 0.05  # … and when it is measured once more
 MEASURE_S = 6.0  # of training in a trial
 CLEAR = 1.25  # a gain that is believed before any run was repeated …
 CLEAR_IN_COMPANY = 2.0  # … and where others use the machine
-CLOSE_CALLS = 2  # times a close call is run again, both sides
+CLOSE_CALLS = 4  # runs more that a close call may take, the side with fewer of them first
 PROMISING = 1.15  # what hopes for more may take the time of the last comparison: both sides were measured before
 DRIFT = 0.05
 UNSTEADY = 0.08  # from run to run: what few repeats cannot see through
@@ -264,7 +264,8 @@ class Search:
         return tuple(left)
 
     def _judge(self, offer: Offer, changes: tuple[Change, ...], *, patient: bool) -> tuple[Gain, bool]:
-        """The gain of these changes, and whether they pay. With patience a close call is run again, both sides."""
+        """The gain of these changes, and whether they pay. A close call is run again with patience, and one that looks
+        promising at once: nothing else would show while what it mends is what training waits for."""
         old, new = self.found.kept, with_changes(self.found.kept, changes)
         repeats = 0
         while True:
@@ -274,14 +275,18 @@ class Search:
             shown = gained.low > 1 and gained.value > WORTH
             # How long evaluation and checkpoints take was measured: that they are rarer is arithmetic.
             believed = shown and (noise.repeats > 0 or offer.pauses or gained.value > self._clear)
-            if gained.hopeless or repeats >= CLOSE_CALLS or not self._purse.affords(changes, runs=2):
+            if gained.hopeless or repeats >= CLOSE_CALLS or not self._purse.affords(changes):
                 return gained, shown
-            if not patient or (believed and gained.low > WORTH):
+            if believed and gained.low > WORTH:
+                return gained, True
+            if not patient and (believed or gained.value < PROMISING):
                 return gained, believed
             repeats += 1
             steps = self._epoch_steps() if offer.pauses else None
-            for what, plan in ((f"what is kept, again ({gained} is close)", old), (f"{offer.name}, again", new)):
-                self._speeds.note(plan, self._run(what, plan, steps=steps, look_below_s=0.0), long=offer.pauses)
+            fewer = len(after) < len(before)
+            what, plan = (f"{offer.name}, again", new) if fewer else ("what is kept, again", old)
+            again = self._run(f"{what} ({gained} is close)", plan, steps=steps, look_below_s=0.0)
+            self._speeds.note(plan, again, long=offer.pauses)
 
     def _keep(self, changes: tuple[Change, ...], run: Run, gained: Gain, *, long: bool) -> None:
         earlier, self.found.kept = self.found.kept, with_changes(self.found.kept, changes)
