@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.remedy.speed import measure
+from flatout.remedy.speed import Speed, gain, measure, noise_between_runs
 from flatout.trace import RankTrace, RunInfo, Span, Step, Trace
 
 
@@ -39,3 +39,16 @@ def test_a_loader_that_is_a_batch_ahead_does_not_change_what_speed_is_measured_i
     measured = measure(run_of(epoch * 5))
     assert measured is not None
     assert (measured.value, measured.unit) == (pytest.approx(speed, rel=0.03), unit)
+
+
+def test_a_third_more_is_a_gain_though_two_runs_as_it_was_are_a_seventh_apart() -> None:
+    """`segment` on an H200: sixteen workers on sixteen cores. A fourth run like the others' mean is still no gain."""
+
+    def ran(value: float) -> Speed:
+        return Speed(value=value, with_pauses=value, sd=0.035, steps=120)
+
+    before = [ran(479.0), ran(416.0)]
+    noise = noise_between_runs([before])
+    assert gain(before, [ran(592.0)], noise).low > 1
+    assert gain(before, [ran(500.0)], noise).low < 1
+    assert gain([ran(447.0)], [ran(592.0)], noise_between_runs([])).low > 1.15  # nothing seen yet: a usual machine

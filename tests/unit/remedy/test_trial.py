@@ -130,17 +130,6 @@ def test_luck_is_not_believed() -> None:
     assert sum(unsteady) >= 3
 
 
-def test_a_clear_gain_is_found_where_runs_differ_by_several_percent() -> None:
-    """Sixteen workers on sixteen cores: a machine with `segment` on it, where 1.33× had passed for noise."""
-    mended = {"loader": lambda m, _: replace(m, data_ms=0.3 * m.data_ms)}
-
-    def of(seed: int) -> World:
-        return World(machine=Machine(data_ms=8.0), workers=0, run_noise=0.07, seed=seed, effects=mended)
-
-    found = [fix(of(seed), Wishes.of(only="loader"), budget_s=240) for seed in range(12)]
-    assert sum(kept(one).get("loader") == "elastic" for one in found) >= 10
-
-
 def test_what_looks_promising_is_settled_before_anything_else_is_tried() -> None:
     found = fix(World(machine=Machine(data_ms=4.6), workers=0), Wishes.of(skip="device-prefetch"), budget_s=3600)
     tried = [trial.what for trial in found.trials]
