@@ -14,7 +14,7 @@ from flatout.feed.deferred.program import Program, agreed, run
 _SHAPE = {"shape", "size", "dim", "ndim", "numel", "nelement", "__len__"}
 _TYPE = {"dtype", "itemsize", "element_size", "is_floating_point", "is_complex", "is_quantized", "is_conj", "is_neg"}
 _PLACE = {"device", "layout", "is_cuda", "is_meta", "is_mkldnn", "is_nested", "is_sparse"}
-_OTHER = {"requires_grad", "is_leaf", "grad", "grad_fn", "_version", "names", "__hash__"}
+_OTHER = {"requires_grad", "is_leaf", "grad", "grad_fn", "names", "__hash__"}
 _ASKED_OF_ITSELF = _SHAPE | _TYPE | _PLACE | _OTHER
 
 
@@ -94,7 +94,11 @@ class Deferred(StandIn):
     @classmethod
     def noted(cls, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = args[0] if args else None
-        if not isinstance(batch, cls) or batch._made is not None:
+        if not isinstance(batch, cls):
+            return NotImplemented
+        if name == "_version":  # what was looked at on the host may have been changed there
+            return 0 if batch._made is None else 1 + batch._made._version
+        if batch._made is not None:
             return NotImplemented
         if name == "is_pinned":
             return batch.pixels.is_pinned()

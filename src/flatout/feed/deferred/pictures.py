@@ -65,7 +65,7 @@ def transform(
 
     move = {Image.Resampling.NEAREST: "nearest", Image.Resampling.BILINEAR: "bilinear"}.get(resample)
     affine = method == Image.Transform.AFFINE and tuple(size) == self.size and len(data or ()) == 6
-    colour = (0.0,) if fillcolor is None else _numbers_in(fillcolor)
+    colour = (0.0,) if fillcolor is None else _numbers_in(fillcolor, len(self.getbands()))
     if not (is_noting() and can_be_noted(self) and affine and move and colour):
         return make()
     before = _as_noted(self)
@@ -98,7 +98,7 @@ def pixels(image: Image.Image) -> Value:
     noted = _as_noted(image)
     shape = (image.height, image.width, *((3,) if image.mode == "RGB" else ()))
     channels = shape[2] if len(shape) == 3 else 1
-    colour = noted.colour * channels if len(noted.colour) == 1 else noted.colour[:channels]
+    colour = noted.colour * channels if len(noted.colour) == 1 else noted.colour
     decoded = Value(op="pixels", shape=shape, dtype="uint8", call=lambda: None, picture=noted.picture)
     return decoded.then("warp", lambda _: _array(image), static=(noted.move,), numbers=(*noted.matrix, *colour))
 
@@ -116,9 +116,11 @@ def _as_noted(image: Any) -> LaterImage:
     return LaterImage(image, "same", _STRAIGHT, (0.0,), lambda: image)
 
 
-def _numbers_in(colour: Any) -> tuple[float, ...]:
+def _numbers_in(colour: Any, channels: int) -> tuple[float, ...]:
+    """A number for each channel, or none: Pillow has words for colours too, and numbers that are three in one."""
     parts = colour if isinstance(colour, tuple | list) else (colour,)
-    return tuple(map(float, parts)) if all(isinstance(part, int | float) for part in parts) else ()
+    known = len(parts) == channels and all(isinstance(part, int | float) for part in parts)
+    return tuple(map(float, parts)) if known else ()
 
 
 def _after(first: tuple[float, ...], then: tuple[float, ...]) -> tuple[float, ...]:

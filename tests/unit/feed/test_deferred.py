@@ -1,0 +1,411 @@
+"""Transforms that samples only note: what becomes of a batch is what the samples would have been.
+
+Each sample of a test draws random numbers and does to a picture what scripts do. Where something cannot be noted it is
+made in the worker, to the last bit; where a card makes it, but for rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageFilter, ImageOps
+from torch.utils.data import DataLoader, Dataset
+
+from flatout.feed import Options, iterator_for, randomness
+from flatout.feed.deferred import pictures, sample
+from flatout.feed.deferred.batch import Deferred, tell_of_first
+from flatout.feed.deferred.program import run
+from flatout.feed.deferred.sample import Samples, alike
+from flatout.feed.deferred.tensors import LaterTensor
+from flatout.feed.deferred.value import noting, program
+
+SIZE = (48, 32)  # width, height
+GREY_LEVEL = 1 / 255
+MIRRORED = Image.Transpose.FLIP_LEFT_RIGHT
+
+
+@pytest.fixture(autouse=True)
+def libraries_put_back() -> Iterator[None]:
+    """What a worker does to its own process is not for the tests after this one."""
+    places = [(Image.Image, "transform"), (Image.Image, "transpose")]
+    places += [(np, name) for name in ("array", "asarray", "ascontiguousarray")]
+    places += [(torch, name) for name in ("from_numpy", "as_tensor", "tensor")]
+    before = [getattr(place, name) for place, name in places]
+    yield
+    for (place, name), function in zip(places, before, strict=True):
+        setattr(place, name, function)
+
+
+def picture(seed: int, mode: str = "RGB", size: tuple[int, int] = SIZE) -> Image.Image:
+    """Smooth, as photos are, and different for every seed."""
+    draw = np.random.default_rng(seed)
+    coarse = draw.integers(0, 256, (5, 7, 3) if mode == "RGB" else (5, 7), dtype=np.uint8)
+    return Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC)
+
+
+class Photos(Dataset[Any]):
+    """Samples made by one function of a picture's number."""
+
+    def __init__(self, make: Callable[[int], Any], count: int = 24) -> None:
+        self.make, self.count = make, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+def segmented(index: int) -> Any:
+    """As `workloads/segment` has it."""
+    image, mask = picture(index), picture(index + 100, "L")
+    if random.random() < 0.5:
+        image, mask = image.transpose(MIRRORED), mask.transpose(MIRRORED)
+    angle = random.uniform(-15, 15)
+    image = image.rotate(angle, Image.Resampling.BILINEAR)
+    mask = mask.rotate(angle, Image.Resampling.NEAREST, fillcolor=255)
+    lit = np.clip(np.array(image) * random.uniform(0.8, 1.2), 0, 255)
+    mean = lit.mean()
+    lit = np.clip(mean + (lit - mean) * random.uniform(0.8, 1.2), 0, 255)
+    lit = (np.array(lit) / 255.0 - 0.45) / 0.23
+    return torch.from_numpy(lit).permute(2, 0, 1).float(), torch.from_numpy(np.array(mask)).long()
+
+
+def stamped(index: int) -> Any:
+    """As `workloads/gray` has it."""
+    image = picture(index, "L")
+    if random.random() < 0.5:
+        image = ImageOps.mirror(image)
+    image = image.rotate(random.uniform(-10, 10))
+    pixels = (np.asarray(image, dtype=np.float32) / 255 - 0.5) / 0.25
+    return torch.from_numpy(pixels).unsqueeze(0), index % 7
+
+
+def as_torchvision_does(index: int) -> Any:
+    """A flip, ToTensor and Normalize, by the calls that torchvision makes; some pictures are left as they are."""
+    image = picture(index)
+    if torch.rand(1) < 0.5:
+        image = image.transpose(MIRRORED)
+    made = torch.from_numpy(np.array(image, np.uint8, copy=True))
+    made = made.view(image.size[1], image.size[0], 3).permute((2, 0, 1)).contiguous()
+    made = made.to(dtype=torch.float32).div(255).clone()
+    mean, std = torch.tensor([0.48, 0.45, 0.4]), torch.tensor([0.2, 0.3, 0.25])
+    return made.sub_(mean.view(-1, 1, 1)).div_(std.view(-1, 1, 1)), index
+
+
+def by_channel(index: int) -> Any:
+    """Arrays as they are, with constants a channel, upside down and back, in a dict."""
+    image = picture(index).transpose(Image.Transpose.FLIP_TOP_BOTTOM).transpose(Image.Transpose.ROTATE_180)
+    pixels = np.asarray(image).astype(np.float32)
+    pixels -= np.array([120.0, 110.0, 100.0], dtype=np.float32)
+    pixels *= np.float32(random.uniform(0.5, 1.5))
+    return {"pixels": np.maximum(pixels, -50).transpose(2, 0, 1), "name": f"{index}.jpg"}
+
+
+MAKERS = [segmented, stamped, as_torchvision_does, by_channel]
+
+
+def twice(make: Callable[[int], Any], index: int) -> tuple[Any, Any]:
+    """A sample noted, and the same made at once."""
+    dataset = Photos(make)
+    randomness.seed_stream(index, 0)
+    plain = dataset[index]
+    randomness.seed_stream(index, 0)
+    return Samples(dataset)[index], plain
+
+
+def on_a_card(tensor: LaterTensor) -> torch.Tensor:
+    steps, numbers = program(tensor.value)
+    return run(steps, sample.pixels_of(tensor).unsqueeze(0), torch.tensor([numbers], dtype=torch.float64))[0]
+
+
+def leaves(thing: Any) -> list[Any]:
+    if isinstance(thing, dict):
+        return [leaf for part in thing.values() for leaf in leaves(part)]
+    return [leaf for part in thing for leaf in leaves(part)] if isinstance(thing, list | tuple) else [thing]
+
+
+# --- a sample -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_what_is_noted_is_what_would_have_been_made(make: Callable[[int], Any]) -> None:
+    for index in range(12):
+        noted, plain = twice(make, index)
+        assert isinstance(leaves(noted)[0], LaterTensor)
+        assert alike(noted, plain)
+        for later, made in zip(leaves(noted), leaves(plain), strict=True):
+            if isinstance(later, LaterTensor):
+                wanted = torch.as_tensor(made)
+                assert torch.equal(later.made(), wanted), "made here it is the same to the last bit"
+                there = on_a_card(later)
+                assert (there.shape, there.dtype) == (wanted.shape, wanted.dtype)
+                off = (there - wanted).abs() > (1.3 * GREY_LEVEL / 0.2 if wanted.is_floating_point() else 0)
+                assert off.float().mean() < (0.002 if make is not by_channel else 1), "pixels at an edge, no more"
+
+
+@pytest.mark.parametrize("move", [Image.Resampling.NEAREST, Image.Resampling.BILINEAR])
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+@pytest.mark.parametrize("colour", [None, 255, (9, 200, 77)])
+def test_pictures_are_turned_as_pillow_turns_them(move: Any, mode: str, colour: Any) -> None:
+    """Around any centre, mirrored before and after, with any colour outside: at most one grey level off."""
+    if isinstance(colour, tuple) and mode == "L":
+        colour = 77
+
+    def make(index: int) -> Any:
+        turned = picture(index, mode).transpose(MIRRORED)
+        turned = turned.rotate(7.0 * index - 40, move, center=(11, 9), translate=(3, -2), fillcolor=colour)
+        return torch.from_numpy(np.array(turned.transpose(Image.Transpose.FLIP_TOP_BOTTOM)))
+
+    for index in range(12):
+        noted, plain = twice(make, index)
+        if mode == "RGB" and colour == 255:
+            assert torch.equal(noted.made() if isinstance(noted, LaterTensor) else noted, plain), "which is red"
+            continue
+        difference = (on_a_card(noted).int() - plain.int()).abs()
+        assert (difference > 1).float().mean() < 0.01
+        assert (difference > 0).float().mean() < 0.02
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda image: np.array(image.rotate(5))[3:9, ::2],
+        lambda image: np.roll(np.array(image.rotate(5)), 3, axis=0),
+        lambda image: np.array(image.rotate(5).resize((9, 9))),
+        lambda image: np.array(image.rotate(5).filter(ImageFilter.GaussianBlur(2))),
+        lambda image: np.array(image.rotate(5, Image.Resampling.BILINEAR).rotate(8, Image.Resampling.BILINEAR)),
+        lambda image: np.array(image.rotate(5, Image.Resampling.BICUBIC)),
+        lambda image: np.array(image.rotate(30, expand=True)),
+        lambda image: np.array(image.transpose(Image.Transpose.ROTATE_90)),
+        lambda image: np.array(image.transpose(MIRRORED).convert("L")),
+        lambda image: np.array(image.transpose(MIRRORED)) + np.uint8(200),
+        lambda image: np.array(image.transpose(MIRRORED)) / (np.array(image) + 1.5),
+        lambda image: np.array(image.transpose(MIRRORED)).astype(np.float32).std(),
+        lambda image: np.array(image.transpose(MIRRORED)).mean(axis=(0, 1)),
+        lambda image: float(np.array(image.transpose(MIRRORED)).mean()) * 2,
+        lambda image: np.sqrt(np.array(image.transpose(MIRRORED)) / 255),
+        lambda image: np.stack([np.array(image.transpose(MIRRORED))] * 2),
+        lambda image: np.array(image.transpose(MIRRORED)).tolist(),
+        lambda image: torch.from_numpy(np.array(image.rotate(5))).sum(),
+        lambda image: torch.from_numpy(np.array(image.rotate(5)))[4:8],
+        lambda image: torch.nn.functional.interpolate(torch.from_numpy(np.array(image.rotate(5))).float()[None], 9),
+        lambda image: torch.tensor(np.array(image.rotate(5)).astype(np.float64) ** 2),
+    ],
+)
+def test_what_cannot_be_noted_is_made_at_once_and_is_the_same_to_the_last_bit(what: Callable[[Any], Any]) -> None:
+    noted, plain = twice(lambda index: what(picture(index)), 3)
+    if isinstance(noted, LaterTensor):
+        noted = noted.made()
+    assert np.array_equal(np.asarray(noted), np.asarray(plain))
+
+
+def test_changes_in_place_stay_with_what_was_changed() -> None:
+    def make(index: int) -> Any:
+        pixels = np.array(picture(index).transpose(MIRRORED), dtype=np.float32)
+        other = pixels.copy()
+        pixels /= 255
+        other[2:4] = 7.0
+        drawn = picture(index).transpose(MIRRORED)
+        drawn.paste(9, (0, 0, 5, 5))
+        kept = torch.from_numpy(np.array(picture(index).rotate(4))).float()
+        kept.add_(1.0)
+        return [pixels, other, np.array(drawn), kept]
+
+    noted, plain = twice(make, 1)
+    assert alike(noted, plain)
+    made = [part.made() if isinstance(part, LaterTensor) else part for part in noted]
+    assert all(np.array_equal(np.asarray(one), np.asarray(other)) for one, other in zip(made, plain, strict=True))
+
+
+def test_what_is_computed_of_a_picture_that_comes_from_a_file_outlives_the_file(tmp_path: Any) -> None:
+    picture(5).save(tmp_path / "5.png")
+
+    def make(index: int) -> Any:
+        with Image.open(tmp_path / "5.png") as file:
+            turned = file.transpose(MIRRORED)
+        return torch.from_numpy(np.array(turned) / 255)
+
+    noted, plain = twice(make, 5)
+    assert isinstance(noted, LaterTensor)
+    assert alike(noted, plain)
+
+
+# --- doubts -------------------------------------------------------------------------------------------------------
+
+
+def test_code_that_goes_another_way_with_what_is_no_numpy_array_is_found_out() -> None:
+    def make(index: int) -> Any:
+        pixels = np.array(picture(index).rotate(random.uniform(-5, 5)))
+        return torch.from_numpy(pixels / 255 if isinstance(pixels, np.ndarray) else pixels / 128)
+
+    samples = Samples(Photos(make))
+    randomness.seed_stream(1, 0)
+    found = samples[0]
+    randomness.seed_stream(1, 0)
+    assert type(found) is torch.Tensor
+    assert torch.equal(found, make(0))
+    assert samples.off
+
+
+def test_other_random_numbers_are_found_out() -> None:
+    def make(index: int) -> Any:
+        pixels = np.array(picture(index).rotate(5))
+        if not isinstance(pixels, np.ndarray):
+            random.random()
+        return torch.from_numpy(pixels / 255)
+
+    samples = Samples(Photos(make))
+    assert type(samples[0]) is torch.Tensor
+    assert samples.off
+
+
+def test_a_sample_that_raises_for_the_noting_is_made_without_it_from_the_same_numbers() -> None:
+    def make(index: int) -> Any:
+        pixels = np.array(picture(index).rotate(random.uniform(-5, 5)))
+        if not isinstance(pixels, np.ndarray):
+            raise TypeError("an array, please")
+        return torch.from_numpy(pixels / 255)
+
+    noted, plain = twice(make, 4)
+    assert type(noted) is torch.Tensor
+    assert torch.equal(noted, plain)
+
+
+def test_an_error_of_the_scripts_own_is_raised_and_is_no_reason_to_stop_noting() -> None:
+    def make(index: int) -> Any:
+        if index == 1:
+            raise OSError("1.jpg is broken")
+        return torch.from_numpy(np.array(picture(index).rotate(5)) / 255)
+
+    samples = Samples(Photos(make))
+    with pytest.raises(OSError, match="is broken"):
+        samples[1]
+    assert isinstance(samples[2], LaterTensor)
+
+
+def test_a_generator_of_the_datasets_own_cannot_be_asked_twice() -> None:
+    dataset = Photos(segmented)
+    dataset.generator = np.random.default_rng(0)  # type: ignore[attr-defined]
+    assert Samples(dataset).off
+
+
+def test_where_nothing_is_to_be_noted_the_noting_ends() -> None:
+    samples = Samples(Photos(lambda index: torch.ones(3) * index))
+    assert [samples[index].sum().item() for index in range(20)] == [3.0 * index for index in range(20)]
+    assert samples.off
+
+
+def test_nothing_is_noted_outside_of_samples() -> None:
+    Samples(Photos(segmented))
+    assert Image.Image.transform is pictures.transform
+    turned = picture(1).rotate(5)
+    assert type(turned) is Image.Image
+    assert type(np.array(turned)) is np.ndarray
+    with noting():
+        assert isinstance(picture(1).rotate(5), pictures.LaterImage)
+
+
+# --- a batch ------------------------------------------------------------------------------------------------------
+
+
+def passed(make: Callable[[int], Any], *, defer: bool, count: int = 24, batch: int = 8, workers: int = 2) -> list[Any]:
+    torch.manual_seed(3)
+    loader = DataLoader(Photos(make, count), batch, shuffle=True, num_workers=workers)
+    iterator, why_not = iterator_for(loader, Options(defer=defer))
+    assert iterator is not None, why_not
+    return list(iterator)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("batch", [8, 24])
+def test_batches_are_those_of_the_loader_without_it(make: Callable[[int], Any], batch: int) -> None:
+    """The same samples in the same order with the same random numbers; also where workers share a batch."""
+    plain, noted = (passed(make, defer=defer, count=4 * batch, batch=batch) for defer in (False, True))
+    for one, other in zip(plain, noted, strict=True):
+        assert isinstance(leaves(other)[0], Deferred)
+        for wanted, found in zip(leaves(one), leaves(other), strict=True):
+            if isinstance(found, Deferred):
+                assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+                assert found.pixels.dtype == torch.uint8
+                assert sample._close(found.made(), wanted)
+            else:
+                assert type(found) is type(wanted)
+                assert bool(np.all(np.asarray(found) == np.asarray(wanted)))
+
+
+def test_pictures_of_several_sizes_are_made_in_the_worker() -> None:
+    def make(index: int) -> Any:
+        size = (48, 32) if index % 3 else (32, 48)
+        pixels = np.array(picture(index, size=size).rotate(random.uniform(-5, 5))) / 255
+        return torch.from_numpy(pixels).flatten()
+
+    plain, noted = (passed(make, defer=defer) for defer in (False, True))
+    assert all(type(batch) is torch.Tensor for batch in noted)
+    assert all(map(torch.equal, plain, noted))
+
+
+def test_bytes_that_are_only_read_travel_as_ever() -> None:
+    noted = passed(lambda index: torch.from_numpy(np.array(picture(index))), defer=True)
+    assert all(type(batch) is torch.Tensor and batch.dtype == torch.uint8 for batch in noted)
+
+
+def test_a_collate_function_of_the_scripts_own_gets_its_samples_made() -> None:
+    loader = DataLoader(Photos(segmented), 8, num_workers=1, collate_fn=lambda samples: [s[0].numpy() for s in samples])
+    iterator, _ = iterator_for(loader, Options(defer=True))
+    assert iterator is not None
+    assert all(type(array) is np.ndarray for batch in iterator for array in batch)
+
+
+@pytest.fixture
+def deferred() -> Any:
+    return passed(segmented, defer=True)[0][0]
+
+
+def test_a_loop_that_looks_at_its_host_batch_sees_the_values(deferred: Any) -> None:
+    made = deferred.made().clone()
+    assert torch.equal(deferred + 1, made + 1)
+    assert torch.equal(deferred[2:4], made[2:4])
+    assert torch.equal(torch.cat([deferred, made])[:8], made)
+    assert deferred.mean().item() == made.mean().item()
+    assert np.array_equal(deferred.numpy(), made.numpy())
+    assert torch.equal(deferred.to(torch.float64), made.double())
+    assert torch.equal(copy.deepcopy(deferred), made)
+    assert repr(deferred) == repr(made)
+
+
+def test_what_is_changed_on_the_host_is_what_goes_to_the_card(deferred: Any) -> None:
+    version = deferred._version
+    made = deferred.made().clone()
+    deferred.mul_(0.5)
+    assert deferred._version != version, "a copy made before is worth nothing"
+    assert torch.equal(deferred.to("cpu"), made * 0.5)
+
+
+def test_on_its_way_to_a_device_it_becomes_what_it_is_to_be(deferred: Any) -> None:
+    told: list[bool] = []
+    tell_of_first(lambda: told.append(True))
+    for there in (
+        deferred.to("meta"),
+        deferred.to(device=torch.device("meta"), non_blocking=True),
+        deferred.to(torch.empty(0, device="meta", dtype=torch.float32)),
+    ):
+        assert (type(there), there.device.type, there.shape) == (torch.Tensor, "meta", deferred.shape)
+        assert there.dtype == torch.float32
+    assert deferred.to("meta", torch.float16).dtype == torch.float16
+    assert deferred.to("meta", memory_format=torch.channels_last).is_contiguous(memory_format=torch.channels_last)
+    assert deferred._made is None, "and nothing of it was made here"
+    assert told == [True]
+
+
+def test_it_can_be_sent_elsewhere_unmade(deferred: Any) -> None:
+    there = pickle.loads(pickle.dumps(deferred))
+    assert there._made is None
+    assert torch.equal(there.made(), deferred.made())
