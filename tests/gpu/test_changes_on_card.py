@@ -49,9 +49,9 @@ TRAIN = """
 """
 
 
-def run_with(folder: Path, *changes: tuple[str, object], flags: tuple[str, ...] = ()) -> Run:
+def run_with(folder: Path, *changes: tuple[str, object], flags: tuple[str, ...] = (), script: str = TRAIN) -> Run:
     folder.mkdir()
-    write(folder, train=TRAIN)
+    write(folder, train=script)
     plan = Plan(changes=tuple(Change(name=name, value=value, safety="equivalent") for name, value in changes))
     plan.save(folder / "plan.yaml")
     options = ("--plan", "plan.yaml", "--no-xray", "--quiet")
@@ -75,6 +75,63 @@ def test_copies_ahead_of_time_leave_every_loss_as_it_was(
     assert losses(ahead) == losses(plain) != []
     made = {entry["name"]: entry["applied"] for entry in ahead.observed.rank.facts["changes"]}
     assert made == dict.fromkeys(made, True)
+
+
+TURNED = """
+    import random, sys, numpy as np, torch
+    from PIL import Image
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset
+
+    class Photos(Dataset):
+        def __len__(self):
+            return 96
+
+        def __getitem__(self, index):
+            coarse = np.random.default_rng(index).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+            photo = Image.fromarray(coarse).resize((96, 64), Image.Resampling.BICUBIC)
+            mask = photo.convert("L").point(lambda value: value // 64)
+            if random.random() < 0.5:
+                photo, mask = (one.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for one in (photo, mask))
+            angle = random.uniform(-15, 15)
+            lit = np.clip(np.array(photo.rotate(angle, Image.Resampling.BILINEAR)) * random.uniform(0.8, 1.2), 0, 255)
+            mean = lit.mean()
+            lit = (np.clip(mean + (lit - mean) * random.uniform(0.8, 1.2), 0, 255) / 255 - 0.45) / 0.23
+            mask = np.array(mask.rotate(angle, fillcolor=255))
+            return torch.from_numpy(lit).permute(2, 0, 1).float(), torch.from_numpy(mask)
+
+    torch.manual_seed(0)
+    net = nn.Conv2d(3, 4, 3, padding=1).cuda()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    loader = DataLoader(Photos(), batch_size=16, shuffle=True, num_workers=2)
+    for epoch in range(3):
+        for photos, masks in loader:
+            photos, masks = photos.to("cuda", non_blocking=True), masks.cuda(non_blocking=True).long()
+            loss = nn.functional.cross_entropy(net(photos), masks, ignore_index=255)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            off = (masks == 255).sum().item()
+            seen = photos.double()
+            print("loss", loss.item().hex(), seen.mean().item().hex(), seen.std().item().hex(), off)
+"""
+
+
+@pytest.mark.parametrize("ahead", [(), (("device_prefetch", True),)], ids=["copied", "ahead"])
+def test_transforms_made_on_the_card_are_those_of_the_workers(
+    tmp_path: Path, ahead: tuple[tuple[str, object], ...]
+) -> None:
+    """The same random numbers, pictures and masks; a grey level here and there."""
+    elastic = ("loader", "elastic")
+    here = run_with(tmp_path / "here", elastic, script=TURNED)
+    there = run_with(tmp_path / "there", elastic, ("gpu_transforms", True), *ahead, script=TURNED)
+    made = {entry["name"]: entry["applied"] for entry in there.observed.rank.facts["changes"]}
+    assert made == dict.fromkeys(made, True)
+    assert len(losses(here)) == len(losses(there)) == 18
+    for one, other in zip(losses(here), losses(there), strict=True):
+        ours, theirs = ([float.fromhex(text) for text in line.split()[1:4]] for line in (one, other))
+        assert ours == pytest.approx(theirs, rel=2e-3, abs=2e-3)
+        assert int(one.split()[4]) == pytest.approx(int(other.split()[4]), rel=0.02, abs=16)
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])

@@ -128,6 +128,7 @@ def test_changes_to_what_is_computed_show_in_the_facts(tmp_path: Path, plain: di
         change("pin_memory", True),
         change("device_prefetch", True),
         change("cudnn_benchmark", True),
+        change("gpu_transforms", True),
     )
     run = run_with(tmp_path, *wanted)
     assert run.code == 0, run.err
@@ -140,10 +141,21 @@ def test_changes_to_what_is_computed_show_in_the_facts(tmp_path: Path, plain: di
     assert made["pin_memory"]["how"] == "there is no GPU to copy to"
     assert made["device_prefetch"]["how"] == "the model is not trained on a GPU"
     assert not made["cudnn_benchmark"]["applied"]
+    assert made["gpu_transforms"]["how"] == "needs the elastic loader in the same plan"
     assert "changed in this run: precision=bf16 (each call of the model under torch.autocast" in run.err
     assert "Not changed: pin_memory (there is no GPU to copy to)" in run.err
     near = [abs(float.fromhex(a[5:]) - float.fromhex(b[5:])) for a, b in zip(losses(run), plain[()], strict=True)]
     assert 0 < max(near) < 0.05, "rounding, and no more"
+
+
+def test_transforms_stay_where_they_are_without_a_card_to_make_them(
+    tmp_path: Path, plain: dict[tuple[str, ...], list[str]]
+) -> None:
+    write(tmp_path, train=TRAIN)
+    run = run_with(tmp_path, change("loader", "elastic"), change("gpu_transforms", True))
+    assert run.code == 0, run.err
+    assert losses(run) == plain[()]
+    assert entries(run)["gpu_transforms"]["how"] == "the model is not trained on a GPU"
 
 
 def test_a_compiled_model_keeps_its_names(tmp_path: Path, plain: dict[tuple[str, ...], list[str]]) -> None:

@@ -180,6 +180,7 @@ class World:
             "batch_size": m.batch,
             "num_workers": self.workers,
             "pin_memory": True,
+            "collate": "default_collate",
             "persistent_workers": True,
         }
         rank = RankTrace(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tarfile
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from flatout.plan import Change
 from flatout.remedy.candidates import View, Wishes, offers
 from flatout.remedy.knobs import knobs
 from flatout.trace import Sketch
+from flatout.trace.reader import read as read_trace
 
 LAUNCHES = {"idle_by_phase_ms": {"forward": 60.0}, "kernel_us": Sketch.of([3.0] * 100)}
 
@@ -61,6 +65,33 @@ def test_a_starved_training_is_offered_the_data_path_as_one() -> None:
     assert [change.name for change in wanted[0].changes] == ["loader", "device_prefetch"]
     assert wanted[0].promise > 2
     assert withheld == []
+
+
+PICTURES = {"pillow": True}
+
+
+def test_transforms_are_left_to_the_card_where_the_loader_is_ours_and_still_behind() -> None:
+    world = World(machine=Machine(data_ms=80.0), facts=PICTURES)
+    ours = [Change(name="loader", value="elastic", safety="reseeded")]
+    change = offered(world, kept=ours)["gpu_transforms"]
+    assert (change.value, change.safety) == (True, "equivalent")
+    assert "gpu_transforms" not in offered(world), "first it is seen what the loader brings"
+    assert "gpu_transforms" not in offered(World(machine=Machine(data_ms=0.0), facts=PICTURES), kept=ours)
+    assert "gpu_transforms" not in offered(World(machine=Machine(data_ms=80.0)), kept=ours), "no pictures were seen"
+    by_itself = World(machine=Machine(data_ms=80.0), facts=PICTURES, settings=[flag("augment_on", "cpu")])
+    assert "gpu_transforms" not in offered(by_itself, kept=ours), "the script has a switch of its own"
+
+
+def test_where_every_core_is_busy_loading_transforms_go_with_the_loader() -> None:
+    folder = Path(__file__).parents[2] / "traces"
+    with tempfile.TemporaryDirectory() as to:
+        with tarfile.open(folder / "h200-data.cpu-bound-segment.tgz") as recorded:
+            recorded.extractall(to, filter="data")
+        trace = read_trace(Path(to))
+    seen = View(trace=trace, first=trace)
+    seen.case.facts.update(PICTURES)
+    wanted, _ = offers(seen, Wishes())
+    assert [change.name for change in wanted[0].changes] == ["loader", "device_prefetch", "gpu_transforms"]
 
 
 def test_where_the_elastic_loader_does_not_pay_the_number_of_workers_that_is_asked_for_is_tried() -> None:

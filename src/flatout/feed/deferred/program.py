@@ -98,26 +98,38 @@ def _warp(static: tuple[Any, ...], pixels: Tensor, numbers: Tensor, source: Tens
         return source
     batch, height, width = source.shape[:3]
     flat = source.reshape(batch, height, width, -1)
-    matrix = numbers[:, start : start + WARP_NUMBERS].reshape(batch, WARP_NUMBERS, 1, 1).unbind(1)
-    x = torch.arange(width, device=source.device) + 0.5
-    y = (torch.arange(height, device=source.device) + 0.5).unsqueeze(1)
-    from_x = matrix[0] * x + matrix[1] * y + matrix[2]
-    from_y = matrix[3] * x + matrix[4] * y + matrix[5]
+    matrix = numbers[:, start : start + WARP_NUMBERS].reshape(batch, 2, 3, 1)
+    x = matrix[:, :, 0] * (torch.arange(width, device=source.device) + 0.5)
+    y = matrix[:, :, 1] * (torch.arange(height, device=source.device) + 0.5) + matrix[:, :, 2]
     if move == "bilinear":
-        grid = torch.stack((from_x * (2 / width) - 1, from_y * (2 / height) - 1), dim=-1)
-        moved = functional.grid_sample(
-            flat.permute(0, 3, 1, 2).float(), grid, mode="bilinear", padding_mode="border", align_corners=False
-        )
-        moved = moved.add_(_ALMOST).floor_().permute(0, 2, 3, 1)
+        moved = _between_pixels(flat, x, y)
     else:
+        from_x, from_y = (x[:, row, None, :] + y[:, row, :, None] for row in (0, 1))
         at = from_y.long().clamp_(0, height - 1) * width + from_x.long().clamp_(0, width - 1)
         at = at.reshape(batch, -1, 1).expand(-1, -1, flat.shape[-1])
         moved = flat.flatten(1, 2).gather(1, at).view_as(flat)
     if move != "swap":
-        outside = (from_x < 0) | (from_x >= width) | (from_y < 0) | (from_y >= height)
+        inside = _within(x[:, 0, None, :] + y[:, 0, :, None], width) & _within(
+            x[:, 1, None, :] + y[:, 1, :, None], height
+        )
         colour = numbers[:, start + WARP_NUMBERS : start + WARP_NUMBERS + colours].reshape(batch, 1, 1, colours)
-        moved = torch.where(outside.unsqueeze(-1), colour.to(moved.dtype), moved)
+        moved = torch.where(inside.unsqueeze(-1), moved, colour.to(moved.dtype))
     return moved.reshape(source.shape)
+
+
+def _between_pixels(pixels: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """What lies at x + y, in both directions, between the four pixels around it; rounded down."""
+    rows = []
+    for row, length in enumerate((pixels.shape[2], pixels.shape[1])):  # from -1 to 1, as torch counts
+        rows.append(x[:, row, None, :] * (2 / length) + (y[:, row, :, None] * (2 / length) - 1))
+    grid = torch.stack(rows, dim=-1)
+    planes = pixels.permute(0, 3, 1, 2).float()
+    moved = functional.grid_sample(planes, grid, mode="bilinear", padding_mode="border", align_corners=False)
+    return moved.add_(_ALMOST).to(torch.uint8).permute(0, 2, 3, 1)
+
+
+def _within(place: Tensor, length: int) -> Tensor:
+    return (place >= 0) & (place < length)
 
 
 def _mean(static: tuple[Any, ...], pixels: Tensor, numbers: Tensor, source: Tensor) -> Tensor:
