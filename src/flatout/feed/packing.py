@@ -24,7 +24,7 @@ import torch
 from torch.utils.data._utils import collate as stock
 
 from flatout.feed import wire
-from flatout.feed.deferred.batch import StandIn, joined
+from flatout.feed.deferred.batch import Deferred, StandIn, joined
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Span = tuple[int, int]  # offset, length
@@ -275,6 +275,8 @@ def map_file(fd: int, *, populate: bool = False) -> Bytes:
 
 class _Packer(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Deferred and obj.itself() is None:
+            return Deferred.of, obj.taken_apart()
         if type(obj) is not torch.Tensor or obj.requires_grad or obj.device.type != "cpu":
             return NotImplemented
         if obj.layout != torch.strided or obj.is_quantized or obj.is_nested or obj.is_conj() or obj.is_neg():

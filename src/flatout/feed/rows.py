@@ -28,7 +28,7 @@ class Rows:
 
     def __init__(self, recipe: Recipe, board: memoryview, collate: Callable[[Any], Any]) -> None:
         self._dataset = self.__wrapped__ = recipe.dataset  # the latter is for who measures: the user knows this one
-        self._samples = self._dataset
+        self._samples: Any = self._dataset
         self._recipe = recipe
         self._chunk = recipe.chunk
         self._board = board
@@ -85,7 +85,10 @@ class Rows:
         return self._unless_bad(row, index) if self._recipe.skip_bad else self._samples[index]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._dataset, name)
+        found = getattr(self._dataset, name)
+        if name == "__getitems__" and self._samples is not self._dataset:
+            return self._samples.together
+        return found
 
     def _unless_bad(self, row: int, index: Any) -> Any:
         if row in self._leave_out:

@@ -6,41 +6,32 @@ made in the worker, to the last bit; where a card makes it, but for rounding.
 
 from __future__ import annotations
 
+import collections
 import copy
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageFilter, ImageOps
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from flatout.feed import Options, iterator_for, randomness
-from flatout.feed.deferred import pictures, sample
+from flatout.feed.deferred import sample
 from flatout.feed.deferred.batch import Deferred, tell_of_first
 from flatout.feed.deferred.program import run
 from flatout.feed.deferred.sample import Samples, alike
-from flatout.feed.deferred.tensors import LaterTensor
+from flatout.feed.deferred.tensors import LaterTensor, all_real, left_to_do
 from flatout.feed.deferred.value import noting, program
 
 SIZE = (48, 32)  # width, height
 GREY_LEVEL = 1 / 255
 MIRRORED = Image.Transpose.FLIP_LEFT_RIGHT
-
-
-@pytest.fixture(autouse=True)
-def libraries_put_back() -> Iterator[None]:
-    """What a worker does to its own process is not for the tests after this one."""
-    places = [(Image.Image, "transform"), (Image.Image, "transpose")]
-    places += [(np, name) for name in ("array", "asarray", "ascontiguousarray")]
-    places += [(torch, name) for name in ("from_numpy", "as_tensor", "tensor")]
-    before = [getattr(place, name) for place, name in places]
-    yield
-    for (place, name), function in zip(places, before, strict=True):
-        setattr(place, name, function)
 
 
 def picture(seed: int, mode: str = "RGB", size: tuple[int, int] = SIZE) -> Image.Image:
@@ -113,17 +104,18 @@ MAKERS = [segmented, stamped, as_torchvision_does, by_channel]
 
 
 def twice(make: Callable[[int], Any], index: int) -> tuple[Any, Any]:
-    """A sample noted, and the same made at once."""
+    """A sample noted, with nobody watching, and the same made at once."""
     dataset = Photos(make)
     randomness.seed_stream(index, 0)
     plain = dataset[index]
     randomness.seed_stream(index, 0)
-    return Samples(dataset)[index], plain
+    with noting(), sample._noting_libraries():
+        return left_to_do(dataset[index]), plain
 
 
 def on_a_card(tensor: LaterTensor) -> torch.Tensor:
     steps, numbers = program(tensor.value)
-    return run(steps, sample.pixels_of(tensor).unsqueeze(0), torch.tensor([numbers], dtype=torch.float64))[0]
+    return run(steps, sample.pixels_of(tensor.value).unsqueeze(0), torch.tensor([numbers], dtype=torch.float64))[0]
 
 
 def leaves(thing: Any) -> list[Any]:
@@ -143,9 +135,8 @@ def test_what_is_noted_is_what_would_have_been_made(make: Callable[[int], Any]) 
         assert alike(noted, plain)
         for later, made in zip(leaves(noted), leaves(plain), strict=True):
             if isinstance(later, LaterTensor):
-                wanted = torch.as_tensor(made)
+                wanted, there = torch.as_tensor(made), on_a_card(later)
                 assert torch.equal(later.made(), wanted), "made here it is the same to the last bit"
-                there = on_a_card(later)
                 assert (there.shape, there.dtype) == (wanted.shape, wanted.dtype)
                 off = (there - wanted).abs() > (1.3 * GREY_LEVEL / 0.2 if wanted.is_floating_point() else 0)
                 assert off.float().mean() < (0.002 if make is not by_channel else 1), "pixels at an edge, no more"
@@ -171,7 +162,7 @@ def test_pictures_are_turned_as_pillow_turns_them(move: Any, mode: str, colour: 
             continue
         difference = (on_a_card(noted).int() - plain.int()).abs()
         assert (difference > 1).float().mean() < 0.01
-        assert (difference > 0).float().mean() < 0.02
+        assert (difference > 0).float().mean() < 0.03
 
 
 @pytest.mark.parametrize(
@@ -187,6 +178,7 @@ def test_pictures_are_turned_as_pillow_turns_them(move: Any, mode: str, colour: 
         lambda image: np.array(image.transpose(Image.Transpose.ROTATE_90)),
         lambda image: np.array(image.transpose(MIRRORED).convert("L")),
         lambda image: np.array(image.transpose(MIRRORED)) + np.uint8(200),
+        lambda image: (np.array(image.transpose(MIRRORED)) * 1.7).astype(np.uint8),
         lambda image: np.array(image.transpose(MIRRORED)) / (np.array(image) + 1.5),
         lambda image: np.array(image.transpose(MIRRORED)).astype(np.float32).std(),
         lambda image: np.array(image.transpose(MIRRORED)).mean(axis=(0, 1)),
@@ -202,7 +194,8 @@ def test_pictures_are_turned_as_pillow_turns_them(move: Any, mode: str, colour: 
 )
 def test_what_cannot_be_noted_is_made_at_once_and_is_the_same_to_the_last_bit(what: Callable[[Any], Any]) -> None:
     noted, plain = twice(lambda index: what(picture(index)), 3)
-    if isinstance(noted, LaterTensor):
+    if isinstance(noted, LaterTensor):  # a part of it was noted after all
+        assert np.allclose(on_a_card(noted), plain, rtol=1e-5)
         noted = noted.made()
     assert np.array_equal(np.asarray(noted), np.asarray(plain))
 
@@ -225,6 +218,107 @@ def test_changes_in_place_stay_with_what_was_changed() -> None:
     assert all(np.array_equal(np.asarray(one), np.asarray(other)) for one, other in zip(made, plain, strict=True))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "a[5:20, 5:30] = 0", "roi = a[5:20]; roi[:] = 0", "a[5:20].fill(0)", "a.fill(0)", "a.sort(axis=0)",
+        "a.T[0] = 0", "np.clip(a, 50, 100, out=a)", "a.clip(50, 100, out=a)", "np.sqrt(a, out=a)",
+        "np.multiply(a, 0.2, out=a)", "a.reshape(-1)[:99] = 7", "a.flat[:99] = 7", "a += a[::-1].copy()",
+        "np.copyto(a, a[:, ::-1].copy())", "np.putmask(a, a > 100, 0)",
+        "np.add.at(a, (slice(5, 20),), 100)", "np.random.shuffle(a)", "np.fliplr(a)[5:20] = 0",
+        "b = np.asarray(a); b *= 0.1", "b = np.ascontiguousarray(a); b[5:20] = 0", "b = a.view(); b *= 0.1",
+        "b = a.astype(a.dtype, copy=False); b /= 9",
+        "b = a.transpose(2, 0, 1); b *= 0.1", "torch.from_numpy(a).mul_(0.1)", "t = torch.from_numpy(a); t[5:20] = 0",
+        "b = a.copy(); b += 100; b[:3] = 0", "a /= 255; b = a.copy(); b *= 0; a -= 0.5",
+        "[row.fill(3) for row in a[:9]]", "a.shape = (48, 32, 3); a[0] = 1; a.shape = (32, 48, 3)",
+    ],
+)  # fmt: skip
+def test_an_array_is_what_was_written_into_it_through_whatever_looks_at_it(change: str) -> None:
+    def make(index: int) -> Any:
+        a = np.array(picture(index).transpose(MIRRORED), dtype=np.float32)
+        exec(change, {"a": a, "np": np, "torch": torch})
+        return [torch.from_numpy(a), np.array(a) * 2]
+
+    noted, plain = twice(make, 2)
+    assert alike(noted, plain)
+    assert all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in zip(all_real(noted), plain, strict=True))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "t[..., 5:20, 5:30] = 0", "t[0] -= 0.5", "t[0].zero_()", "t.clamp_(0.2, 0.5)", "t.add_(torch.rand(t.shape))",
+        "t.masked_fill_(t > 0.5, 0)", "t.copy_(t.flip(-1))", "t.sub_(0.5, alpha=2)", "torch.mul(t, 0.1, out=t)",
+        "[channel.sub_(0.1) for channel in t]", "t.numpy()[:, 3] = 9", "t.data.mul_(0.1)", "t.detach().mul_(0.1)",
+        "torch.nn.init.uniform_(t)", "t.unsqueeze(0).mul_(0.1)", "t.permute(1, 2, 0).mul_(0.1)", "t.float().mul_(0.1)",
+        "t.contiguous().mul_(0.1)", "t.clone().mul_(0.1)", "u = t.clone().clamp_(0, 0.1); t.add_(1)",
+        "t.view(t.shape).mul_(3)",
+        "t.unsqueeze_(0); t.mul_(0.1); t.squeeze_(0)", "t.div_(t.max())", "torch.nn.functional.relu_(t.sub_(0.5))",
+    ],
+)  # fmt: skip
+def test_a_tensor_is_what_was_written_into_it_through_whatever_looks_at_it(change: str) -> None:
+    def make(index: int) -> Any:
+        t = torch.from_numpy(np.array(picture(index).transpose(MIRRORED))).permute(2, 0, 1).float().div(255)
+        exec(change, {"t": t, "torch": torch})
+        return [t, t * 2]
+
+    noted, plain = twice(make, 2)
+    assert alike(noted, plain)
+    assert all(map(torch.equal, all_real(noted), plain))
+
+
+def test_what_is_noted_stays_what_it_was_when_its_picture_and_constants_change() -> None:
+    """One canvas for all pictures, one array for all gains; a picture that is closed."""
+    canvas, gains = Image.new("RGB", SIZE), np.ones(3, np.float32)
+
+    def make(index: int) -> Any:
+        canvas.paste(picture(index))
+        gains[:] = index + 1
+        other = picture(index + 50)
+        return [np.array(canvas) * gains, np.asarray(other) / 255, other.close()][:2]
+
+    def keep(index: int) -> Any:
+        return [part.copy() for part in make(index)]
+
+    with noting(), sample._noting_libraries():
+        noted = [left_to_do(make(index)) for index in range(4)]
+    for index, one in enumerate(noted):
+        plain = keep(index)
+        assert all(isinstance(part, LaterTensor) for part in one)
+        assert alike(one, plain)
+        assert all(np.array_equal(real, part) for real, part in zip(all_real(one), plain, strict=True))
+
+
+def test_a_kept_array_can_be_used_again_when_nothing_is_noted_any_more() -> None:
+    kept: dict[int, Any] = {}
+
+    def make(index: int) -> Any:
+        if index not in kept:
+            kept[index] = np.asarray(picture(index), dtype=np.float32) / 255
+        return collections.UserDict(pixels=kept[index], label=index)
+
+    samples = Samples(Photos(make))
+    for index in (0, 0, 1, 1):
+        pixels = samples[index]["pixels"]
+        assert torch.equal(torch.as_tensor(pixels), torch.from_numpy(np.asarray(picture(index), np.float32) / 255))
+    assert samples.off, "what is made again is not made again"
+
+
+def test_noting_that_takes_longer_than_the_work_it_saves_ends() -> None:
+    def make(index: int) -> Any:
+        return torch.FloatTensor(np.array(picture(index, "L", (400, 300)), dtype=np.float32))
+
+    samples = Samples(Photos(make))
+    wanted = [make(index) for index in range(4)]
+    assert all(torch.equal(samples[index], wanted[index]) for index in range(4))
+    assert samples.off
+
+
+def test_other_threads_note_nothing() -> None:
+    with noting(), sample._noting_libraries(), ThreadPoolExecutor(1) as pool:
+        assert type(pool.submit(lambda: np.array(picture(1).rotate(5))).result()) is np.ndarray
+
+
 def test_what_is_computed_of_a_picture_that_comes_from_a_file_outlives_the_file(tmp_path: Any) -> None:
     picture(5).save(tmp_path / "5.png")
 
@@ -244,7 +338,7 @@ def test_what_is_computed_of_a_picture_that_comes_from_a_file_outlives_the_file(
 def test_code_that_goes_another_way_with_what_is_no_numpy_array_is_found_out() -> None:
     def make(index: int) -> Any:
         pixels = np.array(picture(index).rotate(random.uniform(-5, 5)))
-        return torch.from_numpy(pixels / 255 if isinstance(pixels, np.ndarray) else pixels / 128)
+        return torch.from_numpy(pixels / 255 if type(pixels) is np.ndarray else pixels / 128)
 
     samples = Samples(Photos(make))
     randomness.seed_stream(1, 0)
@@ -258,7 +352,7 @@ def test_code_that_goes_another_way_with_what_is_no_numpy_array_is_found_out() -
 def test_other_random_numbers_are_found_out() -> None:
     def make(index: int) -> Any:
         pixels = np.array(picture(index).rotate(5))
-        if not isinstance(pixels, np.ndarray):
+        if type(pixels) is not np.ndarray:
             random.random()
         return torch.from_numpy(pixels / 255)
 
@@ -270,13 +364,16 @@ def test_other_random_numbers_are_found_out() -> None:
 def test_a_sample_that_raises_for_the_noting_is_made_without_it_from_the_same_numbers() -> None:
     def make(index: int) -> Any:
         pixels = np.array(picture(index).rotate(random.uniform(-5, 5)))
-        if not isinstance(pixels, np.ndarray):
+        if type(pixels) is not np.ndarray:
             raise TypeError("an array, please")
         return torch.from_numpy(pixels / 255)
 
-    noted, plain = twice(make, 4)
-    assert type(noted) is torch.Tensor
-    assert torch.equal(noted, plain)
+    samples = Samples(Photos(make))
+    randomness.seed_stream(4, 0)
+    found = samples[4]
+    randomness.seed_stream(4, 0)
+    assert type(found) is torch.Tensor
+    assert torch.equal(found, make(4))
 
 
 def test_an_error_of_the_scripts_own_is_raised_and_is_no_reason_to_stop_noting() -> None:
@@ -304,13 +401,12 @@ def test_where_nothing_is_to_be_noted_the_noting_ends() -> None:
 
 
 def test_nothing_is_noted_outside_of_samples() -> None:
-    Samples(Photos(segmented))
-    assert Image.Image.transform is pictures.transform
+    before = np.array, torch.tensor, Image.Image.transform
+    assert isinstance(Samples(Photos(segmented))[1][0], LaterTensor)
+    assert (np.array, torch.tensor, Image.Image.transform) == before
     turned = picture(1).rotate(5)
     assert type(turned) is Image.Image
     assert type(np.array(turned)) is np.ndarray
-    with noting():
-        assert isinstance(picture(1).rotate(5), pictures.LaterImage)
 
 
 # --- a batch ------------------------------------------------------------------------------------------------------
@@ -352,6 +448,15 @@ def test_pictures_of_several_sizes_are_made_in_the_worker() -> None:
     assert all(map(torch.equal, plain, noted))
 
 
+def test_a_number_of_each_of_pictures_of_several_sizes_is_made_in_the_worker() -> None:
+    def make(index: int) -> Any:
+        size = (48, 32) if index % 3 else (32, 48)
+        return np.array(picture(index, size=size).transpose(MIRRORED)).mean()
+
+    plain, noted = (passed(make, defer=defer) for defer in (False, True))
+    assert all(map(torch.equal, plain, noted))
+
+
 def test_bytes_that_are_only_read_travel_as_ever() -> None:
     noted = passed(lambda index: torch.from_numpy(np.array(picture(index))), defer=True)
     assert all(type(batch) is torch.Tensor and batch.dtype == torch.uint8 for batch in noted)
@@ -362,6 +467,36 @@ def test_a_collate_function_of_the_scripts_own_gets_its_samples_made() -> None:
     iterator, _ = iterator_for(loader, Options(defer=True))
     assert iterator is not None
     assert all(type(array) is np.ndarray for batch in iterator for array in batch)
+
+
+def erased(index: int) -> Any:
+    """As torchvision's RandomErasing does it, now and then."""
+    tensor = torch.from_numpy(np.array(picture(index))).permute(2, 0, 1).float().div(255)
+    if random.random() < 0.1:
+        tensor = tensor.clone()
+        tensor[..., 5:20, 5:30] = 0.0
+    return tensor, index
+
+
+def test_what_only_some_samples_do_is_done_to_them() -> None:
+    """Hardly a batch of these has one program; none may lose what it was to be."""
+    plain, noted = (passed(erased, defer=defer, count=128) for defer in (False, True))
+    for (one, _), (other, _) in zip(plain, noted, strict=True):
+        assert torch.allclose(other.made() if isinstance(other, Deferred) else other, one, atol=1e-6)
+    assert any(isinstance(other, Deferred) for other, _ in noted)
+
+
+@pytest.mark.parametrize("wrap", [lambda data: Subset(data, range(3, 24)), lambda data: ConcatDataset([data, data])])
+def test_datasets_of_datasets_are_noted_too(wrap: Any) -> None:
+    def passed_through(*, defer: bool) -> list[Any]:
+        torch.manual_seed(3)
+        iterator, _ = iterator_for(DataLoader(wrap(Photos(segmented)), 8, num_workers=2), Options(defer=defer))
+        assert iterator is not None
+        return list(iterator)
+
+    for one, other in zip(passed_through(defer=False), passed_through(defer=True), strict=True):
+        assert isinstance(other[0], Deferred)
+        assert sample._close(other[0].made(), one[0])
 
 
 @pytest.fixture
@@ -405,7 +540,9 @@ def test_on_its_way_to_a_device_it_becomes_what_it_is_to_be(deferred: Any) -> No
     assert told == [True]
 
 
-def test_it_can_be_sent_elsewhere_unmade(deferred: Any) -> None:
-    there = pickle.loads(pickle.dumps(deferred))
-    assert there._made is None
-    assert torch.equal(there.made(), deferred.made())
+def test_it_can_be_sent_elsewhere_and_saved(deferred: Any, tmp_path: Path) -> None:
+    torch.save(deferred, tmp_path / "batch.pt")
+    made = deferred.made().clone()
+    assert torch.equal(torch.load(tmp_path / "batch.pt", weights_only=True), made)
+    deferred.mul_(2)
+    assert torch.equal(pickle.loads(pickle.dumps(deferred)), made * 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +11,9 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from flatout.feed.deferred.batch import filled
 from flatout.feed.deferred.pictures import can_be_noted, pixels
-from flatout.feed.deferred.value import Value, is_noting, together
+from flatout.feed.deferred.value import Memory, Noted, Value, View, constant, elements, is_noting, together
 
-_SMALL = 64  # numbers: a constant that may go along with every sample
-_array, _asarray = np.array, np.asarray
+_array, _asarray, _ascontiguousarray = np.array, np.asarray, np.ascontiguousarray
 _UFUNCS = {
     np.add: "add",
     np.subtract: "subtract",
@@ -23,144 +22,177 @@ _UFUNCS = {
     np.minimum: "minimum",
     np.maximum: "maximum",
 }
+# Methods that leave the array as it is, and whose result is not a part of it.
+_ONLY_READ = {"max", "min", "sum", "std", "var", "prod", "ptp", "any", "all", "argmax", "argmin", "tolist", "item"}
+_ONLY_READ |= {"tobytes", "round", "cumsum", "nonzero"}
 
 
-class LaterArray(NDArrayOperatorsMixin):
-    """Not a numpy array, but to numpy's own functions as good as one."""
+class LaterArray(Noted, NDArrayOperatorsMixin):
+    """As good as a numpy array to Python, and to numpy's own functions."""
 
-    def __init__(self, value: Value) -> None:
-        self.value = value
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return np.ndarray if self.shape else self.dtype.type
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the array."""
-        return self.value.shape
+        value = self.value
+        return tuple(self.itself().shape) if value is None else value.shape
 
     @property
     def ndim(self) -> int:
         """How many dimensions."""
-        return len(self.value.shape)
+        return len(self.shape)
 
     @property
     def size(self) -> int:
         """How many elements."""
-        return math.prod(self.value.shape)
+        return elements(self.shape)
 
     @property
     def dtype(self) -> Any:
         """Of the elements."""
-        return np.dtype(self.value.dtype)
+        value = self.value
+        return self.itself().dtype if value is None else np.dtype(value.dtype)
 
     def __len__(self) -> int:
-        return self.value.shape[0]
+        return len(self.itself()) if not self.shape else self.shape[0]
 
     # -- noted where possible ---------------------------------------------------------------------------------------
 
     def __array_ufunc__(self, ufunc: Any, method: str, *things: Any, **kwargs: Any) -> Any:
-        out = kwargs.pop("out", None)
-        if method == "__call__" and ufunc in _UFUNCS and not kwargs:
-            dtype = ufunc(*map(_tiny, things)).dtype.name
-            value = together(_UFUNCS[ufunc], [*map(_value, things)], ufunc, dtype)
-            if value is not None and out is None:
-                return LaterArray(value)
-            if value is not None and out == (self,) and (value.shape, value.dtype) == (self.shape, self.value.dtype):
-                self.value = value
-                return self
-        if out is not None:
-            kwargs["out"] = real(out)
-        return getattr(ufunc, method)(*map(real, things), **kwargs)
+        out = kwargs.get("out")
+        into = out[0] if out is not None and len(out) == 1 else None
+        if method == "__call__" and ufunc in _UFUNCS and (not kwargs or (into is not None and len(kwargs) == 1)):
+            values = [*map(_value, things)]
+            known = None not in values
+            value = (
+                together(_UFUNCS[ufunc], values, ufunc, _type_of_result(ufunc, *map(_kind, things))) if known else None
+            )
+            if value is not None and not kwargs:
+                return LaterArray(Memory(value))
+            if type(into) is LaterArray and into.changed_to(value):
+                return into
+        if method in ("__call__", "reduce") and out is None:
+            return getattr(ufunc, method)(
+                *(thing.apart() if type(thing) is LaterArray else thing for thing in things), **kwargs
+            )
+        return getattr(ufunc, method)(*real(things), **real(kwargs))
 
     def __array_function__(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        method = {np.clip: self.clip, np.mean: self.mean, np.transpose: self.transpose}.get(func)
-        if method is not None and args[0] is self:
-            return method(*args[1:], **kwargs)
+        method = {np.clip: "clip", np.mean: "mean", np.transpose: "transpose"}.get(func)
+        if method is not None and args[0] is self and not kwargs:
+            return getattr(self, method)(*args[1:])
         return func(*real(args), **real(kwargs))
 
     def astype(self, dtype: Any, *args: Any, **kwargs: Any) -> Any:
-        """As another type."""
-        value = self.value.cast(np.dtype(dtype).name, lambda array: array.astype(dtype))
-        return LaterArray(value) if value is not None else self.value.here.astype(dtype, *args, **kwargs)
+        """As another type, or a copy; with `copy=False` itself where nothing is to be done."""
+        value, wanted = self.value, np.dtype(dtype).name
+        if value is None or args or set(kwargs) - {"copy"}:
+            return self.itself().astype(dtype, *args, **kwargs)
+        if wanted == value.dtype:
+            return self.copy() if kwargs.get("copy", True) else self
+        cast = value.cast(wanted, lambda array: array.astype(dtype))
+        return LaterArray(Memory(cast)) if cast is not None else self.apart().astype(dtype)
 
-    def copy(self, *_: Any) -> LaterArray:
-        """Another one; what is done to it in place stays with it."""
-        return LaterArray(self.value)
+    def copy(self, *args: Any, **kwargs: Any) -> Any:
+        """Another one, in memory of its own."""
+        value = self.value
+        return self.itself().copy(*args, **kwargs) if value is None else LaterArray(Memory(value))
 
     def clip(self, *limits: Any, **kwargs: Any) -> Any:
         """Not below the first, then not above the second."""
-        if kwargs or len(limits) != 2 or any(_value(limit) is None for limit in limits):
-            return self.value.here.clip(*real(limits), **real(kwargs))
+        if self.value is None or kwargs or len(limits) != 2 or any(_value(limit) is None for limit in limits):
+            return self.itself().clip(*real(limits), **real(kwargs))
         return np.minimum(np.maximum(self, limits[0]), limits[1])
 
     def mean(self, *args: Any, **kwargs: Any) -> Any:
-        """Of all elements."""
-        if args or kwargs or self.value.picture is None:
-            return self.value.here.mean(*args, **kwargs)
-        dtype = "float32" if self.value.dtype == "float32" else "float64"
-        return LaterArray(self.value.then("mean", lambda array: array.mean(), shape=(), dtype=dtype))
+        """Of all elements, noted; of some, at once."""
+        value = self.value
+        if value is None or args or kwargs:
+            return self.apart().mean(*args, **kwargs) if "out" not in kwargs else self.itself().mean(*args, **kwargs)
+        dtype = "float32" if value.dtype == "float32" else "float64"
+        return LaterArray(Memory(value.then("mean", lambda array: array.mean(), shape=(), dtype=dtype)))
 
     def transpose(self, *axes: Any) -> Any:
-        """With its axes in another order."""
+        """The same with its axes in another order."""
         order = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple | list) else axes
-        value = self.value.reordered(order, lambda array: array.transpose(order))
-        return LaterArray(value) if value is not None else self.value.here.transpose(*axes)
+        if self.value is None or sorted(order) != list(range(self.ndim)):
+            return self.itself().transpose(*axes)
+        order = tuple(order)
+
+        def turned(array: Any) -> Any:
+            return array.transpose(order)
+
+        view = View(lambda value: value.reordered(order, turned), turned)
+        return LaterArray(self._memory, (*self._path, view))
 
     # -- made ---------------------------------------------------------------------------------------------------------
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        return _array(self.value.here, dtype)
+        found = self.itself()
+        return _array(found, dtype) if copy or (dtype is not None and dtype != found.dtype) else _asarray(found)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.value.here, name)
+        if name.startswith("_") and not name.startswith("__array"):
+            raise AttributeError(name)
+        if name in _ONLY_READ:
+            return functools.partial(_read, self, name)
+        return getattr(self.itself(), name)
 
-    def __getitem__(self, key: Any) -> Any:
-        return self.value.here[key]
+    def __setattr__(self, name: str, thing: Any) -> None:
+        if name.startswith("_"):
+            object.__setattr__(self, name, thing)
+        else:
+            setattr(self.itself(), name, thing)
 
-    def __setitem__(self, key: Any, thing: Any) -> None:
-        array = _array(self.value.here)
-        array[key] = real(thing)
-        self.value = Value(op="given", shape=array.shape, dtype=array.dtype.name, call=lambda: array, picture=None)
 
-    def __iter__(self) -> Any:
-        return iter(self.value.here)
+def _read(array: LaterArray, name: str, *args: Any, **kwargs: Any) -> Any:
+    held = array.itself() if "out" in kwargs else array.apart()
+    return getattr(held, name)(*real(args), **real(kwargs))
 
-    def __float__(self) -> float:
-        return float(self.value.here)
 
-    def __int__(self) -> int:
-        return int(self.value.here)
+def _answered_by_the_array(name: str) -> None:
+    def answer(self: LaterArray, *args: Any) -> Any:
+        return getattr(self.itself(), name)(*real(args))
 
-    def __bool__(self) -> bool:
-        return bool(self.value.here)
+    setattr(LaterArray, name, answer)
+
+
+for _name in ("getitem", "setitem", "iter", "contains", "copy", "deepcopy", "reduce_ex", "complex", "index"):
+    _answered_by_the_array(f"__{_name}__")
+for _name in ("float", "int", "bool", "format", "round", "hash", "str", "repr"):
+    _answered_by_the_array(f"__{_name}__")
 
 
 def reading(original: Callable[..., Any]) -> Callable[..., Any]:
-    """np.array and its kin: of a picture, what will be its pixels."""
+    """np.array and its kin: of a picture, what its pixels are; of what is noted, itself or a copy."""
 
-    def read(thing: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_noting() and len(args) <= 1 and set(kwargs) <= {"dtype", "copy"}:
-            later = LaterArray(pixels(thing)) if can_be_noted(thing) else thing
-            if isinstance(later, LaterArray):
-                dtype = args[0] if args else kwargs.get("dtype")
-                return later.copy() if dtype is None else later.astype(dtype)
-        return original(thing, *args, **kwargs)
+    @functools.wraps(original)
+    def read(*args: Any, **kwargs: Any) -> Any:
+        if is_noting() and 1 <= len(args) <= 2 and set(kwargs) <= {"dtype", "copy"}:
+            thing, dtype = args[0], args[1] if len(args) == 2 else kwargs.get("dtype")
+            later = LaterArray(Memory(pixels(thing))) if can_be_noted(thing) else thing
+            if type(later) is LaterArray and later.value is not None:
+                if dtype is not None and np.dtype(dtype) != later.dtype:
+                    return later.astype(dtype)
+                if original is _array and kwargs.get("copy", True):
+                    return later.copy()
+                order = later.value.order if original is _ascontiguousarray else "C"
+                if order == "other":
+                    return LaterArray(Memory(later.value.then("tensor", _ascontiguousarray, order="C")))
+                if order == "C":
+                    return later
+        return original(*real(args), **real(kwargs))
 
     return read
 
 
-def constant(array: Any, itself: Any) -> Value | None:
-    """A few numbers that go along with a sample; `itself` is what the script has."""
-    if array.size > _SMALL or array.dtype.kind not in "iuf":
-        return None
-    numbers = tuple(map(float, array.ravel()))
-    return Value(
-        op="numbers", numbers=numbers, shape=array.shape, dtype=array.dtype.name, call=lambda: itself, picture=None
-    )
-
-
 def real(thing: Any) -> Any:
-    """The same with every array and tensor in it made."""
-    if isinstance(thing, LaterArray):
-        return thing.value.here
+    """The same with every array and tensor in it real."""
+    if type(thing) is LaterArray:
+        return thing.itself()
     if type(thing) in (list, tuple):
         return type(thing)(map(real, thing))
     if type(thing) is dict:
@@ -169,15 +201,19 @@ def real(thing: Any) -> Any:
 
 
 def _value(thing: Any) -> Value | None:
-    if isinstance(thing, LaterArray):
-        return thing.value
-    if isinstance(thing, int | float | np.generic | np.ndarray):
-        return constant(_asarray(thing), thing)
-    return None
+    return thing.value if type(thing) is LaterArray else constant(thing)
 
 
-def _tiny(thing: Any) -> Any:
-    """Something like it with one element, by which numpy tells what type comes of it."""
-    if not isinstance(thing, LaterArray):
-        return thing
-    return np.ones((1,) * thing.ndim, thing.value.dtype)
+def _kind(thing: Any) -> Any:
+    """All that the type of a result depends on."""
+    if type(thing) is LaterArray:
+        value = thing.value
+        return (value.dtype if value is not None else thing.dtype), thing.ndim
+    return (thing.dtype, thing.ndim) if isinstance(thing, np.ndarray | np.generic) else type(thing)
+
+
+@functools.cache
+def _type_of_result(ufunc: Any, *kinds: Any) -> str:
+    """The type that comes of these; numpy is asked with one element of each."""
+    things = [np.ones((1,) * kind[1], kind[0])[()] if isinstance(kind, tuple) else kind(1) for kind in kinds]
+    return str(ufunc(*things).dtype.name)

@@ -26,7 +26,11 @@ class StandIn(Tensor):
         return Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
 
     def made(self) -> Tensor:
-        """The values, on the host."""
+        """The tensor itself on the host, from now on."""
+        raise NotImplementedError
+
+    def itself(self) -> Tensor | None:
+        """The tensor that it has become, if it has."""
         raise NotImplementedError
 
     @staticmethod
@@ -48,7 +52,7 @@ class StandIn(Tensor):
         if name == "__get__":
             name = func.__self__.__name__  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunctionSubclass():
-            if name in _ASKED_OF_ITSELF:
+            if name in _ASKED_OF_ITSELF and isinstance(args[0], StandIn) and args[0].itself() is None:
                 return func(*args, **kwargs)
             found = cls.noted(name, args, kwargs)
             if found is not NotImplemented:
@@ -60,6 +64,9 @@ class StandIn(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return func(*filled(args), **filled(kwargs or {}))  # torch's own insides
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.made().__reduce_ex__(protocol)
 
 
 def filled(thing: Any) -> Any:
@@ -86,7 +93,7 @@ class Deferred(StandIn):
         return cls((len(pixels), *program.shape), program.dtype, program, pixels, numbers)
 
     def made(self) -> Tensor:
-        """The values on the host, for a loop that looks at them there."""
+        """The values on the host, for a loop that looks at them there, and may change them."""
         if self._made is None:
             self._made = run(self.program, self.pixels, self.numbers)
         return self._made
@@ -102,19 +109,29 @@ class Deferred(StandIn):
             return NotImplemented
         if name == "is_pinned":
             return batch.pixels.is_pinned()
+        if name in ("detach", "contiguous") and len(args) == 1 and not kwargs:
+            return batch
+        if name in ("stride", "is_contiguous"):  # as any batch that was stacked
+            return getattr(Tensor, name)(*args, **kwargs)
         if name == "pin_memory":
             return cls.of(batch.program, batch.pixels.pin_memory(), batch.numbers.pin_memory())
         device = _device_asked_for(name, args[1:], kwargs)
         if device is None or device.type == "cpu":
             return NotImplemented
-        pixels, numbers = (part.to(device, non_blocking=True) for part in (batch.pixels, batch.numbers))
+        at_once = not any(given is True for given in (*args[1:], kwargs.get("non_blocking")))
+        pixels, numbers = (part.to(device, non_blocking=not at_once) for part in (batch.pixels, batch.numbers))
         while _first_told:
             _first_told.pop()()
         there = run(batch.program, pixels, numbers)
         return there.to(*args[1:], **kwargs) if name == "to" else there
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return Deferred.of, (self.program, self.pixels, self.numbers)
+    def itself(self) -> Tensor | None:
+        """The tensor that a look at it on the host has made."""
+        return self._made
+
+    def taken_apart(self) -> tuple[Program, Tensor, Tensor]:
+        """What `of` makes it of again."""
+        return self.program, self.pixels, self.numbers
 
 
 _first_told: list[Callable[[], None]] = []

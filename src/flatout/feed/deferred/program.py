@@ -18,7 +18,7 @@ from torch.nn import functional
 # pixel, or between pixels.
 MOVES = ("same", "swap", "nearest", "bilinear")
 WARP_NUMBERS = 6  # where each pixel comes from: the rows of an affine matrix; the colour of what is outside follows
-_ALMOST = 1e-3  # of a grey level: pictures are rounded down, and 99.9999 is 100
+_ALMOST = 5e-5  # of a grey level and the picture's length: it is rounded down, and 99.99 is 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,8 @@ class Program:
     @property
     def trivial(self) -> bool:
         """Whether nothing is left to do: the result is the pixels."""
-        return all(step.op == "pixels" or (step.op == "warp" and step.static[0] == "same") for step in self.steps)
+        left = [step for step in self.steps if step.op not in ("pixels", "tensor")]
+        return all(step.op == "warp" and step.static[0] == "same" for step in left)
 
 
 def agreed(programs: Sequence[Program]) -> Program | None:
@@ -85,6 +86,10 @@ def _pixels(static: tuple[Any, ...], pixels: Tensor, numbers: Tensor) -> Tensor:
     return pixels
 
 
+def _same(static: tuple[Any, ...], pixels: Tensor, numbers: Tensor, source: Tensor) -> Tensor:
+    return source
+
+
 def _numbers(static: tuple[Any, ...], pixels: Tensor, numbers: Tensor) -> Tensor:
     start, shape = static
     count = torch.Size(shape).numel()
@@ -99,8 +104,8 @@ def _warp(static: tuple[Any, ...], pixels: Tensor, numbers: Tensor, source: Tens
     batch, height, width = source.shape[:3]
     flat = source.reshape(batch, height, width, -1)
     matrix = numbers[:, start : start + WARP_NUMBERS].reshape(batch, 2, 3, 1)
-    x = matrix[:, :, 0] * (torch.arange(width, device=source.device) + 0.5)
-    y = matrix[:, :, 1] * (torch.arange(height, device=source.device) + 0.5) + matrix[:, :, 2]
+    across, down = (torch.arange(n, device=source.device, dtype=torch.float32) + 0.5 for n in (width, height))
+    x, y = matrix[:, :, 0] * across, matrix[:, :, 1] * down + matrix[:, :, 2]
     if move == "bilinear":
         moved = _between_pixels(flat, x, y)
     else:
@@ -125,7 +130,7 @@ def _between_pixels(pixels: Tensor, x: Tensor, y: Tensor) -> Tensor:
     grid = torch.stack(rows, dim=-1)
     planes = pixels.permute(0, 3, 1, 2).float()
     moved = functional.grid_sample(planes, grid, mode="bilinear", padding_mode="border", align_corners=False)
-    return moved.add_(_ALMOST).to(torch.uint8).permute(0, 2, 3, 1)
+    return moved.add_(_ALMOST * max(planes.shape[2:])).to(torch.uint8).permute(0, 2, 3, 1)
 
 
 def _within(place: Tensor, length: int) -> Tensor:
@@ -133,7 +138,7 @@ def _within(place: Tensor, length: int) -> Tensor:
 
 
 def _mean(static: tuple[Any, ...], pixels: Tensor, numbers: Tensor, source: Tensor) -> Tensor:
-    return source.flatten(1).mean(1, dtype=torch.float32)
+    return source.flatten(1).mean(1, dtype=torch.float64).float()  # of one colour, it is that colour
 
 
 def _permute(static: tuple[Any, ...], pixels: Tensor, numbers: Tensor, source: Tensor) -> Tensor:
@@ -166,6 +171,7 @@ _OPS: dict[str, Callable[..., Tensor]] = {
     "pixels": _pixels,
     "numbers": _numbers,
     "warp": _warp,
+    "tensor": _same,
     "mean": _mean,
     "permute": _permute,
     "expand": _expand,

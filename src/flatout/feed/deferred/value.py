@@ -1,23 +1,29 @@
-"""Something made of one picture: how a card would make it, and how it is made here.
+"""What is noted: how a card would make something of a picture, how it is made here, and whose memory it would be.
 
-`here` makes it by the very calls that were noted, with the library that was called, so that whatever nobody could note
-gets what it would have got.
+A `Value` never changes: it says how to make an array or a tensor, by the very calls that were noted, anew each time.
+What changes is a `Memory`: several objects may be views of one, as in numpy and torch. As soon as real memory of it is
+given out, somebody may write there, and it is the truth from then on: nothing that lies in it is noted any more.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from flatout.feed.deferred.program import WARP_NUMBERS, Program, Step
 
+Order = Literal["C", "other", "unknown"]
 DTYPES = {"uint8": torch.uint8, "int64": torch.int64, "float32": torch.float32, "float64": torch.float64}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SMALL = 64  # numbers: a constant that may go along with every sample
+_LEAST, _MOST = 1e-30, 1e30  # what a card can count with, in float32 and with room to spare
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -31,40 +37,63 @@ class Value:
     shape: tuple[int, ...]
     dtype: str
     call: Callable[..., Any]
-    picture: Any  # that it is all made of, decoded; None: it is numbers only, or an array that is there already
-    _here: Any = field(default=None)
+    picture: Any  # that it is all made of, which nobody else has; None: only numbers
+    order: Order = "C"  # how elements would lie in memory: by this a copy is told from the same thing once more
 
-    @property
-    def here(self) -> Any:
-        """It, made in this process as the script would have made it."""
-        if self._here is None:
-            with noting(False):
-                self._here = self.call(*(value.here for value in self.inputs))
-        return self._here
+    def make(self) -> Any:
+        """It, in memory of its own."""
+        made: dict[int, Any] = {}
+
+        def make(value: Value) -> Any:
+            if id(value) not in made:
+                made[id(value)] = value.call(*map(make, value.inputs))
+            return made[id(value)]
+
+        with noting(False):
+            return make(self)
 
     def then(self, op: str, call: Callable[..., Any], **other: Any) -> Value:
         """What comes of it by one operation more."""
-        same: dict[str, Any] = {"shape": self.shape, "dtype": self.dtype, "picture": self.picture}
+        same: dict[str, Any] = {"shape": self.shape, "dtype": self.dtype, "picture": self.picture, "order": self.order}
         return Value(op=op, inputs=(self,), call=call, **(same | other))
 
-    def reordered(self, axes: Sequence[int] | None, call: Callable[..., Any]) -> Value | None:
+    def reordered(self, axes: Sequence[int], call: Callable[..., Any]) -> Value:
         """With its axes in this order."""
-        if axes is None or sorted(axes) != list(range(len(self.shape))):
-            return None
-        return self.then("permute", call, static=tuple(axes), shape=tuple(self.shape[axis] for axis in axes))
+        known = self.order == "C" and min(self.shape) > 1
+        order: Order = self.order if list(axes) == sorted(axes) else "other" if known else "unknown"
+        shape = tuple(self.shape[axis] for axis in axes)
+        return self.then("permute", call, static=tuple(axes), shape=shape, order=order)
 
     def cast(self, dtype: str, call: Callable[..., Any]) -> Value | None:
-        """As another type; None where libraries and cards do not agree on what becomes of 256.0, or of -1.0."""
-        if dtype == self.dtype:
-            return self
-        if dtype not in DTYPES or self.picture is None or (self.dtype.startswith("float") and dtype == "uint8"):
+        """As another type; None where a rounding more or less would make another whole number of it."""
+        if dtype not in DTYPES or (self.dtype.startswith("float") and not dtype.startswith("float")):
             return None
         return self.then("cast", call, static=(DTYPES[dtype],), dtype=dtype)
 
 
+def constant(thing: Any) -> Value | None:
+    """A few numbers that go along with a sample, as they are now: the script may change them later."""
+    kept: Any = thing
+    numbers: tuple[float, ...] = ()
+    shape: tuple[int, ...] = ()
+    if type(thing) in (int, float):
+        numbers = (float(thing),)
+    elif isinstance(thing, torch.Tensor | np.ndarray | np.generic):
+        kept = thing.clone() if isinstance(thing, torch.Tensor) else thing.copy()
+        array = np.asarray(kept)
+        if array.size > SMALL or array.dtype.kind not in "iuf":
+            return None
+        numbers, shape = tuple(map(float, array.ravel())), array.shape
+    else:
+        return None
+    if any(number and not _LEAST < abs(number) < _MOST for number in numbers):
+        return None
+    return Value(op="numbers", numbers=numbers, shape=shape, dtype="", call=lambda: kept, picture=None)
+
+
 def together(op: str, values: Sequence[Value | None], call: Callable[..., Any], dtype: str) -> Value | None:
     """What comes of several; None where it cannot be noted."""
-    known = [value for value in values if value is not None and (value.picture is not None or value.op == "numbers")]
+    known = [value for value in values if value is not None]
     pictures = [value.picture for value in known if value.picture is not None]
     one = bool(pictures) and all(picture is pictures[0] for picture in pictures)
     if len(known) < len(values) or not one or dtype not in ("float32", "float64"):
@@ -73,7 +102,9 @@ def together(op: str, values: Sequence[Value | None], call: Callable[..., Any], 
         shape = np.broadcast_shapes(*(value.shape for value in known))
     except ValueError:
         return None
-    return Value(op=op, inputs=tuple(known), shape=shape, dtype=dtype, call=call, picture=pictures[0])
+    orders = {value.order for value in known if value.picture is not None and value.shape}
+    order: Order = orders.pop() if len(orders) == 1 else "C" if not orders else "unknown"
+    return Value(op=op, inputs=tuple(known), shape=shape, dtype=dtype, call=call, picture=pictures[0], order=order)
 
 
 def program(value: Value) -> tuple[Program, list[float]]:
@@ -99,22 +130,88 @@ def program(value: Value) -> tuple[Program, list[float]]:
     return Program(tuple(steps), value.shape, DTYPES[value.dtype]), numbers
 
 
-# --- when things are noted -----------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------------
 
-_noting = False
+
+@dataclass(slots=True, eq=False)
+class Memory:
+    """What one or more objects lie in: noted, or real from the moment that somebody has it."""
+
+    root: Value
+    real: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One way to look at the same memory: of a value, and of a real array or tensor."""
+
+    noted: Callable[[Value], Value]
+    real: Callable[[Any], Any]
+
+
+class Noted:
+    """An object in a memory, seen through `path`."""
+
+    def __init__(self, memory: Memory, path: tuple[View, ...] = ()) -> None:
+        self._memory, self._path, self._real = memory, path, None
+
+    @property
+    def value(self) -> Value | None:
+        """What it is now; None once it is real."""
+        if self._memory.real is not None:
+            return None
+        value = self._memory.root
+        for view in self._path:
+            value = view.noted(value)
+        return value
+
+    def itself(self) -> Any:
+        """The array or tensor itself, in the memory that whoever looks at the same has too."""
+        if self._real is None:
+            if self._memory.real is None:
+                self._memory.real = self._memory.root.make()
+            self._real = self._memory.real
+            with noting(False):
+                for view in self._path:
+                    self._real = view.real(self._real)
+        return self._real
+
+    def apart(self) -> Any:
+        """An array or tensor like it that nobody else has, to be read and dropped."""
+        value = self.value
+        return self.itself() if value is None else value.make()
+
+    def changed_to(self, value: Value | None) -> bool:
+        """Note a change in place, where it is all of its memory that changes, and remains what it is."""
+        now = self.value
+        fits = value is not None and now is not None and (value.shape, value.dtype) == (now.shape, now.dtype)
+        if not fits or self._path:
+            return False
+        assert value is not None
+        self._memory.root = value
+        return True
+
+
+# --- when things are noted ------------------------------------------------------------------------------------------
+
+_state = threading.local()
 
 
 def is_noting() -> bool:
-    """Whether what is done to pictures is to be noted now."""
-    return _noting
+    """Whether what this thread does to pictures is to be noted now."""
+    return getattr(_state, "on", False)
 
 
 @contextlib.contextmanager
 def noting(yes: bool = True) -> Iterator[None]:
     """Have it noted in here, or not."""
-    global _noting
-    before, _noting = _noting, yes
+    before, _state.on = is_noting(), yes
     try:
         yield
     finally:
-        _noting = before
+        _state.on = before
+
+
+def elements(shape: Sequence[int]) -> int:
+    """How many there are."""
+    return math.prod(shape)
