@@ -200,6 +200,19 @@ def test_what_cannot_be_noted_is_made_at_once_and_is_the_same_to_the_last_bit(wh
     assert np.array_equal(np.asarray(noted), np.asarray(plain))
 
 
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda image: (np.array(image.rotate(5)) * 1.7).astype(np.uint8),
+        lambda image: torch.from_numpy(np.array(image.rotate(5)) / 255).long(),
+        lambda image: np.array(image.rotate(5)) + np.uint8(200),
+    ],
+)
+def test_whole_numbers_of_what_a_card_rounds_are_made_at_once(what: Callable[[Any], Any]) -> None:
+    noted, plain = twice(lambda index: what(picture(index)), 3)
+    assert type(noted) is type(plain)
+
+
 def test_changes_in_place_stay_with_what_was_changed() -> None:
     def make(index: int) -> Any:
         pixels = np.array(picture(index).transpose(MIRRORED), dtype=np.float32)
@@ -227,6 +240,7 @@ def test_changes_in_place_stay_with_what_was_changed() -> None:
         "np.copyto(a, a[:, ::-1].copy())", "np.putmask(a, a > 100, 0)",
         "np.add.at(a, (slice(5, 20),), 100)", "np.random.shuffle(a)", "np.fliplr(a)[5:20] = 0",
         "b = np.asarray(a); b *= 0.1", "b = np.ascontiguousarray(a); b[5:20] = 0", "b = a.view(); b *= 0.1",
+        "b = a.astype(a.dtype); b *= 0; b[0] = 1",
         "b = a.astype(a.dtype, copy=False); b /= 9",
         "b = a.transpose(2, 0, 1); b *= 0.1", "torch.from_numpy(a).mul_(0.1)", "t = torch.from_numpy(a); t[5:20] = 0",
         "b = a.copy(); b += 100; b[:3] = 0", "a /= 255; b = a.copy(); b *= 0; a -= 0.5",
@@ -280,10 +294,10 @@ def test_what_is_noted_stays_what_it_was_when_its_picture_and_constants_change()
     def keep(index: int) -> Any:
         return [part.copy() for part in make(index)]
 
+    wanted = [keep(index) for index in range(4)]
     with noting(), sample._noting_libraries():
         noted = [left_to_do(make(index)) for index in range(4)]
-    for index, one in enumerate(noted):
-        plain = keep(index)
+    for one, plain in zip(noted, wanted, strict=True):
         assert all(isinstance(part, LaterTensor) for part in one)
         assert alike(one, plain)
         assert all(np.array_equal(real, part) for real, part in zip(all_real(one), plain, strict=True))
@@ -306,11 +320,12 @@ def test_a_kept_array_can_be_used_again_when_nothing_is_noted_any_more() -> None
 
 def test_noting_that_takes_longer_than_the_work_it_saves_ends() -> None:
     def make(index: int) -> Any:
-        return torch.FloatTensor(np.array(picture(index, "L", (400, 300)), dtype=np.float32))
+        pixels = np.array(picture(index, "L", (400, 300)).transpose(MIRRORED), dtype=np.float32)
+        return [torch.FloatTensor(pixels.copy()), pixels / 255]  # the first is made number by number
 
     samples = Samples(Photos(make))
     wanted = [make(index) for index in range(4)]
-    assert all(torch.equal(samples[index], wanted[index]) for index in range(4))
+    assert all(alike(samples[index], wanted[index]) for index in range(4))
     assert samples.off
 
 
