@@ -318,6 +318,7 @@ def test_a_kept_array_can_be_used_again_when_nothing_is_noted_any_more() -> None
     assert samples.off, "what is made again is not made again"
 
 
+@pytest.mark.filterwarnings("ignore:Creating a tensor from a list of numpy.ndarrays")
 def test_noting_that_takes_longer_than_the_work_it_saves_ends() -> None:
     def make(index: int) -> Any:
         pixels = np.array(picture(index, "L", (400, 300)).transpose(MIRRORED), dtype=np.float32)
