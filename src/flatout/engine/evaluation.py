@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from flatout.engine.ranks import Ranks
 from flatout.engine.section import Count, Every, Often, Section
 from flatout.engine.step import Step, batch_rows
+from flatout.errors import UsageError
 
 
 class EvaluateConfig(Section):
@@ -54,7 +55,7 @@ def evaluate(
                 rows += count
                 sums[0] += loss.detach() * count
                 for place, name in enumerate(names[1:], 1):
-                    value = torch.as_tensor(metrics[name](output, target), device=device)
+                    value = _as_tensor(name, metrics[name](output, target), device)
                     sums[place] += value.sum() if value.dim() else value * count
                 for metric in objects.values():
                     metric.update(output, target)
@@ -68,6 +69,13 @@ def evaluate(
         several = {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, Mapping) else None
         found |= {key: float(inner) for key, inner in (several or {name: value}).items()}
     return found
+
+
+def _as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
+    try:
+        return torch.as_tensor(value, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(f"metrics.{name} gave {value!r:.60}: a metric gives a number, or one a sample") from None
 
 
 def is_object(metric: Any) -> bool:

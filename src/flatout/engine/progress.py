@@ -34,6 +34,7 @@ _SHOWN: dict[str, Callable[[float], str]] = {
     "sm_active_pct": "SM active {:.0f}%".format,
     "memory_gb": "{:.1f} GB".format,
 }
+_KINDS = ("train", "validation")
 _SHORTEST_BAR, _TIME_LEFT = 8, len("-:--:--")
 
 
@@ -68,6 +69,7 @@ class Reporter:
         if not self._speaks:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._forget_after(step)
         self._sinks = [self._jsonl, self._csv]
         for name in _OPEN:
             if getattr(self._config, name):
@@ -149,6 +151,15 @@ class Reporter:
         with (self._folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"kind": kind, "step": step, **row}) + "\n")
 
+    def _forget_after(self, step: int) -> None:
+        """Drop the rows of steps that were lost and are taken again, and a line that a full disk has cut off."""
+        for path in (self._folder / "metrics.jsonl", *(self._folder / f"{kind}.csv" for kind in _KINDS)):
+            with contextlib.suppress(FileNotFoundError):
+                lines = path.read_text().splitlines(keepends=True)
+                kept = [line for line in lines if _is_told_by(step, line)]
+                if kept != lines:
+                    path.write_text("".join(kept))
+
     def _csv(self, kind: str, step: int, row: Row) -> None:
         path = self._folder / f"{kind}.csv"
         new = not path.exists() or path.stat().st_size == 0
@@ -163,6 +174,15 @@ class Reporter:
             return None
         uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         return next((c.sm_active_pct for c in self._cards.read(time.monotonic()) if c.uuid.endswith(uuid)), None)
+
+
+def _is_told_by(step: int, line: str) -> bool:
+    """Whether a line of JSON or CSV is whole, and of a step up to this one; a heading is."""
+    try:
+        first = json.loads(line)["step"] if line.startswith("{") else line.partition(",")[0]
+        return line.endswith("\n") and (first == "step" or int(first) <= step)
+    except ValueError:
+        return False
 
 
 def _memory_gb() -> float | None:

@@ -582,6 +582,33 @@ def test_a_loss_that_is_no_tensor_is_the_persons_mistake(ready: Ready) -> None:
         trainer.fit()
 
 
+def test_a_metric_that_gives_nothing_is_the_persons_mistake(ready: Ready) -> None:
+    trainer = ready()
+    trainer.metrics["accuracy"] = lambda output, target: None
+    with pytest.raises(UsageError, match=r"metrics.accuracy gave None: a metric gives a number, or one a sample"):
+        trainer.fit()
+
+
+def test_steps_that_are_taken_again_are_told_once(tmp_path: Path) -> None:
+    """A crash after step 30, the last checkpoint at step 20; the disk was full in the middle of a line."""
+
+    def told() -> list[list[int]]:
+        rows = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        return [rows, [int(line.split(",")[0]) for line in (tmp_path / "train.csv").read_text().splitlines()[1:]]]
+
+    reporter = Reporter(LogConfig(quiet=True), tmp_path, speaks=True)
+    for first, steps in ((0, (10, 20, 30)), (20, (30, 40))):
+        reporter.begin(first, 40, {})
+        for step in steps:
+            reporter.trained(step, {"epoch": 1, "loss": 0.5})
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write('{"kind": "tr')
+        reporter.end()
+    reporter.begin(40, 40, {})
+    reporter.end()
+    assert told() == [[10, 20, 30, 40], [10, 20, 30, 40]]
+
+
 def test_ranks_that_see_other_data_agree_on_what_is_best(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = ready("checkpoint.best=accuracy", "checkpoint.best_is=max")
     monkeypatch.setattr(trainer.ranks, "gathered", lambda thing: [{**thing, "accuracy": 0.25}, thing])
