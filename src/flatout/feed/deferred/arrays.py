@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
+from torch import Tensor
 
 from flatout.feed.deferred.batch import filled
 from flatout.feed.deferred.pictures import can_be_noted, pixels
@@ -22,6 +24,8 @@ _UFUNCS = {
     np.minimum: "minimum",
     np.maximum: "maximum",
 }
+_OPERATORS: dict[Any, Callable[..., Any]] = {np.add: operator.add, np.subtract: operator.sub}
+_OPERATORS |= {np.multiply: operator.mul, np.true_divide: operator.truediv}
 # Methods that leave the array as it is, and whose result is not a part of it.
 _ONLY_READ = {"max", "min", "sum", "std", "var", "prod", "ptp", "any", "all", "argmax", "argmin", "tolist", "item"}
 _ONLY_READ |= {"tobytes", "round", "cumsum", "nonzero"}
@@ -64,6 +68,10 @@ class LaterArray(Noted, NDArrayOperatorsMixin):
     def __array_ufunc__(self, ufunc: Any, method: str, *things: Any, **kwargs: Any) -> Any:
         out = kwargs.get("out")
         into = out[0] if out is not None and len(out) == 1 else None
+        if type(into) is LaterArray and not into.shape:  # a number: it is not changed, there is another one
+            return getattr(ufunc, method)(*things, **{key: kwargs[key] for key in kwargs if key != "out"})
+        if ufunc in _OPERATORS and method == "__call__" and not kwargs and any(isinstance(t, Tensor) for t in things):
+            return _OPERATORS[ufunc](*real(things))  # torch's rules for types hold
         if method == "__call__" and ufunc in _UFUNCS and (not kwargs or (into is not None and len(kwargs) == 1)):
             values = [*map(_value, things)]
             known = None not in values
@@ -86,20 +94,28 @@ class LaterArray(Noted, NDArrayOperatorsMixin):
             return getattr(self, method)(*args[1:])
         return func(*real(args), **real(kwargs))
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """To torch's functions it is the array, or the number."""
+        given = [thing.itself() if type(thing) is LaterArray else thing for thing in args]
+        return func(*given, **{key: real(thing) for key, thing in (kwargs or {}).items()})
+
     def astype(self, dtype: Any, *args: Any, **kwargs: Any) -> Any:
         """As another type, or a copy; with `copy=False` itself where nothing is to be done."""
-        value, wanted = self.value, np.dtype(dtype).name
-        if value is None or args or set(kwargs) - {"copy"}:
+        value, wanted = self.value, np.dtype(dtype)
+        if value is None or args or set(kwargs) - {"copy"} or not wanted.isnative:
             return self.itself().astype(dtype, *args, **kwargs)
-        if wanted == value.dtype:
-            return self.copy() if kwargs.get("copy", True) else self
-        cast = value.cast(wanted, lambda array: array.astype(dtype))
+        if wanted == self.dtype:
+            return LaterArray(Memory(value)) if kwargs.get("copy", True) else self
+        cast = value.cast(wanted.name, lambda array: array.astype(dtype))
         return LaterArray(Memory(cast)) if cast is not None else self.apart().astype(dtype)
 
     def copy(self, *args: Any, **kwargs: Any) -> Any:
-        """Another one, in memory of its own."""
+        """Another one, in memory of its own, in C's order."""
         value = self.value
-        return self.itself().copy(*args, **kwargs) if value is None else LaterArray(Memory(value))
+        if value is None or args or kwargs:
+            return self.itself().copy(*args, **kwargs)
+        return LaterArray(Memory(value.then("tensor", lambda array: array.copy(), order="C")))
 
     def clip(self, *limits: Any, **kwargs: Any) -> Any:
         """Not below the first, then not above the second."""
@@ -175,18 +191,24 @@ def reading(original: Callable[..., Any]) -> Callable[..., Any]:
             thing, dtype = args[0], args[1] if len(args) == 2 else kwargs.get("dtype")
             later = LaterArray(Memory(pixels(thing))) if can_be_noted(thing) else thing
             if type(later) is LaterArray and later.value is not None:
-                if dtype is not None and np.dtype(dtype) != later.dtype:
-                    return later.astype(dtype)
-                if original is _array and kwargs.get("copy", True):
-                    return later.copy()
-                order = later.value.order if original is _ascontiguousarray else "C"
-                if order == "other":
-                    return LaterArray(Memory(later.value.then("tensor", _ascontiguousarray, order="C")))
-                if order == "C":
-                    return later
+                other = dtype is not None and np.dtype(dtype) != later.dtype
+                found = later.astype(dtype) if other else later
+                if original is _ascontiguousarray:
+                    return _in_order(found)
+                copied = kwargs.get("copy", original is _array) and not other
+                return LaterArray(Memory(later.value)) if copied else found
         return original(*real(args), **real(kwargs))
 
     return read
+
+
+def _in_order(array: Any) -> Any:
+    """What np.ascontiguousarray makes of it: itself, if its elements lie in order."""
+    value = array.value if type(array) is LaterArray and array.shape else None
+    if value is None or value.order == "unknown":
+        return _ascontiguousarray(real(array))
+    copied = value.then("tensor", _ascontiguousarray, order="C")
+    return array if value.order == "C" else LaterArray(Memory(copied))
 
 
 def real(thing: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flatout.feed.deferred.program import Program, agreed, run
+from flatout.feed.deferred.value import Noted
 
 # What a stand-in can say of itself without being made.
 _SHAPE = {"shape", "size", "dim", "ndim", "numel", "nelement", "__len__"}
@@ -48,6 +49,7 @@ class StandIn(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        args = tuple(thing.itself() if isinstance(thing, Noted) else thing for thing in args)  # numpy's, to torch real
         name: str = getattr(func, "__name__", "")
         if name == "__get__":
             name = func.__self__.__name__  # type: ignore[attr-defined]
@@ -73,6 +75,8 @@ def filled(thing: Any) -> Any:
     """The same with every stand-in made."""
     if isinstance(thing, StandIn):
         return thing.made()
+    if isinstance(thing, Noted):
+        return thing.itself()
     if type(thing) in (list, tuple):
         return type(thing)(filled(part) for part in thing)
     if type(thing) is dict:
@@ -95,7 +99,8 @@ class Deferred(StandIn):
     def made(self) -> Tensor:
         """The values on the host, for a loop that looks at them there, and may change them."""
         if self._made is None:
-            self._made = run(self.program, self.pixels, self.numbers)
+            with torch.inference_mode(False), torch.no_grad():
+                self._made = run(self.program, self.pixels, self.numbers)
         return self._made
 
     @classmethod
@@ -109,7 +114,7 @@ class Deferred(StandIn):
             return NotImplemented
         if name == "is_pinned":
             return batch.pixels.is_pinned()
-        if name in ("detach", "contiguous") and len(args) == 1 and not kwargs:
+        if name == "contiguous" and len(args) == 1 and not kwargs:
             return batch
         if name in ("stride", "is_contiguous"):  # as any batch that was stacked
             return getattr(Tensor, name)(*args, **kwargs)

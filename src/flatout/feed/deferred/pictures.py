@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from flatout.feed.deferred.program import MOVES
-from flatout.feed.deferred.value import Value, is_noting, noting
+from flatout.feed.deferred.value import Value, is_noting, making, noting
 
 _STRAIGHT = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 _transform, _transpose, _array = Image.Image.transform, Image.Image.transpose, np.array
@@ -34,9 +34,10 @@ class LaterImage(Image.Image):
 
     @property
     def _im(self) -> Any:  # where all of Pillow looks for the pixels
-        if self._core is None:
-            self._core = self.make().im
-        return self._core
+        with making:
+            if self._core is None:
+                self._core = self.make().im
+            return self._core
 
     @_im.setter
     def _im(self, core: Any) -> None:
@@ -59,7 +60,7 @@ class LaterImage(Image.Image):
         """Another one, as yet only noted if this one is."""
         if not self.only_noted:
             return super().copy()
-        return LaterImage(self.picture, self.move, self.matrix, self.colour, self.calls)
+        return _with_info_of(self, LaterImage(self.picture, self.move, self.matrix, self.colour, self.calls))
 
 
 def transform(self: Any, size: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +81,8 @@ def transform(self: Any, size: Any, method: Any, *args: Any, **kwargs: Any) -> A
         return _transform(picture, size, method, matrix, moves_back[move], fillcolor=colour)
 
     moves_back = {name: resample for resample, name in moves.items()}
-    return LaterImage(before.picture, move, _after(before.matrix, matrix), colours, (*before.calls, call))
+    later = LaterImage(before.picture, move, _after(before.matrix, matrix), colours, (*before.calls, call))
+    return _with_info_of(self, later)
 
 
 def transpose(self: Any, method: Any) -> Any:
@@ -98,7 +100,8 @@ def transpose(self: Any, method: Any) -> Any:
     before = _as_noted(self)
     move = max(before.move, "swap", key=MOVES.index)
     calls = (*before.calls, lambda picture: _transpose(picture, method))
-    return LaterImage(before.picture, move, _after(before.matrix, swaps[method]), before.colour, calls)
+    later = LaterImage(before.picture, move, _after(before.matrix, swaps[method]), before.colour, calls)
+    return _with_info_of(self, later)
 
 
 def pixels(image: Image.Image) -> Value:
@@ -120,6 +123,11 @@ def can_be_noted(image: Any) -> bool:
 def _as_noted(image: Any) -> LaterImage:
     """What has been noted of a picture; of one that is there, its pixels as they are now: they may be changed."""
     return image if isinstance(image, LaterImage) and image.only_noted else LaterImage(image.copy())
+
+
+def _with_info_of(image: Image.Image, later: LaterImage) -> LaterImage:
+    later.info = image.info.copy()
+    return later
 
 
 def _numbers_in(colour: Any, channels: int) -> tuple[float, ...]:

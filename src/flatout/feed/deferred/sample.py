@@ -30,6 +30,7 @@ from flatout.feed.deferred.value import noting, program
 _FIRST, _EVERY = 3, 512  # samples of a worker that are made both ways
 _LITTLE_S = 5e-3  # of a sample: what noting may take more than it saves
 _NOTHING_IN = 16  # samples without anything to note: then there is nothing to gain
+_NOT_MADE = object()
 _OFF = 0.02  # of the values' norm, or of whole numbers: rounding, and pixels at an edge
 
 
@@ -75,16 +76,18 @@ class Samples:
         """`sample`, if it is what comes of it without noting, with as many random numbers; else that."""
         after = randomness.snapshot()
         randomness.put_back(before)
-        began = time.thread_time()
+        began, plain = time.thread_time(), _NOT_MADE
         try:
             plain = make()
             self._plain_s = min(self._plain_s, time.thread_time() - began)
             same = after == randomness.snapshot() and not holds_noted(plain) and alike(sample, plain)
             slow = self._made >= _FIRST and self._noted_s > self._plain_s + _LITTLE_S
             self.off = not same or slow or bool(randomness.generators_in(self._dataset))  # it may have made one since
-        except Exception:  # it cannot be had twice
-            self.off, plain = True, sample
-            randomness.put_back(after)
+        except Exception:
+            self.off = True
+            if plain is _NOT_MADE:  # it cannot be had twice
+                plain = sample
+                randomness.put_back(after)
         return all_real(plain) if self.off else sample
 
 
@@ -120,7 +123,7 @@ def _given_the_real_thing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 _PLACES = (
     *((np, name, reading(getattr(np, name))) for name in ("array", "asarray", "ascontiguousarray")),
-    *((torch, name, wrapping(getattr(torch, name))) for name in ("from_numpy", "as_tensor", "tensor")),
+    *((torch, name, wrapping(getattr(torch, name))) for name in ("from_numpy", "as_tensor", "asarray", "tensor")),
     *((np.random, name, _given_the_real_thing(getattr(np.random, name))) for name in ("shuffle", "permutation")),
     (Image, "fromarray", _given_the_real_thing(Image.fromarray)),
     (Image.Image, "transform", pictures.transform),

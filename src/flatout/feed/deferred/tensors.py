@@ -122,7 +122,7 @@ def _viewed(name: str, tensor: LaterTensor, args: tuple[Any, ...], kwargs: dict[
         fresh = value.then("tensor", lambda made: made.contiguous(), order="C")
         return tensor if value.order == "C" else LaterTensor.of(fresh)
     if name == "detach" or (name in ("view", "reshape") and sizes == value.shape):
-        return tensor
+        return LaterTensor.of(Noted(held._memory, held._path))
     if name == "permute" and not kwargs and sorted(sizes) == list(range(len(value.shape))):
         return _through(
             held,

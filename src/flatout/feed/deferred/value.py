@@ -23,6 +23,7 @@ Order = Literal["C", "other", "unknown"]
 DTYPES = {"uint8": torch.uint8, "int64": torch.int64, "float32": torch.float32, "float64": torch.float64}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SMALL = 64  # numbers: a constant that may go along with every sample
+_DEEPEST = 100  # operations on top of each other: more than that is a loop, and better made here
 _LEAST, _MOST = 1e-30, 1e30  # what a card can count with, in float32 and with room to spare
 
 
@@ -39,6 +40,7 @@ class Value:
     call: Callable[..., Any]
     picture: Any  # that it is all made of, which nobody else has; None: only numbers
     order: Order = "C"  # how elements would lie in memory: by this a copy is told from the same thing once more
+    depth: int = 0
 
     def make(self) -> Any:
         """It, in memory of its own."""
@@ -55,7 +57,7 @@ class Value:
     def then(self, op: str, call: Callable[..., Any], **other: Any) -> Value:
         """What comes of it by one operation more."""
         same: dict[str, Any] = {"shape": self.shape, "dtype": self.dtype, "picture": self.picture, "order": self.order}
-        return Value(op=op, inputs=(self,), call=call, **(same | other))
+        return Value(op=op, inputs=(self,), call=call, depth=self.depth + 1, **(same | other))
 
     def reordered(self, axes: Sequence[int], call: Callable[..., Any]) -> Value:
         """With its axes in this order."""
@@ -96,7 +98,8 @@ def together(op: str, values: Sequence[Value | None], call: Callable[..., Any], 
     known = [value for value in values if value is not None]
     pictures = [value.picture for value in known if value.picture is not None]
     one = bool(pictures) and all(picture is pictures[0] for picture in pictures)
-    if len(known) < len(values) or not one or dtype not in ("float32", "float64"):
+    depth = 1 + max((value.depth for value in known), default=0)
+    if len(known) < len(values) or not one or dtype not in ("float32", "float64") or depth > _DEEPEST:
         return None
     try:
         shape = np.broadcast_shapes(*(value.shape for value in known))
@@ -104,7 +107,9 @@ def together(op: str, values: Sequence[Value | None], call: Callable[..., Any], 
         return None
     orders = {value.order for value in known if value.picture is not None and value.shape}
     order: Order = orders.pop() if len(orders) == 1 else "C" if not orders else "unknown"
-    return Value(op=op, inputs=tuple(known), shape=shape, dtype=dtype, call=call, picture=pictures[0], order=order)
+    return Value(
+        op=op, inputs=tuple(known), shape=shape, dtype=dtype, call=call, picture=pictures[0], order=order, depth=depth
+    )
 
 
 def program(value: Value) -> tuple[Program, list[float]]:
@@ -149,6 +154,16 @@ class View:
     real: Callable[[Any], Any]
 
 
+making = threading.RLock()  # threads of one sample that look at the same have to see the same
+
+
+def _alias(made: Any) -> Any:
+    """The same memory as another object, whose shape is its own."""
+    if isinstance(made, torch.Tensor):
+        return made.detach()
+    return made.view() if isinstance(made, np.ndarray) else made
+
+
 class Noted:
     """An object in a memory, seen through `path`."""
 
@@ -167,14 +182,16 @@ class Noted:
 
     def itself(self) -> Any:
         """The array or tensor itself, in the memory that whoever looks at the same has too."""
-        if self._real is None:
-            if self._memory.real is None:
-                self._memory.real = self._memory.root.make()
-            self._real = self._memory.real
-            with noting(False):
+        with making, noting(False):
+            if self._real is None:
+                memory = self._memory
+                if memory.real is None:
+                    memory.real = memory.root.make()
+                found = _alias(memory.real)
                 for view in self._path:
-                    self._real = view.real(self._real)
-        return self._real
+                    found = view.real(found)
+                self._real = found
+            return self._real
 
     def apart(self) -> Any:
         """An array or tensor like it that nobody else has, to be read and dropped."""
@@ -184,10 +201,11 @@ class Noted:
     def changed_to(self, value: Value | None) -> bool:
         """Note a change in place, where it is all of its memory that changes, and remains what it is."""
         now = self.value
-        fits = value is not None and now is not None and (value.shape, value.dtype) == (now.shape, now.dtype)
-        if not fits or self._path:
+        if value is None or now is None or self._path:
             return False
-        assert value is not None
+        same = (value.shape, value.dtype, value.order) == (now.shape, now.dtype, now.order)
+        if not same or value.order == "unknown":
+            return False
         self._memory.root = value
         return True
 

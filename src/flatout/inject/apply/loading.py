@@ -258,6 +258,12 @@ class _Copies:
         key = id(host)
         self._made[key] = (weakref.ref(host, lambda _: self._made.pop(key, None)), host._version, copy, done)
 
+    def forget(self, host: Any) -> None:
+        """It may be written to from now on where no version is counted."""
+        entry = self._made.get(id(host))
+        if entry is not None and entry[0]() is host:
+            del self._made[id(host)]
+
     def take(self, host: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The copy of `host` where it is asked for, and the current stream waits for it; else `host` itself."""
         entry: Any = self._made.get(id(host))
@@ -292,6 +298,16 @@ def _answer_with_copies() -> None:
             return _original(tensor, *args, **kwargs)
 
         setattr(torch.Tensor, name, move)
+    for name in ("numpy", "__array__", "__dlpack__"):
+        shown = getattr(torch.Tensor, name)
+
+        @functools.wraps(shown)
+        def show(tensor: Any, *args: Any, _original: Any = shown, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling() and _copies:
+                _copies.forget(tensor)
+            return _original(tensor, *args, **kwargs)
+
+        setattr(torch.Tensor, name, show)
 
 
 def _target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
