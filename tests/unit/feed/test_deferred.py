@@ -240,7 +240,12 @@ def test_changes_in_place_stay_with_what_was_changed() -> None:
         "np.copyto(a, a[:, ::-1].copy())", "np.putmask(a, a > 100, 0)",
         "np.add.at(a, (slice(5, 20),), 100)", "np.random.shuffle(a)", "np.fliplr(a)[5:20] = 0",
         "b = np.asarray(a); b *= 0.1", "b = np.ascontiguousarray(a); b[5:20] = 0", "b = a.view(); b *= 0.1",
-        "b = a.astype(a.dtype); b *= 0; b[0] = 1",
+        "b = a.astype(a.dtype); b *= 0; b[0] = 1", "b = np.asarray(a, copy=True); b[:] = 0",
+        "m = a.mean(); k = m; k *= 0.5; a -= m",
+        "c = a.transpose(2, 0, 1).copy(); c.reshape(-1)[:9] = 0; a += c[0, 0, 0]",
+        "c = np.ascontiguousarray(a.transpose(2, 0, 1), dtype=np.float64); c.reshape(-1)[:9] = 0; a += c[0, 0, 0]",
+        "t = torch.from_numpy(a); u = t; t *= a.mean() / 100; a += u.mean().item()", "torch.asarray(a).mul_(0.5)",
+        "for _ in range(1100): a *= np.float32(0.999)",
         "b = a.astype(a.dtype, copy=False); b /= 9",
         "b = a.transpose(2, 0, 1); b *= 0.1", "torch.from_numpy(a).mul_(0.1)", "t = torch.from_numpy(a); t[5:20] = 0",
         "b = a.copy(); b += 100; b[:3] = 0", "a /= 255; b = a.copy(); b *= 0; a -= 0.5",
@@ -266,19 +271,98 @@ def test_an_array_is_what_was_written_into_it_through_whatever_looks_at_it(chang
         "[channel.sub_(0.1) for channel in t]", "t.numpy()[:, 3] = 9", "t.data.mul_(0.1)", "t.detach().mul_(0.1)",
         "torch.nn.init.uniform_(t)", "t.unsqueeze(0).mul_(0.1)", "t.permute(1, 2, 0).mul_(0.1)", "t.float().mul_(0.1)",
         "t.contiguous().mul_(0.1)", "t.clone().mul_(0.1)", "u = t.clone().clamp_(0, 0.1); t.add_(1)",
-        "t.view(t.shape).mul_(3)",
+        "t.view(t.shape).mul_(3)", "u = t.detach(); u.unsqueeze_(0); u += 1", "t.sub_(np.array(photo).mean() / 255)",
         "t.unsqueeze_(0); t.mul_(0.1); t.squeeze_(0)", "t.div_(t.max())", "torch.nn.functional.relu_(t.sub_(0.5))",
     ],
 )  # fmt: skip
 def test_a_tensor_is_what_was_written_into_it_through_whatever_looks_at_it(change: str) -> None:
     def make(index: int) -> Any:
         t = torch.from_numpy(np.array(picture(index).transpose(MIRRORED))).permute(2, 0, 1).float().div(255)
-        exec(change, {"t": t, "torch": torch})
+        exec(change, {"t": t, "torch": torch, "np": np, "photo": picture(index)})
         return [t, t * 2]
 
     noted, plain = twice(make, 2)
     assert alike(noted, plain)
     assert all(map(torch.equal, all_real(noted), plain))
+
+
+PICTURES = (
+    "{d} = {s}.transpose(MIRRORED)", "{d} = {s}.rotate(7)", "{d} = {s}.rotate(7, BILINEAR)", "{d} = {s}.copy()",
+    "{s}.paste(9, (0, 0, 3, 2))", "{d} = np.array({s})", "{d} = np.asarray({s}, dtype=np.float32)",
+    "{d} = np.array({s}) / 255",
+)  # fmt: skip
+ARRAYS = (
+    "{d} = np.array({s})", "{d} = np.asarray({s})", "{d} = np.ascontiguousarray({s})", "{d} = {s}.astype(np.float32)",
+    "{d} = {s}.astype(np.float32, copy=False)", "{d} = {s}.transpose(2, 0, 1)", "{d} = {s}.clip(10, 100.5)",
+    "{d} = {s}.copy()",
+    "{d} = {s} - {s}.mean()", "{d} = 1.5 - {s}", "{d} = np.maximum({s}, 3.5)", "{s} *= np.float32(0.5)", "{s} += 1",
+    "{s}[1:3] = 7",
+    "{s}[..., 0] = 3", "{s}.reshape(-1)[:9] = 5", "{s}.sort(axis=0)", "np.multiply({s}, 0.5, out={s})",
+    "{d} = {s}[1:4]",
+    "{d} = {s} + {o}", "{s} -= {o}", "{d} = torch.from_numpy({s})", "{d} = torch.as_tensor({s})",
+    "{d} = torch.tensor({s})",
+    "{d} = {s} * np.array([1.0, 2.0, 3.0])", "{d} = {s}.view()", "{d} = np.ascontiguousarray({s}).reshape(-1)",
+)  # fmt: skip
+TENSORS = (
+    "{d} = {s}.permute(2, 0, 1)", "{d} = {s}.unsqueeze(0)", "{d} = {s}.detach()", "{d} = {s}.clone()",
+    "{d} = {s}.contiguous()",
+    "{d} = {s}.float()", "{d} = {s}.to(torch.float64)", "{d} = {s}.view({s}.shape)", "{d} = {s}.reshape(-1)",
+    "{d} = {s}.div(255)",
+    "{d} = {s} - {s}.float().mean()", "{d} = 2 - {s}", "{d} = {s} + {o}", "{s}.sub_({o})", "{s} *= 0.5", "{s}[0] = 1",
+    "{s}.clamp_(2, 50)", "{s}.data.mul_(3)", "{d} = {s}.numpy()", "{d} = {s}[0:2]", "{d} = {s}.mean() * {s}",
+    "{s}.unsqueeze_(0)",
+)  # fmt: skip
+
+
+def some_code(seed: int) -> list[str]:
+    """Lines that can be executed one after the other, on a picture or two, in four variables."""
+    draw = random.Random(seed)
+    lines = [f"v{number} = picture({seed + number}, {draw.choice(('RGB', 'L'))!r}, (8, 6))" for number in range(2)]
+    names = {**CODE}
+    exec("\n".join(lines), names)
+    while len(lines) < 10:
+        source = draw.choice([name for name in ("v0", "v1", "v2", "v3") if name in names])
+        kinds = ((Image.Image, PICTURES), (np.ndarray, ARRAYS), (torch.Tensor, TENSORS))
+        templates = next((known for kind, known in kinds if isinstance(names[source], kind)), ("{d} = {s}",))
+        other = draw.choice([name for name in ("v0", "v1", "v2", "v3") if name in names])
+        line = draw.choice(templates).format(s=source, d=f"v{draw.randrange(4)}", o=other)
+        trial = {**CODE}
+        try:
+            exec("\n".join([*lines, line]), trial)
+        except Exception:
+            continue
+        lines, names = [*lines, line], trial
+    return lines
+
+
+CODE = {"np": np, "torch": torch, "picture": picture, "MIRRORED": MIRRORED, "BILINEAR": Image.Resampling.BILINEAR}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seeds", [range(first, first + 100) for first in range(0, 600, 100)], ids=str)
+def test_any_code_ends_with_what_it_would_have_ended_with(seeds: range) -> None:
+    """Views, copies and writes of all kinds, one through the other."""
+    for seed in seeds:
+        lines = some_code(seed)
+        plain, noted = {**CODE}, {**CODE}
+        exec("\n".join(lines), plain)
+        with noting(), sample._noting_libraries():
+            exec("\n".join(lines), noted)
+        for name in ("v0", "v1", "v2", "v3"):
+            one, other = plain.get(name), all_real(noted.get(name))
+            assert np.array_equal(np.asarray(one), np.asarray(other)), "\n".join([f"{name} of {seed}:", *lines])
+
+
+def test_threads_of_a_sample_write_into_one_array() -> None:
+    def make(index: int) -> Any:
+        pixels = np.array(picture(index).transpose(MIRRORED), dtype=np.float32)
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(lambda channel: pixels.__setitem__((..., channel), channel), range(3)))
+        return pixels
+
+    for index in range(10):
+        noted, plain = twice(make, index)
+        assert np.array_equal(noted, plain)
 
 
 def test_what_is_noted_stays_what_it_was_when_its_picture_and_constants_change() -> None:
@@ -538,6 +622,16 @@ def test_what_is_changed_on_the_host_is_what_goes_to_the_card(deferred: Any) -> 
     deferred.mul_(0.5)
     assert deferred._version != version, "a copy made before is worth nothing"
     assert torch.equal(deferred.to("cpu"), made * 0.5)
+
+
+def test_a_look_in_inference_mode_leaves_a_batch_that_can_be_trained_on(deferred: Any) -> None:
+    with torch.inference_mode():
+        deferred.mean()
+    assert deferred._version == 1
+    weight = torch.ones(1, requires_grad=True)
+    (deferred * weight).sum().backward()
+    assert weight.grad is not None
+    deferred.mul_(0.5)
 
 
 def test_on_its_way_to_a_device_it_becomes_what_it_is_to_be(deferred: Any) -> None:
