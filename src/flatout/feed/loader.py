@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import logging
 import os
 import weakref
@@ -23,6 +23,7 @@ from flatout.feed.iterator import FeedIterator, Position
 from flatout.feed.messages import Recipe
 
 log = logging.getLogger("flatout.feed")
+_LEAST_PILLOW = 11
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -222,8 +223,12 @@ def iterator_for(
 
 def why_not_deferred(loader: StockLoader[Any]) -> str:
     """Why what samples do to their pictures cannot be left to the card; "" where it may be."""
-    if importlib.util.find_spec("PIL") is None:
+    try:
+        pillow = importlib.metadata.version("pillow")
+    except importlib.metadata.PackageNotFoundError:
         return "Pillow is not here: there are no pictures of its own"
+    if int(pillow.partition(".")[0]) < _LEAST_PILLOW:
+        return f"Pillow {pillow} has no way to make pixels later: {_LEAST_PILLOW} has"
     if loader.collate_fn is not default_collate:
         return "the collate function is the script's own: it may look into samples"
     return "samples are not asked for by their index" if loader._dataset_kind == _DatasetKind.Iterable else ""
