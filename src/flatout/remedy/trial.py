@@ -264,8 +264,8 @@ class Search:
         return tuple(left)
 
     def _judge(self, offer: Offer, changes: tuple[Change, ...], *, patient: bool) -> tuple[Gain, bool]:
-        """The gain of these changes, and whether they pay. A close call is run again with patience, and one that looks
-        promising at once: nothing else would show while what it mends is what training waits for."""
+        """The gain of these changes, and whether they pay. Close calls are run again with patience, promising ones
+        always: nothing else would show while training waits for what they mend."""
         old, new = self.found.kept, with_changes(self.found.kept, changes)
         repeats = 0
         while True:
@@ -277,9 +277,7 @@ class Search:
             believed = shown and (noise.repeats > 0 or offer.pauses or gained.value > self._clear)
             if gained.hopeless or repeats >= CLOSE_CALLS or not self._purse.affords(changes):
                 return gained, shown
-            if believed and gained.low > WORTH:
-                return gained, True
-            if not patient and (believed or gained.value < PROMISING):
+            if (believed and gained.low > WORTH) or (not patient and (believed or gained.value < PROMISING)):
                 return gained, believed
             repeats += 1
             steps = self._epoch_steps() if offer.pauses else None
