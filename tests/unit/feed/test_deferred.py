@@ -23,7 +23,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from flatout.feed import Options, iterator_for, randomness
 from flatout.feed.deferred import sample
-from flatout.feed.deferred.batch import Deferred, tell_of_first
+from flatout.feed.deferred.batch import Deferred, joined, tell_of_first
 from flatout.feed.deferred.program import run
 from flatout.feed.deferred.sample import Samples, alike
 from flatout.feed.deferred.tensors import LaterTensor, all_real, left_to_do
@@ -555,6 +555,21 @@ def test_a_number_of_each_of_pictures_of_several_sizes_is_made_in_the_worker() -
 
     plain, noted = (passed(make, defer=defer) for defer in (False, True))
     assert all(map(torch.equal, plain, noted))
+
+
+def test_parts_of_a_batch_with_pictures_of_several_sizes_are_joined_made() -> None:
+    """Each worker's part is of one size."""
+
+    def part(size: tuple[int, int]) -> Any:
+        with noting(), sample._noting_libraries():
+            mean = left_to_do(np.array(picture(1, size=size).transpose(MIRRORED)).mean())
+        return LaterTensor.stacked([mean] * 3, torch.stack, lambda numbers: numbers)
+
+    parts = [part((48, 32)), part((32, 40))]
+    assert all(isinstance(one, Deferred) for one in parts)
+    whole = joined(parts, torch.cat)
+    assert type(whole) is torch.Tensor
+    assert torch.equal(whole, torch.cat([one.made() for one in parts]))
 
 
 def test_bytes_that_are_only_read_travel_as_ever() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +12,9 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from torch import Tensor
 
-from flatout.feed.deferred.batch import filled
+from flatout.feed.deferred.batch import real
 from flatout.feed.deferred.pictures import can_be_noted, pixels
-from flatout.feed.deferred.value import Memory, Noted, Value, View, constant, elements, is_noting, together
+from flatout.feed.deferred.value import Memory, Noted, Value, View, constant, is_noting, together
 
 _array, _asarray, _ascontiguousarray = np.array, np.asarray, np.ascontiguousarray
 _UFUNCS = {
@@ -52,7 +53,7 @@ class LaterArray(Noted, NDArrayOperatorsMixin):
     @property
     def size(self) -> int:
         """How many elements."""
-        return elements(self.shape)
+        return math.prod(self.shape)
 
     @property
     def dtype(self) -> Any:
@@ -209,17 +210,6 @@ def _in_order(array: Any) -> Any:
         return _ascontiguousarray(real(array))
     copied = value.then("tensor", _ascontiguousarray, order="C")
     return array if value.order == "C" else LaterArray(Memory(copied))
-
-
-def real(thing: Any) -> Any:
-    """The same with every array and tensor in it real."""
-    if type(thing) is LaterArray:
-        return thing.itself()
-    if type(thing) in (list, tuple):
-        return type(thing)(map(real, thing))
-    if type(thing) is dict:
-        return {key: real(part) for key, part in thing.items()}
-    return filled(thing)
 
 
 def _value(thing: Any) -> Value | None:

@@ -59,28 +59,28 @@ class StandIn(Tensor):
             found = cls.noted(name, args, kwargs)
             if found is not NotImplemented:
                 return found
-            return func(*filled(args), **filled(kwargs))
+            return func(*real(args), **real(kwargs))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return func(*filled(args), **filled(kwargs or {}))  # torch's own insides
+        return func(*real(args), **real(kwargs or {}))  # torch's own insides
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.made().__reduce_ex__(protocol)
 
 
-def filled(thing: Any) -> Any:
-    """The same with every stand-in made."""
-    if isinstance(thing, StandIn):
-        return thing.made()
+def real(thing: Any) -> Any:
+    """The same with everything in it made that is only noted."""
     if isinstance(thing, Noted):
         return thing.itself()
+    if isinstance(thing, StandIn):
+        return thing.made()
     if type(thing) in (list, tuple):
-        return type(thing)(filled(part) for part in thing)
+        return type(thing)(real(part) for part in thing)
     if type(thing) is dict:
-        return {key: filled(part) for key, part in thing.items()}
+        return {key: real(part) for key, part in thing.items()}
     return thing
 
 
@@ -149,9 +149,11 @@ def tell_of_first(call: Callable[[], None]) -> None:
 
 def joined(parts: Sequence[Any], rows: Callable[..., Tensor]) -> Any:
     """One batch of its parts, whose tensors `rows` puts behind each other."""
-    program = agreed([part.program for part in parts]) if all(isinstance(part, Deferred) for part in parts) else None
+    unmade = all(isinstance(part, Deferred) and part.itself() is None for part in parts)
+    alike = unmade and len({part.pixels.shape[1:] for part in parts}) == 1
+    program = agreed([part.program for part in parts]) if alike else None
     if program is None:
-        return rows(filled(list(parts)))
+        return rows(real(list(parts)))
     return Deferred.of(program, rows([part.pixels for part in parts]), rows([part.numbers for part in parts]))
 
 

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from flatout.feed import randomness
 from flatout.feed.deferred import pictures
-from flatout.feed.deferred.arrays import reading, real
+from flatout.feed.deferred.arrays import reading
+from flatout.feed.deferred.batch import real
 from flatout.feed.deferred.program import run
 from flatout.feed.deferred.tensors import LaterTensor, all_real, holds_noted, left_to_do, pixels_of, wrapping
 from flatout.feed.deferred.value import noting, program

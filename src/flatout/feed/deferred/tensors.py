@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.feed.deferred.arrays import LaterArray, real
-from flatout.feed.deferred.batch import Deferred, StandIn
+from flatout.feed.deferred.arrays import LaterArray
+from flatout.feed.deferred.batch import Deferred, StandIn, real
 from flatout.feed.deferred.program import agreed
 from flatout.feed.deferred.value import DTYPES, NAMES, SMALL, Memory, Noted, Value, View, constant, program, together
 

@@ -8,7 +8,6 @@ given out, somebody may write there, and it is the truth from then on: nothing t
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -228,8 +227,3 @@ def noting(yes: bool = True) -> Iterator[None]:
         yield
     finally:
         _state.on = before
-
-
-def elements(shape: Sequence[int]) -> int:
-    """How many there are."""
-    return math.prod(shape)
