@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,8 +33,9 @@ def test_the_end_of_one_ends_the_others_and_its_code_is_the_whole_ones(dies: int
     assert time.monotonic() - started < 20
 
 
-def test_a_rank_that_is_killed_is_named() -> None:
-    ended = ranks("[ $RANK = 1 ] && kill -9 $$; exit 1")
+def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+    os.mkfifo(held := tmp_path / "held")  # by the rank that dies, for as long as it lives
+    ended = ranks(f"[ $RANK = 1 ] && {{ exec 3>{held}; kill -9 $$; }}; cat {held}; exit 1")
     assert ended.returncode == 128 + signal.SIGKILL
     assert ended.stderr == "flatout: rank 1 was killed by SIGKILL\n"
 
