@@ -13,6 +13,7 @@ first batches that flatout's engine has brought to the device are given to it ov
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -27,7 +28,7 @@ from typing import Any, NoReturn
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 WARM_UP_STEPS = 10
 WARM_UP_S = 9.0  # after the first step, or as long as the window: batches that lay ready used up, loaders settled
@@ -189,6 +190,9 @@ def finish(out: Path, figures: dict[str, Any]) -> NoReturn:
     part = out.with_name(out.name + ".part")
     part.write_text(json.dumps(figures))
     part.replace(out)
+    for thing in gc.get_objects():  # a worker that is killed while it hands over a batch leaves that in /dev/shm
+        if isinstance(thing, _MultiProcessingDataLoaderIter):
+            thing._shutdown_workers()  # type: ignore[no-untyped-call]
     os._exit(0)
 
 

@@ -6,6 +6,7 @@ A test that leaves a thread, a child process, a shared-memory segment or an envi
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 import threading
@@ -91,6 +92,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if missing:
         for item in needy:
             item.add_marker(pytest.mark.skip(reason=missing))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays, and each collection of garbage would look through it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Libraries complain when what they made is still there at the end."""
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -30,17 +30,26 @@ def step_ms(
     """
     if not step.spans or all(s.gpu_idle_ms is None and s.gpu_busy_ms is None for s in step.spans):
         return None
+    track = []  # of each span: how long it holds the host, whether that is by waiting for the GPU, the GPU's work
+    for span in step.spans:
+        takes_ms = host_ms(span)
+        waits_for_gpu = span.name == "sync" and takes_ms >= span.host_ms
+        if waits_for_gpu:
+            takes_ms = span.gpu_idle_ms or 0.0
+        elif span.name == "held":  # which only keeps the host from running far ahead
+            takes_ms = 0.0
+        track.append((takes_ms, waits_for_gpu, (span.gpu_busy_ms or 0.0) * (at_work or {}).get(span.name, 1.0)))
     host = gpu = 0.0
     ends = []
     for _ in range(_ROUNDS):
-        for span in step.spans:
-            waits_for_gpu = span.name == "sync" and host_ms(span) >= span.host_ms
-            if waits_for_gpu:  # the host goes on only when the GPU has come here
-                host = max(host, gpu) + (span.gpu_idle_ms or 0.0)
-            elif span.name != "held":  # which only keeps the host from running far ahead
-                host += host_ms(span)
-            gpu = max(gpu + (span.gpu_busy_ms or 0.0) * (at_work or {}).get(span.name, 1.0), host)
-        ends.append(max(host, gpu))
+        for takes_ms, waits_for_gpu, work_ms in track:
+            if waits_for_gpu and gpu > host:  # the host goes on only when the GPU has come here
+                host = gpu
+            host += takes_ms
+            gpu += work_ms
+            if host > gpu:
+                gpu = host
+        ends.append(gpu)
     return (ends[-1] - ends[-1 - _STEADY]) / _STEADY
 
 

@@ -15,6 +15,8 @@ from flatout import trace
 
 PLAIN = """
     import sys, torch
+    from flatout.inject import compiler_later
+    compiler_later.install(torch)  # an optimizer's first step would load the compiler, for seconds
     torch.set_num_threads(1)
     weight = torch.ones(3, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)

@@ -15,6 +15,8 @@ TRAIN = """
     import argparse, random, torch
     from torch import nn
     from torch.utils.data import DataLoader, Dataset
+    from flatout.inject import compiler_later
+    compiler_later.install(torch)  # an optimizer's first step would load the compiler, for seconds
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch-size", type=int, default=4)
@@ -136,8 +138,8 @@ def test_changes_to_what_is_computed_show_in_the_facts(tmp_path: Path, plain: di
     assert (facts["autocast"], facts["channels_last"], facts["optimizer_fused"]) == (["bfloat16"], True, True)
     assert "seen (True, True)" in run.out.splitlines(), "every call of the model is inside autocast and channels_last"
     assert "keys conv.weight conv.bias head.weight head.bias" in run.out
-    assert made["fused_optimizer"]["where"] == "train.py:34"
-    assert made["precision"]["where"] == "train.py:38"
+    assert made["fused_optimizer"]["where"] == "train.py:36"
+    assert made["precision"]["where"] == "train.py:40"
     assert made["pin_memory"]["how"] == "there is no GPU to copy to"
     assert made["device_prefetch"]["how"] == "the model is not trained on a GPU"
     assert not made["cudnn_benchmark"]["applied"]
@@ -255,6 +257,8 @@ CONFIGURED = """
     from pathlib import Path
     import torch
     import config
+    from flatout.inject import compiler_later
+    compiler_later.install(torch)
     parser = argparse.ArgumentParser()
     parser.add_argument("--lr", type=float, default=0.1)
     args = parser.parse_args()
@@ -309,7 +313,7 @@ def test_auto_puts_in_what_is_safe_and_says_which(tmp_path: Path, plain: dict[tu
     run = flatout_run(tmp_path, sys.executable, "train.py", *flags, options=("--auto", "--strict", "--quiet"))
     assert run.code == 0, run.err
     assert (
-        "changed in this run: loader=elastic-strict (batches come from flatout's own workers, train.py:35)" in run.err
+        "changed in this run: loader=elastic-strict (batches come from flatout's own workers, train.py:37)" in run.err
     )
     assert losses(run) == plain[flags]
     loaded = run.observed.rank.workers

@@ -370,6 +370,7 @@ def test_the_fastest_batch_is_looked_for_in_the_layout_that_will_train(ready: Re
 
 
 def test_a_garbage_collection_in_training_does_not_look_through_all_there_is(ready: Ready) -> None:
+    gc.unfreeze()  # of what the tests themselves are
     tracked: list[int] = []
     engine_toy.faults[20] = lambda: tracked.append(len(gc.get_objects()))
     trainer = ready("log.every=10", "data.workers=0")
@@ -377,6 +378,7 @@ def test_a_garbage_collection_in_training_does_not_look_through_all_there_is(rea
     trainer.fit()
     assert tracked[0] < before / 10
     assert gc.get_freeze_count() == 0
+    gc.freeze()
 
 
 def test_without_workers_no_sample_is_left_out_and_that_is_said(ready: Ready, capsys: Any) -> None:

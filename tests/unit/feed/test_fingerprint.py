@@ -64,10 +64,10 @@ class Full:
         self.labels = torch.zeros(100)
         self.transform = Transform()
         self.classes = ("cat", "dog")
-        self.many = [(Path(f"{number}.jpg"), -1) for number in range(30_000)]
-        self.annotations = [{"file": f"{number}.jpg", "boxes": [[1.0, number]]} for number in range(30_000)]
-        self.objects = [Sample(Path(f"{number}.jpg"), [0.0, 1.0]) for number in range(30_000)]
-        self.slim = [Slim(number) for number in range(30_000)]
+        self.many = [(Path(f"{number}.jpg"), -1) for number in range(3_000)]
+        self.annotations = [{"file": f"{number}.jpg", "boxes": [[1.0, number]]} for number in range(3_000)]
+        self.objects = [Sample(Path(f"{number}.jpg"), [0.0, 1.0]) for number in range(3_000)]
+        self.slim = [Slim(number) for number in range(3_000)]
         self.rows = [Row("a.jpg", 1), Row("b.jpg", 2)]
         self.mixed = [None, 1, "one", 1.0, np.int64(1), b"1"]
         self.named = Named([1])
@@ -90,13 +90,13 @@ CHANGES: dict[str, Callable[[Full], Any]] = {
     "a tensor in place": lambda data: data.labels[50:60].add_(1),
     "a tensor through a view": lambda data: data.labels.view(10, 10)[3].add_(1),
     "inside a transform": lambda data: data.transform.steps.append(3),
-    "one path of many": lambda data: data.many.__setitem__(20_000, (Path("other.jpg"), -1)),
-    "one label of many": lambda data: data.many.__setitem__(20_000, (Path("20000.jpg"), -2)),
-    "one box of many": lambda data: data.annotations[20_000]["boxes"].append([0.0, 0]),
-    "a key of one of many": lambda data: data.annotations[20_000].update(crowd=None),
+    "one path of many": lambda data: data.many.__setitem__(2_000, (Path("other.jpg"), -1)),
+    "one label of many": lambda data: data.many.__setitem__(2_000, (Path("2000.jpg"), -2)),
+    "one box of many": lambda data: data.annotations[2_000]["boxes"].append([0.0, 0]),
+    "a key of one of many": lambda data: data.annotations[2_000].update(crowd=None),
     "two of many changed places": lambda data: data.objects.sort(key=lambda one: str(one.path), reverse=True),
-    "deep in one object of many": lambda data: data.objects[20_000].box.__setitem__(0, 0.5),
-    "a slot of one object of many": lambda data: setattr(data.slim[20_000], "label", 0),
+    "deep in one object of many": lambda data: data.objects[2_000].box.__setitem__(0, 0.5),
+    "a slot of one object of many": lambda data: setattr(data.slim[2_000], "label", 0),
     "a named tuple": lambda data: data.rows.__setitem__(1, Row("b.jpg", 3)),
     "another type, the same value": lambda data: data.mixed.__setitem__(1, True),
     "a number of numpy's": lambda data: data.mixed.__setitem__(4, np.int64(2)),
