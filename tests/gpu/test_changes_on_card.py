@@ -119,14 +119,18 @@ TURNED = """
 """
 
 
-@pytest.mark.parametrize("ahead", [(), (("device_prefetch", True),)], ids=["copied", "ahead"])
+@pytest.mark.parametrize(
+    "more",
+    [(), (("device_prefetch", True),), (("device_prefetch", True), ("compile", "reduce-overhead"))],
+    ids=["copied", "ahead", "compiled"],
+)
 def test_transforms_made_on_the_card_are_those_of_the_workers(
-    tmp_path: Path, ahead: tuple[tuple[str, object], ...]
+    tmp_path: Path, more: tuple[tuple[str, object], ...]
 ) -> None:
     """The same random numbers, pictures and masks; a grey level here and there."""
     elastic = ("loader", "elastic")
     here = run_with(tmp_path / "here", elastic, script=TURNED)
-    there = run_with(tmp_path / "there", elastic, ("gpu_transforms", True), *ahead, script=TURNED)
+    there = run_with(tmp_path / "there", elastic, ("gpu_transforms", True), *more, script=TURNED)
     made = {entry["name"]: entry["applied"] for entry in there.observed.rank.facts["changes"]}
     assert made == dict.fromkeys(made, True)
     assert len(losses(here)) == len(losses(there)) == 18

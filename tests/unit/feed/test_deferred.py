@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import pickle
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,10 @@ from PIL import Image, ImageFilter, ImageOps
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from flatout.feed import Options, iterator_for, randomness
-from flatout.feed.deferred import sample
+from flatout.feed.deferred import batch as batches
+from flatout.feed.deferred import kernels, sample
 from flatout.feed.deferred.batch import Deferred, joined, tell_of_first
-from flatout.feed.deferred.program import run
+from flatout.feed.deferred.program import Step, run
 from flatout.feed.deferred.sample import Samples, alike
 from flatout.feed.deferred.tensors import LaterTensor, all_real, left_to_do
 from flatout.feed.deferred.value import noting, program
@@ -663,6 +666,57 @@ def test_on_its_way_to_a_device_it_becomes_what_it_is_to_be(deferred: Any) -> No
     assert deferred.to("meta", memory_format=torch.channels_last).is_contiguous(memory_format=torch.channels_last)
     assert deferred._made is None, "and nothing of it was made here"
     assert told == [True]
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """torch's compiler up to where it would write kernels; a card does the rest. Holds what it was asked to compile."""
+    asked: list[Any] = []
+
+    def compiled(function: Any, **options: Any) -> Any:
+        asked.append(torch.compile(function, backend="eager", fullgraph=True, **options))
+        return asked[-1]
+
+    monkeypatch.setattr(kernels, "_compile", compiled)
+    return asked
+
+
+def parts(deferred: Any, count: int = 8) -> tuple[Any, Any, Any]:
+    whole, pixels, numbers = deferred.taken_apart()
+    return whole, pixels[:count], numbers[:count]
+
+
+def test_a_program_is_compiled_once_for_batches_of_its_first_size(deferred: Any, traced: list[Any]) -> None:
+    made, on_card = deferred.made(), kernels.Kernels()
+    for count in (8, 8, 3, 8):
+        assert torch.equal(on_card(*parts(deferred, count)), made[:count])
+    assert len(traced) == 1
+    assert on_card.compile_s > 0
+
+
+def test_programs_without_end_are_not_compiled(deferred: Any, traced: list[Any]) -> None:
+    whole, pixels, numbers = parts(deferred)
+    on_card = kernels.Kernels()
+    for number in range(8):
+        longer = replace(whole, steps=(*whole.steps, *[Step("tensor", (len(whole.steps) - 1,))] * number))
+        assert torch.equal(on_card(longer, pixels, numbers), deferred.made())
+    assert len(traced) == kernels._MOST
+
+
+def test_without_a_compiler_transforms_are_made_step_by_step(deferred: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no such compiler")
+
+    monkeypatch.setattr(kernels, "_compile", functools.partial(torch.compile, backend=broken))
+    on_card = kernels.Kernels()
+    for _ in range(2):
+        assert torch.equal(on_card(*parts(deferred)), deferred.made())
+
+
+def test_cards_are_given_what_makes_programs_there(deferred: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "_on_card", batches._on_card)
+    batches.make_on_card_by(lambda program, pixels, numbers: pixels)
+    assert deferred.to("meta").dtype == torch.uint8
 
 
 def test_it_can_be_sent_elsewhere_and_saved(deferred: Any, tmp_path: Path) -> None:

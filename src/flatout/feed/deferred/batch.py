@@ -127,7 +127,7 @@ class Deferred(StandIn):
         pixels, numbers = (part.to(device, non_blocking=not at_once) for part in (batch.pixels, batch.numbers))
         while _first_told:
             _first_told.pop()()
-        there = run(batch.program, pixels, numbers)
+        there = _on_card(batch.program, pixels, numbers)
         return there.to(*args[1:], **kwargs) if name == "to" else there
 
     def itself(self) -> Tensor | None:
@@ -137,6 +137,15 @@ class Deferred(StandIn):
     def taken_apart(self) -> tuple[Program, Tensor, Tensor]:
         """What `of` makes it of again."""
         return self.program, self.pixels, self.numbers
+
+
+_on_card: Callable[[Program, Tensor, Tensor], Tensor] = run
+
+
+def make_on_card_by(make: Callable[[Program, Tensor, Tensor], Tensor]) -> None:
+    """How programs are run there, from now on."""
+    global _on_card
+    _on_card = make
 
 
 _first_told: list[Callable[[], None]] = []

@@ -22,12 +22,13 @@ class Applied:
         trial = options.trial
         self._proof = Proof() if trial is not None and trial.fingerprints else None
         self._computing = Computing(ledger, self._proof.inputs if self._proof is not None else None)
+        self._loading = Loading(ledger, self._computing.device)
         try:
             if trial is not None and trial.seed is not None:
                 impose_seed(trial.seed + rank)
             if ledger.changes or self._proof is not None:
                 self._computing.install()
-                Loading(ledger, self._computing.device).install()
+                self._loading.install()
             if self._proof is not None:
                 self._proof.install()
         except Exception as problem:
@@ -41,7 +42,8 @@ class Applied:
 
     def facts(self) -> dict[str, Any]:
         """What became of each change."""
-        return {"changes": self.ledger.entries(), "compile_s": self._computing.compile_s or None}
+        compile_s = self._computing.compile_s + self._loading.compile_s
+        return {"changes": self.ledger.entries(), "compile_s": compile_s or None}
 
     def finish(self, path: Path) -> None:
         """The run is over: say what was not made, and write the proof."""

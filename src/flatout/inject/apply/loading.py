@@ -25,7 +25,8 @@ from flatout.changes import STRICT
 from flatout.feed import DataLoader as OurLoader
 from flatout.feed import Options as FeedOptions
 from flatout.feed import iterator_for, randomness
-from flatout.feed.deferred.batch import tell_of_first
+from flatout.feed.deferred.batch import make_on_card_by, tell_of_first
+from flatout.feed.deferred.kernels import Kernels
 from flatout.feed.iterator import is_pure
 from flatout.feed.loader import why_not_deferred
 from flatout.feed.nursery import limit_threads
@@ -45,6 +46,7 @@ class Loading:
         self._ledger = ledger
         self._device = device
         self._built = Alive()  # the loaders, and where each was made
+        self._kernels = Kernels()
 
     def install(self) -> None:
         """Put the patches in place that the plan needs."""
@@ -57,8 +59,15 @@ class Loading:
             _answer_with_copies()
         if wanted("gpu_transforms") and not wanted("loader"):
             self._ledger.refused("gpu_transforms", "needs the elastic loader in the same plan")
+        if wanted("gpu_transforms") and wanted("compile"):
+            make_on_card_by(self._kernels)
         if wanted("worker_threads"):
             self._worker_threads()
+
+    @property
+    def compile_s(self) -> float:
+        """What compiling the samples' transforms took."""
+        return self._kernels.compile_s
 
     # -- at construction --------------------------------------------------------------------------------------------
 
