@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("--no-ceilings", action="store_true", help="of before and mended")
     parser.add_argument("--no-script", action="store_true", help="neither before nor mended")
     parser.add_argument("--fix", metavar="BUDGET", help="measure flatout run --auto and flatout fix too, such as 4m")
+    parser.add_argument("--no-auto", action="store_true", help="with --fix: flatout fix alone")
     parser.add_argument("--engine", nargs="*", metavar="KEY=VALUE", help="measure flatout train too, so set")
     own, extra = split_at_dashes(sys.argv[1:])
     options = parser.parse_args(own)
@@ -140,9 +141,10 @@ def fix_variants(
 ) -> Measured:
     """The script as it is under `flatout run --auto`; then `flatout fix`, and its plan measured like the others."""
     long, short = options.seconds, options.seconds / 3
-    yield "auto", measure(root, name, flags, long, through=["--auto"])
-    yield "auto ceiling", measure(root, name, ["--resident", *flags], short, through=["--auto"])
-    yield "auto supply", measure(root, name, flags, short, through=["--auto"], supply=True)
+    if not options.no_auto:
+        yield "auto", measure(root, name, flags, long, through=["--auto"])
+        yield "auto ceiling", measure(root, name, ["--resident", *flags], short, through=["--auto"])
+        yield "auto supply", measure(root, name, flags, short, through=["--auto"], supply=True)
     with tempfile.TemporaryDirectory(prefix="fix-") as folder:
         plan = Path(folder, "plan.yaml")
         html = options.out.resolve().with_name(f"{options.out.stem}-{name}.html")

@@ -18,6 +18,8 @@ from flatout.engine.checkpoint import random_state, set_random_state
 from flatout.feed import DataLoader, feed_of, to_device
 from flatout.feed.endless import EpochAfterEpoch
 
+_END = object()
+
 
 class Batches:
     """What a training learns from. `waited_s` counts the time it had to wait for them."""
@@ -43,9 +45,9 @@ class Batches:
         batches = self._begun(epoch, done)
         while True:
             started = time.perf_counter()
-            batch = next(batches, None)
+            batch = next(batches, _END)
             self.waited_s += time.perf_counter() - started
-            if batch is None:
+            if batch is _END:
                 return
             yield batch
 

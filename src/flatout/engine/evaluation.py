@@ -49,9 +49,9 @@ def evaluate(
     try:
         with torch.compiler.set_stance("force_eager"):  # compiling once more, for a short pass, does not pay
             for batch in batches:
+                count = batch_rows(batch)
                 loss, output, target = step.forward(batch, model)
                 output = _full(output)
-                count = batch_rows(batch)
                 rows += count
                 sums[0] += loss.detach() * count
                 for place, name in enumerate(names[1:], 1):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from operator import itemgetter
 from typing import Annotated, Any, Literal
@@ -254,12 +254,12 @@ def batch_rows(batch: Any) -> int:
     """How many samples a batch has: the length of the first tensor in it."""
     if isinstance(batch, Tensor):
         return len(batch)
-    for value in batch.values() if isinstance(batch, Mapping) else batch:
+    for value in batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, Iterable) else ():
         if isinstance(value, Tensor) and value.dim():
             return len(value)
         if isinstance(value, Mapping | list | tuple):
             return batch_rows(value)
-    raise UsageError("there is no tensor in a batch: its number of samples is unknown")
+    raise UsageError(f"there is no tensor in a batch, and no telling how many samples it has (got {batch!r:.60})")
 
 
 def shapes_in(batch: Any) -> Shapes:

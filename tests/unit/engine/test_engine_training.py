@@ -591,6 +591,15 @@ def test_a_metric_that_gives_nothing_is_the_persons_mistake(ready: Ready) -> Non
         trainer.fit()
 
 
+@pytest.mark.parametrize("phase", ["train", "val"])
+def test_a_collate_function_that_gives_nothing_is_the_persons_mistake(ready: Ready, phase: str) -> None:
+    trainer = ready("train.batch_size=64")
+    loader: Any = trainer._batches.loader if phase == "train" else trainer._val_loader
+    loader.collate_fn = lambda samples: None
+    with pytest.raises(UsageError, match=r"there is no tensor in a batch, .* \(got None\)"):
+        trainer.fit()
+
+
 def test_steps_that_are_taken_again_are_told_once(tmp_path: Path) -> None:
     """A crash after step 30, the last checkpoint at step 20; the disk was full in the middle of a line."""
 
