@@ -15,7 +15,7 @@ import numpy as np
 
 from flatout.diagnose.resample import STUDENT, resampled_means
 from flatout.plan import Figure
-from flatout.trace import Step, Trace
+from flatout.trace import RankTrace, Step, Trace, Window
 from flatout.written import in_full
 
 FEWEST_STEPS = 12
@@ -72,24 +72,37 @@ def measure(trace: Trace) -> Speed | None:
     """The speed of a recorded run; None of too few steps."""
     if not trace.ranks:
         return None
-    steps = [step for step in trace.ranks[0].steps if step.kind == "train"]
-    steps = steps[_warming_up(trace, len(steps)) :]
-    if len(steps) < FEWEST_STEPS:
+    every = np.asarray(_rows(trace.ranks[0])).reshape(-1, 5)
+    rows = every[np.cumsum(every[:, 0]) > _warming_up(trace, int(every[:, 0].sum()))]
+    counts, walls, own, pauses, taken = rows.T
+    steps = int(counts.sum())
+    if steps < FEWEST_STEPS:
         return None
-    own, pauses = (np.asarray([_spent_ms(step, names) for step in steps]) for names in (_NOT_TRAINING, _PAUSES))
-    walls = np.asarray([step.wall_ms for step in steps]) - own
     # A loader with a batch in hand (Accelerate's) is asked for two in an epoch's first step, for none in its last.
-    taken = [step.samples or 0 for step in steps]
-    by_samples = np.count_nonzero(taken) > len(steps) / 2
-    each = float(np.mean(taken)) * len(trace.ranks) if by_samples else 1.0
-    steady = np.maximum(walls - pauses, 1e-6)
+    by_samples = np.count_nonzero(taken) > len(rows) / 2
+    each = float(taken.sum()) / steps * len(trace.ranks) if by_samples else 1.0
+    steady = np.maximum(walls - own - pauses, 1e-6)
+    steady_ms = float(steady.sum()) / steps
+    paused_ms = float(every[:, 3].sum() / every[:, 0].sum())  # they come at the end of an epoch: all of it counts
     return Speed(
-        value=each / float(steady.mean()) * 1e3,
-        with_pauses=each / float(walls.mean()) * 1e3,
-        sd=float(np.std(np.log(resampled_means(steady)))),
-        steps=len(steps),
+        value=each / steady_ms * 1e3,
+        with_pauses=each / (steady_ms + paused_ms) * 1e3,
+        sd=float(np.std(np.log(resampled_means(steady / counts)))),
+        steps=steps,
         unit="samples/s" if by_samples else "steps/s",
     )
+
+
+def _rows(rank: RankTrace) -> list[tuple[float, ...]]:
+    """Step by step: how many, their time, what of it is ours and what are pauses, and their samples. Of a run too long
+    to be kept so (a whole epoch, for its pauses), window by window: of later steps only the odd ones are there."""
+    steps = rank.every_step()
+    if steps is not None:
+        return [(1, s.wall_ms, _spent_ms(s, _NOT_TRAINING), _spent_ms(s, _PAUSES), s.samples or 0) for s in steps]
+    return [
+        (w.wall_ms.count, w.wall_ms.total, _total_ms(w, _NOT_TRAINING), _total_ms(w, _PAUSES), w.samples or 0)
+        for w in rank.windows
+    ]
 
 
 def _warming_up(trace: Trace, steps: int) -> int:
@@ -101,6 +114,10 @@ def _warming_up(trace: Trace, steps: int) -> int:
 
 def _spent_ms(step: Step, names: Sequence[str]) -> float:
     return sum(span.host_ms for span in step.spans if span.name in names)
+
+
+def _total_ms(window: Window, names: Sequence[str]) -> float:
+    return sum(spans.total for name, spans in window.spans_ms.items() if name.partition("@")[0] in names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flatout.remedy.speed import Speed, gain, measure, noise_between_runs
-from flatout.trace import RankTrace, RunInfo, Span, Step, Trace
+from flatout.trace import RankTrace, RunInfo, Span, Step, Trace, Window
+from flatout.trace.thin import StepThinner
 
 
 def run_of(taken: list[int | None]) -> Trace:
@@ -52,3 +53,28 @@ def test_a_third_more_is_a_gain_though_two_runs_as_it_was_are_a_seventh_apart() 
     assert gain(before, [ran(592.0)], noise).low > 1
     assert gain(before, [ran(500.0)], noise).low < 1
     assert gain([ran(447.0)], [ran(592.0)], noise_between_runs([])).low > 1.15  # nothing seen yet: a usual machine
+
+
+def epoch_of(steps: int, evaluation_ms: float, *, elastic: bool = False) -> Trace:
+    """Steps of 10 ms as a recorder writes them down, and an evaluation at the end."""
+    thinner, raw, windows = StepThinner(), [], []
+    for index in range(steps):
+        pause_ms = evaluation_ms if index == steps - 1 else 0.0
+        spans = (Span(name="evaluation", start_ms=10.0, host_ms=pause_ms),) if pause_ms else ()
+        step = Step(index=index, start_s=0.0, wall_ms=10.0 + pause_ms, spans=spans, samples=64)
+        for record in thinner.push(step):
+            (raw if isinstance(record, Step) else windows).append(record)  # type: ignore[arg-type]
+    windows += [record for record in thinner.flush() if isinstance(record, Window)]
+    changes = [{"name": "loader", "applied": True}] if elastic else []
+    rank = RankTrace(info=RunInfo(name="train"), steps=tuple(raw), windows=tuple(windows), facts={"changes": changes})
+    return Trace(ranks=(rank,), samples={})
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize("steps", [500, 9000])
+def test_an_evaluation_counts_once_however_long_its_epoch_is(steps: int, elastic: bool) -> None:
+    """A long run keeps only its odd steps one by one; and half of it may be the loader's search for workers."""
+    speed = measure(epoch_of(steps, steps * 2.0, elastic=elastic))
+    assert speed is not None
+    assert speed.value == pytest.approx(6400)
+    assert speed.with_pauses == pytest.approx(6400 / 1.2)
