@@ -5,6 +5,7 @@ Whatever goes wrong by the person's mistake is one line on stderr and exit code 
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -347,16 +348,30 @@ def fix(
     wishes, budget_s = Wishes.of(allow, only, skip), _seconds(budget)
     an_hour = _price(price) if price is not None else None
     runs = launch.default_folder([*command[:1], "fix.py"])
+    if json == html == "-":
+        raise UsageError("--json - and --html - would both go to stdout: name a file for one of them")
     for target in (out, runs.parent, *(Path(name) for name in (json, html) if name not in (None, "-"))):
-        _can_be_written(target)  # ten minutes of trials later would be late to say so
+        _can_be_written(target, folder=target == runs.parent)  # ten minutes of trials later would be late to say so
     with fix_views.Progress(_console(stderr=True), budget_s) as story:
         found = search(command, wishes, budget_s=budget_s, steps=steps, story=story, keep_in=runs)
-    found.plan.save(out)
+    _save_beside_older(found.plan, out)
     fixed = report_of(found, command, str(out), an_hour)
     if _write(json, fixed.to_json, html, lambda: fix_views.page(fixed)):
         fix_views.show(fixed, _console())
     if found.interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+def _save_beside_older(plan: Plan, out: Path) -> None:
+    """Save a plan; the one that was there, which may have been edited, stays under another name."""
+    before = out.read_bytes() if out.is_file() else None
+    plan.save(out)
+    if before is None or before == out.read_bytes():
+        return
+    names = (out.with_name(f"{out.stem}-{number}{out.suffix}") for number in itertools.count(1))
+    older = next(name for name in names if not name.exists())
+    older.write_bytes(before)
+    print(f"flatout: the plan that was in {out} is in {older} now", file=sys.stderr)
 
 
 def _seconds(text: str) -> float:
@@ -526,11 +541,13 @@ def _write(
     return "-" not in (json_to, html_to)
 
 
-def _can_be_written(target: Path) -> None:
-    folder = target.absolute().parent
-    if not folder.is_dir():
-        raise UsageError(f"cannot write {target}: there is no folder {folder}")
-    if not os.access(target if target.exists() else folder, os.W_OK):
+def _can_be_written(target: Path, *, folder: bool = False) -> None:
+    above = target.absolute().parent
+    if not above.is_dir():
+        raise UsageError(f"cannot write {target}: there is no folder {above}")
+    if target.is_dir() and not folder:
+        raise UsageError(f"cannot write {target}: it is a folder")
+    if not os.access(target if target.exists() else above, os.W_OK):
         raise UsageError(f"cannot write {target}: no permission, or a read-only disk")
 
 

@@ -81,7 +81,7 @@ def run(
     with _watching(process.pid, options if measured else None):
         code = _wait(process)
     if measured and max_steps is not None:
-        _end_what_is_left(options.folder)
+        end(options.folder)
     if measured and not any(options.folder.iterdir()):
         print("flatout: the command was over before anything could be recorded", file=sys.stderr)
         options.folder.rmdir()
@@ -110,7 +110,7 @@ def _try(words: list[str], options: Options, trial: Trial, environment: dict[str
         with _watching(process.pid, options if not trial.fingerprints else None):  # nobody times those
             code = _wait(process, trial)
     finally:
-        _end_what_is_left(options.folder, process)
+        end(options.folder, process)
     if before is not None and trial.protect is not None:
         _say_what_was_written(before, sandbox.look(words, box.keep))
     return code if code >= 0 else 128 - code
@@ -274,7 +274,7 @@ def _watch(pid: int, options: Options, stop: threading.Event) -> None:
             print(f"flatout: the hardware is not watched ({problem})", file=sys.stderr)
 
 
-def _end_what_is_left(folder: Path, root: subprocess.Popen[bytes] | None = None) -> None:
+def end(folder: Path, root: subprocess.Popen[bytes] | None = None) -> None:
     """End what a trial has left running: its tree, and processes that still carry our variable for this folder."""
     ours = {process for process in psutil.process_iter() if process.pid != os.getpid() and _belongs(process, folder)}
     if root is not None and root.poll() is None:

@@ -144,9 +144,10 @@ def _cpu_bound(case: Case, saved: float, common: dict[str, Any]) -> Finding:
         **common,
         **fed(case, saved, case.supply / (1 - moved)),
         confidence=0.85,
-        change=f"setting:{setting}" if setting else "gpu_transforms",
-        value="gpu" if setting else True,
-        advice="do less on the CPU: transforms on the GPU, a faster decoder, or a cache of decoded data",
+        change=None if not case.on_gpu else f"setting:{setting}" if setting else "gpu_transforms",
+        value=None if not case.on_gpu else "gpu" if setting else True,
+        advice=f"do less on the CPU: {'transforms on the GPU, ' if case.on_gpu else ''}a faster decoder, or a cache of "
+        "decoded data",
     )
 
 

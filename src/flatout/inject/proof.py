@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils.data.dataloader as stock
 
@@ -46,8 +47,10 @@ class Proof:
             asked = iterator._index_sampler
             if torch.is_grad_enabled() and isinstance(asked, _Asked) and asked.taken:
                 here = isinstance(iterator, stock._SingleProcessDataLoaderIter)
-                self._open["indices"].append(asked.taken.popleft())
-                self._open["begins"].append(("here" if here else "elsewhere") if asked.begins else None)
+                indices = asked.taken.popleft()
+                if indices is not None:
+                    self._open["indices"].append(indices)
+                    self._open["begins"].append(("here" if here else "elsewhere") if asked.begins else None)
                 asked.begins = False
             return batch
 
@@ -131,10 +134,19 @@ class _Asked:
         return getattr(self.__dict__["_sampler"], name)
 
 
-def _plain(indices: Any) -> Any:
-    """Indices as JSON can hold them."""
-    if isinstance(indices, torch.Tensor):
-        return indices.tolist()
-    if isinstance(indices, list | tuple):
-        return [_plain(index) for index in indices]
-    return int(indices) if hasattr(indices, "__index__") else indices
+def _plain(indices: Any) -> list[Any] | None:
+    """The samples of a batch as JSON can hold them; None where they have no numbers: those of a stream, say."""
+    try:
+        plain = indices.tolist() if isinstance(indices, torch.Tensor | np.ndarray) else indices
+        numbers = [_number(index) for index in (plain if isinstance(plain, list | tuple) else [plain])]
+    except Exception:  # a sampler's own kind of thing: its samples are not known, and training goes on
+        return None
+    return None if all(number is None for number in numbers) else numbers
+
+
+def _number(index: Any) -> Any:
+    if isinstance(index, torch.Tensor | np.ndarray):
+        index = index.tolist()
+    if isinstance(index, list | tuple):
+        return _plain(index)
+    return int(index) if hasattr(index, "__index__") else index

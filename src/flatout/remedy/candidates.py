@@ -154,7 +154,8 @@ def _words(option: str, text: str) -> frozenset[str]:
     given = [word.strip().replace("-", "_") for word in text.split(",") if word.strip()]
     for word in given:
         if word not in known and not word.startswith("setting:"):
-            near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+            near = [name for name in known if name.startswith(word)]
+            near = near or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0].replace('_', '-')}?" if near else f"there are {', '.join(known)}"
             raise UsageError(f"{option}: there is no change or class called {word.replace('_', '-')} ({hint})")
     return frozenset(given)
@@ -202,6 +203,8 @@ class View:
 
 def offers(view: View, wishes: Wishes) -> tuple[list[Offer], list[Offer]]:
     """What to try, in this order; and what would be tried if it were allowed."""
+    if not wishes.permits(_elastic(view, "")):  # workers by hand, then
+        view = replace(view, tried={**view.tried, ("loader", "elastic"): "not applicable"})
     made = [_data_path(view), _augment_elsewhere(view), _transforms(view), _compute_as_asked(view), _compute(view)]
     made += [_compile(view), _batch(view), _pauses(view)]
     wanted, withheld = [], []
@@ -275,23 +278,27 @@ def _loading(view: View, behind: Sequence[Finding], why: str) -> list[Change]:
 
     Where it can be had and does not pay, that number is still worth a trial if it is what the diagnosis asks for.
     """
-    draws = any(report.random_used for report in view.case.reports) or not view.case.reports
-    safety: Safety = "reseeded" if draws else "identical"
+    elastic = _elastic(view, why)
     verdict = view.verdict("loader", "elastic")
     asked = any(f.change == "num_workers" for f in behind)
     if verdict not in ("not applicable", "unsafe") and not (verdict == "undone" and asked):
-        return [_made("loader", "elastic", why, safety=safety)]
+        return [elastic]
     loader = view.case.loader
     wanted = next((f.value for f in behind if f.change == "num_workers" and f.value), spare_cores(view.case))
     changes = []
     if wanted != loader.get("num_workers"):
         knob = _knob(view, "num_workers", loader.get("num_workers"))
-        changes.append(_made("num_workers", int(wanted), why, safety=safety, knob=knob))
+        changes.append(_made("num_workers", int(wanted), why, safety=elastic.safety, knob=knob))
     if loader.get("num_workers") and (loader.get("prefetch_factor") or 2) < 4:
         changes.append(_made("prefetch_factor", 4, why))
     if view.found("data.worker-start") and not loader.get("persistent_workers"):
         changes.append(_made("persistent_workers", True, why, knob=_knob(view, "persistent_workers", False)))
     return changes
+
+
+def _elastic(view: View, why: str) -> Change:
+    draws = any(report.random_used for report in view.case.reports) or not view.case.reports
+    return _made("loader", "elastic", why, safety="reseeded" if draws else "identical")
 
 
 def _fewer_threads(view: View, why: str) -> list[Change]:

@@ -26,7 +26,7 @@ def fix(
     with tempfile.TemporaryDirectory(prefix="flatout-fix-") as folder:
         found = Search(Launcher(command, Path(folder)), wishes, budget_s=budget_s, steps=steps, story=story).go()
         if keep_in is not None:
-            for name, run in (("before", found.before), ("after", found.after)):
+            for name, run in (("before", found.before), ("after", found.measured)):
                 if run is not None and run.folder is not None and run.folder.is_dir():
                     shutil.copytree(run.folder, keep_in / name)
         return found

@@ -65,6 +65,15 @@ class Found:
     seconds: float = 0.0
 
     @property
+    def measured(self) -> Run | None:
+        """The last run of what was kept, and of nothing else; None where something was let go since, or all."""
+        run, kept = self.after, {change.name: change.value for change in self.kept}
+        if run is None or not kept or not kept.items() <= {c.name: c.value for c in run.changes}.items():
+            return None
+        others = [change for change in run.changes if change.name not in kept]
+        return run if all(run.why_not_made(change) for change in others) else None
+
+    @property
     def plan(self) -> Plan:
         """The plan to train with; what was tried and not kept stands in it too."""
         kept = {a.change.name: a for a in self.attempts if a.outcome.verdict == "kept"}

@@ -54,8 +54,9 @@ class Proof:
 
 def same_batches(before: Run, after: Run, repeat: Run | None = None) -> Proof:
     """Whether the model gets the same samples, in the same order, and the same bytes; `repeat` is `before` again."""
-    if len(before.proof) != len(after.proof) or not before.proof:
-        return _unproven(f"fingerprints of {len(before.proof)} and {len(after.proof)} ranks")
+    broken = _not_whole(before, after)
+    if broken is not None:
+        return broken
     unlike = _other_samples(before, after)
     shuffled = unlike is not None and all(map(_only_shuffled, before.proof, after.proof))
     if unlike is not None and not shuffled:
@@ -76,6 +77,26 @@ def same_batches(before: Run, after: Run, repeat: Run | None = None) -> Proof:
     if shuffled:
         said += ", which so far went into the shuffles after the first epoch too"
     return _with_losses(before, after, repeat, "reseeded", said)
+
+
+def _not_whole(before: Run, after: Run) -> Proof | None:
+    """Why two runs cannot be compared, or that one of them takes other steps than the other."""
+    if before.hung or (before.code and not after.code):
+        return _unproven(f"the run without it failed: {before.reason()}")
+    if after.hung or after.code not in (0, before.code):
+        return _unproven(f"its run failed: {after.reason()}")
+    if len(before.proof) != len(after.proof) or not before.proof:
+        return _unproven(f"fingerprints of {len(before.proof)} and {len(after.proof)} ranks")
+    asked = min(before.asked, after.asked)
+    for ours, theirs in zip(before.proof, after.proof, strict=True):
+        steps, now = min(len(ours), asked), min(len(theirs), asked)
+        if steps != now:
+            return Proof(standing="failed", text=f"training ends after {now} steps instead of {steps}")
+    unmade = {name: why for name, why in after.refused.items() if name not in before.refused}
+    if unmade:
+        said = "; ".join(f"{name}: {why}" for name, why in unmade.items())
+        return _unproven(f"it was not made in the proof's run ({said})")
+    return None
 
 
 def _other_samples(before: Run, after: Run) -> str | None:
@@ -105,7 +126,12 @@ def _are_shuffles(later: Sequence[Batches], first: Batches) -> bool:
     sizes = [len(batch) for batch in first]
     *whole, last = ([len(batch) for batch in batches] for batches in later)
     as_long = all(some == sizes for some in whole) and last == sizes[: len(last)]
-    return as_long and max(map(_most_frequent, later)) <= _most_frequent(first)
+    if not as_long or max(map(_most_frequent, later)) > _most_frequent(first):
+        return False
+    # Some may have been left over from the first pass: fewer than a batch.
+    known = set(itertools.chain.from_iterable(first))
+    strange = (len({*itertools.chain.from_iterable(batches)} - known) for batches in later)
+    return _most_frequent(first) > 1 or max(strange) < max(sizes)
 
 
 def _passes(steps: Sequence[ProofStep]) -> list[Batches]:
@@ -133,10 +159,12 @@ def _with_losses(before: Run, after: Run, repeat: Run | None, standing: Standing
     a, b = _losses(before, after)
     if not len(a):
         return Proof(standing=standing, text=f"{said}; no loss was seen")
-    if not np.isfinite(b).all() and np.isfinite(a).all():
+    if not np.isfinite(b[np.isfinite(a)]).all():
         return Proof(standing="failed", text=f"{said}, but the loss is not finite any more")
-    if np.array_equal(a, b):
+    if np.array_equal(a, b, equal_nan=True):
         return Proof(standing=standing, text=f"{said}; {len(a)} losses equal to the last bit")
+    if standing == "identical" and _repeats_exactly(before, repeat):
+        return Proof(standing="failed", text=f"{said}, but the losses are not equal to the last bit")
     last = max(1, min(COMPARED, len(a) // 2))
     a, b = a[-last:], b[-last:]
     low, high, scale = _interval(a, b)
@@ -144,33 +172,48 @@ def _with_losses(before: Run, after: Run, repeat: Run | None, standing: Standing
     if standing == "reseeded" or margin > MARGIN * scale:  # other random numbers, or another order of adding
         margin = max(_REPEATS_APART * margin, EARLY_MARGIN * scale)
         whose = f"{margin / scale:.0%}"
-    apart = float((b - a).mean()) / scale
-    if low > margin or high < -margin:
+    apart = float((b - a).mean())
+    # Of the same bytes the loss itself has to lie within the margin; with other random numbers, its interval may.
+    off = not abs(apart) <= margin if standing == "identical" else low > margin or high < -margin
+    apart /= scale
+    if off:
         return Proof(standing="failed", text=f"{said}, but the loss is {apart:+.1%} ({last} steps, margin {whose})")
     return Proof(standing=standing, text=f"{said}; loss {apart:+.2%} over the last {last} steps")
 
 
+def _repeats_exactly(before: Run, repeat: Run | None) -> bool:
+    """Whether the same plan gives the same losses to the last bit: as seen, or as a CPU is supposed to do."""
+    if repeat is None:
+        return before.trace is not None and not before.case.on_gpu
+    first, again = _losses(before, repeat)
+    return len(first) > 0 and np.array_equal(first, again, equal_nan=True)
+
+
 def same_loss(before: Run, after: Run, repeat: Run | None = None, shaken: Sequence[Run] = ()) -> Proof:
     """Whether the loss goes the same way. `repeat` is `before` once more; `shaken` are that with other rounding."""
+    broken = _not_whole(before, after)
+    if broken is not None:
+        return broken
     a, b = _losses(before, after)
-    unlike = _other_samples(before, after) if len(before.proof) == len(after.proof) else "another number of ranks"
+    unlike = _other_samples(before, after)
     if unlike is not None:
         return Proof(standing="failed", text=unlike)
     if len(a) < FEWEST_LOSSES:
         return _unproven(f"{len(a)} steps with a loss, {FEWEST_LOSSES} are needed")
-    if not np.isfinite(b).all() and np.isfinite(a).all():
+    if not np.isfinite(b[np.isfinite(a)]).all():
         return Proof(standing="failed", text="the loss is not finite any more")
     low, high, scale = _interval(a[-COMPARED:], b[-COMPARED:])
     apart = float((b - a)[-COMPARED:].mean())
     margin, whose = _margin(before, repeat, COMPARED, scale)
     said = f"loss {apart / scale:+.2%} ({low / scale:+.2%} to {high / scale:+.2%}) over the last {COMPARED} steps"
-    sensitive = _sensitive_margin(before, shaken)
+    usual, sensitive = _made_by_rounding(before, shaken)
     if sensitive > margin:
         early = float((b - a)[:EARLY].mean()) / max(float(np.abs(a[:EARLY]).mean()), 1e-12)
         said += f" (rounding alone makes ±{sensitive / scale:.0%}), {early:+.2%} over the first {EARLY}"
         if abs(early) > EARLY_MARGIN:
             return Proof(standing="failed", text=said)
-        return Proof(standing="equivalent", text=said) if abs(apart) < sensitive else _unproven(said)
+        within = abs(float(b[-COMPARED:].mean()) - usual) < sensitive
+        return Proof(standing="equivalent", text=said) if within else _unproven(said)
     said += f", margin {whose}"
     if -margin < low and high < margin:
         return Proof(standing="equivalent", text=said)
@@ -186,17 +229,20 @@ def is_steady(before: Run, repeat: Run) -> bool:
     return _margin(before, repeat, COMPARED, scale)[0] <= MARGIN * scale
 
 
-def _sensitive_margin(before: Run, shaken: Sequence[Run]) -> float:
-    """What one more run may come to, of which these and `before` are examples: a prediction interval."""
-    if len(shaken) < 2:
-        return 0.0
-    means = [float(_losses(before, run)[1][-COMPARED:].mean()) for run in (before, *shaken)]
-    return STUDENT[len(shaken)] * float(np.std(means, ddof=1)) * math.sqrt(1 + 1 / len(means))
+def _made_by_rounding(before: Run, shaken: Sequence[Run]) -> tuple[float, float]:
+    """The loss that one more run may come to, of which these and `before` are examples: a prediction interval, by its
+    middle and half its width."""
+    examples = [run for run in (before, *shaken) if len(_losses(before, run)[1]) >= FEWEST_LOSSES]
+    if len(examples) < 3:
+        return 0.0, 0.0
+    means = [float(_losses(before, run)[1][-COMPARED:].mean()) for run in examples]
+    width = STUDENT[len(means) - 1] * float(np.std(means, ddof=1)) * math.sqrt(1 + 1 / len(means))
+    return float(np.mean(means)), width
 
 
 def _margin(before: Run, repeat: Run | None, last: int, scale: float) -> tuple[float, str]:
     """What the loss may differ by, and in words: 1%, or what the last losses of two runs of the same plan differ by."""
-    if repeat is not None:
+    if repeat is not None and len(_losses(before, repeat)[0]) >= len(_losses(before, before)[0]):
         first, again = (losses[-last:] for losses in _losses(before, repeat))
         noise = max(map(abs, _interval(first, again)[:2])) if len(first) else 0.0
         if noise > MARGIN * scale:

@@ -22,6 +22,7 @@ IDENTITY_STEPS = 60
 PARITY_STEPS = FEWEST_LOSSES + 20
 SHAKEN_RUNS = 3
 SHAKEN = "without it, weights shaken a little: what rounding alone does"
+WITHOUT = "without it"
 ONCE_MORE = "without it once more: what the machine alone does"
 
 
@@ -100,7 +101,9 @@ class Proving:
             return run if proof.holds else paired
         self._bench.said(f"proof, {all_in_words(changes)}: {proof.text}. One by one")
         passed = self._one_by_one(paired.changes, changes, steps, prove)
-        return with_these(passed) if len(passed) > 1 else paired
+        if len(passed) > 1:
+            return with_these(tuple(change for change, _ in passed))
+        return passed[0][1] if passed else paired
 
     def _same_loss(self, paired: Run, changes: tuple[Change, ...]) -> None:
         same = paired.changes
@@ -108,6 +111,8 @@ class Proving:
         def wanted(some: tuple[Change, ...] = (), shaken: int = 0) -> ProofRun:
             return ProofRun(changes=with_changes(same, some), steps=PARITY_STEPS, shaken=shaken)
 
+        if paired.asked < PARITY_STEPS:  # something was let go on the way here
+            paired = self._run(WITHOUT, wanted())
         run = self._run(all_in_words(changes), wanted(changes))
         proof = same_loss(paired, run)
         if proof.holds or not self._bench.has_time():
@@ -127,18 +132,19 @@ class Proving:
 
     def _one_by_one(
         self, same: tuple[Change, ...], changes: tuple[Change, ...], steps: int, prove: Callable[[Run], Proof]
-    ) -> tuple[Change, ...]:
-        """Each by itself; those that pass."""
+    ) -> list[tuple[Change, Run]]:
+        """Each by itself; those that pass, and their runs."""
         passed = []
         for change in changes:
             wanted = ProofRun(changes=with_changes(same, (change,)), steps=steps)
             proof = Proof(standing="not proven", text="the budget was spent")
             if self._is_ahead(wanted) or self._bench.has_time():
-                proof = prove(self._run(in_words(change), wanted))
+                run = self._run(in_words(change), wanted)
+                proof = prove(run)
+                if proof.holds:
+                    passed.append((change, run))
             self._bench.proven((change,), proof)
-            if proof.holds:
-                passed.append(change)
-        return tuple(passed)
+        return passed
 
     def _run_ahead(self, wanted: Sequence[ProofRun]) -> None:
         """All of them at once, if there is room; `_run` finds them."""

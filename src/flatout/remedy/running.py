@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
 import math
 import re
+import signal
+import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from flatout import launch
 from flatout.diagnose.case import Case, cases
+from flatout.diagnose.rules import diagnose
 from flatout.errors import TraceError
 from flatout.plan import Change, Plan
 from flatout.remedy.knobs import knobs
@@ -54,6 +59,7 @@ class Run:
     changes: tuple[Change, ...]
     code: int
     seconds: float
+    asked: int = 0  # steps, at the most
     trace: Trace | None = None
     speed: Speed | None = None
     output: str = ""
@@ -75,6 +81,21 @@ class Run:
         epochs = knobs(self.case.facts.get("settings") or [], "epochs", lambda value: type(value) is int)
         length = self.case.loader.get("length")
         return float(epochs[0].value * length) if epochs and length else None
+
+    @property
+    def steps_an_epoch(self) -> float | None:
+        """Optimizer steps from one pass over the data to the next, where that is known."""
+        length, batch = (self.case.loader.get(name) for name in ("length", "batch_size"))
+        if not length or not batch or self.trace is None:
+            return None
+        batches = statistics.median([step.micro_steps for step in self.case.steps] or [1]) or 1
+        return float(int(length) / int(batch) / batches / len(self.trace.ranks))
+
+    @property
+    def in_company(self) -> bool:
+        """Whether others used the machine meanwhile, so that it says less."""
+        found = diagnose(self.trace) if self.trace is not None else ()
+        return any(finding.code == "hardware.shared" for finding in found)
 
     @property
     def hung(self) -> bool:
@@ -200,17 +221,40 @@ class Launcher:
             code = launch.run(
                 self._command, folder=folder, max_steps=steps, xray=not fingerprints, plan=plan, trial=trial
             )
-        return recorded(tuple(changes), code, time.monotonic() - start_s, folder)
+        return recorded(tuple(changes), code, time.monotonic() - start_s, folder, asked=steps)
 
     def side_by_side(self, wanted: Sequence[ProofRun], *, timeout_s: float) -> list[Run]:
         def start(one: ProofRun) -> Run:
             return self(one.changes, steps=one.steps, timeout_s=timeout_s, fingerprints=True, shaken=one.shaken)
 
-        with ThreadPoolExecutor(len(wanted)) as pool:
-            return list(pool.map(start, wanted))
+        with ThreadPoolExecutor(len(wanted)) as pool, _heard_as_ctrl_c():
+            runs = [pool.submit(start, one) for one in wanted]
+            try:
+                while not all(run.done() for run in runs):
+                    wait(runs, timeout=0.2)  # and no longer: a signal is heard in between
+            except KeyboardInterrupt:
+                for folder in self._folder.iterdir():
+                    launch.end(folder)
+                raise
+            return [run.result() for run in runs]
 
 
-def recorded(changes: tuple[Change, ...], code: int, seconds: float, folder: Path) -> Run:
+@contextlib.contextmanager
+def _heard_as_ctrl_c() -> Iterator[None]:
+    """What would end us, and leave our trials behind, interrupts."""
+    signals = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    before = [(number, signal.getsignal(number)) for number in signals]
+    try:
+        for number, handler in before:
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, signal.default_int_handler)
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def recorded(changes: tuple[Change, ...], code: int, seconds: float, folder: Path, *, asked: int = 0) -> Run:
     """A run from what it left in its folder."""
     try:
         trace: Trace | None = read(folder)
@@ -223,6 +267,7 @@ def recorded(changes: tuple[Change, ...], code: int, seconds: float, folder: Pat
         changes=changes,
         code=code,
         seconds=seconds,
+        asked=asked,
         trace=trace,
         speed=measure(trace) if trace is not None else None,
         output=_tail(folder / launch.OUTPUT),

@@ -96,7 +96,7 @@ class Search:
         self.found.seconds = self._purse.spent_s
         self.found.noise = noise = self._speeds.noise
         if noise.repeats and noise.sd > UNSTEADY:
-            self._remark(f"runs of the same plan differ by {noise.sd:.0%}: a gain below that may not have shown")
+            self._remark(f"runs of the same plan vary by ±{noise.sd:.0%}: a gain below that may not have shown")
         return self.found
 
     # -- the baseline -----------------------------------------------------------------------------------------------
@@ -128,9 +128,6 @@ class Search:
         found = diagnose(self.before.trace) if self.before.trace is not None else ()
         said = found[0].title if found else "nothing wrong was found"
         self._story.said(f"{self._incumbent}: {said}")
-        if any(finding.code == "hardware.shared" for finding in found):
-            self._clear = CLEAR_IN_COMPANY
-            self._remark("others use this machine: a gain may not show, run it again when it is quiet")
 
     @property
     def before(self) -> Run:
@@ -360,14 +357,8 @@ class Search:
 
     def _epoch_steps(self) -> int | None:
         """One epoch and a little more, at the batch size of what is kept; never less than a trial has."""
-        steps = self._steps_an_epoch()
+        steps = self._now.steps_an_epoch
         return max(math.ceil(1.1 * steps) + 5, self._steps_for(self._now)) if steps is not None else None
-
-    def _steps_an_epoch(self) -> float | None:
-        loader = self._now.case.loader
-        length, batch = loader.get("length"), loader.get("batch_size")
-        ranks = len(self._now.trace.ranks) if self._now.trace is not None else 1
-        return int(length) / int(batch) / ranks if length and batch else None
 
     def _look_at_an_epoch(self) -> None:
         steps = self._epoch_steps()
@@ -499,7 +490,10 @@ class Search:
         if in_time if long else self._purse.left_s > (0.9 * self._purse.comparing_s() if measured else 0.0):
             old = self._run("the command as it was, again", (), steps=steps, look_below_s=0.0)
             new = self._run("with all that was kept", kept, steps=steps, look_below_s=0.0)
-            if not self._failed(old) and not self._failed(new) and old.speed is not None and new.speed is not None:
+            if self._failed(new):
+                self._let_go_of_all(kept, f"failed: with all that was kept, {new.reason()}")
+                return
+            if not self._failed(old) and old.speed is not None and new.speed is not None:
                 self.found.before, self.found.after = _seen_like(old, self.before.trace), _seen_like(new, self._sight)
                 fresh = gain([old.speed], [new.speed], Noise(sd=0.0, repeats=0), pauses=long).value
                 drift = old.speed.value / first.value
@@ -507,6 +501,8 @@ class Search:
                     self._remark(f"the machine drifted: the command as it was ran at {drift:.2f}× its first speed")
                 self._speeds.note((), old, long=long)
                 self._speeds.note(kept, new, long=long)
+        elif measured:
+            self._remark("no time was left to measure before and after once more: the gain is that of the trials")
         before, after = (self._speeds.of(plan, long=long) for plan in ((), kept))
         if not before or not after:  # interrupted in between, or a proof has taken something away
             self._remark("what was kept in the end was not measured as a whole")
@@ -518,17 +514,18 @@ class Search:
         self._story.said(f"before → after: {self.found.gain}")
         # What was kept was picked for how fast it looked: the last runs have to say so too.
         if self.found.gain.value < WORTH or (fresh is not None and fresh < 1):
-            for change in kept:
-                self._let_go(
-                    self._attempt(change), f"not confirmed: {self.found.gain} in the end, with all that was kept"
-                )
-            self.found.gain = None
-            self._remark("what had been kept was not confirmed by the last comparison, and was let go")
+            self._let_go_of_all(kept, f"not confirmed: {self.found.gain} in the end, with all that was kept")
+
+    def _let_go_of_all(self, kept: Sequence[Change], why: str) -> None:
+        for change in kept:
+            self._let_go(self._attempt(change), why)
+        self.found.gain = None
+        self._remark("what had been kept was not confirmed by the last comparison, and was let go")
 
     def _tell_of_short_epochs(self) -> None:
-        case, steps = self._now.case, self._steps_an_epoch()
-        epoch_s = (steps or math.inf) * (case.breakdown.step_ms.mean or 0.0) / 1e3
-        if steps is not None and case.breakdown.steps < steps and epoch_s < SHORT_EPOCH_S:
+        steps, speed = self._now.steps_an_epoch, self._now.speed
+        epoch_s = (steps or math.inf) * (self._now.case.breakdown.step_ms.mean or 0.0) / 1e3
+        if steps is not None and speed is not None and speed.steps < steps and epoch_s < SHORT_EPOCH_S:
             self._remark(f"an epoch takes {epoch_s:.0f} s now, and what its start costs may not be in these figures")
 
     # -- runs, time and noise ---------------------------------------------------------------------------------------
@@ -557,6 +554,9 @@ class Search:
             shaken=shaken,
         )
         self.found.trials.append(Trial(what=what, seconds=run.seconds, speed=None if fingerprints else run.speed))
+        if self._clear == CLEAR and not fingerprints and run.in_company:
+            self._clear = CLEAR_IN_COMPANY
+            self._remark("others use this machine: a gain may not show, run it again when it is quiet")
         return run
 
     def _step_to_beat_s(self, changes: Sequence[Change]) -> float:

@@ -175,7 +175,7 @@ def before_and_after(fixed: FixReport) -> list[tuple[str, str, str]]:
 def page(fixed: FixReport) -> str:
     """The fix as one self-contained file: what was changed, before and after."""
     found = fixed.found
-    first, second = (run.trace if run is not None else None for run in (found.before, found.after))
+    first, second = (run.trace if run is not None else None for run in (found.before, found.measured))
     sections: list[Section] = [("kept", "What was kept", _kept(fixed))]
     drawn: list[Panel] = []
     if first is not None and second is not None and found.kept:
@@ -261,7 +261,7 @@ def _runs(fixed: FixReport) -> Html:
         listed.append((trial.what, speed, took))
     noise = fixed.found.noise
     seen = (
-        f"Runs of the same plan differ by {noise.sd:.1%} ({noise.repeats} repeats). " if noise and noise.repeats else ""
+        f"Runs of the same plan vary by ±{noise.sd:.1%} ({noise.repeats} repeats). " if noise and noise.repeats else ""
     )
     stopped = f"{seen}{_summed_up(fixed)}"
     behind = folded("The figures", table("Every run", ("run", "samples/s", "took"), listed))

@@ -123,7 +123,7 @@ def bundles(attempts: Sequence[Attempt]) -> list[list[Attempt]]:
 
 def report(found: Found, command: Sequence[str], plan_file: str, price_an_hour: float | None = None) -> FixReport:
     """Before and after, side by side: their speeds over all their runs where the gain is, all else of the last one."""
-    last = (found.before, found.after if found.kept else None)
+    last = (found.before, found.measured)
     speeds = found.speeds if found.speeds is not None and found.gain is not None else (None, None)
     before, after = (
         _side(run, speed or run.speed, price_an_hour, paused=found.paused) if run is not None else None

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from flatout.plan import Plan
@@ -152,7 +153,8 @@ def test_the_workloads_go_through_real_trials(tmp_path: Path, name: str) -> None
         assert entry["why"]
 
 
-def test_ctrl_c_leaves_the_plan_so_far(slow_disk: Path) -> None:
+def test_ctrl_c_leaves_the_plan_so_far_beside_an_older_one(slow_disk: Path) -> None:
+    (slow_disk / "flatout-plan.yaml").write_text("# edited by me\n")
     command = [*FLATOUT, "fix", "--steps", "24", "--budget", "10m", "--", sys.executable, "train.py"]
     process = subprocess.Popen(
         command, cwd=slow_disk, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -167,6 +169,38 @@ def test_ctrl_c_leaves_the_plan_so_far(slow_disk: Path) -> None:
     process.communicate(timeout=60)
     assert process.returncode == 130
     assert Plan.load(slow_disk / "flatout-plan.yaml") is not None
+    assert (slow_disk / "flatout-plan-1.yaml").read_text() == "# edited by me\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_ends_a_fix_ends_its_runs_side_by_side_too(tmp_path: Path, number: int) -> None:
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(100)\n")
+    start = """
+        import signal, sys
+        from pathlib import Path
+        from flatout.remedy.running import Launcher, ProofRun
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+        launcher = Launcher([sys.executable, "train.py"], Path("trials").resolve())
+        Path("trials").mkdir()
+        try:
+            launcher.side_by_side([ProofRun(changes=(), steps=20)] * 2, timeout_s=90.0)
+        except KeyboardInterrupt:
+            sys.exit(77)
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(start)], cwd=tmp_path, env=environment())
+
+    def runs() -> list[psutil.Process]:
+        every = psutil.Process(process.pid).children(recursive=True)
+        return [one for one in every if one.cmdline()[-1:] == ["train.py"]]
+
+    until_s = time.monotonic() + 60
+    while len(runs()) < 2 and time.monotonic() < until_s:
+        time.sleep(0.1)
+    both = runs()
+    assert len(both) == 2
+    process.send_signal(number)
+    assert process.wait(30) == 77
+    assert not any(one.is_running() for one in both)
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from observing import write
 
 from flatout import launch
 from flatout.inject.apply.computing import LossScale
-from flatout.inject.proof import checksum
+from flatout.inject.proof import _Asked, checksum
 from flatout.plan import Change, Plan
 from flatout.sense.options import Trial
 from flatout.sense.roots import Alive
@@ -107,3 +108,45 @@ def test_a_scaled_loss_gives_true_gradients_and_skips_what_is_not_finite(monkeyp
     optimizer.step()
     assert weight.tolist() == [0.0, -1.0, -2.0], "the step is skipped"
     assert scale.scale == LossScale.FIRST / 2
+
+
+def test_a_scaled_loss_is_noted_as_it_is_and_unscales_all_that_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a weight of a loss that is no part of the model, THEN its gradient is a true one too."""
+    noted: list[float] = []
+    plain = torch.autograd.backward
+
+    def note(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        noted.append(float(tensors.detach()))
+        return plain(tensors, *args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "backward", note)
+    model, free = torch.nn.Linear(2, 1), torch.ones((), requires_grad=True)
+    optimizers = Alive()
+    optimizers.put(optimizer := torch.optim.SGD([*model.parameters(), free], lr=1.0))
+    LossScale().guard(list(model.parameters()), optimizers)
+    loss = model(torch.ones(3, 2)).square().mean() * free
+    loss.backward()
+    assert noted == [loss.item()]
+    assert free.grad is not None
+    assert free.grad.item() == pytest.approx(loss.item())
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("asked", "noted"),
+    [
+        ([3, 1], [3, 1]),
+        (torch.tensor([3, 1]), [3, 1]),
+        (np.array([3, 1]), [3, 1]),
+        ([np.int64(3), torch.tensor(1)], [3, 1]),
+        (7, [7]),  # batch_size=None: a sample is a batch
+        ([(3, "left"), (1, "right")], [[3, "left"], [1, "right"]]),
+        (None, None),  # a stream's
+        ([None, None], None),
+        (np.array([{}], dtype=object), [{}]),
+    ],
+)
+def test_whatever_a_sampler_gives_is_noted_or_left_alone(asked: Any, noted: list[Any] | None) -> None:
+    sampler = _Asked([asked])
+    assert [given is asked for given in sampler] == [True]
+    assert list(sampler.taken) == [noted]

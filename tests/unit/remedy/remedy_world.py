@@ -137,6 +137,7 @@ class World:
             changes=tuple(changes),
             code=0,
             seconds=seconds,
+            asked=steps,
             trace=trace,
             speed=measure(trace),
             made={name: f"{name} was made" for name in names if name not in self.refused},

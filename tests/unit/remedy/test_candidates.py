@@ -247,7 +247,8 @@ def test_a_batch_is_never_made_so_large_that_an_epoch_has_few_steps() -> None:
 @pytest.mark.parametrize(
     ("wishes", "names"),
     [
-        (Wishes.of(skip="loader"), {"device_prefetch", "precision"}),
+        (Wishes.of(skip="loader"), {"num_workers", "device_prefetch", "precision"}),
+        (Wishes.of(only="num-workers"), {"num_workers"}),
         (Wishes.of(only="identical"), {"device_prefetch"}),
         (Wishes.of(only="loader,precision"), {"loader", "precision"}),
         (Wishes.of(only="batch-size"), set()),

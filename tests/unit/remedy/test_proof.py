@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,6 +88,7 @@ def test_samples_that_no_longer_draw_in_the_training_process_shuffle_later_epoch
         ([shuffled(0), shuffled(3)[:-1], shuffled(2)], "elsewhere"),  # a batch is left out
         ([shuffled(0), [*shuffled(3)[:-1], shuffled(3)[0]], shuffled(2)], "elsewhere"),  # one comes twice
         ([shuffled(0), [shuffled(3)[0][:-1], *shuffled(3)[1:]], shuffled(2)], "elsewhere"),  # a sample is missing
+        ([shuffled(0), [tuple(n + 80 for n in b) for b in shuffled(3)], shuffled(2)], "elsewhere"),  # of other data
         ([shuffled(0), shuffled(3), shuffled(2)], "here"),  # nothing there explains another order
     ],
 )
@@ -216,6 +218,70 @@ def test_where_the_machine_itself_differs_from_run_to_run_its_noise_is_the_margi
     assert not alone.holds
     assert with_repeat.standing == "equivalent"
     assert "what two runs of the same plan differ by" in with_repeat.text
+
+
+def asked(run: Run, steps: int, **other: Any) -> Run:
+    return replace(run, asked=steps, **other)
+
+
+@pytest.mark.parametrize("compare", [same_batches, same_loss])
+def test_runs_that_broke_off_prove_nothing(compare: Callable[[Run, Run], Any]) -> None:
+    whole, cut = asked(proof_run(learning(220)), 220), asked(proof_run(learning(220)[:210]), 220)
+    assert compare(whole, asked(whole, 220)).holds
+    crashed = compare(whole, replace(cut, code=1, output="RuntimeError: of the change"))
+    assert (crashed.standing, crashed.text) == (
+        "not proven",
+        "its run failed: exit code 1: RuntimeError: of the change",
+    )
+    lost = compare(whole, cut)
+    assert (lost.standing, lost.text) == ("failed", "training ends after 210 steps instead of 220")
+    assert compare(replace(cut, code=1), whole).standing == "not proven"
+    assert compare(replace(whole, code=3), replace(whole, code=3)).holds, "that is how the command ends by itself"
+    refused = compare(whole, replace(whole, refused={"compile": "no compiler"}))
+    assert (refused.standing, refused.text) == (
+        "not proven",
+        "it was not made in the proof's run (compile: no compiler)",
+    )
+
+
+def test_repeats_that_broke_off_do_not_make_the_margin_wider() -> None:
+    losses = learning(220)
+    plain, changed = proof_run(losses), proof_run(np.r_[losses[:20], losses[20:] * 1.5])
+    shaken = [proof_run(losses * (1 + 0.02 * n)) for n in (-1, 0, 1)]
+    cut = proof_run(learning(40))
+    assert same_loss(plain, changed, proof_run(losses * 1.02), shaken).standing == "not proven"
+    assert same_loss(plain, changed, proof_run(losses * 1.02), [*shaken[:2], cut]).standing == "not proven"
+    assert not same_loss(plain, proof_run(losses * 1.03), cut).holds
+
+
+def test_what_rounding_makes_lies_around_all_runs_and_not_around_the_first() -> None:
+    """It came to 1.0, the others to 1.4: a run that comes to 0.45 is none of them, and one of 1.9 may be."""
+    ones = 1 + 1e-3 * learning(220)
+    shaken = [proof_run(np.r_[ones[:20], ones[20:] * 1.4]) for _ in range(3)]
+
+    def standing(times: float) -> str:
+        return same_loss(proof_run(ones), proof_run(np.r_[ones[:20], ones[20:] * times]), None, shaken).standing
+
+    assert (standing(0.45), standing(1.9)) == ("not proven", "equivalent")
+
+
+def test_the_same_bytes_have_to_give_the_losses_that_the_same_plan_gives_again() -> None:
+    losses = learning(60)
+    plain, near = proof_run(losses), proof_run(losses * 1.005)
+    assert same_batches(plain, near).standing == "identical", "a card adds in another order"
+    assert same_batches(plain, near, plain).standing == "failed", "this one does not"
+    noisy = losses * np.tile([0.75, 1.36], 30)
+    assert same_batches(plain, proof_run(noisy)).standing == "failed", "5% in the mean, and no telling"
+
+
+def test_a_stream_has_no_samples_to_compare() -> None:
+    def stream(inputs: str) -> Run:
+        run = proof_run(learning(60), inputs=inputs)
+        return replace(run, proof=(tuple(replace(step, indices=()) for step in run.proof[0]),))
+
+    assert same_batches(stream(""), stream("")).standing == "identical"
+    other = same_batches(stream(""), stream("other"))
+    assert other.text == "other bytes reach the model, and which samples they are is not known"
 
 
 def test_unpaired_data_is_no_proof_of_rounding() -> None:

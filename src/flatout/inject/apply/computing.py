@@ -330,15 +330,16 @@ class LossScale:
                 return backward(tensors, grad_tensors, *args, **kwargs)
             self._scaling = True
             try:
-                return backward(tensors * self.scale, None, *args, **kwargs)
+                return backward(tensors, torch.full_like(tensors, self.scale), *args, **kwargs)
             finally:
                 self._scaling = False
 
         torch.autograd.backward = backward_scaled
 
     def guard(self, parameters: list[Any], optimizers: Alive) -> None:
-        """Unscale what arrives at these parameters, and look at gradients before an optimizer uses them."""
-        for parameter in parameters:
+        """Unscale what arrives at these parameters and those of the optimizers, which look at it before they step."""
+        trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        for parameter in (*parameters, *trained):
             if parameter.requires_grad and self._guarded.get(parameter) is None:
                 self._guarded.put(parameter, True)
                 parameter.register_hook(self._unscaled)
