@@ -70,6 +70,14 @@ class Losses:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Steady:
+    """One side of the ratios: a run without its first steps."""
+
+    median_ms: float
+    samples_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """Run A and run B. `typical` compares median steps, `overall` all of the time; per sample where batches differ."""
 
@@ -82,6 +90,8 @@ class Comparison:
     cautions: tuple[str, ...]
     differences: tuple[tuple[str, Any, Any], ...]
     losses: Losses | None
+    steady_a: Steady | None = None  # what the ratios are of
+    steady_b: Steady | None = None
 
     def slower_than(self, pct: float) -> bool:
         """Whether B is shown to be slower by more than `pct` per cent, in its typical step or over all its steps."""
@@ -154,6 +164,8 @@ def compare(first: Trace, second: Trace, folders: tuple[str, str] = ("A", "B")) 
         cautions=tuple(_cautions(a, b, per)),
         differences=tuple(_differences(a, b))[:MOST_DIFFERENCES],
         losses=_losses(first.ranks[0], second.ranks[0], (size_a, size_b) if per == "sample" else None),
+        steady_a=_steady(steps_a, size_a),
+        steady_b=_steady(steps_b, size_b),
     )
 
 
@@ -259,6 +271,14 @@ def _means(blocks: _Blocks, chosen: npt.NDArray[np.intp]) -> Floats:
     weights = blocks.weights[chosen]
     means: Floats = (blocks.mean_ms[chosen] * weights).sum(axis=1) / weights.sum(axis=1)
     return means
+
+
+def _steady(blocks: _Blocks | None, samples: float | None) -> Steady | None:
+    if blocks is None:
+        return None
+    every = np.arange(len(blocks.mean_ms))[None, :]
+    speed = samples / float(_means(blocks, every)[0]) * 1e3 if samples is not None else None
+    return Steady(median_ms=float(_medians(blocks, every)[0]), samples_per_s=speed)
 
 
 def _ratio(a: _Blocks, b: _Blocks, unit: float, of: Callable[[_Blocks, npt.NDArray[np.intp]], Floats]) -> Ratio:

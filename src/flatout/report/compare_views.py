@@ -7,7 +7,7 @@ from rich.text import Text
 
 from flatout.report import drawing
 from flatout.report.account import Account
-from flatout.report.compare import Comparison, phases
+from flatout.report.compare import Comparison, Steady, phases
 from flatout.report.html import Section, document
 from flatout.report.markup import Html, figures, join, shown, table, tag
 from flatout.report.picture import Panel, Series, grouped, line, words
@@ -53,20 +53,26 @@ def _ended(text: str) -> str:
 
 def _figures(comparison: Comparison) -> list[tuple[str, str, str, str]]:
     rows = []
+    a, b = (comparison.a, comparison.steady_a), (comparison.b, comparison.steady_b)
     for name, value, ratio in (
-        ("median step", lambda one: ms(one.breakdown.step_ms.quantile(0.5) or 0.0), comparison.typical),
-        ("95th percentile", lambda one: ms(one.breakdown.step_ms.quantile(0.95) or 0.0), None),
+        ("median step", _median_step, comparison.typical),
+        ("95th percentile", lambda one, _: ms(one.breakdown.step_ms.quantile(0.95) or 0.0), None),
         ("samples a second", _samples_per_s, comparison.overall),
-        ("steps", lambda one: f"{one.breakdown.steps:,}", None),
-        ("training time", lambda one: duration(one.breakdown.training_ms), None),
+        ("steps", lambda one, _: f"{one.breakdown.steps:,}", None),
+        ("training time", lambda one, _: duration(one.breakdown.training_ms), None),
     ):
-        rows.append((name, value(comparison.a), value(comparison.b), str(ratio or "")))
+        rows.append((name, value(*a), value(*b), str(ratio or "")))
     return rows
 
 
-def _samples_per_s(one: Account) -> str:
+def _median_step(one: Account, steady: Steady | None) -> str:
+    return ms(steady.median_ms if steady is not None else one.breakdown.step_ms.quantile(0.5) or 0.0)
+
+
+def _samples_per_s(one: Account, steady: Steady | None) -> str:
     speed = one.breakdown.samples_per_s
-    return f"{speed * one.ranks:,.0f}" if speed else "not known"
+    speed = steady.samples_per_s if steady is not None else speed * one.ranks if speed else None
+    return f"{speed:,.0f}" if speed else "not known"
 
 
 def phase_rows(comparison: Comparison) -> list[tuple[str, str, str, str]]:

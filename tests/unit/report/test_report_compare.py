@@ -43,6 +43,17 @@ def test_a_run_compared_with_itself_shows_no_difference() -> None:
     assert not result.slower_than(0)
 
 
+def test_the_figures_beside_a_ratio_are_those_it_is_the_ratio_of() -> None:
+    """The first steps, which do not count in it, are ten times as slow in A."""
+    result = compare(run_of([1000.0] * 20 + [100.0] * 100), run_of([80.0] * 120))
+
+    rows = {name: values for name, *values in compare_views._figures(result)}
+    assert rows["median step"] == ["100.0 ms", "80.0 ms", "1.25× (1.25 to 1.25)"]
+    a, b, ratio = rows["samples a second"]
+    assert float(b.replace(",", "")) / float(a.replace(",", "")) == pytest.approx(1.25, rel=0.01)
+    assert ratio == "1.25× (1.25 to 1.25)"
+
+
 def test_noise_alone_is_seldom_taken_for_a_difference() -> None:
     """Of 30 pairs that differ by chance only, 95% intervals may miss a few."""
     verdicts = [compare(run_of(noisy(n)), run_of(noisy(1000 + n))).typical for n in range(30)]
