@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -33,6 +34,14 @@ def with_fault(folder: Path, before: str, after: str) -> Path:
 
 def test_nothing_is_found_in_a_healthy_script() -> None:
     assert complaints(look_over(SCRIPTS / "healthy.py")) == {}
+
+
+def test_settings_are_known_by_whatever_name_they_were_parsed_into(tmp_path: Path) -> None:
+    shutil.copy(SCRIPTS / "images.py", tmp_path)
+    text = (SCRIPTS / "healthy.py").read_text()
+    (tmp_path / "train.py").write_text(re.sub(r"\bargs\b", "a", text))
+    named, told = look_over(tmp_path / "train.py"), look_over(SCRIPTS / "healthy.py")
+    assert [(one.subject, one.status) for one in named.lines] == [(one.subject, one.status) for one in told.lines]
 
 
 FAULTS = [

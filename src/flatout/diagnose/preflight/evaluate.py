@@ -8,6 +8,7 @@ not followed through the objects that carry them. A GPU is taken to be there. Ev
 from __future__ import annotations
 
 import ast
+import functools
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -204,7 +205,23 @@ class Evaluator:
     def carries_settings(self, name: str) -> bool:
         """Whether what is called so has settings for its attributes."""
         found = self.program.find_class(name)
-        return bool(_CARRIER.fullmatch(name)) or (found is not None and is_settings_class(found))
+        named_so = bool(_CARRIER.fullmatch(name)) or (found is not None and is_settings_class(found))
+        return named_so or name in self._parsed
+
+    @functools.cached_property
+    def _parsed(self) -> set[str]:
+        """What the command line's settings are called, by whatever name: a = parser.parse_args()."""
+        parse, names = {"parse_args", "parse_known_args"}, set()
+        for node in self.program.nodes():
+            if isinstance(node, ast.FunctionDef) and any(_returned_by(parse, one) for one in ast.walk(node)):
+                parse.add(node.name)
+        for node in self.program.nodes():
+            match node:
+                case ast.Assign(
+                    targets=[ast.Name(id=name) | ast.Tuple(elts=[ast.Name(id=name), *_])], value=ast.Call() as call
+                ) if _last_name(call) in parse:
+                    names.add(name)
+        return names
 
     def _call(self, node: ast.Call) -> Value:
         name = tree.dotted(node.func)
@@ -259,6 +276,15 @@ def _boolean(parts: list[Value], is_and: bool) -> Value:
 def is_settings_class(node: ast.ClassDef) -> bool:
     """Whether a class is called like a holder of settings: CFG, TrainConfig, TrainingArguments."""
     return bool(re.search(r"(cfg|config|conf|settings|arguments|args|options|hparams|hyperparam\w*)$", node.name, re.I))
+
+
+def _returned_by(functions: set[str], node: ast.AST) -> bool:
+    """Whether this returns what one of these functions gives."""
+    return isinstance(node, ast.Return) and isinstance(node.value, ast.Call) and _last_name(node.value) in functions
+
+
+def _last_name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else tree.dotted(call.func) or ""
 
 
 def _is_name(node: ast.expr, name: str) -> bool:
