@@ -59,6 +59,7 @@ LOADED_BY_HAND = {"num_workers", "prefetch_factor", "persistent_workers"}  # wha
 EVALUATE_LESS = 5
 _MUCH = 1.1  # times as fast: what is hoped for is worth its turn, and one of a bundle may hide what another brings
 _SHOWS = 0.05  # of the step: what one run more can show, where runs differ by 2%
+_TWICE = 1.2  # times what was asked for: it was raised once more
 _HALF_A_GPU_IDLE = 0.3  # of its memory in use: there is room for a larger batch
 
 
@@ -472,6 +473,18 @@ def _learning_rate(view: View, times: float) -> list[Change]:
     rule = "in proportion to the batch" if linear else "with the square root of the batch"
     why = f"the learning rate grows {rule} (×{times:g}): {knob.value:g} → {value:g}"
     return [_made("learning_rate", value, why, knob=knob.text)]
+
+
+def scaled_twice(change: Change, before: Case, now: Case) -> str | None:
+    """Why a learning rate that was raised with the batch is left alone: the script raises it too."""
+    if change.name != "learning_rate":
+        return None
+    there = knobs(before.facts.get("settings") or [], "learning_rate", lambda value: isinstance(value, float))
+    given = next((knob.value for knob in there if knob.text == change.knob), None)
+    old, new = (case.facts.get("learning_rate") for case in (before, now))
+    if not given or not old or not new or new / old < _TWICE * change.value / given:
+        return None
+    return f"the script itself raises it with the batch: ×{new / old:.3g} where ×{change.value / given:.3g} was set"
 
 
 def _pauses(view: View) -> Offer | None:

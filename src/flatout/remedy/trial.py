@@ -30,6 +30,7 @@ from flatout.remedy.candidates import (
     in_words,
     offers,
     pause_knobs,
+    scaled_twice,
     with_changes,
 )
 from flatout.remedy.found import Attempt, Found, Story, Trial
@@ -187,9 +188,7 @@ class Search:
 
     def _view(self) -> View:
         run = self._long or self._now
-        assert run.trace is not None
-        assert self.before.trace is not None
-        assert self._sight is not None
+        assert run.trace is not None and self.before.trace is not None and self._sight is not None
         return View(
             trace=seen_like(run.trace, self._sight), first=self.before.trace, kept=self.found.kept, tried=self._tried
         )
@@ -253,7 +252,7 @@ class Search:
         """Those that were really made; the others are told why not."""
         left = []
         for change in changes:
-            refused = run.why_not_made(change)
+            refused = run.why_not_made(change) or scaled_twice(change, self.before.case, run.case)
             if refused:
                 self._decide((change,), "not applicable", note=refused)
             else:

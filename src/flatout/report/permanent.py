@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ CODE = {
 _AS_ARGUMENT = {"fused_optimizer": "fused=True"} | {
     name: f"{name}={{}}" for name in ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
 }
+_LOADER, _OPTIMIZER = re.compile(r"Loader$"), re.compile(r"(Adam|AdamW|SGD|Adagrad)$")
 _OTHERWISE: dict[tuple[str, Any], str] = {
     ("precision", "tf32"): 'torch.set_float32_matmul_precision("high"); torch.backends.cudnn.allow_tf32 = True',
     ("precision", "fp16"): 'torch.autocast("cuda", dtype=torch.float16) around the forward pass, and a GradScaler',
@@ -66,7 +69,7 @@ def _by_knob(change: Change) -> str:
 
 
 def _edited(attempt: Attempt) -> str | None:
-    """The source line with the argument put in; None where the call does not end on its line."""
+    """The source line with the argument put in, where that can be told."""
     argument = _AS_ARGUMENT.get(attempt.change.name)
     file, _, number = attempt.where.rpartition(":")
     if argument is None or not number.isdigit():
@@ -75,6 +78,21 @@ def _edited(attempt: Attempt) -> str | None:
         line = Path(file).read_text(encoding="utf-8").splitlines()[int(number) - 1].strip()
     except (OSError, IndexError, UnicodeDecodeError):
         return None
-    if not line.endswith(")") or line.count("(") != line.count(")") or argument.partition("=")[0] in line:
+    return _with_argument(line, argument.format(attempt.change.value))
+
+
+def _with_argument(line: str, argument: str) -> str | None:
+    """A line with an argument more in the call that takes it; None where that is not all there, or not clear."""
+    name = argument.partition("=")[0]
+    try:
+        code = ast.parse(f"{line} pass" if line.endswith(":") else line)
+    except SyntaxError:  # it goes on in the next one
         return None
-    return f"{line[:-1]}, {argument.format(attempt.change.value)})"
+    calls = [node for node in ast.walk(code) if isinstance(node, ast.Call)]
+    takes = _OPTIMIZER if name == "fused" else _LOADER
+    meant = [call for call in calls if takes.search(ast.unparse(call.func))] or calls
+    if len(meant) != 1 or any(keyword.arg == name for keyword in meant[0].keywords):
+        return None
+    raw, end = line.encode(), (meant[0].end_col_offset or 0) - 1  # counted in bytes
+    comma = ", " if meant[0].args or meant[0].keywords else ""
+    return f"{raw[:end].decode().rstrip(', ')}{comma}{argument}{raw[end:].decode()}"

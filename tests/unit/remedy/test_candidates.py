@@ -6,6 +6,7 @@ import tarfile
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from remedy_world import Machine, World, flag
 
 from flatout.errors import UsageError
 from flatout.plan import Change
-from flatout.remedy.candidates import View, Wishes, offers
+from flatout.remedy.candidates import View, Wishes, offers, scaled_twice
 from flatout.remedy.knobs import knobs
 from flatout.trace import Sketch
 from flatout.trace.reader import read as read_trace
@@ -211,6 +212,18 @@ def test_a_training_that_adds_up_gradients_is_compiled_and_never_captured() -> N
         View(trace=adding, first=adding, kept=[DEFAULT], tried={("compile", "default"): "kept"}), Wishes()
     )
     assert wanted == []
+
+
+@pytest.mark.parametrize(("in_force", "said"), [(0.4, None), (1.6, "×16 where ×4 was set"), (None, None)])
+def test_a_learning_rate_that_the_script_raises_with_the_batch_is_not_raised_twice(
+    in_force: float | None, said: str | None
+) -> None:
+    """lr = args.lr * batch_size / 256: four times the batch, and four times args.lr."""
+    change = Change(name="learning_rate", value=0.8, safety="semantic", knob="--lr")
+    facts = {"settings": [flag("lr", 0.2)], "learning_rate": 0.1}
+    before, now = (SimpleNamespace(facts=facts | more) for more in ({}, {"learning_rate": in_force}))
+    why = scaled_twice(change, before, now)  # type: ignore[arg-type]
+    assert why is None if said is None else str(why).endswith(said)
 
 
 def test_sgd_scales_its_learning_rate_in_proportion() -> None:

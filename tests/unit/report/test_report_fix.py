@@ -20,7 +20,7 @@ from flatout.remedy.found import Attempt
 from flatout.remedy.trial import Search
 from flatout.report import fix_views
 from flatout.report.fixed import FixReport, report
-from flatout.report.permanent import permanently
+from flatout.report.permanent import _with_argument, permanently
 from flatout.written import in_full
 
 
@@ -162,3 +162,27 @@ def test_on_a_terminal_there_is_a_bar_for_the_budget() -> None:
         console.print(story)
     assert "elastic loader" in console.file.getvalue()  # type: ignore[attr-defined]
     assert "left" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("line", "argument", "edited"),
+    [
+        ("loader = DataLoader(data, 32)", "pin_memory=True", "loader = DataLoader(data, 32, pin_memory=True)"),
+        ("for x in DataLoader(data):", "num_workers=4", "for x in DataLoader(data, num_workers=4):"),
+        (
+            "loader = accelerator.prepare(DataLoader(data, 32))",
+            "pin_memory=True",
+            "loader = accelerator.prepare(DataLoader(data, 32, pin_memory=True))",
+        ),
+        (
+            'o = Lookahead(optim.Adam(model.parameters(), lr=1e-3,), name="größe")',
+            "fused=True",
+            'o = Lookahead(optim.Adam(model.parameters(), lr=1e-3, fused=True), name="größe")',
+        ),
+        ("a, b = DataLoader(one), DataLoader(two)", "pin_memory=True", None),
+        ("loader = DataLoader(", "pin_memory=True", None),
+        ("loader = DataLoader(data, pin_memory=False)", "pin_memory=True", None),
+    ],
+)
+def test_an_argument_goes_into_the_call_that_takes_it(line: str, argument: str, edited: str | None) -> None:
+    assert _with_argument(line, argument) == edited
