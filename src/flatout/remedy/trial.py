@@ -127,8 +127,7 @@ class Search:
                 self.found.before = self.found.after = again
         self._sight = self.before.trace
         found = diagnose(self.before.trace) if self.before.trace is not None else ()
-        said = found[0].title if found else "nothing wrong was found"
-        self._story.said(f"{self._incumbent}: {said}")
+        self._story.said(f"{self._incumbent}: {found[0].title if found else 'nothing wrong was found'}")
 
     @property
     def before(self) -> Run:
@@ -188,7 +187,9 @@ class Search:
 
     def _view(self) -> View:
         run = self._long or self._now
-        assert run.trace is not None and self.before.trace is not None and self._sight is not None
+        assert run.trace is not None
+        assert self.before.trace is not None
+        assert self._sight is not None
         return View(
             trace=seen_like(run.trace, self._sight), first=self.before.trace, kept=self.found.kept, tried=self._tried
         )
