@@ -85,6 +85,7 @@ class Proof:
                     "indices": step["indices"],
                     "begins": step["begins"],
                     "loss": sum(losses) / len(losses) if losses else None,
+                    "losses": losses,
                 }
                 file.write(json.dumps(line, default=str) + "\n")
 

@@ -21,7 +21,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -34,6 +34,7 @@ FEWEST_LOSSES = 200
 COMPARED = 100
 MARGIN = 0.01
 EARLY, EARLY_MARGIN = 20, 0.05
+_FEW_PASSES = 3  # in a step; more are parts of a batch
 _REPEATS_APART = 3  # times what two runs of the same plan differ by, others may
 
 Batches = list[tuple[Any, ...]]
@@ -190,7 +191,33 @@ def _repeats_exactly(before: Run, repeat: Run | None) -> bool:
 
 
 def same_loss(before: Run, after: Run, repeat: Run | None = None, shaken: Sequence[Run] = ()) -> Proof:
-    """Whether the loss goes the same way. `repeat` is `before` once more; `shaken` are that with other rounding."""
+    """Whether the loss goes the same way. `repeat` is `before` once more; `shaken` are that with other rounding.
+
+    The loss of a step is the mean of its backward passes. Where it has a few, such as a critic's and a generator's,
+    none of them may have failed either: errors that go opposite ways have no mean.
+    """
+    proof = _same_loss(before, after, repeat, shaken)
+    runs = (before, after, *shaken, *((repeat,) if repeat is not None else ()))
+    counts = {len(step.losses) for run in runs for rank in run.proof for step in rank}
+    several = min(counts, default=0) if len(counts) == 1 else 0
+    if not proof.holds or not 1 < several <= _FEW_PASSES:
+        return proof
+    for place in range(several):
+        ours, theirs, *others = (_of_pass(run, place) for run in runs)
+        again = others.pop() if repeat is not None else None
+        alone = _same_loss(ours, theirs, again, others)
+        if alone.standing == "failed":
+            return Proof(standing="failed", text=f"backward pass {place + 1} of each step: {alone.text}")
+    return proof
+
+
+def _of_pass(run: Run, place: int) -> Run:
+    """A run as if its steps had this backward pass alone."""
+    ranks = (tuple(replace(step, loss=step.losses[place]) for step in rank) for rank in run.proof)
+    return replace(run, proof=tuple(ranks))
+
+
+def _same_loss(before: Run, after: Run, repeat: Run | None, shaken: Sequence[Run]) -> Proof:
     broken = _not_whole(before, after)
     if broken is not None:
         return broken

@@ -41,7 +41,8 @@ _NO_MEMORY = re.compile(r"CUDA (?:error: )?out of memory", re.I)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofStep:
-    """What reached the model in a step: checksums of its inputs, the samples of each batch, and the loss.
+    """What reached the model in a step: checksums of its inputs, the samples of each batch, and the loss: the mean of
+    the `losses` of its backward passes.
 
     For each batch that `begins` a pass over the data, whether it was loaded "here", in the training process.
     """
@@ -50,6 +51,7 @@ class ProofStep:
     indices: tuple[tuple[Any, ...], ...] = ()
     begins: tuple[str | None, ...] = ()
     loss: float | None = None
+    losses: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,6 +314,7 @@ def _proof(path: Path) -> tuple[ProofStep, ...]:
                 indices=tuple(tuple(batch) for batch in data.get("indices") or ()),
                 begins=tuple(data.get("begins") or ()),
                 loss=data.get("loss"),
+                losses=tuple(data.get("losses") or ()),
             )
         )
     return tuple(steps)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flatout.remedy.proof import is_steady, same_batches, same_loss
+from flatout.remedy.proof import _same_loss, is_steady, same_batches, same_loss
 from flatout.remedy.running import ProofStep, Run
 
 BATCH = 4
@@ -282,6 +282,20 @@ def test_a_stream_has_no_samples_to_compare() -> None:
     assert same_batches(stream(""), stream("")).standing == "identical"
     other = same_batches(stream(""), stream("other"))
     assert other.text == "other bytes reach the model, and which samples they are is not known"
+
+
+@pytest.mark.parametrize(("critic", "generator", "standing"), [(1, 1, "equivalent"), (0.8, 1.4, "failed")])
+def test_errors_of_two_losses_do_not_make_up_for_each_other(critic: float, generator: float, standing: str) -> None:
+    def trained(*times: float) -> Run:
+        both = [learning(220, seed) * part for seed, part in enumerate((2 * times[0], times[1]))]
+        (steps,) = proof_run(np.mean(both, axis=0)).proof
+        apart = (replace(step, losses=tuple(pair)) for step, pair in zip(steps, zip(*both, strict=True), strict=True))
+        return Run(changes=(), code=0, seconds=1.0, proof=(tuple(apart),))
+
+    assert _same_loss(trained(1, 1), trained(critic, generator), None, ()).standing == "equivalent", "their mean is"
+    proof = same_loss(trained(1, 1), trained(critic, generator))
+    assert proof.standing == standing
+    assert standing != "failed" or proof.text.startswith("backward pass 1 of each step: loss -20.00%")
 
 
 def test_unpaired_data_is_no_proof_of_rounding() -> None:
