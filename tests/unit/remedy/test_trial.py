@@ -591,6 +591,21 @@ def test_one_change_that_fails_its_proof_does_not_take_the_others_with_it() -> N
     assert {change.name for change in found.measured.changes} == {"loader", "precision"}
 
 
+class NeverTheSameBytes(World):
+    """A critic that is fed what its generator made, on a card that adds in any order."""
+
+    def _proof(self, changes: Sequence[Change], steps: int) -> Any:
+        run = len(self.started)
+        return tuple(replace(step, inputs=(f"{run}{step.inputs}",)) for step in super()._proof(changes, steps))
+
+
+def test_a_change_is_not_to_blame_for_bytes_that_differ_without_it_too() -> None:
+    found = fix(NeverTheSameBytes(machine=Machine(data_ms=80.0), workers=0))
+    assert kept(found) == {"loader": "elastic"}
+    assert verdicts(found)["device_prefetch"] == "undone"
+    assert "without it too" in found.plan.tried[0].note
+
+
 def test_the_figures_are_those_of_what_was_kept_or_there_are_none() -> None:
     """Interrupted before the proof: precision is let go, and no run of the rest alone is the last one."""
     whole = World(**STARVED_IN_FP32)
