@@ -93,6 +93,11 @@ class Run:
         batches = statistics.median([step.micro_steps for step in self.case.steps] or [1]) or 1
         return float(int(length) / int(batch) / batches / len(self.trace.ranks))
 
+    def seen_like(self, earlier: Trace | None) -> Run:
+        """It, with the X-ray and the ceiling of an earlier trace where it has none of its own."""
+        seen = seen_like(self.trace, earlier) if self.trace is not None and earlier is not None else self.trace
+        return replace(self, trace=seen)
+
     @property
     def in_company(self) -> bool:
         """Whether others used the machine meanwhile, so that it says less."""
@@ -246,10 +251,10 @@ def _heard_as_ctrl_c() -> Iterator[None]:
     """What would end us, and leave our trials behind, interrupts."""
     signals = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
     before = [(number, signal.getsignal(number)) for number in signals]
+    before = [(number, handler) for number, handler in before if handler not in (signal.SIG_IGN, None)]
     try:
-        for number, handler in before:
-            if handler is not signal.SIG_IGN:
-                signal.signal(number, signal.default_int_handler)
+        for number, _ in before:
+            signal.signal(number, signal.default_int_handler)
         yield
     finally:
         for number, handler in before:

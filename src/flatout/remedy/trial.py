@@ -494,7 +494,7 @@ class Search:
                 self._let_go_of_all(kept, f"failed: with all that was kept, {new.reason()}")
                 return
             if not self._failed(old) and old.speed is not None and new.speed is not None:
-                self.found.before, self.found.after = _seen_like(old, self.before.trace), _seen_like(new, self._sight)
+                self.found.before, self.found.after = old.seen_like(self.before.trace), new.seen_like(self._sight)
                 fresh = gain([old.speed], [new.speed], Noise(sd=0.0, repeats=0), pauses=long).value
                 drift = old.speed.value / first.value
                 if abs(math.log(drift)) > DRIFT and not long:
@@ -502,6 +502,7 @@ class Search:
                 self._speeds.note((), old, long=long)
                 self._speeds.note(kept, new, long=long)
         elif measured:
+            self.found.after = self._long or self.found.after
             self._remark("no time was left to measure before and after once more: the gain is that of the trials")
         before, after = (self._speeds.of(plan, long=long) for plan in ((), kept))
         if not before or not after:  # interrupted in between, or a proof has taken something away
@@ -594,7 +595,3 @@ class Search:
     def _remark(self, text: str) -> None:
         self.found.remarks.append(text)
         self._story.said(text)
-
-
-def _seen_like(run: Run, earlier: Trace | None) -> Run:
-    return replace(run, trace=seen_like(run.trace, earlier)) if run.trace is not None and earlier is not None else run

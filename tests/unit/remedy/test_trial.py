@@ -618,6 +618,34 @@ def test_the_figures_are_those_of_what_was_kept_or_there_are_none() -> None:
     assert found.measured is None
 
 
+def test_rarer_pauses_have_figures_too_where_there_is_no_time_to_measure_them_again() -> None:
+    world: dict[str, Any] = {"machine": Machine(eval_s=2.0), "length": 19_200, "settings": [flag("eval_every", 1)]}
+    whole = fix(World(**world), ALL)
+    found = fix(World(**world), ALL, budget_s=0.75 * whole.seconds)
+    assert kept(found) == {"eval_interval": 5}
+    assert any("no time was left to measure before and after" in remark for remark in found.remarks)
+    assert found.gain is not None
+    assert found.measured is not None
+    assert [change.name for change in found.measured.changes] == ["eval_interval"]
+
+
+def test_an_epoch_of_accumulated_gradients_has_fewer_steps() -> None:
+    run = World(length=6400)((), steps=48, timeout_s=60)
+    assert run.trace is not None
+    assert run.steps_an_epoch == 100
+    rank = run.trace.ranks[0]
+    steps = tuple(replace(step, micro_steps=4) for step in rank.steps)
+    assert replace(run, trace=replace(run.trace, ranks=(replace(rank, steps=steps),))).steps_an_epoch == 25
+
+
+def test_company_is_noticed_in_whichever_run_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    later = [False, True, True]
+    monkeypatch.setattr(Run, "in_company", property(lambda run: later.pop(0) if later else False))
+    found = fix(World(machine=Machine(data_ms=80.0), workers=0))
+    assert [remark for remark in found.remarks if remark.startswith("others use this machine")] != []
+    assert later == [True], "once is enough"
+
+
 def test_a_gain_that_was_not_measured_again_says_so() -> None:
     found = [fix(World(machine=Machine(data_ms=80.0), workers=0), budget_s=budget_s) for budget_s in (600, 100)]
     said = [any("no time was left to measure before and after" in remark for remark in one.remarks) for one in found]

@@ -212,14 +212,12 @@ class Evaluator:
     def _parsed(self) -> set[str]:
         """What the command line's settings are called, by whatever name: a = parser.parse_args()."""
         parse, names = {"parse_args", "parse_known_args"}, set()
-        for node in self.program.nodes():
-            if isinstance(node, ast.FunctionDef) and any(_returned_by(parse, one) for one in ast.walk(node)):
-                parse.add(node.name)
-        for node in self.program.nodes():
-            match node:
-                case ast.Assign(
-                    targets=[ast.Name(id=name) | ast.Tuple(elts=[ast.Name(id=name), *_])], value=ast.Call() as call
-                ) if _last_name(call) in parse:
+        for call, _ in self.program.calls(*parse):
+            function = tree.function_of(call) if isinstance(tree.parent(call), ast.Return) else None
+            parse |= {function.name} if function is not None else set()
+        for call, _ in self.program.calls(*parse):
+            match tree.parent(call):
+                case ast.Assign(targets=[ast.Name(id=name) | ast.Tuple(elts=[ast.Name(id=name), *_])]):
                     names.add(name)
         return names
 
@@ -276,15 +274,6 @@ def _boolean(parts: list[Value], is_and: bool) -> Value:
 def is_settings_class(node: ast.ClassDef) -> bool:
     """Whether a class is called like a holder of settings: CFG, TrainConfig, TrainingArguments."""
     return bool(re.search(r"(cfg|config|conf|settings|arguments|args|options|hparams|hyperparam\w*)$", node.name, re.I))
-
-
-def _returned_by(functions: set[str], node: ast.AST) -> bool:
-    """Whether this returns what one of these functions gives."""
-    return isinstance(node, ast.Return) and isinstance(node.value, ast.Call) and _last_name(node.value) in functions
-
-
-def _last_name(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else tree.dotted(call.func) or ""
 
 
 def _is_name(node: ast.expr, name: str) -> bool:
