@@ -108,14 +108,18 @@ def test_workers_that_wait_for_a_server_are_too_few_however_busy_the_cores_are()
     assert found.value > 2
 
 
-def test_all_cores_busy_is_cpu_bound_not_too_few_workers() -> None:
+@pytest.mark.parametrize(("gpu", "change"), [("NVIDIA H200", "gpu_transforms"), (None, None)])
+def test_all_cores_busy_is_cpu_bound_not_too_few_workers(gpu: str | None, change: str | None) -> None:
     made = trace(
         *STARVED,
         loader={"num_workers": 16},
         workers=workers(16, sample_ms=25.0, busy=0.97, delay=0.05),
         samples=hardware(97.0),
+        facts={"gpu": gpu},
     )
-    assert first(made).code == "data.cpu-bound"
+    found = first(made)
+    assert (found.code, found.change) == ("data.cpu-bound", change)
+    assert ("GPU" in found.advice) == bool(gpu), "no card, no advice to use one"
 
 
 def test_workers_whose_threads_outnumber_the_cores() -> None:
