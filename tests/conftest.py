@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import re
 import signal
 import threading
 import time
@@ -22,6 +23,7 @@ from flatout.trace import GpuProcess, GpuSample, HostSample, ProcessSample, Samp
 
 LEAVE_S = 5.0  # how long what is ending anyway may take to end
 SHM = Path("/dev/shm")
+TORCHS = re.compile(r"torch_(?P<pid>\d+)_\w+")
 
 # Set once for the whole process by pytest, by torch's compiler and by libraries when first imported.
 NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "TRITON_", "KMP_", "QT_", "CUDA_MODULE_LOADING", "TF2_BEHAVIOR")
@@ -58,9 +60,15 @@ def no_process_left_behind() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_shared_memory_left_behind() -> Iterator[None]:
-    """Fails a test after which /dev/shm holds something new, unless another program has it open."""
+    """Fails a test after which /dev/shm holds something new, unless another program has it open.
+
+    What a worker of torch's own loader leaves that ends between naming a segment and taking the name away is torch's.
+    """
     before = _segments()
     yield
+    for name in _segments() - before:
+        if (of := TORCHS.fullmatch(name)) and not psutil.pid_exists(int(of["pid"])):
+            (SHM / name).unlink(missing_ok=True)
     end_s = time.monotonic() + LEAVE_S
     while (left := _not_held_by_others(_segments() - before)) and time.monotonic() < end_s:
         time.sleep(0.05)  # a process that ended a moment ago may still be cleaned up after

@@ -287,6 +287,9 @@ def end(folder: Path, root: subprocess.Popen[bytes] | None = None) -> None:
         _quietly(process.kill)
     if root is not None:
         root.wait()
+    for process in ours:  # what a worker of torch's was about to hand over has a name, for a moment
+        for segment in Path("/dev/shm").glob(f"torch_{process.pid}_*"):
+            segment.unlink(missing_ok=True)
 
 
 def _belongs(process: psutil.Process, folder: Path) -> bool:

@@ -500,7 +500,6 @@ def test_batches_that_go_by_unmeasured_count_all_the_same(tmp_path: Path) -> Non
     (report,) = observe(tmp_path, train).rank.workers
     assert (report.batches, report.samples) == (200, 800)
     assert 0 < report.sample_ms.count < 400
-    assert report.sample_wall_s == pytest.approx((report.sample_ms.mean or 0.0) / 1e3 * 800, rel=0.5)
 
 
 def test_two_loaders_at_once_are_both_training(tmp_path: Path) -> None:
