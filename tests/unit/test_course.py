@@ -112,6 +112,7 @@ def test_what_is_slower_is_not_looked_at(clock: Clock) -> None:
         (SimpleNamespace(num_workers=0, prefetch_factor=None), 0),
         (SimpleNamespace(num_workers=40, prefetch_factor=4, length=3200, batch_size=32), 25),
         (SimpleNamespace(num_workers=16, prefetch_factor=2, elastic=True), 0),
+        (SimpleNamespace(num_workers=16, prefetch_factor=2, batches=40), 10),
     ],
 )
 def test_how_many_batches_lie_ready(facts: SimpleNamespace, ready: int) -> None:

@@ -6,6 +6,7 @@ Shares are of the training time, 0 to 1. What the trace does not tell is None, a
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -85,6 +86,15 @@ class Case:
         """The settings of the loader training reads from, the one with the most samples; empty where none was seen."""
         loaders = [entry for entry in self.facts.get("loaders", ()) if isinstance(entry, dict)]
         return max(loaders, key=lambda entry: entry.get("length") or 0, default={})
+
+    @property
+    def steps_an_epoch(self) -> float | None:
+        """Optimizer steps from one pass over the data to the next, where that is known."""
+        batches, length, batch = (self.loader.get(name) for name in ("batches", "length", "batch_size"))
+        if not batches:
+            batches = length / batch / max(1, self.rank.info.world_size) if length and batch else 0
+        a_step = statistics.median([step.micro_steps for step in self.steps] or [1]) or 1
+        return batches / a_step or None
 
     @property
     def workers(self) -> int:

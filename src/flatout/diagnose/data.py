@@ -232,7 +232,8 @@ def worker_start(case: Case) -> Finding | None:
     title, seen = "starting the loader's workers takes", started > 0
     if not seen:
         started, share = _first_start(case)
-        title = f"workers are started for every epoch of {_epoch_steps(case)} steps: going by the first, that takes"
+        epoch = f"epoch of {case.steps_an_epoch or 0:.0f} steps"
+        title = f"workers are started for every {epoch}: going by the first, that takes"
     if share < WORTH:
         return None
     return Finding(
@@ -248,21 +249,16 @@ def worker_start(case: Case) -> Finding | None:
     )
 
 
-def _epoch_steps(case: Case) -> int:
-    length, batch = case.loader.get("length"), case.loader.get("batch_size")
-    return int(length) // int(batch) // max(1, case.rank.info.world_size) if length and batch else 0
-
-
 def _first_start(case: Case) -> tuple[float, float]:
     """What starting workers anew takes of an epoch, by the one start that was seen: without and with the wait for a
     first batch, beyond what a worker takes to make one. The trace ends before the next epoch."""
-    loader, rate, steps = case.loader, case.samples_a_worker_s, _epoch_steps(case)
+    loader, rate, steps = case.loader, case.samples_a_worker_s, case.steps_an_epoch
     if not loader.get("num_workers") or loader.get("persistent_workers") or not rate or not steps:
         return 0.0, 0.0
     spans = [span for step in case.rank.steps if step.kind == "warmup" for span in step.spans]
     start_ms = sum(span.host_ms for span in spans if span.name == "loader start")
     first_ms = next((span.host_ms for span in spans if span.name == "data"), 0.0)
-    with_ms = start_ms + max(0.0, first_ms - loader["batch_size"] / rate * 1e3)
+    with_ms = start_ms + max(0.0, first_ms - (loader["batch_size"] or 1) / rate * 1e3)
     epoch_ms = steps * case.mean_ms
     return start_ms / (epoch_ms + start_ms), with_ms / (epoch_ms + with_ms)
 

@@ -9,7 +9,6 @@ import json
 import math
 import re
 import signal
-import statistics
 import tempfile
 import threading
 import time
@@ -81,17 +80,15 @@ class Run:
     def planned_samples(self) -> float | None:
         """Samples of the whole training, where the script read its number of epochs."""
         epochs = knobs(self.case.facts.get("settings") or [], "epochs", lambda value: type(value) is int)
-        length = self.case.loader.get("length")
-        return float(epochs[0].value * length) if epochs and length else None
+        return epochs[0].value * self.samples_an_epoch if epochs and self.samples_an_epoch else None
 
     @property
-    def steps_an_epoch(self) -> float | None:
-        """Optimizer steps from one pass over the data to the next, where that is known."""
-        length, batch = (self.case.loader.get(name) for name in ("length", "batch_size"))
-        if not length or not batch or self.trace is None:
+    def samples_an_epoch(self) -> float | None:
+        """Of all ranks, by what a step was seen to take."""
+        steps, seen = self.case.steps_an_epoch, self.case.breakdown
+        if self.trace is None or not steps or not seen.samples:
             return None
-        batches = statistics.median([step.micro_steps for step in self.case.steps] or [1]) or 1
-        return float(int(length) / int(batch) / batches / len(self.trace.ranks))
+        return steps * seen.samples / seen.steps * len(self.trace.ranks)
 
     def seen_like(self, earlier: Trace | None) -> Run:
         """It, with the X-ray and the ceiling of an earlier trace where it has none of its own."""

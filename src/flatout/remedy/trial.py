@@ -156,7 +156,10 @@ class Search:
                 continue
             if not wanted:
                 at_ceiling = view.case.has_ceiling and view.case.headroom < 1.05
-                self.found.stopped = "at the ceiling of the step itself" if at_ceiling else "nothing promises more"
+                left = " of what --only and --skip leave" if self._wishes.only or self._wishes.skip else ""
+                self.found.stopped = (
+                    "at the ceiling of the step itself" if at_ceiling else f"nothing{left} promises more"
+                )
                 return
             if not affordable:
                 self.found.untried = wanted
@@ -357,7 +360,7 @@ class Search:
 
     def _epoch_steps(self) -> int | None:
         """One epoch and a little more, at the batch size of what is kept; never less than a trial has."""
-        steps = self._now.steps_an_epoch
+        steps = self._now.case.steps_an_epoch
         return max(math.ceil(1.1 * steps) + 5, self._steps_for(self._now)) if steps is not None else None
 
     def _look_at_an_epoch(self) -> None:
@@ -524,7 +527,7 @@ class Search:
         self._remark("what had been kept was not confirmed by the last comparison, and was let go")
 
     def _tell_of_short_epochs(self) -> None:
-        steps, speed = self._now.steps_an_epoch, self._now.speed
+        steps, speed = self._now.case.steps_an_epoch, self._now.speed
         epoch_s = (steps or math.inf) * (self._now.case.breakdown.step_ms.mean or 0.0) / 1e3
         if steps is not None and speed is not None and speed.steps < steps and epoch_s < SHORT_EPOCH_S:
             self._remark(f"an epoch takes {epoch_s:.0f} s now, and what its start costs may not be in these figures")

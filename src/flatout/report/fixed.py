@@ -138,9 +138,9 @@ def _side(run: Run, speed: Speed | None, price_an_hour: float | None, *, paused:
     case = cases(run.trace)[0]
     power = case.card("power_w").mean
     power = power * len(run.trace.ranks) if power is not None else None
-    length = case.loader.get("length")
     counted, rate = speed.unit == "samples/s", speed.with_pauses if paused else speed.value
-    epoch_s = length / speed.with_pauses if length and counted else None
+    epoch = run.samples_an_epoch if counted else case.steps_an_epoch
+    epoch_s = epoch / speed.with_pauses if epoch else None
     return Side(
         samples_per_s=rate,
         unit=speed.unit,

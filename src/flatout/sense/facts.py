@@ -14,13 +14,15 @@ import torch
 def loader_facts(loader: Any) -> dict[str, Any]:
     """A DataLoader's settings as they are in force."""
     dataset = loader.dataset
+    iterable = isinstance(dataset, torch.utils.data.IterableDataset)
     context = loader.multiprocessing_context
     method = context.get_start_method() if context is not None else torch.multiprocessing.get_start_method(True)
     return {
         "dataset": f"{type(dataset).__module__}.{type(dataset).__qualname__}",
         "length": length_of(dataset),
-        "iterable": isinstance(dataset, torch.utils.data.IterableDataset),
+        "iterable": iterable,
         "batch_size": loader.batch_size,
+        "batches": None if iterable else length_of(loader),  # a stream's loader would hold the script to the answer
         "num_workers": loader.num_workers,
         "prefetch_factor": loader.prefetch_factor,
         "persistent_workers": loader.persistent_workers,
@@ -38,8 +40,11 @@ def batches_ahead(facts: Mapping[str, Any]) -> int:
     if facts["elastic"] or not facts["num_workers"]:
         return 0
     ready = int(facts["num_workers"]) * int(facts["prefetch_factor"] or 2)
-    length, batch = facts["length"], facts["batch_size"]
-    return min(ready, length // batch // 4) if length and batch else ready
+    batches = facts.get("batches")
+    if not batches:
+        length, batch = facts["length"], facts["batch_size"]
+        batches = length // batch if length and batch else None
+    return min(ready, batches // 4) if batches else ready
 
 
 def in_force(optimizer: Any) -> dict[str, Any]:

@@ -172,6 +172,12 @@ def test_a_loader_that_finds_its_workers_takes_the_place_of_a_number_of_them() -
     assert sorted(verdicts(found).values()) == ["kept", "undone"]
 
 
+def test_where_only_and_skip_leave_nothing_it_says_so() -> None:
+    found = fix(World(machine=Machine(data_ms=80.0), workers=0), Wishes.of(only="eval-interval"))
+    assert not found.attempts
+    assert found.stopped == "nothing of what --only and --skip leave promises more"
+
+
 def test_a_machine_that_gets_slower_does_not_undo_what_helps_and_is_reported() -> None:
     world = World(machine=Machine(data_ms=80.0), workers=0, drift_a_run=0.03)
     found = fix(world)
@@ -632,10 +638,19 @@ def test_rarer_pauses_have_figures_too_where_there_is_no_time_to_measure_them_ag
 def test_an_epoch_of_accumulated_gradients_has_fewer_steps() -> None:
     run = World(length=6400)((), steps=48, timeout_s=60)
     assert run.trace is not None
-    assert run.steps_an_epoch == 100
+    assert run.case.steps_an_epoch == 100
     rank = run.trace.ranks[0]
     steps = tuple(replace(step, micro_steps=4) for step in rank.steps)
-    assert replace(run, trace=replace(run.trace, ranks=(replace(rank, steps=steps),))).steps_an_epoch == 25
+    assert replace(run, trace=replace(run.trace, ranks=(replace(rank, steps=steps),))).case.steps_an_epoch == 25
+
+
+def test_an_epoch_is_what_the_sampler_gives_not_what_the_dataset_has() -> None:
+    run = World(length=6400)((), steps=48, timeout_s=60)
+    assert run.trace is not None
+    rank = run.trace.ranks[0]
+    loader = {**rank.facts["loaders"][0], "batch_size": None, "batches": 10}
+    trace = replace(run.trace, ranks=(replace(rank, facts={**rank.facts, "loaders": [loader]}),))
+    assert (run.samples_an_epoch, replace(run, trace=trace).samples_an_epoch) == (6400, 640)
 
 
 def test_company_is_noticed_in_whichever_run_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
