@@ -237,8 +237,10 @@ class Launcher:
                 while not all(run.done() for run in runs):
                     wait(runs, timeout=0.2)  # and no longer: a signal is heard in between
             except KeyboardInterrupt:
-                for folder in self._folder.iterdir():
-                    launch.end(folder)
+                while not all(run.done() or run.cancel() for run in runs):
+                    for folder in self._folder.iterdir():  # one may only be starting: then the next round ends it
+                        launch.end(folder)
+                    wait(runs, timeout=0.2)
                 raise
             return [run.result() for run in runs]
 

@@ -173,8 +173,12 @@ def test_ctrl_c_leaves_the_plan_so_far_beside_an_older_one(slow_disk: Path) -> N
     assert (slow_disk / "flatout-plan-1.yaml").read_text() == "# edited by me\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_what_ends_a_fix_ends_its_runs_side_by_side_too(tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "running"),
+    [(signal.SIGINT, 2), (signal.SIGTERM, 2), (signal.SIGINT, 0)],
+    ids=["Ctrl-C", "SIGTERM", "Ctrl-C while they start"],
+)
+def test_what_ends_a_fix_ends_its_runs_side_by_side_too(tmp_path: Path, number: int, running: int) -> None:
     (tmp_path / "train.py").write_text("import time\ntime.sleep(100)\n")
     start = """
         import signal, sys
@@ -184,27 +188,32 @@ def test_what_ends_a_fix_ends_its_runs_side_by_side_too(tmp_path: Path, number: 
         launcher = Launcher([sys.executable, "train.py"], Path("trials").resolve())
         Path("trials").mkdir()
         try:
+            print("ready", flush=True)
             launcher.side_by_side([ProofRun(changes=(), steps=20)] * 2, timeout_s=90.0)
         except KeyboardInterrupt:
             sys.exit(77)
     """
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(start)], cwd=tmp_path, env=environment())
+    command = [sys.executable, "-c", textwrap.dedent(start)]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE)
 
     def runs() -> list[psutil.Process]:
         found = []
-        for one in psutil.Process(process.pid).children(recursive=True):
+        for one in psutil.process_iter():
             with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-                found += [one] * (one.cmdline()[-1:] == ["train.py"])
+                here = one.environ().get("PWD") == str(tmp_path) or Path(one.cwd()) == tmp_path
+                found += [one] * (here and one.cmdline()[-1:] == ["train.py"])
         return found
 
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
     until_s = time.monotonic() + 60
-    while len(runs()) < 2 and time.monotonic() < until_s:
+    while len(runs()) < running and time.monotonic() < until_s:
         time.sleep(0.1)
-    both = runs()
-    assert len(both) >= 2
+    time.sleep(0.02)  # they are being started now
     process.send_signal(number)
     assert process.wait(30) == 77
-    assert not any(one.is_running() for one in both)
+    process.stdout.close()
+    assert not runs()
 
 
 @pytest.mark.parametrize(
