@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
     **os.environ,
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'quick'}",
     "OMP_NUM_THREADS": "1",  # the machine that runs the tests is shared
 }
 
