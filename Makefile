@@ -23,9 +23,10 @@ lint: .venv/.installed
 types: .venv/.installed
 	$(BIN)/mypy
 
-# Many tests are about time, and cores are shared: what fails is run once more, and listed.
+# Three at once fill two cores: tests wait a lot. Many are about time, and cores are shared: what fails is run once
+# more, and listed.
 unit: .venv/.installed
-	$(BIN)/pytest --numprocesses 2 --ignore tests/gpu --reruns 1 -r R
+	$(BIN)/pytest --numprocesses 3 --ignore tests/gpu --reruns 1 -r R
 
 # One at a time: two tests on one card measure each other. Skipped without a GPU.
 gpu: .venv/.installed
