@@ -10,6 +10,7 @@ CONFTEST = Path(__file__).parents[1] / "conftest.py"
 
 LEAKS = """
 import os, subprocess, sys, threading
+from pathlib import Path
 from multiprocessing import shared_memory
 
 kept = []
@@ -29,6 +30,7 @@ def test_environment():
 def teardown_module():
     kept[-1].close()
     kept[-1].unlink()
+    kept[0].unlink()
 
 def test_nothing(monkeypatch):
     monkeypatch.setenv("FLATOUT_LEAK", "1")
@@ -38,6 +40,15 @@ def test_nothing(monkeypatch):
     memory = shared_memory.SharedMemory(create=True, size=8)
     memory.close()
     memory.unlink()
+
+def test_what_torch_leaves():
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    Path(f"/dev/shm/torch_{ended.pid}_1_0").touch()
+
+def test_what_torch_still_has():
+    kept.insert(0, Path(f"/dev/shm/torch_{os.getpid()}_1_0"))
+    kept[0].touch()
 """
 
 
@@ -47,6 +58,6 @@ def test_each_kind_of_leak_is_found(tmp_path: Path) -> None:
     (tmp_path / "test_leaking.py").write_text(LEAKS, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(tmp_path)]
     out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120).stdout
-    assert "5 passed, 4 errors" in out, out
+    assert "7 passed, 5 errors" in out, out
     for leak in ("left a thread behind", "left processes behind", "left shared memory behind", "['FLATOUT_LEAK']"):
         assert leak in out

@@ -126,11 +126,11 @@ def _channels_last(parameters: list[Any]) -> bool | None:
     return all(w.is_contiguous(memory_format=torch.channels_last) for w in weights)
 
 
-def length_of(dataset: Any) -> int | None:
-    """How many samples a dataset says it has."""
+def length_of(sized: Any) -> int | None:
+    """How many samples a dataset says it has, or batches a loader."""
     try:
-        return len(dataset)
-    except (TypeError, NotImplementedError, AttributeError):
+        return len(sized)
+    except Exception:  # a person's own code: a sampler that has no length may say so in any way
         return None
 
 

@@ -170,12 +170,20 @@ def test_what_gets_past_the_redirection_is_told(
 
 
 def test_a_trial_that_hangs_is_ended_with_its_tree(user_folder: Path, tmp_path: Path) -> None:
-    write(user_folder, train="import subprocess, sys; print('up', flush=True); subprocess.run(['sleep', '1000'])")
+    train = """
+    import os, pathlib, subprocess
+    pathlib.Path(f"/dev/shm/torch_{os.getpid()}_1_0").touch()
+    print("up", flush=True)
+    subprocess.run(["sleep", "1000"])
+    """
+    write(user_folder, train=train)
+    before = set(Path("/dev/shm").iterdir())
     trial = Trial(timeout_s=2.0)
     code = launch.run([sys.executable, "train.py"], folder=tmp_path / "trace", trial=trial)
     assert code == launch.TIMED_OUT
     assert (tmp_path / "trace" / launch.OUTPUT).read_text() == "up\n"
     assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "1000"]]
+    assert not [path for path in set(Path("/dev/shm").iterdir()) - before if path.name.endswith("_1_0")]
 
 
 def test_ctrl_c_ends_the_trial_and_comes_back_to_us(user_folder: Path, tmp_path: Path) -> None:

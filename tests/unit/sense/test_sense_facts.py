@@ -22,6 +22,11 @@ class Stream(IterableDataset[int]):
         return 40
 
 
+class Unmeasured(Stream):
+    def __len__(self) -> int:
+        raise RuntimeError("nobody knows")
+
+
 @pytest.mark.parametrize(
     ("settings", "batches"),
     [
@@ -31,8 +36,9 @@ class Stream(IterableDataset[int]):
         ({"batch_sampler": BatchSampler(range(30), 7, drop_last=False)}, 5),
         ({"batch_size": None, "sampler": BatchSampler(range(30), 7, drop_last=False)}, 5),
         ({"batch_size": 8, "sampler": iter(range(30))}, None),
+        ({"batch_size": 8, "sampler": Unmeasured()}, None),
     ],
-    ids=["all", "drop_last", "a part", "batch_sampler", "batches as samples", "endless"],
+    ids=["all", "drop_last", "a part", "batch_sampler", "batches as samples", "endless", "has no length"],
 )
 def test_how_many_batches_an_epoch_has(settings: dict[str, Any], batches: int | None) -> None:
     assert loader_facts(DataLoader(DATA, **settings))["batches"] == batches
