@@ -90,6 +90,11 @@ class Run:
             return None
         return steps * seen.samples / seen.steps * len(self.trace.ranks)
 
+    def epoch_s(self, speed: Speed) -> float | None:
+        """How long one pass over the data takes at a speed, pauses and all."""
+        epoch = self.samples_an_epoch if speed.unit == "samples/s" else self.case.steps_an_epoch
+        return epoch / speed.with_pauses if epoch else None
+
     def seen_like(self, earlier: Trace | None) -> Run:
         """It, with the X-ray and the ceiling of an earlier trace where it has none of its own."""
         seen = seen_like(self.trace, earlier) if self.trace is not None and earlier is not None else self.trace

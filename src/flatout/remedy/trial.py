@@ -528,8 +528,8 @@ class Search:
 
     def _tell_of_short_epochs(self) -> None:
         steps, speed = self._now.case.steps_an_epoch, self._now.speed
-        epoch_s = (steps or math.inf) * (self._now.case.breakdown.step_ms.mean or 0.0) / 1e3
-        if steps is not None and speed is not None and speed.steps < steps and epoch_s < SHORT_EPOCH_S:
+        epoch_s = self._now.epoch_s(speed) if speed is not None else None
+        if steps and speed and epoch_s and speed.steps < steps and epoch_s < SHORT_EPOCH_S:
             self._remark(f"an epoch takes {epoch_s:.0f} s now, and what its start costs may not be in these figures")
 
     # -- runs, time and noise ---------------------------------------------------------------------------------------

@@ -139,8 +139,7 @@ def _side(run: Run, speed: Speed | None, price_an_hour: float | None, *, paused:
     power = case.card("power_w").mean
     power = power * len(run.trace.ranks) if power is not None else None
     counted, rate = speed.unit == "samples/s", speed.with_pauses if paused else speed.value
-    epoch = run.samples_an_epoch if counted else case.steps_an_epoch
-    epoch_s = epoch / speed.with_pauses if epoch else None
+    epoch_s = run.epoch_s(speed)
     return Side(
         samples_per_s=rate,
         unit=speed.unit,
