@@ -51,7 +51,8 @@ def main_thread(case: Case) -> Finding | None:
 def workers_behind(case: Case) -> Finding | None:
     """Which of the reasons why workers do not keep up, if they do not."""
     saved = data_saved(case) - (case.start_share - case.share("loader start"))
-    if not case.workers or saved < WORTH:
+    found_by_itself = case.elastic and any(report.worker is not None for report in case.reports)
+    if not (case.workers or found_by_itself) or saved < WORTH:
         return None
     workers, cores = case.workers, case.cores or 1.0
     busy, on_core, delay = case.worker_busy, case.worker_on_core, case.worker_delay
@@ -110,6 +111,8 @@ def workers_behind(case: Case) -> Finding | None:
             advice="a collate function that works on whole tensors"
             + ("" if case.elastic else "; workers that write into shared, page-locked memory: flatout.DataLoader"),
         )
+    if found_by_itself and busy >= 0.5 and wants_core:  # it has tried more workers, and fewer
+        return _cpu_bound(case, saved, common)
     if busy >= 0.7 and not case.elastic:
         room = _room(case) if wants_core else max(workers, _room(case))
         wanted = min(workers + room, math.ceil(workers / (1 - min(0.9, saved))))
@@ -136,11 +139,13 @@ def _cpu_bound(case: Case, saved: float, common: dict[str, Any]) -> Finding:
     slowest = max(transforms.items(), key=lambda item: item[1], default=None)
     doing = f"; {slowest[0]} takes {slowest[1]:.1f} ms of them" if slowest else ""
     median = case.sample_ms.quantile(0.5) or 0.0
+    all_busy = (case.cpu_share or 0.0) >= _BUSY or not case.elastic
+    held_up = "every core is busy loading" if all_busy else "no number of workers keeps up"
     moved = min(0.9, sum(transforms.values()) / mean) if mean else 0.0  # what the card could do, where it is seen
     setting = _setting(case, "augment_on", "cpu")
     return Finding(
         code="data.cpu-bound",
-        title=f"every core is busy loading: a sample costs {median:.1f} ms of CPU{doing}",
+        title=f"{held_up}: a sample costs {median:.1f} ms of CPU{doing}",
         **common,
         **fed(case, saved, case.supply / (1 - moved)),
         confidence=0.85,

@@ -75,6 +75,21 @@ def test_the_elastic_loader_is_not_told_how_many_workers_to_have() -> None:
         assert "num_workers" not in [f.change for f in diagnose(trace(*STARVED, **imported))]
 
 
+@pytest.mark.parametrize("declared", [0, 8])
+@pytest.mark.parametrize(("cpu_pct", "said"), [(75.0, "no number of workers keeps up"), (95.0, "every core is busy")])
+def test_where_the_elastic_loader_cannot_keep_up_the_samples_are_the_cost(
+    declared: int, cpu_pct: float, said: str
+) -> None:
+    """GIVEN that it finds its workers itself, so that their number is no advice THEN what can spare them work is."""
+    behind = {"loader": {"num_workers": declared, "elastic": True}, "samples": hardware(cpu_pct)}
+    jitter = {"settings": [{"source": "argparse", "file": None, "values": {"jitter_on": "cpu"}}]}
+    found = first(trace(*STARVED, **behind, workers=workers(14, sample_ms=150.0, busy=0.8), facts=jitter))
+    assert (found.code, found.change, found.value) == ("data.cpu-bound", "setting:jitter_on", "gpu")
+    assert found.title.startswith(said)
+    waiting = workers(14, sample_ms=150.0, busy=0.8, on_core=0.1)
+    assert "data.cpu-bound" not in codes(trace(*STARVED, **behind, workers=waiting, facts=jitter))
+
+
 def test_a_ceiling_below_the_run_itself_says_nothing() -> None:
     """Others had the cores while it was measured."""
     made = trace(*STARVED, loader={"num_workers": 0}, workers=workers(1, sample_ms=1.0, busy=0.7), xray=None)
