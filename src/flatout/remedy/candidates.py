@@ -5,9 +5,9 @@ together and rarely do harm make one Offer, which is tried as a whole and taken 
 
     data path   elastic loader, page-locking, device prefetch, gc freeze, fewer decoder threads; transforms left to the
                 card, where the cores are the limit, or where training still waits for data with all of that
-    compute     precision, channels_last, fused optimizer, cuDNN benchmark
-    as asked    all of that at once, compiled, where the script asks for compiling: runs that compile are few
-    compile     else alone: it takes long, and one wants to know what it brings; of one rank as CUDA graphs first
+    compute     precision, channels_last, fused optimizer, cuDNN benchmark; with them a data path that promises little
+                by itself: what a loader costs beside a slow step may matter beside a fast one
+    compile     alone: it takes long, and one wants to know what it brings; of one rank as CUDA graphs first
     batch size  with the learning rate, if allowed: twice or four times as large, again while that pays
     pauses      evaluation and checkpoints less often, if allowed
 """
@@ -90,11 +90,8 @@ class Offer:
 
     @property
     def parts(self) -> list[Offer]:
-        """What to try where the whole failed: each change by itself; but first, without compiling, the rest of them."""
-        compiling = tuple(change for change in self.changes if change.name == "compile")
-        others = tuple(change for change in self.changes if change.name != "compile")
-        parts = (others, compiling) if compiling and others else [(change,) for change in self.changes]
-        return [replace(self, changes=part) for part in parts]
+        """Each change by itself: what to try where the whole failed."""
+        return [replace(self, changes=(change,)) for change in self.changes]
 
     @property
     def worth_splitting(self) -> bool:
@@ -206,8 +203,8 @@ def offers(view: View, wishes: Wishes) -> tuple[list[Offer], list[Offer]]:
     """What to try, in this order; and what would be tried if it were allowed."""
     if not wishes.permits(_elastic(view, "")):  # workers by hand, then
         view = replace(view, tried={**view.tried, ("loader", "elastic"): "not applicable"})
-    made = [_data_path(view), _augment_elsewhere(view), _transforms(view), _compute_as_asked(view), _compute(view)]
-    made += [_compile(view), _batch(view), _pauses(view)]
+    made = [*_fed_and_computed(view), _augment_elsewhere(view), _transforms(view), _compile(view), _batch(view)]
+    made.append(_pauses(view))
     wanted, withheld = [], []
     for offer in made:
         if offer is None:
@@ -340,15 +337,11 @@ def _augment_knobs(view: View) -> list[Knob]:
 # Compute
 
 
-def _compute_as_asked(view: View) -> Offer | None:
-    """All at once where the script reads that it is to be compiled, and is not: nobody has to be asked again. The data
-    path goes along: what a loader costs beside a slow step may matter beside a fast one."""
-    compute, compiled, fed = _compute(view), _compile(view), _data_path(view)
-    if compute is None or compiled is None or not view.ignored("compiled"):
-        return None
-    promise = max(compute.promise, compiled.promise)
-    changes = (*(fed.changes if fed is not None else ()), *compute.changes, *compiled.changes)
-    return replace(compute, changes=changes, promise=promise)
+def _fed_and_computed(view: View) -> list[Offer | None]:
+    fed, compute = _data_path(view), _compute(view)
+    if fed is not None and compute is not None and fed.promise < _MUCH <= compute.promise:
+        return [replace(compute, changes=(*fed.changes, *compute.changes))]
+    return [fed, compute]
 
 
 def _compute(view: View) -> Offer | None:

@@ -22,6 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap
 from typing import Any, Literal
 
 import numpy as np
@@ -35,7 +36,7 @@ COMPARED = 100
 MARGIN = 0.01
 EARLY, EARLY_MARGIN = 20, 0.05
 _FEW_PASSES = 3  # in a step; more are parts of a batch
-_REPEATS_APART = 3  # times what two runs of the same plan differ by, others may
+_REPEATS_APART = 3.0  # times what two runs of the same plan differ by, others may; of several pairs, Student's factor
 
 Batches = list[tuple[Any, ...]]
 Standing = Literal["identical", "reseeded", "equivalent", "failed", "not proven"]
@@ -53,8 +54,12 @@ class Proof:
         return self.standing not in ("failed", "not proven")
 
 
-def same_batches(before: Run, after: Run, repeat: Run | None = None) -> Proof:
-    """Whether the model gets the same samples, in the same order, and the same bytes; `repeat` is `before` again."""
+Pair = tuple[Run, Run]  # two runs of one plan
+
+
+def same_batches(before: Run, after: Run, pairs: Sequence[Pair] = ()) -> Proof:
+    """Whether the model gets the same samples, in the same order, and the same bytes; `pairs` show what a machine makes
+    of the same bytes."""
     broken = _not_whole(before, after)
     if broken is not None:
         return broken
@@ -71,13 +76,13 @@ def same_batches(before: Run, after: Run, repeat: Run | None = None) -> Proof:
     if batches < FEWEST_BATCHES * len(before.proof):
         return _unproven(f"only {batches} batches were seen, {FEWEST_BATCHES} are needed")
     if same_bytes:
-        return _with_losses(before, after, repeat, "identical", f"{batches} batches: the same bytes reach the model")
+        return _with_losses(before, after, pairs, "identical", f"{batches} batches: the same bytes reach the model")
     if not known:
         return Proof(standing="failed", text="other bytes reach the model, and which samples they are is not known")
     said = f"{batches} batches: the same samples in the same order, other random numbers in them"
     if shuffled:
         said += ", which so far went into the shuffles after the first epoch too"
-    return _with_losses(before, after, repeat, "reseeded", said)
+    return _with_losses(before, after, pairs, "reseeded", said)
 
 
 def _not_whole(before: Run, after: Run) -> Proof | None:
@@ -155,7 +160,7 @@ def _in_order(field: str, *ranks: Sequence[ProofStep]) -> list[list[Any]]:
     return [list(itertools.chain.from_iterable(getattr(step, field) for step in steps)) for steps in ranks]
 
 
-def _with_losses(before: Run, after: Run, repeat: Run | None, standing: Standing, said: str) -> Proof:
+def _with_losses(before: Run, after: Run, pairs: Sequence[Pair], standing: Standing, said: str) -> Proof:
     """The same batches may still teach otherwise: weights that went stale, say."""
     a, b = _losses(before, after)
     if not len(a):
@@ -164,30 +169,39 @@ def _with_losses(before: Run, after: Run, repeat: Run | None, standing: Standing
         return Proof(standing="failed", text=f"{said}, but the loss is not finite any more")
     if np.array_equal(a, b, equal_nan=True):
         return Proof(standing=standing, text=f"{said}; {len(a)} losses equal to the last bit")
-    if standing == "identical" and _repeats_exactly(before, repeat):
+    if standing == "identical" and _repeats_exactly(before, pairs):
         return Proof(standing="failed", text=f"{said}, but the losses are not equal to the last bit")
-    last = max(1, min(COMPARED, len(a) // 2))
+    steps, last, early = len(a), max(1, min(COMPARED, len(a) // 2)), _early(a, b)
     a, b = a[-last:], b[-last:]
     low, high, scale = _interval(a, b)
-    margin, whose = _margin(before, repeat, last, scale)
-    if standing == "reseeded" or margin > MARGIN * scale:  # other random numbers, or another order of adding
-        margin = max(_REPEATS_APART * margin, EARLY_MARGIN * scale)
-        whose = f"{margin / scale:.0%}"
+    margin, alone = MARGIN * scale, [_apart(pair, steps, last) for pair in pairs]
+    unsteady = max(alone, default=0.0) > margin or not all(is_steady(*pair) for pair in pairs)
+    if standing == "reseeded" or unsteady:  # other random numbers, or another order of adding
+        margin = max(_as_apart_as(alone or [margin]), EARLY_MARGIN * scale)
+    at_first = max(_as_apart_as([_early(*losses) for losses in starmap(_losses, pairs)]), EARLY_MARGIN)
+    if standing == "identical" and abs(early) > at_first:  # before anything can have grown
+        return Proof(standing="failed", text=f"{said}, but the loss is {early:+.1%} over the first {EARLY} steps")
     apart = float((b - a).mean())
     # Of the same bytes the loss itself has to lie within the margin; with other random numbers, its interval may.
     off = not abs(apart) <= margin if standing == "identical" else low > margin or high < -margin
     apart /= scale
     if off:
-        return Proof(standing="failed", text=f"{said}, but the loss is {apart:+.1%} ({last} steps, margin {whose})")
+        off_by = f"the loss is {apart:+.1%} ({last} steps, margin {margin / scale:.0%})"
+        return Proof(standing="failed", text=f"{said}, but {off_by}")
     return Proof(standing=standing, text=f"{said}; loss {apart:+.2%} over the last {last} steps")
 
 
-def _repeats_exactly(before: Run, repeat: Run | None) -> bool:
+def _as_apart_as(alone: Sequence[float]) -> float:
+    """What two runs may differ by where so many pairs of the same plan differ by this much."""
+    times = STUDENT[min(len(alone), len(STUDENT) - 1)] if len(alone) > 1 else _REPEATS_APART
+    return times * float(np.sqrt(np.mean(np.square(alone)))) if alone else 0.0
+
+
+def _repeats_exactly(before: Run, pairs: Sequence[Pair]) -> bool:
     """Whether the same plan gives the same losses to the last bit: as seen, or as a CPU is supposed to do."""
-    if repeat is None:
+    if not pairs:
         return before.trace is not None and not before.case.on_gpu
-    first, again = _losses(before, repeat)
-    return len(first) > 0 and np.array_equal(first, again, equal_nan=True)
+    return all(len(first) and np.array_equal(first, again, equal_nan=True) for first, again in starmap(_losses, pairs))
 
 
 def same_loss(before: Run, after: Run, repeat: Run | None = None, shaken: Sequence[Run] = ()) -> Proof:
@@ -233,11 +247,13 @@ def _same_loss(before: Run, after: Run, repeat: Run | None, shaken: Sequence[Run
     apart = float((b - a)[-COMPARED:].mean())
     margin, whose = _margin(before, repeat, COMPARED, scale)
     said = f"loss {apart / scale:+.2%} ({low / scale:+.2%} to {high / scale:+.2%}) over the last {COMPARED} steps"
-    usual, sensitive = _made_by_rounding(before, shaken)
+    others = (*shaken, *((repeat,) if repeat is not None else ()))
+    usual, sensitive = _made_by_rounding(before, others, slice(-COMPARED, None))
     if sensitive > margin:
-        early = float((b - a)[:EARLY].mean()) / max(float(np.abs(a[:EARLY]).mean()), 1e-12)
+        early = _early(a, b)
         said += f" (rounding alone makes ±{sensitive / scale:.0%}), {early:+.2%} over the first {EARLY}"
-        if abs(early) > EARLY_MARGIN:
+        usual_early, sensitive_early = _made_by_rounding(before, others, slice(EARLY))
+        if abs(early) > EARLY_MARGIN and abs(float(b[:EARLY].mean()) - usual_early) > sensitive_early:
             return Proof(standing="failed", text=said)
         within = abs(float(b[-COMPARED:].mean()) - usual) < sensitive
         return Proof(standing="equivalent", text=said) if within else _unproven(said)
@@ -256,25 +272,31 @@ def is_steady(before: Run, repeat: Run) -> bool:
     return _margin(before, repeat, COMPARED, scale)[0] <= MARGIN * scale
 
 
-def _made_by_rounding(before: Run, shaken: Sequence[Run]) -> tuple[float, float]:
-    """The loss that one more run may come to, of which these and `before` are examples: a prediction interval, by its
-    middle and half its width."""
-    examples = [run for run in (before, *shaken) if len(_losses(before, run)[1]) >= FEWEST_LOSSES]
+def _made_by_rounding(before: Run, others: Sequence[Run], part: slice) -> tuple[float, float]:
+    """The mean loss that one more run may have in a part of it, of which these and `before` are examples: a prediction
+    interval, by its middle and half its width."""
+    examples = [run for run in (before, *others) if len(_losses(before, run)[1]) >= FEWEST_LOSSES]
     if len(examples) < 3:
         return 0.0, 0.0
-    means = [float(_losses(before, run)[1][-COMPARED:].mean()) for run in examples]
+    means = [float(_losses(before, run)[1][part].mean()) for run in examples]
     width = STUDENT[len(means) - 1] * float(np.std(means, ddof=1)) * math.sqrt(1 + 1 / len(means))
     return float(np.mean(means)), width
 
 
 def _margin(before: Run, repeat: Run | None, last: int, scale: float) -> tuple[float, str]:
     """What the loss may differ by, and in words: 1%, or what the last losses of two runs of the same plan differ by."""
-    if repeat is not None and len(_losses(before, repeat)[0]) >= len(_losses(before, before)[0]):
-        first, again = (losses[-last:] for losses in _losses(before, repeat))
-        noise = max(map(abs, _interval(first, again)[:2])) if len(first) else 0.0
-        if noise > MARGIN * scale:
-            return noise, f"{noise / scale:.1%}, what two runs of the same plan differ by"
+    noise = _apart((before, repeat), len(_losses(before, before)[0]), last) if repeat is not None else 0.0
+    if noise > MARGIN * scale:
+        return noise, f"{noise / scale:.1%}, what two runs of the same plan differ by"
     return MARGIN * scale, f"{MARGIN:.0%}"
+
+
+def _apart(pair: Pair, steps: int, last: int) -> float:
+    """What the last of so many losses differ by from run to run, at the most; none where one of the two broke off."""
+    first, again = _losses(*pair)
+    if not steps or len(first) < steps:
+        return 0.0
+    return max(map(abs, _interval(first[:steps][-last:], again[:steps][-last:])[:2]))
 
 
 def _unproven(text: str) -> Proof:
@@ -296,6 +318,11 @@ def _interval(a: Floats, b: Floats) -> tuple[float, float, float]:
     """Of the mean difference, and the size of the loss it is measured against."""
     low, high = np.percentile(resampled_means(b - a), INTERVAL)
     return float(low), float(high), max(float(np.abs(a).mean()), 1e-12)
+
+
+def _early(a: Floats, b: Floats) -> float:
+    """How far apart the first losses are, as a share."""
+    return float((b - a)[:EARLY].mean()) / max(float(np.abs(a[:EARLY]).mean()), 1e-12)
 
 
 def _first_difference(a: Sequence[Any], b: Sequence[Any]) -> int | None:

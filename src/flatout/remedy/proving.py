@@ -2,7 +2,7 @@
 
     the command as it was ─► + reseeded ─► + identical ─► + equivalent
 
-Nobody times them, so they go side by side where there is room. Where the loss differs by more than it may, the plan
+Nobody times them, so they go side by side as far as there is room. Where the loss differs by more than it may, the plan
 without the change runs again: what the machine alone does. If that is much too, the training is a sensitive one, and
 runs whose weights were shaken by as much as half precision rounds say what rounding alone makes of its loss.
 """
@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from flatout.plan import Change
 from flatout.remedy.candidates import all_in_words, in_words, with_changes
-from flatout.remedy.proof import FEWEST_LOSSES, Proof, is_steady, same_batches, same_loss
+from flatout.remedy.proof import FEWEST_LOSSES, Pair, Proof, is_steady, same_batches, same_loss
 from flatout.remedy.running import ProofRun, Run
 
 IDENTITY_STEPS = 60
 PARITY_STEPS = FEWEST_LOSSES + 20
-SHAKEN_RUNS = 3
+SHAKEN_RUNS = 2
 SHAKEN = "without it, weights shaken a little: what rounding alone does"
 WITHOUT = "without it"
 ONCE_MORE = "without it once more: what the machine alone does"
@@ -37,8 +38,14 @@ class Bench(Protocol):
         """Several at once."""
         ...
 
-    def has_room_for(self, runs: int) -> bool:
-        """Whether so many can go side by side."""
+    @property
+    def room(self) -> int:
+        """How many can go side by side."""
+        ...
+
+    @property
+    def shakes_ahead(self) -> bool:
+        """Whether those of a sensitive training go along before it is known to be one."""
         ...
 
     def has_time(self) -> bool:
@@ -60,6 +67,7 @@ class Proving:
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
         self._ahead: list[tuple[ProofRun, Run]] = []  # runs that are there before they are asked for
+        self._pairs: list[Pair] = []  # of them, those of one plan
 
     def prove(self, reseeded: tuple[Change, ...], identical: tuple[Change, ...], rounded: tuple[Change, ...]) -> None:
         """Everything that was kept, by its class."""
@@ -68,7 +76,7 @@ class Proving:
         long = 2 if rounded else 0  # the last two are compared by their losses
         steps = [PARITY_STEPS if place >= len(every) - long else IDENTITY_STEPS for place in range(len(every))]
         wanted = [ProofRun(changes=plan, steps=count) for plan, count in zip(every, steps, strict=True)]
-        self._run_ahead([*wanted, *wanted[-2:-1]] if rounded else wanted)  # a card seldom computes the same twice
+        self._run_all_ahead(wanted, paired=wanted[-2] if rounded else None)
         paired = self._run("the command as it was", wanted[0])
         if reseeded:
             paired = self._same_batches(paired, reseeded, ("reseeded", "identical"), steps[1])
@@ -79,12 +87,12 @@ class Proving:
 
     def _same_batches(self, paired: Run, changes: tuple[Change, ...], needed: Sequence[str], steps: int) -> Run:
         """Whether the same batches reach the model; the run with what passed, to compare the next class with."""
-        repeat: Run | None = None
+        pairs: list[Pair] = []
 
         def prove(run: Run) -> Proof:
-            proof = same_batches(paired, run, repeat)
+            proof = same_batches(paired, run, pairs)
             if proof.holds and proof.standing not in needed:
-                if repeat is not None and same_batches(paired, repeat).standing not in needed:
+                if pairs and same_batches(*pairs[0]).standing not in needed:
                     return Proof(standing="not proven", text="other bytes reach the model in every run, without it too")
                 return Proof(standing="failed", text=f"{proof.text}, where none should differ")
             return proof
@@ -95,8 +103,9 @@ class Proving:
 
         run = with_these(changes)
         proof = prove(run)
-        if not proof.holds and self._bench.has_time():
-            repeat = self._run(ONCE_MORE, ProofRun(changes=paired.changes, steps=steps))
+        again = ProofRun(changes=paired.changes, steps=paired.asked)
+        if not proof.holds and self._is_within_reach(again):
+            pairs += [(paired, self._run(ONCE_MORE, again)), *self._pairs]
             proof = prove(run)
         if proof.holds or len(changes) == 1:
             self._bench.proven(changes, proof)
@@ -117,14 +126,15 @@ class Proving:
             paired = self._run(WITHOUT, wanted())
         run = self._run(all_in_words(changes), wanted(changes))
         proof = same_loss(paired, run)
-        if proof.holds or not self._bench.has_time():
+        if proof.holds or not self._is_within_reach(wanted()):
             self._bench.proven(changes, proof)
             return
         repeat, rounding = self._run(ONCE_MORE, wanted()), []
         if not is_steady(paired, repeat):
-            shaken = [wanted(shaken=number) for number in range(1, SHAKEN_RUNS + 1)]
-            self._run_ahead(shaken)
-            rounding = [self._run(SHAKEN, one) for one in shaken if self._is_ahead(one) or self._bench.has_time()]
+            shaken = _shaken(wanted())
+            if not self._is_ahead(shaken[0]):
+                self._run_ahead(shaken)
+            rounding = [self._run(SHAKEN, one) for one in shaken if self._is_within_reach(one)]
         proof = same_loss(paired, run, repeat, rounding)
         if proof.holds or len(changes) == 1:
             self._bench.proven(changes, proof)
@@ -140,7 +150,7 @@ class Proving:
         for change in changes:
             wanted = ProofRun(changes=with_changes(same, (change,)), steps=steps)
             proof = Proof(standing="not proven", text="the budget was spent")
-            if self._is_ahead(wanted) or self._bench.has_time():
+            if self._is_within_reach(wanted):
                 run = self._run(in_words(change), wanted)
                 proof = prove(run)
                 if proof.holds:
@@ -148,13 +158,35 @@ class Proving:
             self._bench.proven((change,), proof)
         return passed
 
+    def _run_all_ahead(self, wanted: Sequence[ProofRun], paired: ProofRun | None) -> None:
+        """Whatever will be asked for: that which rounding is compared with twice, since a card seldom computes the same
+        twice, and what a sensitive training needs, where it is known to be one or there is room for all at once."""
+        if paired is None:
+            self._run_ahead(wanted)
+            return
+        room, if_sensitive = self._bench.room, [*wanted[:-2], *_shaken(paired)]
+        every = [paired, paired, wanted[-1], *wanted[:-2]]
+        if self._bench.shakes_ahead and len(every) + len(if_sensitive) <= room:
+            self._run_ahead([*every, *if_sensitive])
+            return
+        self._run_ahead(every[:room])
+        sensitive = self._pairs and not is_steady(*self._pairs[0])
+        self._run_ahead([*every[room:], *(if_sensitive if sensitive else ())])
+
     def _run_ahead(self, wanted: Sequence[ProofRun]) -> None:
-        """All of them at once, if there is room; `_run` finds them."""
-        if self._bench.has_room_for(len(wanted)):
-            self._ahead += zip(wanted, self._bench.prove_with_all(wanted), strict=True)
+        """As many at once as there is room for; `_run` finds them."""
+        room = self._bench.room
+        for some in (wanted[place : place + room] for place in range(0, len(wanted), room)):
+            if len(some) > 1:
+                runs = self._bench.prove_with_all(some)
+                self._ahead += zip(some, runs, strict=True)
+                self._pairs += [(runs[0], runs[1])] if some[0] == some[1] else []
 
     def _is_ahead(self, wanted: ProofRun) -> bool:
         return any(there == wanted for there, _ in self._ahead)
+
+    def _is_within_reach(self, wanted: ProofRun) -> bool:
+        return self._is_ahead(wanted) or self._bench.has_time()
 
     def _run(self, what: str, wanted: ProofRun) -> Run:
         for place, (there, run) in enumerate(self._ahead):
@@ -162,3 +194,7 @@ class Proving:
                 del self._ahead[place]
                 return run
         return self._bench.prove_with(what, wanted)
+
+
+def _shaken(wanted: ProofRun) -> list[ProofRun]:
+    return [replace(wanted, shaken=number) for number in range(1, SHAKEN_RUNS + 1)]

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from flatout.plan import Change
 from flatout.remedy.found import Found
-from flatout.remedy.proving import IDENTITY_STEPS, PARITY_STEPS
+from flatout.remedy.proving import IDENTITY_STEPS, PARITY_STEPS, SHAKEN_RUNS
 from flatout.remedy.running import LOOKING, Run
 
 COMPILING_S, TUNING_KERNELS_S = 40.0, 180.0
 COMPILED_AGAIN = 0.3  # of that time, with the kernels at hand: a guess
 _ROOM = 0.7  # of a card's memory, for runs side by side
 _CROWDED = 1.5  # times as long, where that many share the cores
+_SHORT = 5.0  # times a start: what most trainings turn out to need may go along to save one
 
 
 class Purse:
@@ -25,6 +27,7 @@ class Purse:
         self._clock = clock
         self._began_s = clock()
         self.budget_s = budget_s
+        self.unrounded: Run | None = None  # the last that was kept before anything changed rounding, or learning
 
     @property
     def spent_s(self) -> float:
@@ -47,18 +50,31 @@ class Purse:
         before, now = self._before, self._now
         classes = {change.safety for change in (*self._found.kept, *changes)} - {"semantic"}
         runs = [(before, IDENTITY_STEPS)] + [(now, IDENTITY_STEPS)] * len(classes)
-        if "equivalent" in classes:  # two that are compared by their losses, and one of them again
-            paired = before if len(classes) == 1 else now
-            runs[-2:] = [(paired, PARITY_STEPS), (now, PARITY_STEPS), (paired, PARITY_STEPS)]
+        if "equivalent" in classes:  # two that are compared by their losses, and the slower of them again
+            again = 1 + (SHAKEN_RUNS if self.shakes_ahead else 0)
+            runs[-2:] = [(self._paired, PARITY_STEPS), (now, PARITY_STEPS), *[(self._paired, PARITY_STEPS)] * again]
         return self._proving_s(runs) + (self.comparing_s() if compare and self._found.kept else 0.0)
 
     def _proving_s(self, runs: Sequence[tuple[Run, int]]) -> float:
-        if not self.has_room_for(len(runs)):
+        room = self.room
+        if room == 1:
             return sum(self.cost_s(run, steps) for run, steps in runs)
+        return sum(self._side_by_side_s(runs[place : place + room]) for place in range(0, len(runs), room))
+
+    def _side_by_side_s(self, runs: Sequence[tuple[Run, int]]) -> float:
+        """One by one they would take so long; together they share the card, and the cores."""
         longest_s = max(self.cost_s(run, steps) for run, steps in runs)
-        starting_s = max(self._start_again_s(run) for run, _ in runs)
+        first_s = min(self._start_again_s(run) for run, _ in runs)
         on_card_s = sum((run.case.busy_share or 0.0) * _training_s(run, steps) for run, steps in runs)
-        return max(_CROWDED * longest_s, starting_s + on_card_s)
+        on_cores_s = sum((run.case.cpu_share or 0.0) * _training_s(run, steps) for run, steps in runs)
+        return max(_CROWDED * longest_s, first_s + max(on_card_s, on_cores_s))
+
+    @property
+    def shakes_ahead(self) -> bool:
+        """Whether the runs that a sensitive training needs are reckoned with before it is known to be one: most are,
+        and where several go side by side these take little more."""
+        shaken_s = SHAKEN_RUNS * _training_s(self._paired, PARITY_STEPS)
+        return self.room > 1 and shaken_s < _SHORT * self._start_again_s(self._paired)
 
     def comparing_s(self) -> float:
         """What both sides once more will take, without X-ray and ceiling."""
@@ -76,12 +92,14 @@ class Purse:
         patience_s = 60 + 4 * usual_s + 2 * _compiling_s(changes)
         return max(30.0, min(patience_s, self.left_s + 30))
 
-    def has_room_for(self, runs: int) -> bool:
-        """Whether so many runs have room at once: on one card, by one process each, and with cores to go round."""
+    @property
+    def room(self) -> int:
+        """How many runs have room at once: on one card, by one process each, and with cores to go round."""
         case, total = self._now.case, self._now.case.card("memory_total_bytes").high
         memory = max(int(run.case.facts.get("memory_reserved_bytes") or 0) for run in (self._before, self._now))
-        roomy = memory > 0 and math.isfinite(total) and runs * memory < _ROOM * total
-        return roomy and case.rank.info.world_size == 1 and (case.cores or 0) >= 2 * runs
+        if not memory or not math.isfinite(total) or case.rank.info.world_size > 1:
+            return 1
+        return max(1, min(int(_ROOM * total / memory), int((case.cores or 0) / 2)))
 
     def _start_again_s(self, run: Run) -> float:
         """What a run like this one takes beside its steps, now that what it compiled is there."""
@@ -92,6 +110,11 @@ class Purse:
     def _before(self) -> Run:
         assert self._found.before is not None
         return self._found.before
+
+    @property
+    def _paired(self) -> Run:
+        """What is like the run that other rounding is held against."""
+        return self.unrounded or self._before
 
     @property
     def _now(self) -> Run:
@@ -105,6 +128,26 @@ def start_s(run: Run) -> float:
         return run.seconds
     looking_ms = sum(step.wall_ms for step in run.trace.ranks[0].steps if step.kind in LOOKING)
     return max(0.0, run.seconds - (run.case.breakdown.training_ms + looking_ms) / 1e3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiling:
+    """What it takes, in words, and whether it pays in the training as planned."""
+
+    said: str
+    pays: bool
+
+
+def compiling(run: Run, before: Run, gain: float) -> Compiling | None:
+    """What compiling takes in a run so many times as fast as the one before; None where it takes nothing."""
+    extra_s, planned = start_s(run) - start_s(before), run.planned_samples
+    if run.speed is None or not run.case.loader.get("batch_size") or extra_s <= 0:
+        return None
+    pays_after = extra_s / ((gain - 1) / run.speed.value)
+    said = f"compiling takes {extra_s:.0f} s and pays after {pays_after:,.0f} samples"
+    if planned is not None and pays_after > planned:
+        return Compiling(said=f"{said}, more than the {planned:,.0f} of the whole training", pays=False)
+    return Compiling(said=said, pays=True)
 
 
 def _training_s(run: Run, steps: int) -> float:

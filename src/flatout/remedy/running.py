@@ -95,6 +95,13 @@ class Run:
         epoch = self.samples_an_epoch if speed.unit == "samples/s" else self.case.steps_an_epoch
         return epoch / speed.with_pauses if epoch else None
 
+    def step_s_at(self, speed: Speed, changes: Sequence[Change]) -> float:
+        """How long one of its steps with these changes too would take, were it that fast."""
+        batch, seen = self.case.loader.get("batch_size"), self.case.breakdown
+        new = next((change.value for change in changes if change.name == "batch_size"), batch)
+        each = (seen.samples or 0) / seen.steps if speed.unit == "samples/s" else 1.0
+        return each / speed.value * (new / batch if batch else 1.0)
+
     def seen_like(self, earlier: Trace | None) -> Run:
         """It, with the X-ray and the ceiling of an earlier trace where it has none of its own."""
         seen = seen_like(self.trace, earlier) if self.trace is not None and earlier is not None else self.trace

@@ -21,6 +21,7 @@ from flatout.written import in_full
 FEWEST_STEPS = 12
 WORTH = 1.02
 USUAL_NOISE = 0.02  # from run to run: what is assumed until it is seen …
+STEADY_NOISE = 0.01  # … of a card that waits for nothing …
 _ASSUMED = 2  # … and then weighs as much as so many repeats
 _PAUSES = ("evaluation", "checkpoint")
 _NOT_TRAINING = ("flatout",)
@@ -133,9 +134,9 @@ class Noise:
         return STUDENT[min(_ASSUMED + self.repeats, len(STUDENT) - 1)] if self.repeats else _SIGMAS
 
 
-def noise_between_runs(every: Iterable[Sequence[Speed]]) -> Noise:
+def noise_between_runs(every: Iterable[Sequence[Speed]], usual: float = USUAL_NOISE) -> Noise:
     """From all plans that ran more than once."""
-    squares, repeats = _ASSUMED * USUAL_NOISE**2, 0
+    squares, repeats = _ASSUMED * usual**2, 0
     for runs in every:
         logs = [math.log(run.value) for run in runs]
         mean = sum(logs) / max(1, len(logs))

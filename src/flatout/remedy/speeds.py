@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from flatout.plan import Change
 from flatout.remedy.running import Run
-from flatout.remedy.speed import Noise, Speed, noise_between_runs, pooled
+from flatout.remedy.speed import USUAL_NOISE, Noise, Speed, noise_between_runs, pooled
 
 ALIKE = 1.5  # times as fast: likely to be held up by the same things
 
@@ -34,13 +34,12 @@ class Speeds:
     def noise(self) -> Noise:
         return noise_between_runs(self._runs.values())
 
-    def noise_near(self, *plans: Sequence[Speed]) -> Noise:
+    def noise_near(self, *plans: Sequence[Speed], usual: float = USUAL_NOISE) -> Noise:
         """From plans about as fast as these: what is far slower waits for something else, with noise of its own."""
         known = [(pooled(runs).value, runs) for runs in self._runs.values()]
         speeds = [pooled(runs).value for runs in plans]
-        return noise_between_runs(
-            runs for value, runs in known if any(1 / ALIKE < value / speed < ALIKE for speed in speeds)
-        )
+        near = (runs for value, runs in known if any(1 / ALIKE < value / speed < ALIKE for speed in speeds))
+        return noise_between_runs(near, usual)
 
 
 def _key(changes: Sequence[Change], long: bool) -> tuple[str, bool]:

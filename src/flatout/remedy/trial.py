@@ -36,9 +36,19 @@ from flatout.remedy.candidates import (
 from flatout.remedy.found import Attempt, Found, Story, Trial
 from flatout.remedy.proof import Proof
 from flatout.remedy.proving import Proving
-from flatout.remedy.purse import Purse, start_s
+from flatout.remedy.purse import Purse, compiling
 from flatout.remedy.running import ProofRun, Run, Runner, seen_like
-from flatout.remedy.speed import WORTH, Gain, Noise, Speed, gain, gain_of_rarer_pauses, pooled
+from flatout.remedy.speed import (
+    STEADY_NOISE,
+    USUAL_NOISE,
+    WORTH,
+    Gain,
+    Noise,
+    Speed,
+    gain,
+    gain_of_rarer_pauses,
+    pooled,
+)
 from flatout.remedy.speeds import Speeds
 from flatout.sense.options import MOST_STEPS
 from flatout.trace import Trace
@@ -52,6 +62,7 @@ CLEAR_IN_COMPANY = 2.0  # … and where others use the machine
 CLOSE_CALLS = 4  # runs more that a close call may take, the side with fewer of them first
 PROMISING = 1.15  # what hopes for more may take the time of the last comparison: both sides were measured before
 DRIFT = 0.05
+AT_CEILING = 1.05  # times as fast, and no more, it would be with its data at hand
 UNSTEADY = 0.08  # from run to run: what few repeats cannot see through
 SHORT_EPOCH_S = 30.0  # in which starting it is a share worth telling
 COLD = 0.05  # of the time spent waiting for storage: the page cache is not warm yet
@@ -155,7 +166,7 @@ class Search:
                 self._try(self._undecided.pop(0), again=True)
                 continue
             if not wanted:
-                at_ceiling = view.case.has_ceiling and view.case.headroom < 1.05
+                at_ceiling = view.case.has_ceiling and view.case.headroom < AT_CEILING
                 left = " of what --only and --skip leave" if self._wishes.only or self._wishes.skip else ""
                 self.found.stopped = (
                     "at the ceiling of the step itself" if at_ceiling else f"nothing{left} promises more"
@@ -165,7 +176,14 @@ class Search:
                 self.found.untried = wanted
                 self.found.stopped = self._too_short_for(wanted)
                 return
-            self._try(affordable[0])
+            self._try(self._next_of(affordable))
+
+    def _next_of(self, affordable: Sequence[Offer]) -> Offer:
+        """The first of them; but where there is no time for both, what promises most."""
+        first, best = affordable[0], max(affordable, key=lambda offer: offer.promise)
+        both_s = 1.1 * (self._trying_s(first) + self._trying_s(best))
+        reserve_s = self._purse.reserve_s((*first.changes, *best.changes), compare=best.promise < PROMISING)
+        return best if best.promise > first.promise and self._purse.left_s - reserve_s < both_s else first
 
     def _has_time_for(self, offer: Offer) -> bool:
         reserve_s = self._purse.reserve_s(offer.changes, compare=offer.promise < PROMISING)
@@ -201,7 +219,7 @@ class Search:
         if offer.pauses and self._long is None:
             self._look_at_an_epoch()
         steps = self._epoch_steps() if offer.pauses else None
-        look_below_s = 0.0 if offer.computes_alike else self._step_to_beat_s(offer.changes)
+        look_below_s = 0.0 if offer.computes_alike else self._now.step_s_at(self._incumbent, offer.changes)
         run = self._run(
             offer.name, with_changes(self.found.kept, offer.changes), steps=steps, look_below_s=look_below_s
         )
@@ -216,13 +234,13 @@ class Search:
         if not changes:
             return
         self._speeds.note(with_changes(self.found.kept, changes), run, long=offer.pauses)
-        gained, kept = self._judge(offer, changes, patient=again)
+        gained, kept = self._judge(offer, changes, steady=self._taken_at_its_word(offer, run), patient=again)
         if kept:
-            paid = self._compile_pays(changes, run, gained)
-            if paid is not None:
-                self._without_compiling(replace(offer, changes=changes), gained, paid)
-                return
-            self._keep(changes, run, gained, long=offer.pauses)
+            too_dear = self._too_dear(changes, run, gained)
+            if too_dear is not None:
+                self._decide(changes, "undone", gained, note=too_dear)
+            else:
+                self._keep(changes, run, gained, long=offer.pauses)
         elif gained.value > 1 and not gained.hopeless and not again:
             self._undecided.append(replace(offer, changes=changes))
             self._decide(changes, "undone", gained, note=f"{gained}: no gain over 2% was shown")
@@ -232,15 +250,6 @@ class Search:
         else:
             shown = "slower" if gained.high < 1 else "no gain over 2% was shown"
             self._decide(changes, "undone", gained, note=f"{gained}: {shown}")
-
-    def _without_compiling(self, offer: Offer, gained: Gain, why: str) -> None:
-        """Undo compiling, which does not pay, and see what the others bring."""
-        others = tuple(change for change in offer.changes if change.name != "compile")
-        self._decide([change for change in offer.changes if change.name == "compile"], "undone", gained, note=why)
-        if others and self._purse.affords(others):
-            self._try(replace(offer, changes=others))
-        elif others:
-            self._decide(others, "undone", note="the budget was spent before it could be tried without compiling")
 
     def _one_by_one(self, offer: Offer) -> None:
         for part in offer.parts:
@@ -263,18 +272,32 @@ class Search:
                 left.append(change)
         return tuple(left)
 
-    def _judge(self, offer: Offer, changes: tuple[Change, ...], *, patient: bool) -> tuple[Gain, bool]:
+    def _taken_at_its_word(self, offer: Offer, run: Run) -> bool:
+        """Whether one run has to do: what else is to be tried leaves no time to come back to this offer, and where the
+        card is the limit, with it and without, and nobody else is here, runs hardly differ."""
+        view = self._view()
+        limited = (c.on_gpu and c.has_ceiling and c.headroom < AT_CEILING for c in (view.case, run.case))
+        if self._clear != CLEAR or not all(limited):
+            return False
+        others = [one for one in offers(view, self._wishes)[0] if one.promise >= WORTH and one.changes != offer.changes]
+        later = [one for one in others if self._has_time_for(one)]
+        each_s = [self._trying_s(one) for one in (offer, *later)]
+        later_s = sum(each_s[1:]) + 2 * max(each_s)  # and what is compiled once is compiled in every run after it
+        every = (*offer.changes, *(change for one in later for change in one.changes))
+        return self._purse.left_s - self._purse.reserve_s(every, compare=False) < later_s
+
+    def _judge(self, offer: Offer, changes: tuple[Change, ...], *, steady: bool, patient: bool) -> tuple[Gain, bool]:
         """The gain of these changes, and whether they pay. Close calls are run again with patience, promising ones
         always: nothing else would show while training waits for what they mend."""
         old, new = self.found.kept, with_changes(self.found.kept, changes)
         repeats = 0
         while True:
             before, after = (self._speeds.of(plan, long=offer.pauses) for plan in (old, new))
-            noise = self._speeds.noise_near(before, after)
+            noise = self._speeds.noise_near(before, after, usual=STEADY_NOISE if steady else USUAL_NOISE)
             gained = (gain_of_rarer_pauses if offer.pauses else gain)(before, after, noise)
             shown = gained.low > 1 and gained.value > WORTH
             # How long evaluation and checkpoints take was measured: that they are rarer is arithmetic.
-            believed = shown and (noise.repeats > 0 or offer.pauses or gained.value > self._clear)
+            believed = shown and (steady or noise.repeats > 0 or offer.pauses or gained.value > self._clear)
             if gained.hopeless or repeats >= CLOSE_CALLS or not self._purse.affords(changes):
                 return gained, shown
             if (believed and gained.low > WORTH) or (not patient and (believed or gained.value < PROMISING)):
@@ -299,6 +322,8 @@ class Search:
             self._speeds.note(self.found.kept, run)
         else:
             self.found.after = run
+        if {change.safety for change in self.found.kept} <= {"identical", "reseeded"}:
+            self._purse.unrounded = run
         if "loader" in names:
             self._undecided = [o for o in self._undecided if not {c.name for c in o.changes} <= LOADED_BY_HAND]
         for change in replaced:
@@ -329,21 +354,13 @@ class Search:
         told = f": {note}" if note else f", {gained}" if gained else ""
         self._story.said(f"{all_in_words(changes)}: {verdict}{told}")
 
-    def _compile_pays(self, changes: Sequence[Change], run: Run, gained: Gain) -> str | None:
+    def _too_dear(self, changes: Sequence[Change], run: Run, gained: Gain) -> str | None:
         """Why compiling does not pay in the training as planned; None when it does, or when that is not known."""
-        if not any(change.name == "compile" for change in changes) or run.speed is None:
-            return None
-        extra_s = start_s(run) - start_s(self._now)
-        case = run.case
-        batch, planned = case.loader.get("batch_size"), run.planned_samples
-        saved_s = (gained.value - 1) / run.speed.value
-        if not batch or extra_s <= 0:
-            return None
-        pays_after = extra_s / saved_s
-        said = f"compiling takes {extra_s:.0f} s and pays after {pays_after:,.0f} samples"
-        if planned is not None and pays_after > planned:
-            return f"{said}, more than the {planned:,.0f} of the whole training"
-        self._remark(said)
+        compiles = any(change.name == "compile" for change in changes)
+        cost = compiling(run, self._now, gained.value) if compiles else None
+        if cost is None or cost.pays is False:
+            return cost.said if cost is not None else None
+        self._remark(cost.said)
         return None
 
     # -- evaluation and checkpoints ---------------------------------------------------------------------------------
@@ -422,8 +439,13 @@ class Search:
     def has_time(self) -> bool:
         return self._purse.left_s > 0
 
-    def has_room_for(self, runs: int) -> bool:
-        return self._purse.has_room_for(runs)
+    @property
+    def room(self) -> int:
+        return self._purse.room
+
+    @property
+    def shakes_ahead(self) -> bool:
+        return self._purse.shakes_ahead
 
     def prove_with(self, what: str, wanted: ProofRun) -> Run:
         return self._run(f"proof: {what}", wanted.changes, steps=wanted.steps, fingerprints=True, shaken=wanted.shaken)
@@ -562,14 +584,6 @@ class Search:
             self._clear = CLEAR_IN_COMPANY
             self._remark("others use this machine: a gain may not show, run it again when it is quiet")
         return run
-
-    def _step_to_beat_s(self, changes: Sequence[Change]) -> float:
-        """How long a step with these changes would take, were it as fast as what is kept."""
-        case = self._now.case
-        batch = case.loader.get("batch_size")
-        new = next((change.value for change in changes if change.name == "batch_size"), batch)
-        each = (case.breakdown.samples or 0) / case.breakdown.steps if self._incumbent.unit == "samples/s" else 1.0
-        return each / self._incumbent.value * (new / batch if batch else 1.0)
 
     @property
     def _incumbent(self) -> Speed:

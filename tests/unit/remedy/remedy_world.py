@@ -86,6 +86,7 @@ class World:
     refused: dict[str, str] = field(default_factory=dict)
     step_noise: float = 0.01
     run_noise: float = 0.003
+    cpu_pct: float = 40.0
     seed: int = 0
     drift_a_run: float = 0.0
     teaches: Callable[[Sequence[Change], np.ndarray], np.ndarray] = lambda changes, losses: losses
@@ -195,7 +196,7 @@ class World:
         card = GpuSample(
             index=0, uuid="GPU-0", name="NVIDIA H200", sm_active_pct=85.0, memory_total_bytes=140 << 30, power_w=300.0
         )
-        host = HostSample(cpu_pct=40.0, cores_pct=(40.0,) * 16)
+        host = HostSample(cpu_pct=self.cpu_pct, cores_pct=(self.cpu_pct,) * 16)
         sample = Sample(time_s=100.1, interval_s=0.1, host=host, gpus=(card,))
         return Trace(ranks=(rank,), samples={"node": (sample,)})
 

@@ -145,8 +145,8 @@ def test_other_random_numbers_may_change_the_loss_a_little_and_the_same_bytes_ma
     assert same_batches(proof_run(losses), proof_run(higher, inputs="other")).standing == "reseeded"
     assert same_batches(proof_run(losses), proof_run(higher)).standing == "failed"
     assert same_batches(proof_run(losses), proof_run([1.1 * x for x in losses], inputs="other")).standing == "failed"
-    again = proof_run([loss * 1.015 for loss in losses])  # the machine itself is not so sure
-    assert same_batches(proof_run(losses), proof_run(higher), again).standing == "identical"
+    plain, again = proof_run(losses), proof_run([loss * 1.015 for loss in losses])  # the machine itself is not so sure
+    assert same_batches(plain, proof_run(higher), [(plain, again)]).standing == "identical"
 
 
 def test_few_batches_and_few_losses_prove_nothing() -> None:
@@ -244,6 +244,14 @@ def test_runs_that_broke_off_prove_nothing(compare: Callable[[Run, Run], Any]) -
     )
 
 
+@pytest.mark.parametrize(("apart", "standing"), [(0.02, "failed"), (0.06, "equivalent")])
+def test_the_first_steps_have_to_agree_as_far_as_rounding_lets_them(apart: float, standing: str) -> None:
+    """GIVEN a loss 6% off over the first steps THEN it depends on whether runs of the same plan agree there."""
+    losses = learning(220)
+    again, *shaken = (proof_run(losses * (1 + apart * n)) for n in (-0.8, 0.5, 1.0))
+    assert same_loss(proof_run(losses), proof_run(losses * 1.06), again, shaken).standing == standing
+
+
 def test_repeats_that_broke_off_do_not_make_the_margin_wider() -> None:
     losses = learning(220)
     plain, changed = proof_run(losses), proof_run(np.r_[losses[:20], losses[20:] * 1.5])
@@ -252,6 +260,26 @@ def test_repeats_that_broke_off_do_not_make_the_margin_wider() -> None:
     assert same_loss(plain, changed, proof_run(losses * 1.02), shaken).standing == "not proven"
     assert same_loss(plain, changed, proof_run(losses * 1.02), [*shaken[:2], cut]).standing == "not proven"
     assert not same_loss(plain, proof_run(losses * 1.03), cut).holds
+
+
+@pytest.mark.parametrize("size", [0.05, 0.1, 0.2])
+def test_power_the_same_bytes_are_hardly_ever_refused_where_the_machine_makes_much_of_them(size: float) -> None:
+    """GIVEN a training that drifts apart by itself THEN two pairs of runs know how far, and one often does not."""
+
+    def drifting(steps: int, seed: int) -> Run:
+        apart = np.random.default_rng(seed).normal() * size * np.arange(steps) / 220
+        return proof_run(learning(steps) * (1 + apart))
+
+    by_one = by_two = caught = 0
+    for seed in range(0, 1000, 5):
+        before, again = (drifting(60, seed + n) for n in range(2))
+        after, after_again = (drifting(220, seed + 2 + n) for n in range(2))
+        by_one += same_batches(before, after, [(before, again)]).holds
+        by_two += same_batches(before, after, [(before, again), (after, after_again)]).holds
+        stale = proof_run(np.full(220, learning(220)[0]))
+        caught += not same_batches(before, stale, [(before, again), (after, after_again)]).holds
+    assert by_two >= 190 > by_one
+    assert caught >= 195
 
 
 def test_what_rounding_makes_lies_around_all_runs_and_not_around_the_first() -> None:
@@ -269,7 +297,7 @@ def test_the_same_bytes_have_to_give_the_losses_that_the_same_plan_gives_again()
     losses = learning(60)
     plain, near = proof_run(losses), proof_run(losses * 1.005)
     assert same_batches(plain, near).standing == "identical", "a card adds in another order"
-    assert same_batches(plain, near, plain).standing == "failed", "this one does not"
+    assert same_batches(plain, near, [(plain, plain)]).standing == "failed", "this one does not"
     noisy = losses * np.tile([0.75, 1.36], 30)
     assert same_batches(plain, proof_run(noisy)).standing == "failed", "5% in the mean, and no telling"
 
@@ -307,6 +335,7 @@ def test_unpaired_data_is_no_proof_of_rounding() -> None:
 SENSITIVE = Path(__file__).with_name("sensitive.json")  # recorded: `captcha` at its smallest, 220 steps
 
 
+@pytest.mark.parametrize("shaken", [(1, 2), (1, 3), (2, 3)])
 @pytest.mark.parametrize(
     ("changed", "standing"),
     [
@@ -318,12 +347,14 @@ SENSITIVE = Path(__file__).with_name("sensitive.json")  # recorded: `captcha` at
         ("every other step left out", "failed"),
     ],
 )
-def test_a_training_that_makes_much_of_any_rounding_is_held_against_its_like(changed: str, standing: str) -> None:
+def test_a_training_that_makes_much_of_any_rounding_is_held_against_its_like(
+    changed: str, standing: str, shaken: tuple[int, ...]
+) -> None:
     """Its loss falls from 57 to 1: weights that differ by a millionth are 5% apart after 200 steps."""
     runs = {name: proof_run(losses) for name, losses in json.loads(SENSITIVE.read_text()).items()}
     plain, again = runs["plain"], runs["again"]
     assert not is_steady(plain, again)
     assert not same_loss(plain, runs[changed], again).holds
-    proof = same_loss(plain, runs[changed], again, [runs[f"shaken {n}"] for n in (1, 2, 3)])
+    proof = same_loss(plain, runs[changed], again, [runs[f"shaken {n}"] for n in shaken])
     assert proof.standing == standing
-    assert "rounding alone makes ±44%" in proof.text
+    assert "rounding alone makes ±" in proof.text

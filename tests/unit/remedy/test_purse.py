@@ -11,6 +11,7 @@ from flatout.remedy.proving import PARITY_STEPS
 from flatout.remedy.purse import COMPILED_AGAIN, Purse
 
 BF16 = Change(name="precision", value="bf16", safety="equivalent")
+ELASTIC = Change(name="loader", value="elastic", safety="reseeded")
 COMPILED = Change(name="compile", value="default", safety="equivalent")
 ROOMY = {"memory_reserved_bytes": 1 << 30}
 
@@ -22,11 +23,34 @@ def purse(world: World, *kept: Change) -> Purse:
 
 @pytest.mark.parametrize("busy", [0.2, 1.0])
 def test_runs_side_by_side_share_the_card(busy: float) -> None:
-    """GIVEN runs of 100 ms a step and of half that THEN a card that is busy all the time takes their sum."""
+    """GIVEN runs of 100 ms a step, with what a sensitive training needs four of them, and one of half that THEN a card
+    that is busy all the time takes their sum."""
     at_work = purse(World(machine=Machine(compute_ms=100.0, busy=busy), facts=ROOMY), BF16)
-    longest_s, all_s = PARITY_STEPS * 0.1, PARITY_STEPS * (0.1 + 0.1 + 0.05)
+    longest_s, all_s = PARITY_STEPS * 0.1, PARITY_STEPS * (4 * 0.1 + 0.05)
     expected_s = 1.5 * (START_S + longest_s) if busy < 1 else START_S + all_s
     assert at_work.reserve_s(compare=False) == pytest.approx(expected_s, rel=0.1)
+
+
+def test_runs_side_by_side_share_the_cores_and_those_without_room_come_after_them() -> None:
+    """GIVEN workers that keep every core busy THEN all of it is theirs to do; and half the room means two rounds."""
+    loading = World(machine=Machine(compute_ms=100.0, busy=0.1), facts=ROOMY, cpu_pct=100.0)
+    training_s = PARITY_STEPS * (4 * 0.1 + 0.05)
+    assert purse(loading, BF16).reserve_s(compare=False) == pytest.approx(START_S + training_s, rel=0.1)
+    crowded = purse(World(machine=Machine(compute_ms=100.0, busy=1.0), facts={"memory_reserved_bytes": 30 << 30}), BF16)
+    assert crowded.room == 3
+    assert crowded.reserve_s(compare=False) == pytest.approx(2 * START_S + training_s, rel=0.15)
+
+
+def test_slow_steps_are_not_taken_for_sensitive_before_they_are_known_to_be() -> None:
+    assert purse(World(machine=Machine(compute_ms=100.0), facts=ROOMY), BF16).shakes_ahead
+    assert not purse(World(machine=Machine(compute_ms=1000.0), facts=ROOMY), BF16).shakes_ahead
+
+
+def test_what_other_rounding_is_held_against_may_be_faster_than_the_command_as_it_was() -> None:
+    starved = purse(World(machine=Machine(data_ms=400.0, compute_ms=20.0), facts=ROOMY), ELASTIC, BF16)
+    slow_s = starved.reserve_s(compare=False)
+    starved.unrounded = World(machine=Machine(compute_ms=20.0))((), steps=48, timeout_s=60)
+    assert starved.reserve_s(compare=False) < slow_s / 2
 
 
 def test_what_was_compiled_once_starts_sooner() -> None:
