@@ -246,6 +246,13 @@ class Feed:
         self._served(len(batch), waited, now - began - waited, now)
         return batch
 
+    def is_ready(self) -> bool:
+        """Whether a finished batch is there for `next`."""
+        if self._epoch is None:
+            return False
+        self._hear(0)
+        return self._finished() is not None
+
     def make_here(self) -> bool:
         """Whether the next batches are in `made`: made just now in this process, as no worker is wanted."""
         if self._table or self.workers or self._epoch is None:

@@ -135,6 +135,10 @@ class FeedIterator(_BaseDataLoaderIter):
                 batch.release()
         raise StopIteration
 
+    def is_ready(self) -> bool:
+        """Whether the next batch is there: nobody has to be waited for."""
+        return not self.position.finished and (bool(self._made) or self._feed.is_ready())
+
     def _something_wrong(self, batch: Batch) -> bool:
         """Raise what there is to raise; else whether every sample of it is bad."""
         problem = batch.problem()

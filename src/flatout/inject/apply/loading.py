@@ -10,15 +10,18 @@ All of it sits on the classes, so that earlier imports, subclasses and isinstanc
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
 from collections import deque
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
 import torch.utils.data.dataloader as stock
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data._utils import worker as stock_worker
 
 from flatout.changes import STRICT
@@ -27,7 +30,7 @@ from flatout.feed import Options as FeedOptions
 from flatout.feed import iterator_for, randomness
 from flatout.feed.deferred.batch import make_on_card_by, tell_of_first
 from flatout.feed.deferred.kernels import Kernels
-from flatout.feed.iterator import is_pure
+from flatout.feed.iterator import FeedIterator, is_pure
 from flatout.feed.loader import why_not_deferred
 from flatout.feed.nursery import limit_threads
 from flatout.inject.apply.ledger import Ledger
@@ -57,6 +60,7 @@ class Loading:
             self._passes()
         if wanted("device_prefetch"):
             _answer_with_copies()
+            register_optimizer_step_post_hook(_look_ahead)
         if wanted("gpu_transforms") and not wanted("loader"):
             self._ledger.refused("gpu_transforms", "needs the elastic loader in the same plan")
         if wanted("gpu_transforms") and wanted("compile"):
@@ -330,8 +334,25 @@ def _target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | Non
     return torch.device("cuda", torch.cuda.current_device()) if named == torch.device("cuda") else named
 
 
+_latest: weakref.ref[_Ahead] | None = None  # whoever handed out the last batch
+
+
+def _look_ahead(*_: Any) -> None:
+    """An optimizer has stepped: the card is still at work, and fetching the next batch now costs it nothing."""
+    ahead = _latest() if _latest is not None else None
+    if ahead is None or ahead.thread != get_ident() or torch.cuda.is_current_stream_capturing():
+        return
+    with contextlib.suppress(Exception):  # it is raised again where the script can see it
+        ahead.look()
+
+
 class _Ahead(stock._BaseDataLoaderIter):
-    """A loader's iterator that fetches one batch ahead and starts its copy to the GPU on a stream of its own."""
+    """A loader's iterator that fetches one batch ahead and starts its copy to the GPU on a stream of its own.
+
+    A loop that reads its loss in every step leaves the card idle until the next one begins, and what fetching takes
+    would be part of that. So where every batch has its step, the batch after it is fetched at the end of that step, if
+    it is there; else when it is asked for.
+    """
 
     def __init__(self, inner: Any, device: torch.device, fail: Callable[[Exception], None]) -> None:
         # Not stock's own: that would draw random numbers.
@@ -341,6 +362,9 @@ class _Ahead(stock._BaseDataLoaderIter):
         self._side = torch.cuda.Stream(device)
         self._num_yielded = 0
         self._next: Any = None
+        self._since_step = 0  # batches
+        self._one_a_step = False
+        self.thread = 0
         self._copying: deque[tuple[Any, Any]] = deque()  # host batches that must stay until their copy is over
 
     def __getattr__(self, name: str) -> Any:
@@ -355,12 +379,29 @@ class _Ahead(stock._BaseDataLoaderIter):
         self._inner._reset(loader, first_iter)
 
     def _next_data(self) -> Any:
+        global _latest
+        _latest, self.thread = weakref.ref(self), get_ident()
+        later = self._one_a_step and not self._since_step and self._next is not None
+        self._since_step += 1
         batch = self._next if self._next is not None else self._fetch()
         self._next = None
         if isinstance(batch, Exception):
-            raise batch
-        self._next = self._fetch()
+            try:
+                raise batch
+            finally:
+                del batch  # which knows this frame by now, and would keep the workers until all of it is collected
+        if not later:
+            self._next = self._fetch()
         return batch
+
+    def look(self) -> None:
+        """A step is over: fetch the next batch unless it is there, or would have to be waited for."""
+        if not isinstance(self._inner, FeedIterator):  # stock's cannot tell whether a batch is there
+            return
+        if self._since_step:
+            self._one_a_step, self._since_step = self._since_step == 1, 0
+        if self._next is None and self._inner.is_ready():
+            self._next = self._fetch()
 
     def _fetch(self) -> Any:
         """The next batch, its copy begun; or the exception that comes instead, for its turn."""
