@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -56,6 +57,7 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> Callable[[DataLoader[Any]], tuple[
         did: list[str] = []
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(loading, "_look_ahead_after_steps", lambda: None)
         monkeypatch.setattr(loading._Ahead, "_copy", lambda _, batch: did.append(f"fetched {batch.item()}"))
         return loading._Ahead(iter(loader), torch.device("cuda"), did.append), did  # type: ignore[arg-type]
 
@@ -121,3 +123,45 @@ def test_steps_of_another_thread_and_of_a_loader_that_is_gone_fetch_nothing(
     del iterator
     loading._look_ahead()
     assert did == [*so_far, "fetched 2"]
+
+
+def test_a_child_that_steps_leaves_the_workers_to_their_owner(
+    ahead: Callable[..., tuple[Any, list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    iterator, did = ahead(flatout.DataLoader(Numbers(), batch_size=1, num_workers=1))
+    next(iterator)
+    loading._look_ahead()
+    next(iterator)
+    time.sleep(0.2)
+    so_far, here = list(did), os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: here + 1)
+    loading._look_ahead()
+    monkeypatch.undo()
+    assert did == so_far
+
+
+def test_what_goes_wrong_at_the_end_of_a_step_is_raised_by_the_next_batch(
+    ahead: Callable[..., tuple[Any, list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    iterator, _ = ahead(flatout.DataLoader(Numbers(), batch_size=1, num_workers=1))
+
+    def fails(_: Any) -> bool:
+        raise BlockingIOError("no more processes")
+
+    next(iterator)
+    loading._look_ahead()
+    next(iterator)
+    monkeypatch.setattr(FeedIterator, "is_ready", fails)
+    loading._look_ahead()
+    with pytest.raises(BlockingIOError, match="no more processes"):
+        next(iterator)
+
+
+def test_the_end_of_a_pass_is_seen_at_its_last_step(ahead: Callable[..., tuple[Any, list[str]]]) -> None:
+    """A loop that counts its batches never asks for one too many; and a pass that has not ended keeps its workers."""
+    iterator, _ = ahead(flatout.DataLoader(Numbers(), batch_size=1, num_workers=1))
+    for _ in range(12):
+        next(iterator)
+        time.sleep(0.05)
+        loading._look_ahead()
+    assert iterator._inner.position.finished

@@ -247,11 +247,14 @@ class Feed:
         return batch
 
     def is_ready(self) -> bool:
-        """Whether a finished batch is there for `next`."""
+        """Whether `next` has nobody to wait for: a finished batch is there, or there are no more."""
         if self._epoch is None:
             return False
-        self._hear(0)
-        return self._finished() is not None
+        if self.crew:
+            self._hear(0)
+        if not self._table:
+            self._fill()
+        return not self._table or self._finished() is not None
 
     def make_here(self) -> bool:
         """Whether the next batches are in `made`: made just now in this process, as no worker is wanted."""

@@ -205,14 +205,15 @@ def offers(view: View, wishes: Wishes) -> tuple[list[Offer], list[Offer]]:
         view = replace(view, tried={**view.tried, ("loader", "elastic"): "not applicable"})
     made = [*_fed_and_computed(view), _augment_elsewhere(view), _transforms(view), _compile(view), _batch(view)]
     made.append(_pauses(view))
-    wanted, withheld = [], []
+    wanted: list[Offer] = []
+    withheld: list[Offer] = []
     for offer in made:
         if offer is None:
             continue
         fresh = [change for change in offer.changes if _is_new(change, view)]
         may = tuple(change for change in fresh if wishes.permits(change))
         may_not = tuple(change for change in fresh if not wishes.permits(change) and change.safety == "semantic")
-        if may and may[0].name != "learning_rate":
+        if may and may[0].name != "learning_rate" and may not in [there.changes for there in wanted]:
             wanted.append(replace(offer, changes=may))
         elif may_not:
             withheld.append(replace(offer, changes=may_not))

@@ -22,7 +22,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import starmap
 from typing import Any, Literal
 
 import numpy as np
@@ -36,7 +35,7 @@ COMPARED = 100
 MARGIN = 0.01
 EARLY, EARLY_MARGIN = 20, 0.05
 _FEW_PASSES = 3  # in a step; more are parts of a batch
-_REPEATS_APART = 3.0  # times what two runs of the same plan differ by, others may; of several pairs, Student's factor
+_REPEATS_APART = 3.0  # times what two runs of the same plan differ by, others may; with more of them, Student's factor
 
 Batches = list[tuple[Any, ...]]
 Standing = Literal["identical", "reseeded", "equivalent", "failed", "not proven"]
@@ -54,12 +53,8 @@ class Proof:
         return self.standing not in ("failed", "not proven")
 
 
-Pair = tuple[Run, Run]  # two runs of one plan
-
-
-def same_batches(before: Run, after: Run, pairs: Sequence[Pair] = ()) -> Proof:
-    """Whether the model gets the same samples, in the same order, and the same bytes; `pairs` show what a machine makes
-    of the same bytes."""
+def same_batches(before: Run, after: Run, repeats: Sequence[Run] = ()) -> Proof:
+    """Whether the model gets the same samples, in the same order, and the same bytes; `repeats` are `before` again."""
     broken = _not_whole(before, after)
     if broken is not None:
         return broken
@@ -76,13 +71,13 @@ def same_batches(before: Run, after: Run, pairs: Sequence[Pair] = ()) -> Proof:
     if batches < FEWEST_BATCHES * len(before.proof):
         return _unproven(f"only {batches} batches were seen, {FEWEST_BATCHES} are needed")
     if same_bytes:
-        return _with_losses(before, after, pairs, "identical", f"{batches} batches: the same bytes reach the model")
+        return _with_losses(before, after, repeats, "identical", f"{batches} batches: the same bytes reach the model")
     if not known:
         return Proof(standing="failed", text="other bytes reach the model, and which samples they are is not known")
     said = f"{batches} batches: the same samples in the same order, other random numbers in them"
     if shuffled:
         said += ", which so far went into the shuffles after the first epoch too"
-    return _with_losses(before, after, pairs, "reseeded", said)
+    return _with_losses(before, after, repeats, "reseeded", said)
 
 
 def _not_whole(before: Run, after: Run) -> Proof | None:
@@ -160,7 +155,7 @@ def _in_order(field: str, *ranks: Sequence[ProofStep]) -> list[list[Any]]:
     return [list(itertools.chain.from_iterable(getattr(step, field) for step in steps)) for steps in ranks]
 
 
-def _with_losses(before: Run, after: Run, pairs: Sequence[Pair], standing: Standing, said: str) -> Proof:
+def _with_losses(before: Run, after: Run, repeats: Sequence[Run], standing: Standing, said: str) -> Proof:
     """The same batches may still teach otherwise: weights that went stale, say."""
     a, b = _losses(before, after)
     if not len(a):
@@ -169,39 +164,43 @@ def _with_losses(before: Run, after: Run, pairs: Sequence[Pair], standing: Stand
         return Proof(standing="failed", text=f"{said}, but the loss is not finite any more")
     if np.array_equal(a, b, equal_nan=True):
         return Proof(standing=standing, text=f"{said}; {len(a)} losses equal to the last bit")
-    if standing == "identical" and _repeats_exactly(before, pairs):
+    steps, last = len(a), max(1, min(COMPARED, len(a) // 2))
+    alike = [losses[:steps] for _, losses in (_losses(before, run) for run in repeats) if len(losses) >= steps]
+    alike = [losses for losses in alike if np.isfinite(losses).all()]  # those that broke off, or broke, say nothing
+    if standing == "identical" and _repeats_exactly(before, alike):
         return Proof(standing="failed", text=f"{said}, but the losses are not equal to the last bit")
-    steps, last, early = len(a), max(1, min(COMPARED, len(a) // 2)), _early(a, b)
-    a, b = a[-last:], b[-last:]
-    low, high, scale = _interval(a, b)
-    margin, alone = MARGIN * scale, [_apart(pair, steps, last) for pair in pairs]
-    unsteady = max(alone, default=0.0) > margin or not all(is_steady(*pair) for pair in pairs)
-    if standing == "reseeded" or unsteady:  # other random numbers, or another order of adding
-        margin = max(_as_apart_as(alone or [margin]), EARLY_MARGIN * scale)
-    at_first = max(_as_apart_as([_early(*losses) for losses in starmap(_losses, pairs)]), EARLY_MARGIN)
-    if standing == "identical" and abs(early) > at_first:  # before anything can have grown
-        return Proof(standing="failed", text=f"{said}, but the loss is {early:+.1%} over the first {EARLY} steps")
-    apart = float((b - a).mean())
-    # Of the same bytes the loss itself has to lie within the margin; with other random numbers, its interval may.
-    off = not abs(apart) <= margin if standing == "identical" else low > margin or high < -margin
-    apart /= scale
-    if off:
-        off_by = f"the loss is {apart:+.1%} ({last} steps, margin {margin / scale:.0%})"
+    low, high, scale = _interval(a[-last:], b[-last:])
+    margin, alone = MARGIN * scale, _apart_alone(a, alike, slice(-last, None))
+    if standing == "reseeded" or alone > margin:  # other random numbers, or another order of adding
+        margin = max(alone, EARLY_MARGIN * scale)
+    early, scale_early = float((b - a)[:EARLY].mean()), max(float(np.abs(a[:EARLY]).mean()), 1e-12)
+    at_first = max(_apart_alone(a, alike, slice(EARLY)), EARLY_MARGIN * scale_early)
+    if standing == "identical" and not abs(early) <= at_first:  # before anything can have grown
+        off_by = f"the loss is {early / scale_early:+.1%} over the first {EARLY} steps"
         return Proof(standing="failed", text=f"{said}, but {off_by}")
-    return Proof(standing=standing, text=f"{said}; loss {apart:+.2%} over the last {last} steps")
+    apart = float((b - a)[-last:].mean())
+    # Of the same bytes the loss itself has to lie within the margin; with other random numbers, its interval may.
+    within = abs(apart) <= margin if standing == "identical" else low <= margin and high >= -margin
+    if not within:
+        off_by = f"the loss is {apart / scale:+.1%} ({last} steps, margin {margin / scale:.0%})"
+        return Proof(standing="failed", text=f"{said}, but {off_by}")
+    return Proof(standing=standing, text=f"{said}; loss {apart / scale:+.2%} over the last {last} steps")
 
 
-def _as_apart_as(alone: Sequence[float]) -> float:
-    """What two runs may differ by where so many pairs of the same plan differ by this much."""
-    times = STUDENT[min(len(alone), len(STUDENT) - 1)] if len(alone) > 1 else _REPEATS_APART
-    return times * float(np.sqrt(np.mean(np.square(alone)))) if alone else 0.0
+def _apart_alone(first: Floats, repeats: Sequence[Floats], part: slice) -> float:
+    """What two runs of one plan may differ by in a part of them, as so many show."""
+    if len(repeats) == 1:
+        return _REPEATS_APART * max(map(abs, _interval(first[part], repeats[0][part])[:2]))
+    means = [float(losses[part].mean()) for losses in (first, *repeats)]
+    return STUDENT[len(means) - 1] * math.sqrt(2) * float(np.std(means, ddof=1)) if repeats else 0.0
 
 
-def _repeats_exactly(before: Run, pairs: Sequence[Pair]) -> bool:
+def _repeats_exactly(before: Run, repeats: Sequence[Floats]) -> bool:
     """Whether the same plan gives the same losses to the last bit: as seen, or as a CPU is supposed to do."""
-    if not pairs:
+    if not repeats:
         return before.trace is not None and not before.case.on_gpu
-    return all(len(first) and np.array_equal(first, again, equal_nan=True) for first, again in starmap(_losses, pairs))
+    first = _losses(before, before)[0]
+    return all(np.array_equal(first[: len(again)], again, equal_nan=True) for again in repeats)
 
 
 def same_loss(before: Run, after: Run, repeat: Run | None = None, shaken: Sequence[Run] = ()) -> Proof:
@@ -285,18 +284,12 @@ def _made_by_rounding(before: Run, others: Sequence[Run], part: slice) -> tuple[
 
 def _margin(before: Run, repeat: Run | None, last: int, scale: float) -> tuple[float, str]:
     """What the loss may differ by, and in words: 1%, or what the last losses of two runs of the same plan differ by."""
-    noise = _apart((before, repeat), len(_losses(before, before)[0]), last) if repeat is not None else 0.0
-    if noise > MARGIN * scale:
-        return noise, f"{noise / scale:.1%}, what two runs of the same plan differ by"
+    if repeat is not None and len(_losses(before, repeat)[0]) >= len(_losses(before, before)[0]):
+        first, again = (losses[-last:] for losses in _losses(before, repeat))
+        noise = max(map(abs, _interval(first, again)[:2])) if len(first) else 0.0
+        if noise > MARGIN * scale:
+            return noise, f"{noise / scale:.1%}, what two runs of the same plan differ by"
     return MARGIN * scale, f"{MARGIN:.0%}"
-
-
-def _apart(pair: Pair, steps: int, last: int) -> float:
-    """What the last of so many losses differ by from run to run, at the most; none where one of the two broke off."""
-    first, again = _losses(*pair)
-    if not steps or len(first) < steps:
-        return 0.0
-    return max(map(abs, _interval(first[:steps][-last:], again[:steps][-last:])[:2]))
 
 
 def _unproven(text: str) -> Proof:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from flatout.plan import Change
 from flatout.remedy.candidates import all_in_words, in_words, with_changes
-from flatout.remedy.proof import FEWEST_LOSSES, Pair, Proof, is_steady, same_batches, same_loss
+from flatout.remedy.proof import FEWEST_LOSSES, Proof, is_steady, same_batches, same_loss
 from flatout.remedy.running import ProofRun, Run
 
 IDENTITY_STEPS = 60
@@ -67,7 +67,6 @@ class Proving:
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
         self._ahead: list[tuple[ProofRun, Run]] = []  # runs that are there before they are asked for
-        self._pairs: list[Pair] = []  # of them, those of one plan
 
     def prove(self, reseeded: tuple[Change, ...], identical: tuple[Change, ...], rounded: tuple[Change, ...]) -> None:
         """Everything that was kept, by its class."""
@@ -87,12 +86,12 @@ class Proving:
 
     def _same_batches(self, paired: Run, changes: tuple[Change, ...], needed: Sequence[str], steps: int) -> Run:
         """Whether the same batches reach the model; the run with what passed, to compare the next class with."""
-        pairs: list[Pair] = []
+        repeats: list[Run] = []
 
         def prove(run: Run) -> Proof:
-            proof = same_batches(paired, run, pairs)
+            proof = same_batches(paired, run, repeats)
             if proof.holds and proof.standing not in needed:
-                if pairs and same_batches(*pairs[0]).standing not in needed:
+                if repeats and same_batches(paired, repeats[0]).standing not in needed:
                     return Proof(standing="not proven", text="other bytes reach the model in every run, without it too")
                 return Proof(standing="failed", text=f"{proof.text}, where none should differ")
             return proof
@@ -105,7 +104,9 @@ class Proving:
         proof = prove(run)
         again = ProofRun(changes=paired.changes, steps=paired.asked)
         if not proof.holds and self._is_within_reach(again):
-            pairs += [(paired, self._run(ONCE_MORE, again)), *self._pairs]
+            repeats.append(self._run(ONCE_MORE, again))
+            while self._is_ahead(again):
+                repeats.append(self._run(ONCE_MORE, again))
             proof = prove(run)
         if proof.holds or len(changes) == 1:
             self._bench.proven(changes, proof)
@@ -164,13 +165,14 @@ class Proving:
         if paired is None:
             self._run_ahead(wanted)
             return
-        room, if_sensitive = self._bench.room, [*wanted[:-2], *_shaken(paired)]
+        room, if_sensitive = self._bench.room, [*wanted[:-2], *wanted[:-2], *_shaken(paired)]
         every = [paired, paired, wanted[-1], *wanted[:-2]]
         if self._bench.shakes_ahead and len(every) + len(if_sensitive) <= room:
             self._run_ahead([*every, *if_sensitive])
             return
         self._run_ahead(every[:room])
-        sensitive = self._pairs and not is_steady(*self._pairs[0])
+        both = [run for there, run in self._ahead if there == paired]
+        sensitive = len(both) > 1 and not is_steady(*both) and self._bench.has_time()
         self._run_ahead([*every[room:], *(if_sensitive if sensitive else ())])
 
     def _run_ahead(self, wanted: Sequence[ProofRun]) -> None:
@@ -178,9 +180,7 @@ class Proving:
         room = self._bench.room
         for some in (wanted[place : place + room] for place in range(0, len(wanted), room)):
             if len(some) > 1:
-                runs = self._bench.prove_with_all(some)
-                self._ahead += zip(some, runs, strict=True)
-                self._pairs += [(runs[0], runs[1])] if some[0] == some[1] else []
+                self._ahead += zip(some, self._bench.prove_with_all(some), strict=True)
 
     def _is_ahead(self, wanted: ProofRun) -> bool:
         return any(there == wanted for there, _ in self._ahead)

@@ -164,9 +164,8 @@ def gain_of_rarer_pauses(before: Sequence[Speed], after: Sequence[Speed], noise:
 
 
 def _unsure(before: Sequence[Speed], after: Sequence[Speed], noise: Noise) -> float:
-    """Half the width of the 95% interval of the logarithm of a gain. What a plan's runs differ by has the noise of
-    their steps in it; of a plan that ran once, the steps have to say."""
-    within = sum(runs[0].sd ** 2 for runs in (before, after) if len(runs) == 1)
+    """Half the width of the 95% interval of the logarithm of a gain."""
+    within = sum(sum(run.sd**2 for run in runs) / len(runs) ** 2 for runs in (before, after))
     between = sum(noise.sd**2 / len(runs) for runs in (before, after))
     return math.hypot(_SIGMAS * math.sqrt(within), noise.sigmas * math.sqrt(between))
 

@@ -55,19 +55,6 @@ def test_a_third_more_is_a_gain_though_two_runs_as_it_was_are_a_seventh_apart() 
     assert gain([ran(447.0)], [ran(592.0)], noise_between_runs([])).low > 1.15  # nothing seen yet: a usual machine
 
 
-def test_what_repeats_differ_by_has_the_noise_of_their_steps_in_it() -> None:
-    """`stock` on an H200: forty workers deliver in bursts, so that steps say ±70% of a run, and runs differ by ±14%."""
-
-    def ran(value: float, sd: float) -> Speed:
-        return Speed(value=value, with_pauses=value, sd=sd, steps=150)
-
-    kept, larger = [ran(68_500.0, 0.02), ran(70_000.0, 0.02)], [ran(116_000.0, 0.36), ran(95_000.0, 0.3)]
-    once = gain(kept[:1], larger[:1], noise_between_runs([]))
-    twice = gain(kept, larger, noise_between_runs([kept, larger]))
-    assert once.low < 1
-    assert 1.1 < twice.low < twice.value < 1.6
-
-
 def epoch_of(steps: int, evaluation_ms: float, *, elastic: bool = False) -> Trace:
     """Steps of 10 ms as a recorder writes them down, and an evaluation at the end."""
     thinner, raw, windows = StepThinner(), [], []

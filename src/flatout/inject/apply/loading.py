@@ -10,9 +10,9 @@ All of it sits on the classes, so that earlier imports, subclasses and isinstanc
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -60,7 +60,6 @@ class Loading:
             self._passes()
         if wanted("device_prefetch"):
             _answer_with_copies()
-            register_optimizer_step_post_hook(_look_ahead)
         if wanted("gpu_transforms") and not wanted("loader"):
             self._ledger.refused("gpu_transforms", "needs the elastic loader in the same plan")
         if wanted("gpu_transforms") and wanted("compile"):
@@ -337,12 +336,19 @@ def _target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | Non
 _latest: weakref.ref[_Ahead] | None = None  # whoever handed out the last batch
 
 
+@functools.cache
+def _look_ahead_after_steps() -> None:
+    """Once, and late: whoever times steps is there already, and what is fetched is none of the optimizer's time."""
+    register_optimizer_step_post_hook(_look_ahead)
+
+
 def _look_ahead(*_: Any) -> None:
     """An optimizer has stepped: the card is still at work, and fetching the next batch now costs it nothing."""
-    ahead = _latest() if _latest is not None else None
-    if ahead is None or ahead.thread != get_ident() or torch.cuda.is_current_stream_capturing():
+    if torch.compiler.is_compiling():
         return
-    with contextlib.suppress(Exception):  # it is raised again where the script can see it
+    ahead = _latest() if _latest is not None else None
+    ours = ahead is not None and ahead.asked_by == (os.getpid(), get_ident())
+    if ahead is not None and ours and not torch.cuda.is_current_stream_capturing():
         ahead.look()
 
 
@@ -364,8 +370,9 @@ class _Ahead(stock._BaseDataLoaderIter):
         self._next: Any = None
         self._since_step = 0  # batches
         self._one_a_step = False
-        self.thread = 0
+        self.asked_by = (0, 0)  # process and thread
         self._copying: deque[tuple[Any, Any]] = deque()  # host batches that must stay until their copy is over
+        _look_ahead_after_steps()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_inner"], name)
@@ -380,7 +387,7 @@ class _Ahead(stock._BaseDataLoaderIter):
 
     def _next_data(self) -> Any:
         global _latest
-        _latest, self.thread = weakref.ref(self), get_ident()
+        _latest, self.asked_by = weakref.ref(self), (os.getpid(), get_ident())
         later = self._one_a_step and not self._since_step and self._next is not None
         self._since_step += 1
         batch = self._next if self._next is not None else self._fetch()
@@ -400,14 +407,22 @@ class _Ahead(stock._BaseDataLoaderIter):
             return
         if self._since_step:
             self._one_a_step, self._since_step = self._since_step == 1, 0
-        if self._next is None and self._inner.is_ready():
-            self._next = self._fetch()
+        if self._next is not None:
+            return
+        try:
+            ready = self._inner.is_ready()
+        except Exception as problem:  # raised when it is its turn
+            self._next = problem
+        else:
+            self._next = self._fetch() if ready else None
 
     def _fetch(self) -> Any:
         """The next batch, its copy begun; or the exception that comes instead, for its turn."""
         try:
             batch = _stock_next(self._inner)
-        except Exception as problem:  # the end, or the script's own: raised when it is its turn
+        except StopIteration:
+            return StopIteration()  # one that does not know this frame, and so keep us and the workers
+        except Exception as problem:  # the script's own: raised when it is its turn
             return problem
         try:
             self._copy(batch)
