@@ -240,21 +240,32 @@ class Launcher:
         return recorded(tuple(changes), code, time.monotonic() - start_s, folder, asked=steps)
 
     def side_by_side(self, wanted: Sequence[ProofRun], *, timeout_s: float) -> list[Run]:
-        def start(one: ProofRun) -> Run:
-            return self(one.changes, steps=one.steps, timeout_s=timeout_s, fingerprints=True, shaken=one.shaken)
+        under_way: set[int] = set()
+        over = threading.Event()
+
+        def start(one: ProofRun) -> Run | None:
+            me = threading.get_ident()
+            under_way.add(me)
+            try:
+                if over.is_set():
+                    return None
+                return self(one.changes, steps=one.steps, timeout_s=timeout_s, fingerprints=True, shaken=one.shaken)
+            finally:
+                under_way.discard(me)
 
         with ThreadPoolExecutor(len(wanted)) as pool, _heard_as_ctrl_c():
-            runs = [pool.submit(start, one) for one in wanted]
             try:
+                runs = [pool.submit(start, one) for one in wanted]
                 while not all(run.done() for run in runs):
                     wait(runs, timeout=0.2)  # and no longer: a signal is heard in between
             except KeyboardInterrupt:
-                while not all(run.done() or run.cancel() for run in runs):
+                over.set()  # whichever of them has not begun does not
+                while under_way:
                     for folder in self._folder.iterdir():  # one may only be starting: then the next round ends it
                         launch.end(folder)
-                    wait(runs, timeout=0.2)
+                    time.sleep(0.2)
                 raise
-            return [run.result() for run in runs]
+            return [run for run in (run.result() for run in runs) if run is not None]
 
 
 @contextlib.contextmanager
