@@ -104,6 +104,8 @@ class Proving:
         proof = prove(run)
         again = ProofRun(changes=paired.changes, steps=paired.asked)
         if not proof.holds and self._is_within_reach(again):
+            if not self._is_ahead(again):
+                self._run_ahead([again, again])
             repeats.append(self._run(ONCE_MORE, again))
             while self._is_ahead(again):
                 repeats.append(self._run(ONCE_MORE, again))
@@ -120,8 +122,8 @@ class Proving:
     def _same_loss(self, paired: Run, changes: tuple[Change, ...]) -> None:
         same = paired.changes
 
-        def wanted(some: tuple[Change, ...] = (), shaken: int = 0) -> ProofRun:
-            return ProofRun(changes=with_changes(same, some), steps=PARITY_STEPS, shaken=shaken)
+        def wanted(some: tuple[Change, ...] = ()) -> ProofRun:
+            return ProofRun(changes=with_changes(same, some), steps=PARITY_STEPS)
 
         if paired.asked < PARITY_STEPS:  # something was let go on the way here
             paired = self._run(WITHOUT, wanted())
@@ -165,15 +167,14 @@ class Proving:
         if paired is None:
             self._run_ahead(wanted)
             return
-        room, if_sensitive = self._bench.room, [*wanted[:-2], *wanted[:-2], *_shaken(paired)]
-        every = [paired, paired, wanted[-1], *wanted[:-2]]
-        if self._bench.shakes_ahead and len(every) + len(if_sensitive) <= room:
-            self._run_ahead([*every, *if_sensitive])
+        room, every, shaken = self._bench.room, [paired, paired, wanted[-1], *wanted[:-2]], _shaken(paired)
+        if self._bench.shakes_ahead and len(every) + len(shaken) <= room:
+            self._run_ahead([*every, *shaken])
             return
         self._run_ahead(every[:room])
         both = [run for there, run in self._ahead if there == paired]
         sensitive = len(both) > 1 and not is_steady(*both) and self._bench.has_time()
-        self._run_ahead([*every[room:], *(if_sensitive if sensitive else ())])
+        self._run_ahead([*every[room:], *((*wanted[:-2], *wanted[:-2], *shaken) if sensitive else ())])
 
     def _run_ahead(self, wanted: Sequence[ProofRun]) -> None:
         """As many at once as there is room for; `_run` finds them."""

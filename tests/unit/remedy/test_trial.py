@@ -425,6 +425,17 @@ def test_four_minutes_do_for_a_large_step_that_is_compiled_and_hard_to_prove() -
     ]
 
 
+def test_with_room_what_a_sensitive_training_needs_goes_along_with_the_rest() -> None:
+    """It saves a start; what only a proof that fails needs does not, and comes when it is asked for."""
+    world = captcha()
+    world.facts |= {"memory_reserved_bytes": 4 << 30}
+    found = fix(world, ALL, budget_s=240)
+    proofs = [trial.what for trial in found.trials if trial.speed is None]
+    assert proofs[0] == "proof: 6 runs side by side"
+    assert proofs[1:] in ([], ["proof: 2 runs side by side"])
+    assert {"device_prefetch", "precision"} <= set(kept(found))
+
+
 def test_where_there_is_no_time_for_both_what_promises_most_is_tried() -> None:
     """GIVEN too little for a batch and for compiling THEN it is compiled, though that has the later turn."""
     found = fix(captcha(), ALL, budget_s=195)
