@@ -94,7 +94,8 @@ def _try(words: list[str], options: Options, trial: Trial, environment: dict[str
     if trial.seed is not None:
         environment.setdefault("PYTHONHASHSEED", str(trial.seed % (1 << 32)))
     if trial.protect is not None:
-        box = sandbox.sandbox_for(words, trial.protect, options.folder)
+        ours = [path for path in (options.folder, trial.leads, trial.follows) if path is not None]
+        box = sandbox.sandbox_for(words, trial.protect, ours)
         within = sandbox.overlaid(words, box)
         environment |= sandbox.environment(box, redirected=within is None)
         if within is None:

@@ -54,8 +54,9 @@ class Sandbox:
         return cls(**json.loads(text))
 
 
-def sandbox_for(command: Sequence[str], scratch: Path, trace: Path) -> Sandbox:
-    """What to keep a command from writing to: all of the user's folders. Caches stay: they change no result."""
+def sandbox_for(command: Sequence[str], scratch: Path, ours: Sequence[Path]) -> Sandbox:
+    """What to keep a command from writing to: all of the user's folders but `ours`. Caches stay: they change no
+    result."""
     named = [Path(word.partition("=")[2] or word) for word in command]
     near = [Path.cwd(), *(path if path.is_dir() else path.parent for path in named if path.is_absolute())]
     tops = [
@@ -66,7 +67,7 @@ def sandbox_for(command: Sequence[str], scratch: Path, trace: Path) -> Sandbox:
     caches = [os.environ.get("XDG_CACHE_HOME") or home / ".cache", home / ".triton", home / ".nv"]
     with contextlib.suppress(OSError):  # the first trial that compiles spares the others that time
         _compiled().mkdir(mode=0o700, parents=True, exist_ok=True)
-    keep = [trace, *(Path(path) for path in (*caches, _compiled()) if Path(path).is_dir())]
+    keep = [*ours, *(Path(path) for path in (*caches, _compiled()) if Path(path).is_dir())]
     return Sandbox(
         scratch=str(scratch.resolve()),
         cover=tuple(str(path) for path in cover if not any(other in path.parents for other in cover)),

@@ -1,7 +1,8 @@
 """What reached the model, step by step: the run of a proof, which is not timed.
 
     loaders ── the indices of each training batch     roots ── a checksum of each tensor, made where it is
-    backward ── the loss                              ──► proof-<rank>.jsonl, a line a step, when the run ends
+    backward ── the loss                              weights ── how they moved, beside another run's
+                                                      ──► proof-<rank>.jsonl, a line a step, when the run ends
 
 A checksum is a sum over all 8-byte words, each times an odd number that depends on its place, modulo 2^64: integers,
 so it comes out the same on any device and in any order of adding, and says so when two words change places.
@@ -21,10 +22,11 @@ import torch
 import torch.utils.data.dataloader as stock
 
 from flatout.inject.ceiling import tensors_in
+from flatout.inject.weights import Moved
+from flatout.sense.roots import Alive
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 _MASK = (1 << 64) - 1
-_ROUNDING = 2**-9
 
 
 class Proof:
@@ -33,6 +35,7 @@ class Proof:
     def __init__(self) -> None:
         self._steps: list[dict[str, Any]] = []
         self._open = _step()
+        self.roots = Alive()  # the modules that tell of themselves
 
     def install(self) -> None:
         """Watch loaders and losses (root modules tell `inputs` themselves)."""
@@ -69,9 +72,9 @@ class Proof:
         """These reach a root module in training."""
         self._open["inputs"] += [checksum(tensor) for tensor in tensors_in([args, kwargs])]
 
-    def step_ended(self) -> None:
+    def step_ended(self, moved: Moved | None) -> None:
         """A training step is over."""
-        self._steps.append(self._open)
+        self._steps.append({**self._open, "moved": moved})
         self._open = _step()
 
     def write(self, path: Path) -> None:
@@ -86,17 +89,9 @@ class Proof:
                     "begins": step["begins"],
                     "loss": sum(losses) / len(losses) if losses else None,
                     "losses": losses,
+                    "moved": step["moved"],
                 }
                 file.write(json.dumps(line, default=str) + "\n")
-
-
-@torch.no_grad()
-def shake(optimizer: Any, number: int) -> None:
-    """Change all weights by about as much as bfloat16 would round them, differently for each number."""
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        random = torch.Generator(parameter.device).manual_seed(number)
-        noise = torch.randn(parameter.shape, generator=random, device=parameter.device, dtype=torch.float32)
-        parameter.mul_((1 + _ROUNDING * noise).to(parameter.dtype))
 
 
 def checksum(tensor: Any) -> Any:

@@ -150,10 +150,6 @@ class Session(Listener):
         if self._writer is None:
             self._first_step_s = time.monotonic()
             self._as_ours(self._open_trace)
-            if self._options.trial is not None and self._options.trial.shaken:
-                from flatout.inject.proof import shake  # seldom wanted
-
-                shake(optimizer, self._options.trial.shaken)
         elif self._writer.error is not None:
             raise TraceError(self._writer.error)
         if steps >= self._facts_at_step:

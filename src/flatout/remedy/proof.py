@@ -6,19 +6,18 @@ reseeded     the same samples in the same order; the bytes differ by the random 
              were drawn in the training process, they went into the shuffle of the next pass too: then the first pass
              has the same order, and the later ones are shuffles of the same
 equivalent   paired runs, same seed and data: the mean difference of the loss over the last 100 of at least 200 steps
-             lies within a margin, and a bootstrap over blocks is sure of it. The margin is 1% of the loss, or what
-             two runs of the same plan differ by where that is more. A loss that is lower by more is no proof either:
-             the same mathematics does not learn better. Some trainings make a 30% other loss of any rounding, and of
-             the order in which a card adds: of them the first steps have to agree, and the last to lie within what
-             runs with weights shaken that little come to.
+             lies within 1% of it, and a bootstrap over blocks is sure of that; and the weights come as far, in the
+             same direction. A loss that is lower by more is no proof either: the same mathematics does not learn
+             better.
 
+Every ten steps the one run goes on from the weights of the other. Left to themselves, some trainings make a 30% other
+loss of any rounding, and of the order in which a card adds: no proof could be had of them, or anything would pass.
 Runs that are too short prove nothing, and say so.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,16 +25,18 @@ from typing import Any, Literal
 
 import numpy as np
 
-from flatout.diagnose.resample import INTERVAL, STUDENT, Floats, resampled_means
-from flatout.remedy.running import ProofStep, Run
+from flatout.diagnose.resample import INTERVAL, Floats, resampled_means
+from flatout.remedy.running import Moved, ProofStep, Run
 
 FEWEST_BATCHES = 20
 FEWEST_LOSSES = 200
 COMPARED = 100
-MARGIN = 0.01
-EARLY, EARLY_MARGIN = 20, 0.05
+MARGIN, RESEEDED_MARGIN = 0.01, 0.05  # of the loss
+AS_FAR, RESEEDED_AS_FAR = 1.05, 2.0  # times the way that weights come, or one such part of it
+SAME_WAY = 0.8  # a cosine; other random numbers in the model (dropout, compiled) alone may make 0.9 of it
+_FEWEST_MOVES = 4
 _FEW_PASSES = 3  # in a step; more are parts of a batch
-_REPEATS_APART = 3.0  # times what two runs of the same plan differ by, others may; with more of them, Student's factor
+_REPEATS_APART = 3.0  # times what two runs of the same plan differ by, others may
 
 Batches = list[tuple[Any, ...]]
 Standing = Literal["identical", "reseeded", "equivalent", "failed", "not proven"]
@@ -53,8 +54,8 @@ class Proof:
         return self.standing not in ("failed", "not proven")
 
 
-def same_batches(before: Run, after: Run, repeats: Sequence[Run] = ()) -> Proof:
-    """Whether the model gets the same samples, in the same order, and the same bytes; `repeats` are `before` again."""
+def same_batches(before: Run, after: Run, repeat: Run | None = None) -> Proof:
+    """Whether the model gets the same samples, in the same order, the same bytes; `repeat` is `before` once more."""
     broken = _not_whole(before, after)
     if broken is not None:
         return broken
@@ -71,13 +72,13 @@ def same_batches(before: Run, after: Run, repeats: Sequence[Run] = ()) -> Proof:
     if batches < FEWEST_BATCHES * len(before.proof):
         return _unproven(f"only {batches} batches were seen, {FEWEST_BATCHES} are needed")
     if same_bytes:
-        return _with_losses(before, after, repeats, "identical", f"{batches} batches: the same bytes reach the model")
+        return _with_losses(before, after, repeat, "identical", f"{batches} batches: the same bytes reach the model")
     if not known:
         return Proof(standing="failed", text="other bytes reach the model, and which samples they are is not known")
     said = f"{batches} batches: the same samples in the same order, other random numbers in them"
     if shuffled:
         said += ", which so far went into the shuffles after the first epoch too"
-    return _with_losses(before, after, repeats, "reseeded", said)
+    return _with_losses(before, after, repeat, "reseeded", said)
 
 
 def _not_whole(before: Run, after: Run) -> Proof | None:
@@ -155,29 +156,26 @@ def _in_order(field: str, *ranks: Sequence[ProofStep]) -> list[list[Any]]:
     return [list(itertools.chain.from_iterable(getattr(step, field) for step in steps)) for steps in ranks]
 
 
-def _with_losses(before: Run, after: Run, repeats: Sequence[Run], standing: Standing, said: str) -> Proof:
+def _with_losses(before: Run, after: Run, repeat: Run | None, standing: Standing, said: str) -> Proof:
     """The same batches may still teach otherwise: weights that went stale, say."""
     a, b = _losses(before, after)
-    if not len(a):
-        return Proof(standing=standing, text=f"{said}; no loss was seen")
+    moved = _moved(before, after)
     if not np.isfinite(b[np.isfinite(a)]).all():
         return Proof(standing="failed", text=f"{said}, but the loss is not finite any more")
+    if moved is not None and not moved.as_far(RESEEDED_AS_FAR if standing == "reseeded" else AS_FAR):
+        return Proof(standing="failed", text=f"{said}, but {_in_words(moved)}")
+    if not len(a):
+        return Proof(standing=standing, text=f"{said}; no loss was seen")
     if np.array_equal(a, b, equal_nan=True):
         return Proof(standing=standing, text=f"{said}; {len(a)} losses equal to the last bit")
-    steps, last = len(a), max(1, min(COMPARED, len(a) // 2))
-    alike = [losses[:steps] for _, losses in (_losses(before, run) for run in repeats) if len(losses) >= steps]
-    alike = [losses for losses in alike if np.isfinite(losses).all()]  # those that broke off, or broke, say nothing
-    if standing == "identical" and _repeats_exactly(before, alike):
+    again = _losses(before, repeat)[1][: len(a)] if repeat is not None else a[:0]
+    again = again if len(again) == len(a) and np.isfinite(again).all() else a[:0]  # one that broke says nothing
+    if standing == "identical" and _repeats_exactly(before, a, again):
         return Proof(standing="failed", text=f"{said}, but the losses are not equal to the last bit")
+    last = max(1, min(COMPARED, len(a) // 2))
     low, high, scale = _interval(a[-last:], b[-last:])
-    margin, alone = MARGIN * scale, _apart_alone(a, alike, slice(-last, None))
-    if standing == "reseeded" or alone > margin:  # other random numbers, or another order of adding
-        margin = max(alone, EARLY_MARGIN * scale)
-    early, scale_early = float((b - a)[:EARLY].mean()), max(float(np.abs(a[:EARLY]).mean()), 1e-12)
-    at_first = max(_apart_alone(a, alike, slice(EARLY)), EARLY_MARGIN * scale_early)
-    if standing == "identical" and not abs(early) <= at_first:  # before anything can have grown
-        off_by = f"the loss is {early / scale_early:+.1%} over the first {EARLY} steps"
-        return Proof(standing="failed", text=f"{said}, but {off_by}")
+    alone = _REPEATS_APART * abs(float((again - a)[-last:].mean())) if len(again) else 0.0
+    margin = max(alone, (RESEEDED_MARGIN if standing == "reseeded" else MARGIN) * scale)
     apart = float((b - a)[-last:].mean())
     # Of the same bytes the loss itself has to lie within the margin; with other random numbers, its interval may.
     within = abs(apart) <= margin if standing == "identical" else low <= margin and high >= -margin
@@ -187,38 +185,26 @@ def _with_losses(before: Run, after: Run, repeats: Sequence[Run], standing: Stan
     return Proof(standing=standing, text=f"{said}; loss {apart / scale:+.2%} over the last {last} steps")
 
 
-def _apart_alone(first: Floats, repeats: Sequence[Floats], part: slice) -> float:
-    """What two runs of one plan may differ by in a part of them, as so many show."""
-    if len(repeats) == 1:
-        return _REPEATS_APART * max(map(abs, _interval(first[part], repeats[0][part])[:2]))
-    means = [float(losses[part].mean()) for losses in (first, *repeats)]
-    return STUDENT[len(means) - 1] * math.sqrt(2) * float(np.std(means, ddof=1)) if repeats else 0.0
-
-
-def _repeats_exactly(before: Run, repeats: Sequence[Floats]) -> bool:
+def _repeats_exactly(before: Run, first: Floats, again: Floats) -> bool:
     """Whether the same plan gives the same losses to the last bit: as seen, or as a CPU is supposed to do."""
-    if not repeats:
+    if not len(again):
         return before.trace is not None and not before.case.on_gpu
-    first = _losses(before, before)[0]
-    return all(np.array_equal(first[: len(again)], again, equal_nan=True) for again in repeats)
+    return np.array_equal(first, again, equal_nan=True)
 
 
-def same_loss(before: Run, after: Run, repeat: Run | None = None, shaken: Sequence[Run] = ()) -> Proof:
-    """Whether the loss goes the same way. `repeat` is `before` once more; `shaken` are that with other rounding.
+def same_loss(before: Run, after: Run) -> Proof:
+    """Whether the loss goes the same way, and the weights with it.
 
     The loss of a step is the mean of its backward passes. Where it has a few, such as a critic's and a generator's,
     none of them may have failed either: errors that go opposite ways have no mean.
     """
-    proof = _same_loss(before, after, repeat, shaken)
-    runs = (before, after, *shaken, *((repeat,) if repeat is not None else ()))
-    counts = {len(step.losses) for run in runs for rank in run.proof for step in rank}
+    proof = _same_loss(before, after)
+    counts = {len(step.losses) for run in (before, after) for rank in run.proof for step in rank}
     several = min(counts, default=0) if len(counts) == 1 else 0
     if not proof.holds or not 1 < several <= _FEW_PASSES:
         return proof
     for place in range(several):
-        ours, theirs, *others = (_of_pass(run, place) for run in runs)
-        again = others.pop() if repeat is not None else None
-        alone = _same_loss(ours, theirs, again, others)
+        alone = _same_loss(_of_pass(before, place), _of_pass(after, place))
         if alone.standing == "failed":
             return Proof(standing="failed", text=f"backward pass {place + 1} of each step: {alone.text}")
     return proof
@@ -230,7 +216,7 @@ def _of_pass(run: Run, place: int) -> Run:
     return replace(run, proof=tuple(ranks))
 
 
-def _same_loss(before: Run, after: Run, repeat: Run | None, shaken: Sequence[Run]) -> Proof:
+def _same_loss(before: Run, after: Run) -> Proof:
     broken = _not_whole(before, after)
     if broken is not None:
         return broken
@@ -243,53 +229,26 @@ def _same_loss(before: Run, after: Run, repeat: Run | None, shaken: Sequence[Run
     if not np.isfinite(b[np.isfinite(a)]).all():
         return Proof(standing="failed", text="the loss is not finite any more")
     low, high, scale = _interval(a[-COMPARED:], b[-COMPARED:])
-    apart = float((b - a)[-COMPARED:].mean())
-    margin, whose = _margin(before, repeat, COMPARED, scale)
+    apart, margin, moved = float((b - a)[-COMPARED:].mean()), MARGIN * scale, _moved(before, after)
     said = f"loss {apart / scale:+.2%} ({low / scale:+.2%} to {high / scale:+.2%}) over the last {COMPARED} steps"
-    others = (*shaken, *((repeat,) if repeat is not None else ()))
-    usual, sensitive = _made_by_rounding(before, others, slice(-COMPARED, None))
-    if sensitive > margin:
-        early = _early(a, b)
-        said += f" (rounding alone makes ±{sensitive / scale:.0%}), {early:+.2%} over the first {EARLY}"
-        usual_early, sensitive_early = _made_by_rounding(before, others, slice(EARLY))
-        if abs(early) > EARLY_MARGIN and abs(float(b[:EARLY].mean()) - usual_early) > sensitive_early:
-            return Proof(standing="failed", text=said)
-        within = abs(float(b[-COMPARED:].mean()) - usual) < sensitive
-        return Proof(standing="equivalent", text=said) if within else _unproven(said)
-    said += f", margin {whose}"
-    if -margin < low and high < margin:
-        return Proof(standing="equivalent", text=said)
-    if low > margin or high < -margin:
+    said += f", margin {MARGIN:.0%}" + (f"; {_in_words(moved)}" if moved is not None else "")
+    if low > margin or high < -margin or (moved is not None and not moved.as_far(AS_FAR)):
         return Proof(standing="failed", text=said)
-    return _unproven(said)
+    within = -margin < low and high < margin and (moved is None or moved.direction >= SAME_WAY)
+    return Proof(standing="equivalent", text=said) if within else _unproven(said)
 
 
-def is_steady(before: Run, repeat: Run) -> bool:
-    """Whether a run of the same plan again comes to the same loss, within the margin."""
-    a = _losses(before, repeat)[0][-COMPARED:]
-    scale = max(float(np.abs(a).mean()), 1e-12) if len(a) else 1.0
-    return _margin(before, repeat, COMPARED, scale)[0] <= MARGIN * scale
+def _moved(before: Run, after: Run) -> Moved | None:
+    """How the weights of the first rank went beside those it followed, typically; None where it did not."""
+    moves = [there.moved for _, there in _steps(before, after) if there.moved is not None]
+    if len(moves) < _FEWEST_MOVES:
+        return None
+    length, direction = np.median(np.asarray(moves), axis=0)
+    return Moved(length=float(length), direction=float(direction))
 
 
-def _made_by_rounding(before: Run, others: Sequence[Run], part: slice) -> tuple[float, float]:
-    """The mean loss that one more run may have in a part of it, of which these and `before` are examples: a prediction
-    interval, by its middle and half its width."""
-    examples = [run for run in (before, *others) if len(_losses(before, run)[1]) >= FEWEST_LOSSES]
-    if len(examples) < 3:
-        return 0.0, 0.0
-    means = [float(_losses(before, run)[1][part].mean()) for run in examples]
-    width = STUDENT[len(means) - 1] * float(np.std(means, ddof=1)) * math.sqrt(1 + 1 / len(means))
-    return float(np.mean(means)), width
-
-
-def _margin(before: Run, repeat: Run | None, last: int, scale: float) -> tuple[float, str]:
-    """What the loss may differ by, and in words: 1%, or what the last losses of two runs of the same plan differ by."""
-    if repeat is not None and len(_losses(before, repeat)[0]) >= len(_losses(before, before)[0]):
-        first, again = (losses[-last:] for losses in _losses(before, repeat))
-        noise = max(map(abs, _interval(first, again)[:2])) if len(first) else 0.0
-        if noise > MARGIN * scale:
-            return noise, f"{noise / scale:.1%}, what two runs of the same plan differ by"
-    return MARGIN * scale, f"{MARGIN:.0%}"
+def _in_words(moved: Moved) -> str:
+    return f"weights move {moved.length:.2f} as far, {moved.direction:.2f} in the same direction"
 
 
 def _unproven(text: str) -> Proof:
@@ -311,11 +270,6 @@ def _interval(a: Floats, b: Floats) -> tuple[float, float, float]:
     """Of the mean difference, and the size of the loss it is measured against."""
     low, high = np.percentile(resampled_means(b - a), INTERVAL)
     return float(low), float(high), max(float(np.abs(a).mean()), 1e-12)
-
-
-def _early(a: Floats, b: Floats) -> float:
-    """How far apart the first losses are, as a share."""
-    return float((b - a)[:EARLY].mean()) / max(float(np.abs(a[:EARLY]).mean()), 1e-12)
 
 
 def _first_difference(a: Sequence[Any], b: Sequence[Any]) -> int | None:

@@ -1,10 +1,10 @@
 """The runs a proof takes, class by class, each on top of the one before: what is compared differs in nothing else.
 
-    the command as it was ─► + reseeded ─► + identical ─► + equivalent
+    the command as it was ─► + reseeded ─┬─► + identical
+                                         └─► + identical + equivalent
 
-Nobody times them, so they go side by side as far as there is room. Where the loss differs by more than it may, the plan
-without the change runs again: what the machine alone does. If that is much too, the training is a sensitive one, and
-runs whose weights were shaken by as much as half precision rounds say what rounding alone makes of its loss.
+Each follows the one that it is compared with: every few steps it goes on from that one's weights (inject/weights.py).
+Nobody times them, so they go side by side as far as there is room.
 """
 
 from __future__ import annotations
@@ -12,40 +12,32 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from flatout.plan import Change
 from flatout.remedy.candidates import all_in_words, in_words, with_changes
-from flatout.remedy.proof import FEWEST_LOSSES, Proof, is_steady, same_batches, same_loss
+from flatout.remedy.proof import FEWEST_LOSSES, Proof, same_batches, same_loss
 from flatout.remedy.running import ProofRun, Run
 
 IDENTITY_STEPS = 60
 PARITY_STEPS = FEWEST_LOSSES + 20
-SHAKEN_RUNS = 2
-SHAKEN = "without it, weights shaken a little: what rounding alone does"
+AS_IT_WAS = "the command as it was"
 WITHOUT = "without it"
 ONCE_MORE = "without it once more: what the machine alone does"
+
+Changes = tuple[Change, ...]
 
 
 class Bench(Protocol):
     """Where the runs of a proof are made."""
 
-    def prove_with(self, what: str, wanted: ProofRun) -> Run:
-        """One run."""
-        ...
-
-    def prove_with_all(self, wanted: Sequence[ProofRun]) -> list[Run]:
-        """Several at once."""
+    def prove_with(self, what: str, wanted: Sequence[ProofRun]) -> list[Run]:
+        """Runs, side by side."""
         ...
 
     @property
     def room(self) -> int:
         """How many can go side by side."""
-        ...
-
-    @property
-    def shakes_ahead(self) -> bool:
-        """Whether those of a sensitive training go along before it is known to be one."""
         ...
 
     def has_time(self) -> bool:
@@ -61,141 +53,128 @@ class Bench(Protocol):
         ...
 
 
+class Led(NamedTuple):
+    """What others are compared with, and follow."""
+
+    wanted: ProofRun
+    run: Run
+
+
 class Proving:
     """A proof under way."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
         self._ahead: list[tuple[ProofRun, Run]] = []  # runs that are there before they are asked for
+        self._leaders = itertools.count(1)
 
-    def prove(self, reseeded: tuple[Change, ...], identical: tuple[Change, ...], rounded: tuple[Change, ...]) -> None:
+    def prove(self, reseeded: Changes, identical: Changes, rounded: Changes) -> None:
         """Everything that was kept, by its class."""
-        plans = [plan for plan in (reseeded, identical, rounded) if plan]
-        every = [(), *itertools.accumulate(plans, with_changes)]
-        long = 2 if rounded else 0  # the last two are compared by their losses
-        steps = [PARITY_STEPS if place >= len(every) - long else IDENTITY_STEPS for place in range(len(every))]
-        wanted = [ProofRun(changes=plan, steps=count) for plan, count in zip(every, steps, strict=True)]
-        self._run_all_ahead(wanted, paired=wanted[-2] if rounded else None)
-        paired = self._run("the command as it was", wanted[0])
+        long = PARITY_STEPS if rounded else IDENTITY_STEPS  # of what other rounding is compared with
+        plain = self._leader((), IDENTITY_STEPS if reseeded else long)
+        fed = self._leader(reseeded, long, follows=plain.leads) if reseeded else plain
+        every = [plain, *([fed] if reseeded else [])]
+        every += [_on_top(fed, identical, IDENTITY_STEPS)] if identical else []
+        every += [_on_top(fed, (*identical, *rounded), PARITY_STEPS)] if rounded else []
+        self._run_ahead(every)
+        led = Led(plain, self._run(AS_IT_WAS, plain))
         if reseeded:
-            paired = self._same_batches(paired, reseeded, ("reseeded", "identical"), steps[1])
+            led = self._reseeded(led, fed)
+        same = led.wanted.changes
         if identical:
-            paired = self._same_batches(paired, identical, ("identical",), steps[1 + bool(reseeded)])
+            same = with_changes(same, self._same_batches(led, identical, ("identical",)))
         if rounded:
-            self._same_loss(paired, rounded)
+            self._same_loss(led, same, rounded)
 
-    def _same_batches(self, paired: Run, changes: tuple[Change, ...], needed: Sequence[str], steps: int) -> Run:
-        """Whether the same batches reach the model; the run with what passed, to compare the next class with."""
-        repeats: list[Run] = []
+    def _leader(self, changes: Changes, steps: int, follows: int = 0) -> ProofRun:
+        return ProofRun(changes=changes, steps=steps, follows=follows, leads=next(self._leaders))
+
+    def _reseeded(self, led: Led, wanted: ProofRun) -> Led:
+        """What the other classes are compared with: the run with what passed, or the command as it was."""
+        run = self._run(all_in_words(wanted.changes), wanted)
+        passed = self._same_batches(led, wanted.changes, ("reseeded", "identical"), run)
+        if passed == wanted.changes:
+            return Led(wanted, run)
+        if not passed:
+            return led
+        fewer = self._leader(passed, wanted.steps, follows=led.wanted.leads)
+        return Led(fewer, self._run(all_in_words(passed), fewer))
+
+    def _same_batches(self, led: Led, changes: Changes, needed: Sequence[str], run: Run | None = None) -> Changes:
+        """Whether the same batches reach the model; those changes that passed. `run`: with all of them."""
+        repeat: Run | None = None
 
         def prove(run: Run) -> Proof:
-            proof = same_batches(paired, run, repeats)
+            proof = same_batches(led.run, run, repeat)
             if proof.holds and proof.standing not in needed:
-                if repeats and same_batches(paired, repeats[0]).standing not in needed:
+                if repeat is not None and same_batches(led.run, repeat).standing not in needed:
                     return Proof(standing="not proven", text="other bytes reach the model in every run, without it too")
                 return Proof(standing="failed", text=f"{proof.text}, where none should differ")
             return proof
 
-        def with_these(some: tuple[Change, ...]) -> Run:
-            wanted = ProofRun(changes=with_changes(paired.changes, some), steps=steps)
-            return self._run(all_in_words(some), wanted)
-
-        run = with_these(changes)
+        run = run or self._run(all_in_words(changes), _on_top(led.wanted, changes, IDENTITY_STEPS))
         proof = prove(run)
-        again = ProofRun(changes=paired.changes, steps=paired.asked)
+        again = _on_top(led.wanted, (), IDENTITY_STEPS)
         if not proof.holds and self._is_within_reach(again):
-            if not self._is_ahead(again):
-                self._run_ahead([again, again])
-            repeats.append(self._run(ONCE_MORE, again))
-            while self._is_ahead(again):
-                repeats.append(self._run(ONCE_MORE, again))
+            repeat = self._run(ONCE_MORE, again)
             proof = prove(run)
         if proof.holds or len(changes) == 1:
             self._bench.proven(changes, proof)
-            return run if proof.holds else paired
+            return changes if proof.holds else ()
         self._bench.said(f"proof, {all_in_words(changes)}: {proof.text}. One by one")
-        passed = self._one_by_one(paired.changes, changes, steps, prove)
-        if len(passed) > 1:
-            return with_these(tuple(change for change, _ in passed))
-        return passed[0][1] if passed else paired
+        return self._one_by_one(changes, lambda some: _on_top(led.wanted, some, IDENTITY_STEPS), prove)
 
-    def _same_loss(self, paired: Run, changes: tuple[Change, ...]) -> None:
-        same = paired.changes
+    def _same_loss(self, led: Led, same: Changes, changes: Changes) -> None:
+        """Whether these, on top of what is the `same`, teach what the run does that they are compared with."""
+        if led.wanted.steps < PARITY_STEPS:  # something was let go on the way here
+            longer = self._leader(led.wanted.changes, PARITY_STEPS)
+            led = Led(longer, self._run(WITHOUT, longer))
 
-        def wanted(some: tuple[Change, ...] = ()) -> ProofRun:
-            return ProofRun(changes=with_changes(same, some), steps=PARITY_STEPS)
+        def wanted(some: Changes) -> ProofRun:
+            return replace(_on_top(led.wanted, some, PARITY_STEPS), changes=with_changes(same, some))
 
-        if paired.asked < PARITY_STEPS:  # something was let go on the way here
-            paired = self._run(WITHOUT, wanted())
-        run = self._run(all_in_words(changes), wanted(changes))
-        proof = same_loss(paired, run)
-        if proof.holds or not self._is_within_reach(wanted()):
-            self._bench.proven(changes, proof)
-            return
-        repeat, rounding = self._run(ONCE_MORE, wanted()), []
-        if not is_steady(paired, repeat):
-            shaken = _shaken(wanted())
-            if not self._is_ahead(shaken[0]):
-                self._run_ahead(shaken)
-            rounding = [self._run(SHAKEN, one) for one in shaken if self._is_within_reach(one)]
-        proof = same_loss(paired, run, repeat, rounding)
+        proof = same_loss(led.run, self._run(all_in_words(changes), wanted(changes)))
         if proof.holds or len(changes) == 1:
             self._bench.proven(changes, proof)
             return
-        self._run_ahead([wanted((change,)) for change in changes])
-        self._one_by_one(same, changes, PARITY_STEPS, lambda run: same_loss(paired, run, repeat, rounding))
+        self._bench.said(f"proof, {all_in_words(changes)}: {proof.text}. One by one")
+        if self._bench.has_time():
+            self._run_ahead([wanted((change,)) for change in changes])
+        self._one_by_one(changes, wanted, lambda run: same_loss(led.run, run))
 
     def _one_by_one(
-        self, same: tuple[Change, ...], changes: tuple[Change, ...], steps: int, prove: Callable[[Run], Proof]
-    ) -> list[tuple[Change, Run]]:
-        """Each by itself; those that pass, and their runs."""
+        self, changes: Changes, wanted: Callable[[Changes], ProofRun], prove: Callable[[Run], Proof]
+    ) -> Changes:
+        """Each by itself; those that pass."""
         passed = []
         for change in changes:
-            wanted = ProofRun(changes=with_changes(same, (change,)), steps=steps)
             proof = Proof(standing="not proven", text="the budget was spent")
-            if self._is_within_reach(wanted):
-                run = self._run(in_words(change), wanted)
-                proof = prove(run)
-                if proof.holds:
-                    passed.append((change, run))
+            if self._is_within_reach(wanted((change,))):
+                proof = prove(self._run(in_words(change), wanted((change,))))
+            if proof.holds:
+                passed.append(change)
             self._bench.proven((change,), proof)
-        return passed
-
-    def _run_all_ahead(self, wanted: Sequence[ProofRun], paired: ProofRun | None) -> None:
-        """Whatever will be asked for: that which rounding is compared with twice, since a card seldom computes the same
-        twice, and what a sensitive training needs, where it is known to be one or there is room for all at once."""
-        if paired is None:
-            self._run_ahead(wanted)
-            return
-        room, every, shaken = self._bench.room, [paired, paired, wanted[-1], *wanted[:-2]], _shaken(paired)
-        if self._bench.shakes_ahead and len(every) + len(shaken) <= room:
-            self._run_ahead([*every, *shaken])
-            return
-        self._run_ahead(every[:room])
-        both = [run for there, run in self._ahead if there == paired]
-        sensitive = len(both) > 1 and not is_steady(*both) and self._bench.has_time()
-        self._run_ahead([*every[room:], *((*wanted[:-2], *wanted[:-2], *shaken) if sensitive else ())])
+        return tuple(passed)
 
     def _run_ahead(self, wanted: Sequence[ProofRun]) -> None:
-        """As many at once as there is room for; `_run` finds them."""
+        """As many at once as there is room for; `_run` finds them. Who leads comes first."""
         room = self._bench.room
         for some in (wanted[place : place + room] for place in range(0, len(wanted), room)):
             if len(some) > 1:
-                self._ahead += zip(some, self._bench.prove_with_all(some), strict=True)
-
-    def _is_ahead(self, wanted: ProofRun) -> bool:
-        return any(there == wanted for there, _ in self._ahead)
+                runs = self._bench.prove_with(f"{len(some)} runs side by side", some)
+                self._ahead += zip(some, runs, strict=True)
 
     def _is_within_reach(self, wanted: ProofRun) -> bool:
-        return self._is_ahead(wanted) or self._bench.has_time()
+        return any(there == wanted for there, _ in self._ahead) or self._bench.has_time()
 
     def _run(self, what: str, wanted: ProofRun) -> Run:
         for place, (there, run) in enumerate(self._ahead):
             if there == wanted:
                 del self._ahead[place]
                 return run
-        return self._bench.prove_with(what, wanted)
+        return self._bench.prove_with(what, [wanted])[0]
 
 
-def _shaken(wanted: ProofRun) -> list[ProofRun]:
-    return [replace(wanted, shaken=number) for number in range(1, SHAKEN_RUNS + 1)]
+def _on_top(led: ProofRun, changes: Changes, steps: int) -> ProofRun:
+    """A run that follows another, with these changes too."""
+    return ProofRun(changes=with_changes(led.changes, changes), steps=steps, follows=led.leads)

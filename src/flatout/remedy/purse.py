@@ -9,14 +9,13 @@ from dataclasses import dataclass
 
 from flatout.plan import Change
 from flatout.remedy.found import Found
-from flatout.remedy.proving import IDENTITY_STEPS, PARITY_STEPS, SHAKEN_RUNS
+from flatout.remedy.proving import IDENTITY_STEPS, PARITY_STEPS
 from flatout.remedy.running import LOOKING, Run
 
 COMPILING_S, TUNING_KERNELS_S = 40.0, 180.0
 COMPILED_AGAIN = 0.3  # of that time, with the kernels at hand: a guess
 _ROOM = 0.7  # of a card's memory, for runs side by side
 _CROWDED = 1.5  # times as long, where that many share the cores
-_SHORT = 5.0  # times a start: what most trainings turn out to need may go along to save one
 
 
 class Purse:
@@ -47,13 +46,15 @@ class Purse:
 
     def reserve_s(self, changes: Sequence[Change] = (), *, compare: bool = True) -> float:
         """What the proof and, if wanted, the last comparison will take, with these changes too."""
-        before, now = self._before, self._now
-        classes = {change.safety for change in (*self._found.kept, *changes)} - {"semantic"}
-        runs = [(before, IDENTITY_STEPS)] + [(now, IDENTITY_STEPS)] * len(classes)
-        if "equivalent" in classes:  # two that are compared by their losses, and the slower of them again
-            again = 1 + (SHAKEN_RUNS if self.shakes_ahead else 0)
-            runs[-2:] = [(self._paired, PARITY_STEPS), (now, PARITY_STEPS), *[(self._paired, PARITY_STEPS)] * again]
-        return self._proving_s(runs) + (self.comparing_s() if compare and self._found.kept else 0.0)
+        classes = {change.safety for change in (*self._found.kept, *changes)}
+        rounded, reseeded = "equivalent" in classes, "reseeded" in classes
+        long = PARITY_STEPS if rounded else IDENTITY_STEPS  # as remedy/proving.py has it
+        runs = [(self._before, IDENTITY_STEPS if reseeded else long)]
+        runs += [(self._paired, long)] if reseeded else []
+        runs += [(self._paired, IDENTITY_STEPS)] if "identical" in classes else []
+        runs += [(self._now, PARITY_STEPS)] if rounded else []
+        proving_s = self._proving_s(runs) if classes - {"semantic"} else 0.0
+        return proving_s + (self.comparing_s() if compare and self._found.kept else 0.0)
 
     def _proving_s(self, runs: Sequence[tuple[Run, int]]) -> float:
         room = self.room
@@ -68,13 +69,6 @@ class Purse:
         on_card_s = sum((run.case.busy_share or 0.0) * _training_s(run, steps) for run, steps in runs)
         on_cores_s = sum((run.case.cpu_share or 0.0) * _training_s(run, steps) for run, steps in runs)
         return max(_CROWDED * longest_s, first_s + max(on_card_s, on_cores_s))
-
-    @property
-    def shakes_ahead(self) -> bool:
-        """Whether the runs that a sensitive training needs are reckoned with before it is known to be one: most are,
-        and where several go side by side these take little more."""
-        shaken_s = SHAKEN_RUNS * _training_s(self._paired, PARITY_STEPS)
-        return self.room > 1 and shaken_s < _SHORT * self._start_again_s(self._paired)
 
     def comparing_s(self) -> float:
         """What both sides once more will take, without X-ray and ceiling."""

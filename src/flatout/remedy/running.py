@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from flatout import launch
 from flatout.diagnose.case import Case, cases
@@ -25,7 +25,7 @@ from flatout.errors import TraceError
 from flatout.plan import Change, Plan
 from flatout.remedy.knobs import knobs
 from flatout.remedy.speed import Speed, measure
-from flatout.sense.options import Trial
+from flatout.sense.options import WEIGHTS_OVER, Trial
 from flatout.trace import Trace, read
 
 SEED = 20_261  # imposed where the script sets none: the same in every run
@@ -38,10 +38,24 @@ _UNMEASURED = re.compile(r"flatout: not measuring this process \((.*)\)$")
 _NO_MEMORY = re.compile(r"CUDA (?:error: )?out of memory", re.I)
 
 
+class Moved(NamedTuple):
+    """How far weights have come since they were those of another run, in terms of how far that one's have, and how much
+    in the same direction (a cosine)."""
+
+    length: float
+    direction: float
+
+    def as_far(self, within: float) -> bool:
+        """Whether as far, within such a factor: by itself, since other random numbers in the model (dropout) turn it
+        elsewhere; or along the other's way, since rounding alone moves weights that nothing else does (a bias before a
+        batch norm)."""
+        return any(1 / within <= far <= within for far in (self.length, self.length * self.direction))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofStep:
     """What reached the model in a step: checksums of its inputs, the samples of each batch, and the loss: the mean of
-    the `losses` of its backward passes.
+    the `losses` of its backward passes. In every tenth, how the weights `moved`.
 
     For each batch that `begins` a pass over the data, whether it was loaded "here", in the training process.
     """
@@ -51,6 +65,7 @@ class ProofStep:
     begins: tuple[str | None, ...] = ()
     loss: float | None = None
     losses: tuple[float, ...] = ()
+    moved: Moved | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,11 +180,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofRun:
-    """A run for a proof: with these changes, so many steps, and weights `shaken` a little where that is not 0."""
+    """A run for a proof: with these changes, so many steps. Those that lead have a number; who follows one of them goes
+    on from its weights every few steps."""
 
     changes: tuple[Change, ...]
     steps: int
-    shaken: int = 0
+    leads: int = 0
+    follows: int = 0
 
 
 class Runner(Protocol):
@@ -184,18 +201,16 @@ class Runner(Protocol):
         at_least_s: float = 0.0,
         known_to: float = math.inf,
         look_below_s: float | None = None,
-        fingerprints: bool = False,
-        shaken: int = 0,
     ) -> Run:
-        """One run of so many steps, or more where they take less than so long; with `fingerprints` not timed.
+        """One run of so many steps, or more where they take less than so long.
 
         It goes on for up to twice as long while its mean step is not `known_to` such a share.
         The X-ray and the ceiling follow only where a step takes less than `look_below_s`.
         """
         ...
 
-    def side_by_side(self, wanted: Sequence[ProofRun], *, timeout_s: float) -> list[Run]:
-        """Several runs for a proof at once: nobody times them."""
+    def prove(self, wanted: Sequence[ProofRun], *, timeout_s: float) -> list[Run]:
+        """Runs for a proof, with fingerprints and at once: nobody times them."""
         ...
 
 
@@ -216,30 +231,39 @@ class Launcher:
         at_least_s: float = 0.0,
         known_to: float = math.inf,
         look_below_s: float | None = None,
-        fingerprints: bool = False,
-        shaken: int = 0,
     ) -> Run:
+        trial = Trial(
+            seed=SEED, at_least_s=at_least_s, known_to=known_to, look_below_s=look_below_s, timeout_s=timeout_s
+        )
+        return self._run(changes, steps, trial)
+
+    def _run(self, changes: Sequence[Change], steps: int, trial: Trial) -> Run:
         folder = self._folder / f"{next(self._numbers):02d}"
-        start_s = time.monotonic()
+        plan, start_s = Plan(changes=tuple(changes)), time.monotonic()
         with tempfile.TemporaryDirectory(prefix="flatout-trial-", ignore_cleanup_errors=True) as scratch:
-            trial = Trial(
-                seed=SEED,
-                fingerprints=fingerprints,
-                shaken=shaken,
-                ceiling=not fingerprints,
-                at_least_s=at_least_s,
-                known_to=known_to,
-                look_below_s=look_below_s,
-                timeout_s=timeout_s,
-                protect=Path(scratch),
-            )
-            plan = Plan(changes=tuple(changes))
-            code = launch.run(
-                self._command, folder=folder, max_steps=steps, xray=not fingerprints, plan=plan, trial=trial
-            )
+            trial, xray = replace(trial, protect=Path(scratch)), not trial.fingerprints
+            code = launch.run(self._command, folder=folder, max_steps=steps, xray=xray, plan=plan, trial=trial)
         return recorded(tuple(changes), code, time.monotonic() - start_s, folder, asked=steps)
 
-    def side_by_side(self, wanted: Sequence[ProofRun], *, timeout_s: float) -> list[Run]:
+    def _prove(self, wanted: ProofRun, timeout_s: float) -> Run:
+        leads, follows = self._weights(wanted.leads), self._weights(wanted.follows)
+        trial = Trial(seed=SEED, fingerprints=True, leads=leads, follows=follows, timeout_s=timeout_s)
+        try:
+            return self._run(wanted.changes, wanted.steps, trial)
+        finally:
+            if leads is not None:
+                (leads / WEIGHTS_OVER).touch()  # whoever waits for more, waits in vain
+
+    def _weights(self, leader: int) -> Path | None:
+        if not leader:
+            return None
+        folder = self._folder / f"weights-{leader}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def prove(self, wanted: Sequence[ProofRun], *, timeout_s: float) -> list[Run]:
+        if len(wanted) == 1:
+            return [self._prove(wanted[0], timeout_s)]
         under_way: set[int] = set()
         over = threading.Event()
 
@@ -247,9 +271,7 @@ class Launcher:
             me = threading.get_ident()
             under_way.add(me)
             try:
-                if over.is_set():
-                    return None
-                return self(one.changes, steps=one.steps, timeout_s=timeout_s, fingerprints=True, shaken=one.shaken)
+                return self._prove(one, timeout_s) if not over.is_set() else None
             finally:
                 under_way.discard(me)
 
@@ -342,6 +364,7 @@ def _proof(path: Path) -> tuple[ProofStep, ...]:
                 begins=tuple(data.get("begins") or ()),
                 loss=data.get("loss"),
                 losses=tuple(data.get("losses") or ()),
+                moved=Moved(*data["moved"]) if data.get("moved") else None,
             )
         )
     return tuple(steps)

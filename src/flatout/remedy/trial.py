@@ -448,20 +448,13 @@ class Search:
     def room(self) -> int:
         return self._purse.room
 
-    @property
-    def shakes_ahead(self) -> bool:
-        return self._purse.shakes_ahead
-
-    def prove_with(self, what: str, wanted: ProofRun) -> Run:
-        return self._run(f"proof: {what}", wanted.changes, steps=wanted.steps, fingerprints=True, shaken=wanted.shaken)
-
-    def prove_with_all(self, wanted: Sequence[ProofRun]) -> list[Run]:
-        self._story.trying(f"proof: {len(wanted)} runs side by side", self._purse.left_s)
+    def prove_with(self, what: str, wanted: Sequence[ProofRun]) -> list[Run]:
+        self._story.trying(f"proof: {what}", self._purse.left_s)
         crowded = 1 + (len(wanted) - 1) * (self._now.case.busy_share or 0.0)  # a busy card takes them in turns
         patience = crowded * max(self._purse.timeout_s(one.changes, one.steps) for one in wanted)
-        runs = self._start.side_by_side(wanted, timeout_s=patience)
+        runs = self._start.prove(wanted, timeout_s=patience)
         slowest = max(run.seconds for run in runs)
-        self.found.trials.append(Trial(what=f"proof: {len(runs)} runs side by side", seconds=slowest, speed=None))
+        self.found.trials.append(Trial(what=f"proof: {what}", seconds=slowest, speed=None))
         return runs
 
     def said(self, line: str) -> None:
@@ -517,7 +510,7 @@ class Search:
             steps = None
         first, fresh = self._speeds.of(())[0], None
         measured = bool(self._speeds.of(kept, long=long))
-        if in_time if long else self._purse.left_s > (0.9 * self._purse.comparing_s() if measured else 0.0):
+        if in_time if long else self._purse.left_s > (self._purse.comparing_s() if measured else 0.0):
             old = self._run("the command as it was, again", (), steps=steps, look_below_s=0.0)
             new = self._run("with all that was kept", kept, steps=steps, look_below_s=0.0)
             if self._failed(new):
@@ -569,8 +562,6 @@ class Search:
         steps: int | None = None,
         known_to: float = math.inf,
         look_below_s: float | None = None,
-        fingerprints: bool = False,
-        shaken: int = 0,
     ) -> Run:
         self._story.trying(what, self._purse.left_s)
         wanted = steps or self._steps_for(self._now if changes else self.before)
@@ -578,14 +569,12 @@ class Search:
             changes,
             steps=wanted,
             timeout_s=self._purse.timeout_s(changes, wanted),
-            at_least_s=MEASURE_S if self._ends_by_time and not fingerprints else 0.0,
+            at_least_s=MEASURE_S if self._ends_by_time else 0.0,
             known_to=known_to,
             look_below_s=look_below_s,
-            fingerprints=fingerprints,
-            shaken=shaken,
         )
-        self.found.trials.append(Trial(what=what, seconds=run.seconds, speed=None if fingerprints else run.speed))
-        if self._clear == CLEAR and not fingerprints and run.in_company:
+        self.found.trials.append(Trial(what=what, seconds=run.seconds, speed=run.speed))
+        if self._clear == CLEAR and run.in_company:
             self._clear = CLEAR_IN_COMPANY
             self._remark("others use this machine: a gain may not show, run it again when it is quiet")
         return run

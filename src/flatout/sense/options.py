@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 VARIABLE = "FLATOUT_RUN"
 RANK = "FLATOUT_RANK"  # what a training process tells its loader workers
 MOST_STEPS = 1_500  # of a trial, however short they are
+WEIGHTS_OVER = "over"  # the file that says that a run leaves no more weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +26,8 @@ class Trial:
     """What makes a run a trial: it writes nothing of the user's, its output goes into the trace folder, and it ends.
 
     `protect` is a scratch folder that takes what the command writes; None lets it write. `seed` is imposed where the
-    script sets none. With `fingerprints` nothing is timed: `proof-<rank>.jsonl` says what reached the model; where
-    `shaken` is not 0, weights are changed after the first step by as much as half precision rounds.
+    script sets none. With `fingerprints` nothing is timed: `proof-<rank>.jsonl` says what reached the model. Such a run
+    may leave its weights in the folder `leads`, and take up those in `follows`, every few steps.
 
     It goes on beyond its steps until it has trained for `at_least_s`, and for up to twice that while its mean step is
     not `known_to` such a share, or until it has MOST_STEPS; several ranks do not: they have to end at the same step.
@@ -36,7 +37,8 @@ class Trial:
 
     seed: int | None = None
     fingerprints: bool = False
-    shaken: int = 0
+    leads: Path | None = None
+    follows: Path | None = None
     ceiling: bool = True  # after the measured steps, those with their data already there
     at_least_s: float = 0.0
     known_to: float = math.inf
@@ -70,8 +72,9 @@ class Options:
         data = json.loads(text)
         data |= {"folder": Path(data["folder"]), "command": tuple(data["command"])}
         if data.get("trial") is not None:
-            protect = data["trial"]["protect"]
-            data["trial"] = Trial(**{**data["trial"], "protect": Path(protect) if protect is not None else None})
+            folders = {name: data["trial"][name] for name in ("leads", "follows", "protect")}
+            given = {name: Path(folder) if folder is not None else None for name, folder in folders.items()}
+            data["trial"] = Trial(**data["trial"] | given)
         if data.get("plan") is not None:
             from flatout.plan import Change, Plan  # seldom wanted, and every Python of the command comes by here
 

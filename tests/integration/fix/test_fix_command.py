@@ -189,7 +189,7 @@ def test_what_ends_a_fix_ends_its_runs_side_by_side_too(tmp_path: Path, number: 
         Path("trials").mkdir()
         try:
             print("ready", flush=True)
-            launcher.side_by_side([ProofRun(changes=(), steps=20)] * 2, timeout_s=90.0)
+            launcher.prove([ProofRun(changes=(), steps=20)] * 2, timeout_s=90.0)
         except KeyboardInterrupt:
             sys.exit(77)
     """

@@ -1,7 +1,7 @@
 """Wrong changes, planted in a real training and really run: each is caught by its fingerprints or its losses.
 
 The script has a flag that does the harm; the change turns that flag, claiming to be harmless. So the harm goes the
-whole way: a plan into the process, the knob as it is read, the fingerprints out.
+whole way: a plan into the process, the knob as it is read, the fingerprints out, the weights from run to run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from flatout.plan import Change
 from flatout.remedy.proof import same_batches, same_loss
-from flatout.remedy.running import Launcher, Run
+from flatout.remedy.running import Launcher, ProofRun, Run
 
 SCRIPT = """
     import argparse
@@ -26,6 +26,7 @@ SCRIPT = """
     parser = argparse.ArgumentParser()
     parser.add_argument("--harm", default="none")
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--fused", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -54,8 +55,10 @@ SCRIPT = """
         def __len__(self):
             return 256
 
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, fused=args.fused)
+    if args.harm == "slow":
+        optimizer.param_groups[0]["lr"] *= 0.9
     steps = 0
     for epoch in range(4):
         for pixels, labels in DataLoader(Digits(), batch_sampler=Batches()):
@@ -77,17 +80,21 @@ SCRIPT = """
 
 
 class Trials:
-    """Proof runs of the script, each made once."""
+    """Proof runs of the script, each made once; all follow the one without any harm."""
 
     def __init__(self, folder: Path) -> None:
         (folder / "train.py").write_text(textwrap.dedent(SCRIPT))
-        self._run = Launcher([sys.executable, str(folder / "train.py")], folder / "runs")
+        self._launcher = Launcher([sys.executable, str(folder / "train.py")], folder / "runs")
         self._made: dict[tuple[str, object], Run] = {}
 
     def __call__(self, knob: str = "--harm", value: object = "none") -> Run:
         if (knob, value) not in self._made:
             change = Change(name=f"setting:{knob}", value=value, safety="identical", knob=knob)
-            run = self._run([change], steps=220, timeout_s=100, fingerprints=True)
+            leads = (knob, value) == ("--harm", "none")
+            if not leads:
+                self()
+            wanted = ProofRun(changes=(change,), steps=220, leads=int(leads), follows=int(not leads))
+            (run,) = self._launcher.prove([wanted], timeout_s=100)
             assert run.code == 0, run.output
             assert run.made, run.refused
             self._made[knob, value] = run
@@ -136,8 +143,98 @@ def test_weights_that_went_stale_are_caught(trials: Trials) -> None:
 
 
 def test_a_loss_that_is_off_by_2_per_cent_is_caught(trials: Trials) -> None:
-    proof = same_loss(trials(), trials("--harm", "loss"))
-    assert not proof.holds, proof.text
+    assert "loss +2.0" in (proof := same_loss(trials(), trials("--harm", "loss"))).text
+    assert proof.standing == "failed"
+
+
+def test_learning_that_is_a_tenth_slower_is_caught_by_its_weights(trials: Trials) -> None:
+    """The loss hardly shows it, ten steps from the same weights on."""
+    proof = same_loss(trials(), trials("--harm", "slow"))
+    assert "weights move 0.90 as far, 1.00 in the same direction" in proof.text
+    assert proof.standing == "failed"
+    assert same_batches(trials(), trials("--harm", "slow")).standing == "failed"
+
+
+@pytest.mark.parametrize("flag", ["--bf16", "--fused"])
+def test_other_rounding_is_equivalent(trials: Trials, flag: str) -> None:
+    proof = same_loss(trials(), trials(flag, True))
+    assert proof.standing == "equivalent", proof.text
+    assert "in the same direction" in proof.text
+
+
+SENSITIVE = """
+    import argparse, torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounding", type=float, default=0.0)
+    parser.add_argument("--lr", type=float, default=0.02)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    x = torch.randn(2048, 8)
+    y = x.sum(1)
+    layers = [layer for _ in range(6) for layer in (nn.ReLU(), nn.Linear(32, 32))]
+    model = nn.Sequential(nn.Linear(8, 32), *layers, nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    while True:
+        for x_, y_ in DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True):
+            optimizer.zero_grad()
+            (model(x_).squeeze(1) - y_).square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(1 + args.rounding)
+"""
+
+
+def test_a_training_that_makes_much_of_any_rounding_can_be_proven_all_the_same(tmp_path: Path) -> None:
+    """GIVEN weights a millionth off after each step THEN left to itself the loss is another, and beside the other run's
+    weights it is the same; and a learning rate a fifth smaller is not taken for rounding."""
+    (tmp_path / "train.py").write_text(textwrap.dedent(SENSITIVE))
+    launcher = Launcher([sys.executable, str(tmp_path / "train.py")], tmp_path / "runs")
+
+    def run(follows: int = 1, leads: int = 0, **flags: float) -> Run:
+        turned = (Change(name=f"setting:{k}", value=v, safety="equivalent", knob=f"--{k}") for k, v in flags.items())
+        return launcher.prove(
+            [ProofRun(changes=tuple(turned), steps=220, leads=leads, follows=follows)], timeout_s=100
+        )[0]
+
+    plain = run(follows=0, leads=1)
+    assert not same_loss(plain, run(follows=0, rounding=1e-6)).holds
+    beside = same_loss(plain, run(rounding=1e-6))
+    assert beside.standing == "equivalent", beside.text
+    assert same_loss(plain, run(lr=0.016)).standing == "failed"
+
+
+RANKS = """
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+    torch.distributed.init_process_group("gloo")
+    torch.manual_seed(torch.distributed.get_rank())
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(60):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    torch.distributed.destroy_process_group()
+"""
+
+
+def test_each_rank_follows_its_own_where_no_overlay_can_be_mounted_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(RANKS))
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "train.py")]
+    launcher = Launcher([sys.executable, *words], tmp_path / "runs")
+    (leader,) = launcher.prove([ProofRun(changes=(), steps=31, leads=1)], timeout_s=100)
+    monkeypatch.setattr("flatout.sandbox.overlays_permitted", lambda: False)
+    (follower,) = launcher.prove([ProofRun(changes=(), steps=31, follows=1)], timeout_s=100)
+    assert len(leader.proof) == len(follower.proof) == 2, follower.output
+    for rank in follower.proof:
+        assert [step.moved for step in rank if step.moved is not None] == [pytest.approx((1.0, 1.0))] * 3
 
 
 DRAWS = """
@@ -169,12 +266,8 @@ def test_samples_that_drew_in_the_training_process_may_be_loaded_elsewhere(tmp_p
     (tmp_path / "train.py").write_text(textwrap.dedent(DRAWS))
     launch = Launcher([sys.executable, str(tmp_path / "train.py")], tmp_path / "runs")
     elastic = Change(name="loader", value="elastic", safety="reseeded")
-    before, after = (launch(changes, steps=60, timeout_s=100, fingerprints=True) for changes in ([], [elastic]))
+    both = [ProofRun(changes=(), steps=60, leads=1), ProofRun(changes=(elastic,), steps=60, follows=1)]
+    before, after = launch.prove(both, timeout_s=100)
     proof = same_batches(before, after)
     assert proof.standing == "reseeded", proof.text
     assert "shuffles after the first epoch" in proof.text
-
-
-def test_bf16_is_equivalent(trials: Trials) -> None:
-    proof = same_loss(trials(), trials("--bf16", True))
-    assert proof.standing == "equivalent", proof.text

@@ -36,9 +36,9 @@ UNSEEDED = """
 """
 
 
-def proof(folder: Path, name: str, *flags: str, plan: Plan | None = None, **trial_options: int) -> list[dict[str, Any]]:
+def proof(folder: Path, name: str, *flags: str, plan: Plan | None = None) -> list[dict[str, Any]]:
     command = [sys.executable, str(folder / "train.py"), *flags]
-    trial = Trial(**{"seed": 1, **trial_options}, fingerprints=True)
+    trial = Trial(seed=1, fingerprints=True)
     code = launch.run(command, folder=folder / name, max_steps=10, xray=False, plan=plan, trial=trial)
     assert code == 0, (folder / name / launch.OUTPUT).read_text()
     return [json.loads(line) for line in (folder / name / "proof-00000.jsonl").read_text().splitlines()]
@@ -62,14 +62,6 @@ def test_a_proof_tells_the_same_training_from_another(tmp_path: Path, monkeypatc
     ]
     assert differing == [step["step"] for step in first if 5 in step["indices"][0]]
     assert [len(step["inputs"]) for step in first] == [2] * len(first), "two micro-steps a step"
-    shaken = proof(tmp_path, "shaken", shaken=1)
-    assert [(step["indices"], step["inputs"]) for step in shaken] == [
-        (step["indices"], step["inputs"]) for step in first
-    ]
-    assert shaken[0]["loss"] == first[0]["loss"], "weights are shaken after the first step"
-    apart = [other["loss"] / step["loss"] - 1 for step, other in zip(first, shaken, strict=True)]
-    assert all(0 < abs(one) < 0.05 for one in apart[1:])
-    assert proof(tmp_path, "shaken otherwise", shaken=2)[1]["loss"] != shaken[1]["loss"]
     seen = [index for step in first[:8] for batch in step["indices"] for index in batch]
     assert sorted(seen) == list(range(32)) != seen
     assert all(isinstance(step["loss"], float) for step in first)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from flatout.remedy.proof import _same_loss, is_steady, same_batches, same_loss
-from flatout.remedy.running import ProofStep, Run
+from flatout.remedy.proof import _same_loss, same_batches, same_loss
+from flatout.remedy.running import Moved, ProofStep, Run
 
 BATCH = 4
 
@@ -147,7 +145,7 @@ def test_other_random_numbers_may_change_the_loss_a_little_and_the_same_bytes_ma
     assert same_batches(proof_run(losses), proof_run(higher)).standing == "failed"
     assert same_batches(proof_run(losses), proof_run([1.1 * x for x in losses], inputs="other")).standing == "failed"
     plain, again = proof_run(losses), proof_run([loss * 1.015 for loss in losses])  # the machine itself is not so sure
-    assert same_batches(plain, proof_run(higher), [again]).standing == "identical"
+    assert same_batches(plain, proof_run(higher), again).standing == "identical"
 
 
 def test_few_batches_and_few_losses_prove_nothing() -> None:
@@ -209,16 +207,49 @@ def test_power_right_changes_are_hardly_ever_refused() -> None:
     assert passed >= 196, f"{passed} of 200 passed"
 
 
-def test_where_the_machine_itself_differs_from_run_to_run_its_noise_is_the_margin() -> None:
-    """Atomics in another order, say: two runs of the same plan differ by 2%, and so may a third."""
+def moving(run: Run, *moved: tuple[float, float]) -> Run:
+    """A run that has followed another, and how its weights went, every ten steps."""
+    (steps,) = run.proof
+    told = {11 + 10 * n: Moved(*move) for n, move in enumerate(moved)}
+    return replace(run, proof=(tuple(replace(step, moved=told.get(n)) for n, step in enumerate(steps)),))
+
+
+@pytest.mark.parametrize(
+    ("moved", "standing"),
+    [
+        ((1.0, 0.99), "equivalent"),
+        ((1.12, 0.89), "equivalent"),  # rounding alone moves some, across the way of the others
+        ((1.0, 0.9), "equivalent"),  # other random numbers in the model
+        ((1.0, 0.5), "not proven"),
+        ((0.93, 1.0), "failed"),
+        ((1.1, 1.0), "failed"),
+        ((0.0, 0.0), "failed"),
+    ],
+)
+def test_weights_have_to_come_as_far_in_the_same_direction(moved: tuple[float, float], standing: str) -> None:
     losses = learning(220)
-    rng = np.random.default_rng(5)
-    again, changed = (losses * (1 + shift + 0.01 * rng.normal(size=220)) for shift in (0.02, 0.012))
-    alone = same_loss(proof_run(losses), proof_run(changed))
-    with_repeat = same_loss(proof_run(losses), proof_run(changed), proof_run(again))
-    assert not alone.holds
-    assert with_repeat.standing == "equivalent"
-    assert "what two runs of the same plan differ by" in with_repeat.text
+    proof = same_loss(proof_run(losses), moving(proof_run(rounding(losses, 0)), *[moved] * 21))
+    assert proof.standing == standing
+    assert proof.text.endswith(f"weights move {moved[0]:.2f} as far, {moved[1]:.2f} in the same direction")
+
+
+def test_a_few_of_those_steps_may_be_odd() -> None:
+    losses = learning(220)
+    odd = moving(proof_run(losses), (0.2, 0.1), *[(1.0, 1.0)] * 19, (3.0, 0.5))
+    assert same_loss(proof_run(losses), odd).standing == "equivalent"
+
+
+def test_the_same_batches_have_to_move_the_weights_as_far() -> None:
+    before = proof_run(learning(60))
+    assert same_batches(before, moving(before, *[(1.0, 1.0)] * 5)).standing == "identical"
+    stale = same_batches(before, moving(before, *[(0.0, 0.0)] * 5))
+    assert (stale.standing, stale.text) == (
+        "failed",
+        "60 batches: the same bytes reach the model, but weights move 0.00 as far, 0.00 in the same direction",
+    )
+    other = proof_run(learning(60, seed=1), inputs="other")
+    assert same_batches(before, moving(other, *[(0.8, 0.3)] * 5)).standing == "reseeded"
+    assert same_batches(before, moving(other, *[(0.1, 0.3)] * 5)).standing == "failed"
 
 
 def asked(run: Run, steps: int, **other: Any) -> Run:
@@ -245,71 +276,20 @@ def test_runs_that_broke_off_prove_nothing(compare: Callable[[Run, Run], Any]) -
     )
 
 
-@pytest.mark.parametrize(("apart", "standing"), [(0.02, "failed"), (0.06, "equivalent")])
-def test_the_first_steps_have_to_agree_as_far_as_rounding_lets_them(apart: float, standing: str) -> None:
-    """GIVEN a loss 6% off over the first steps THEN it depends on whether runs of the same plan agree there."""
-    losses = learning(220)
-    again, *shaken = (proof_run(losses * (1 + apart * n)) for n in (-0.8, 0.5, 1.0))
-    assert same_loss(proof_run(losses), proof_run(losses * 1.06), again, shaken).standing == standing
-
-
-def test_repeats_that_broke_off_do_not_make_the_margin_wider() -> None:
-    losses = learning(220)
-    plain, changed = proof_run(losses), proof_run(np.r_[losses[:20], losses[20:] * 1.5])
-    shaken = [proof_run(losses * (1 + 0.02 * n)) for n in (-1, 0, 1)]
-    cut = proof_run(learning(40))
-    assert same_loss(plain, changed, proof_run(losses * 1.02), shaken).standing == "not proven"
-    assert same_loss(plain, changed, proof_run(losses * 1.02), [*shaken[:2], cut]).standing == "not proven"
-    assert not same_loss(plain, proof_run(losses * 1.03), cut).holds
-
-
-@pytest.mark.parametrize("size", [0.05, 0.1, 0.2])
-def test_power_the_same_bytes_are_hardly_ever_refused_where_the_machine_makes_much_of_them(size: float) -> None:
-    """GIVEN a training that drifts apart by itself THEN two repeats know how far, and one often does not."""
-
-    def drifting(steps: int, seed: int) -> Run:
-        apart = np.random.default_rng(seed).normal() * size * np.arange(steps) / 220
-        return proof_run(learning(steps) * (1 + apart))
-
-    stale = proof_run(np.full(220, learning(220)[0]))
-    by_one = by_two = caught = 0
-    for seed in range(0, 1000, 5):
-        before, again, once_more = (drifting(60, seed + n) for n in range(3))
-        after = drifting(220, seed + 3)
-        by_one += same_batches(before, after, [again]).holds
-        by_two += same_batches(before, after, [again, once_more]).holds
-        caught += not same_batches(before, stale, [again, once_more]).holds
-    assert by_two >= 186
-    assert by_two > by_one
-    assert caught >= 190
-
-
 @pytest.mark.parametrize("broken", [[], [1.0] * 30, [1.0] * 50 + [math.nan] * 10])
 def test_repeats_that_broke_say_nothing_of_the_machine(broken: list[float]) -> None:
     losses = learning(60)
     plain, repeat = proof_run(losses), proof_run(np.asarray(broken))
     for inputs, times in (("", 1.5), ("other", 2.0)):
         wrong = proof_run(losses * times, inputs=inputs)
-        assert same_batches(plain, wrong, [repeat]).standing == "failed"
-        assert same_batches(plain, wrong, [repeat, proof_run(losses * 1.01)]).standing == "failed"
-
-
-def test_what_rounding_makes_lies_around_all_runs_and_not_around_the_first() -> None:
-    """It came to 1.0, the others to 1.4: a run that comes to 0.45 is none of them, and one of 1.9 may be."""
-    ones = 1 + 1e-3 * learning(220)
-    shaken = [proof_run(np.r_[ones[:20], ones[20:] * 1.4]) for _ in range(3)]
-
-    def standing(times: float) -> str:
-        return same_loss(proof_run(ones), proof_run(np.r_[ones[:20], ones[20:] * times]), None, shaken).standing
-
-    assert (standing(0.45), standing(1.9)) == ("not proven", "equivalent")
+        assert same_batches(plain, wrong, repeat).standing == "failed"
 
 
 def test_the_same_bytes_have_to_give_the_losses_that_the_same_plan_gives_again() -> None:
     losses = learning(60)
     plain, near = proof_run(losses), proof_run(losses * 1.005)
     assert same_batches(plain, near).standing == "identical", "a card adds in another order"
-    assert same_batches(plain, near, [plain]).standing == "failed", "this one does not"
+    assert same_batches(plain, near, plain).standing == "failed", "this one does not"
     noisy = losses * np.tile([0.75, 1.36], 30)
     assert same_batches(plain, proof_run(noisy)).standing == "failed", "5% in the mean, and no telling"
 
@@ -332,7 +312,7 @@ def test_errors_of_two_losses_do_not_make_up_for_each_other(critic: float, gener
         apart = (replace(step, losses=tuple(pair)) for step, pair in zip(steps, zip(*both, strict=True), strict=True))
         return Run(changes=(), code=0, seconds=1.0, proof=(tuple(apart),))
 
-    assert _same_loss(trained(1, 1), trained(critic, generator), None, ()).standing == "equivalent", "their mean is"
+    assert _same_loss(trained(1, 1), trained(critic, generator)).standing == "equivalent", "their mean is"
     proof = same_loss(trained(1, 1), trained(critic, generator))
     assert proof.standing == standing
     assert standing != "failed" or proof.text.startswith("backward pass 1 of each step: loss -20.00%")
@@ -342,31 +322,3 @@ def test_unpaired_data_is_no_proof_of_rounding() -> None:
     other = [tuple(range(1000 + n, 1004 + n)) for n in range(220)]
     proof = same_loss(proof_run(learning(220)), proof_run(learning(220), indices=other))
     assert proof.standing == "failed"
-
-
-SENSITIVE = Path(__file__).with_name("sensitive.json")  # recorded: `captcha` at its smallest, 220 steps
-
-
-@pytest.mark.parametrize("shaken", [(1, 2), (1, 3), (2, 3)])
-@pytest.mark.parametrize(
-    ("changed", "standing"),
-    [
-        ("fused", "equivalent"),
-        ("bf16", "equivalent"),
-        ("bf16, weights 1e-6 apart", "equivalent"),
-        ("bf16, otherwise 1e-6 apart", "equivalent"),
-        ("half the learning rate", "failed"),
-        ("every other step left out", "failed"),
-    ],
-)
-def test_a_training_that_makes_much_of_any_rounding_is_held_against_its_like(
-    changed: str, standing: str, shaken: tuple[int, ...]
-) -> None:
-    """Its loss falls from 57 to 1: weights that differ by a millionth are 5% apart after 200 steps."""
-    runs = {name: proof_run(losses) for name, losses in json.loads(SENSITIVE.read_text()).items()}
-    plain, again = runs["plain"], runs["again"]
-    assert not is_steady(plain, again)
-    assert not same_loss(plain, runs[changed], again).holds
-    proof = same_loss(plain, runs[changed], again, [runs[f"shaken {n}"] for n in shaken])
-    assert proof.standing == standing
-    assert "rounding alone makes ±" in proof.text

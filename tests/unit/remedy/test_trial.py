@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +88,11 @@ def test_only_what_is_faster_and_computes_otherwise_is_looked_into() -> None:
 
     class Watched(World):
         def __call__(self, changes: Any, **more: Any) -> Run:
-            if not more.get("fingerprints"):
-                looks.setdefault(tuple(change.name for change in changes), more.get("look_below_s"))
+            looks.setdefault(tuple(change.name for change in changes), more.get("look_below_s"))
             return world(changes, **more)
+
+        def prove(self, *args: Any, **more: Any) -> list[Run]:
+            return world.prove(*args, **more)
 
         def clock(self) -> float:
             return world.clock()
@@ -366,21 +368,19 @@ def test_four_minutes_are_enough_for_everything() -> None:
 
 
 class Captcha(World):
-    """A card busy in fp32, of which each run uses a sixth; its loss drifts apart by itself; runs share the card."""
+    """A card busy in fp32, of which each run uses a sixth; runs share the card."""
 
     def _worker(self, m: Machine) -> WorkerReport:
         return replace(super()._worker(m), random_used=())
 
     def _proof(self, changes: Sequence[Change], steps: int) -> tuple[ProofStep, ...]:
-        apart = 0.2 * np.random.default_rng(100 + len(self.started)).normal() * np.arange(steps) / 220
-        proof = zip(super()._proof(changes, steps), apart, strict=True)
-        return tuple(replace(step, inputs=(str(n),), loss=step.loss * (1 + by)) for n, (step, by) in enumerate(proof))
+        return tuple(replace(step, inputs=(str(n),)) for n, step in enumerate(super()._proof(changes, steps)))
 
-    def side_by_side(self, wanted: Sequence[ProofRun], *, timeout_s: float) -> list[Run]:
+    def prove(self, wanted: Sequence[ProofRun], *, timeout_s: float) -> list[Run]:
         start_s = self.clock_s
-        runs = [self(one.changes, steps=one.steps, timeout_s=timeout_s, fingerprints=True) for one in wanted]
+        runs = [self._run(one.changes, one.steps, timeout_s, fingerprints=True) for one in wanted]
         on_card_s = sum(run.case.breakdown.training_ms for run in runs) / 1e3
-        self.clock_s = start_s + max(START_S + on_card_s, *(run.seconds for run in runs))
+        self.clock_s = start_s + max(START_S + on_card_s, *(run.seconds for run in runs), 0.0)
         return runs
 
 
@@ -403,8 +403,7 @@ def captcha() -> Captcha:
     )
 
 
-def test_four_minutes_do_for_a_large_step_that_is_compiled_and_hard_to_prove() -> None:
-    """GIVEN no time to repeat anything THEN 5% by a larger batch are believed of a card that waits for nothing."""
+def test_four_minutes_do_for_a_large_step_that_is_compiled() -> None:
     found = fix(captcha(), ALL, budget_s=240)
     assert kept(found) == {
         "loader": "elastic",
@@ -417,31 +416,15 @@ def test_four_minutes_do_for_a_large_step_that_is_compiled_and_hard_to_prove() -
     assert found.gain is not None
     assert found.gain.value == pytest.approx(2 * 1.2 / 0.95, rel=0.03)
     assert found.seconds <= 240
-    proof = next(a.outcome.proof for a in found.attempts if a.change.name == "precision")
-    assert "rounding alone makes ±" in proof
-    assert [trial.what for trial in found.trials if trial.speed is None] == [
-        "proof: 4 runs side by side",
-        "proof: 4 runs side by side",
-    ]
-
-
-def test_with_room_what_a_sensitive_training_needs_goes_along_with_the_rest() -> None:
-    """It saves a start; what only a proof that fails needs does not, and comes when it is asked for."""
-    world = captcha()
-    world.facts |= {"memory_reserved_bytes": 4 << 30}
-    found = fix(world, ALL, budget_s=240)
-    proofs = [trial.what for trial in found.trials if trial.speed is None]
-    assert proofs[0] == "proof: 6 runs side by side"
-    assert proofs[1:] in ([], ["proof: 2 runs side by side"])
-    assert {"device_prefetch", "precision"} <= set(kept(found))
+    assert [trial.what for trial in found.trials if trial.speed is None] == ["proof: 3 runs side by side"]
 
 
 def test_where_there_is_no_time_for_both_what_promises_most_is_tried() -> None:
     """GIVEN too little for a batch and for compiling THEN it is compiled, though that has the later turn."""
-    found = fix(captcha(), ALL, budget_s=195)
+    found = fix(captcha(), ALL, budget_s=150)
     assert "batch_size" not in kept(found)
     assert kept(found)["compile"] == "reduce-overhead"
-    assert found.seconds <= 200
+    assert found.seconds <= 150
 
 
 def test_where_there_is_no_time_to_prove_rounding_the_rest_of_an_offer_is_tried() -> None:
@@ -456,22 +439,6 @@ def test_where_there_is_no_time_to_prove_rounding_the_rest_of_an_offer_is_tried(
     found = fix(world, budget_s=240)
     assert kept(found) == {"loader": "elastic", "device_prefetch": True}
     assert "prove gpu_transforms: --budget" in found.stopped
-
-
-def test_what_makes_training_differ_from_run_to_run_is_not_the_same() -> None:
-    """GIVEN copies that race THEN their own noise is no excuse for them."""
-
-    class Racing(Captcha):
-        def _proof(self, changes: Sequence[Change], steps: int) -> tuple[ProofStep, ...]:
-            if any(change.name == "device_prefetch" for change in changes):
-                return super()._proof(changes, steps)
-            drifted = World._proof(self, changes, steps)
-            return tuple(replace(step, inputs=(str(n),)) for n, step in enumerate(drifted))
-
-    calm = captcha()
-    racing = Racing(**{field.name: getattr(calm, field.name) for field in fields(calm)})
-    found = fix(racing, ALL, budget_s=600)
-    assert verdicts(found)["device_prefetch"] == "unsafe"
 
 
 def test_with_time_close_calls_are_run_again_and_kernels_are_tuned() -> None:
@@ -493,7 +460,7 @@ def test_what_there_is_no_time_for_does_not_stand_in_the_way_of_the_rest() -> No
         facts={"compiled": False},
         xray={"top_ms": {"elementwise_kernel": 100.0}},
     )
-    found = fix(world, ALL, budget_s=300)
+    found = fix(world, ALL, budget_s=240)
     assert kept(found) == {"compile": "reduce-overhead", "eval_interval": 5}
     assert "compile max-autotune" in found.stopped
 
@@ -648,11 +615,14 @@ class BreaksInTheEnd(World):
 
     proving = False
 
-    def __call__(self, changes: Sequence[Change], *, fingerprints: bool = False, **options: Any) -> Run:
-        self.proving = self.proving or fingerprints
-        if self.proving and not fingerprints and changes:
+    def prove(self, *args: Any, **options: Any) -> list[Run]:
+        self.proving = True
+        return super().prove(*args, **options)
+
+    def __call__(self, changes: Sequence[Change], **options: Any) -> Run:
+        if self.proving and changes:
             return Run(changes=tuple(changes), code=1, seconds=1.0, output="RuntimeError: an illegal memory access")
-        return super().__call__(changes, fingerprints=fingerprints, **options)
+        return super().__call__(changes, **options)
 
 
 def test_what_breaks_in_the_last_comparison_is_let_go() -> None:

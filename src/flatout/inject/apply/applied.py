@@ -11,6 +11,7 @@ from flatout.inject.apply.ledger import Ledger
 from flatout.inject.apply.loading import Loading
 from flatout.inject.apply.seed import impose_seed
 from flatout.inject.proof import Proof
+from flatout.inject.weights import Weights
 from flatout.sense.options import Options
 
 
@@ -21,7 +22,8 @@ class Applied:
         self.ledger = ledger
         trial = options.trial
         self._proof = Proof() if trial is not None and trial.fingerprints else None
-        self._computing = Computing(ledger, self._proof.inputs if self._proof is not None else None)
+        self._weights = Weights(trial.leads, trial.follows, rank) if trial is not None else None
+        self._computing = Computing(ledger, self._proof)
         self._loading = Loading(ledger, self._computing.device)
         try:
             if trial is not None and trial.seed is not None:
@@ -37,8 +39,8 @@ class Applied:
     def step_ended(self) -> None:
         """A training step is over."""
         self._computing.step_ended()
-        if self._proof is not None:
-            self._proof.step_ended()
+        if self._proof is not None and self._weights is not None:
+            self._proof.step_ended(self._weights.step_ended(self._computing.optimizers, self._proof.roots))
 
     def facts(self) -> dict[str, Any]:
         """What became of each change."""

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from flatout.inject.apply.ledger import Ledger
 from flatout.inject.apply.root_calls import Call, RootCalls
+from flatout.inject.proof import Proof
 from flatout.sense.calls import caller
 from flatout.sense.roots import Alive
 
@@ -25,16 +26,15 @@ _AT_ROOTS = ("precision", "channels_last", "compile", "cudnn_benchmark")
 _HAVE_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _CAPTURING = ("reduce-overhead", "max-autotune")  # ways to compile that make CUDA graphs
 _compile = torch.compile  # before anything times it: a root's call is timed as such
-Seen = Callable[[tuple[Any, ...], dict[str, Any]], None]
 
 
 class Computing:
-    """The plan's changes to model and optimizer; `seen` is told what reaches a root module (for a proof)."""
+    """The plan's changes to model and optimizer; a `proof` is told what reaches a root module."""
 
-    def __init__(self, ledger: Ledger, seen: Seen | None = None) -> None:
+    def __init__(self, ledger: Ledger, proof: Proof | None = None) -> None:
         self._ledger = ledger
-        self._seen = seen
-        self._optimizers = Alive()
+        self._proof = proof
+        self.optimizers = Alive()
         self._roots = RootCalls(self._around)
         self._scaler: LossScale | None = None
         self._frozen = False
@@ -47,13 +47,13 @@ class Computing:
             for kind in _HAVE_FUSED:
                 self._build_fused(kind)
         self._note_optimizers()
-        if any(wanted(name) for name in _AT_ROOTS) or self._seen is not None:
+        if any(wanted(name) for name in _AT_ROOTS) or self._proof is not None:
             self._roots.install()
 
     def device(self) -> torch.device | None:
         """Where the parameters are that an optimizer trains; None where that is in several places, or nowhere yet."""
         places = {
-            p.device for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]
+            p.device for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
         }
         return places.pop() if len(places) == 1 else None
 
@@ -73,7 +73,7 @@ class Computing:
         @functools.wraps(init)
         def build(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             init(optimizer, *args, **kwargs)
-            self._optimizers.put(optimizer)
+            self.optimizers.put(optimizer)
             if self._ledger.wanted("fused_optimizer") and not isinstance(optimizer, _HAVE_FUSED):
                 self._ledger.refused("fused_optimizer", f"{type(optimizer).__name__} has no fused form in torch")
 
@@ -122,15 +122,14 @@ class Computing:
             if self._ledger.wanted(name):
                 changed = self._ledger.attempt(name, make, module, call, where)
                 call = changed if changed is not None else call
-        return call if self._seen is None else self._looked_at(module, call)
+        return call if self._proof is None else self._looked_at(module, call, self._proof)
 
-    def _looked_at(self, module: Any, call: Call) -> Call:
-        seen = self._seen
-        assert seen is not None
+    def _looked_at(self, module: Any, call: Call, proof: Proof) -> Call:
+        proof.roots.put(module)
 
         def look_and_call(*args: Any, **kwargs: Any) -> Any:
             if module.training and torch.is_grad_enabled():
-                seen(args, kwargs)
+                proof.inputs(args, kwargs)
             return call(*args, **kwargs)
 
         return look_and_call
@@ -156,7 +155,7 @@ class Computing:
             self._ledger.refused("channels_last", already)
             return call
         module.to(memory_format=torch.channels_last)
-        for optimizer in self._optimizers:  # a state loaded before the first step has to lie as its parameter does
+        for optimizer in self.optimizers:  # a state loaded before the first step has to lie as its parameter does
             for state in optimizer.state.values():
                 for key, value in state.items():
                     state[key] = _laid_out(value)
@@ -220,7 +219,7 @@ class Computing:
             return call
         if dtype == torch.float16:
             self._scaler = self._scaler or LossScale()
-            self._scaler.guard(parameters, self._optimizers)
+            self._scaler.guard(parameters, self.optimizers)
         self._ledger.made("precision", f"each call of the model under torch.autocast({device!r}, {dtype})", where)
 
         def call_in_autocast(*args: Any, **kwargs: Any) -> Any:
