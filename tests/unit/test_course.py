@@ -69,6 +69,15 @@ def test_unsteady_steps_are_measured_for_twice_as_long(clock: Clock) -> None:
         assert run.is_over()
 
 
+def test_steady_steps_are_measured_for_half_as_long(clock: Clock) -> None:
+    for later_s, half in ((0.5, True), (0.45, False)):
+        run = course(at_least_s=32.0)
+        measured = steps(run, clock, 24, 0.5, measured=0)
+        assert not run.is_over()
+        steps(run, clock, 16, later_s, measured=measured)
+        assert run.is_over() == half
+
+
 def test_short_steps_end_at_a_number(clock: Clock) -> None:
     run = course(at_least_s=1e9)
     measured = steps(run, clock, MOST_STEPS - 1, 0.001, measured=0)

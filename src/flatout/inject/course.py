@@ -11,6 +11,8 @@ from flatout.sense.options import MOST_STEPS, Options
 
 _WARM_UP_S = 9.0  # of a trial, at most
 _BLOCKS, _SIGMAS = 8, 2.36  # Student's, for so many
+_SHORT_S = 0.05  # a step
+_STEADY = 0.005  # what the mean step is known to, of a card that waits for nothing: half the time will do
 
 
 class Course:
@@ -49,15 +51,20 @@ class Course:
         """Whether the steps are there and, in a process of its own, the time is."""
         if self._trial is None or self._measured < self._steps or not self._alone():
             return self._measured >= self._steps
-        enough_s = self._trial.at_least_s * (1 if self._known_to() <= self._trial.known_to else 2)
-        return self._trained_s >= enough_s or self._measured >= MOST_STEPS
+        wanted_s, wanted = self._trial.at_least_s, self._trial.known_to
+        if self._measured >= MOST_STEPS or self._trained_s >= 2 * wanted_s:
+            return True
+        short = not self._took_s or self._took_s[-1] < _SHORT_S  # beside which a look counts
+        if self._trained_s < wanted_s / 2 or (short and self._measured % _BLOCKS):
+            return False
+        unsure = self._unsure()
+        return unsure <= _STEADY or (self._trained_s >= wanted_s and unsure <= wanted)
 
-    def _known_to(self) -> float:
+    def _unsure(self) -> float:
         """Half the 95% interval of the mean step, as a share; neighbours are alike, so that blocks of them count."""
-        assert self._trial is not None
-        if math.isinf(self._trial.known_to) or self._trained_s < self._trial.at_least_s:
-            return 0.0
         size = len(self._took_s) // _BLOCKS
+        if not size:
+            return math.inf
         means = [sum(self._took_s[start : start + size]) / size for start in range(0, size * _BLOCKS, size)]
         mean = sum(means) / _BLOCKS
         deviation = math.sqrt(sum((one - mean) ** 2 for one in means) / (_BLOCKS - 1))

@@ -161,11 +161,13 @@ def _words(option: str, text: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class View:
-    """What the offers are made from: the last trace, the first one, and what was kept and tried so far."""
+    """What the offers are made from: the last trace, the first one, what was kept and how many times as fast that has
+    made it (the last of each name), and what was tried."""
 
     trace: Trace
     first: Trace
     kept: Sequence[Change] = ()
+    gained: Mapping[str, float] = field(default_factory=dict)
     tried: Mapping[tuple[str, str], str] = field(default_factory=dict)  # (name, value as text) → verdict
 
     @cached_property
@@ -450,7 +452,10 @@ def _batch(view: View) -> Offer | None:
         return None
     why = f"a batch of {now} uses {share:.0%} of the card's memory"
     changes = [_made("batch_size", wanted, why, knob=there[0].text), *_learning_rate(view, wanted / then)]
-    return _offer(changes, found, apart=False)
+    offer, earlier = _offer(changes, found, apart=False), view.gained.get("batch_size")
+    if offer is None or earlier is None:
+        return offer
+    return replace(offer, promise=min(offer.promise, 1 + (earlier - 1) / 2))  # each time it brings less
 
 
 def _learning_rate(view: View, times: float) -> list[Change]:

@@ -6,12 +6,12 @@ reseeded     the same samples in the same order; the bytes differ by the random 
              were drawn in the training process, they went into the shuffle of the next pass too: then the first pass
              has the same order, and the later ones are shuffles of the same
 equivalent   paired runs, same seed and data: the mean difference of the loss over the last 100 of at least 200 steps
-             lies within 1% of it, and a bootstrap over blocks is sure of that; and the weights come as far, in the
-             same direction. A loss that is lower by more is no proof either: the same mathematics does not learn
-             better.
+             lies within a margin, and a bootstrap over blocks is sure of that; and the weights come as far, in the
+             same direction. The margin is 1% of the loss, or what two runs of the same plan differ by where that is
+             more. A loss that is lower by more is no proof either: the same mathematics does not learn better.
 
 Every ten steps the one run goes on from the weights of the other. Left to themselves, some trainings make a 30% other
-loss of any rounding, and of the order in which a card adds: no proof could be had of them, or anything would pass.
+loss of any rounding, and of the order in which a card adds; so what a change does could not be told from that.
 Runs that are too short prove nothing, and say so.
 """
 
@@ -192,21 +192,22 @@ def _repeats_exactly(before: Run, first: Floats, again: Floats) -> bool:
     return np.array_equal(first, again, equal_nan=True)
 
 
-def same_loss(before: Run, after: Run) -> Proof:
-    """Whether the loss goes the same way, and the weights with it.
+def same_loss(before: Run, after: Run, alone: Run | None = None) -> Proof:
+    """Whether the loss goes the same way, and the weights with it. `alone` is `before` once more, left to itself.
 
     The loss of a step is the mean of its backward passes. Where it has a few, such as a critic's and a generator's,
     none of them may have failed either: errors that go opposite ways have no mean.
     """
-    proof = _same_loss(before, after)
-    counts = {len(step.losses) for run in (before, after) for rank in run.proof for step in rank}
+    proof = _same_loss(before, after, alone)
+    runs = [run for run in (before, after, alone) if run is not None]
+    counts = {len(step.losses) for run in runs for rank in run.proof for step in rank}
     several = min(counts, default=0) if len(counts) == 1 else 0
     if not proof.holds or not 1 < several <= _FEW_PASSES:
         return proof
     for place in range(several):
-        alone = _same_loss(_of_pass(before, place), _of_pass(after, place))
-        if alone.standing == "failed":
-            return Proof(standing="failed", text=f"backward pass {place + 1} of each step: {alone.text}")
+        one = _same_loss(*(_of_pass(run, place) for run in runs))
+        if one.standing == "failed":
+            return Proof(standing="failed", text=f"backward pass {place + 1} of each step: {one.text}")
     return proof
 
 
@@ -216,7 +217,7 @@ def _of_pass(run: Run, place: int) -> Run:
     return replace(run, proof=tuple(ranks))
 
 
-def _same_loss(before: Run, after: Run) -> Proof:
+def _same_loss(before: Run, after: Run, alone: Run | None = None) -> Proof:
     broken = _not_whole(before, after)
     if broken is not None:
         return broken
@@ -229,13 +230,24 @@ def _same_loss(before: Run, after: Run) -> Proof:
     if not np.isfinite(b[np.isfinite(a)]).all():
         return Proof(standing="failed", text="the loss is not finite any more")
     low, high, scale = _interval(a[-COMPARED:], b[-COMPARED:])
-    apart, margin, moved = float((b - a)[-COMPARED:].mean()), MARGIN * scale, _moved(before, after)
+    apart, moved = float((b - a)[-COMPARED:].mean()), _moved(before, after)
+    margin, whose = _margin(before, alone, scale)
     said = f"loss {apart / scale:+.2%} ({low / scale:+.2%} to {high / scale:+.2%}) over the last {COMPARED} steps"
-    said += f", margin {MARGIN:.0%}" + (f"; {_in_words(moved)}" if moved is not None else "")
+    said += f", margin {whose}" + (f"; {_in_words(moved)}" if moved is not None else "")
     if low > margin or high < -margin or (moved is not None and not moved.as_far(AS_FAR)):
         return Proof(standing="failed", text=said)
     within = -margin < low and high < margin and (moved is None or moved.direction >= SAME_WAY)
     return Proof(standing="equivalent", text=said) if within else _unproven(said)
+
+
+def _margin(before: Run, alone: Run | None, scale: float) -> tuple[float, str]:
+    """What the loss may differ by, and in words."""
+    first, again = _losses(before, alone) if alone is not None else (np.empty(0), np.empty(0))
+    if len(again) >= FEWEST_LOSSES and np.isfinite(again).all():
+        noise = max(map(abs, _interval(first[-COMPARED:], again[-COMPARED:])[:2]))
+        if noise > MARGIN * scale:
+            return noise, f"{noise / scale:.1%}, what two runs of the same plan differ by"
+    return MARGIN * scale, f"{MARGIN:.0%}"
 
 
 def _moved(before: Run, after: Run) -> Moved | None:

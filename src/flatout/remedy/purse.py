@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from flatout.plan import Change
 from flatout.remedy.found import Found
@@ -46,29 +47,34 @@ class Purse:
 
     def reserve_s(self, changes: Sequence[Change] = (), *, compare: bool = True) -> float:
         """What the proof and, if wanted, the last comparison will take, with these changes too."""
-        classes = {change.safety for change in (*self._found.kept, *changes)}
-        rounded, reseeded = "equivalent" in classes, "reseeded" in classes
-        long = PARITY_STEPS if rounded else IDENTITY_STEPS  # as remedy/proving.py has it
-        runs = [(self._before, IDENTITY_STEPS if reseeded else long)]
-        runs += [(self._paired, long)] if reseeded else []
-        runs += [(self._paired, IDENTITY_STEPS)] if "identical" in classes else []
-        runs += [(self._now, PARITY_STEPS)] if rounded else []
-        proving_s = self._proving_s(runs) if classes - {"semantic"} else 0.0
+        every = (*self._found.kept, *changes)
+        proving_s = self._proving_s(self._proof_runs(every)) if {c.safety for c in every} - {"semantic"} else 0.0
         return proving_s + (self.comparing_s() if compare and self._found.kept else 0.0)
 
-    def _proving_s(self, runs: Sequence[tuple[Run, int]]) -> float:
+    def _proof_runs(self, every: Sequence[Change]) -> list[_ProofRun]:
+        """As remedy/proving.py makes them."""
+        classes = {change.safety for change in every}
+        rounded, reseeded = "equivalent" in classes, "reseeded" in classes
+        before, paired, now = (self._like(run) for run in (self._before, self._paired, self._now))
+        long = PARITY_STEPS if rounded else IDENTITY_STEPS
+        runs = [before(IDENTITY_STEPS if reseeded else long), *([paired(long)] if reseeded else [])]
+        runs += [paired(IDENTITY_STEPS)] if "identical" in classes else []
+        runs += [now(PARITY_STEPS, self._compiling_again_s(every))] if rounded else []
+        return [*runs, *([paired(PARITY_STEPS)] if rounded and len(runs) < self.room else [])]
+
+    def _like(self, run: Run) -> Callable[..., _ProofRun]:
+        def foreseen(steps: int, compiling_s: float = 0.0) -> _ProofRun:
+            plain_s = start_s(run) - self._compiled_for_s(run)
+            busy, cores = run.case.busy_share or 0.0, run.case.cpu_share or 0.0
+            return _ProofRun(plain_s, compiling_s, _training_s(run, steps), busy, cores)
+
+        return foreseen
+
+    def _proving_s(self, runs: Sequence[_ProofRun]) -> float:
         room = self.room
         if room == 1:
-            return sum(self.cost_s(run, steps) for run, steps in runs)
-        return sum(self._side_by_side_s(runs[place : place + room]) for place in range(0, len(runs), room))
-
-    def _side_by_side_s(self, runs: Sequence[tuple[Run, int]]) -> float:
-        """One by one they would take so long; together they share the card, and the cores."""
-        longest_s = max(self.cost_s(run, steps) for run, steps in runs)
-        first_s = min(self._start_again_s(run) for run, _ in runs)
-        on_card_s = sum((run.case.busy_share or 0.0) * _training_s(run, steps) for run, steps in runs)
-        on_cores_s = sum((run.case.cpu_share or 0.0) * _training_s(run, steps) for run, steps in runs)
-        return max(_CROWDED * longest_s, first_s + max(on_card_s, on_cores_s))
+            return sum(run.alone_s for run in runs)
+        return sum(_side_by_side_s(runs[place : place + room]) for place in range(0, len(runs), room))
 
     def comparing_s(self) -> float:
         """What both sides once more will take, without X-ray and ceiling."""
@@ -97,8 +103,16 @@ class Purse:
 
     def _start_again_s(self, run: Run) -> float:
         """What a run like this one takes beside its steps, now that what it compiled is there."""
-        compiling_s = max(0.0, start_s(run) - start_s(self._before)) if _compiling_s(run.changes) else 0.0
-        return start_s(run) - (1 - COMPILED_AGAIN) * compiling_s
+        return start_s(run) - (1 - COMPILED_AGAIN) * self._compiled_for_s(run)
+
+    def _compiled_for_s(self, run: Run) -> float:
+        return max(0.0, start_s(run) - start_s(self._before)) if _compiling_s(run.changes) else 0.0
+
+    def _compiling_again_s(self, every: Iterable[Change]) -> float:
+        """What the proof's run will take to compile: it has the batch of the script, which may be another by now."""
+        every = list(every)
+        takes_s = max(_compiling_s(every), self._compiled_for_s(self._now)) if _compiling_s(every) else 0.0
+        return takes_s * (1.0 if any(change.name == "batch_size" for change in every) else COMPILED_AGAIN)
 
     @property
     def _before(self) -> Run:
@@ -114,6 +128,27 @@ class Purse:
     def _now(self) -> Run:
         assert self._found.after is not None
         return self._found.after
+
+
+class _ProofRun(NamedTuple):
+    """One of a proof, as far as it can be foreseen: its start, its compiling, its steps, and what these use."""
+
+    start_s: float
+    compiling_s: float
+    training_s: float
+    card: float
+    cores: float
+
+    @property
+    def alone_s(self) -> float:
+        return self.start_s + self.compiling_s + self.training_s
+
+
+def _side_by_side_s(runs: Sequence[_ProofRun]) -> float:
+    """Together they share the card, and the cores; compiling has one to itself."""
+    longest_s = max(_CROWDED * (run.start_s + run.training_s) + run.compiling_s for run in runs)
+    shared_s = max(sum(run.card * run.training_s for run in runs), sum(run.cores * run.training_s for run in runs))
+    return max(longest_s, min(run.start_s for run in runs) + shared_s)
 
 
 def start_s(run: Run) -> float:

@@ -216,8 +216,13 @@ class Search:
         assert run.trace is not None
         assert self.before.trace is not None
         assert self._sight is not None
+        attempts = [(a.change.name, a.gain) for a in self.found.attempts if a.change in self.found.kept]
         return View(
-            trace=seen_like(run.trace, self._sight), first=self.before.trace, kept=self.found.kept, tried=self._tried
+            trace=seen_like(run.trace, self._sight),
+            first=self.before.trace,
+            kept=self.found.kept,
+            gained={name: gained.value for name, gained in attempts if gained is not None},
+            tried=self._tried,
         )
 
     def _try(self, offer: Offer, *, again: bool = False) -> None:

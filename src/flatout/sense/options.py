@@ -29,8 +29,9 @@ class Trial:
     script sets none. With `fingerprints` nothing is timed: `proof-<rank>.jsonl` says what reached the model. Such a run
     may leave its weights in the folder `leads`, and take up those in `follows`, every few steps.
 
-    It goes on beyond its steps until it has trained for `at_least_s`, and for up to twice that while its mean step is
-    not `known_to` such a share, or until it has MOST_STEPS; several ranks do not: they have to end at the same step.
+    It goes on beyond its steps until it has trained for `at_least_s` (half of that where its steps are steady), and for
+    up to twice that while its mean step is not `known_to` such a share, or until it has MOST_STEPS; several ranks do
+    not: they have to end at the same step.
     The X-ray and the ceiling come last, and only where a step has taken less than `look_below_s`: what is slower than
     what there is already need not be understood.
     """

@@ -93,7 +93,7 @@ class World:
     interrupt_at: int | None = None
     clock_s: float = 0.0
     started: list[tuple[str, ...]] = field(default_factory=list)
-    compiled: bool = False  # once: later runs find most of it in the compiler's cache
+    compiled: set[int] = field(default_factory=set)  # for these batches: later runs find most of it in a cache
 
     def clock(self) -> float:
         return self.clock_s
@@ -141,7 +141,9 @@ class World:
             trace = self._trace(m, steps)
         if look_below_s is not None and m.data_ms + m.compute_ms >= 1e3 * look_below_s:
             trace = _without_a_look(trace)
-        extra_s, self.compiled = m.extra_start_s / (3 if self.compiled else 1), self.compiled or "compile" in names
+        extra_s = m.extra_start_s / (3 if m.batch in self.compiled else 1)
+        if "compile" in names:
+            self.compiled.add(m.batch)
         seconds = START_S + extra_s + sum(step.wall_ms for step in trace.ranks[0].steps) / 1e3
         self.clock_s += seconds
         return Run(

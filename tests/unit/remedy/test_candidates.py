@@ -249,6 +249,13 @@ def test_a_step_that_waits_for_launches_gets_a_larger_batch_before_half_precisio
     assert promised["precision"] == 1.0
 
 
+def test_a_batch_that_is_enlarged_again_promises_less_than_the_last_time() -> None:
+    world = World(settings=[flag("batch_size", 64)], facts={"memory_reserved_bytes": 4 << 30}, xray=LAUNCHES)
+    for earlier, promised in ((1.06, 1.03), (1.01, 1.005)):
+        wanted, _ = offers(view(world, gained={"batch_size": earlier}), Wishes.of(allow="batch-size"))
+        assert [o.promise for o in wanted if o.changes[0].name == "batch_size"] == [pytest.approx(promised)]
+
+
 def test_a_batch_is_never_made_so_large_that_an_epoch_has_few_steps() -> None:
     world = World(
         settings=[flag("batch_size", 64)], facts={"memory_reserved_bytes": 1 << 30}, xray=LAUNCHES, length=64 * 9

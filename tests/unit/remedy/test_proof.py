@@ -207,6 +207,20 @@ def test_power_right_changes_are_hardly_ever_refused() -> None:
     assert passed >= 196, f"{passed} of 200 passed"
 
 
+def test_where_the_machine_itself_differs_from_run_to_run_its_noise_is_the_margin() -> None:
+    """Two runs of the same plan, left to themselves, differ by 2%, and so may a change."""
+    losses = learning(220)
+    rng = np.random.default_rng(5)
+    again, changed, wrong = (proof_run(losses * (1 + by + 0.01 * rng.normal(size=220))) for by in (0.02, 0.012, 0.05))
+    assert not same_loss(proof_run(losses), changed).holds
+    with_repeat = same_loss(proof_run(losses), changed, again)
+    assert with_repeat.standing == "equivalent"
+    assert "what two runs of the same plan differ by" in with_repeat.text
+    assert same_loss(proof_run(losses), wrong, again).standing == "failed"
+    for broken in (learning(40), np.full(220, np.nan)):
+        assert not same_loss(proof_run(losses), changed, proof_run(broken)).holds
+
+
 def moving(run: Run, *moved: tuple[float, float]) -> Run:
     """A run that has followed another, and how its weights went, every ten steps."""
     (steps,) = run.proof

@@ -8,12 +8,13 @@ from remedy_world import START_S, Machine, World
 from flatout.plan import Change
 from flatout.remedy.found import Found
 from flatout.remedy.proving import IDENTITY_STEPS, PARITY_STEPS
-from flatout.remedy.purse import COMPILED_AGAIN, Purse
+from flatout.remedy.purse import COMPILED_AGAIN, COMPILING_S, Purse
 
 BF16 = Change(name="precision", value="bf16", safety="equivalent")
 ELASTIC = Change(name="loader", value="elastic", safety="reseeded")
 PREFETCHED = Change(name="device_prefetch", value=True, safety="identical")
 COMPILED = Change(name="compile", value="default", safety="equivalent")
+LARGER = Change(name="batch_size", value=128, safety="semantic")
 ROOMY = {"memory_reserved_bytes": 1 << 30}
 
 
@@ -24,9 +25,9 @@ def purse(world: World, *kept: Change) -> Purse:
 
 @pytest.mark.parametrize("busy", [0.2, 1.0])
 def test_runs_side_by_side_share_the_card(busy: float) -> None:
-    """GIVEN a run of 100 ms a step, and one of half that THEN a card that is busy all the time takes their sum."""
+    """GIVEN two runs of 100 ms a step, and one of half that THEN a card that is busy all the time takes their sum."""
     at_work = purse(World(machine=Machine(compute_ms=100.0, busy=busy), facts=ROOMY), BF16)
-    longest_s, all_s = PARITY_STEPS * 0.1, PARITY_STEPS * (0.1 + 0.05)
+    longest_s, all_s = PARITY_STEPS * 0.1, PARITY_STEPS * (0.1 + 0.05 + 0.1)
     expected_s = max(1.5 * (START_S + longest_s), START_S + busy * all_s)
     assert at_work.reserve_s(compare=False) == pytest.approx(expected_s, rel=0.1)
 
@@ -35,7 +36,7 @@ def test_runs_side_by_side_share_the_cores_and_those_without_room_come_after_the
     """GIVEN workers that keep every core busy THEN all of it is theirs to do; and half the room means two rounds."""
     every = (ELASTIC, PREFETCHED, BF16)
     loading = World(machine=Machine(compute_ms=100.0, busy=0.1), facts=ROOMY, cpu_pct=100.0)
-    training_s = IDENTITY_STEPS * (0.1 + 0.1) + PARITY_STEPS * (0.1 + 0.05)
+    training_s = IDENTITY_STEPS * (0.1 + 0.1) + PARITY_STEPS * (0.1 + 0.05 + 0.1)
     assert purse(loading, *every).reserve_s(compare=False) == pytest.approx(START_S + training_s, rel=0.1)
     crowded = World(machine=Machine(compute_ms=100.0, busy=1.0), facts={"memory_reserved_bytes": 40 << 30})
     assert purse(crowded, *every).room == 2
@@ -43,9 +44,15 @@ def test_runs_side_by_side_share_the_cores_and_those_without_room_come_after_the
     assert purse(crowded, *every).reserve_s(compare=False) == pytest.approx(rounds_s, rel=0.1)
 
 
+@pytest.mark.parametrize(("batch", "again"), [((), COMPILED_AGAIN), ((LARGER,), 1.0)])
+def test_a_proof_compiles_anew_where_the_batch_has_been_another_since(batch: tuple[Change, ...], again: float) -> None:
+    world = World(machine=Machine(compute_ms=100.0, busy=0.2), facts=ROOMY)
+    eager, compiled = (purse(world, *batch).reserve_s(plan, compare=False) for plan in ((BF16,), (BF16, COMPILED)))
+    assert compiled - eager == pytest.approx(again * COMPILING_S, abs=2)
+
+
 def test_what_changes_learning_takes_no_proof() -> None:
-    larger = Change(name="batch_size", value=128, safety="semantic")
-    assert purse(World(), larger).reserve_s(compare=False) == 0
+    assert purse(World(), LARGER).reserve_s(compare=False) == 0
 
 
 def test_what_other_rounding_is_held_against_may_be_faster_than_the_command_as_it_was() -> None:
