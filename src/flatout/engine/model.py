@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from flatout.compiling import round_as_eager
 from flatout.engine.precision import Decision
 from flatout.engine.section import nearest
 from flatout.engine.step import TrainConfig
@@ -108,6 +109,7 @@ def _compiled(model: nn.Module, wanted: bool | str, device: torch.device, ranks:
         return Decision("train.compile", "off")
     mode = {"on": None, WITH_GRAPHS: "reduce-overhead"}.get(value, value)
     try:
+        round_as_eager()
         # `model.compile()` would pass over an nn.Sequential in silence; the forward method is compiled in any case.
         model.forward = torch.compile(model.forward, mode=mode)
     except Exception as problem:  # whatever is wrong with the compiler here, training does without it

@@ -33,7 +33,7 @@ class Bench(Protocol):
     """Where the runs of a proof are made."""
 
     def prove_with(self, what: str, wanted: Sequence[ProofRun]) -> list[Run]:
-        """Runs, side by side."""
+        """Runs, side by side as far as there is room."""
         ...
 
     @property
@@ -76,10 +76,8 @@ class Proving:
         fed = self._leader(reseeded, long, follows=plain.leads) if reseeded else plain
         every = [plain, *([fed] if reseeded else [])]
         every += [_on_top(fed, identical, IDENTITY_STEPS)] if identical else []
-        every += [_on_top(fed, (*identical, *rounded), PARITY_STEPS)] if rounded else []
-        if rounded and len(every) < self._bench.room:
-            every.append(_alone(fed))
-        self._run_ahead(every)
+        every += [_on_top(fed, (*identical, *some), PARITY_STEPS) for some in (rounded, _uncompiled(rounded)) if some]
+        self._run_ahead([*every, *([_alone(fed)] if rounded else [])])
         led = Led(plain, self._run(AS_IT_WAS, plain))
         if reseeded:
             led = self._reseeded(led, fed)
@@ -144,6 +142,13 @@ class Proving:
         if proof.holds or len(changes) == 1:
             self._bench.proven(changes, proof)
             return
+        rest = _uncompiled(changes)
+        if rest and self._is_within_reach(wanted(rest)):  # compiling is the first suspect
+            without = same_loss(led.run, self._run(all_in_words(rest), wanted(rest)), alone)
+            if without.holds:
+                self._bench.proven(tuple(change for change in changes if change not in rest), proof)
+                self._bench.proven(rest, without)
+                return
         self._bench.said(f"proof, {all_in_words(changes)}: {proof.text}. One by one")
         if self._bench.has_time():
             self._run_ahead([wanted((change,)) for change in changes])
@@ -164,12 +169,10 @@ class Proving:
         return tuple(passed)
 
     def _run_ahead(self, wanted: Sequence[ProofRun]) -> None:
-        """As many at once as there is room for; `_run` finds them. Who leads comes first."""
-        room = self._bench.room
-        for some in (wanted[place : place + room] for place in range(0, len(wanted), room)):
-            if len(some) > 1:
-                runs = self._bench.prove_with(f"{len(some)} runs side by side", some)
-                self._ahead += zip(some, runs, strict=True)
+        """Side by side, where there is room for that; `_run` finds them."""
+        if self._bench.room > 1 and len(wanted) > 1:
+            runs = self._bench.prove_with(f"{len(wanted)} runs side by side", wanted)
+            self._ahead += zip(wanted, runs, strict=True)
 
     def _is_within_reach(self, wanted: ProofRun) -> bool:
         return any(there == wanted for there, _ in self._ahead) or self._bench.has_time()
@@ -180,6 +183,12 @@ class Proving:
                 del self._ahead[place]
                 return run
         return self._bench.prove_with(what, [wanted])[0]
+
+
+def _uncompiled(changes: Changes) -> Changes:
+    """The rest, where one of them is to compile; else nothing."""
+    rest = tuple(change for change in changes if change.name != "compile")
+    return rest if rest != changes else ()
 
 
 def _alone(led: ProofRun) -> ProofRun:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -59,8 +60,9 @@ class Purse:
         long = PARITY_STEPS if rounded else IDENTITY_STEPS
         runs = [before(IDENTITY_STEPS if reseeded else long), *([paired(long)] if reseeded else [])]
         runs += [paired(IDENTITY_STEPS)] if "identical" in classes else []
-        runs += [now(PARITY_STEPS, self._compiling_again_s(every))] if rounded else []
-        return [*runs, *([paired(PARITY_STEPS)] if rounded and len(runs) < self.room else [])]
+        compiling_s = self._compiling_again_s(every)
+        runs += [now(PARITY_STEPS, compiling_s), *([now(PARITY_STEPS)] if compiling_s else [])] if rounded else []
+        return [*runs, *([paired(PARITY_STEPS)] if rounded and self.room > 1 else [])]
 
     def _like(self, run: Run) -> Callable[..., _ProofRun]:
         def foreseen(steps: int, compiling_s: float = 0.0) -> _ProofRun:
@@ -71,10 +73,7 @@ class Purse:
         return foreseen
 
     def _proving_s(self, runs: Sequence[_ProofRun]) -> float:
-        room = self.room
-        if room == 1:
-            return sum(run.alone_s for run in runs)
-        return sum(_side_by_side_s(runs[place : place + room]) for place in range(0, len(runs), room))
+        return _side_by_side_s(runs, self.room) if self.room > 1 else sum(run.alone_s for run in runs)
 
     def comparing_s(self) -> float:
         """What both sides once more will take, without X-ray and ceiling."""
@@ -144,11 +143,13 @@ class _ProofRun(NamedTuple):
         return self.start_s + self.compiling_s + self.training_s
 
 
-def _side_by_side_s(runs: Sequence[_ProofRun]) -> float:
-    """Together they share the card, and the cores; compiling has one to itself."""
-    longest_s = max(_CROWDED * (run.start_s + run.training_s) + run.compiling_s for run in runs)
+def _side_by_side_s(runs: Sequence[_ProofRun], room: int) -> float:
+    """So many at once, the next when one has ended. They share the card and the cores; compiling has one to itself."""
+    ends_s = [0.0] * room
+    for run in runs:
+        heapq.heapreplace(ends_s, ends_s[0] + _CROWDED * (run.start_s + run.training_s) + run.compiling_s)
     shared_s = max(sum(run.card * run.training_s for run in runs), sum(run.cores * run.training_s for run in runs))
-    return max(longest_s, min(run.start_s for run in runs) + shared_s)
+    return max(*ends_s, min(run.start_s for run in runs) + shared_s)
 
 
 def start_s(run: Run) -> float:

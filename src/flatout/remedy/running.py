@@ -209,8 +209,8 @@ class Runner(Protocol):
         """
         ...
 
-    def prove(self, wanted: Sequence[ProofRun], *, timeout_s: float) -> list[Run]:
-        """Runs for a proof, with fingerprints and at once: nobody times them."""
+    def prove(self, wanted: Sequence[ProofRun], *, timeout_s: float, at_once: int = 1) -> list[Run]:
+        """Runs for a proof, with fingerprints, so many at once: nobody times them. Who leads comes first."""
         ...
 
 
@@ -261,7 +261,7 @@ class Launcher:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def prove(self, wanted: Sequence[ProofRun], *, timeout_s: float) -> list[Run]:
+    def prove(self, wanted: Sequence[ProofRun], *, timeout_s: float, at_once: int = 1) -> list[Run]:
         if len(wanted) == 1:
             return [self._prove(wanted[0], timeout_s)]
         under_way: set[int] = set()
@@ -275,7 +275,7 @@ class Launcher:
             finally:
                 under_way.discard(me)
 
-        with ThreadPoolExecutor(len(wanted)) as pool, _heard_as_ctrl_c():
+        with ThreadPoolExecutor(at_once) as pool, _heard_as_ctrl_c():
             try:
                 runs = [pool.submit(start, one) for one in wanted]
                 while not all(run.done() for run in runs):

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from flatout import compiling
 from flatout.plan import Change
 from flatout.remedy.found import Attempt
 from flatout.written import as_typed
@@ -25,7 +26,7 @@ CODE = {
     "precision": 'with torch.autocast("cuda", dtype=torch.bfloat16):  # around the forward pass and the loss',
     "fused_optimizer": "torch.optim.AdamW(..., fused=True)  # whichever optimizer it is",
     "channels_last": "model = model.to(memory_format=torch.channels_last)",
-    "compile": "model.compile()",
+    "compile": f"model.compile()  # and {compiling.AS_CODE}",
     "cudnn_benchmark": "torch.backends.cudnn.benchmark = True",
     "gc_freeze": "gc.collect(); gc.freeze()  # once, before the loop",
 }
@@ -36,8 +37,8 @@ _LOADER, _OPTIMIZER = re.compile(r"Loader$"), re.compile(r"(Adam|AdamW|SGD|Adagr
 _OTHERWISE: dict[tuple[str, Any], str] = {
     ("precision", "tf32"): 'torch.set_float32_matmul_precision("high"); torch.backends.cudnn.allow_tf32 = True',
     ("precision", "fp16"): 'torch.autocast("cuda", dtype=torch.float16) around the forward pass, and a GradScaler',
-    ("compile", "reduce-overhead"): 'model.compile(mode="reduce-overhead")',
-    ("compile", "max-autotune"): 'model.compile(mode="max-autotune")',
+    ("compile", "reduce-overhead"): f'model.compile(mode="reduce-overhead")  # and {compiling.AS_CODE}',
+    ("compile", "max-autotune"): f'model.compile(mode="max-autotune")  # and {compiling.AS_CODE}',
 }
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from flatout.compiling import round_as_eager
 from flatout.inject.apply.ledger import Ledger
 from flatout.inject.apply.root_calls import Call, RootCalls
 from flatout.inject.proof import Proof
@@ -174,6 +175,7 @@ class Computing:
         if hasattr(module, "_orig_mod") or call != module._call_impl:
             self._ledger.refused("compile", "the script compiles the model itself")
             return call
+        round_as_eager()
         compiled = _compile(_visible(module, call), mode=None if change.value == "default" else change.value)
         self._ledger.made("compile", f"model.compile(mode={change.value!r})", where)
         captured = change.value in _CAPTURING

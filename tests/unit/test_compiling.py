@@ -1,0 +1,69 @@
+"""Compiled kernels round where eager ones do, unless the person says otherwise."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch._inductor.config as config
+
+from flatout.compiling import AS_CODE, round_as_eager
+
+# A column's place under softmax, from scores that were rounded: its gradients are differences of large numbers.
+SCRIPT = """
+import json, sys, torch
+from flatout.compiling import round_as_eager
+
+torch.manual_seed(0)
+pictures, weights = torch.randn(256, 32).bfloat16(), torch.randn(32, 40).mul(4).bfloat16()
+bias = torch.randn(40).mul(8).bfloat16()
+
+def place(shift):
+    columns = (pictures @ weights + bias + shift).float().softmax(dim=1)
+    return (columns * torch.linspace(0, 160, 40)).sum(dim=1)
+
+def results(call):
+    shift = torch.zeros((), dtype=torch.bfloat16, requires_grad=True)
+    found = call(shift)
+    found.square().mean().backward()
+    return torch.cat([found.detach(), shift.grad[None]])
+
+eager, apart = results(place), []
+for set_up in (lambda: None, round_as_eager):
+    torch.compiler.reset()
+    set_up()
+    apart.append(float((results(torch.compile(place)) - eager).abs().max()))
+print(json.dumps(apart))
+"""
+
+
+def test_in_bf16_a_compiled_chain_gives_what_the_eager_one_gives() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, check=True)
+    as_torch_has_it, as_eager = json.loads(done.stdout.splitlines()[-1])
+    assert as_torch_has_it > 0.1, "or there is nothing to round"
+    assert as_eager < 0.001 * as_torch_has_it
+
+
+@pytest.fixture
+def put_back() -> Iterator[None]:
+    before = config.emulate_precision_casts
+    config.emulate_precision_casts = False
+    yield
+    config.emulate_precision_casts = before
+
+
+@pytest.mark.usefixtures("put_back")
+def test_what_the_person_says_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_EMULATE_PRECISION_CASTS", "0")
+    round_as_eager()
+    assert config.emulate_precision_casts is False
+
+
+@pytest.mark.usefixtures("put_back")
+def test_the_line_to_write_is_the_switch() -> None:
+    exec(AS_CODE, {"torch": torch})
+    assert config.emulate_precision_casts is True
