@@ -105,7 +105,8 @@ class Feed:
         self.account = Account()
         self.made: deque[Any] = deque()  # batches that are ready, and not asked for yet
         self.pid = os.getpid()
-        self._tuning = Tuning(workers, budget, may_do_without=may_do_without and not recipe.streams)
+        alone = may_do_without and not recipe.streams
+        self._tuning = Tuning(workers, budget, may_do_without=alone, like=recipe.kind)
         self._here: Here | None = None
         self._faults = Faults(recipe, self.crew, self.account, hang_timeout)
         self._epoch: Epoch | None = None

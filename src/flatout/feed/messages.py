@@ -14,6 +14,7 @@ from torch._utils import ExceptionWrapper
 
 from flatout.feed.packing import Span
 from flatout.feed.randomness import Key
+from flatout.sense.facts import length_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,11 @@ class Recipe:
     streams: bool  # stock's random stream a worker, instead of seeds by position; workers have numbers
     skip_bad: bool
     defer: bool = False  # what samples do to their pictures is noted, and done to whole batches on the card
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What a loader that is made anew has in common with the one before it."""
+        return type(self.dataset), length_of(self.dataset), self.batch_size, self.declared, self.defer
 
     @property
     def chunk(self) -> int:

@@ -1,6 +1,7 @@
 """How many workers a feed has: gathers what the controller wants to see, window by window.
 
 Loaders of one process share its cores: those in the middle of a pass that were asked for a batch lately divide them.
+One that is made anew for every epoch begins with as many workers as the one before it had in the end.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
+from collections.abc import Hashable
 
 from flatout.budget import Budget
 from flatout.feed.account import out_of_memory_kills
@@ -20,13 +22,17 @@ WINDOW_BATCHES = 8
 LATELY_S = 5.0
 
 _all: weakref.WeakSet[Tuning] = weakref.WeakSet()
+_found: dict[Hashable, int] = {}  # workers, by what a loader is like
 
 
 class Tuning:
-    """The number of workers and of batches ahead that one loader should have."""
+    """The number of workers and of batches ahead that one loader should have; `like` is what it is like."""
 
-    def __init__(self, workers: int, budget: Budget, *, may_do_without: bool) -> None:
+    def __init__(self, workers: int, budget: Budget, *, may_do_without: bool, like: Hashable = None) -> None:
         self._controller = Controller(workers, cores=budget.cores_allowed, may_do_without=may_do_without)
+        self._like = like
+        if like is not None and _found.get(like):
+            self._controller.workers, self._controller.why = _found[like], "what the loader before it had"
         self._budget = budget
         self._window = Observation()
         self._asked_at: float | None = None  # in this pass
@@ -58,6 +64,8 @@ class Tuning:
         """A pass is over: until a batch of the next is asked for, nobody waits, and the cores are the others'."""
         if self._asked_at is not None:
             self._last_pass, self._asked_at = (self._began_at, now), None
+            if self._like is not None and not self._held:
+                _found[self._like] = self.workers
 
     def worked(self, done: Done) -> None:
         """A worker has finished something."""

@@ -300,6 +300,22 @@ def test_another_loader_that_is_asked_once_a_step_leaves_the_steps_their_time(ei
     assert one._window.seconds == pytest.approx(10 * 0.048)
 
 
+def test_a_loader_that_is_made_anew_begins_where_the_one_before_it_ended(eight_cores: budget.Budget) -> None:
+    """GIVEN twelve workers on eight cores, since their samples wait, THEN the next epoch's loader has twelve; one of
+    another kind, or after one whose number was set by hand, has not."""
+    first = tuning.Tuning(2, eight_cores, may_do_without=False, like="photos")
+    first.hold(12, for_good=False)
+    first.served(1, 0.1, 0.0, 100.0)
+    first.rest(101.0)
+    second = tuning.Tuning(2, eight_cores, may_do_without=False, like="photos")
+    assert (second.workers, second.why) == (12, "what the loader before it had")
+    assert tuning.Tuning(2, eight_cores, may_do_without=False, like="others").workers == 2
+    second.hold(5, for_good=True)
+    second.served(1, 0.1, 0.0, 102.0)
+    second.rest(103.0)
+    assert tuning.Tuning(2, eight_cores, may_do_without=False, like="photos").workers == 12
+
+
 def test_kills_for_memory_are_seen_in_the_kernels_count(
     eight_cores: budget.Budget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
