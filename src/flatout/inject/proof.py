@@ -4,6 +4,9 @@
     backward ── the loss                              weights ── how they moved, beside another run's
                                                       ──► proof-<rank>.jsonl, a line a step, when the run ends
 
+What a model itself has made (a critic is fed what its generator made, a recurrent net its last state) is no data: on a
+card it never comes out the same twice. The losses and the weights are to say whether it is right.
+
 A checksum is a sum over all 8-byte words, each times an odd number that depends on its place, modulo 2^64: integers,
 so it comes out the same on any device and in any order of adding, and says so when two words change places.
 """
@@ -20,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.utils.data.dataloader as stock
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from flatout.inject.ceiling import tensors_in
 from flatout.inject.weights import Moved
@@ -27,6 +31,7 @@ from flatout.sense.roots import Alive
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 _MASK = (1 << 64) - 1
+_MADE_HERE = 0
 
 
 class Proof:
@@ -35,6 +40,7 @@ class Proof:
     def __init__(self) -> None:
         self._steps: list[dict[str, Any]] = []
         self._open = _step()
+        self._made: list[StorageWeakRef] = []
         self.roots = Alive()  # the modules that tell of themselves
 
     def install(self) -> None:
@@ -70,7 +76,13 @@ class Proof:
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """These reach a root module in training."""
-        self._open["inputs"] += [checksum(tensor) for tensor in tensors_in([args, kwargs])]
+        given = tensors_in([args, kwargs])
+        self._open["inputs"] += [checksum(t) if _memory(t) not in self._made else _MADE_HERE for t in given]
+
+    def outputs(self, result: Any) -> None:
+        """And this came out of it."""
+        alive = [memory for memory in self._made if not memory.expired()]
+        self._made = [*alive, *map(_memory, tensors_in([result]))]
 
     def step_ended(self, moved: Moved | None) -> None:
         """A training step is over."""
@@ -92,6 +104,11 @@ class Proof:
                     "moved": step["moved"],
                 }
                 file.write(json.dumps(line, default=str) + "\n")
+
+
+def _memory(tensor: Any) -> StorageWeakRef:
+    """What a tensor lies in, whoever else looks at it, for as long as it is there."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def checksum(tensor: Any) -> Any:

@@ -67,6 +67,36 @@ def test_a_proof_tells_the_same_training_from_another(tmp_path: Path, monkeypatc
     assert all(isinstance(step["loss"], float) for step in first)
 
 
+def test_what_a_model_has_made_is_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a critic that is fed what its generator made, and a generator a little off THEN what is fed to them by the
+    loader is the same, and so is all that counts as data."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    write(
+        tmp_path,
+        train="""
+        import sys, torch
+        from torch.utils.data import DataLoader
+        generator, critic = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+        with torch.no_grad():
+            generator.weight.mul_(1 + 1e-6 * ("off" in sys.argv))
+        steps = [torch.optim.SGD(net.parameters(), lr=1e-3) for net in (generator, critic)]
+        for epoch in range(4):
+            for real in DataLoader(torch.arange(16.0).reshape(8, 2), batch_size=4):
+                made = generator(torch.ones(4, 2))
+                critic(made).mean().backward()
+                (critic(real) - critic(made.detach())).mean().backward()
+                for step in steps:
+                    step.step()
+                    step.zero_grad()
+        """,
+    )
+    first, off = proof(tmp_path, "first"), proof(tmp_path, "off", "off")
+    assert [step["inputs"] for step in first] == [step["inputs"] for step in off]
+    assert [step["losses"] for step in first] != [step["losses"] for step in off]
+    told = [checksum for step in first for checksum in step["inputs"]]
+    assert told.count("0" * 16) == len(told) / 2, "the critic's from the generator, not its real ones, nor the noise"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bfloat16, torch.bool])
 def test_a_checksum_sees_every_change_but_not_the_layout(dtype: torch.dtype) -> None:
     tensor = torch.arange(2 * 3 * 5 * 7).reshape(2, 3, 5, 7).remainder(97).to(dtype)

@@ -129,9 +129,13 @@ class Computing:
         proof.roots.put(module)
 
         def look_and_call(*args: Any, **kwargs: Any) -> Any:
-            if module.training and torch.is_grad_enabled():
+            watched = module.training and torch.is_grad_enabled()
+            if watched:
                 proof.inputs(args, kwargs)
-            return call(*args, **kwargs)
+            result = call(*args, **kwargs)
+            if watched:
+                proof.outputs(result)
+            return result
 
         return look_and_call
 
