@@ -12,6 +12,7 @@ flatout asks it to (src/flatout/compiling.py).
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -63,7 +64,7 @@ def main() -> None:
     losses = [step.loss for step in leader.proof[0]]
     options.out.write_text(json.dumps({**told, "losses": losses, "results": results}, indent=1) + "\n")
     for name, figures in results.items():
-        print(f"{name}: {json.dumps(figures | {'losses': '…', 'moved': figures['moved'][-6:]})}")
+        print(f"{name}: {json.dumps(figures | {'losses': '…', 'drifts': '…', 'moved': figures['moved'][-6:]})}")
 
 
 def made(launcher: Launcher, steps: int, at_once: int) -> dict[str, Run]:
@@ -90,13 +91,14 @@ def beside(leader: Run, run: Run) -> dict[str, Any]:
     ages: list[list[float]] = [[] for _ in range(EVERY)]
     for number, (ours, theirs) in enumerate(later, start=len(pairs) // 2):
         if ours.loss is not None and theirs.loss is not None:
-            ages[(number - 1) % EVERY].append((theirs.loss - ours.loss) / size)
+            ages[number % EVERY].append((theirs.loss - ours.loss) / size)
     return {
         "seconds": round(run.seconds, 1),
         "refused": run.refused,
         "steps_with_other_bytes": sum(ours.inputs != theirs.inputs for ours, theirs in pairs),
         "loss_off_by_age": [round(statistics.fmean(age), 5) if age else None for age in ages],
         "moved": [[round(part, 4) for part in step.moved] for step in run.proof[0] if step.moved is not None],
+        "drifts": [dataclasses.asdict(drift) for drift in run.drifts],
         "losses": [step.loss for step in run.proof[0]],
     }
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._inductor.config as config
 
-from flatout.compiling import AS_CODE, round_as_eager
+from flatout.compiling import AS_CODE, draw_as_eager, round_as_eager
 
 # A column's place under softmax, from scores that were rounded: its gradients are differences of large numbers.
 SCRIPT = """
@@ -50,10 +50,25 @@ def test_in_bf16_a_compiled_chain_gives_what_the_eager_one_gives() -> None:
 
 @pytest.fixture
 def put_back() -> Iterator[None]:
-    before = config.emulate_precision_casts
-    config.emulate_precision_casts = False
+    before = config.emulate_precision_casts, config.fallback_random
+    config.emulate_precision_casts = config.fallback_random = False
     yield
-    config.emulate_precision_casts = before
+    config.emulate_precision_casts, config.fallback_random = before
+
+
+@pytest.mark.usefixtures("put_back")
+@pytest.mark.parametrize(
+    ("model", "draws"),
+    [
+        (torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.0)), False),
+        (torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1)), True),
+        (torch.nn.LSTM(2, 2, 2, dropout=0.1), True),
+        (torch.nn.TransformerEncoderLayer(4, 1, dropout=0.1), True),
+    ],
+)
+def test_in_a_proof_dropout_draws_what_eager_kernels_draw(model: torch.nn.Module, draws: bool) -> None:
+    draw_as_eager(model)
+    assert config.fallback_random is draws
 
 
 @pytest.mark.usefixtures("put_back")

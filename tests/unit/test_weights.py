@@ -11,9 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.inject import weights
 from flatout.inject.weights import EVERY, Moved, Weights
-from flatout.sense.options import WEIGHTS_OVER
+from flatout.sense.options import WEIGHTS_OVER, Trial
+
+
+def weights(
+    leads: Path | None = None, follows: Path | None = None, ranks: tuple[int, int] = (0, 1), **trial: Any
+) -> Weights:
+    return Weights(Trial(**{"leads": leads, "follows": follows, "weights_bytes": 1 << 30, **trial}), lambda: ranks)
 
 
 class Training:
@@ -49,8 +54,8 @@ class Training:
         return [t.detach().clone().double() for t in (*self.net.state_dict().values(), *remembered)]
 
 
-def led(tmp_path: Path, steps: int = 31, **how: Any) -> Training:
-    leader = Training(Weights(tmp_path, None, rank=0), **{"lr": 0.01, **how})
+def led(tmp_path: Path, steps: int = 40, *, weights_bytes: int = 1 << 30, **how: Any) -> Training:
+    leader = Training(weights(tmp_path, weights_bytes=weights_bytes), **{"lr": 0.01, **how})
     assert leader.train(steps) == [None] * steps
     (tmp_path / WEIGHTS_OVER).touch()
     return leader
@@ -63,66 +68,119 @@ def led(tmp_path: Path, steps: int = 31, **how: Any) -> Training:
 def test_who_follows_has_the_leaders_weights_buffers_and_memory(tmp_path: Path, optimizer: Any, how: Any) -> None:
     """GIVEN steps twice as long WHEN it has met the leader THEN it is the leader, and knows how far it had strayed."""
     leader = led(tmp_path, optimizer=optimizer, lr=0.01, **({} if "fused" in how else how))
-    follower = Training(Weights(None, tmp_path, rank=0), optimizer, lr=0.02, **how)
-    moved = follower.train(31)
-    assert [step + 1 for step, one in enumerate(moved) if one is not None] == [11, 21, 31]
+    follower = Training(weights(follows=tmp_path), optimizer, lr=0.02, **how)
+    moved = follower.train(40)
+    assert [step + 1 for step, one in enumerate(moved) if one is not None] == [20, 30, 40]
     assert all(one is None or (one[0] > 1.2 and one[1] > 0.5) for one in moved)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(follower.state(), leader.state(), strict=True))
 
 
 def test_the_same_training_moves_the_same_way(tmp_path: Path) -> None:
     led(tmp_path)
-    moved = Training(Weights(None, tmp_path, rank=0), lr=0.01).train(31)
-    assert [one for one in moved if one is not None] == [pytest.approx((1.0, 1.0))] * 3
+    follower = Training(weights(follows=tmp_path), lr=0.01)
+    assert [one for one in follower.train(40) if one is not None] == [pytest.approx((1.0, 1.0))] * 3
+    told = follower.own.drifts()
+    assert [drift["name"] for drift in told] == ["0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"]
+    assert {(drift["drift"], drift["coherence"], drift["length"]) for drift in told} == {(0.0, 0.0, 1.0)}
+    assert [(drift["size"], drift["dims"]) for drift in told][:2] == [(32, 2), (8, 1)]
 
 
 def test_weights_that_stay_where_they_are_have_not_moved(tmp_path: Path) -> None:
     led(tmp_path)
-    moved = Training(Weights(None, tmp_path, rank=0), lr=0.01, frozen_from=11).train(31)
-    assert moved[10] == pytest.approx((1.0, 1.0))
-    assert moved[20] == moved[30] == (0.0, 0.0)
+    follower = Training(weights(follows=tmp_path), lr=0.01, frozen_from=20)
+    moved = follower.train(40)
+    assert moved[19] == pytest.approx((1.0, 1.0))
+    assert moved[29] == moved[39] == (0.0, 0.0)
+    assert {drift["length"] for drift in follower.own.drifts()} == {0.0}
+
+
+def test_what_is_off_the_same_way_each_time_adds_up(tmp_path: Path) -> None:
+    led(tmp_path, 220, optimizer=torch.optim.AdamW, weight_decay=0.1)
+    follower = Training(weights(follows=tmp_path), torch.optim.AdamW, lr=0.01, weight_decay=0.0)
+    moved = [one for one in follower.train(220) if one is not None]
+    assert all(abs(length - 1) < 0.1 for length, _ in moved[:5])
+    assert max(drift["coherence"] for drift in follower.own.drifts()) > 3
 
 
 def test_one_in_the_middle_follows_and_leads(tmp_path: Path) -> None:
     """GIVEN b beside a, and c beside b THEN c is told of b's steps, though b goes on from a's weights each time."""
     a, b = tmp_path / "a", tmp_path / "b"
     a.mkdir(), b.mkdir()
-    led(a, 21)
-    assert {one for one in Training(Weights(b, a, rank=0), lr=0.02).train(41) if one is not None} != {(1.0, 1.0)}
+    led(a, 20)
+    assert {one for one in Training(weights(b, a), lr=0.02).train(50) if one is not None} != {(1.0, 1.0)}
     (b / WEIGHTS_OVER).touch()
-    moved = Training(Weights(None, b, rank=0), lr=0.02).train(41)
+    moved = Training(weights(follows=b), lr=0.02).train(50)
     assert [one for one in moved if one is not None] == [pytest.approx((1.0, 1.0))] * 4
 
 
 def test_it_waits_for_a_leader_that_is_slower_and_not_for_one_that_is_gone(tmp_path: Path) -> None:
-    follower = Training(Weights(None, tmp_path, rank=0), lr=0.01)
-    leading = threading.Thread(target=led, args=(tmp_path, 15))
+    follower = Training(weights(follows=tmp_path), lr=0.01)
+    leading = threading.Thread(target=led, args=(tmp_path, 25))
     waiting: list[Moved | None] = []
-    thread = threading.Thread(target=lambda: waiting.extend(follower.train(31)))
+    thread = threading.Thread(target=lambda: waiting.extend(follower.train(40)))
     thread.start()
     leading.start()
     leading.join()
     thread.join(timeout=30)
-    assert [step + 1 for step, one in enumerate(waiting) if one is not None] == [11]
+    assert [step + 1 for step, one in enumerate(waiting) if one is not None] == [20]
 
 
-def test_weights_too_large_for_the_disk_come_seldom_or_never(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = sum(t.numel() * t.element_size() for t in led(tmp_path / ".", 1).net.state_dict().values())
-    monkeypatch.setattr(weights, "_MOST_BYTES", 22 * size)  # its optimizer remembers twice as much again
+def test_it_does_not_wait_forever_for_one_that_nobody_says_is_gone(tmp_path: Path) -> None:
+    led(tmp_path, 10)
+    (tmp_path / WEIGHTS_OVER).unlink()
+    assert Training(weights(follows=tmp_path, timeout_s=0.2), lr=0.01).train(40) == [None] * 40
+
+
+def test_a_rank_follows_its_own_and_only_where_all_of_them_lead(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        Training(weights(tmp_path, ranks=(rank, 2)), lr=0.01 * (1 + rank)).train(30 - 10 * rank)
+    (tmp_path / WEIGHTS_OVER).touch()
+    for rank in (0, 1):
+        moved = Training(weights(follows=tmp_path, ranks=(rank, 2)), lr=0.01 * (1 + rank)).train(40)
+        assert [step + 1 for step, one in enumerate(moved) if one is not None] == [20]
+        assert moved[19] == pytest.approx((1.0, 1.0))
+
+
+def test_weights_too_large_for_the_disk_come_seldom_or_never(tmp_path: Path) -> None:
+    size = 3 * sum(t.numel() * t.element_size() for t in led(tmp_path, 10).net.state_dict().values())
     (seldom := tmp_path / "seldom").mkdir()
-    led(seldom, 31)
+    led(seldom, 61, weights_bytes=6 * size)
     assert len(list(seldom.glob("*.pt"))) == 2
-    assert [s for s, one in enumerate(Training(Weights(None, seldom, 0), lr=0.01).train(31)) if one] == [3 * EVERY]
-    monkeypatch.setattr(weights, "_MOST_BYTES", size)
+    assert [s + 1 for s, one in enumerate(Training(weights(follows=seldom), lr=0.01).train(61)) if one] == [5 * EVERY]
     (never := tmp_path / "never").mkdir()
-    led(never, 31)
-    assert Training(Weights(None, never, 0), lr=0.01).train(31) == [None] * 31
+    led(never, 61, weights_bytes=size)
+    assert Training(weights(follows=never), lr=0.01).train(61) == [None] * 61
+
+
+def test_weights_are_taken_unseen_by_a_backward_pass_that_is_not_over(tmp_path: Path) -> None:
+    """A critic's step ends before its generator's begins, whose graph is there already."""
+    led(tmp_path)
+    follower = Training(weights(follows=tmp_path), lr=0.01)
+    follower.train(9)
+    early = follower.net(torch.ones(2, 4)).sum()
+    before = follower.state()
+    follower.own.step_ended([follower.optimizer], [follower.net])
+    assert not all(torch.equal(now, then) for now, then in zip(follower.state(), before, strict=True))
+    early.backward()
+
+
+def test_weights_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
+    def masked(own: Weights) -> Training:
+        training = Training(own, lr=0.01)
+        mask = nn.Parameter(torch.tensor([0.0, -torch.inf]), requires_grad=False)
+        training.optimizer.add_param_group({"params": [mask]})
+        training.net.register_buffer("wide", torch.zeros(1).expand(3))
+        return training
+
+    masked(weights(tmp_path)).train(40)
+    moved = masked(weights(follows=tmp_path)).train(40)
+    assert [one for one in moved if one is not None] == [pytest.approx((1.0, 1.0))] * 3
 
 
 def test_what_does_not_fit_is_said_and_training_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     led(tmp_path)
-    other = Training(Weights(None, tmp_path, rank=0), lr=0.01)
+    other = Training(weights(follows=tmp_path), lr=0.01)
     other.net.append(nn.Linear(1, 1))
     other.optimizer.add_param_group({"params": other.net[-1].parameters()})
-    assert other.train(31) == [None] * 31
+    assert other.train(40) == [None] * 40
     assert capfd.readouterr().err.startswith("flatout: weights are not compared (")

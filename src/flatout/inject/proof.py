@@ -79,10 +79,11 @@ class Proof:
         given = tensors_in([args, kwargs])
         self._open["inputs"] += [checksum(t) if _memory(t) not in self._made else _MADE_HERE for t in given]
 
-    def outputs(self, result: Any) -> None:
-        """And this came out of it."""
+    def outputs(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """This was made of them; what is only handed through stays data."""
+        given = list(map(_memory, tensors_in([args, kwargs])))
         alive = [memory for memory in self._made if not memory.expired()]
-        self._made = [*alive, *map(_memory, tensors_in([result]))]
+        self._made = [*alive, *(memory for memory in map(_memory, tensors_in([result])) if memory not in given)]
 
     def step_ended(self, moved: Moved | None) -> None:
         """A training step is over."""

@@ -64,7 +64,8 @@ def begin(options: Options, settings: Settings, *, made: Iterable[Any] = (), led
     if _applied is None and (options.plan is not None or options.trial is not None):
         from flatout.inject.apply.applied import Applied  # seldom wanted, and not small
 
-        _applied = Applied(options, ledger or Ledger(), _rank())  # under the hooks: what they time is as changed
+        # Under the hooks: what they time is as changed.
+        _applied = Applied(options, ledger or Ledger(), lambda: (_rank(), _world_size()))
     if _session is None or _session.closed:
         _session = Session(options, settings, made)
     return _session
@@ -161,7 +162,8 @@ class Session(Listener):
         every_step = awaits_xray or _applied is not None or self._options.max_steps is not None
         self.next_look = steps + (1 if every_step else _LOOK_EVERY_STEPS)
         if _applied is not None:
-            self._as_ours(_applied.step_ended)
+            first = self._writer is not None and self._writer.path.parent == self._options.folder
+            self._as_ours(functools.partial(_applied.step_ended, first=first))
         if self._options.max_steps is not None:
             self._end_in_time()
         self._course.step_begins()

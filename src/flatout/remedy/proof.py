@@ -18,6 +18,7 @@ Runs that are too short prove nothing, and say so.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,10 +32,12 @@ from flatout.remedy.running import Moved, ProofStep, Run
 FEWEST_BATCHES = 20
 FEWEST_LOSSES = 200
 COMPARED = 100
-MARGIN, RESEEDED_MARGIN = 0.01, 0.05  # of the loss
+MARGIN, WIDEST_MARGIN, RESEEDED_MARGIN = 0.01, 0.03, 0.05  # of the loss
 AS_FAR, RESEEDED_AS_FAR = 1.05, 2.0  # times the way that weights come, or one such part of it
-SAME_WAY = 0.8  # a cosine; other random numbers in the model (dropout, compiled) alone may make 0.9 of it
-_FEWEST_MOVES = 4
+SAME_WAY = 0.8  # a cosine; other random numbers in the model alone may make 0.9 of it
+_DRIFT, _COHERENCE = 0.05, 1.4  # of a tensor's way; times what chance would make of it, and more for a small one
+_STANDS_STILL, _NEVER_MOVES = 0.5, 0.01  # of the leader's way
+_USUAL_PACE = 0.2  # of what is usual; what nothing but rounding moves is often slower
 _FEW_PASSES = 3  # in a step; more are parts of a batch
 _REPEATS_APART = 3.0  # times what two runs of the same plan differ by, others may
 
@@ -159,11 +162,11 @@ def _in_order(field: str, *ranks: Sequence[ProofStep]) -> list[list[Any]]:
 def _with_losses(before: Run, after: Run, repeat: Run | None, standing: Standing, said: str) -> Proof:
     """The same batches may still teach otherwise: weights that went stale, say."""
     a, b = _losses(before, after)
-    moved = _moved(before, after)
+    astray = _astray(before, after, RESEEDED_AS_FAR if standing == "reseeded" else AS_FAR)
     if not np.isfinite(b[np.isfinite(a)]).all():
         return Proof(standing="failed", text=f"{said}, but the loss is not finite any more")
-    if moved is not None and not moved.as_far(RESEEDED_AS_FAR if standing == "reseeded" else AS_FAR):
-        return Proof(standing="failed", text=f"{said}, but {_in_words(moved)}")
+    if astray is not None:
+        return Proof(standing="failed", text=f"{said}, but {astray}")
     if not len(a):
         return Proof(standing=standing, text=f"{said}; no loss was seen")
     if np.array_equal(a, b, equal_nan=True):
@@ -234,8 +237,9 @@ def _same_loss(before: Run, after: Run, alone: Run | None = None) -> Proof:
     margin, whose = _margin(before, alone, scale)
     said = f"loss {apart / scale:+.2%} ({low / scale:+.2%} to {high / scale:+.2%}) over the last {COMPARED} steps"
     said += f", margin {whose}" + (f"; {_in_words(moved)}" if moved is not None else "")
-    if low > margin or high < -margin or (moved is not None and not moved.as_far(AS_FAR)):
-        return Proof(standing="failed", text=said)
+    astray = _astray(before, after, AS_FAR)
+    if low > margin or high < -margin or astray is not None:
+        return Proof(standing="failed", text=said if astray is None or astray in said else f"{said}; {astray}")
     within = -margin < low and high < margin and (moved is None or moved.direction >= SAME_WAY)
     return Proof(standing="equivalent", text=said) if within else _unproven(said)
 
@@ -244,19 +248,49 @@ def _margin(before: Run, alone: Run | None, scale: float) -> tuple[float, str]:
     """What the loss may differ by, and in words."""
     first, again = _losses(before, alone) if alone is not None else (np.empty(0), np.empty(0))
     if len(again) >= FEWEST_LOSSES and np.isfinite(again).all():
-        noise = max(map(abs, _interval(first[-COMPARED:], again[-COMPARED:])[:2]))
-        if noise > MARGIN * scale:
-            return noise, f"{noise / scale:.1%}, what two runs of the same plan differ by"
+        noise = max(map(abs, _interval(first[-COMPARED:], again[-COMPARED:])[:2])) / scale
+        margin = min(noise, WIDEST_MARGIN)
+        if margin > MARGIN:
+            return margin * scale, f"{margin:.1%}: left to itself, the same plan makes {noise:.1%}"
     return MARGIN * scale, f"{MARGIN:.0%}"
 
 
+def _moves(before: Run, after: Run) -> list[Moved]:
+    """How the weights of all ranks went beside those they followed, in the steps that both runs have."""
+    pairs = zip(before.proof, after.proof, strict=False)
+    steps = (there for ours, theirs in pairs for _, there in zip(ours, theirs, strict=False))
+    return [step.moved for step in steps if step.moved is not None]
+
+
 def _moved(before: Run, after: Run) -> Moved | None:
-    """How the weights of the first rank went beside those it followed, typically; None where it did not."""
-    moves = [there.moved for _, there in _steps(before, after) if there.moved is not None]
-    if len(moves) < _FEWEST_MOVES:
+    """How they went typically; None where they followed nobody."""
+    moves = _moves(before, after)
+    if not moves:
         return None
     length, direction = np.median(np.asarray(moves), axis=0)
     return Moved(length=float(length), direction=float(direction))
+
+
+def _astray(before: Run, after: Run, within: float) -> str | None:
+    """What weights do that those they follow do not, in words. Other random numbers lead each tensor elsewhere: then it
+    is asked of all of them together, and not more than within a factor of two."""
+    moved = _moved(before, after)
+    if moved is None:
+        return None
+    if not moved.as_far(within):
+        return _in_words(moved)
+    if within > AS_FAR:
+        return None
+    still = sum(move.length < _STANDS_STILL for move in _moves(before, after))
+    if still > 1 and still > len(_moves(before, after)) / 10:
+        return f"weights stand still {still} times of {len(_moves(before, after))}"
+    for drift in after.drifts:
+        if drift.drift > _DRIFT and drift.coherence > _COHERENCE * (1 + 2 / math.sqrt(drift.size)):
+            return f"{drift.name} goes elsewhere, by {drift.drift:.0%} of its way"
+        never = drift.length < _NEVER_MOVES and drift.pace > _USUAL_PACE
+        if never or (drift.dims > 1 and drift.length < _STANDS_STILL):  # a bias may have no gradient but rounding
+            return f"{drift.name} moves {drift.length:.2f} as far"
+    return None
 
 
 def _in_words(moved: Moved) -> str:

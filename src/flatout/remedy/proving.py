@@ -61,26 +61,39 @@ class Led(NamedTuple):
     run: Run
 
 
+def foreseen(reseeded: Changes, identical: Changes, rounded: Changes, *, side_by_side: bool) -> list[ProofRun]:
+    """The runs of a proof of all these. The first is the command as it was; the second, where anything is reseeded,
+    what the rest is compared with. Side by side, what may turn out to be needed goes along: the rest without compiling,
+    and what it is all compared with once more."""
+    long = PARITY_STEPS if rounded else IDENTITY_STEPS  # of what other rounding is compared with
+    plain = ProofRun(changes=(), steps=IDENTITY_STEPS if reseeded else long, leads=1)
+    fed = ProofRun(changes=reseeded, steps=long, follows=1, leads=2) if reseeded else plain
+    runs = [plain, fed] if reseeded else [plain]
+    runs += [_on_top(fed, identical, IDENTITY_STEPS)] if identical else []
+    wanted = (rounded, _uncompiled(rounded)) if side_by_side else (rounded,)
+    runs += [_on_top(fed, (*identical, *some), PARITY_STEPS) for some in wanted if some]
+    return [*runs, *([_alone(fed)] if rounded and side_by_side else [])]
+
+
 class Proving:
     """A proof under way."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
-        self._ahead: list[tuple[ProofRun, Run]] = []  # runs that are there before they are asked for
-        self._leaders = itertools.count(1)
+        self._made: list[tuple[ProofRun, Run]] = []
+        self._leaders = itertools.count(3)
 
     def prove(self, reseeded: Changes, identical: Changes, rounded: Changes) -> None:
         """Everything that was kept, by its class."""
-        long = PARITY_STEPS if rounded else IDENTITY_STEPS  # of what other rounding is compared with
-        plain = self._leader((), IDENTITY_STEPS if reseeded else long)
-        fed = self._leader(reseeded, long, follows=plain.leads) if reseeded else plain
-        every = [plain, *([fed] if reseeded else [])]
-        every += [_on_top(fed, identical, IDENTITY_STEPS)] if identical else []
-        every += [_on_top(fed, (*identical, *some), PARITY_STEPS) for some in (rounded, _uncompiled(rounded)) if some]
-        self._run_ahead([*every, *([_alone(fed)] if rounded else [])])
-        led = Led(plain, self._run(AS_IT_WAS, plain))
+        runs = foreseen(reseeded, identical, rounded, side_by_side=self._bench.room > 1)
+        self._run_ahead(runs)
+        led = Led(runs[0], self._run(AS_IT_WAS, runs[0]))
+        if led.run.broke_off:
+            failed = Proof(standing="not proven", text=f"the command as it was failed: {led.run.reason()}")
+            self._bench.proven((*reseeded, *identical, *rounded), failed)
+            return
         if reseeded:
-            led = self._reseeded(led, fed)
+            led = self._reseeded(led, runs[1])
         same = led.wanted.changes
         if identical:
             same = with_changes(same, self._same_batches(led, identical, ("identical",)))
@@ -151,7 +164,7 @@ class Proving:
                 return
         self._bench.said(f"proof, {all_in_words(changes)}: {proof.text}. One by one")
         if self._bench.has_time():
-            self._run_ahead([wanted((change,)) for change in changes])
+            self._run_ahead([one for one in (wanted((change,)) for change in changes) if self._there(one) is None])
         self._one_by_one(changes, wanted, lambda run: same_loss(led.run, run, alone))
 
     def _one_by_one(
@@ -172,23 +185,26 @@ class Proving:
         """Side by side, where there is room for that; `_run` finds them."""
         if self._bench.room > 1 and len(wanted) > 1:
             runs = self._bench.prove_with(f"{len(wanted)} runs side by side", wanted)
-            self._ahead += zip(wanted, runs, strict=True)
+            self._made += zip(wanted, runs, strict=True)
 
     def _is_within_reach(self, wanted: ProofRun) -> bool:
-        return any(there == wanted for there, _ in self._ahead) or self._bench.has_time()
+        return self._there(wanted) is not None or self._bench.has_time()
+
+    def _there(self, wanted: ProofRun) -> Run | None:
+        return next((run for there, run in self._made if there == wanted), None)
 
     def _run(self, what: str, wanted: ProofRun) -> Run:
-        for place, (there, run) in enumerate(self._ahead):
-            if there == wanted:
-                del self._ahead[place]
-                return run
-        return self._bench.prove_with(what, [wanted])[0]
+        run = self._there(wanted)
+        if run is None:
+            (run,) = self._bench.prove_with(what, [wanted])
+            self._made.append((wanted, run))
+        return run
 
 
 def _uncompiled(changes: Changes) -> Changes:
     """The rest, where one of them is to compile; else nothing."""
     rest = tuple(change for change in changes if change.name != "compile")
-    return rest if rest != changes else ()
+    return rest if len(rest) < len(changes) else ()
 
 
 def _alone(led: ProofRun) -> ProofRun:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from flatout.plan import Change
 from flatout.remedy.found import Found
-from flatout.remedy.proving import IDENTITY_STEPS, PARITY_STEPS
-from flatout.remedy.running import LOOKING, Run
+from flatout.remedy.proving import foreseen
+from flatout.remedy.running import LOOKING, ProofRun, Run
 
 COMPILING_S, TUNING_KERNELS_S = 40.0, 180.0
 COMPILED_AGAIN = 0.3  # of that time, with the kernels at hand: a guess
@@ -53,24 +53,22 @@ class Purse:
         return proving_s + (self.comparing_s() if compare and self._found.kept else 0.0)
 
     def _proof_runs(self, every: Sequence[Change]) -> list[_ProofRun]:
-        """As remedy/proving.py makes them."""
-        classes = {change.safety for change in every}
-        rounded, reseeded = "equivalent" in classes, "reseeded" in classes
-        before, paired, now = (self._like(run) for run in (self._before, self._paired, self._now))
-        long = PARITY_STEPS if rounded else IDENTITY_STEPS
-        runs = [before(IDENTITY_STEPS if reseeded else long), *([paired(long)] if reseeded else [])]
-        runs += [paired(IDENTITY_STEPS)] if "identical" in classes else []
-        compiling_s = self._compiling_again_s(every)
-        runs += [now(PARITY_STEPS, compiling_s), *([now(PARITY_STEPS)] if compiling_s else [])] if rounded else []
-        return [*runs, *([paired(PARITY_STEPS)] if rounded and self.room > 1 else [])]
+        reseeded, identical, rounded = (
+            tuple(change for change in every if change.safety == safety)
+            for safety in ("reseeded", "identical", "equivalent")
+        )
+        return [
+            self._foreseen(run, every) for run in foreseen(reseeded, identical, rounded, side_by_side=self.room > 1)
+        ]
 
-    def _like(self, run: Run) -> Callable[..., _ProofRun]:
-        def foreseen(steps: int, compiling_s: float = 0.0) -> _ProofRun:
-            plain_s = start_s(run) - self._compiled_for_s(run)
-            busy, cores = run.case.busy_share or 0.0, run.case.cpu_share or 0.0
-            return _ProofRun(plain_s, compiling_s, _training_s(run, steps), busy, cores)
-
-        return foreseen
+    def _foreseen(self, wanted: ProofRun, every: Sequence[Change]) -> _ProofRun:
+        """By the run that it is most like."""
+        rounds = any(change.safety == "equivalent" for change in wanted.changes)
+        like = self._now if rounds else self._paired if wanted.changes else self._before
+        plain_s = start_s(like) - self._compiled_for_s(like)
+        compiling_s = self._compiling_again_s(every) if _compiling_s(wanted.changes) else 0.0
+        busy, cores = like.case.busy_share or 0.0, like.case.cpu_share or 0.0
+        return _ProofRun(plain_s, compiling_s, _training_s(like, wanted.steps), busy, cores)
 
     def _proving_s(self, runs: Sequence[_ProofRun]) -> float:
         return _side_by_side_s(runs, self.room) if self.room > 1 else sum(run.alone_s for run in runs)

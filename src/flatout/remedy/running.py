@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 import signal
 import tempfile
 import threading
@@ -32,6 +33,7 @@ SEED = 20_261  # imposed where the script sets none: the same in every run
 CEILING = ("replay", "resident")  # kinds of steps
 LOOKING = (*CEILING, "xray", "after xray")
 _TAIL_BYTES = 20_000
+_WEIGHTS_BYTES, _WEIGHTS_SHARE = 8 << 30, 0.1  # of the free disk; two may lead
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception(?! raised from)|Interrupt|Exit|Refused)\b.*")
 _UNMEASURED = re.compile(r"flatout: not measuring this process \((.*)\)$")
@@ -50,6 +52,21 @@ class Moved(NamedTuple):
         elsewhere; or along the other's way, since rounding alone moves weights that nothing else does (a bias before a
         batch norm)."""
         return any(1 / within <= far <= within for far in (self.length, self.length * self.direction))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """One tensor of a run that followed another: how far off in all, as a share of the other's way, and how many times
+    as far as chance alone would make it; how long its way was each time, typically, in terms of the other's; and the
+    other's pace beside that of its other tensors."""
+
+    name: str
+    size: int
+    dims: int
+    drift: float
+    coherence: float
+    length: float
+    pace: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +100,7 @@ class Run:
     where: dict[str, str] = field(default_factory=dict)  # file:line
     refused: dict[str, str] = field(default_factory=dict)
     proof: tuple[tuple[ProofStep, ...], ...] = ()  # a row a rank
+    drifts: tuple[Drift, ...] = ()  # of all ranks' weights
     folder: Path | None = None
 
     @functools.cached_property
@@ -131,6 +149,11 @@ class Run:
     @property
     def hung(self) -> bool:
         return self.code == launch.TIMED_OUT
+
+    @property
+    def broke_off(self) -> bool:
+        """Whether a proof's run has come to nothing, or not to the steps asked of it."""
+        return self.hung or not self.proof or bool(self.code and min(map(len, self.proof)) < self.asked)
 
     def why_not_made(self, change: Change) -> str | None:
         """Why a change was refused; or had no effect, where a turned knob left what it is about as it was."""
@@ -232,6 +255,8 @@ class Launcher:
         known_to: float = math.inf,
         look_below_s: float | None = None,
     ) -> Run:
+        for weights in self._folder.glob("weights-*"):  # a proof is over
+            shutil.rmtree(weights, ignore_errors=True)
         trial = Trial(
             seed=SEED, at_least_s=at_least_s, known_to=known_to, look_below_s=look_below_s, timeout_s=timeout_s
         )
@@ -248,6 +273,9 @@ class Launcher:
     def _prove(self, wanted: ProofRun, timeout_s: float) -> Run:
         leads, follows = self._weights(wanted.leads), self._weights(wanted.follows)
         trial = Trial(seed=SEED, fingerprints=True, leads=leads, follows=follows, timeout_s=timeout_s)
+        if leads is not None:
+            affordable = min(_WEIGHTS_BYTES, int(_WEIGHTS_SHARE * shutil.disk_usage(leads).free))
+            trial = replace(trial, weights_bytes=affordable)
         try:
             return self._run(wanted.changes, wanted.steps, trial)
         finally:
@@ -257,7 +285,7 @@ class Launcher:
     def _weights(self, leader: int) -> Path | None:
         if not leader:
             return None
-        folder = self._folder / f"weights-{leader}"
+        folder = self._folder.absolute() / f"weights-{leader}"
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
@@ -326,6 +354,7 @@ def recorded(changes: tuple[Change, ...], code: int, seconds: float, folder: Pat
         where={c["name"]: str(c["where"]) for c in said if c.get("applied") and c.get("where")},
         refused={c["name"]: str(c.get("how") or "no reason given") for c in said if not c.get("applied")},
         proof=tuple(_proof(path) for path in sorted(folder.glob("proof-*.jsonl"))),
+        drifts=tuple(Drift(**drift) for path in sorted(folder.glob("drifts-*.json")) for drift in _list(path)),
         folder=folder,
     )
 
@@ -348,6 +377,14 @@ def _tail(path: Path) -> str:
             return file.read().decode(errors="replace")
     except OSError:
         return ""
+
+
+def _list(path: Path) -> list[dict[str, Any]]:
+    try:
+        found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return []  # cut off
+    return found
 
 
 def _proof(path: Path) -> tuple[ProofStep, ...]:

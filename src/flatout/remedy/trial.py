@@ -455,10 +455,11 @@ class Search:
 
     def prove_with(self, what: str, wanted: Sequence[ProofRun]) -> list[Run]:
         self._story.trying(f"proof: {what}", self._purse.left_s)
-        crowded = 1 + (len(wanted) - 1) * (self._now.case.busy_share or 0.0)  # a busy card takes them in turns
+        at_once = min(len(wanted), self.room)
+        crowded = 1 + (at_once - 1) * (self._now.case.busy_share or 0.0)  # a busy card takes them in turns
         patience = crowded * max(self._purse.timeout_s(one.changes, one.steps) for one in wanted)
         began_s = self._purse.spent_s
-        runs = self._start.prove(wanted, timeout_s=patience, at_once=self.room)
+        runs = self._start.prove(wanted, timeout_s=patience, at_once=at_once)
         took_s = self._purse.spent_s - began_s
         self.found.trials.append(Trial(what=f"proof: {what}", seconds=took_s, speed=None))
         return runs

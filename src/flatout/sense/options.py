@@ -27,7 +27,8 @@ class Trial:
 
     `protect` is a scratch folder that takes what the command writes; None lets it write. `seed` is imposed where the
     script sets none. With `fingerprints` nothing is timed: `proof-<rank>.jsonl` says what reached the model. Such a run
-    may leave its weights in the folder `leads`, and take up those in `follows`, every few steps.
+    may leave its weights in the folder `leads`, as far as `weights_bytes` go, and take up those in `follows`, every few
+    steps.
 
     It goes on beyond its steps until it has trained for `at_least_s` (half of that where its steps are steady), and for
     up to twice that while its mean step is not `known_to` such a share, or until it has MOST_STEPS; several ranks do
@@ -40,6 +41,7 @@ class Trial:
     fingerprints: bool = False
     leads: Path | None = None
     follows: Path | None = None
+    weights_bytes: int = 0
     ceiling: bool = True  # after the measured steps, those with their data already there
     at_least_s: float = 0.0
     known_to: float = math.inf

@@ -55,10 +55,14 @@ SCRIPT = """
         def __len__(self):
             return 256
 
-    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, fused=args.fused)
+    model = nn.Sequential(
+        nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 512), nn.ReLU(), nn.Linear(512, 4)
+    )
+    decay = 0.0 if args.harm == "no decay" else 0.1
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=decay, fused=args.fused)
     if args.harm == "slow":
         optimizer.param_groups[0]["lr"] *= 0.9
+    frozen = {"first": [0], "norm": [2, 3], "head": [6]}.get(args.harm, [])
     steps = 0
     for epoch in range(4):
         for pixels, labels in DataLoader(Digits(), batch_sampler=Batches()):
@@ -71,6 +75,9 @@ SCRIPT = """
             optimizer.zero_grad()
             loss.backward()
             kept = [p.detach().clone() for p in model.parameters()]
+            for number, p in enumerate(model.parameters()):
+                if number in frozen or (args.harm == "late" and steps > 140):
+                    p.grad = None  # it is not stepped
             optimizer.step()
             steps += 1
             if args.harm == "stale" and steps > 20:
@@ -155,6 +162,25 @@ def test_learning_that_is_a_tenth_slower_is_caught_by_its_weights(trials: Trials
     assert same_batches(trials(), trials("--harm", "slow")).standing == "failed"
 
 
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        ("first", "0.weight"),
+        ("norm", "1.weight moves 0.00 as far"),
+        ("head", "5.weight"),
+        ("late", "weights stand still"),
+        ("no decay", "goes elsewhere"),
+    ],
+)
+def test_what_a_part_of_the_model_or_of_the_steps_no_longer_learns_is_caught(
+    trials: Trials, harm: str, words: str
+) -> None:
+    """The loss hardly shows it either, and all weights together seem to go the same way."""
+    proof = same_loss(trials(), trials("--harm", harm))
+    assert proof.standing == "failed", proof.text
+    assert words in proof.text
+
+
 @pytest.mark.parametrize("flag", ["--bf16", "--fused"])
 def test_other_rounding_is_equivalent(trials: Trials, flag: str) -> None:
     proof = same_loss(trials(), trials(flag, True))
@@ -170,6 +196,7 @@ SENSITIVE = """
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounding", type=float, default=0.0)
     parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--louder", type=float, default=1.0)
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -181,7 +208,7 @@ SENSITIVE = """
     while True:
         for x_, y_ in DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True):
             optimizer.zero_grad()
-            (model(x_).squeeze(1) - y_).square().mean().backward()
+            (args.louder * (model(x_).squeeze(1) - y_).square().mean()).backward()
             optimizer.step()
             with torch.no_grad():
                 for p in model.parameters():
@@ -206,35 +233,53 @@ def test_a_training_that_makes_much_of_any_rounding_can_be_proven_all_the_same(t
     beside = same_loss(plain, run(rounding=1e-6))
     assert beside.standing == "equivalent", beside.text
     assert same_loss(plain, run(lr=0.016)).standing == "failed"
+    assert same_loss(plain, run(louder=1.1), run(follows=0, rounding=1e-6)).standing == "failed"
 
 
 RANKS = """
-    import torch
+    import sys, torch
     from torch.nn.parallel import DistributedDataParallel
-    torch.distributed.init_process_group("gloo")
-    torch.manual_seed(torch.distributed.get_rank())
-    model = DistributedDataParallel(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(60):
-        optimizer.zero_grad()
-        model(torch.randn(8, 4)).square().mean().backward()
-        optimizer.step()
-    torch.distributed.destroy_process_group()
+
+    def train(rank, store):
+        torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+        torch.manual_seed(rank)
+        model = DistributedDataParallel(torch.nn.Linear(4, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for _ in range(60):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+        torch.distributed.destroy_process_group()
+
+    if __name__ == "__main__":
+        import tempfile
+        torch.multiprocessing.spawn(train, (tempfile.mkdtemp() + "/store",), nprocs=2)
 """
 
 
 def test_each_rank_follows_its_own_where_no_overlay_can_be_mounted_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """GIVEN ranks that nobody has told their numbers when torch is imported."""
     (tmp_path / "train.py").write_text(textwrap.dedent(RANKS))
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "train.py")]
-    launcher = Launcher([sys.executable, *words], tmp_path / "runs")
+    launcher = Launcher([sys.executable, str(tmp_path / "train.py")], tmp_path / "runs")
     (leader,) = launcher.prove([ProofRun(changes=(), steps=31, leads=1)], timeout_s=100)
     monkeypatch.setattr("flatout.sandbox.overlays_permitted", lambda: False)
     (follower,) = launcher.prove([ProofRun(changes=(), steps=31, follows=1)], timeout_s=100)
     assert len(leader.proof) == len(follower.proof) == 2, follower.output
     for rank in follower.proof:
-        assert [step.moved for step in rank if step.moved is not None] == [pytest.approx((1.0, 1.0))] * 3
+        assert [step.moved for step in rank if step.moved is not None] == [pytest.approx((1.0, 1.0))] * 2
+
+
+def test_a_second_training_of_the_same_command_follows_nobody(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(DRAWS))
+    twice = f"{sys.executable} {tmp_path / 'train.py'} && {sys.executable} {tmp_path / 'train.py'}"
+    launcher = Launcher(["bash", "-c", twice], tmp_path / "runs")
+    wanted = [ProofRun(changes=(), steps=60, leads=1), ProofRun(changes=(), steps=60, follows=1)]
+    before, after = launcher.prove(wanted, timeout_s=100)
+    proof = same_batches(before, after)
+    assert proof.standing == "identical", proof.text
+    assert sum(step.moved is not None for step in after.proof[0]) == 5
 
 
 DRAWS = """

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flatout.remedy.proof import _same_loss, same_batches, same_loss
-from flatout.remedy.running import Moved, ProofStep, Run
+from flatout.remedy.running import Drift, Moved, ProofStep, Run
 
 BATCH = 4
 
@@ -211,12 +211,14 @@ def test_where_the_machine_itself_differs_from_run_to_run_its_noise_is_the_margi
     """Two runs of the same plan, left to themselves, differ by 2%, and so may a change."""
     losses = learning(220)
     rng = np.random.default_rng(5)
-    again, changed, wrong = (proof_run(losses * (1 + by + 0.01 * rng.normal(size=220))) for by in (0.02, 0.012, 0.05))
+    by_how_much = (0.02, 0.2, 0.012, 0.05)
+    again, chaos, changed, wrong = (proof_run(losses * (1 + by + 0.01 * rng.normal(size=220))) for by in by_how_much)
     assert not same_loss(proof_run(losses), changed).holds
     with_repeat = same_loss(proof_run(losses), changed, again)
     assert with_repeat.standing == "equivalent"
-    assert "what two runs of the same plan differ by" in with_repeat.text
+    assert "margin 2.4%: left to itself, the same plan makes 2.4%" in with_repeat.text
     assert same_loss(proof_run(losses), wrong, again).standing == "failed"
+    assert same_loss(proof_run(losses), wrong, chaos).standing == "failed", "beside the same weights 3% are enough"
     for broken in (learning(40), np.full(220, np.nan)):
         assert not same_loss(proof_run(losses), changed, proof_run(broken)).holds
 
@@ -251,6 +253,33 @@ def test_a_few_of_those_steps_may_be_odd() -> None:
     losses = learning(220)
     odd = moving(proof_run(losses), (0.2, 0.1), *[(1.0, 1.0)] * 19, (3.0, 0.5))
     assert same_loss(proof_run(losses), odd).standing == "equivalent"
+    stops = moving(proof_run(losses), *[(1.0, 1.0)] * 17, *[(0.0, 0.0)] * 4)
+    proof = same_loss(proof_run(losses), stops)
+    assert proof.standing == "failed"
+    assert proof.text.endswith("; weights stand still 4 times of 21")
+
+
+@pytest.mark.parametrize(
+    ("drift", "words"),
+    [
+        ({"drift": 0.4, "coherence": 1.1}, ""),  # by chance: rounding of what has hardly a gradient
+        ({"drift": 0.02, "coherence": 4.0}, ""),  # always the same way, and next to nothing
+        ({"drift": 0.1, "coherence": 2.5}, "head.weight goes elsewhere, by 10% of its way"),
+        ({"drift": 1.0, "coherence": 1.2, "length": 0.0}, "head.weight moves 0.00 as far"),
+        ({"drift": 1.0, "coherence": 1.2, "length": 0.0, "dims": 1}, "head.weight moves 0.00 as far"),
+        ({"drift": 1.0, "coherence": 1.2, "length": 0.0, "dims": 1, "pace": 0.06}, ""),  # a bias before a norm
+        ({"drift": 1.0, "coherence": 1.2, "length": 0.2, "dims": 1}, ""),  # and one that rounding moves less
+        ({"drift": 0.5, "coherence": 2.5, "size": 4}, ""),  # of four numbers chance makes as much
+    ],
+)
+def test_no_tensor_goes_its_own_way(drift: dict[str, Any], words: str) -> None:
+    losses, usual = learning(220), {"name": "head.weight", "size": 512, "dims": 2, "length": 1.0, "pace": 1.0}
+    after = moving(proof_run(rounding(losses, 0)), *[(1.0, 1.0)] * 21)
+    proof = same_loss(proof_run(losses), replace(after, drifts=(Drift(**usual | drift),)))
+    assert proof.standing == ("failed" if words else "equivalent")
+    assert proof.text.endswith(words)
+    same = same_batches(proof_run(losses), replace(after, drifts=(Drift(**usual | drift),)))
+    assert same.standing == ("failed" if words else "identical")
 
 
 def test_the_same_batches_have_to_move_the_weights_as_far() -> None:

@@ -669,6 +669,21 @@ def test_one_change_that_fails_its_proof_does_not_take_the_others_with_it() -> N
     assert {change.name for change in found.measured.changes} == {"loader", "precision"}
 
 
+class BreaksAlone(World):
+    """The command as it was ends early when it is to be proven."""
+
+    def _run(self, changes: Sequence[Change], *args: Any, fingerprints: bool = False, **more: Any) -> Run:
+        run = super()._run(changes, *args, fingerprints=fingerprints, **more)
+        return replace(run, code=1, proof=(), output="OSError: no space") if fingerprints and not changes else run
+
+
+def test_a_proof_whose_first_run_breaks_takes_no_more_of_them() -> None:
+    found = fix(BreaksAlone(**STARVED_IN_FP32))
+    assert [trial.what for trial in found.trials if trial.speed is None] == ["proof: the command as it was"]
+    assert found.kept == ()
+    assert "the command as it was failed: exit code 1: OSError: no space" in found.plan.tried[0].note
+
+
 class NeverTheSameBytes(World):
     """A critic that is fed what its generator made, on a card that adds in any order."""
 

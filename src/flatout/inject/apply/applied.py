@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +20,16 @@ from flatout.sense.options import Options
 class Applied:
     """The plan's changes in this process, the imposed seed, and the record for a proof."""
 
-    def __init__(self, options: Options, ledger: Ledger, rank: int) -> None:
+    def __init__(self, options: Options, ledger: Ledger, ranks: Callable[[], tuple[int, int]]) -> None:
         self.ledger = ledger
         trial = options.trial
         self._proof = Proof() if trial is not None and trial.fingerprints else None
-        self._weights = Weights(trial.leads, trial.follows, rank) if trial is not None else None
+        self._weights = Weights(trial, ranks) if trial is not None else None
         self._computing = Computing(ledger, self._proof)
         self._loading = Loading(ledger, self._computing.device)
         try:
             if trial is not None and trial.seed is not None:
-                impose_seed(trial.seed + rank)
+                impose_seed(trial.seed + ranks()[0])
             if ledger.changes or self._proof is not None:
                 self._computing.install()
                 self._loading.install()
@@ -36,11 +38,12 @@ class Applied:
         except Exception as problem:
             print(f"flatout: the plan is not applied ({type(problem).__name__}: {problem})", file=sys.stderr)
 
-    def step_ended(self) -> None:
-        """A training step is over."""
+    def step_ended(self, *, first: bool) -> None:
+        """A training step is over, of the first training of this command or a later one."""
         self._computing.step_ended()
         if self._proof is not None and self._weights is not None:
-            self._proof.step_ended(self._weights.step_ended(self._computing.optimizers, self._proof.roots))
+            met = self._weights.step_ended(self._computing.optimizers, self._proof.roots) if first else None
+            self._proof.step_ended(met)
 
     def facts(self) -> dict[str, Any]:
         """What became of each change."""
@@ -52,3 +55,6 @@ class Applied:
         self._computing.finish()
         if self._proof is not None:
             self._proof.write(path)
+        if self._weights is not None and (drifts := self._weights.drifts()):
+            drifted = path.with_name(path.name.replace("proof-", "drifts-")).with_suffix(".json")
+            drifted.write_text(json.dumps(drifts), encoding="utf-8")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from flatout.compiling import round_as_eager
+from flatout.compiling import draw_as_eager, round_as_eager
 from flatout.inject.apply.ledger import Ledger
 from flatout.inject.apply.root_calls import Call, RootCalls
 from flatout.inject.proof import Proof
@@ -134,7 +134,7 @@ class Computing:
                 proof.inputs(args, kwargs)
             result = call(*args, **kwargs)
             if watched:
-                proof.outputs(result)
+                proof.outputs(result, args, kwargs)
             return result
 
         return look_and_call
@@ -180,6 +180,8 @@ class Computing:
             self._ledger.refused("compile", "the script compiles the model itself")
             return call
         round_as_eager()
+        if self._proof is not None:
+            draw_as_eager(module)
         compiled = _compile(_visible(module, call), mode=None if change.value == "default" else change.value)
         self._ledger.made("compile", f"model.compile(mode={change.value!r})", where)
         captured = change.value in _CAPTURING
