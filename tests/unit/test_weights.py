@@ -177,6 +177,19 @@ def test_weights_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
     assert [one for one in moved if one is not None] == [pytest.approx((1.0, 1.0))] * 3
 
 
+def test_runs_side_by_side_meet_by_one_thread_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a training of three threads WHEN it meets its leader THEN by one, and trains by three again."""
+    led(tmp_path)
+    threads, usual, moved = [], torch.get_num_threads(), Weights._moved
+    monkeypatch.setattr(Weights, "_moved", lambda *args: (threads.append(torch.get_num_threads()), moved(*args))[1])
+    torch.set_num_threads(3)
+    try:
+        Training(weights(follows=tmp_path), lr=0.01).train(40)
+        assert (threads, torch.get_num_threads()) == ([1, 1, 1], 3)
+    finally:
+        torch.set_num_threads(usual)
+
+
 def test_what_does_not_fit_is_said_and_training_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     led(tmp_path)
     other = Training(weights(follows=tmp_path), lr=0.01)

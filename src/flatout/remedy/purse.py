@@ -17,6 +17,7 @@ from flatout.remedy.running import LOOKING, ProofRun, Run
 COMPILING_S, TUNING_KERNELS_S = 40.0, 180.0
 COMPILED_AGAIN = 0.3  # of that time, with the kernels at hand: a guess
 _ROOM = 0.7  # of a card's memory, for runs side by side
+_SURE = 1.1  # times what a run took: the next may take longer
 _CROWDED = 1.5  # times as long, where that many share the cores
 
 
@@ -75,7 +76,8 @@ class Purse:
 
     def comparing_s(self) -> float:
         """What both sides once more will take, without X-ray and ceiling."""
-        return sum(self._start_again_s(run) + run.case.breakdown.training_ms / 1e3 for run in (self._before, self._now))
+        both = (self._before, self._now)
+        return _SURE * sum(self._start_again_s(run) + run.case.breakdown.training_ms / 1e3 for run in both)
 
     def cost_s(self, run: Run, steps: int) -> float:
         """What so many steps like those of this run will take, start and all."""
