@@ -54,7 +54,7 @@ class Training:
         return [t.detach().clone().double() for t in (*self.net.state_dict().values(), *remembered)]
 
 
-def led(tmp_path: Path, steps: int = 40, *, weights_bytes: int = 1 << 30, **how: Any) -> Training:
+def led(tmp_path: Path, steps: int = 4 * EVERY, *, weights_bytes: int = 1 << 30, **how: Any) -> Training:
     leader = Training(weights(tmp_path, weights_bytes=weights_bytes), **{"lr": 0.01, **how})
     assert leader.train(steps) == [None] * steps
     (tmp_path / WEIGHTS_OVER).touch()
@@ -69,8 +69,8 @@ def test_who_follows_has_the_leaders_weights_buffers_and_memory(tmp_path: Path, 
     """GIVEN steps twice as long WHEN it has met the leader THEN it is the leader, and knows how far it had strayed."""
     leader = led(tmp_path, optimizer=optimizer, lr=0.01, **({} if "fused" in how else how))
     follower = Training(weights(follows=tmp_path), optimizer, lr=0.02, **how)
-    moved = follower.train(40)
-    assert [step + 1 for step, one in enumerate(moved) if one is not None] == [20, 30, 40]
+    moved = follower.train(4 * EVERY)
+    assert [step + 1 for step, one in enumerate(moved) if one is not None] == [2 * EVERY, 3 * EVERY, 4 * EVERY]
     assert all(one is None or (one[0] > 1.2 and one[1] > 0.5) for one in moved)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(follower.state(), leader.state(), strict=True))
 
@@ -78,7 +78,7 @@ def test_who_follows_has_the_leaders_weights_buffers_and_memory(tmp_path: Path, 
 def test_the_same_training_moves_the_same_way(tmp_path: Path) -> None:
     led(tmp_path)
     follower = Training(weights(follows=tmp_path), lr=0.01)
-    assert [one for one in follower.train(40) if one is not None] == [pytest.approx((1.0, 1.0))] * 3
+    assert [one for one in follower.train(4 * EVERY) if one is not None] == [pytest.approx((1.0, 1.0))] * 3
     told = follower.own.drifts()
     assert [drift["name"] for drift in told] == ["0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"]
     assert {(drift["drift"], drift["coherence"], drift["length"]) for drift in told} == {(0.0, 0.0, 1.0)}
@@ -87,17 +87,17 @@ def test_the_same_training_moves_the_same_way(tmp_path: Path) -> None:
 
 def test_weights_that_stay_where_they_are_have_not_moved(tmp_path: Path) -> None:
     led(tmp_path)
-    follower = Training(weights(follows=tmp_path), lr=0.01, frozen_from=20)
-    moved = follower.train(40)
-    assert moved[19] == pytest.approx((1.0, 1.0))
-    assert moved[29] == moved[39] == (0.0, 0.0)
+    follower = Training(weights(follows=tmp_path), lr=0.01, frozen_from=2 * EVERY)
+    moved = follower.train(4 * EVERY)
+    assert moved[2 * EVERY - 1] == pytest.approx((1.0, 1.0))
+    assert moved[3 * EVERY - 1] == moved[-1] == (0.0, 0.0)
     assert {drift["length"] for drift in follower.own.drifts()} == {0.0}
 
 
 def test_what_is_off_the_same_way_each_time_adds_up(tmp_path: Path) -> None:
-    led(tmp_path, 220, optimizer=torch.optim.AdamW, weight_decay=0.1)
+    led(tmp_path, 44 * EVERY, optimizer=torch.optim.AdamW, weight_decay=0.1)
     follower = Training(weights(follows=tmp_path), torch.optim.AdamW, lr=0.01, weight_decay=0.0)
-    moved = [one for one in follower.train(220) if one is not None]
+    moved = [one for one in follower.train(44 * EVERY) if one is not None]
     assert all(abs(length - 1) < 0.1 for length, _ in moved[:5])
     assert max(drift["coherence"] for drift in follower.own.drifts()) > 3
 
@@ -106,47 +106,47 @@ def test_one_in_the_middle_follows_and_leads(tmp_path: Path) -> None:
     """GIVEN b beside a, and c beside b THEN c is told of b's steps, though b goes on from a's weights each time."""
     a, b = tmp_path / "a", tmp_path / "b"
     a.mkdir(), b.mkdir()
-    led(a, 20)
-    assert {one for one in Training(weights(b, a), lr=0.02).train(50) if one is not None} != {(1.0, 1.0)}
+    led(a, 2 * EVERY)
+    assert {one for one in Training(weights(b, a), lr=0.02).train(5 * EVERY) if one is not None} != {(1.0, 1.0)}
     (b / WEIGHTS_OVER).touch()
-    moved = Training(weights(follows=b), lr=0.02).train(50)
+    moved = Training(weights(follows=b), lr=0.02).train(5 * EVERY)
     assert [one for one in moved if one is not None] == [pytest.approx((1.0, 1.0))] * 4
 
 
 def test_it_waits_for_a_leader_that_is_slower_and_not_for_one_that_is_gone(tmp_path: Path) -> None:
     follower = Training(weights(follows=tmp_path), lr=0.01)
-    leading = threading.Thread(target=led, args=(tmp_path, 25))
+    leading = threading.Thread(target=led, args=(tmp_path, 2 * EVERY + 1))
     waiting: list[Moved | None] = []
-    thread = threading.Thread(target=lambda: waiting.extend(follower.train(40)))
+    thread = threading.Thread(target=lambda: waiting.extend(follower.train(4 * EVERY)))
     thread.start()
     leading.start()
     leading.join()
     thread.join(timeout=30)
-    assert [step + 1 for step, one in enumerate(waiting) if one is not None] == [20]
+    assert [step + 1 for step, one in enumerate(waiting) if one is not None] == [2 * EVERY]
 
 
 def test_it_does_not_wait_forever_for_one_that_nobody_says_is_gone(tmp_path: Path) -> None:
-    led(tmp_path, 10)
+    led(tmp_path, EVERY)
     (tmp_path / WEIGHTS_OVER).unlink()
-    assert Training(weights(follows=tmp_path, timeout_s=0.2), lr=0.01).train(40) == [None] * 40
+    assert Training(weights(follows=tmp_path, timeout_s=0.2), lr=0.01).train(4 * EVERY) == [None] * (4 * EVERY)
 
 
 def test_a_rank_follows_its_own_and_only_where_all_of_them_lead(tmp_path: Path) -> None:
     for rank in (0, 1):
-        Training(weights(tmp_path, ranks=(rank, 2)), lr=0.01 * (1 + rank)).train(30 - 10 * rank)
+        Training(weights(tmp_path, ranks=(rank, 2)), lr=0.01 * (1 + rank)).train((3 - rank) * EVERY)
     (tmp_path / WEIGHTS_OVER).touch()
     for rank in (0, 1):
-        moved = Training(weights(follows=tmp_path, ranks=(rank, 2)), lr=0.01 * (1 + rank)).train(40)
-        assert [step + 1 for step, one in enumerate(moved) if one is not None] == [20]
-        assert moved[19] == pytest.approx((1.0, 1.0))
+        moved = Training(weights(follows=tmp_path, ranks=(rank, 2)), lr=0.01 * (1 + rank)).train(4 * EVERY)
+        assert [step + 1 for step, one in enumerate(moved) if one is not None] == [2 * EVERY]
+        assert moved[2 * EVERY - 1] == pytest.approx((1.0, 1.0))
 
 
 def test_weights_too_large_for_the_disk_come_seldom_or_never(tmp_path: Path) -> None:
-    size = 3 * sum(t.numel() * t.element_size() for t in led(tmp_path, 10).net.state_dict().values())
+    size = 3 * sum(t.numel() * t.element_size() for t in led(tmp_path, EVERY).net.state_dict().values())
     (seldom := tmp_path / "seldom").mkdir()
-    led(seldom, 61, weights_bytes=6 * size)
-    assert len(list(seldom.glob("*.pt"))) == 2
-    assert [s + 1 for s, one in enumerate(Training(weights(follows=seldom), lr=0.01).train(61)) if one] == [5 * EVERY]
+    led(seldom, 61, weights_bytes=11 * size)  # for 44 files of that size: every fourth is there
+    moved = Training(weights(follows=seldom), lr=0.01).train(61)
+    assert [step + 1 for step, one in enumerate(moved) if one is not None] == [5 * EVERY, 9 * EVERY]
     (never := tmp_path / "never").mkdir()
     led(never, 61, weights_bytes=size)
     assert Training(weights(follows=never), lr=0.01).train(61) == [None] * 61
@@ -156,7 +156,7 @@ def test_weights_are_taken_unseen_by_a_backward_pass_that_is_not_over(tmp_path: 
     """A critic's step ends before its generator's begins, whose graph is there already."""
     led(tmp_path)
     follower = Training(weights(follows=tmp_path), lr=0.01)
-    follower.train(9)
+    follower.train(EVERY - 1)
     early = follower.net(torch.ones(2, 4)).sum()
     before = follower.state()
     follower.own.step_ended([follower.optimizer], [follower.net])
@@ -172,8 +172,8 @@ def test_weights_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
         training.net.register_buffer("wide", torch.zeros(1).expand(3))
         return training
 
-    masked(weights(tmp_path)).train(40)
-    moved = masked(weights(follows=tmp_path)).train(40)
+    masked(weights(tmp_path)).train(4 * EVERY)
+    moved = masked(weights(follows=tmp_path)).train(4 * EVERY)
     assert [one for one in moved if one is not None] == [pytest.approx((1.0, 1.0))] * 3
 
 
@@ -184,7 +184,7 @@ def test_runs_side_by_side_meet_by_one_thread_each(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Weights, "_moved", lambda *args: (threads.append(torch.get_num_threads()), moved(*args))[1])
     torch.set_num_threads(3)
     try:
-        Training(weights(follows=tmp_path), lr=0.01).train(40)
+        Training(weights(follows=tmp_path), lr=0.01).train(4 * EVERY)
         assert (threads, torch.get_num_threads()) == ([1, 1, 1], 3)
     finally:
         torch.set_num_threads(usual)
@@ -195,5 +195,5 @@ def test_what_does_not_fit_is_said_and_training_goes_on(tmp_path: Path, capfd: p
     other = Training(weights(follows=tmp_path), lr=0.01)
     other.net.append(nn.Linear(1, 1))
     other.optimizer.add_param_group({"params": other.net[-1].parameters()})
-    assert other.train(40) == [None] * 40
+    assert other.train(4 * EVERY) == [None] * (4 * EVERY)
     assert capfd.readouterr().err.startswith("flatout: weights are not compared (")

@@ -1,10 +1,10 @@
 """Two runs of a proof side by side: every few steps one goes on from the other's weights.
 
-    leads ── weights, buffers and the optimizer's state ──► a file every ten steps
+    leads ── weights, buffers and the optimizer's state ──► a file every five steps
     follows ── how far have mine come since the last one, and which way, beside the leader's? ── then takes the leader's
 
 What rounding makes of a weight is nothing at first, and in some trainings everything after two hundred steps, whoever
-rounded. From the same weights on it is ten steps old at the most: what is left to see is what a change does. What a
+rounded. From the same weights on it is five steps old at the most: what is left to see is what a change does. What a
 change does again and again in the same way (a layer that no longer learns, a decay that is lost) adds up over the
 meetings, and what rounding does cancels out.
 """
@@ -27,8 +27,8 @@ from torch.serialization import get_crc32_options, load, save, set_crc32_options
 
 from flatout.sense.options import WEIGHTS_OVER, Trial
 
-EVERY = 10  # steps
-_SELDOM = 5  # times that: further apart they say nothing of sixty steps
+EVERY = 5  # steps
+_SELDOM = 10  # times that: further apart they say nothing of sixty steps
 _MOST_STEPS = 220  # of a run, that is to be reckoned with
 _LOOK_EVERY_S = 0.02
 _PATIENCE_S = 300.0

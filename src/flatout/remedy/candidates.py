@@ -71,7 +71,7 @@ class Offer:
     why: str
     promise: float
     pauses: bool = False  # judged with evaluation and checkpoints in the time
-    apart: bool = True  # whether it can be taken apart; a batch without its learning rate makes no sense
+    apart: bool = True  # whether what changes learning can be taken apart; a batch makes no sense without its rate
 
     @property
     def name(self) -> str:
@@ -85,13 +85,15 @@ class Offer:
 
     @property
     def splits(self) -> bool:
-        """Whether its changes can be tried one by one."""
-        return self.apart and len(self.changes) > 1
+        """Whether it can be tried part by part."""
+        return len(self.parts) > 1
 
     @property
     def parts(self) -> list[Offer]:
-        """Each change by itself: what to try where the whole failed."""
-        return [replace(self, changes=(change,)) for change in self.changes]
+        """Each change by itself, what goes together as one: what to try where the whole failed."""
+        together = () if self.apart else tuple(change for change in self.changes if change.safety == "semantic")
+        alone = [replace(self, changes=(change,)) for change in self.changes if change not in together]
+        return [*alone, *([replace(self, changes=together)] if together else [])]
 
     @property
     def worth_splitting(self) -> bool:
@@ -219,8 +221,20 @@ def offers(view: View, wishes: Wishes) -> tuple[list[Offer], list[Offer]]:
             wanted.append(replace(offer, changes=may))
         elif may_not:
             withheld.append(replace(offer, changes=may_not))
+    wanted = _with_riders(wanted)
     wanted.sort(key=lambda offer: _turn(offer, compiled=view.holds("compile")))
     return wanted, withheld
+
+
+def _with_riders(wanted: list[Offer]) -> list[Offer]:
+    """A data path that promises little goes along with a larger batch that promises much: the batch needs its samples
+    as fast, and workers that disturb nobody now may do so then."""
+    rider = next((o for o in wanted if o.promise < _MUCH and FEEDING.issuperset(c.name for c in o.changes)), None)
+    larger = next((o for o in wanted if o.promise >= _MUCH and o.changes[0].name == "batch_size"), None)
+    if rider is None or larger is None:
+        return wanted
+    both = replace(larger, changes=(*rider.changes, *larger.changes))
+    return [both, *(offer for offer in wanted if offer not in (rider, larger))]
 
 
 def _turn(offer: Offer, *, compiled: bool) -> tuple[bool, bool, bool, float]:

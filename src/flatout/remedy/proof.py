@@ -10,7 +10,7 @@ equivalent   paired runs, same seed and data: the mean difference of the loss ov
              same direction. The margin is 1% of the loss, or what two runs of the same plan differ by where that is
              more. A loss that is lower by more is no proof either: the same mathematics does not learn better.
 
-Every ten steps the one run goes on from the weights of the other. Left to themselves, some trainings make a 30% other
+Every five steps the one run goes on from the weights of the other. Left to themselves, some trainings make a 30% other
 loss of any rounding, and of the order in which a card adds; so what a change does could not be told from that.
 Runs that are too short prove nothing, and say so.
 """

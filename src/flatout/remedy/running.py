@@ -72,7 +72,7 @@ class Drift:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofStep:
     """What reached the model in a step: checksums of its inputs, the samples of each batch, and the loss: the mean of
-    the `losses` of its backward passes. In every tenth, how the weights `moved`.
+    the `losses` of its backward passes. In every fifth, how the weights `moved`.
 
     For each batch that `begins` a pass over the data, whether it was loaded "here", in the training process.
     """

@@ -167,7 +167,19 @@ def _unsure(before: Sequence[Speed], after: Sequence[Speed], noise: Noise) -> fl
     """Half the width of the 95% interval of the logarithm of a gain."""
     within = sum(sum(run.sd**2 for run in runs) / len(runs) ** 2 for runs in (before, after))
     between = sum(noise.sd**2 / len(runs) for runs in (before, after))
-    return math.hypot(_SIGMAS * math.sqrt(within), noise.sigmas * math.sqrt(between))
+    by_steps = math.hypot(_SIGMAS * math.sqrt(within), noise.sigmas * math.sqrt(between))
+    return min(by_steps, _unsure_by_repeats(before, after))
+
+
+def _unsure_by_repeats(before: Sequence[Speed], after: Sequence[Speed]) -> float:
+    """That by the runs alone, where both sides have several: steps may come in a pattern, such as slow ones while forty
+    workers fill their queues, that every run has and that says nothing against any of them."""
+    if min(len(before), len(after)) < 2:
+        return math.inf
+    freedom = len(before) + len(after) - 2
+    squares = sum((math.log(run.value) - _log(runs, pauses=False)) ** 2 for runs in (before, after) for run in runs)
+    sd = max(STEADY_NOISE, math.sqrt(squares / freedom))
+    return STUDENT[min(freedom, len(STUDENT) - 1)] * sd * math.sqrt(1 / len(before) + 1 / len(after))
 
 
 def pooled(runs: Sequence[Speed]) -> Speed:

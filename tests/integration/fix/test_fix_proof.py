@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from flatout.inject.weights import EVERY
 from flatout.plan import Change
 from flatout.remedy.proof import same_batches, same_loss
 from flatout.remedy.running import Launcher, ProofRun, Run
@@ -155,7 +156,7 @@ def test_a_loss_that_is_off_by_2_per_cent_is_caught(trials: Trials) -> None:
 
 
 def test_learning_that_is_a_tenth_slower_is_caught_by_its_weights(trials: Trials) -> None:
-    """The loss hardly shows it, ten steps from the same weights on."""
+    """The loss hardly shows it, five steps from the same weights on."""
     proof = same_loss(trials(), trials("--harm", "slow"))
     assert "weights move 0.90 as far, 1.00 in the same direction" in proof.text
     assert proof.standing == "failed"
@@ -263,9 +264,9 @@ def test_each_rank_follows_its_own_where_no_overlay_can_be_mounted_too(
     """GIVEN ranks that nobody has told their numbers when torch is imported."""
     (tmp_path / "train.py").write_text(textwrap.dedent(RANKS))
     launcher = Launcher([sys.executable, str(tmp_path / "train.py")], tmp_path / "runs")
-    (leader,) = launcher.prove([ProofRun(changes=(), steps=31, leads=1)], timeout_s=100)
+    (leader,) = launcher.prove([ProofRun(changes=(), steps=3 * EVERY + 1, leads=1)], timeout_s=100)
     monkeypatch.setattr("flatout.sandbox.overlays_permitted", lambda: False)
-    (follower,) = launcher.prove([ProofRun(changes=(), steps=31, follows=1)], timeout_s=100)
+    (follower,) = launcher.prove([ProofRun(changes=(), steps=3 * EVERY + 1, follows=1)], timeout_s=100)
     assert len(leader.proof) == len(follower.proof) == 2, follower.output
     for rank in follower.proof:
         assert [step.moved for step in rank if step.moved is not None] == [pytest.approx((1.0, 1.0))] * 2
@@ -279,7 +280,7 @@ def test_a_second_training_of_the_same_command_follows_nobody(tmp_path: Path) ->
     before, after = launcher.prove(wanted, timeout_s=100)
     proof = same_batches(before, after)
     assert proof.standing == "identical", proof.text
-    assert sum(step.moved is not None for step in after.proof[0]) == 5
+    assert sum(step.moved is not None for step in after.proof[0]) == 60 // EVERY - 1
 
 
 DRAWS = """

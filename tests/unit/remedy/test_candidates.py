@@ -154,6 +154,19 @@ def test_a_data_path_that_promises_little_goes_with_compute_and_compiling_alone(
     assert names == [[*fed, "precision", "cudnn_benchmark"], ["compile"]]
 
 
+def test_a_data_path_that_promises_little_goes_with_a_larger_batch_where_that_is_allowed() -> None:
+    settings, facts = [flag("batch_size", 64), flag("lr", 0.1)], {"memory_reserved_bytes": 1, "compiled": True}
+    world = World(workers=64, settings=settings, facts=facts, xray=LAUNCHES)
+    wanted, withheld = offers(view(world), Wishes.of(allow="all"))
+    names = ["loader", "device_prefetch", "batch_size", "learning_rate"]
+    assert [[change.name for change in offer.changes] for offer in wanted] == [names]
+    assert [[change.name for change in part.changes] for part in wanted[0].parts] == [names[:1], names[1:2], names[2:]]
+    assert not withheld
+    wanted, withheld = offers(view(world), Wishes())
+    assert [[change.name for change in offer.changes] for offer in wanted] == [names[:2]]
+    assert [[change.name for change in offer.changes] for offer in withheld] == [names[2:]]
+
+
 DEFAULT = Change(name="compile", value="default", safety="equivalent")
 LATE = {"idle_by_phase_ms": {"forward": 10.0, "backward": 10.0}}  # of 160 ms, among kernels that are not small
 
