@@ -8,7 +8,8 @@ together and rarely do harm make one Offer, which is tried as a whole and taken 
     compute     precision, channels_last, fused optimizer, cuDNN benchmark; with them a data path that promises little
                 by itself: what a loader costs beside a slow step may matter beside a fast one
     compile     alone: it takes long, and one wants to know what it brings; of one rank as CUDA graphs first
-    batch size  with the learning rate, if allowed: twice or four times as large, again while that pays
+    batch size  with the learning rate, if allowed: twice or four times as large, again while that pays; a data path
+                that promises little goes along here too
     pauses      evaluation and checkpoints less often, if allowed
 """
 
