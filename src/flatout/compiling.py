@@ -8,6 +8,8 @@ gradients of a compiled soft-argmax were twice as far off as those of eager bf16
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _VARIABLE = "TORCHINDUCTOR_EMULATE_PRECISION_CASTS"
@@ -22,16 +24,22 @@ def round_as_eager() -> None:
         config.emulate_precision_casts = True
 
 
-def draw_as_eager(module: Any) -> None:
-    """From now on, where there is dropout in a model: a compiler has random numbers of its own, and two runs could not
-    be compared step by step."""
+@contextmanager
+def draw_as_this() -> Iterator[None]:
+    """Around an eager call of a model: where it draws random numbers, compiled ones draw the same from then on. A
+    compiler has a stream of its own, and two runs could not be compared step by step."""
+    import torch
     import torch._inductor.config as config
 
-    if any(map(_drops, module.modules())):
+    before = _streams()
+    yield
+    if not all(map(torch.equal, before, _streams())):
         config.fallback_random = True
 
 
-def _drops(part: Any) -> bool:
-    """Whether a module leaves out some of its values at random: by itself, or as LSTM and attention do among others."""
-    shares = [getattr(part, name, 0.0) for name in ("p", "dropout", "dropout_p", "attn_drop")]
-    return any(isinstance(share, float) and share > 0 for share in shares)
+def _streams() -> list[Any]:
+    """Where the random streams of the host and the cards stand."""
+    import torch
+
+    cards = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return [generator.get_state() for generator in (torch.default_generator, *cards)]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from flatout.compiling import draw_as_eager, round_as_eager
+from flatout.compiling import draw_as_this, round_as_eager
 from flatout.inject.apply.ledger import Ledger
 from flatout.inject.apply.root_calls import Call, RootCalls
 from flatout.inject.proof import Proof
@@ -180,16 +180,18 @@ class Computing:
             self._ledger.refused("compile", "the script compiles the model itself")
             return call
         round_as_eager()
-        if self._proof is not None:
-            draw_as_eager(module)
         compiled = _compile(_visible(module, call), mode=None if change.value == "default" else change.value)
         self._ledger.made("compile", f"model.compile(mode={change.value!r})", where)
         captured = change.value in _CAPTURING
         stop_looking = _refuse_to_add_up(module) if captured else None
-        went_well = False
+        went_well, seen = False, self._proof is None
 
         def call_compiled(*args: Any, **kwargs: Any) -> Any:
-            nonlocal compiled, went_well, captured
+            nonlocal compiled, went_well, captured, seen
+            if not seen:
+                seen = module.training and torch.is_grad_enabled()
+                with draw_as_this():
+                    return call(*args, **kwargs)
             start_s = time.perf_counter()
             try:
                 result = compiled(*args, **kwargs)
