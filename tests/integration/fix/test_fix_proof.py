@@ -237,6 +237,43 @@ def test_a_training_that_makes_much_of_any_rounding_can_be_proven_all_the_same(t
     assert same_loss(plain, run(louder=1.1), run(follows=0, rounding=1e-6)).standing == "failed"
 
 
+DRAWING = """
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(8, 1)
+        def forward(self, x):
+            return self.head(x + torch.randn_like(x))
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Noisy()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    x = torch.randn(1024, 8)
+    while True:
+        for x_, y_ in DataLoader(TensorDataset(x, x.sum(1)), batch_size=16, shuffle=True):
+            optimizer.zero_grad()
+            (model(x_).squeeze(1) - y_).square().mean().backward()
+            optimizer.step()
+"""
+
+
+def test_a_compiled_model_that_draws_random_numbers_draws_the_same_in_a_proof(tmp_path: Path) -> None:
+    """Else the shuffle of the second epoch, which is seeded from the same stream, would be another."""
+    (tmp_path / "train.py").write_text(textwrap.dedent(DRAWING))
+    launcher = Launcher([sys.executable, str(tmp_path / "train.py")], tmp_path / "runs")
+    compiled = (Change(name="compile", value="default", safety="equivalent"),)
+    (plain,) = launcher.prove([ProofRun(changes=(), steps=220, leads=1)], timeout_s=100)
+    (after,) = launcher.prove([ProofRun(changes=compiled, steps=220, follows=1)], timeout_s=170)
+    assert "compile" in after.made, after.refused
+    proof = same_loss(plain, after)
+    assert proof.standing == "equivalent", proof.text
+
+
 RANKS = """
     import sys, torch
     from torch.nn.parallel import DistributedDataParallel
