@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from benchmarks.workloads import copied, environment, machine, make_data, split_at_dashes, start  # noqa: E402
-from flatout.inject.weights import EVERY  # noqa: E402
 from flatout.plan import Change  # noqa: E402
 from flatout.remedy.running import Launcher, ProofRun, Run  # noqa: E402
+from flatout.sense.options import WEIGHTS_EVERY as EVERY  # noqa: E402
 
 BF16 = {"precision": "bf16"}
 PLANS: dict[str, dict[str, Any]] = {

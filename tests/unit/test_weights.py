@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.inject.weights import EVERY, Moved, Weights
+from flatout.inject.weights import Moved, Weights
+from flatout.sense.options import WEIGHTS_EVERY as EVERY
 from flatout.sense.options import WEIGHTS_OVER, Trial
 
 

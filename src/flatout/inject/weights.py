@@ -25,10 +25,9 @@ from typing import Any
 import torch
 from torch.serialization import get_crc32_options, load, save, set_crc32_options  # before a script puts others there
 
-from flatout.sense.options import WEIGHTS_OVER, Trial
+from flatout.sense.options import WEIGHTS_EVERY, WEIGHTS_OVER, Trial
 
-EVERY = 5  # steps
-_SELDOM = 10  # times that: further apart they say nothing of sixty steps
+_SELDOM = 10  # times WEIGHTS_EVERY: further apart they say nothing of sixty steps
 _MOST_STEPS = 220  # of a run, that is to be reckoned with
 _LOOK_EVERY_S = 0.02
 _PATIENCE_S = 300.0
@@ -51,7 +50,7 @@ class Weights:
         self._patience_s = trial.timeout_s or _PATIENCE_S
         self._ranks = ranks
         self._steps = 0
-        self._next = EVERY
+        self._next = WEIGHTS_EVERY
         self._every: int | None = None
         self._began: list[Any] | None = None  # where leader and follower were together last
         self._drifts: list[_Drift] = []
@@ -110,8 +109,8 @@ class Weights:
 
     def _affordable(self, size: int) -> int | None:
         """How many steps apart files of that size may be; None where they are too large to be written at all."""
-        times = math.ceil(_MOST_STEPS / EVERY * size * self._ranks()[1] / max(1, self._most_bytes))
-        return EVERY * times if times <= _SELDOM else None
+        times = math.ceil(_MOST_STEPS / WEIGHTS_EVERY * size * self._ranks()[1] / max(1, self._most_bytes))
+        return WEIGHTS_EVERY * times if times <= _SELDOM else None
 
     def _write(self, folder: Path, mine: _State, came: list[Any] | None) -> None:
         path = self._path(folder, self._ranks()[0])

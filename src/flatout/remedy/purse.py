@@ -12,10 +12,12 @@ from typing import NamedTuple
 from flatout.plan import Change
 from flatout.remedy.found import Found
 from flatout.remedy.proving import foreseen
-from flatout.remedy.running import LOOKING, ProofRun, Run
+from flatout.remedy.running import LOOKING, WEIGHTS_BYTES, ProofRun, Run
+from flatout.sense.options import WEIGHTS_EVERY
 
 COMPILING_S, TUNING_KERNELS_S = 40.0, 180.0
 COMPILED_AGAIN = 0.3  # of that time, with the kernels at hand: a guess
+_MEETING_S, _WEIGHT_BYTES = 2.5e-8, 12  # of one weight: to write, read and compare it; with Adam's memory
 _ROOM = 0.7  # of a card's memory, for runs side by side
 _SURE = 1.1  # times what a run took: the next may take longer
 _CROWDED = 1.5  # times as long, where that many share the cores
@@ -66,10 +68,15 @@ class Purse:
         """By the run that it is most like."""
         rounds = any(change.safety == "equivalent" for change in wanted.changes)
         like = self._now if rounds else self._paired if wanted.changes else self._before
-        plain_s = start_s(like) - self._compiled_for_s(like)
+        plain_s = start_s(like) - self._compiled_for_s(like) + self._meeting_s(wanted)
         compiling_s = self._compiling_again_s(every) if _compiling_s(wanted.changes) else 0.0
         busy, cores = like.case.busy_share or 0.0, like.case.cpu_share or 0.0
         return _ProofRun(plain_s, compiling_s, _training_s(like, wanted.steps), busy, cores)
+
+    def _meeting_s(self, wanted: ProofRun) -> float:
+        """What it takes to bring weights from run to run."""
+        weights = int(self._before.case.facts.get("parameters") or 0) if wanted.leads or wanted.follows else 0
+        return _MEETING_S * min(wanted.steps / WEIGHTS_EVERY * weights, WEIGHTS_BYTES / _WEIGHT_BYTES)
 
     def _proving_s(self, runs: Sequence[_ProofRun]) -> float:
         return _side_by_side_s(runs, self.room) if self.room > 1 else sum(run.alone_s for run in runs)

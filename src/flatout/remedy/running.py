@@ -33,7 +33,7 @@ SEED = 20_261  # imposed where the script sets none: the same in every run
 CEILING = ("replay", "resident")  # kinds of steps
 LOOKING = (*CEILING, "xray", "after xray")
 _TAIL_BYTES = 20_000
-_WEIGHTS_BYTES, _WEIGHTS_SHARE = 8 << 30, 0.1  # of the free disk; two may lead
+WEIGHTS_BYTES, _WEIGHTS_SHARE = 8 << 30, 0.1  # of the free disk; two may lead
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception(?! raised from)|Interrupt|Exit|Refused)\b.*")
 _UNMEASURED = re.compile(r"flatout: not measuring this process \((.*)\)$")
@@ -274,7 +274,7 @@ class Launcher:
         leads, follows = self._weights(wanted.leads), self._weights(wanted.follows)
         trial = Trial(seed=SEED, fingerprints=True, leads=leads, follows=follows, timeout_s=timeout_s)
         if leads is not None:
-            affordable = min(_WEIGHTS_BYTES, int(_WEIGHTS_SHARE * shutil.disk_usage(leads).free))
+            affordable = min(WEIGHTS_BYTES, int(_WEIGHTS_SHARE * shutil.disk_usage(leads).free))
             trial = replace(trial, weights_bytes=affordable)
         try:
             return self._run(wanted.changes, wanted.steps, trial)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 VARIABLE = "FLATOUT_RUN"
 RANK = "FLATOUT_RANK"  # what a training process tells its loader workers
 MOST_STEPS = 1_500  # of a trial, however short they are
+WEIGHTS_EVERY = 5  # steps
 WEIGHTS_OVER = "over"  # the file that says that a run leaves no more weights
 
 

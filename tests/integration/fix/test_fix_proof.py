@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from flatout.inject.weights import EVERY
 from flatout.plan import Change
 from flatout.remedy.proof import same_batches, same_loss
 from flatout.remedy.running import Launcher, ProofRun, Run
+from flatout.sense.options import WEIGHTS_EVERY as EVERY
 
 SCRIPT = """
     import argparse

@@ -51,6 +51,17 @@ def test_a_proof_compiles_anew_where_the_batch_has_been_another_since(batch: tup
     assert compiled - eager == pytest.approx(again * COMPILING_S, abs=2)
 
 
+def test_weights_that_go_from_run_to_run_take_their_time() -> None:
+    """GIVEN 10 million of them THEN 44 times; of very many only as many as there is room for."""
+
+    def reserve_s(weights: float) -> float:
+        facts = ROOMY | {"parameters": int(weights)}
+        return purse(World(machine=Machine(compute_ms=20.0, busy=0.2), facts=facts), BF16).reserve_s(compare=False)
+
+    assert reserve_s(10e6) - reserve_s(0) == pytest.approx(1.5 * 11, rel=0.1)
+    assert reserve_s(1e9) - reserve_s(0) == pytest.approx(1.5 * 18, rel=0.1)
+
+
 def test_what_changes_learning_takes_no_proof() -> None:
     assert purse(World(), LARGER).reserve_s(compare=False) == 0
 
