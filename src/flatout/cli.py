@@ -51,6 +51,16 @@ class _Verb(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_values(super().get_params(ctx))
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        takes = {name for option in self.params if not getattr(option, "is_flag", True) for name in option.opts}
+        words = iter(args)
+        for word in words:
+            if word == "--" or not word.startswith("-"):  # from here on it is the command's
+                break
+            if word in takes and next(words, "") == "--":  # else a file of that name would be written
+                raise UsageError(f"{word} needs a value before the --")
+        return super().parse_args(ctx, args)
+
 
 app = typer.Typer(
     cls=_Verbs,
@@ -256,6 +266,7 @@ def run(
 
     changes = _changes(plan, auto=auto, strict=strict)
     command = _command(context)
+    _can_be_told(json, html)
     folder = trace or launch.default_folder(command or ["run"])
     code = launch.run(command, folder=folder, max_steps=max_steps, xray=xray, plan=changes)
     if os.environ.get("FLATOUT") != "off":
@@ -299,6 +310,8 @@ def _changes(path: Path | None, *, auto: bool, strict: bool) -> Plan | None:
         return None
     plan = Plan.load(path)
     changes.check(plan, str(path))
+    if not plan.changes:
+        print(f"flatout: there is no change in {path}: the command runs as it is", file=sys.stderr)
     return plan
 
 
@@ -348,13 +361,13 @@ def fix(
     wishes, budget_s = Wishes.of(allow, only, skip), _seconds(budget)
     an_hour = _price(price) if price is not None else None
     runs = launch.default_folder([*command[:1], "fix.py"])
-    if json == html == "-":
-        raise UsageError("--json - and --html - would both go to stdout: name a file for one of them")
-    for target in (out, runs.parent, *(Path(name) for name in (json, html) if name not in (None, "-"))):
-        _can_be_written(target, folder=target == runs.parent)  # ten minutes of trials later would be late to say so
+    _can_be_told(json, html)
+    for target in (out, runs.parent):
+        _can_be_written(target, folder=target == runs.parent)
     with fix_views.Progress(_console(stderr=True), budget_s) as story:
         found = search(command, wishes, budget_s=budget_s, steps=steps, story=story, keep_in=runs)
-    _save_beside_older(found.plan, out)
+    if found.kept or not found.interrupted:  # else the plan that may be there is worth more
+        _save_beside_older(found.plan, out)
     fixed = report_of(found, command, str(out), an_hour)
     if _write(json, fixed.to_json, html, lambda: fix_views.page(fixed)):
         fix_views.show(fixed, _console())
@@ -539,6 +552,15 @@ def _write(
     if html_to is not None:
         _write_text(html_to, page())
     return "-" not in (json_to, html_to)
+
+
+def _can_be_told(json_to: str | None, html_to: str | None) -> None:
+    """Complain while nothing is lost: hours of training later would be late to say so."""
+    if json_to == html_to == "-":
+        raise UsageError("--json - and --html - would both go to stdout: name a file for one of them")
+    for name in (json_to, html_to):
+        if name is not None and name != "-":
+            _can_be_written(Path(name))
 
 
 def _can_be_written(target: Path, *, folder: bool = False) -> None:

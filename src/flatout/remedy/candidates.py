@@ -26,10 +26,10 @@ from flatout.diagnose.case import LAUNCHES_LATE, Case, cases
 from flatout.diagnose.compute import FUSABLE
 from flatout.diagnose.finding import Finding
 from flatout.diagnose.gains import spare_cores
+from flatout.diagnose.knobs import Knob, knobs
 from flatout.diagnose.rules import diagnose
 from flatout.errors import UsageError
 from flatout.plan import Change, Safety
-from flatout.remedy.knobs import Knob, knobs
 from flatout.trace import Trace
 
 SAFETIES: dict[str, Safety] = {

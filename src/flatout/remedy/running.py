@@ -21,10 +21,10 @@ from typing import Any, NamedTuple, Protocol
 
 from flatout import launch
 from flatout.diagnose.case import Case, cases
+from flatout.diagnose.knobs import knobs
 from flatout.diagnose.rules import diagnose
 from flatout.errors import TraceError
 from flatout.plan import Change, Plan
-from flatout.remedy.knobs import knobs
 from flatout.remedy.speed import Speed, measure
 from flatout.sense.options import WEIGHTS_OVER, Trial
 from flatout.trace import Trace, read

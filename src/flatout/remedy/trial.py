@@ -114,9 +114,12 @@ class Search:
     # -- the baseline -----------------------------------------------------------------------------------------------
 
     def _baseline(self) -> None:
-        first = self._run("the command as it is", (), steps=self._steps or FIRST_STEPS, known_to=KNOWN_TO)
+        steps = self._steps or FIRST_STEPS
+        first = self._run("the command as it is", (), steps=steps, known_to=KNOWN_TO)
         if first.speed is None or first.trace is None or first.hung:
-            raise UsageError(first.why_no_baseline(self._steps or FIRST_STEPS))
+            raise UsageError(first.why_no_baseline(steps))
+        if first.code != 0 and first.case.breakdown.steps < steps:
+            raise UsageError(first.why_no_baseline(steps))
         if first.code != 0:
             self._remark(f"the command does not end well by itself: {first.reason()}")
         self.found.before = self.found.after = first

@@ -12,8 +12,9 @@ from rich.text import Text
 from flatout.diagnose.breakdown import REST
 from flatout.diagnose.finding import Finding
 from flatout.diagnose.gains import HELD_BACK
+from flatout.diagnose.knobs import knob_for
 from flatout.report.account import Account
-from flatout.report.permanent import as_code
+from flatout.report.permanent import as_code, by_knob
 from flatout.report.picture import waterfall, words
 from flatout.report.terminal import WIDTH, wrapped
 
@@ -63,15 +64,14 @@ def _times(finding: Finding) -> str:
 
 
 def change_as_typed(account: Account, finding: Finding) -> str | None:
-    """The change ready to paste: the script's own flag where it has one, else a line of code where there is one."""
+    """The change ready to paste: by the script's own flag or file, else a line of code, where there is one."""
     if finding.change is None or finding.value is None:
         return None if finding.change != "gc_freeze" else as_code("gc_freeze", True)
     # An ignored setting has its value already: typing it again would do nothing.
-    key = finding.change.removeprefix("setting:") if finding.code != "config.ignored" else ""
-    for source in account.facts.get("settings") or ():
-        flag = (source.get("options") or {}).get(key)
-        if flag and finding.value is not False:
-            return str(flag) if finding.value is True else f"{flag} {finding.value}"
+    ignored = finding.code == "config.ignored"
+    knob = None if ignored else knob_for(account.facts.get("settings") or [], finding.change, finding.value)
+    if knob is not None and not (knob.startswith("-") and finding.value is False):
+        return by_knob(knob, finding.value)
     return as_code(finding.change, finding.value)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from flatout import compiling
-from flatout.plan import Change
 from flatout.remedy.found import Attempt
 from flatout.written import as_typed
 
@@ -52,7 +51,7 @@ def permanently(attempt: Attempt) -> str:
     """What to do, in a line or two."""
     change = attempt.change
     if change.knob:
-        return _by_knob(change)
+        return ("pass " if change.knob.startswith("-") else "") + by_knob(change.knob, change.value)
     code = as_code(change.name, change.value) or f"{change.name} = {change.value!r}"
     if not attempt.where:
         return code
@@ -60,12 +59,12 @@ def permanently(attempt: Attempt) -> str:
     return f"{attempt.where}: {edited or code}"
 
 
-def _by_knob(change: Change) -> str:
-    value = "" if change.value is True else f" {change.value}"
-    if change.knob.startswith("-"):
-        return f"pass {change.knob}{value}"
-    file, _, key = change.knob.rpartition(":")
-    written = f"{key} = {change.value!r}" if file.endswith(".py") else f"{key}: {as_typed(change.value)}"
+def by_knob(knob: str, value: Any) -> str:
+    """A value as it is given to a flag, or written in a file."""
+    if knob.startswith("-"):
+        return knob if value is True else f"{knob} {value}"
+    file, _, key = knob.rpartition(":")
+    written = f"{key} = {value!r}" if file.endswith(".py") else f"{key}: {as_typed(value)}"
     return f"in {file}: {written}"
 
 

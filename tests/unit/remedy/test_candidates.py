@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from remedy_world import Machine, World, flag
 
+from flatout.diagnose.knobs import knobs
 from flatout.errors import UsageError
 from flatout.plan import Change
 from flatout.remedy.candidates import View, Wishes, offers, scaled_twice
-from flatout.remedy.knobs import knobs
 from flatout.trace import Sketch
 from flatout.trace.reader import read as read_trace
 

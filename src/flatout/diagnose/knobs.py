@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.diagnose.names import pattern_of
+from flatout.diagnose.names import NAMES, pattern_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,16 @@ def knobs(settings: list[dict[str, Any]], name: str, fits: Callable[[Any], bool]
         if pattern.fullmatch(knob.key.rpartition(".")[2].replace("-", "_")) and fits(knob.value)
     ]
     return list({knob.text: knob for knob in reversed(found)}.values())
+
+
+def knob_for(settings: list[dict[str, Any]], change: str, value: Any) -> str | None:
+    """Where to give a change such a value: by a knob of that very name, or of one that means the same."""
+    name = change.removeprefix("setting:")
+    every = [knob for source in settings for knob in _knobs_of(source)]
+    exact = [knob for knob in reversed(every) if knob.key == name]
+    like = knobs(settings, name) if name in NAMES else []
+    fit = (knob for knob in (*exact, *like) if isinstance(knob.value, bool) == isinstance(value, bool))
+    return next((knob.text for knob in fit), None)
 
 
 def _knobs_of(source: dict[str, Any]) -> Iterator[Knob]:
