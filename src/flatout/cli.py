@@ -366,7 +366,7 @@ def fix(
         _can_be_written(target, folder=target == runs.parent)
     with fix_views.Progress(_console(stderr=True), budget_s) as story:
         found = search(command, wishes, budget_s=budget_s, steps=steps, story=story, keep_in=runs)
-    if found.kept or not found.interrupted:  # else the plan that may be there is worth more
+    if found.kept or not (found.interrupted and out.exists()):  # else the plan that is there is worth more
         _save_beside_older(found.plan, out)
     fixed = report_of(found, command, str(out), an_hour)
     if _write(json, fixed.to_json, html, lambda: fix_views.page(fixed)):

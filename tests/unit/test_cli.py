@@ -56,6 +56,8 @@ def test_a_flag_is_shown_without_a_value(flatout_says: Run, verb: tuple[str, ...
         (("run", "--htm", "page.html", "--", "true"), "No such option: --htm"),
         (("fix", "--budgt", "4m", "train.py"), "No such option: --budgt"),
         (("train", "no-such.yaml"), "cannot read no-such.yaml: there is no such file"),
+        (("run", "--trace", "here", "--json", "--", "true"), "--json needs a value before the --"),
+        (("run", "--html", "/no/such/page.html", "--", "true"), "cannot write /no/such/page.html: there is no folder"),
         (("fix",), "no command given: flatout fix -- python train.py …"),
         (("fix", "--", "no-such-program"), "no-such-program: command not found"),
         (("fix", "--budget", "soon", "train.py"), "--budget soon: a time such as 90s, 10m or 1h is wanted"),

@@ -93,8 +93,16 @@ class Case:
         batches, length, batch = (self.loader.get(name) for name in ("batches", "length", "batch_size"))
         if not batches:
             batches = length / batch / max(1, self.rank.info.world_size) if length and batch else 0
-        a_step = statistics.median([step.micro_steps for step in self.steps] or [1]) or 1
-        return batches / a_step or None
+        return batches / self._batches_a_step or None
+
+    @property
+    def _batches_a_step(self) -> float:
+        """More than one where gradients are added up: by the backward passes, but not where a batch has several of
+        them, for one optimizer after the other; less than one where each of these has steps of its own."""
+        backward = statistics.median([step.micro_steps for step in self.steps] or [1]) or 1
+        batch, seen = self.loader.get("batch_size"), self.breakdown
+        taken = seen.samples / seen.steps / batch if batch and seen.samples and seen.steps else backward
+        return 1 / round(1 / taken) if taken < 0.6 else min(backward, round(taken))
 
     @property
     def workers(self) -> int:

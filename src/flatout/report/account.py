@@ -138,7 +138,7 @@ def _workers(rank: RankTrace) -> tuple[Workers, ...]:
 
 
 def _together(dataset: str, length: int | None, reports: list[WorkerReport]) -> Workers:
-    alive = sum(r.time_s - r.born_s for r in reports) or 1.0
+    alive = sum(over_s - born_s for born_s, over_s in _lives(reports)) or 1.0
     wall = sum(r.sample_wall_s for r in reports) or 1e-9
     delays = [r.run_delay_s for r in reports if r.run_delay_s is not None]
     samples = sum(r.samples for r in reports)
@@ -166,8 +166,17 @@ def _together(dataset: str, length: int | None, reports: list[WorkerReport]) -> 
 def _at_once(workers: Sequence[WorkerReport]) -> int:
     """How many there were at the same time. They may come and go, and flatout's own all have one number."""
     numbers = {worker.worker for worker in workers}
-    comings = sorted(change for worker in workers for change in ((worker.born_s, 1), (worker.time_s, -1)))
+    comings = sorted(change for born_s, over_s in _lives(workers) for change in ((born_s, 1), (over_s, -1)))
     return max(len(numbers), *itertools.accumulate((by for _, by in comings), initial=0))
+
+
+def _lives(workers: Sequence[WorkerReport]) -> list[tuple[float, float]]:
+    """From when to when each process was there: one that is handed its dataset anew reports on it anew."""
+    known: dict[int, tuple[float, float]] = {}
+    for worker in workers:
+        born_s, over_s = known.get(worker.pid, (worker.born_s, worker.time_s))
+        known[worker.pid] = min(born_s, worker.born_s), max(over_s, worker.time_s)
+    return list(known.values())
 
 
 def _hardware(rank: RankTrace, samples: tuple[Sample, ...]) -> dict[str, float]:

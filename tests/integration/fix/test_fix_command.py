@@ -154,7 +154,11 @@ def test_the_workloads_go_through_real_trials(tmp_path: Path, name: str) -> None
         assert entry["why"]
 
 
-def test_ctrl_c_leaves_the_plan_so_far_beside_an_older_one(slow_disk: Path) -> None:
+@pytest.mark.parametrize(("line_seen", "anything_kept"), [("… elastic loader", False), ("loader: kept", True)])
+def test_ctrl_c_leaves_the_plan_so_far_beside_an_older_one(
+    slow_disk: Path, line_seen: str, anything_kept: bool
+) -> None:
+    """GIVEN nothing kept so far THEN the older one stays where it is."""
     (slow_disk / "flatout-plan.yaml").write_text("# edited by me\n")
     command = [*FLATOUT, "fix", "--steps", "24", "--budget", "10m", "--", sys.executable, "train.py"]
     process = subprocess.Popen(
@@ -162,15 +166,18 @@ def test_ctrl_c_leaves_the_plan_so_far_beside_an_older_one(slow_disk: Path) -> N
         start_new_session=True,
     )  # fmt: skip
     assert process.stderr is not None
-    for line in process.stderr:  # the second trial is under way
-        if "elastic loader" in line:
+    for line in process.stderr:
+        if line_seen in line:
             break
     time.sleep(0.2)
     os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130
-    assert Plan.load(slow_disk / "flatout-plan.yaml") is not None
-    assert (slow_disk / "flatout-plan-1.yaml").read_text() == "# edited by me\n"
+    older = slow_disk / ("flatout-plan-1.yaml" if anything_kept else "flatout-plan.yaml")
+    assert older.read_text() == "# edited by me\n"
+    assert (slow_disk / "flatout-plan-1.yaml").exists() == anything_kept
+    if anything_kept:
+        assert [change.name for change in Plan.load(slow_disk / "flatout-plan.yaml").changes] == ["loader"]
 
 
 @pytest.mark.parametrize(

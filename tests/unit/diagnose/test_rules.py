@@ -56,6 +56,13 @@ def test_loading_in_the_training_process() -> None:
     assert (found.gain_low, found.gain_high) == (pytest.approx(3.75, rel=0.01), pytest.approx(4.0, rel=0.05))
 
 
+def test_without_a_card_feeding_gives_no_more_than_the_cores_have_left() -> None:
+    """Who trains needs the cores that are to load."""
+    made = trace(*STARVED, loader={"num_workers": 0}, workers=workers(1, sample_ms=1.0, busy=0.7), facts={"gpu": None})
+    found = first(dataclasses.replace(made, samples={"node": hardware(80.0)}))
+    assert (found.code, found.gain_low, found.gain_high) == ("data.main-thread", 1.0, pytest.approx(1.25))
+
+
 def test_a_measured_ceiling_is_the_most_that_feeding_can_give() -> None:
     made = trace(*STARVED, loader={"num_workers": 0}, workers=workers(1, sample_ms=1.0, busy=0.7))
     quick = [dataclasses.replace(step, kind="resident", wall_ms=16.0) for step in made.ranks[0].steps]

@@ -22,6 +22,7 @@ from flatout.remedy.found import Found
 from flatout.remedy.running import ProofRun, ProofStep, Run
 from flatout.remedy.trial import Search
 from flatout.trace import Sketch, Trace, WorkerReport
+from flatout.trace.thin import window_of
 
 IN_FP32 = {"autocast": ["None"], "compiled": True}
 LAUNCHES = {"idle_by_phase_ms": {"forward": 60.0}, "kernel_us": Sketch.of([3.0] * 100)}  # the host is the limit
@@ -68,6 +69,16 @@ def test_a_training_that_crashes_after_some_steps_is_said_to() -> None:
 
     found = Search(crashes, Wishes(), budget_s=600.0, clock=world.clock).go()  # type: ignore[arg-type]
     assert found.remarks == ["the command does not end well by itself: exit code 1: RuntimeError: boom"]
+
+
+def test_a_training_that_crashes_before_it_can_be_measured_is_nothing_to_begin_from() -> None:
+    world = World()
+
+    def crashes(*args: Any, **more: Any) -> Any:
+        return replace(world(*args, **more | {"steps": 30, "at_least_s": 0.0}), code=1, output="RuntimeError: boom")
+
+    with pytest.raises(UsageError, match="the command fails by itself: exit code 1: RuntimeError: boom"):
+        Search(crashes, Wishes(), budget_s=600.0, clock=world.clock).go()  # type: ignore[arg-type]
 
 
 def test_the_bottleneck_moves_and_is_followed() -> None:
@@ -722,13 +733,22 @@ def test_rarer_pauses_have_figures_too_where_there_is_no_time_to_measure_them_ag
     assert [change.name for change in found.measured.changes] == ["eval_interval"]
 
 
-def test_an_epoch_of_accumulated_gradients_has_fewer_steps() -> None:
+@pytest.mark.parametrize(
+    ("passes", "batches", "steps_an_epoch"),
+    [
+        pytest.param(4, 4, 25, id="gradients of four batches are added up"),
+        pytest.param(2, 1, 100, id="a critic and a generator, in one step"),
+        pytest.param(1, 0.5, 200, id="a critic and a generator, a step each"),
+        pytest.param(1, 2, 100, id="two loaders side by side"),
+    ],
+)
+def test_an_epoch_has_as_many_steps_as_its_batches_make(passes: int, batches: float, steps_an_epoch: int) -> None:
     run = World(length=6400)((), steps=48, timeout_s=60)
     assert run.trace is not None
-    assert run.case.steps_an_epoch == 100
     rank = run.trace.ranks[0]
-    steps = tuple(replace(step, micro_steps=4) for step in rank.steps)
-    assert replace(run, trace=replace(run.trace, ranks=(replace(rank, steps=steps),))).case.steps_an_epoch == 25
+    steps = tuple(replace(step, micro_steps=passes, samples=int(64 * batches)) for step in rank.steps)
+    seen = replace(rank, steps=steps, windows=(window_of(list(steps)),))
+    assert replace(run, trace=replace(run.trace, ranks=(seen,))).case.steps_an_epoch == steps_an_epoch
 
 
 def test_an_epoch_is_what_the_sampler_gives_not_what_the_dataset_has() -> None:

@@ -73,6 +73,15 @@ def test_a_change_as_one_would_type_it(change: str | None, value: object, typed:
     assert change_as_typed(ACCOUNT, dataclasses.replace(FINDING, change=change, value=value)) == typed
 
 
+def test_a_change_may_be_a_line_of_the_scripts_own_file() -> None:
+    settings = [{"source": "yaml", "file": "train.yaml", "values": {"loader": {"workers": 0}, "pin_memory": 2}}]
+    read = dataclasses.replace(ACCOUNT, facts={**ACCOUNT.facts, "settings": settings})
+    fewer = dataclasses.replace(FINDING, change="num_workers", value=6)
+    assert change_as_typed(read, fewer) == "in train.yaml: loader.workers: 6"
+    pinned = dataclasses.replace(FINDING, change="pin_memory", value=True)
+    assert change_as_typed(read, pinned) == "DataLoader(..., pin_memory=True)"  # what is 2 there is another thing
+
+
 def test_an_ignored_setting_is_not_to_be_typed_again() -> None:
     ignored = dataclasses.replace(FINDING, code="config.ignored", change="setting:num_workers", value=6)
     assert change_as_typed(ACCOUNT, ignored) is None

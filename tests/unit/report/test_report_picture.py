@@ -211,6 +211,13 @@ def test_a_workers_life_adds_up() -> None:
 def test_workers_are_counted_that_were_there_at_the_same_time(
     lives: list[tuple[int | None, float, float]], at_once: int
 ) -> None:
-    reports = tuple(dataclasses.replace(worker(number), born_s=born, time_s=end) for number, born, end in lives)
+    reports = tuple(
+        dataclasses.replace(worker(number), pid=pid, born_s=born, time_s=end)
+        for pid, (number, born, end) in enumerate(lives)
+    )
     (together,) = account(trace_of(rank_of((), workers=reports)), "folder").workers
     assert together.workers == at_once
+    again = tuple(dataclasses.replace(report, born_s=report.time_s - 1, samples=0) for report in reports)  # its dataset
+    (anew,) = account(trace_of(rank_of((), workers=(*reports, *again))), "folder").workers
+    assert anew.workers == at_once
+    assert anew.busy_share == pytest.approx(2 * together.busy_share)  # ten seconds more of work, and none of life
