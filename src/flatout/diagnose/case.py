@@ -329,11 +329,17 @@ class Case:
     @cached_property
     def cpu_share(self) -> float | None:
         """How busy the cores were that this run may use: all of the machine's, or else by its own processes."""
-        machine, ours = self.cores_of_machine, Sketch.of(self._cores_ours(s) for s in self.samples).mean
-        if ours is not None and self.cores and machine and self.cores * self._ranks_here < 0.9 * machine:
-            return min(1.0, ours / (self.cores * self._ranks_here))
+        machine, own = self.cores_of_machine, self.own_cpu_share
+        if own is not None and machine and (self.cores or 0.0) * self._ranks_here < 0.9 * machine:
+            return own
         mean = Sketch.of(s.host.cpu_pct for s in self.samples).mean
         return mean / 100 if mean is not None else None
+
+    @cached_property
+    def own_cpu_share(self) -> float | None:
+        """How busy this run itself kept them, whatever others did; None where that was not seen."""
+        ours = Sketch.of(self._cores_ours(s) for s in self.samples).mean
+        return min(1.0, ours / (self.cores * self._ranks_here)) if ours is not None and self.cores else None
 
     @cached_property
     def cores_others(self) -> float | None:

@@ -27,8 +27,8 @@ BOUNDED = ("measured ceiling", "model of the step")  # gains that share what the
 def fed(case: Case, saved: float, least: float = 1.0, most: float = math.inf) -> dict[str, Any]:
     """Waiting for batches takes a share `saved` less; the loader delivers `least` to `most` times what is eaten now."""
     replayed = _factor(saved)
-    if not case.on_gpu:  # who trains needs the cores that load: there is no more than is free, and nothing is sure
-        least, most = 1.0, min(most, 1 / max(0.01, case.cpu_share or 0.0))
+    if not case.on_gpu:  # who trains needs the cores that load: nothing is sure, and more than all of them nobody has
+        least, most = 1.0, min(most, 1 / max(0.01, case.own_cpu_share or 0.0))
     ceiling = case.headroom if case.has_ceiling else min(replayed, case.headroom)
     return _range(min(replayed, least), most, ceiling, _by(case))
 

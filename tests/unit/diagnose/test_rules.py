@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from diagnose_cases import FACTS, HEALTHY, LOADER, hardware, steps, trace, workers, xray
+from diagnose_cases import CORES, FACTS, HEALTHY, LOADER, hardware, steps, trace, workers, xray
 
 from flatout.diagnose.case import cases
 from flatout.diagnose.finding import CODES, Finding
@@ -59,7 +59,9 @@ def test_loading_in_the_training_process() -> None:
 def test_without_a_card_feeding_gives_no_more_than_the_cores_have_left() -> None:
     """Who trains needs the cores that are to load."""
     made = trace(*STARVED, loader={"num_workers": 0}, workers=workers(1, sample_ms=1.0, busy=0.7), facts={"gpu": None})
-    found = first(dataclasses.replace(made, samples={"node": hardware(80.0)}))
+    trains = ProcessSample(pid=0, role="trainer", name="python", cpu_pct=80.0 * CORES)
+    busy = tuple(dataclasses.replace(sample, processes=(trains,)) for sample in hardware(99.0))  # others are here too
+    found = first(dataclasses.replace(made, samples={"node": busy}))
     assert (found.code, found.gain_low, found.gain_high) == ("data.main-thread", 1.0, pytest.approx(1.25))
 
 
