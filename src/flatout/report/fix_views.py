@@ -140,7 +140,8 @@ def _proofs(bundle: Sequence[Attempt], *, explained: bool = False) -> list[str]:
     for attempt in bundle:
         safety, proof = attempt.change.safety, attempt.outcome.proof
         meaning = f"{_SAFETY[safety]}. {proof}" if proof and explained else proof or _SAFETY[safety]
-        said.setdefault(f"{safety}: {meaning}", []).append(attempt)
+        unproven = f"said to be {safety}, " if proof.startswith("not proven") and not explained else f"{safety}: "
+        said.setdefault(f"{unproven}{meaning}", []).append(attempt)
     if len(said) == 1:
         return list(said)
     return [f"{_names(some)}, {text}" for text, some in said.items()]
@@ -153,7 +154,7 @@ def before_and_after(fixed: FixReport) -> list[tuple[str, str, str]]:
         return []
     rows = []
     told: tuple[tuple[str, Callable[[float], str], str], ...] = (
-        (a.unit, in_full, "samples_per_s"),
+        (fixed.unit, in_full, "samples_per_s"),
         ("median step", ms, "step_ms"),
         ("SM active", "{:.0f}%".format, "sm_active_pct"),
         ("GPU-Util", "{:.0f}%".format, "gpu_util_pct"),

@@ -61,6 +61,12 @@ class FixReport:
         """The command to train with what was kept."""
         return f"flatout run --plan {self.plan_file} -- {shlex.join(self.command)}"
 
+    @property
+    def unit(self) -> str:
+        """Of the speeds before and after."""
+        unit = self.after.unit if self.after is not None else "samples/s"
+        return f"{unit}, pauses counted" if self.found.paused else unit
+
     def sentence(self) -> str:
         """The answer."""
         found = self.found
@@ -72,12 +78,13 @@ class FixReport:
             tried = "nothing was worth trying"
             if found.attempts:
                 names = dict.fromkeys(in_words(attempt.change) for attempt in found.attempts)
-                tried = f"tried and not worth it: {', '.join(names)}"
+                unsure = any(a.gain is not None and not a.gain.hopeless for a in found.attempts)
+                tried = f"tried, {'and no gain was sure' if unsure else 'and not worth it'}: {', '.join(names)}"
             return f"Nothing to change: {tried} ({found.stopped})."
         changes = f"{len(found.kept)} change{'s' if len(found.kept) > 1 else ''} kept"
         speeds = ""
         if self.before is not None and self.after is not None:
-            speeds = f", {in_full(self.before.samples_per_s)} → {in_full(self.after.samples_per_s)} {self.after.unit}"
+            speeds = f", {in_full(self.before.samples_per_s)} → {in_full(self.after.samples_per_s)} {self.unit}"
         if found.gain is None:
             return f"{changes} ({found.stopped}){speeds}: not measured as a whole."
         if found.gain.low <= 1:

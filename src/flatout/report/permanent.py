@@ -14,7 +14,7 @@ from flatout.written import as_typed
 # What a person would write. {} is the value.
 CODE = {
     "loader": "from flatout import DataLoader  # instead of torch.utils.data's; "
-    'num_workers="auto", or as it is for an IterableDataset or with a worker_init_fn',
+    'num_workers="auto" (as it is for a stream, or with a worker_init_fn)',
     "num_workers": "DataLoader(..., num_workers={})",
     "prefetch_factor": "DataLoader(..., prefetch_factor={})",
     "persistent_workers": "DataLoader(..., persistent_workers={})",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from report_runs import printed
 from flatout.plan import Change, Outcome
 from flatout.remedy.candidates import Wishes
 from flatout.remedy.found import Attempt
+from flatout.remedy.speed import Gain
 from flatout.remedy.trial import Search
 from flatout.report import fix_views
 from flatout.report.fixed import FixReport, report
@@ -68,6 +70,31 @@ def test_the_speeds_shown_are_those_that_the_gain_is_of() -> None:
     before, after = (data[side]["samples_per_s"] for side in ("before", "after"))
     assert after / before == pytest.approx(data["gain"]["value"])
     assert before not in [trial["samples_per_s"] for trial in data["trials"]]
+
+
+def test_speeds_with_pauses_in_them_are_said_to_be() -> None:
+    fix = fixed(World(machine=Machine(eval_s=2.0), length=19_200, settings=[flag("eval_every", 1)]), allow="all")
+    assert fix.found.paused
+    assert fix.sentence().endswith("samples/s, pauses counted.")
+    assert fix_views.before_and_after(fix)[0][0] == "samples/s, pauses counted"
+
+
+def test_what_could_not_be_told_from_noise_is_not_called_worthless(starved: FixReport) -> None:
+    attempts = [replace(starved.kept[0], gain=Gain(value=1.1, low=low, high=low + 0.2)) for low in (0.9, 0.8)]
+    said = []
+    for attempt in attempts:
+        found = replace(starved.found, kept=(), attempts=[attempt])
+        said.append(replace(starved, found=found).sentence())
+    assert said[0].startswith("Nothing to change: tried, and no gain was sure: elastic loader")
+    assert said[1].startswith("Nothing to change: tried, and not worth it: elastic loader")
+
+
+def test_what_was_never_proven_is_not_said_to_be_the_same(starved: FixReport) -> None:
+    kept = starved.found.attempts[0]
+    unproven = replace(kept, outcome=replace(kept.outcome, proof="not proven: interrupted before the proof"))
+    rest = starved.found.attempts[1:]
+    text = shown(replace(starved, found=replace(starved.found, attempts=[unproven, *rest])))
+    assert "said to be reseeded, not proven: interrupted before the proof" in " ".join(text.split())
 
 
 def test_nothing_to_change_is_said_with_the_reason() -> None:
