@@ -256,13 +256,18 @@ class Search:
                 self._keep(changes, run, gained, long=offer.pauses)
         elif gained.value > 1 and not gained.hopeless and not again:
             self._undecided.append(replace(offer, changes=changes))
-            self._decide(changes, "undone", gained, note=f"{gained}: no gain over 2% was shown")
+            self._decide(changes, "undone", gained, note=self._not_shown(gained, changes))
         elif len(changes) > 1 and offer.worth_splitting and self._purse.affords(changes, runs=len(offer.parts)):
             self._story.said(f"{offer.name}: {gained}. One by one")
             self._one_by_one(replace(offer, changes=changes))
         else:
-            shown = "slower" if gained.high < 1 else "no gain over 2% was shown"
-            self._decide(changes, "undone", gained, note=f"{gained}: {shown}")
+            self._decide(changes, "undone", gained, note=self._not_shown(gained, changes))
+
+    def _not_shown(self, gained: Gain, changes: tuple[Change, ...]) -> str:
+        if gained.high < 1:
+            return f"{gained}: slower"
+        again = gained.value > WORTH and not self._purse.affords(changes)
+        return f"{gained}: no gain over 2% was shown" + (", and no time was left to look again" if again else "")
 
     def _one_by_one(self, offer: Offer) -> None:
         for part in offer.parts:

@@ -151,6 +151,19 @@ def test_what_looks_promising_is_settled_before_anything_else_is_tried() -> None
     assert kept(found) == {"loader": "elastic"}
 
 
+def test_a_close_call_that_there_was_no_time_for_is_called_so() -> None:
+    faster = {"bf16": 1.028, "tf32": 0.97}
+    world = World(
+        facts=IN_FP32,
+        run_noise=0.004,
+        effects={"precision": lambda m, value: replace(m, compute_ms=m.compute_ms / faster[value])},
+    )
+    found = fix(world, budget_s=108)
+    notes = {attempt.change.value: attempt.outcome.note for attempt in found.attempts}
+    assert notes["bf16"].endswith("no gain over 2% was shown, and no time was left to look again")
+    assert notes["tf32"].endswith("no gain over 2% was shown")
+
+
 def test_a_close_call_is_run_again_until_it_is_known() -> None:
     world = World(
         facts=IN_FP32,
