@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from flatout.plan import Change, Outcome, Plan
-from flatout.remedy.candidates import Offer
+from flatout.plan import Change, Figure, Outcome, Plan, Verdict
+from flatout.remedy.candidates import Offer, in_words
 from flatout.remedy.running import Run
 from flatout.remedy.speed import Gain, Noise, Speed
 
@@ -63,6 +65,50 @@ class Found:
     stopped: str = ""
     interrupted: bool = False
     seconds: float = 0.0
+
+    @property
+    def tried(self) -> dict[tuple[str, str], str]:
+        """What became of each change, by its name and its value as text."""
+        return {(a.change.name, str(a.change.value)): a.outcome.verdict for a in self.attempts}
+
+    def kept_as(self, safety: str) -> tuple[Change, ...]:
+        """What was kept of one class."""
+        return tuple(change for change in self.kept if change.safety == safety)
+
+    def attempt_at(self, change: Change) -> Attempt:
+        """What became of this one."""
+        return next(a for a in self.attempts if (a.change.name, a.change.value) == (change.name, change.value))
+
+    def write_down(
+        self,
+        changes: Sequence[Change],
+        verdict: Verdict,
+        gained: Gain | None,
+        *,
+        note: str = "",
+        run: Run | None = None,
+        before: Figure | None = None,
+    ) -> None:
+        """What became of some changes that were tried together, by which run."""
+        after = run.speed.figure if run is not None and run.speed is not None else None
+        for change in changes:
+            together = tuple(in_words(other) for other in changes if other is not change)
+            outcome = Outcome(change=change, verdict=verdict, before=before, after=after, note=note)
+            made, where = (d.get(change.name, "") for d in (run.made, run.where)) if run is not None else ("", "")
+            same = (change.name, change.value)
+            self.attempts = [a for a in self.attempts if (a.change.name, a.change.value) != same]
+            self.attempts.append(Attempt(outcome=outcome, gain=gained, together=together, made=made, where=where))
+
+    def amend(self, attempt: Attempt, **parts: Any) -> None:
+        """More is known of it."""
+        self.attempts[self.attempts.index(attempt)] = replace(attempt, **parts)
+
+    def let_go(self, change: Change, why: str) -> None:
+        """It is kept no longer."""
+        attempt = self.attempt_at(change)
+        verdict: Verdict = "unsafe" if why.startswith("failed") else "undone"
+        self.amend(attempt, outcome=replace(attempt.outcome, verdict=verdict, note=why))
+        self.kept = tuple(kept for kept in self.kept if kept.name != change.name)
 
     @property
     def measured(self) -> Run | None:

@@ -138,10 +138,8 @@ def noise_between_runs(every: Iterable[Sequence[Speed]], usual: float = USUAL_NO
     """From all plans that ran more than once."""
     squares, repeats = _ASSUMED * usual**2, 0
     for runs in every:
-        logs = [math.log(run.value) for run in runs]
-        mean = sum(logs) / max(1, len(logs))
-        squares += sum((value - mean) ** 2 for value in logs)
-        repeats += max(0, len(logs) - 1)
+        squares += _squares(runs)
+        repeats += len(runs) - 1
     return Noise(sd=math.sqrt(squares / (_ASSUMED + repeats)), repeats=repeats)
 
 
@@ -177,8 +175,7 @@ def _unsure_by_repeats(before: Sequence[Speed], after: Sequence[Speed]) -> float
     if min(len(before), len(after)) < 2:
         return math.inf
     freedom = len(before) + len(after) - 2
-    squares = sum((math.log(run.value) - _log(runs, pauses=False)) ** 2 for runs in (before, after) for run in runs)
-    sd = max(STEADY_NOISE, math.sqrt(squares / freedom))
+    sd = max(STEADY_NOISE, math.sqrt((_squares(before) + _squares(after)) / freedom))
     return STUDENT[min(freedom, len(STUDENT) - 1)] * sd * math.sqrt(1 / len(before) + 1 / len(after))
 
 
@@ -191,6 +188,12 @@ def pooled(runs: Sequence[Speed]) -> Speed:
         steps=sum(run.steps for run in runs),
         unit=runs[0].unit,
     )
+
+
+def _squares(runs: Sequence[Speed]) -> float:
+    """How far runs of one plan are from their mean."""
+    mean = _log(runs, pauses=False)
+    return sum((math.log(run.value) - mean) ** 2 for run in runs)
 
 
 def _log(runs: Sequence[Speed], pauses: bool) -> float:

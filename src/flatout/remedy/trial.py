@@ -7,7 +7,7 @@
 
 A run costs its start-up first of all (many seconds with torch on a GPU machine), so the number of runs is what is
 saved: bundles first, repeats only for close calls, when nothing else is left to try. A change is kept when the interval
-of its gain lies above zero and the gain above 2%.
+of its gain lies above 1 and the gain above 2%.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from flatout.diagnose.rules import diagnose
 from flatout.errors import UsageError
-from flatout.plan import Change, Figure, Outcome, Verdict
+from flatout.plan import Change, Figure, Verdict
 from flatout.remedy.candidates import (
     LOADED_BY_HAND,
     PAUSES,
@@ -33,7 +33,7 @@ from flatout.remedy.candidates import (
     scaled_twice,
     with_changes,
 )
-from flatout.remedy.found import Attempt, Found, Story, Trial
+from flatout.remedy.found import Found, Story, Trial
 from flatout.remedy.proof import Proof
 from flatout.remedy.proving import Proving
 from flatout.remedy.purse import Purse, compiling
@@ -86,7 +86,6 @@ class Search:
         self._steps = steps
         self._story = story or Story()
         self._speeds = Speeds()
-        self._tried: dict[tuple[str, str], str] = {}
         self._clear = CLEAR
         self._undecided: list[Offer] = []  # looked like a gain, and could not be told from noise: once more, at the end
         self._long: Run | None = None  # what was kept, over more than an epoch
@@ -116,9 +115,12 @@ class Search:
     def _baseline(self) -> None:
         steps = self._steps or FIRST_STEPS
         first = self._run("the command as it is", (), steps=steps, known_to=KNOWN_TO)
-        if first.speed is None or first.trace is None or first.hung:
-            raise UsageError(first.why_no_baseline(steps))
-        if first.code != 0 and first.case.breakdown.steps < steps:
+        if (
+            first.speed is None
+            or first.trace is None
+            or first.hung
+            or (first.code != 0 and first.case.breakdown.steps < steps)
+        ):
             raise UsageError(first.why_no_baseline(steps))
         if first.code != 0:
             self._remark(f"the command does not end well by itself: {first.reason()}")
@@ -225,7 +227,7 @@ class Search:
             first=self.before.trace,
             kept=self.found.kept,
             gained={name: gained.value for name, gained in attempts if gained is not None},
-            tried=self._tried,
+            tried=self.found.tried,
         )
 
     def _try(self, offer: Offer, *, again: bool = False) -> None:
@@ -359,16 +361,7 @@ class Search:
         before: Figure | None = None,
     ) -> None:
         """Write down what became of some changes, and tell it."""
-        for change in changes:
-            self._tried[change.name, str(change.value)] = verdict
-            together = tuple(in_words(other) for other in changes if other is not change)
-            after = run.speed.figure if run is not None and run.speed is not None else None
-            outcome = Outcome(change=change, verdict=verdict, before=before, after=after, note=note)
-            made, where = (d.get(change.name, "") for d in (run.made, run.where)) if run is not None else ("", "")
-            self.found.attempts = [
-                a for a in self.found.attempts if (a.change.name, a.change.value) != (change.name, change.value)
-            ]
-            self.found.attempts.append(Attempt(outcome=outcome, gain=gained, together=together, made=made, where=where))
+        self.found.write_down(changes, verdict, gained, note=note, run=run, before=before)
         told = f": {note}" if note else f", {gained}" if gained else ""
         self._story.said(f"{all_in_words(changes)}: {verdict}{told}")
 
@@ -431,7 +424,7 @@ class Search:
             pair = self._speeds.of(without), self._speeds.of(self.found.kept)
             alone = gain(*pair, self._speeds.noise_near(*pair))
             if alone.value >= WORTH:
-                self._replace(attempt, gain=alone, together=())
+                self.found.amend(attempt, gain=alone, together=())
                 self._story.said(f"{in_words(change)} by itself: {alone}")
             else:
                 self.found.kept, self.found.after = without, run
@@ -439,14 +432,10 @@ class Search:
         if unknown:
             self._remark(f"no time to see what each brings by itself: {', '.join(map(in_words, unknown))}")
 
-    def _replace(self, attempt: Attempt, **changes: object) -> None:
-        place = self.found.attempts.index(attempt)
-        self.found.attempts[place] = replace(attempt, **changes)  # type: ignore[arg-type]
-
     # -- proof: what `Proving` wants of us ----------------------------------------------------------------------------
 
     def _prove(self) -> None:
-        reseeded, identical, rounded = (self._of_class(name) for name in ("reseeded", "identical", "equivalent"))
+        reseeded, identical, rounded = map(self.found.kept_as, ("reseeded", "identical", "equivalent"))
         if not reseeded and not identical and not rounded:
             return
         if not self.has_time():
@@ -478,36 +467,23 @@ class Search:
     def proven(self, changes: Sequence[Change], proof: Proof) -> None:
         """Write the proof down; what has none is let go."""
         for change in changes:
-            attempt = self._attempt(change)
+            attempt = self.found.attempt_at(change)
             if proof.holds:
-                self._replace(attempt, outcome=replace(attempt.outcome, proof=proof.text))
+                self.found.amend(attempt, outcome=replace(attempt.outcome, proof=proof.text))
             else:
-                self._let_go(attempt, f"{proof.standing}: {proof.text}")
+                self.found.let_go(change, f"{proof.standing}: {proof.text}")
         self._story.said(f"proof, {all_in_words(changes)}: {proof.standing} ({proof.text})")
-
-    def _let_go(self, attempt: Attempt, why: str) -> None:
-        verdict: Verdict = "unsafe" if why.startswith("failed") else "undone"
-        self._replace(attempt, outcome=replace(attempt.outcome, verdict=verdict, note=why))
-        self.found.kept = tuple(kept for kept in self.found.kept if kept.name != attempt.change.name)
-        self._tried[attempt.change.name, str(attempt.change.value)] = verdict
 
     def _let_go_of_the_unproven(self, why: str) -> None:
         """Rounding that was not looked at is not kept; the rest stays, and says so."""
         for change in self.found.kept:
-            attempt = self._attempt(change)
+            attempt = self.found.attempt_at(change)
             if attempt.outcome.proof or change.safety == "semantic":
                 continue
             if change.safety == "equivalent":
-                self._let_go(attempt, f"not proven: {why}")
+                self.found.let_go(change, f"not proven: {why}")
             else:
-                self._replace(attempt, outcome=replace(attempt.outcome, proof=f"not proven: {why}"))
-
-    def _of_class(self, *classes: str) -> tuple[Change, ...]:
-        return tuple(change for change in self.found.kept if change.safety in classes)
-
-    def _attempt(self, change: Change) -> Attempt:
-        same = (change.name, change.value)
-        return next(a for a in self.found.attempts if (a.change.name, a.change.value) == same)
+                self.found.amend(attempt, outcome=replace(attempt.outcome, proof=f"not proven: {why}"))
 
     # -- before against after ---------------------------------------------------------------------------------------
 
@@ -557,7 +533,7 @@ class Search:
 
     def _let_go_of_all(self, kept: Sequence[Change], why: str) -> None:
         for change in kept:
-            self._let_go(self._attempt(change), why)
+            self.found.let_go(change, why)
         self.found.gain = None
         self._remark("what had been kept was not confirmed by the last comparison, and was let go")
 
