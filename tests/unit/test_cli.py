@@ -86,6 +86,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(flatout_says: Run, arguments: tup
     assert complaint in err
 
 
+def test_a_plan_without_changes_says_so(flatout_says: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("plan.yaml").write_text("plan: 1\nchanges: []\n")
+    code, _, err = flatout_says("run", "--quiet", "--plan", "plan.yaml", "--", "true")
+    assert code == 0
+    assert "there is no change in plan.yaml: the command runs as it is" in err
+
+
 def test_the_checklist_fits_a_narrow_terminal(flatout_says: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     code, out, _ = flatout_says("check")
