@@ -175,8 +175,8 @@ def ratios(variants: dict[str, dict[str, Any]]) -> dict[str, float]:
     for variant in ("auto", "fix", "engine"):
         if f"{variant} supply" in speed:
             possible = min(speed[f"{variant} ceiling"], speed[f"{variant} supply"])
-            pauses = variants[variant]["pause_share"] if variant == "auto" else 0.0  # no loader makes those rarer
-            found[f"{variant} / min(its ceiling, supply)"] = speed[variant] / (1 - pauses) / possible
+            outside_pauses = speed[variant] / (1 - variants[variant]["pause_share"])  # as those two are
+            found[f"{variant} / min(its ceiling, supply)"] = outside_pauses / possible
     return found
 
 

@@ -6,7 +6,7 @@
     consumer never waits             ──► fewer workers, down to the fewest that keep up
     consumer waits, batches are tiny ──► none: making one takes less time than handing it over
 
-Every step is checked against the rate before it and taken back when it brought nothing; what was found out is
+Every step is checked against the pace before it and taken back when it brought nothing; what was found out is
 remembered, so the numbers settle. No clock in here: an `Observation` says how long its window was.
 """
 
@@ -40,7 +40,9 @@ class Observation:
     waited_s: float = 0.0  # by the consumer, for workers, or while a batch is made in its own process
     parent_s: float = 0.0  # what handing over took the consumer beside that
     workers: int = 0
-    busy_s: float = 0.0  # summed over workers
+    busy_s: float = 0.0  # in which workers had something to do, summed over them
+    made: float = 0.0  # batches that they finished
+    made_s: float = 0.0  # what those took, whenever they were begun
     cpu_s: float = 0.0
     run_delay_s: float = 0.0  # ready to run, but no core was free
     cores: float = 1.0  # that this loader may use
@@ -51,9 +53,23 @@ class Observation:
         return self.batches / self.seconds
 
     @property
+    def busy(self) -> float:
+        """The share of their time that workers worked."""
+        return min(1.0, self.busy_s / (self.seconds * self.workers))
+
+    @property
+    def pace(self) -> float:
+        """Batches a second that the workers make when they are all at work, by the time a batch takes one of them.
+
+        By what the consumer gets it could not be told in a few seconds: workers that began together end together, and
+        batches come in bursts, with long waits between.
+        """
+        return self.workers * self.made / self.made_s * min(1.0, self.busy / BUSY)
+
+    @property
     def work_s(self) -> float:
         """What the workers would have taken, each with a core to itself."""
-        return max(self.busy_s - self.run_delay_s, self.cpu_s)
+        return max(self.made_s - self.run_delay_s, self.cpu_s)
 
 
 class Controller:
@@ -76,7 +92,7 @@ class Controller:
         self._crew = 1  # how many they were
         self._of_no_use = False  # they were called back in vain
         self._next_try, self._patience = 0, 4  # windows until doing without them is tried again
-        self._here: deque[float] = deque(maxlen=4)  # the last rates with so many workers
+        self._here: deque[float] = deque(maxlen=4)  # the last paces with so many workers
         self._all_needed: dict[int, float] = {}  # so many, at this rate: fewer brought less
         self._too_many: int | None = None
         self._leap = LEAP
@@ -151,7 +167,7 @@ class Controller:
 
     def _starved(self, seen: Observation, ceiling: int) -> None:
         self._calm = 0
-        self._here.append(seen.rate)
+        self._here.append(seen.pace)
         rate = self._rates[self.workers] = statistics.fmean(self._here)
         if self._tried_from is not None:
             gain = rate / self._rates.get(self._tried_from, rate)
@@ -160,13 +176,12 @@ class Controller:
             tried_from, self._tried_from = self._tried_from, None
             if self._judged(tried_from, gain):
                 return
-        busy = seen.busy_s / (seen.seconds * self.workers)
-        if busy < 1 - IDLE and self.depth < 4:
+        if seen.busy < 1 - IDLE and self.depth < 4:
             self.depth = min(4.0, self.depth * 1.5)
             self._here.clear()
             self._warming = True
             self._say(f"batches take unevenly long: {self.depth:g} ahead a worker")
-        elif busy >= BUSY:
+        elif seen.busy >= BUSY:
             self._more_or_fewer(seen, ceiling)
         else:
             self._say("the consumer waits, but not for workers")

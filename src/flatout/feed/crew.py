@@ -39,6 +39,7 @@ class Hand:
     wire: socket
     board: memoryview
     tasks: dict[int, Assignment] = field(default_factory=dict)
+    since: float = 0.0  # has something to do, as far as that is not counted yet
     slots: set[int] = field(default_factory=set)
     retiring: bool = False  # gets nothing more to do
     leaving: bool = False  # was told to go
@@ -47,6 +48,11 @@ class Hand:
     pid: int | None = None
     seen: tuple[int, int] = (0, 0)
     seen_at: float = 0.0
+
+    def had_work(self, until: float) -> float:
+        """How long it had something to do, up to then, since it was asked last."""
+        took, self.since = until - self.since, until
+        return took
 
     def at(self) -> tuple[int, int]:
         """The ticket and the row it is at, or was at when it died."""

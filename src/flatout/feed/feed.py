@@ -281,6 +281,7 @@ class Feed:
         self.account.batches += batches
         if not self._tuning.served(batches, waited, parent_s, now):
             return
+        self._tuning.had_work(sum(hand.had_work(now) for hand in self.crew if hand.tasks))
         working = sum(not hand.retiring for hand in self.crew)
         if self._tuning.decide(working):
             self._scale()
@@ -404,6 +405,8 @@ class Feed:
                 self.slots.give_back(slot)
             return False
         self._tickets += 1
+        if not hand.tasks:
+            hand.since = time.monotonic()
         hand.tasks[self._tickets] = Assignment(part, slot)
         part.given += 1
         if slot is not None:
@@ -444,6 +447,8 @@ class Feed:
             self._faults.answered()
             assignment = hand.tasks.pop(message.ticket)
             part = assignment.part
+            if isinstance(message, Done):
+                self._tuning.had_work(hand.had_work(message.ended_s))
             if self.posts:
                 self.posts.track(hand, part.batch, message)
             wanted = self._still_wanted(part)
@@ -502,7 +507,7 @@ class Feed:
             memory = self.slots.lease(slot)
             batch.memory = memory if in_parts else None
         part.packed, part.bad, part.finished = (done.skeleton, done.spans, memory), done.bad, True
-        self._tuning.worked(done)
+        self._tuning.worked(done, len(batch) / len(batch.parts))
         self.account.parts += len(batch)
         self.account.drew |= bool(done.drew)
         self._learn(done, len(batch), in_parts=in_parts)

@@ -99,6 +99,7 @@ class Done(NamedTuple):
     bad: list[tuple[int, str]]
     drew: bool | None  # None: did not look this time
     rows: int
+    ended_s: float  # by the clock that all processes share
     wall_s: float
     cpu_s: float
     run_delay_s: float

@@ -67,10 +67,15 @@ class Tuning:
             if self._like is not None and not self._held:
                 _found[self._like] = self.workers
 
-    def worked(self, done: Done) -> None:
-        """A worker has finished something."""
+    def had_work(self, seconds: float) -> None:
+        """A worker had something to do for so long."""
+        self._window.busy_s += seconds
+
+    def worked(self, done: Done, batches: float) -> None:
+        """A worker has finished so many batches, or part of one."""
         window = self._window
-        window.busy_s += done.wall_s
+        window.made += batches
+        window.made_s += done.wall_s
         window.cpu_s += done.cpu_s
         window.run_delay_s += done.run_delay_s
 
@@ -91,7 +96,8 @@ class Tuning:
         window.batches += batches
         window.waited_s += waited_s
         window.parent_s += parent_s
-        return window.seconds >= self._controller.window_s and window.batches >= WINDOW_BATCHES
+        enough = window.batches >= WINDOW_BATCHES and (window.made >= WINDOW_BATCHES / 2 or not self.workers)
+        return enough and window.seconds >= self._controller.window_s
 
     def _others_s(self, since: float) -> float:
         """How long others' whole passes took meanwhile, such as an evaluation: that is no time of this consumer's."""

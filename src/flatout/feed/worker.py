@@ -203,12 +203,13 @@ class _Worker:
                 self._sum_up(packed, memory)
         loaded = [indices for _, indices in task.indices] if task.several else [task.indices]
         rows = sum(map(len, loaded)) if self._recipe.auto_collation else len(loaded)
-        wall_s, cpu_s, run_delay_s = (now - then for now, then in zip(self._clocks(), began, strict=True))
+        ended = self._clocks()
+        wall_s, cpu_s, run_delay_s = (now - then for now, then in zip(ended, began, strict=True))
         return Done(
             ticket=task.ticket, skeleton=packed.skeleton, spans=packed.spans, in_slot=packed.file is None,
             needs=packed.needs, regions=packed.regions, misfit=arena.misfit or bool(self._rows.bad),
             bad=self._rows.bad, drew=drew, rows=rows,
-            wall_s=wall_s, cpu_s=cpu_s, run_delay_s=run_delay_s,
+            ended_s=ended[0], wall_s=wall_s, cpu_s=cpu_s, run_delay_s=run_delay_s,
             random_state=state, data_state=data_state, checksum=self._checksum,
         )  # fmt: skip
 
@@ -230,7 +231,7 @@ class _Worker:
     def _clocks(self) -> tuple[float, float, float]:
         """Wall time, CPU time (a decoder's threads are not waits for storage), and time ready to run without a core."""
         run_delay_s = int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
-        return time.perf_counter(), time.process_time(), run_delay_s
+        return time.monotonic(), time.process_time(), run_delay_s
 
     def _state_if_drawn(self) -> tuple[dict[str, Any] | None, bool]:
         if not self._spare_normal and self._drawn_to == randomness.snapshot():

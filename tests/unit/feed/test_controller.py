@@ -11,6 +11,7 @@ import pytest
 from flatout import budget
 from flatout.feed import tuning
 from flatout.feed.controller import Controller, Observation
+from flatout.feed.messages import Done
 
 
 def run(
@@ -22,9 +23,10 @@ def run(
     cores: float = 16,
     cpu_share: float = 1.0,
     memory_kills: Callable[[int], int] = lambda window: 0,
+    burst: Callable[[int], float] = lambda window: 1.0,
 ) -> list[int]:
     """The worker counts of so many one-second windows, where n workers make `supply(n)` batches a second at most
-    and the consumer takes `demand`."""
+    and the consumer takes `demand`, or in a window `burst` times as many as were made in it."""
     counts = []
     for window in range(windows):
         workers = controller.workers
@@ -33,10 +35,12 @@ def run(
         controller.observe(
             Observation(
                 seconds=1.0,
-                batches=round(made * 100),
+                batches=round(made * 100 * burst(window)),
                 waited_s=max(0.0, 1 - made / demand),
                 workers=workers,
                 busy_s=busy,
+                made=made * 100,
+                made_s=busy,
                 cpu_s=busy * cpu_share,
                 cores=cores,
                 memory_kills=memory_kills(window),
@@ -65,6 +69,15 @@ def test_finds_all_cores_where_loading_is_the_limit(declared: int, supply: Calla
     counts = run(Controller(declared, cores=16), supply)
     assert supply(counts[20]) >= 0.97 * supply(16)
     assert len(set(counts[20:])) == 1, "does not settle"
+
+
+@pytest.mark.parametrize("every", [2, 3, 5])
+@pytest.mark.parametrize("supply", [sixteen_cores, sixteen_threads])
+def test_batches_that_come_in_bursts_do_not_mislead_it(supply: Callable[[int], float], every: int) -> None:
+    """GIVEN workers that end at the same time, so that a window has two rounds of their batches or only one."""
+    counts = run(Controller(16, cores=16), supply, burst=lambda window: 1.5 if window % every else 0.6)
+    assert supply(counts[-1]) >= 0.97 * supply(16)
+    assert sum(count == 16 for count in counts) >= 55
 
 
 @pytest.mark.parametrize("declared", [16, 40])
@@ -119,6 +132,8 @@ def test_workers_that_wait_for_a_core_do_not_pass_for_waiting_on_storage() -> No
             waited_s=0.9,
             workers=controller.workers,
             busy_s=4.0,
+            made=50,
+            made_s=4.0,
             cpu_s=2.0,
             run_delay_s=2.0,
             cores=4,
@@ -161,8 +176,18 @@ def test_uneven_samples_get_more_batches_ahead_before_more_workers(busy_s: float
     controller = Controller(4, cores=16)
     for _ in range(3):
         controller.observe(
-            Observation(seconds=1, batches=50, waited_s=0.2, workers=4, busy_s=busy_s, cpu_s=busy_s, cores=16)
-        )  # fmt: skip
+            Observation(
+                seconds=1,
+                batches=50,
+                waited_s=0.2,
+                workers=4,
+                busy_s=busy_s,
+                made=50,
+                made_s=busy_s,
+                cpu_s=busy_s,
+                cores=16,
+            )
+        )
     assert controller.workers == 4
     assert controller.depth > 2
     assert "unevenly" in controller.why
@@ -189,6 +214,8 @@ def tiny(
                 parent_s=batches * 70e-6,
                 workers=controller.workers,
                 busy_s=batches * each_s if controller.workers else 0.0,
+                made=batches if controller.workers else 0.0,
+                made_s=batches * each_s if controller.workers else 0.0,
                 cpu_s=batches * each_s if controller.workers else 0.0,
                 cores=4,
             )
@@ -238,6 +265,11 @@ def test_slow_batches_are_never_made_in_the_training_process() -> None:
 
 # --- what it is told --------------------------------------------------------------------------------------------------
 
+A_BATCH = Done(
+    ticket=1, skeleton=b"", spans=[], in_slot=True, needs=0, regions=None, misfit=False, bad=[], drew=None, rows=1,
+    ended_s=0.0, wall_s=0.1, cpu_s=0.1, run_delay_s=0.0,
+)  # fmt: skip
+
 
 @pytest.fixture
 def eight_cores() -> budget.Budget:
@@ -248,6 +280,7 @@ def window_of(loader: tuning.Tuning, workers: int, start_s: float) -> None:
     """A second in which the consumer did nothing but wait."""
     loader.rest(start_s)
     while not loader.served(1, 0.1, 0.0, start_s + 0.1):
+        loader.worked(A_BATCH, 1)
         start_s += 0.1
     loader.decide(workers)
 

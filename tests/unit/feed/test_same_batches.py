@@ -27,7 +27,8 @@ from torch.utils.data import (
 )
 from torch.utils.data import DataLoader as Stock
 
-from flatout.feed import DataLoader, feed, feed_of, iterator_for, to_device
+from flatout.feed import DataLoader, controller, feed, feed_of, iterator_for, to_device, tuning
+from flatout.feed.controller import Controller, Observation
 from flatout.feed.messages import Done
 from flatout.feed.table import Batch
 from flatout.feed.tuning import Tuning
@@ -438,10 +439,32 @@ class Decoded(Things):
 
 def test_the_threads_of_a_decoder_do_not_pass_for_waits_for_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Done] = []
-    monkeypatch.setattr(Tuning, "worked", lambda self, done: seen.append(done))
+    monkeypatch.setattr(Tuning, "worked", lambda self, done, batches: seen.append(done))
     assert len(list(DataLoader(Decoded(4), 1, num_workers=1))) == 4
     waits_s = sum(done.wall_s - done.run_delay_s - done.cpu_s for done in seen)
     assert waits_s < 0.75 * sum(done.wall_s for done in seen)  # on busy cores its thread waits for one: not for storage
+
+
+class Sleeping(Things):
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.02)
+        return super().__getitem__(index)
+
+
+def test_the_pace_of_workers_is_known_though_batches_come_in_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN two workers with a batch each that takes 0.16 s, so that two come at once and then none for as long."""
+    seen: list[Observation] = []
+    monkeypatch.setattr(Controller, "observe", lambda self, window: seen.append(window))
+    monkeypatch.setattr(tuning, "WINDOW_BATCHES", 2)
+    monkeypatch.setattr(controller, "WINDOW_S", 0.1)
+    loader = DataLoader(Sleeping(8 * 24), 8, num_workers=2, collate_fn=as_list)
+    began = time.monotonic()
+    assert len(list(loader)) == 24
+    each_s = (time.monotonic() - began) / 24
+    windows = seen[1:]
+    assert len(windows) >= 5
+    assert all(0.6 < window.pace * each_s < 1.6 for window in windows)
+    assert all(window.busy > 0.75 for window in windows[:-2])
 
 
 @pytest.mark.parametrize(("workers", "given_back"), [(3, False), (1, True)])
