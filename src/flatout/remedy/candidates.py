@@ -61,6 +61,7 @@ EVALUATE_LESS = 5
 _MUCH = 1.1  # times as fast: what is hoped for is worth its turn, and one of a bundle may hide what another brings
 _SHOWS = 0.05  # of the step: what one run more can show, where runs differ by 2%
 _TWICE = 1.2  # times what was asked for: it was raised once more
+_STARVED = 0.15  # of the step is a wait for data: what else is mended waits for that too
 _HALF_A_GPU_IDLE = 0.3  # of its memory in use: there is room for a larger batch
 
 
@@ -451,6 +452,8 @@ def _batch(view: View) -> Offer | None:
     if not there or not isinstance(now, int) or not isinstance(then, int):
         return None
     if case.headroom > 1.25 and not view.found("launch.bound"):  # it waits for something that grows with the batch
+        return None
+    if view.holds("loader") and case.share("data") > _STARVED:  # which has all workers that help
         return None
     reserved, total = case.facts.get("memory_reserved_bytes"), case.card("memory_total_bytes").high
     share = reserved / total if reserved and math.isfinite(total) else None

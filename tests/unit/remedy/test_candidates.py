@@ -167,6 +167,7 @@ def test_a_data_path_that_promises_little_goes_with_a_larger_batch_where_that_is
     assert [[change.name for change in offer.changes] for offer in withheld] == [names[2:]]
 
 
+ELASTIC = Change(name="loader", value="elastic", safety="identical")
 DEFAULT = Change(name="compile", value="default", safety="equivalent")
 LATE = {"idle_by_phase_ms": {"forward": 10.0, "backward": 10.0}}  # of 160 ms, among kernels that are not small
 
@@ -260,6 +261,15 @@ def test_a_step_that_waits_for_launches_gets_a_larger_batch_before_half_precisio
     promised = {change.name: offer.promise for offer in wanted for change in offer.changes}
     assert promised["batch_size"] > 1.2
     assert promised["precision"] == 1.0
+
+
+def test_a_larger_batch_is_not_offered_where_the_elastic_loader_brings_no_more_samples() -> None:
+    """GIVEN a card that waits for launches and for data WHEN all that can be done for its data is done."""
+    settings, facts = [flag("batch_size", 64)], {"memory_reserved_bytes": 1 << 30}
+    for data_ms, kept, is_offered in ((80.0, [], True), (80.0, [ELASTIC], False), (2.0, [ELASTIC], True)):
+        world = World(machine=Machine(data_ms=data_ms), settings=settings, facts=facts, xray=LAUNCHES)
+        names = offered(world, Wishes.of(allow="all"), kept=kept)
+        assert ("batch_size" in names) is is_offered, (data_ms, kept)
 
 
 def test_a_batch_that_is_enlarged_again_promises_less_than_the_last_time() -> None:
