@@ -94,6 +94,7 @@ class Controller:
         self._next_try, self._patience = 0, 4  # windows until doing without them is tried again
         self._here: deque[float] = deque(maxlen=4)  # the last paces with so many workers
         self._all_needed: dict[int, float] = {}  # so many, at this rate: fewer brought less
+        self._ask_again, self._fewer_patience = 0, 8  # windows until fewer are tried again
         self._too_many: int | None = None
         self._leap = LEAP
         self._too_few = 0
@@ -140,7 +141,7 @@ class Controller:
         self.window_s = WINDOW_S
         self._rates[0] = seen.rate
         step_s = (seen.seconds - seen.waited_s) / seen.batches  # what the consumer does between batches
-        with_workers_s = max(1 / self._rates[self._crew], step_s + self._hand_over_s)
+        with_workers_s = max(1 / self._rates.get(self._crew, math.inf), step_s + self._hand_over_s)
         if tried_from and seen.rate < self._rates[tried_from]:
             # A busy machine can make either look slow: ask again, but less and less often.
             self._next_try, self._patience = self._age + self._patience, self._patience * 2
@@ -153,6 +154,7 @@ class Controller:
         ceiling = self._ceiling(seen.cores, seen.cpu_s / seen.work_s if seen.work_s else 1.0)
         waits = seen.waited_s / seen.seconds
         if self.workers > ceiling:
+            self._tried_from = None
             self._go(ceiling, f"{seen.cores:g} cores to use")
         elif waits > STARVED:
             self._starved(seen, ceiling)
@@ -193,7 +195,7 @@ class Controller:
         as_then = self._rates[self.workers] / self._all_needed.get(self.workers, math.inf)
         if wanted > self.workers:
             self._try(wanted, "every worker is busy and the consumer waits")
-        elif fewer and not 1 / CLEAR < as_then < CLEAR:
+        elif fewer and self._age >= self._ask_again and not 1 / CLEAR < as_then < CLEAR:
             self._try(fewer, "whether fewer bring as much")
         elif self.workers == ceiling > seen.cores:
             self._say(f"no more than {ceiling} on {seen.cores:g} cores, even if they mostly wait for storage")
@@ -205,9 +207,10 @@ class Controller:
     def _judged(self, tried_from: int, gain: float) -> bool:
         """Whether the step from `tried_from` to here is taken back, or a smaller one is tried."""
         if tried_from > self.workers:
-            if gain < 1 / WORTH_IT:
+            if self._kept_up or gain < 1 / WORTH_IT:  # the consumer did not wait before, and does now
                 if self._kept_up:
                     self._too_few = max(self._too_few, self.workers)
+                self._ask_again, self._fewer_patience = self._age + self._fewer_patience, 2 * self._fewer_patience
                 self._all_needed[tried_from] = self._rates[tried_from]
                 self._go(tried_from, f"{self.workers} workers bring less than {tried_from}")
                 return True
@@ -242,6 +245,7 @@ class Controller:
         if self._kills >= 2:
             self._kills = 0
             self._most = max(1, min(self.workers, self._most) - 1)
+            self._tried_from = None
             self._go(min(self.workers, self._most), "workers were killed for memory")
 
     def _ceiling(self, cores: float, cpu_share: float) -> int:

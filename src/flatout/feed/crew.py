@@ -51,7 +51,8 @@ class Hand:
 
     def had_work(self, until: float) -> float:
         """How long it had something to do, up to then, since it was asked last."""
-        took, self.since = until - self.since, until
+        took = max(0.0, until - self.since)
+        self.since += took
         return took
 
     def at(self) -> tuple[int, int]:

@@ -100,7 +100,7 @@ class Feed:
     ) -> None:
         self.recipe = recipe
         self.crew = Crew(recipe, context)
-        self.slots = Slots(budget.memory_available_bytes // 8, page_locked=page_locked)
+        self.slots = Slots(budget.memory_available_bytes // 8, page_locked=page_locked, forget=self.crew.forget)
         self.posts = Posts(recipe)
         self.account = Account()
         self.made: deque[Any] = deque()  # batches that are ready, and not asked for yet
@@ -157,6 +157,8 @@ class Feed:
         self.leave()
         self._epoch = epoch
         self._faults.answered()
+        for hand in self.crew:
+            hand.had_work(time.monotonic())  # what the last pass left undone is no work for this one
         self.posts.begin(self.crew, births, turn)
         self._scale()
         self._fill()
@@ -286,7 +288,7 @@ class Feed:
         if self._tuning.decide(working):
             self._scale()
             if self._tuning.workers < working:
-                self.crew.forget(self.slots.trim(keep=SPARE_SLOTS))
+                self.slots.trim(keep=SPARE_SLOTS)
 
     def _take(self, batch: Batch) -> None:
         """Hand a finished batch out of the table, and have another begun in its place."""
@@ -343,7 +345,7 @@ class Feed:
         if self._batch_s > QUICK_S or free < 2 or self._mishaps >= MISHAPS:
             return 1
         fit = max(1, min(TOGETHER, TOGETHER_BYTES // max(1, self._batch_bytes)))
-        self.crew.forget(self.slots.fit(fit * self._batch_bytes))
+        self.slots.fit(fit * self._batch_bytes)
         return max(1, min(fit, int(TOGETHER_S / max(1e-6, self._batch_s)), epoch.next_number, free))
 
     @property
@@ -372,6 +374,7 @@ class Feed:
                 pieces = 1
             else:
                 batch.slot.writers += 1  # the batch's own hold on it, while parts come and go
+                batch.regions = self._layout.regions if self._layout is not None else None
                 cut(batch, pieces, self.recipe.chunk)
 
     # --- handing out ------------------------------------------------------------------------------------------------
@@ -398,7 +401,7 @@ class Feed:
             slot = self.slots.take()
         task = Task(
             self._tickets + 1, self._epoch.key, batch.number, part.first_row, part.indices, part.leave_out,
-            slot.number if slot else None, self._layout.regions if in_parts and self._layout else None, batch.several,
+            slot.number if slot else None, batch.regions if in_parts else None, batch.several,
         )  # fmt: skip
         if (slot is not None and not self.crew.show(hand, slot)) or not self.crew.tell(hand, task):
             if slot is not None and not in_parts:
@@ -524,7 +527,7 @@ class Feed:
         self._batch_bytes = done.needs // batches
         if done.needs > self.slots.size:
             self._layout = None
-            self.crew.forget(self.slots.fit(done.needs))
+            self.slots.fit(done.needs)
         elif self._cuttable and done.in_slot and (self._layout is None or self._layout.rows < rows):
             self._layout = Layout.of(done, rows) or self._layout
 

@@ -121,7 +121,7 @@ class DataLoader(StockLoader[T_co]):
         position = self._position
         if position is None and self._said:
             log.warning("this loader cannot resume in mid-epoch, only at the start of one: %s", self._said)
-        if position is None or position.finished:
+        if position is None or (position.finished and not behind):
             return {"version": 1, "yielded": 0}
         yielded = max(0, position.yielded - behind)
         states = reversed(position.workers)
@@ -142,6 +142,7 @@ class DataLoader(StockLoader[T_co]):
         if state.get("version") != 1:
             raise ValueError(f"not a state of this DataLoader (version {state.get('version')!r}, expected 1)")
         self._resume = state if "base_seed" in state else None
+        self._iterator = None  # or persistent workers would just begin the next pass
 
     def page_lock(self) -> None:
         """Make batches in page-locked memory from the next pass on, whatever `pin_memory` says."""
@@ -176,6 +177,8 @@ def iterator_for(
     if reason:
         return None, reason
     kept = _kept.get(loader)
+    if kept is not None and kept.feed.pid != os.getpid():  # a forked process has workers of its own
+        kept = None
     recipe = Recipe(
         dataset=loader.dataset,
         collate_fn=loader.collate_fn,

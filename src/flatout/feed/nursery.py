@@ -153,6 +153,7 @@ class ContextStarter:
             self._processes[number].kill()
 
     def alive(self) -> bool:
+        self._news = self.events()  # those that have ended are let go of
         return True
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ import mmap
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -78,13 +78,14 @@ class Slot:
 
 
 class Slots:
-    """All slots of one loader."""
+    """All slots of one loader; those that are closed, workers are to `forget`."""
 
-    def __init__(self, most_bytes: int, *, page_locked: bool) -> None:
+    def __init__(self, most_bytes: int, *, page_locked: bool, forget: Callable[[list[Slot]], None]) -> None:
         self.size = 0
         self.page_locked = page_locked
         self.watched = True  # copies out of a slot may still run when its batch is dropped
         self._most_bytes = most_bytes
+        self._forget = forget
         self._all: dict[int, Slot] = {}
         self._free: deque[Slot] = deque()
         self._dropped: deque[Slot] = deque()
@@ -94,12 +95,11 @@ class Slots:
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._all.values())
 
-    def fit(self, needs: int) -> list[Slot]:
-        """Make new slots large enough for a batch of `needs` bytes; the outgrown ones, for workers to forget."""
-        if needs <= self.size:
-            return []
-        self.size = -(-(needs + needs // 8) // _PAGE) * _PAGE
-        return self._retire(list(self._free))
+    def fit(self, needs: int) -> None:
+        """Make new slots large enough for a batch of `needs` bytes."""
+        if needs > self.size:
+            self.size = -(-(needs + needs // 8) // _PAGE) * _PAGE
+            self._retire(list(self._free))
 
     def take(self) -> Slot | None:
         """A slot nobody uses, or None when the ring may not grow further."""
@@ -138,10 +138,10 @@ class Slots:
         while self._cooling and self._cooling[0][0].query():
             self._rest(self._cooling.popleft()[1])
 
-    def trim(self, keep: int) -> list[Slot]:
-        """Close free slots beyond `keep`; those closed, for workers to forget."""
+    def trim(self, keep: int) -> None:
+        """Close free slots beyond `keep`."""
         spare = max(0, len(self._free) - keep)
-        return self._retire([self._free[-1 - place] for place in range(spare)])
+        self._retire([self._free[-1 - place] for place in range(spare)])
 
     def close(self) -> None:
         self._retire(list(self._all.values()))
@@ -150,13 +150,13 @@ class Slots:
         slot.leased = False
         self.give_back(slot)
 
-    def _retire(self, slots: list[Slot]) -> list[Slot]:
+    def _retire(self, slots: list[Slot]) -> None:
         for slot in slots:
             del self._all[slot.number]
             if slot in self._free:
                 self._free.remove(slot)
             slot.close()
-        return slots
+        self._forget(slots)
 
 
 # --- the GPU's side ---------------------------------------------------------------------------------------------------

@@ -64,6 +64,7 @@ class Batch:
     several: bool = False
     parts: list[Part] = field(default_factory=list)
     slot: Slot | None = None
+    regions: Sequence[tuple[int, int]] | None = None  # of its slot, where each part writes its rows
     memory: Bytes | None = None
     after: Birth | None = None  # where its numbered worker has got to with it
     dropped: bool = False  # its epoch was left, or its worker had nothing more

@@ -101,8 +101,12 @@ class Tuning:
 
     def _others_s(self, since: float) -> float:
         """How long others' whole passes took meanwhile, such as an evaluation: that is no time of this consumer's."""
-        ended = (other._last_pass for other in _all if other is not self)
-        return sum(end - max(begin, since) for begin, end in ended if end > since)
+        total = 0.0
+        for begin, end in sorted(other._last_pass for other in _all if other is not self):
+            if end > since:  # two that were used together took their time only once
+                total += end - max(begin, since)
+                since = end
+        return total
 
     def decide(self, workers: int) -> bool:
         """Look at the window that is over, in which there were so many workers; whether their number is to change."""

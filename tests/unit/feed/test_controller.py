@@ -145,8 +145,8 @@ def test_workers_that_wait_for_a_core_do_not_pass_for_waiting_on_storage() -> No
 def test_gives_cores_back_when_another_loader_needs_them() -> None:
     controller = Controller(16, cores=16)
     run(controller, sixteen_cores, windows=10)
-    counts = run(controller, sixteen_cores, windows=5, cores=8)
-    assert counts[-1] == 8
+    counts = run(controller, sixteen_cores, windows=10, cores=8)
+    assert counts[0] == counts[-1] == max(counts) == 8
 
 
 def test_follows_a_consumer_that_becomes_faster() -> None:
@@ -191,6 +191,32 @@ def test_uneven_samples_get_more_batches_ahead_before_more_workers(busy_s: float
     assert controller.workers == 4
     assert controller.depth > 2
     assert "unevenly" in controller.why
+
+
+def test_a_step_down_is_taken_back_when_the_consumer_waits_though_it_became_faster_itself() -> None:
+    """GIVEN a consumer that wants little until a few windows after the number of workers has gone down."""
+    for slow_windows in range(3, 9):
+        controller = Controller(16, cores=16)
+        run(controller, sixteen_cores, demand=15, windows=slow_windows)
+        counts = run(controller, sixteen_cores, windows=14)
+        assert sixteen_cores(counts[-1]) >= 0.97 * 160, slow_windows
+
+
+def test_fewer_workers_are_tried_less_and_less_often_where_batches_are_uneven() -> None:
+    """GIVEN four cores, all needed, and a pace that seems to change by a quarter from window to window."""
+    controller, uneven = Controller(4, cores=4), itertools.cycle([1.0, 1.3, 0.8, 1.1, 1.35, 0.75])
+    counts = run(controller, lambda workers: 10.0 * workers * next(uneven), cores=4, windows=120)
+    downs = [number for number, count in enumerate(counts[1:], 1) if count < 4 <= counts[number - 1]]
+    assert len(downs) <= 5
+    assert sum(count == 4 for count in counts) >= 100
+
+
+def test_a_number_that_memory_allows_is_not_exceeded_by_taking_a_step_back() -> None:
+    controller = Controller(8, cores=16)
+    run(controller, sixteen_cores, demand=30, windows=4)  # fewer are being tried
+    before = controller.workers
+    counts = run(controller, sixteen_cores, windows=8, memory_kills=lambda window: 2 if window == 0 else 0)
+    assert max(counts) < before
 
 
 # --- no workers at all ------------------------------------------------------------------------------------------------
@@ -314,6 +340,16 @@ def test_an_evaluation_that_is_over_takes_no_cores_and_no_time(eight_cores: budg
     val.rest(102.3)  # once more, as the next pass begins: nothing was asked for since
     train.served(1, 0.1, 0.0, 102.4)
     assert train._window.seconds == pytest.approx(0.1 + 0.3 + 0.1 + 0.2)
+
+
+def test_two_evaluations_side_by_side_take_their_time_only_once(eight_cores: budget.Budget) -> None:
+    train, one, other = (tuning.Tuning(8, eight_cores, may_do_without=False) for _ in range(3))
+    train.served(1, 0.1, 0.0, 100.1)
+    for loader in (one, other):
+        loader.served(1, 0.1, 0.0, 101.0)
+        loader.rest(160.0)
+    train.served(1, 0.1, 0.0, 160.5)
+    assert train._window.seconds == pytest.approx(0.1 + 0.8 + 0.5)
 
 
 def test_a_pass_that_was_begun_ahead_has_waited_for_nobody(eight_cores: budget.Budget) -> None:

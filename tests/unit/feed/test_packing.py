@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -117,8 +118,12 @@ def test_rows_of_another_size_are_noticed() -> None:
 # --- slots ------------------------------------------------------------------------------------------------------------
 
 
+def ring_of(most_bytes: int, *, page_locked: bool = False, forget: Callable[[list[Slot]], Any] = len) -> Slots:
+    return Slots(most_bytes, page_locked=page_locked, forget=forget)
+
+
 def test_a_slot_goes_round_only_when_nothing_lies_over_it() -> None:
-    slots = Slots(1 << 20, page_locked=False)
+    slots = ring_of(1 << 20)
     slots.fit(1000)
     slot = slots.take()
     assert slot is not None
@@ -139,7 +144,7 @@ def test_a_slot_goes_round_only_when_nothing_lies_over_it() -> None:
 
 
 def test_a_slot_that_may_still_be_written_to_is_not_given_out() -> None:
-    slots = Slots(1 << 20, page_locked=False)
+    slots = ring_of(1 << 20)
     slots.fit(1000)
     slot = slots.take()
     assert slot is not None
@@ -155,7 +160,7 @@ def test_a_slot_that_may_still_be_written_to_is_not_given_out() -> None:
 
 
 def test_the_ring_does_not_outgrow_its_memory() -> None:
-    slots = Slots(10_000, page_locked=False)
+    slots = ring_of(10_000)
     slots.fit(3000)
     taken = [slots.take() for _ in range(3)]
     assert [slot is None for slot in taken] == [False, False, True]
@@ -163,14 +168,30 @@ def test_the_ring_does_not_outgrow_its_memory() -> None:
 
 
 def test_outgrown_and_spare_slots_are_closed() -> None:
-    slots = Slots(1 << 20, page_locked=False)
+    closed: list[Slot] = []
+    slots = ring_of(1 << 20, forget=closed.extend)
     slots.fit(1000)
     three = [slot for slot in (slots.take(), slots.take(), slots.take()) if slot]
     for slot in three:
         slots.give_back(slot)
-    assert len(slots.trim(keep=2)) == 1
-    assert len(slots.fit(100_000)) == 2
+    slots.trim(keep=2)
+    assert len(closed) == 1
+    slots.fit(100_000)
+    assert len(closed) == 3
     assert list(slots) == []
+    slots.close()
+
+
+def test_a_slot_that_comes_back_too_small_is_closed_when_one_is_wanted() -> None:
+    closed: list[Slot] = []
+    slots = ring_of(1 << 20, forget=closed.extend)
+    slots.fit(1000)
+    small = slots.take()
+    assert small is not None
+    slots.fit(100_000)
+    slots.give_back(small)
+    assert slots.take() is not small
+    assert closed == [small]
     slots.close()
 
 
@@ -203,7 +224,7 @@ def test_memory_is_page_locked_with_its_first_batch_and_not_before(monkeypatch: 
     locked: list[int] = []
     monkeypatch.setattr(ring, "_page_lock", lambda address, size: locked.append(size) or True)
     monkeypatch.setattr(ring, "_page_unlock", lambda address: locked.pop())
-    slots = Slots(1 << 20, page_locked=True)
+    slots = ring_of(1 << 20, page_locked=True)
     slots.fit(1000)
     one, other = slots.take(), slots.take()
     assert one is not None

@@ -17,6 +17,7 @@ from torch.utils.data import DistributedSampler, IterableDataset
 
 from flatout.feed import DataLoader, packing, to_device
 from flatout.feed.feed import Feed
+from flatout.feed.nursery import ContextStarter
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -317,3 +318,42 @@ def test_on_the_cpu_to_device_only_converts() -> None:
     assert on_device.batch_size == 4
     expected = [batch["image"].float() for batch in Stock(Things(8, "dict"), 4)]
     assert same(list(on_device), expected)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loader_that_was_used_goes_on_from_a_state(persistent: bool) -> None:
+    loader = DataLoader(Things(40), 4, num_workers=2, persistent_workers=persistent)
+    usual = list(loader)
+    passing = iter(loader)
+    for _ in range(3):
+        next(passing)
+    state = loader.state_dict()
+    del passing
+    loader.load_state_dict(state)
+    assert same(list(loader), usual[3:])
+    assert same(list(loader), usual)
+
+
+def test_batches_that_were_fetched_and_not_used_are_not_lost_at_the_end_of_a_pass() -> None:
+    loader = DataLoader(Things(40), 4, num_workers=2)
+    usual = list(loader)
+    state = loader.state_dict(behind=2)
+    assert state["yielded"] == 8
+    loader.load_state_dict(state)
+    assert same(list(loader), usual[8:])
+    assert loader.state_dict()["yielded"] == 0
+
+
+def test_workers_that_have_ended_leave_nothing_behind() -> None:
+    """GIVEN numbered workers, new ones for every pass, that are not forked."""
+    loader = DataLoader(Things(8), 4, num_workers=1, worker_init_fn=_nothing, multiprocessing_context="spawn")
+    for _ in range(4):
+        assert len(list(loader)) == 2
+    assert loader.feed is not None
+    starter = loader.feed.crew._starter
+    assert isinstance(starter, ContextStarter)
+    assert len(starter._processes) <= 2
+
+
+def _nothing(number: int) -> None:
+    pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import itertools
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
+    Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -445,6 +447,61 @@ def test_the_threads_of_a_decoder_do_not_pass_for_waits_for_storage(monkeypatch:
     assert waits_s < 0.75 * sum(done.wall_s for done in seen)  # on busy cores its thread waits for one: not for storage
 
 
+class Growing(Dataset[Any]):
+    """Samples of one size, but for those of some batches of 32."""
+
+    def __init__(self, large: set[int]) -> None:
+        self.large = large
+
+    def __len__(self) -> int:
+        return 32 * 24
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.004 if index // 16 % 3 else 0.008)
+        return torch.full((3000 if index // 32 in self.large else 1000,), float(index)), index
+
+
+@pytest.mark.parametrize("first", [8, 9, 10])
+def test_parts_of_a_batch_are_written_where_it_was_planned_though_a_larger_one_comes_between(first: int) -> None:
+    """GIVEN divided batches under way WHEN a larger batch makes all that is known of where rows lie obsolete."""
+    for number, (rows, indices) in enumerate(DataLoader(Growing({first, 18}), 32, num_workers=4)):
+        expected = torch.arange(32 * number, 32 * number + 32)
+        assert torch.equal(indices, expected)
+        assert torch.equal(rows, expected.float()[:, None].expand_as(rows)), number
+
+
+def test_a_forked_process_has_workers_of_its_own() -> None:
+    """GIVEN a loader that was used WHEN a child and its parent go over it at the same time."""
+    loader = DataLoader(Things(64), 4, num_workers=2)
+    usual = list(loader)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = 0 if same(list(loader), usual) else 2
+        finally:
+            os._exit(code)
+    assert same(list(loader), usual)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert same(list(loader), usual)
+
+
+def test_a_pause_after_a_break_does_not_pass_for_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Observation] = []
+    monkeypatch.setattr(Controller, "observe", lambda self, window: seen.append(window))
+    monkeypatch.setattr(tuning, "WINDOW_BATCHES", 2)
+    monkeypatch.setattr(controller, "WINDOW_S", 0.1)
+    loader = DataLoader(Sleeping(64), 1, num_workers=2, collate_fn=as_list)
+    for _ in range(3):
+        for number, _batch in enumerate(loader):
+            time.sleep(0.02)
+            if number == 15:
+                break
+        time.sleep(0.5)
+    assert len(seen) >= 4
+    assert all(window.busy_s < 1.5 * window.seconds * window.workers for window in seen)
+
+
 class Sleeping(Things):
     def __getitem__(self, index: int) -> Any:
         time.sleep(0.02)
@@ -477,7 +534,7 @@ def test_spare_memory_is_given_back_when_workers_leave_and_not_when_more_come(
     feed = feed_of(loader)
     assert feed is not None
     asked: list[int] = []
-    monkeypatch.setattr(feed.slots, "trim", lambda keep: asked.append(keep) or [])
+    monkeypatch.setattr(feed.slots, "trim", lambda keep: asked.append(keep))
     monkeypatch.setattr(feed._tuning, "served", lambda *window: not asked)
 
     def decide(now: int) -> bool:
