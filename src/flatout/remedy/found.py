@@ -109,6 +109,9 @@ class Found:
         verdict: Verdict = "unsafe" if why.startswith("failed") else "undone"
         self.amend(attempt, outcome=replace(attempt.outcome, verdict=verdict, note=why))
         self.kept = tuple(kept for kept in self.kept if kept.name != change.name)
+        for earlier in [a for a in self.attempts if a.change.name == change.name and a.outcome.verdict == "kept"]:
+            note = f"{in_words(change)} had taken its place, and was let go"
+            self.amend(earlier, outcome=replace(earlier.outcome, verdict="undone", note=note))
 
     @property
     def measured(self) -> Run | None:

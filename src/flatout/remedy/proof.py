@@ -66,14 +66,17 @@ def same_batches(before: Run, after: Run, repeat: Run | None = None) -> Proof:
     shuffled = unlike is not None and all(map(_only_shuffled, before.proof, after.proof))
     if unlike is not None and not shuffled:
         return Proof(standing="failed", text=unlike)
-    batches, same_bytes, known = 0, True, True
+    batches, looked_into, same_bytes, known = 0, 0, True, True
     for ours, theirs in zip(before.proof, after.proof, strict=True):
         indices, inputs = _in_order("indices", ours, theirs), _in_order("inputs", ours, theirs)
         known = known and bool(indices[0] and indices[1])
         batches += min(map(len, indices)) or min(len(ours), len(theirs))
+        looked_into += min(map(len, inputs))
         same_bytes = same_bytes and bool(inputs[0] and inputs[1]) and _first_difference(*inputs) is None
     if batches < FEWEST_BATCHES * len(before.proof):
         return _unproven(f"only {batches} batches were seen, {FEWEST_BATCHES} are needed")
+    if same_bytes and looked_into < FEWEST_BATCHES * len(before.proof):
+        return _unproven(f"only {looked_into} batches were seen at the model, {FEWEST_BATCHES} are needed")
     if same_bytes:
         return _with_losses(before, after, repeat, "identical", f"{batches} batches: the same bytes reach the model")
     if not known:

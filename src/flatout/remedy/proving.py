@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from flatout.plan import Change
-from flatout.remedy.candidates import all_in_words, in_words, with_changes
+from flatout.remedy.candidates import all_in_words, with_changes
 from flatout.remedy.proof import FEWEST_LOSSES, Proof, same_batches, same_loss
 from flatout.remedy.running import ProofRun, Run
 
@@ -136,7 +136,7 @@ class Proving:
             self._bench.proven(changes, proof)
             return changes if proof.holds else ()
         self._bench.said(f"proof, {all_in_words(changes)}: {proof.text}. One by one")
-        return self._one_by_one(changes, lambda some: _on_top(led.wanted, some, IDENTITY_STEPS), prove)
+        return self._one_by_one(changes, proof, lambda some: _on_top(led.wanted, some, IDENTITY_STEPS), prove)
 
     def _same_loss(self, led: Led, same: Changes, changes: Changes) -> None:
         """Whether these, on top of what is the `same`, teach what the run does that they are compared with."""
@@ -165,21 +165,36 @@ class Proving:
         self._bench.said(f"proof, {all_in_words(changes)}: {proof.text}. One by one")
         if self._bench.has_time():
             self._run_ahead([one for one in (wanted((change,)) for change in changes) if self._there(one) is None])
-        self._one_by_one(changes, wanted, lambda run: same_loss(led.run, run, alone))
+        self._one_by_one(changes, proof, wanted, lambda run: same_loss(led.run, run, alone))
 
     def _one_by_one(
-        self, changes: Changes, wanted: Callable[[Changes], ProofRun], prove: Callable[[Run], Proof]
+        self, changes: Changes, of_all: Proof, wanted: Callable[[Changes], ProofRun], prove: Callable[[Run], Proof]
     ) -> Changes:
-        """Each by itself; those that pass."""
-        passed = []
+        """Each by itself, and then those that passed together, without the last ones until that holds too: what each
+        of them may do, all of them may not. `of_all`: how they fared together."""
+
+        def proof_of(some: Changes) -> Proof:
+            if some == changes:
+                return of_all
+            if not self._is_within_reach(wanted(some)):
+                return Proof(standing="not proven", text="the budget was spent")
+            return prove(self._run(all_in_words(some), wanted(some)))
+
+        alone = {change.name: proof_of((change,)) for change in changes}
+        passed = tuple(change for change in changes if alone[change.name].holds)
         for change in changes:
-            proof = Proof(standing="not proven", text="the budget was spent")
-            if self._is_within_reach(wanted((change,))):
-                proof = prove(self._run(in_words(change), wanted((change,))))
+            if change not in passed:
+                self._bench.proven((change,), alone[change.name])
+        while passed:
+            proof = alone[passed[0].name] if len(passed) == 1 else proof_of(passed)
             if proof.holds:
-                passed.append(change)
-            self._bench.proven((change,), proof)
-        return tuple(passed)
+                self._bench.proven(passed, proof)
+                return passed
+            *rest, last = passed
+            beside = f"{proof.text}, together with {all_in_words(rest)}"
+            self._bench.proven((last,), Proof(standing=proof.standing, text=beside))
+            passed = tuple(rest)
+        return ()
 
     def _run_ahead(self, wanted: Sequence[ProofRun]) -> None:
         """Side by side, where there is room for that; `_run` finds them."""

@@ -455,6 +455,7 @@ class Search:
         at_once = min(len(wanted), self.room)
         crowded = 1 + (at_once - 1) * (self._now.case.busy_share or 0.0)  # a busy card takes them in turns
         patience = crowded * max(self._purse.timeout_s(one.changes, one.steps) for one in wanted)
+        patience = min(patience, 2 * max(0.0, self._purse.left_s) + 30)
         began_s = self._purse.spent_s
         runs = self._start.prove(wanted, timeout_s=patience, at_once=at_once)
         took_s = self._purse.spent_s - began_s
@@ -504,10 +505,11 @@ class Search:
         if in_time if long else self._purse.left_s > (self._purse.comparing_s() if measured else 0.0):
             old = self._run("the command as it was, again", (), steps=steps, look_below_s=0.0)
             new = self._run("with all that was kept", kept, steps=steps, look_below_s=0.0)
-            if self._failed(new):
+            cut_off = new.hung and not self.has_time()
+            if self._failed(new) and not cut_off:
                 self._let_go_of_all(kept, f"failed: with all that was kept, {new.reason()}")
                 return
-            if not self._failed(old) and old.speed is not None and new.speed is not None:
+            if not cut_off and not self._failed(old) and old.speed is not None and new.speed is not None:
                 self.found.before, self.found.after = old.seen_like(self.before.trace), new.seen_like(self._sight)
                 fresh = gain([old.speed], [new.speed], Noise(sd=0.0, repeats=0), pauses=long).value
                 drift = old.speed.value / first.value
@@ -527,8 +529,9 @@ class Search:
         self.found.gain = gain(before, after, self._speeds.noise_near(before, after), pauses=long)
         self.found.speeds, self.found.paused = (pooled(before), pooled(after)), long
         self._story.said(f"before → after: {self.found.gain}")
-        # What was kept was picked for how fast it looked: the last runs have to say so too.
-        if self.found.gain.value < WORTH or (fresh is not None and fresh < 1):
+        # What was kept was picked for how fast it looked: the last runs have to say so too, or all of them be sure.
+        unconfirmed = self.found.gain.low <= 1 if fresh is None else fresh < 1
+        if self.found.gain.value < WORTH or unconfirmed:
             self._let_go_of_all(kept, f"not confirmed: {self.found.gain} in the end, with all that was kept")
 
     def _let_go_of_all(self, kept: Sequence[Change], why: str) -> None:

@@ -148,6 +148,16 @@ def test_other_random_numbers_may_change_the_loss_a_little_and_the_same_bytes_ma
     assert same_batches(plain, proof_run(higher), again).standing == "identical"
 
 
+def test_bytes_that_were_seen_in_a_few_steps_alone_prove_nothing() -> None:
+    before, after = proof_run(learning(60)), proof_run(learning(60))
+    seldom = tuple(
+        replace(step, inputs=step.inputs if number < 10 else ()) for number, step in enumerate(after.proof[0])
+    )
+    proof = same_batches(before, replace(after, proof=(seldom,)))
+    assert proof.standing == "not proven"
+    assert "at the model" in proof.text
+
+
 def test_few_batches_and_few_losses_prove_nothing() -> None:
     assert same_batches(proof_run(learning(10)), proof_run(learning(10))).standing == "not proven"
     short = same_loss(proof_run(learning(150)), proof_run(learning(150)))

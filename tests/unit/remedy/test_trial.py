@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import remedy_world
 from remedy_world import EFFECTS, START_S, Machine, World, flag
 
 from flatout import launch
@@ -786,3 +787,68 @@ def test_a_gain_that_was_not_measured_again_says_so() -> None:
     said = [any("no time was left to measure before and after" in remark for remark in one.remarks) for one in found]
     assert [bool(one.kept) for one in found] == [True, True]
     assert said == [False, True]
+
+
+# --- what fares otherwise in company ----------------------------------------------------------------------------------
+
+TURNED = {**EFFECTS, "channels_last": lambda m, _: replace(m, compute_ms=m.compute_ms / 1.2)}
+
+
+def test_changes_that_pass_one_by_one_have_to_pass_together_too() -> None:
+    """GIVEN two changes that each add 0.7% to the loss, where 1% is the margin."""
+
+    def worse(changes: Sequence[Change], losses: np.ndarray) -> np.ndarray:
+        return losses * (1 + 0.007 * len({"precision", "channels_last"} & {change.name for change in changes}))
+
+    found = fix(World(facts=IN_FP32 | {"channels_last": False}, effects=TURNED, teaches=worse))
+    assert kept(found) == {"precision": "bf16"}
+    turned = next(a for a in found.attempts if a.change.name == "channels_last")
+    assert turned.outcome.verdict == "unsafe"
+    assert "loss +1.40%" in turned.outcome.note
+    assert turned.outcome.note.endswith("together with precision bf16")
+
+
+def test_a_last_comparison_that_the_budget_cuts_off_says_nothing_against_what_was_proven(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """GIVEN that the proof takes one change away, and no time is left to measure the others by themselves."""
+
+    class CutOff(World):
+        def _run(self, changes: Sequence[Change], steps: int, timeout_s: float, **more: Any) -> Run:
+            began_s, run = self.clock_s, super()._run(changes, steps, timeout_s, **more)
+            if run.seconds <= timeout_s:
+                return run
+            self.clock_s = began_s + timeout_s
+            return replace(run, code=launch.TIMED_OUT, seconds=timeout_s)
+
+    def worse(changes: Sequence[Change], losses: np.ndarray) -> np.ndarray:
+        return losses * 1.05 if any(change.name == "channels_last" for change in changes) else losses
+
+    monkeypatch.setattr(remedy_world, "START_S", 40)
+    found = fix(CutOff(facts=IN_FP32 | {"channels_last": False}, effects=TURNED, teaches=worse), budget_s=315.0)
+    assert kept(found) == {"precision": "bf16"}
+    assert found.gain is None
+    assert "what was kept in the end was not measured as a whole" in found.remarks
+
+
+def test_without_time_for_a_last_comparison_the_trials_have_to_be_sure() -> None:
+    """GIVEN a change that brings nothing, and runs that vary by 2%, THEN luck rarely passes for a gain."""
+    worlds = (
+        World(facts=IN_FP32, run_noise=0.02, seed=seed, effects={"precision": lambda m, _: m}) for seed in range(20)
+    )
+    assert sum(bool(fix(world, budget_s=100.0).kept) for world in worlds) <= 1
+
+
+def test_what_a_change_had_replaced_is_not_called_kept_when_that_is_let_go() -> None:
+    def worse(changes: Sequence[Change], losses: np.ndarray) -> np.ndarray:
+        return losses * 1.05 if any(change.value == "max-autotune" for change in changes) else losses
+
+    faster = {"default": 1.3, "reduce-overhead": 1.6, "max-autotune": 2.0}
+    effects = {**EFFECTS, "compile": lambda m, mode: replace(m, compute_ms=m.compute_ms / faster[mode])}
+    found = fix(World(facts={"compiled": False}, machine=Machine(late=0.3), teaches=worse, effects=effects))
+    assert found.kept == ()
+    assert "kept" not in {attempt.outcome.verdict for attempt in found.attempts}
+    assert {(o.change.value, o.verdict) for o in found.plan.tried} >= {
+        ("reduce-overhead", "undone"),
+        ("max-autotune", "unsafe"),
+    }
