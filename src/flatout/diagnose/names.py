@@ -16,8 +16,8 @@ NAMES = {
     "drop_last": r"(dataloader_?)?drop_?last",
     "learning_rate": r"(base_?|max_?|init_?|peak_?)?(lr|learning_?rate)(_?init)?",
     "epochs": r"(num_?|n_?|max_?|total_?)?(train_?)?epochs",
-    "eval_interval": rf"(eval|evaluate|evaluation|val|valid|validate|validation|test){_EVERY}|check_val_every_n_epoch",
-    "checkpoint_interval": rf"(save|checkpoint|ckpt){_EVERY}",
+    "eval_interval": rf"(eval(uat(e|ion))?|val(id(at(e|ion))?)?|test){_EVERY}|check_val_every_n_epoch|eval_steps",
+    "checkpoint_interval": rf"(save|checkpoint|ckpt){_EVERY}|(save|checkpointing)_steps",
     "precision": r"(use_?)?(amp|bf16|mixed_?precision|autocast)(_?dtype)?",
     "fp16": r"(use_?)?fp16",
     "trainer_precision": r"precision",  # Lightning's; elsewhere it may be about digits

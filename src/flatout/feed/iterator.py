@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,7 +62,13 @@ class FeedIterator(_BaseDataLoaderIter):
             for generator, state in zip(self._generators, resume["generators"], strict=True):
                 generator.set_state(state)
         skip, turn = (resume["yielded"], resume["turn"]) if resume else (0, 0)
-        self._begin(loader, first=True, births=self._births(resume), skip=skip, turn=turn)
+        births = self._births(resume)
+        self.position = Position(self._seed, self._epoch_number, {}, [])
+        self._begin_at_first: Callable[[], None] | None = None
+        if loader.num_workers or resume is not None:
+            self._begin(loader, first=True, births=births, skip=skip, turn=turn)
+        else:  # stock asks the sampler, which draws, when the first batch is asked for: another loader may come between
+            self._begin_at_first = lambda: self._begin(loader, first=True, births=births, skip=0, turn=0)
 
     def _reset(self, loader: StockLoader[Any], first_iter: bool = False) -> None:
         """Stock's way to say: persistent workers, next epoch."""
@@ -112,6 +119,9 @@ class FeedIterator(_BaseDataLoaderIter):
         return [new._replace(**old) if old else new for new, old in zip(fresh, resume["workers"], strict=True)]
 
     def _next_data(self) -> Any:
+        if self._begin_at_first is not None:
+            begin, self._begin_at_first = self._begin_at_first, None
+            begin()
         position = self.position
         while not position.finished:
             if self._made or self._feed.make_here():
@@ -137,7 +147,8 @@ class FeedIterator(_BaseDataLoaderIter):
 
     def is_ready(self) -> bool:
         """Whether the next batch is there: nobody has to be waited for."""
-        return not self.position.finished and (bool(self._made) or self._feed.is_ready())
+        begun = self._begin_at_first is None
+        return begun and not self.position.finished and (bool(self._made) or self._feed.is_ready())
 
     def _something_wrong(self, batch: Batch) -> bool:
         """Raise what there is to raise; else whether every sample of it is bad."""

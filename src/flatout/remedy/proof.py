@@ -81,9 +81,10 @@ def same_batches(before: Run, after: Run, repeat: Run | None = None) -> Proof:
         return _with_losses(before, after, repeat, "identical", f"{batches} batches: the same bytes reach the model")
     if not known:
         return Proof(standing="failed", text="other bytes reach the model, and which samples they are is not known")
-    said = f"{batches} batches: the same samples in the same order, other random numbers in them"
+    order = "in the same order"
     if shuffled:
-        said += ", which so far went into the shuffles after the first epoch too"
+        order += " in the first epoch, and shuffled by other random numbers after it"
+    said = f"{batches} batches: the same samples {order}, other random numbers in them"
     return _with_losses(before, after, repeat, "reseeded", said)
 
 

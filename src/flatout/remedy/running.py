@@ -177,6 +177,9 @@ class Run:
 
     def why_no_baseline(self, steps: int) -> str:
         """Why this run of the command as it is, which was to take so many steps, is nothing to begin from."""
+        taken = self.case.breakdown.steps if self.trace is not None else 0
+        if self.hung and taken >= steps:
+            return f"the command stood still after {taken} training steps, and was ended after {self.seconds:.0f} s"
         if self.hung:
             tried = f"{steps} training steps in {self.seconds:.0f} s"
             return f"the command did not come to {tried}: fewer may do (--steps 20), or more time (--budget)"

@@ -269,7 +269,8 @@ class Search:
         if gained.high < 1:
             return f"{gained}: slower"
         again = gained.value > WORTH and not self._purse.affords(changes)
-        return f"{gained}: no gain over 2% was shown" + (", and no time was left to look again" if again else "")
+        why = "too little to be believed of so few runs" if gained.low > 1 else "no gain over 2% was shown"
+        return f"{gained}: {why}" + (", and no time was left to look again" if again else "")
 
     def _one_by_one(self, offer: Offer) -> None:
         for part in offer.parts:
@@ -397,9 +398,10 @@ class Search:
             self._speeds.note(self.found.kept, self._now, long=True)
             self._long = self._now
             return
-        run = self._run("a whole epoch, for its pauses", self.found.kept, steps=self._epoch_steps(), look_below_s=0.0)
+        what = "a whole epoch, for its pauses" if steps is not None else "what is kept, for its pauses"
+        run = self._run(what, self.found.kept, steps=steps, look_below_s=0.0)
         if self._failed(run):
-            self._remark(f"a whole epoch could not be looked at: {run.reason()}")
+            self._remark(f"its pauses could not be looked at: {run.reason()}")
             run = self._now
         self._speeds.note(self.found.kept, run, long=True)
         self._long = run
@@ -493,11 +495,12 @@ class Search:
         kept = self.found.kept
         if not kept:
             return
-        steps = self._epoch_steps() if any(change.name in PAUSES for change in kept) else None
-        both_s = sum(self._purse.cost_s(run, steps or 0) for run in (self.before, self._now))
-        in_time = steps is not None and both_s < self._purse.left_s
-        long = in_time or (steps is not None and all(self._speeds.of(plan, long=True) for plan in ((), kept)))
-        if steps is not None and not long:
+        paused = any(change.name in PAUSES for change in kept)
+        steps = self._epoch_steps() if paused else None  # None, too, where an epoch has no length: a trial has to do
+        both_s = sum(self._purse.cost_s(run, steps) for run in (self.before, self._now)) if steps else 0.0
+        in_time = paused and (both_s or self._purse.comparing_s()) < self._purse.left_s
+        long = in_time or (paused and all(self._speeds.of(plan, long=True) for plan in ((), kept)))
+        if paused and not long:
             self._remark("the gain is that of the steps alone: there was no time for a whole epoch as it was")
             steps = None
         first, fresh = self._speeds.of(())[0], None

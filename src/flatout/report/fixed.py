@@ -78,8 +78,10 @@ class FixReport:
             tried = "nothing was worth trying"
             if found.attempts:
                 names = dict.fromkeys(in_words(attempt.change) for attempt in found.attempts)
+                unsafe = any(a.outcome.verdict == "unsafe" for a in found.attempts)
                 unsure = any(a.gain is not None and not a.gain.hopeless for a in found.attempts)
-                tried = f"tried, {'and no gain was sure' if unsure else 'and not worth it'}: {', '.join(names)}"
+                why = "not safe, or not worth it" if unsafe else "no gain was sure" if unsure else "not worth it"
+                tried = f"tried, and {why}: {', '.join(names)}"
             return f"Nothing to change: {tried} ({found.stopped})."
         changes = f"{len(found.kept)} change{'s' if len(found.kept) > 1 else ''} kept"
         speeds = ""

@@ -68,12 +68,12 @@ def _place(filename: str) -> str | None:
         return filename
 
 
-def caller() -> str | None:
-    """The file:line where the call is written: the innermost one that is neither torch's nor ours."""
+def caller(beyond: tuple[str, ...] = ()) -> str | None:
+    """The file:line where the call is written: the innermost one that is neither torch's nor ours, nor of these."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         place = _place(frame.f_code.co_filename)
-        if place is not None:
+        if place is not None and not place.startswith(beyond):
             return f"{place}:{frame.f_lineno}"
         frame = frame.f_back
     return None

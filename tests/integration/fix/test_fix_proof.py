@@ -353,4 +353,4 @@ def test_samples_that_drew_in_the_training_process_may_be_loaded_elsewhere(tmp_p
     before, after = launch.prove(both, timeout_s=100)
     proof = same_batches(before, after)
     assert proof.standing == "reseeded", proof.text
-    assert "shuffles after the first epoch" in proof.text
+    assert "in the same order in the first epoch, and shuffled by other random numbers after it" in proof.text

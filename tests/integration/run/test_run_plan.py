@@ -333,6 +333,7 @@ def test_frameworks_get_their_batches_from_the_elastic_loader(tmp_path: Path, fr
         assert run.code == 0, run.err
         said.append([line for line in run.out.splitlines() if line.startswith("losses")])
         assert not plan or entries(run)["loader"]["applied"]
+        assert not plan or entries(run)["loader"]["where"].startswith("train.py:")
     assert said[0] == said[1] != []
 
 
@@ -398,6 +399,9 @@ LIGHTNING = """
         max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(net, DataLoader(Rows(), batch_size=4, shuffle=True, num_workers=1))
+    class Data(lightning.LightningDataModule):
+        def train_dataloader(self):
+            return DataLoader(Rows(), batch_size=4, shuffle=True, num_workers=1)
+    trainer.fit(net, datamodule=Data())
     print("losses", *net.seen)
 """

@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader as Stock
 
 from flatout.feed import DataLoader, controller, feed, feed_of, iterator_for, to_device, tuning
 from flatout.feed.controller import Controller, Observation
+from flatout.feed.loader import Options
 from flatout.feed.messages import Done
 from flatout.feed.table import Batch
 from flatout.feed.tuning import Tuning
@@ -445,6 +446,23 @@ def test_the_threads_of_a_decoder_do_not_pass_for_waits_for_storage(monkeypatch:
     assert len(list(DataLoader(Decoded(4), 1, num_workers=1))) == 4
     waits_s = sum(done.wall_s - done.run_delay_s - done.cpu_s for done in seen)
     assert waits_s < 0.75 * sum(done.wall_s for done in seen)  # on busy cores its thread waits for one: not for storage
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loaders_that_are_zipped_draw_in_the_order_that_stock_draws_in(workers: int) -> None:
+    """GIVEN two that shuffle: without workers stock asks neither for a sample before both passes have begun."""
+
+    def zipped(passes: Callable[[Stock[Any]], Iterator[Any]]) -> list[Any]:
+        torch.manual_seed(3)
+        loaders = [Stock(Things(24), 4, shuffle=True, num_workers=workers) for _ in range(2)]
+        return [list(zip(*map(passes, loaders), strict=True)) for _ in range(2)]
+
+    def ours(loader: Stock[Any]) -> Iterator[Any]:
+        iterator, reason = iterator_for(loader, Options(workers="auto"))
+        assert iterator is not None, reason
+        return iterator
+
+    assert same(zipped(ours), zipped(iter))
 
 
 class Growing(Dataset[Any]):

@@ -326,6 +326,25 @@ class LongEpochs(World):
         return Run(changes=tuple(changes), code=launch.TIMED_OUT, seconds=timeout_s, output="")
 
 
+class Stream(World):
+    """Nobody knows how long an epoch is."""
+
+    def _trace(self, m: Machine, steps: int) -> Trace:
+        made = super()._trace(m, steps)
+        loader = {**made.ranks[0].facts["loaders"][0], "length": None}
+        return replace(made, ranks=(replace(made.ranks[0], facts={**made.ranks[0].facts, "loaders": [loader]}),))
+
+
+def test_rarer_evaluation_of_a_stream_is_compared_with_its_pauses() -> None:
+    """GIVEN an evaluation of 0.4 s after every 20 steps of 20 ms."""
+    found = fix(Stream(machine=Machine(eval_s=0.4), length=20 * 64, settings=[flag("eval_every", 1)]), ALL)
+    assert kept(found) == {"eval_interval": 5}
+    assert found.paused
+    assert found.gain is not None
+    assert found.gain.value == pytest.approx((20 * 0.02 + 0.4) / (20 * 0.02 + 0.08), rel=0.1)
+    assert not any("epoch" in trial.what for trial in found.trials)
+
+
 def test_an_epoch_that_there_is_no_time_for_is_not_begun() -> None:
     machine: dict[str, Any] = {"machine": Machine(eval_s=1.5), "length": 200 * 64, "settings": [flag("eval_every", 1)]}
     found = fix(LongEpochs(**machine), ALL, budget_s=300)
@@ -612,13 +631,17 @@ def test_a_command_that_fails_by_itself_is_the_persons_mistake() -> None:
 
 def test_a_command_too_slow_for_its_steps_says_what_would_do() -> None:
     """Some steps were there when it was ended: they are no baseline, every run would take as long."""
-    world = World()
+    world, slowly = World(), 20
 
     class Slow(World):
         def __call__(self, *args: Any, **kwargs: Any) -> Run:
-            return replace(world(*args, **kwargs), code=launch.TIMED_OUT)
+            run = world(*args, **kwargs)
+            return replace(run, code=launch.TIMED_OUT, trace=world._trace(world.machine, slowly))
 
     with pytest.raises(UsageError, match=re.escape("did not come to 48 training steps") + r".*--steps 20.*--budget"):
+        fix(Slow())
+    slowly = 100
+    with pytest.raises(UsageError, match=r"the command stood still after \d+ training steps, and was ended after"):
         fix(Slow())
 
 

@@ -10,6 +10,7 @@ All of it sits on the classes, so that earlier imports, subclasses and isinstanc
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -39,6 +40,12 @@ from flatout.sense.calls import caller
 from flatout.sense.roots import Alive
 
 _Loader: Any = stock.DataLoader
+_FRAMEWORKS = (
+    "lightning/",
+    "pytorch_lightning/",
+    "accelerate/",
+    "transformers/",
+)  # a line of theirs is not to be edited
 _ARGUMENTS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 
 
@@ -48,7 +55,7 @@ class Loading:
     def __init__(self, ledger: Ledger, device: Callable[[], torch.device | None]) -> None:
         self._ledger = ledger
         self._device = device
-        self._built = Alive()  # the loaders, and where each was made
+        self._built = Alive()  # the loaders and their datasets, and where each loader was made
         self._kernels = Kernels()
 
     def install(self) -> None:
@@ -80,13 +87,18 @@ class Loading:
 
         @functools.wraps(init)
         def build(loader: Any, *args: Any, **kwargs: Any) -> None:
-            where = caller()
-            self._built.put(loader, where)
+            called, where = caller(), caller(beyond=_FRAMEWORKS)
             try:
                 bound = signature.bind(loader, *args, **kwargs)
             except TypeError:
                 init(loader, *args, **kwargs)  # raises: a mistake of the script's
                 return
+            dataset = bound.arguments["dataset"]
+            if called != where:  # a framework that makes another loader of what the script has made one of
+                where = self._built.get(dataset) or where
+            self._built.put(loader, where)
+            with contextlib.suppress(TypeError):  # a list cannot be referred to weakly
+                self._built.put(dataset, where)
             changed = {} if isinstance(loader, OurLoader) else self._changed(bound)
             if changed:
                 given = {name: value for name, value in bound.arguments.items() if name != "self"}
