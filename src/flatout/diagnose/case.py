@@ -102,6 +102,8 @@ class Case:
         backward = statistics.median([step.micro_steps for step in self.steps] or [1]) or 1
         batch, seen = self.loader.get("batch_size"), self.breakdown
         taken = seen.samples / seen.steps / batch if batch and seen.samples and seen.steps else backward
+        if taken > 1.5:  # a batch of each of several loaders is one batch
+            taken /= self.facts.get("loaders_side_by_side", 1)
         return 1 / round(1 / taken) if taken < 0.6 else min(backward, round(taken))
 
     @property

@@ -247,6 +247,7 @@ class Session(Listener):
         self._exchange = look.gradient_exchange(self._hooks.modules()) or self._exchange  # the model may be gone
         values = look.in_force(self._last_optimizer) | {
             "loaders": list({str(facts): facts for facts in self._loaders.values()}.values()),
+            "loaders_side_by_side": self._recorder.loaders_side_by_side,
             "autocast": sorted(self._autocast) or ["None"],
             "gradient_exchange": self._exchange,
             "settings": self._settings.read,

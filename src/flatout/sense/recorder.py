@@ -133,6 +133,11 @@ class Recorder:
         self._stack.clear()
 
     @property
+    def loaders_side_by_side(self) -> int:
+        """How many loaders training reads from at the same time."""
+        return self._evaluation.side_by_side
+
+    @property
     def busy(self) -> bool:
         """Whether the thread is in a named phase, or in a wait that goes on the tape."""
         return self.waiting or bool(self._stack)
@@ -431,6 +436,7 @@ class _Evaluation:
         self.since = 0  # pieces of the open step before this one are settled
         self.suspected = False
         self.train_loaders: set[int] = set()
+        self.side_by_side = 1  # of them, that training reads from at the same time
         self._in_hand: dict[int, int] = {}  # samples that came, by loader, not yet known to be for training
         self._last: int | None = None
         self._fed_by: int | None = None  # the loader behind the suspected forward pass
@@ -484,6 +490,7 @@ class _Evaluation:
     def settle(self, pieces: int) -> int:
         """It is training now; how many samples have come for it."""
         samples = sum(self._in_hand.values())
+        self.side_by_side = max(self.side_by_side, len(self._in_hand))
         self.train_loaders.update(self._in_hand)
         if self.on and self._last is not None:
             self.train_loaders.add(self._last)

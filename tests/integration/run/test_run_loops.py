@@ -514,6 +514,7 @@ def test_two_loaders_at_once_are_both_training(tmp_path: Path) -> None:
     observed = observe(tmp_path, train)
     assert observed.samples() == 48
     assert "evaluation" not in names(observed)
+    assert observed.rank.facts["loaders_side_by_side"] == 2
 
 
 def test_batches_fetched_by_hand_are_seen(tmp_path: Path) -> None:

@@ -771,20 +771,26 @@ def test_rarer_pauses_have_figures_too_where_there_is_no_time_to_measure_them_ag
 
 
 @pytest.mark.parametrize(
-    ("passes", "batches", "steps_an_epoch"),
+    ("passes", "batches", "loaders", "steps_an_epoch"),
     [
-        pytest.param(4, 4, 25, id="gradients of four batches are added up"),
-        pytest.param(2, 1, 100, id="a critic and a generator, in one step"),
-        pytest.param(1, 0.5, 200, id="a critic and a generator, a step each"),
-        pytest.param(1, 2, 100, id="two loaders side by side"),
+        pytest.param(4, 4, 1, 25, id="gradients of four batches are added up"),
+        pytest.param(2, 1, 1, 100, id="a critic and a generator, in one step"),
+        pytest.param(1, 0.5, 1, 200, id="a critic and a generator, a step each"),
+        pytest.param(1, 2, 2, 100, id="two loaders side by side"),
+        pytest.param(2, 2, 2, 100, id="a critic and a generator, and two loaders side by side"),
+        pytest.param(2, 4, 2, 50, id="gradients of two batches, each of two loaders"),
+        pytest.param(2, 1.25, 2, 100, id="a second loader of small batches"),
     ],
 )
-def test_an_epoch_has_as_many_steps_as_its_batches_make(passes: int, batches: float, steps_an_epoch: int) -> None:
+def test_an_epoch_has_as_many_steps_as_its_batches_make(
+    passes: int, batches: float, loaders: int, steps_an_epoch: int
+) -> None:
     run = World(length=6400)((), steps=48, timeout_s=60)
     assert run.trace is not None
     rank = run.trace.ranks[0]
     steps = tuple(replace(step, micro_steps=passes, samples=int(64 * batches)) for step in rank.steps)
-    seen = replace(rank, steps=steps, windows=(window_of(list(steps)),))
+    facts = {**rank.facts, "loaders_side_by_side": loaders}
+    seen = replace(rank, steps=steps, windows=(window_of(list(steps)),), facts=facts)
     assert replace(run, trace=replace(run.trace, ranks=(seen,))).case.steps_an_epoch == steps_an_epoch
 
 
