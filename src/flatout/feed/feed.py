@@ -11,8 +11,6 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import default_collate
@@ -21,11 +19,11 @@ from flatout.budget import Budget
 from flatout.feed import packing
 from flatout.feed.account import Account
 from flatout.feed.crew import Assignment, Crew, Hand
+from flatout.feed.epoch import Epoch
 from flatout.feed.faults import Faults
 from flatout.feed.here import Here
 from flatout.feed.messages import Birth, Cancel, Done, Ended, Failed, Recipe, Task
 from flatout.feed.numbered import Post, Posts
-from flatout.feed.randomness import Key
 from flatout.feed.slots import Slots
 from flatout.feed.table import Batch, Layout, Part, cut
 from flatout.feed.tuning import Tuning
@@ -38,50 +36,6 @@ TOGETHER, TOGETHER_S, TOGETHER_BYTES = 32, 32e-3, 8 << 20  # at most so many, th
 MISHAPS = 3  # among batches that travelled together, after which each travels by itself
 SPARE_SLOTS = 4
 RESERVE_BYTES = 1 << 30
-
-
-@dataclass(slots=True, kw_only=True)
-class Epoch:
-    """One pass over the data."""
-
-    key: Key
-    indices: Iterator[Any]  # of one batch after the other
-    ahead: int  # how many batches stock would pull before they are asked for
-    free_until: int = 0  # batches before this one may be pulled as early as we like: nobody can tell
-    in_order: bool = True
-    next_number: int = 0
-    exhausted: bool = False
-    coming: deque[tuple[int, Any]] = field(default_factory=deque)  # numbers and indices pulled, and not begun yet
-
-    def limit(self, depth: int) -> int:
-        """How many batches are to be pulled and not handed out, where `depth` would be good to have."""
-        return depth if self.next_number < self.free_until else self.ahead
-
-    def pull_ahead(self, depth: int, under_way: int = 0) -> None:
-        """Have as many coming as that, less those that are under way."""
-        while under_way + len(self.coming) < self.limit(depth) and self.pull():
-            pass
-
-    def begin(self, most: int) -> list[tuple[int, Any]]:
-        """The next batches, as many as `most`; none at the end."""
-        while len(self.coming) < most and self.pull():
-            pass
-        return [self.coming.popleft() for _ in range(min(most, len(self.coming)))]
-
-    def free(self) -> int:
-        """How many of the next batches may come out at any time: handing out a later one has the last one pulled."""
-        return self.free_until - self.ahead - (self.coming[0][0] if self.coming else self.next_number)
-
-    def pull(self) -> bool:
-        """Ask for the next batch's indices; False at the end."""
-        if not self.exhausted:
-            try:
-                self.coming.append((self.next_number, next(self.indices)))
-                self.next_number += 1
-                return True
-            except StopIteration:
-                self.exhausted = True
-        return False
 
 
 class Feed:

@@ -22,7 +22,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from flatout.feed import randomness
 from flatout.feed.account import BadSample, BadSampleError, name_of
 from flatout.feed.endless import EpochAfterEpoch
-from flatout.feed.feed import Epoch, Feed
+from flatout.feed.epoch import Epoch
+from flatout.feed.feed import Feed
 from flatout.feed.messages import Birth
 from flatout.feed.slots import Slots
 from flatout.feed.table import Batch

@@ -81,9 +81,11 @@ class Purse:
     def _proving_s(self, runs: Sequence[_ProofRun]) -> float:
         return _side_by_side_s(runs, self.room) if self.room > 1 else sum(run.alone_s for run in runs)
 
-    def comparing_s(self) -> float:
-        """What both sides once more will take, without X-ray and ceiling."""
+    def comparing_s(self, steps: int | None = None) -> float:
+        """What both sides once more will take, without X-ray and ceiling: so many steps, or as many as last time."""
         both = (self._before, self._now)
+        if steps is not None:
+            return sum(self.cost_s(run, steps) for run in both)
         return _SURE * sum(self._start_again_s(run) + run.case.breakdown.training_ms / 1e3 for run in both)
 
     def cost_s(self, run: Run, steps: int) -> float:
@@ -97,6 +99,12 @@ class Purse:
         usual_s = max(self._before.seconds, self.cost_s(self._before, steps))
         patience_s = 60 + 4 * usual_s + 2 * _compiling_s(changes)
         return max(30.0, min(patience_s, self.left_s + 30))
+
+    def proof_timeout_s(self, wanted: Sequence[ProofRun], at_once: int) -> float:
+        """How long to wait for runs of a proof, so many side by side: a busy card takes them in turns."""
+        crowded = 1 + (at_once - 1) * (self._now.case.busy_share or 0.0)
+        patience_s = crowded * max(self.timeout_s(one.changes, one.steps) for one in wanted)
+        return min(patience_s, 2 * max(0.0, self.left_s) + 30)
 
     @property
     def room(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatout.plan import Change
+from flatout.plan import Change, Figure
 from flatout.remedy.running import Run
 from flatout.remedy.speed import USUAL_NOISE, Noise, Speed, noise_between_runs, pooled
 
@@ -25,6 +25,12 @@ class Speeds:
     def of(self, changes: Sequence[Change], *, long: bool = False) -> list[Speed]:
         """All runs of a plan, the first one first."""
         return self._runs.get(_key(changes, long), [])
+
+    def figure_without(self, changes: Sequence[Change], plan: Sequence[Change]) -> Figure | None:
+        """How fast the last run of a plan was that has no change of these names in it."""
+        names = {change.name for change in changes}
+        runs = self.of([change for change in plan if change.name not in names])
+        return runs[-1].figure if runs else None
 
     def forget(self) -> None:
         """Nothing of it counts."""

@@ -349,7 +349,7 @@ class Search:
             self._undecided = [o for o in self._undecided if not {c.name for c in o.changes} <= LOADED_BY_HAND]
         for change in replaced:
             self._decide((change,), "undone", note=f"{all_in_words(changes)} takes its place")
-        self._decide(changes, "kept", gained, run=run, before=self._figure(self.found.kept, changes))
+        self._decide(changes, "kept", gained, run=run, before=self._speeds.figure_without(changes, self.found.kept))
 
     def _decide(
         self,
@@ -454,12 +454,8 @@ class Search:
 
     def prove_with(self, what: str, wanted: Sequence[ProofRun]) -> list[Run]:
         self._story.trying(f"proof: {what}", self._purse.left_s)
-        at_once = min(len(wanted), self.room)
-        crowded = 1 + (at_once - 1) * (self._now.case.busy_share or 0.0)  # a busy card takes them in turns
-        patience = crowded * max(self._purse.timeout_s(one.changes, one.steps) for one in wanted)
-        patience = min(patience, 2 * max(0.0, self._purse.left_s) + 30)
-        began_s = self._purse.spent_s
-        runs = self._start.prove(wanted, timeout_s=patience, at_once=at_once)
+        at_once, began_s = min(len(wanted), self.room), self._purse.spent_s
+        runs = self._start.prove(wanted, timeout_s=self._purse.proof_timeout_s(wanted, at_once), at_once=at_once)
         took_s = self._purse.spent_s - began_s
         self.found.trials.append(Trial(what=f"proof: {what}", seconds=took_s, speed=None))
         return runs
@@ -497,8 +493,7 @@ class Search:
             return
         paused = any(change.name in PAUSES for change in kept)
         steps = self._epoch_steps() if paused else None  # None, too, where an epoch has no length: a trial has to do
-        both_s = sum(self._purse.cost_s(run, steps) for run in (self.before, self._now)) if steps else 0.0
-        in_time = paused and (both_s or self._purse.comparing_s()) < self._purse.left_s
+        in_time = paused and self._purse.comparing_s(steps) < self._purse.left_s
         long = in_time or (paused and all(self._speeds.of(plan, long=True) for plan in ((), kept)))
         if paused and not long:
             self._remark("the gain is that of the steps alone: there was no time for a whole epoch as it was")
@@ -594,11 +589,6 @@ class Search:
         step_s = max(1e-4, (case.breakdown.step_ms.mean or 0.0) / 1e3)
         enough = 0.0 if self._ends_by_time else MEASURE_S / step_s
         return int(min(MOST_STEPS, max(FIRST_STEPS, enough)))
-
-    def _figure(self, kept: Sequence[Change], changes: Sequence[Change]) -> Figure | None:
-        names = {change.name for change in changes}
-        before = self._speeds.of([change for change in kept if change.name not in names])
-        return before[-1].figure if before else None
 
     def _remark(self, text: str) -> None:
         self.found.remarks.append(text)

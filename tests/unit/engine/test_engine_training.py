@@ -37,7 +37,8 @@ from flatout.engine.model import _compiled
 from flatout.engine.progress import LogConfig, Reporter
 from flatout.errors import FlatoutError, UsageError
 from flatout.feed import DataLoader
-from flatout.feed.feed import Epoch, Feed
+from flatout.feed.epoch import Epoch
+from flatout.feed.feed import Feed
 
 
 def weights(trainer: Trainer) -> list[torch.Tensor]:

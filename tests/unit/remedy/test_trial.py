@@ -337,7 +337,7 @@ class Stream(World):
 
 def test_rarer_evaluation_of_a_stream_is_compared_with_its_pauses() -> None:
     """GIVEN an evaluation of 0.4 s after every 20 steps of 20 ms."""
-    found = fix(Stream(machine=Machine(eval_s=0.4), length=20 * 64, settings=[flag("eval_every", 1)]), ALL)
+    found = fix(Stream(machine=Machine(eval_s=0.4), length=20 * 64, settings=[flag("eval_steps", 1)]), ALL)
     assert kept(found) == {"eval_interval": 5}
     assert found.paused
     assert found.gain is not None

@@ -87,6 +87,9 @@ def test_what_could_not_be_told_from_noise_is_not_called_worthless(starved: FixR
         said.append(replace(starved, found=found).sentence())
     assert said[0].startswith("Nothing to change: tried, and no gain was sure: elastic loader")
     assert said[1].startswith("Nothing to change: tried, and not worth it: elastic loader")
+    unsafe = replace(attempts[0], outcome=replace(attempts[0].outcome, verdict="unsafe"))
+    sentence = replace(starved, found=replace(starved.found, kept=(), attempts=[unsafe])).sentence()
+    assert sentence.startswith("Nothing to change: tried, and not safe, or not worth it: elastic loader")
 
 
 def test_what_was_never_proven_is_not_said_to_be_the_same(starved: FixReport) -> None:

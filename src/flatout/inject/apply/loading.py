@@ -40,12 +40,7 @@ from flatout.sense.calls import caller
 from flatout.sense.roots import Alive
 
 _Loader: Any = stock.DataLoader
-_FRAMEWORKS = (
-    "lightning/",
-    "pytorch_lightning/",
-    "accelerate/",
-    "transformers/",
-)  # a line of theirs is not to be edited
+_FRAMEWORKS = ("lightning/", "pytorch_lightning/", "accelerate/", "transformers/")  # nobody is to edit these
 _ARGUMENTS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 
 
