@@ -9,10 +9,10 @@
 | mended         | the mistakes put right: see mended.py                                                   |
 | mended ceiling | mended, fed from the device                                                             |
 | supply         | the mended loader drained by nobody, a worker for each core: what the cores can produce |
-| auto           | (with --fix BUDGET) under `flatout run --auto`: no trials                               |
+| auto           | (with --auto) under `flatout run --auto`: no trials                                     |
 | auto ceiling   | that, fed from the device                                                               |
 | auto supply    | its loader drained by nobody                                                            |
-| fix            | with the plan that `flatout fix --allow all` has found within the budget                |
+| fix            | (with --fix BUDGET) with the plan that `flatout fix --allow all` has found by then      |
 | fix ceiling    | that plan, fed from the device                                                          |
 | fix supply     | that plan's loader drained by nobody                                                    |
 | engine         | (with --engine) the same model and data in `flatout train`: see workloads/after         |
@@ -72,8 +72,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-ceilings", action="store_true", help="of before and mended")
     parser.add_argument("--no-script", action="store_true", help="neither before nor mended")
-    parser.add_argument("--fix", metavar="BUDGET", help="measure flatout run --auto and flatout fix too, such as 4m")
-    parser.add_argument("--no-auto", action="store_true", help="with --fix: flatout fix alone")
+    parser.add_argument("--auto", action="store_true", help="measure flatout run --auto too")
+    parser.add_argument("--fix", metavar="BUDGET", help="measure flatout fix too, such as 4m")
+    parser.add_argument("--turns", type=int, default=1, metavar="N", help="of auto or fix, its ceiling and its supply")
     parser.add_argument("--engine", nargs="*", metavar="KEY=VALUE", help="measure flatout train too, so set")
     own, extra = split_at_dashes(sys.argv[1:])
     options = parser.parse_args(own)
@@ -109,6 +110,7 @@ def benchmark(name: str, options: argparse.Namespace, extra: Sequence[str]) -> I
     with copied(()) as before:
         for variant, measured in itertools.chain(
             script_variants(before, name, common, options) if not options.no_script else (),
+            in_turns("auto", before, name, common, options, through=["--auto"]) if options.auto else (),
             fix_variants(before, name, common, options, page) if options.fix is not None else (),
             engine_variants(before, name, data, options) if options.engine is not None else (),
         ):
@@ -139,20 +141,31 @@ def script_variants(root: Path, name: str, common: Sequence[str], options: argpa
 def fix_variants(
     root: Path, name: str, flags: Sequence[str], options: argparse.Namespace, page: dict[str, Any]
 ) -> Measured:
-    """The script as it is under `flatout run --auto`; then `flatout fix`, and its plan measured like the others."""
-    long, short = options.seconds, options.seconds / 3
-    if not options.no_auto:
-        yield "auto", measure(root, name, flags, long, through=["--auto"])
-        yield "auto ceiling", measure(root, name, ["--resident", *flags], short, through=["--auto"])
-        yield "auto supply", measure(root, name, flags, short, through=["--auto"], supply=True)
+    """`flatout fix` of the script as it is, and its plan measured like the others."""
     with tempfile.TemporaryDirectory(prefix="fix-") as folder:
         plan = Path(folder, "plan.yaml")
         html = options.out.resolve().with_name(f"{options.out.stem}-{name}.html")
         page["fix"] = fix(root, name, flags, plan, "--allow", "all", "--budget", options.fix, "--html", html)
-        through = ["--plan", str(plan)]
-        yield "fix", measure(root, name, flags, long, through=through)
-        yield "fix ceiling", measure(root, name, ["--resident", *flags], short, through=through)
-        yield "fix supply", measure(root, name, flags, short, through=through, supply=True)
+        yield from in_turns("fix", root, name, flags, options, through=["--plan", str(plan)])
+
+
+def in_turns(
+    variant: str, root: Path, name: str, flags: Sequence[str], options: argparse.Namespace, through: Sequence[str]
+) -> Measured:
+    """A variant, its ceiling and what its loader can produce, in turns: neighbours may slow one of them.
+
+    Of several runs the one in the middle counts.
+    """
+    runs: dict[str, list[dict[str, Any]]] = {variant: [], f"{variant} ceiling": [], f"{variant} supply": []}
+    for _ in range(options.turns):
+        for which, measured in runs.items():
+            seconds = options.seconds if which == variant else options.seconds / 3
+            resident = ["--resident"] if which.endswith("ceiling") else []
+            supply = which.endswith("supply")
+            measured.append(measure(root, name, [*resident, *flags], seconds, through=through, supply=supply))
+            speeds = [run["samples_per_s"] for run in measured]
+            middle = measured[speeds.index(statistics.median_low(speeds))]
+            yield which, {**middle, "runs": speeds}
 
 
 RATIOS = (

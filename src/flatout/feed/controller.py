@@ -1,7 +1,7 @@
 """How many workers, and how many batches ahead: a small state machine over what was seen in the last window.
 
     consumer waits, workers all busy ──► more workers, as long as each step brings more batches a second; at last fewer,
-                                         and kept if they bring as many
+                                         unless each computes on a core of its own, and kept if they bring as many
     consumer waits, workers not busy ──► more batches ahead (uneven samples), else leave it
     consumer never waits             ──► fewer workers, down to the fewest that keep up
     consumer waits, batches are tiny ──► none: making one takes less time than handing it over
@@ -23,6 +23,7 @@ WORTH_IT = 1.025  # a step up has to bring this much
 LEAP, STRIDE = 3.0, 1.5  # times as many workers at once, at most: until that was too far once, and then
 CLEAR = 1.15  # a difference of this much is no accident
 FEWER = 0.75  # times as many workers are tried where no more are to be had
+COMPUTES = 0.85  # share of its work that a worker computes where fewer could not do as much
 KEEPS_UP = 0.85  # how busy workers may be where the consumer is the limit
 REMEMBER = 40  # windows after which a limit found is tried again, and then twice as many each time
 WINDOW_S, GLANCE_S = 1.0, 0.1  # how long to look; and where the differences are large
@@ -65,6 +66,11 @@ class Observation:
         batches come in bursts, with long waits between.
         """
         return self.workers * self.made / self.made_s * min(1.0, self.busy / BUSY)
+
+    @property
+    def computes(self) -> bool:
+        """Whether workers wait neither for a core nor for anything else."""
+        return self.cpu_s > COMPUTES * self.made_s
 
     @property
     def work_s(self) -> float:
@@ -195,7 +201,7 @@ class Controller:
         as_then = self._rates[self.workers] / self._all_needed.get(self.workers, math.inf)
         if wanted > self.workers:
             self._try(wanted, "every worker is busy and the consumer waits")
-        elif fewer and self._age >= self._ask_again and not 1 / CLEAR < as_then < CLEAR:
+        elif fewer and not seen.computes and self._age >= self._ask_again and not 1 / CLEAR < as_then < CLEAR:
             self._try(fewer, "whether fewer bring as much")
         elif self.workers == ceiling > seen.cores:
             self._say(f"no more than {ceiling} on {seen.cores:g} cores, even if they mostly wait for storage")
