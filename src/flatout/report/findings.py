@@ -47,6 +47,12 @@ def sentence(words: str) -> str:
     return words[:1].upper() + words[1:] if first.isalpha() else words
 
 
+def told(finding: Finding) -> str:
+    """It in a line."""
+    where = f", {finding.where}" if finding.where else ""
+    return f"{finding.title} ({gain(finding)}; {finding.code}{where})"
+
+
 def gain(finding: Finding) -> str:
     """What mending it would give."""
     more = ", more once the loader can follow" if finding.derived.endswith(HELD_BACK) else ""
@@ -80,9 +86,7 @@ def show(account: Account, findings: Sequence[Finding], console: Console) -> Non
     width = min(WIDTH, console.width)
     console.print(Text(wrapped(headline(account, findings), width), style="bold"), soft_wrap=True)
     for number, finding in enumerate(findings, 1):
-        where = f", {finding.where}" if finding.where else ""
-        change = change_as_typed(account, finding)
-        lines = [f"{finding.title} ({gain(finding)}; {finding.code}{where})", finding.advice, change or ""]
+        lines = [told(finding), finding.advice, change_as_typed(account, finding) or ""]
         text = f"\n{_INDENT}".join(wrapped(line, width, len(_INDENT)) for line in lines if line)
         console.print(Text(f"{number}. {text}"), soft_wrap=True)
     if any(finding.gain_high >= 1.005 for finding in findings):
@@ -95,10 +99,11 @@ def to_json(account: Account, findings: Sequence[Finding]) -> dict[str, Any]:
     """The documented JSON of a report: the account, with the verdict and the findings, ranked."""
     plain = account.to_json()
     opening = {"schema": plain.pop("schema"), "verdict": findings[0].code if findings else None}
-    return {**opening, "findings": [_finding(finding) for finding in findings], **plain}
+    return {**opening, "findings": [as_json(finding) for finding in findings], **plain}
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
+def as_json(finding: Finding) -> dict[str, Any]:
+    """One of them, as documented."""
     data = dataclasses.asdict(finding)
     data["change"] = {"name": finding.change, "value": data.pop("value")} if finding.change is not None else None
     return data

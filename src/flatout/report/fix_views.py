@@ -18,8 +18,9 @@ from flatout.report import drawing
 from flatout.report.account import account
 from flatout.report.compare import compare
 from flatout.report.compare_views import panels_of, phase_rows
+from flatout.report.findings import told
 from flatout.report.fixed import FixReport, bundles
-from flatout.report.html import Section, document, time_spent
+from flatout.report.html import Section, document, finding_list, time_spent
 from flatout.report.markup import Html, copyable, figures, folded, join, table, tag
 from flatout.report.permanent import permanently
 from flatout.report.picture import Bar, Panel
@@ -92,6 +93,11 @@ def show(fixed: FixReport, console: Console) -> None:
     if rows:
         console.print()
         print_table(console, ("", "before", "after"), rows)
+    if fixed.left:
+        console.print(Text("\nLeft to you", style="bold"))
+    for finding in fixed.left:
+        _say(console, told(finding), indent="  ")
+        _say(console, finding.advice, indent="    ")
     for offer in fixed.found.withheld:
         allow = offer.changes[0].name.replace("_", "-").partition(":")[0]
         _say(console, f"\nNot tried without your leave: {offer.name} ({offer.why}). --allow {allow}")
@@ -193,6 +199,7 @@ def page(fixed: FixReport) -> str:
     sections += [
         ("undone", "What was tried and not kept", _undone(fixed)),
         ("withheld", "What needs your leave", _withheld(fixed)),
+        ("left", "What is left to you", _left(fixed)),
         ("runs", "Every run", _runs(fixed)),
     ]
     head = join(
@@ -247,6 +254,13 @@ def _withheld(fixed: FixReport) -> Html | None:
     return (
         table("Allow with --allow", ("change", "why", "promise, an estimate"), rows, numbers_from=2) if rows else None
     )
+
+
+def _left(fixed: FixReport) -> Html | None:
+    run = fixed.found.measured or fixed.found.before
+    if run is None or run.trace is None:
+        return None
+    return finding_list(account(run.trace, "now"), fixed.left)
 
 
 def _runs(fixed: FixReport) -> Html:

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.diagnose.case import cases
+from flatout.diagnose.finding import Finding
+from flatout.diagnose.rules import diagnose
 from flatout.plan import Figure
-from flatout.remedy.candidates import Offer, in_words
+from flatout.remedy.candidates import PAUSES, SAFETIES, Offer, in_words
 from flatout.remedy.found import Attempt, Found
 from flatout.remedy.running import Run
-from flatout.remedy.speed import Gain, Noise, Speed
+from flatout.remedy.speed import WORTH, Gain, Noise, Speed
+from flatout.report.findings import as_json
 from flatout.report.permanent import permanently
 from flatout.written import in_full
 
@@ -45,6 +48,7 @@ class FixReport:
     found: Found
     before: Side | None
     after: Side | None
+    left: tuple[Finding, ...] = ()  # what only a person can mend
 
     @property
     def kept(self) -> list[Attempt]:
@@ -107,6 +111,7 @@ class FixReport:
             "kept": [_attempt(attempt) for attempt in self.kept],
             "undone": [_attempt(attempt) for attempt in self.undone],
             "withheld": [_offer(offer) for offer in found.withheld],
+            "left": [as_json(finding) for finding in self.left],
             "trials": [
                 {"what": t.what, "seconds": t.seconds, "samples_per_s": t.speed.value if t.speed is not None else None}
                 for t in found.trials
@@ -138,7 +143,20 @@ def report(found: Found, command: Sequence[str], plan_file: str, price_an_hour: 
         _side(run, speed or run.speed, price_an_hour, paused=found.paused) if run is not None else None
         for run, speed in zip(last, speeds, strict=True)
     )
-    return FixReport(command=tuple(command), plan_file=plan_file, found=found, before=before, after=after)
+    return FixReport(
+        command=tuple(command), plan_file=plan_file, found=found, before=before, after=after, left=_left(found)
+    )
+
+
+def _left(found: Found) -> tuple[Finding, ...]:
+    """What holds training up as it is now, and no change of ours can mend: it has none, or the script has no knob."""
+    run = found.measured if found.kept else found.before
+    if run is None or run.trace is None:
+        return ()
+    offers = (change for offer in (*found.withheld, *found.untried) for change in offer.changes)
+    known = {change.name for change in (*(attempt.change for attempt in found.attempts), *offers)}
+    ours = {name for name in SAFETIES if name not in PAUSES} | known
+    return tuple(f for f in diagnose(run.trace) if f.gain_high >= WORTH and f.change not in ours)
 
 
 def _side(run: Run, speed: Speed | None, price_an_hour: float | None, *, paused: bool) -> Side | None:

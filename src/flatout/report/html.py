@@ -33,7 +33,7 @@ def page(trace: Trace, account: Account, findings: Sequence[Finding] = ()) -> st
     first = trace.ranks[0]
     drawn, marked = picture.panels(trace, first), picture.marks(trace, first)
     sections: list[Section] = [
-        ("findings", "What to change", _findings(account, findings)),
+        ("findings", "What to change", finding_list(account, findings)),
         ("time", "Where the time went", time_spent(account)),
         ("steps", "Two steps, looked at closely", join(drawing.step_figure(t) for t in timelines(first))),
         ("run", "Over the run", drawing.over_time(drawn, marked)),
@@ -133,7 +133,8 @@ def _figures(account: Account) -> list[tuple[str, str, str]]:
 # Findings
 
 
-def _findings(account: Account, findings: Sequence[Finding]) -> Html | None:
+def finding_list(account: Account, findings: Sequence[Finding]) -> Html | None:
+    """Each with its evidence, and what to change."""
     if not findings:
         return None
     return tag("ol", *(tag("li", _finding(account, finding)) for finding in findings), class_="findings")

@@ -92,7 +92,7 @@ def test_no_core_is_given_up_on_a_machine_that_drifts() -> None:
 
 @pytest.mark.parametrize("declared", [16, 40])
 def test_comes_down_where_fewer_bring_as_much(declared: int) -> None:
-    """GIVEN a disk that gives 50 batches a second, and cores that others use WHEN it begins with all THEN a few stay."""
+    """GIVEN a disk that gives 50 batches a second, and cores that others use WHEN it begins with all THEN few stay."""
     counts = run(Controller(declared, cores=16), lambda workers: min(50.0, 10.0 * workers), delay_share=0.2)
     assert 5 <= counts[-1] <= 7
     assert max(counts[20:]) <= 9, "it knows by then that more bring nothing"

@@ -117,6 +117,24 @@ def test_an_interruption_is_not_called_nothing_to_change() -> None:
     assert text.startswith("Interrupted: nothing was kept so far.")
 
 
+def test_what_no_change_can_mend_is_left_to_the_person() -> None:
+    """GIVEN evaluation that takes a third of the time and a loader that is too slow WHEN the script has no knob for the
+    first THEN that is told with what to do, and what was mended is not."""
+    machine = Machine(data_ms=80.0, eval_s=2.0)
+    fix = fixed(World(machine=machine, workers=0, length=19_200))
+    assert [finding.code for finding in fix.left] == ["pause.eval"]
+    text = " ".join(shown(fix).split())
+    assert "Left to you training stands still for evaluation" in text
+    assert fix.left[0].advice in text
+    assert "What is left to you" in fix_views.page(fix)
+    assert [one["code"] for one in fix.to_json()["left"]] == ["pause.eval"]
+
+    knob = fixed(World(machine=machine, workers=0, length=19_200, settings=[flag("eval_every", 1)]))
+    assert [offer.changes[0].name for offer in knob.found.withheld] == ["eval_interval"]
+    assert not knob.left
+    assert "eft to you" not in shown(knob) + fix_views.page(knob)
+
+
 def test_numbers_are_written_in_full() -> None:
     assert [in_full(v) for v in (14_131.2, 1_234_567, 999.96, 580.94, 0.37124, 0)] == [
         "14,130",
