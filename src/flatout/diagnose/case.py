@@ -317,6 +317,15 @@ class Case:
         return tuple(s for s in taken if trains(s.time_s - s.interval_s / 2))
 
     @cached_property
+    def fits_in_memory(self) -> float:
+        """How many runs like this one the host's memory had room for when it began, by what came into use since."""
+        hosts = [sample.host for sample in self.trace.samples.get(self.rank.info.host, ())]
+        used = [host.memory_used_bytes for host in hosts if host.memory_used_bytes is not None]
+        total = next((host.memory_total_bytes for host in hosts if host.memory_total_bytes), None)
+        grew = max(used) - used[0] if used else 0
+        return (total - used[0]) / grew if total is not None and grew > 0 else math.inf
+
+    @cached_property
     def cores(self) -> float | None:
         """Cores this rank may use."""
         if self.facts.get("cores_allowed"):

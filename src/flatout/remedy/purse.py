@@ -18,7 +18,7 @@ from flatout.sense.options import WEIGHTS_EVERY
 COMPILING_S, TUNING_KERNELS_S = 40.0, 180.0
 COMPILED_AGAIN = 0.3  # of that time, with the kernels at hand: a guess
 _MEETING_S, _WEIGHT_BYTES = 2.5e-8, 12  # of one weight: to write, read and compare it; with Adam's memory
-_ROOM = 0.7  # of a card's memory, for runs side by side
+_ROOM = 0.7  # of the memory, a card's or the host's, for runs side by side
 _SURE = 1.1  # times what a run took: the next may take longer
 _CROWDED = 1.5  # times as long, where that many share the cores
 
@@ -108,12 +108,14 @@ class Purse:
 
     @property
     def room(self) -> int:
-        """How many runs have room at once: on one card, by one process each, and with cores to go round."""
-        case, total = self._now.case, self._now.case.card("memory_total_bytes").high
-        memory = max(int(run.case.facts.get("memory_reserved_bytes") or 0) for run in (self._before, self._now))
+        """How many runs have room at once: on one card and one host, by one process each, with cores to go round."""
+        case, both = self._now.case, (self._before.case, self._now.case)
+        total = case.card("memory_total_bytes").high
+        memory = max(int(one.facts.get("memory_reserved_bytes") or 0) for one in both)
         if not memory or not math.isfinite(total) or case.rank.info.world_size > 1:
             return 1
-        return max(1, min(int(_ROOM * total / memory), int((case.cores or 0) / 2)))
+        fit = min(total / memory, *(one.fits_in_memory for one in both))
+        return max(1, min(int(_ROOM * fit), int((case.cores or 0) / 2)))
 
     def _start_again_s(self, run: Run) -> float:
         """What a run like this one takes beside its steps, now that what it compiled is there."""

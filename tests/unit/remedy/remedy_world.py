@@ -88,6 +88,7 @@ class World:
     step_noise: float = 0.01
     run_noise: float = 0.003
     cpu_pct: float = 40.0
+    host_gib: int = 2  # of memory that a run takes
     seed: int = 0
     drift_a_run: float = 0.0
     teaches: Callable[[Sequence[Change], np.ndarray], np.ndarray] = lambda changes, losses: losses
@@ -212,9 +213,16 @@ class World:
         card = GpuSample(
             index=0, uuid="GPU-0", name="NVIDIA H200", sm_active_pct=85.0, memory_total_bytes=140 << 30, power_w=300.0
         )
-        host = HostSample(cpu_pct=self.cpu_pct, cores_pct=(self.cpu_pct,) * 16)
-        sample = Sample(time_s=100.1, interval_s=0.1, host=host, gpus=(card,))
-        return Trace(ranks=(rank,), samples={"node": (sample,)})
+        samples = []
+        for time_s, used in ((100.0, 8), (100.1, 8 + self.host_gib)):
+            host = HostSample(
+                cpu_pct=self.cpu_pct,
+                cores_pct=(self.cpu_pct,) * 16,
+                memory_used_bytes=used << 30,
+                memory_total_bytes=128 << 30,
+            )
+            samples.append(Sample(time_s=time_s, interval_s=0.1, host=host, gpus=(card,)))
+        return Trace(ranks=(rank,), samples={"node": tuple(samples)})
 
     def _xray(self, m: Machine) -> Xray:
         busy = 8 * m.compute_ms * m.busy

@@ -44,6 +44,12 @@ def test_runs_side_by_side_share_the_cores_and_those_without_room_come_after_the
     assert purse(crowded, *every).reserve_s(compare=False) == pytest.approx(two_of_them_s, rel=0.1)
 
 
+@pytest.mark.parametrize(("gib", "room"), [(2, 8), (20, 4), (50, 1), (200, 1)])
+def test_as_many_go_side_by_side_as_the_hosts_memory_holds(gib: int, room: int) -> None:
+    """GIVEN a card with room for many, sixteen cores, and 120 GiB of memory that nobody uses."""
+    assert purse(World(facts=ROOMY, host_gib=gib), ELASTIC).room == room
+
+
 @pytest.mark.parametrize(("batch", "again"), [((), COMPILED_AGAIN), ((LARGER,), 1.0)])
 def test_a_proof_compiles_anew_where_the_batch_has_been_another_since(batch: tuple[Change, ...], again: float) -> None:
     world = World(machine=Machine(compute_ms=100.0, busy=0.2), facts=ROOMY)
