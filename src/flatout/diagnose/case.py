@@ -85,7 +85,8 @@ class Case:
     def loader(self) -> dict[str, Any]:
         """The settings of the loader training reads from, the one with the most samples; empty where none was seen."""
         loaders = [entry for entry in self.facts.get("loaders", ()) if isinstance(entry, dict)]
-        return max(loaders, key=lambda entry: entry.get("length") or 0, default={})
+        known = [entry for entry in loaders if entry.get("trains")] or loaders
+        return max(known, key=lambda entry: entry.get("length") or 0, default={})
 
     @property
     def steps_an_epoch(self) -> float | None:

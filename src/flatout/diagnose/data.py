@@ -34,6 +34,12 @@ def main_thread(case: Case) -> Finding | None:
         eaten = case.breakdown.ceiling_samples_per_s or now / (1 - min(0.99, saved))
         wanted = min(wanted, math.ceil(eaten / rate) + 1)
     once = rate / now if rate and now else 1.0  # what one worker delivers, as a multiple of what is needed now
+    written = case.loader.get("written")
+    advice = f"num_workers={wanted}"
+    if written:
+        advice = f"keep the dataset as it is while it is read: the loop writes to it ({written}), which no worker sees"
+    elif rate and now:
+        advice += f": one process makes {rate:,.0f} samples/s, training now eats {now:,.0f}"
     return Finding(
         code="data.main-thread",
         title=f"samples are loaded in the training process: {case.share('data'):.0%} of the time it does nothing else",
@@ -41,10 +47,9 @@ def main_thread(case: Case) -> Finding | None:
         **fed(case, saved, once * (1 + _CROWDED * (wanted - 1)), once * wanted),
         confidence=0.95,
         evidence=_loading(case) | {"samples_per_s_in_this_process": rounded(rate)},
-        change="num_workers",
-        value=wanted,
-        advice=f"num_workers={wanted}"
-        + (f": one process makes {rate:,.0f} samples/s, training now eats {now:,.0f}" if rate and now else ""),
+        change=None if written else "num_workers",
+        value=None if written else wanted,
+        advice=advice,
     )
 
 
@@ -241,6 +246,10 @@ def worker_start(case: Case) -> Finding | None:
         title = f"workers are started for every {epoch}: going by the first, that takes"
     if share < WORTH:
         return None
+    advice = "persistent_workers=True (from the second epoch on, shuffling draws other numbers)"
+    made_anew = loader.get("made_anew") and case.facts.get("loaders_side_by_side", 1) == 1
+    if made_anew:  # then none of them has an epoch to keep its workers for
+        advice = f"make the loader once, before the first epoch, with {advice}"
     return Finding(
         code="data.worker-start",
         title=f"{title} {share:.0%} of the time",
@@ -248,9 +257,9 @@ def worker_start(case: Case) -> Finding | None:
         **(spared(case, started, share) if seen else removed(started, share)),
         confidence=0.9 if seen else 0.6,
         evidence={"persistent_workers": loader.get("persistent_workers"), "start": loader.get("start_method")},
-        change="persistent_workers",
-        value=True,
-        advice="persistent_workers=True (from the second epoch on, shuffling draws other numbers)",
+        change=None if made_anew else "persistent_workers",
+        value=None if made_anew else True,
+        advice=advice,
     )
 
 

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import collections
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    _DatasetKind,
+)
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import DataLoader as StockLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -27,6 +34,7 @@ from flatout.feed.feed import Feed
 from flatout.feed.messages import Birth
 from flatout.feed.slots import Slots
 from flatout.feed.table import Batch
+from flatout.sense.watch import Watch
 
 
 @dataclass(slots=True, eq=False)
@@ -46,10 +54,23 @@ class Position:
 
 
 class FeedIterator(_BaseDataLoaderIter):
-    """One pass (with persistent workers: pass after pass) over a loader's batches."""
+    """One pass (with persistent workers: pass after pass) over a loader's batches.
 
-    def __init__(self, loader: StockLoader[Any], feed: Feed, resume: dict[str, Any] | None = None) -> None:
+    Where the loader has no workers itself, and the loop turns out to write to the dataset, the pass goes on without
+    ours too; `written` is told what was written to.
+    """
+
+    def __init__(
+        self,
+        loader: StockLoader[Any],
+        feed: Feed,
+        resume: dict[str, Any] | None = None,
+        *,
+        written: Callable[[str], None] | None = None,
+    ) -> None:
         super().__init__(loader)
+        self._written = written
+        self._alone: _Alone | None = None if loader.num_workers else _Alone(loader)
         self._feed = feed
         self._made = feed.made
         self._seed = int(self._base_seed)
@@ -90,6 +111,8 @@ class FeedIterator(_BaseDataLoaderIter):
         else:
             for _ in range(skip if not self._feed.recipe.iterable else 0):
                 next(self._sampler_iter)
+        if self._alone is not None:
+            self._sampler_iter = self._alone.remembered(self._sampler_iter)
         self._num_yielded = self.position.yielded = skip
         self._reached = [post.birth for post in self._feed.posts] if births is None else list(births)
         # A sampler of torch's own draws when it is started and when it has ended, not in between; a last batch that is
@@ -123,9 +146,28 @@ class FeedIterator(_BaseDataLoaderIter):
         if self._begin_at_first is not None:
             begin, self._begin_at_first = self._begin_at_first, None
             begin()
+        if self._alone is not None and self._alone.is_needed():
+            return self._made_alone(self._alone)
+        data = self._fed()
+        if self._alone is not None:
+            self._alone.forget(self.position.yielded)
+        return data
+
+    def _made_alone(self, alone: _Alone) -> Any:
+        """As stock does: asked for now, made now."""
+        if not self.position.finished:
+            self.position.finished = True  # as far as the feed is concerned
+            self._feed.leave(self._epoch)
+            if self._written is not None:
+                self._written(alone.written)
+        data = alone.next()
+        self.position.yielded += 1
+        return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
+
+    def _fed(self) -> Any:
         position = self.position
         while not position.finished:
-            if self._made or self._feed.make_here():
+            if self._made or self._make_here():
                 position.yielded += 1
                 data = self._made.popleft()
                 if not self._pure_sampler:
@@ -145,6 +187,12 @@ class FeedIterator(_BaseDataLoaderIter):
             finally:
                 batch.release()
         raise StopIteration
+
+    def _make_here(self) -> bool:
+        made = self._feed.make_here()
+        if made and self._alone is not None:
+            self._alone.renew()  # what samples leave behind in the dataset is not the loop's doing
+        return made
 
     def is_ready(self) -> bool:
         """Whether the next batch is there: nobody has to be waited for."""
@@ -188,6 +236,45 @@ class FeedIterator(_BaseDataLoaderIter):
         feed = getattr(self, "_feed", None)
         if feed is not None and hasattr(self, "_epoch") and os.getpid() == feed.pid and not feed.closed:
             feed.leave(self._epoch)
+
+
+class _Alone:
+    """A loader's batches made as stock makes them without workers, from the first one on that nobody has had."""
+
+    def __init__(self, loader: StockLoader[Any]) -> None:
+        self._watch = Watch(loader.dataset, loader.collate_fn)
+        self._fetcher: Any = _DatasetKind.create_fetcher(
+            loader._dataset_kind, loader.dataset, loader._auto_collation, loader.collate_fn, loader.drop_last
+        )
+        self._indices: Iterator[Any] = iter(())
+        self._pulled: collections.deque[Any] = collections.deque()  # and not handed out
+        self._had = 0
+        self.written = ""
+
+    def remembered(self, indices: Iterator[Any]) -> Iterator[Any]:
+        """The same; those that were asked for can be had once more."""
+        self._indices = indices
+        for one in indices:
+            self._pulled.append(one)
+            yield one
+
+    def forget(self, had: int) -> None:
+        """So many of this pass have been handed out."""
+        for _ in range(had - self._had):
+            self._pulled.popleft()
+        self._had = had
+
+    def renew(self) -> None:
+        self._watch.renew()
+
+    def is_needed(self) -> bool:
+        """Whether the loop was seen to write to the dataset."""
+        self.written = self.written or self._watch.changed() or ""
+        return bool(self.written)
+
+    def next(self) -> Any:
+        indices = self._pulled.popleft() if self._pulled else next(self._indices)
+        return self._fetcher.fetch(indices)
 
 
 def _generators_of(loader: StockLoader[Any]) -> list[torch.Generator]:

@@ -169,9 +169,16 @@ class _Kept:
 
 
 def iterator_for(
-    loader: StockLoader[Any], options: Options | None = None, resume: dict[str, Any] | None = None
+    loader: StockLoader[Any],
+    options: Options | None = None,
+    resume: dict[str, Any] | None = None,
+    *,
+    written: Callable[[str], None] | None = None,
 ) -> tuple[FeedIterator | None, str]:
-    """Our iterator for any loader, or None and the reason why stock's has to do."""
+    """Our iterator for any loader, or None and the reason why stock's has to do.
+
+    `written`: who is told that a loop without workers of its own writes to its dataset, which ours would not see.
+    """
     options = options or Options()
     reason = _why_not(loader, options)
     if reason:
@@ -219,7 +226,7 @@ def iterator_for(
             kept.feed.crew.ready()  # before anything is drawn that stock would draw again
         except OSError as problem:
             return None, f"no worker could be started ({problem})"
-    iterator = FeedIterator(loader, kept.feed, resume)
+    iterator = FeedIterator(loader, kept.feed, resume, written=written)
     kept.user = weakref.ref(iterator)
     return iterator, ""
 

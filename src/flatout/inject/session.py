@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
@@ -34,6 +35,7 @@ from flatout.sense.hooks import Hooks, Listener
 from flatout.sense.options import RANK, Options
 from flatout.sense.recorder import DATA, HELD, OWN, Recorder
 from flatout.sense.settings import Settings, hide_in_arguments
+from flatout.sense.watch import Watch
 from flatout.sense.worker import Meter, measure_fetcher
 from flatout.sense.xray import Profiler, read_kernels
 from flatout.trace import Facts, Note, RunInfo, Step, TraceWriter
@@ -42,6 +44,7 @@ from flatout.trace.plain import PlainSteps
 if TYPE_CHECKING:
     from flatout.inject.apply.applied import Applied
 
+_WATCHED_FOR = 200  # batches
 _FIRST_FACTS_AT_STEP = 3
 _LOOK_EVERY_STEPS = 16
 _FACTS_EVERY_TIMES = 10
@@ -95,6 +98,9 @@ class Session(Listener):
         self._recorder = Recorder(clock=time.monotonic, emit=self._emit, gpu=gpu, losses=self._losses)
         self._hooks = Hooks(self._recorder, self, self._fail)
         self._loaders: dict[int, dict[str, Any]] = {}
+        self._passes: Counter[int] = Counter()
+        self.watched: dict[int, Watch] = {}  # datasets that the training process reads itself
+        self._writes: dict[int, str] = {}  # what its loop was seen to write to in them
         self._autocast: set[str] = set()
         self._exchange: dict[str, float] | None = None
         self._xray = _XrayPlan(options)
@@ -120,6 +126,19 @@ class Session(Listener):
     def loader_seen(self, number: int, loader: Any) -> None:
         os.environ[RANK] = str(_rank())  # its workers write beside the rank they belong to
         self._loaders[number] = look.loader_facts(loader)
+        self._passes[number] += 1
+        if loader.num_workers == 0 and self._passes[number] == 1:
+            self.watched[number] = Watch(loader.dataset, loader.collate_fn)
+
+    def fetches(self, loader: int) -> None:
+        written = self.watched[loader].changed()
+        if written:
+            self._writes[loader] = written
+        if written or self.watched[loader].looked >= _WATCHED_FOR:
+            del self.watched[loader]
+
+    def has_fetched(self, loader: int) -> None:
+        self.watched[loader].renew()  # what samples leave behind is not the loop's doing
 
     def fetched(self, loader: int, batch: Any) -> None:
         if self._ceiling is not None:
@@ -246,7 +265,7 @@ class Session(Listener):
         self._settings.note_config_modules()
         self._exchange = look.gradient_exchange(self._hooks.modules()) or self._exchange  # the model may be gone
         values = look.in_force(self._last_optimizer) | {
-            "loaders": list({str(facts): facts for facts in self._loaders.values()}.values()),
+            "loaders": self._kinds_of_loaders(),
             "loaders_side_by_side": self._recorder.loaders_side_by_side,
             "autocast": sorted(self._autocast) or ["None"],
             "gradient_exchange": self._exchange,
@@ -256,6 +275,22 @@ class Session(Listener):
         if _applied is not None and _applied.ledger.changes:
             values |= _applied.facts()
         self._writer.write(Facts(time_s=time.monotonic(), values=values))
+
+    def _kinds_of_loaders(self) -> list[dict[str, Any]]:
+        """One of those that are alike. `made_anew`: there are several, and each has had one pass; `written`: what the
+        loop wrote to in the dataset between two batches, where there are no workers."""
+        alike: dict[str, list[int]] = {}
+        for number, facts in self._loaders.items():
+            alike.setdefault(str(facts), []).append(number)
+        return [
+            self._loaders[numbers[0]]
+            | {
+                "trains": any(number in self._recorder.train_loaders for number in numbers),
+                "made_anew": len(numbers) > 1 == max(self._passes[number] for number in numbers),
+                "written": next((self._writes[number] for number in numbers if number in self._writes), None),
+            }
+            for numbers in alike.values()
+        ]
 
     def _note_changes_not_made(self) -> None:
         for entry in _applied.ledger.entries() if _applied is not None else ():

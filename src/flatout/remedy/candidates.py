@@ -293,8 +293,11 @@ def _data_path(view: View) -> Offer | None:
 def _loading(view: View, behind: Sequence[Finding], why: str) -> list[Change]:
     """The elastic loader; where that cannot be had, the number of workers and what goes with them.
 
-    Where it can be had and does not pay, that number is still worth a trial if it is what the diagnosis asks for.
+    Where it can be had and does not pay, that number is still worth a trial if it is what the diagnosis asks for. No
+    worker of any kind where the loop writes to its dataset, and makes the batches itself.
     """
+    if view.case.loader.get("written"):
+        return []
     elastic = _elastic(view, why)
     verdict = view.verdict("loader", "elastic")
     asked = any(f.change == "num_workers" for f in behind)

@@ -14,7 +14,7 @@ import gc
 import logging
 import queue
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future
 from itertools import count
 from threading import Timer, get_ident
@@ -219,12 +219,16 @@ class Hooks:
         recorder, listener = self._recorder, self._listener
         if recorder.light:
             if loader in recorder.train_loaders and torch.is_grad_enabled():
+                if loader in listener.watched:
+                    self.guarded(listener.fetches, loader)
                 start_s, batch, recorder.waiting = recorder.clock(), None, True
                 try:
                     batch = fetch(*args, **kwargs)
                     return batch
                 finally:
                     recorder.waiting = False
+                    if loader in listener.watched:
+                        self.guarded(listener.has_fetched, loader)
                     try:
                         samples = None if batch is None else batch_size(batch) or 0
                         recorder.tape.append((loader, start_s, recorder.clock(), samples))
@@ -238,7 +242,11 @@ class Hooks:
         try:
             batch = self.guarded(listener.replayed_batch, loader) if listener.replays else None
             if batch is None:
+                if loader in listener.watched:
+                    self.guarded(listener.fetches, loader)
                 batch = fetch(*args, **kwargs)
+                if loader in listener.watched:
+                    self.guarded(listener.has_fetched, loader)
                 if listener.replays:
                     self.guarded(listener.fetched, loader, batch)
             samples = self.guarded(batch_size, batch) or 0
@@ -493,12 +501,19 @@ class Listener:
     replays = False  # whether it will ever answer `replayed_batch` or be `resident`
     resident = False
     next_look = 0  # the step it wants to hear of next
+    watched: Container[int] = ()  # loaders of which it wants to hear before and after each batch
 
     def loader_seen(self, number: int, loader: Any) -> None:
         """A DataLoader is about to begin a pass, and perhaps to start its workers."""
 
+    def fetches(self, loader: int) -> None:
+        """A loader that is watched is about to be asked for a batch …"""
+
+    def has_fetched(self, loader: int) -> None:
+        """… and has given one."""
+
     def fetched(self, loader: int, batch: Any) -> None:
-        """A batch has come out of a loader."""
+        """A batch has come out of a loader, for whoever replays them."""
 
     def replayed_batch(self, loader: int) -> Any:
         """A batch to give instead of fetching one, or None."""

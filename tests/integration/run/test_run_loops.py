@@ -409,8 +409,12 @@ class Stream(IterableDataset[Any]):
 
 
 class Indexed(Dataset[Any]):
+    def __init__(self, length: int = 24) -> None:
+        self.length = length
+        self.noise = 0.0
+
     def __len__(self) -> int:
-        return 24
+        return self.length
 
     def __getitem__(self, index: int) -> Any:
         return torch.randn(FEATURES), torch.tensor(index % 2)
@@ -453,6 +457,30 @@ def test_any_loader_is_seen(tmp_path: Path, make: Callable[[], DataLoader[Any]])
         return  # our own workers may be ended before their last word
     assert sum(report.samples for report in observed.rank.workers) == 48
     assert observed.rank.workers[0].random_used == ("torch",)
+
+
+@pytest.mark.parametrize("anew", [True, False])
+def test_what_loop_and_loader_do_to_each_other_is_seen(tmp_path: Path, anew: bool) -> None:
+    """GIVEN loaders for training, made once or for every epoch, and a larger one for evaluation WHEN the loop writes to
+    the training's dataset in mid-epoch THEN each is told by the loader it is about."""
+
+    def train() -> None:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data, val = Indexed(24), DataLoader(Indexed(96), batch_size=4)
+        made = DataLoader(data, batch_size=4)
+        for epoch in range(3):
+            for step, (x, y) in enumerate(DataLoader(data, batch_size=4) if anew and epoch else made):
+                learn(model, optimizer, x, y)
+                if step == 3 and not anew:
+                    data.noise += 0.1
+            with torch.no_grad():
+                for x, _ in val:
+                    model(x)
+
+    facts = {loader["length"]: loader for loader in observe(tmp_path, train).rank.facts["loaders"]}
+    told = {length: (f["trains"], f["made_anew"], f["written"]) for length, f in facts.items()}
+    assert told == {24: (True, anew, None if anew else "Indexed, noise"), 96: (False, False, None)}
 
 
 class SlowToBegin(Dataset[Any]):

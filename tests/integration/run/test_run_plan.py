@@ -321,6 +321,82 @@ def test_auto_puts_in_what_is_safe_and_says_which(tmp_path: Path, plain: dict[tu
     assert all(report.worker is not None for report in loaded), "not the training process"
 
 
+WRITES = """
+    import random, sys, torch
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset, Sampler
+    from flatout.inject import compiler_later
+    compiler_later.install(torch)
+
+    class Pictures(Dataset):
+        size = 4
+
+        def __len__(self):
+            return 96
+
+        def __getitem__(self, index):
+            return torch.full((self.size,), float(index)).mean() + random.random(), index, self.size
+
+    class Hardest(Sampler):
+        losses = torch.zeros(96)
+
+        def __len__(self):
+            return 96
+
+        def __iter__(self):
+            for _ in range(96):
+                yield int((self.losses + torch.arange(96) % 7).argmax())
+
+    torch.manual_seed(0)
+    random.seed(0)
+    data, hardest = Pictures(), Hardest()
+    sampler = hardest if "sampler" in sys.argv else None
+    loader = DataLoader(data, batch_size=4, shuffle=sampler is None, sampler=sampler)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    for epoch in range(2):
+        for step, (x, index, sizes) in enumerate(loader):
+            loss = model(x[:, None]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            hardest.losses[index] = -loss.item()
+            if step % 5 == 4 and "size" in sys.argv:
+                data.size += 1
+            print("step", epoch, step, index.tolist(), sizes.tolist(), loss.item())
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("size", "the loop writes to what it reads (Pictures, size), which no worker would see"),
+        ("sampler", "num_workers=0, and Hardest says one by one what comes next: it may go by what was learned"),
+    ],
+)
+def test_what_a_loop_without_workers_tells_its_data_is_not_lost(tmp_path: Path, what: str, why: str) -> None:
+    """GIVEN pictures whose size the loop changes every five batches, or a sampler that goes by the last losses WHEN the
+    loader is to be ours THEN it is stock's, from the first write on: the same samples in the same order and size."""
+    said = []
+    for plan in ((), (change("loader", "elastic"),)):
+        folder = tmp_path / f"with-{len(plan)}-changes"
+        folder.mkdir()
+        write(folder, train=WRITES)
+        run = run_with(folder, *plan, command=(sys.executable, "train.py", what))
+        assert run.code == 0, run.err
+        said.append([line.split() for line in run.out.splitlines() if line.startswith("step")])
+    assert not entries(run)["loader"]["applied"]
+    assert entries(run)["loader"]["how"] == why
+    stock, ours = said
+    assert len(stock) == 48
+    if what == "sampler":
+        assert ours == stock
+    else:
+        first_epoch = slice(24)  # later shuffles follow what samples drew
+        assert [line[:-1] for line in ours[first_epoch]] == [line[:-1] for line in stock[first_epoch]]
+        assert ours[0][-1] != stock[0][-1], "ours to begin with"
+
+
 @pytest.mark.parametrize("framework", ["trainer", "lightning"])
 def test_frameworks_get_their_batches_from_the_elastic_loader(tmp_path: Path, framework: str) -> None:
     """GIVEN a script for the Hugging Face Trainer, or for Lightning WHEN the loader is ours THEN losses are stock's."""

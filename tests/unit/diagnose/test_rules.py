@@ -207,9 +207,34 @@ def test_handing_over_is_the_cost() -> None:
     assert "flatout.DataLoader" not in again.advice
 
 
+def test_no_worker_is_advised_where_the_loop_writes_to_its_dataset() -> None:
+    writes = {"num_workers": 0, "written": "Pictures, size"}
+    made = trace(*STARVED, loader=writes, workers=workers(1, sample_ms=1.0, busy=0.7))
+    assert (first(made).code, first(made).change, first(made).value) == ("data.main-thread", None, None)
+    assert "writes to it (Pictures, size), which no worker sees" in first(made).advice
+
+
+def test_a_larger_loader_that_evaluates_is_not_taken_for_the_one_that_trains() -> None:
+    evaluates = LOADER | {"length": 10**9, "num_workers": 3, "trains": False}
+    made = trace(facts={"loaders": [evaluates, LOADER | {"num_workers": 5, "trains": True}]})
+    assert cases(made)[0].loader["num_workers"] == 5
+    old = trace(facts={"loaders": [LOADER | {"num_workers": 5}, LOADER | {"length": 10**9, "num_workers": 3}]})
+    assert cases(old)[0].loader["num_workers"] == 3, "of a recording that does not say"
+
+
 def test_workers_started_again_and_again() -> None:
     made = trace(("loader start", 6.0, 6.0, None), *HEALTHY, loader={"persistent_workers": False})
     assert "data.worker-start" in codes(made)
+
+
+def test_a_loader_that_is_made_for_every_epoch_has_none_to_keep_its_workers_for() -> None:
+    anew = {"persistent_workers": False, "made_anew": True}
+    made = trace(("loader start", 6.0, 6.0, None), *HEALTHY, loader=anew)
+    (found,) = (one for one in diagnose(made) if one.code == "data.worker-start")
+    assert (found.change, found.value) == (None, None)
+    assert found.advice.startswith("make the loader once, before the first epoch, with persistent_workers=True")
+    two = trace(("loader start", 6.0, 6.0, None), *HEALTHY, loader=anew, facts={"loaders_side_by_side": 2})
+    assert [one.change for one in diagnose(two) if one.code == "data.worker-start"] == ["persistent_workers"]
 
 
 def test_workers_started_for_every_epoch_show_before_the_second_one() -> None:

@@ -61,6 +61,15 @@ def test_names_that_only_look_alike_are_no_knobs() -> None:
     assert knobs(settings, "num_workers", lambda value: value == 64) == []
 
 
+def test_no_worker_is_offered_where_the_loop_writes_to_its_dataset() -> None:
+    starved = view(World(machine=Machine(data_ms=80.0), workers=0))
+    rank = starved.trace.ranks[0]
+    loader = {**rank.facts["loaders"][0], "written": "Pictures, size"}
+    writes = replace(starved.trace, ranks=(replace(rank, facts={**rank.facts, "loaders": [loader]}),))
+    names = {change.name for offer in offers(replace(starved, trace=writes), Wishes())[0] for change in offer.changes}
+    assert not names & {"loader", "num_workers", "prefetch_factor"}
+
+
 def test_a_starved_training_is_offered_the_data_path_as_one() -> None:
     wanted, withheld = offers(view(World(machine=Machine(data_ms=80.0), workers=0)), Wishes())
     assert [change.name for change in wanted[0].changes] == ["loader", "device_prefetch"]

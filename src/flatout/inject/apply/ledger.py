@@ -47,11 +47,15 @@ class Ledger:
 
     def failed(self, name: str, problem: BaseException) -> None:
         """Something of ours went wrong: the change is off from now on."""
+        self.withdraw(name, f"{type(problem).__name__}: {problem}")
+
+    def withdraw(self, name: str, why: str) -> None:
+        """It should not have been made: it is off from now on."""
         if name in self._off:
             return
         self._off.add(name)
         self._made.pop(name, None)
-        self._refused[name] = f"{type(problem).__name__}: {problem}"
+        self._refused[name] = why
         print(f"flatout: {name} is switched off ({self._refused[name]}); training goes on", file=sys.stderr)
 
     def attempt(self, name: str, function: Callable[..., T], *args: Any) -> T | None:

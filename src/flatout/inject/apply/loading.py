@@ -171,7 +171,10 @@ class Loading:
         if iterator is None:
             self._ledger.refused("loader", why_not)
         else:
-            self._ledger.made("loader", "batches come from flatout's own workers", self._built.get(loader))
+            others = (
+                "" if loader.num_workers else "; samples draw other random numbers there, and later shuffles with them"
+            )
+            self._ledger.made("loader", f"batches come from flatout's own workers{others}", self._built.get(loader))
         return iterator
 
     def _elastic(self, loader: Any, *, page_locked: bool) -> tuple[Any, str]:
@@ -181,13 +184,19 @@ class Loading:
             return None, "num_workers=0: workers of any kind could change what random samples draw"
         if loader.num_workers == 0 and _holds_card_memory(loader.dataset):
             return None, "the dataset holds tensors on the GPU, which no worker may touch"
+        if loader.num_workers == 0 and (sampler := _draws_late(loader)):
+            return None, f"num_workers=0, and {sampler} says one by one what comes next: it may go by what was learned"
         options = FeedOptions(
             workers="auto" if loader.num_workers == 0 else None,
             rng="stock" if strict else "position",
             page_locked=True if page_locked else None,
             defer=bool(self._ledger.wanted("gpu_transforms")) and self._may_defer(loader),
         )
-        return iterator_for(loader, options)
+        return iterator_for(loader, options, written=self._written)
+
+    def _written(self, what: str) -> None:
+        """Without workers, what the loop writes to its dataset is in the next batch."""
+        self._ledger.withdraw("loader", f"the loop writes to what it reads ({what}), which no worker would see")
 
     def _may_defer(self, loader: Any) -> bool:
         """Whether this loader's samples may leave their transforms to the card; if they do, its first batch says so."""
@@ -245,6 +254,15 @@ def _why_not(name: str, dataset: Any, workers: int) -> str:
         return "num_workers=0: there are no workers"
     if name == "pin_memory" and not torch.cuda.is_available():
         return "there is no GPU to copy to"
+    return ""
+
+
+def _draws_late(loader: Any) -> str:
+    """The sampler of the script's own, if any, that is asked for each index when it is needed; by name."""
+    for sampler in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", loader.sampler)):
+        kind = type(sampler)
+        if not kind.__module__.startswith("torch.") and inspect.isgeneratorfunction(getattr(kind, "__iter__", None)):
+            return kind.__name__
     return ""
 
 
