@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from flatout import sandbox
 from flatout.errors import UsageError
 from flatout.plan import Plan
 from flatout.sense.hardware import PULSE_EVERY_S, Sampler
+from flatout.sense.heard import Heard
 from flatout.sense.options import VARIABLE, Options, Trial, new_folder
 from flatout.sense.settings import hide_in_arguments
 from flatout.trace import Note, RunInfo, TraceWriter
@@ -37,7 +38,8 @@ _CANNOT_START = 126
 _NOT_FOUND = 127
 TIMED_OUT = 124
 OUTPUT = "output.txt"
-_PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+_PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+_HEARD_WITHIN_S = 0.3
 
 
 def run(
@@ -75,11 +77,14 @@ def run(
     words = [program, *command[1:]]
     if trial is not None:
         return _try(words, options, trial, environment)
-    process = _started(words, env=environment)
-    if isinstance(process, int):
-        return process
-    with _watching(process.pid, options if measured else None):
-        code = _wait(process)
+    with closing(Heard()) as heard:
+        if measured:
+            environment |= heard.environment
+        process = _started(words, env=environment, pass_fds=(heard.write_end,))
+        if isinstance(process, int):
+            return process
+        with _watching(process.pid, options if measured else None):
+            code = _wait(process, heard)
     if measured and max_steps is not None:
         end(options.folder)
     if measured and not any(options.folder.iterdir()):
@@ -109,7 +114,7 @@ def _try(words: list[str], options: Options, trial: Trial, environment: dict[str
         return process
     try:
         with _watching(process.pid, options if not trial.fingerprints else None):  # nobody times those
-            code = _wait(process, trial)
+            code = _wait(process, trial=trial)
     finally:
         end(options.folder, process)
     if before is not None and trial.protect is not None:
@@ -189,8 +194,9 @@ def _injection(options: Options) -> dict[str, str]:
     }
 
 
-def _wait(process: subprocess.Popen[bytes], trial: Trial | None = None) -> int:
-    """Wait for the command. Signals meant for it go on to it; Ctrl-C in a terminal reaches it without us.
+def _wait(process: subprocess.Popen[bytes], heard: Heard | None = None, *, trial: Trial | None = None) -> int:
+    """Wait for the command. Signals meant for it go on to it; Ctrl-C in a terminal reaches it without us, and what it
+    has `heard` has too.
 
     A trial is ours to end: what would end us ends it, and its time may be over.
     """
@@ -208,8 +214,11 @@ def _wait(process: subprocess.Popen[bytes], trial: Trial | None = None) -> int:
             if sent is not None and sent.si_signo in _PASSED_ON:
                 if trial is not None:
                     raise KeyboardInterrupt
-                if _for_us_alone(sent):
+                told = heard is not None and heard.lately(sent.si_signo, _HEARD_WITHIN_S)
+                if _for_us_alone(sent) and not told:
                     process.send_signal(sent.si_signo)
+            elif heard is not None:
+                heard.listen()
             if time.monotonic() >= end_s:
                 return TIMED_OUT
     finally:

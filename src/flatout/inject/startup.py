@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.errors import FlatoutError, UsageError
 from flatout.inject.apply.ledger import Ledger
+from flatout.sense import heard
 from flatout.sense.options import Options
 from flatout.sense.settings import Settings
 
@@ -37,6 +38,7 @@ def start() -> None:
     try:
         options = Options.from_environment(os.environ)
         if _finder is None and options is not None:
+            heard.tell(os.environ)
             _redirect()
             if options.plan is not None:
                 _turn_knobs(options.plan)

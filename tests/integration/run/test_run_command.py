@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,37 @@ def test_signals_reach_the_script(place: Path, number: int, code: int, said: str
     run = finish(place, process)
     assert (run.code, run.out.strip()) == (code, said)
     assert run.account is not None
+
+
+COUNTING = """
+    import signal, time, train
+    heard = []
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, name), lambda number, frame: heard.append(number))
+    train.step()
+    train.step()
+    print("ready", flush=True)
+    while not heard:
+        train.step()
+    until = time.monotonic() + 1.5
+    while time.monotonic() < until:
+        train.step()
+    print(heard, flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["flatout", "group"])
+def test_a_signal_is_heard_once_whether_it_was_for_us_or_for_the_whole_group(
+    place: Path, send: Callable[[int, int], None], number: int
+) -> None:
+    write(place, loop=COUNTING)
+    process = subprocess.Popen(**call(place, PYTHON, "loop.py"), start_new_session=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    send(process.pid, number)
+    run = finish(place, process)
+    assert (run.code, run.out.strip()) == (0, f"[{int(number)}]")
 
 
 def test_a_batch_script_that_passes_its_signal_on_reaches_the_script(place: Path) -> None:
