@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -513,10 +514,21 @@ def _pauses(view: View) -> Offer | None:
         stands = view.found(code)
         there = knobs(view.settings, name, _is_count)
         if stands and there and not view.holds(name):
-            found += stands
-            value = int(there[0].value) * EVALUATE_LESS
-            changes.append(_made(name, value, stands[0].title, knob=there[0].text))
+            value, left = _less_often(there[0], knobs(view.settings, "epochs", _is_count))
+            if value > there[0].value:
+                found += stands
+                changes.append(_made(name, value, f"{stands[0].title}{left}", knob=there[0].text))
     return _offer(changes, found, pauses=True)
+
+
+def _less_often(interval: Knob, epochs: Sequence[Knob]) -> tuple[int, str]:
+    """A fifth as often, but once at least where epochs are counted and it is known how many there are; and how often
+    it is left then."""
+    value = int(interval.value) * EVALUATE_LESS
+    if not epochs or re.search("step|iter|batch", interval.key):
+        return value, ""
+    value = min(value, int(epochs[0].value))
+    return value, f"; then {epochs[0].value // value} of {epochs[0].value} epochs end with it"
 
 
 def pause_knobs(view: View) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -159,6 +159,16 @@ def gain_of_rarer_pauses(before: Sequence[Speed], after: Sequence[Speed], noise:
         return (step_s * longer + old_s / longer) / (step_s * longer + new_s)
 
     return Gain(value=with_steps(1.0), low=with_steps(sure), high=with_steps(1 / sure))
+
+
+def with_equal_steps(before: Sequence[Speed], after: Sequence[Speed]) -> tuple[list[Speed], list[Speed]]:
+    """Both, as if a step took them equally long: what is left is the difference of their pauses."""
+    value = math.exp((_log(before, pauses=False) + _log(after, pauses=False)) / 2)
+
+    def equal(run: Speed) -> Speed:
+        return replace(run, value=value, with_pauses=1 / (1 / value + 1 / run.with_pauses - 1 / run.value))
+
+    return [equal(run) for run in before], [equal(run) for run in after]
 
 
 def _unsure(before: Sequence[Speed], after: Sequence[Speed], noise: Noise) -> float:

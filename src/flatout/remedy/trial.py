@@ -48,6 +48,7 @@ from flatout.remedy.speed import (
     gain,
     gain_of_rarer_pauses,
     pooled,
+    with_equal_steps,
 )
 from flatout.remedy.speeds import Speeds
 from flatout.sense.options import MOST_STEPS
@@ -498,6 +499,7 @@ class Search:
         if paused and not long:
             self._remark("the gain is that of the steps alone: there was no time for a whole epoch as it was")
             steps = None
+        rarer = long and all(change.name in PAUSES for change in kept)  # steps take as long as before, but for luck
         first, fresh = self._speeds.of(())[0], None
         measured = bool(self._speeds.of(kept, long=long))
         if in_time if long else self._purse.left_s > (self._purse.comparing_s() if measured else 0.0):
@@ -509,7 +511,8 @@ class Search:
                 return
             if not cut_off and not self._failed(old) and old.speed is not None and new.speed is not None:
                 self.found.before, self.found.after = old.seen_like(self.before.trace), new.seen_like(self._sight)
-                fresh = gain([old.speed], [new.speed], Noise(sd=0.0, repeats=0), pauses=long).value
+                both = with_equal_steps([old.speed], [new.speed]) if rarer else ([old.speed], [new.speed])
+                fresh = gain(both[0], both[1], Noise(sd=0.0, repeats=0), pauses=long).value
                 drift = old.speed.value / first.value
                 if abs(math.log(drift)) > DRIFT and not long:
                     self._remark(f"the machine drifted: the command as it was ran at {drift:.2f}× its first speed")
@@ -523,6 +526,7 @@ class Search:
             self._remark("what was kept in the end was not measured as a whole")
             return
         self._tell_of_short_epochs()
+        before, after = with_equal_steps(before, after) if rarer else (before, after)
         # Both were measured early and late: a machine that drifts treats them alike.
         self.found.gain = gain(before, after, self._speeds.noise_near(before, after), pauses=long)
         self.found.speeds, self.found.paused = (pooled(before), pooled(after)), long

@@ -61,6 +61,24 @@ def test_names_that_only_look_alike_are_no_knobs() -> None:
     assert knobs(settings, "num_workers", lambda value: value == 64) == []
 
 
+@pytest.mark.parametrize(
+    ("settings", "value"),
+    [
+        ({"eval_every": 1}, 5),
+        ({"eval_every": 1, "epochs": 90}, 5),
+        ({"eval_every": 1, "epochs": 4}, 4),
+        ({"eval_every": 2, "epochs": 2}, None),
+        ({"eval_steps": 100, "epochs": 4}, 500),
+    ],
+)
+def test_there_is_an_evaluation_left(settings: dict[str, int], value: int | None) -> None:
+    (name, every), *others = settings.items()
+    world = World(machine=Machine(eval_s=2.0), length=19_200, settings=[flag(name, every, **dict(others))])
+    seen = View(trace=(made := world((), steps=330, timeout_s=60).trace), first=made)
+    changes = [change for offer in offers(seen, Wishes.of(allow="all"))[0] for change in offer.changes]
+    assert [change.value for change in changes if change.name == "eval_interval"] == ([value] if value else [])
+
+
 def test_no_worker_is_offered_where_the_loop_writes_to_its_dataset() -> None:
     starved = view(World(machine=Machine(data_ms=80.0), workers=0))
     rank = starved.trace.ranks[0]

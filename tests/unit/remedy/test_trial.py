@@ -309,6 +309,17 @@ def test_evaluation_is_found_by_looking_at_a_whole_epoch() -> None:
     assert found.gain.value == pytest.approx((330 * 0.02 + 2) / (330 * 0.02), rel=0.08)
 
 
+def test_the_gain_of_rarer_pauses_is_what_they_took_however_much_the_machine_drifts() -> None:
+    """GIVEN an evaluation of 2 s after 300 steps of 20 ms, and runs that differ by a fifth."""
+    world = World(machine=Machine(eval_s=2.0), length=19_200, settings=[flag("eval_every", 1)], run_noise=0.2)
+    found = fix(world, ALL)
+    assert kept(found) == {"eval_interval": 5}
+    assert found.gain is not None
+    assert found.gain.value == pytest.approx((330 * 0.02 + 2) / (330 * 0.02), rel=0.08)
+    assert found.speeds is not None
+    assert found.speeds[1].with_pauses / found.speeds[0].with_pauses == pytest.approx(found.gain.value)
+
+
 class LongEpochs(World):
     """Evaluates every 200 steps, of 20,000 in an epoch; a run that takes too long is ended."""
 
