@@ -145,7 +145,8 @@ def _cpu_bound(case: Case, saved: float, common: dict[str, Any]) -> Finding:
     doing = f"; {slowest[0]} takes {slowest[1]:.1f} ms of them" if slowest else ""
     median = case.sample_ms.quantile(0.5) or 0.0
     all_busy = (case.cpu_share or 0.0) >= _BUSY or not case.elastic
-    held_up = "every core is busy loading" if all_busy else "no number of workers keeps up"
+    taken = "every core is busy loading" if (case.own_cpu_share or 1.0) >= _BUSY else "no core is free for more workers"
+    held_up = taken if all_busy else "no number of workers keeps up"
     moved = min(0.9, sum(transforms.values()) / mean) if mean else 0.0  # what the card could do, where it is seen
     setting = _setting(case, "augment_on", "cpu")
     return Finding(
@@ -246,7 +247,9 @@ def worker_start(case: Case) -> Finding | None:
         title = f"workers are started for every {epoch}: going by the first, that takes"
     if share < WORTH:
         return None
-    advice = "persistent_workers=True (from the second epoch on, shuffling draws other numbers)"
+    shuffled = loader.get("sampler") == "RandomSampler"
+    others = "shuffling draws other numbers" if shuffled else "workers go on with what they have, random numbers too"
+    advice = f"persistent_workers=True (from the second epoch on, {others})"
     made_anew = loader.get("made_anew") and case.facts.get("loaders_side_by_side", 1) == 1
     if made_anew:  # then none of them has an epoch to keep its workers for
         advice = f"make the loader once, before the first epoch, with {advice}"

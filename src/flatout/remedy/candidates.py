@@ -136,7 +136,11 @@ class Wishes:
     @classmethod
     def of(cls, allow: str = "", only: str = "", skip: str = "") -> Wishes:
         """From the command line; a word that is no change and no class is the person's mistake."""
-        return cls(allow=_words("--allow", allow), only=_words("--only", only), skip=_words("--skip", skip))
+        wishes = cls(allow=_words("--allow", allow), only=_words("--only", only), skip=_words("--skip", skip))
+        both = wishes.skip & (wishes.only | wishes.allow)
+        if both:
+            raise UsageError(f"--skip {min(both).replace('_', '-')}: it is asked for as well")
+        return wishes
 
     def permits(self, change: Change) -> bool:
         """Whether this change may be tried."""
@@ -150,6 +154,15 @@ class Wishes:
             or bool(self.allow & (said | {"all"}))
             or bool(self.only & (said - {"semantic"}))
         )
+
+
+def not_offered(wishes: Wishes, known: Iterable[str], *, on_gpu: bool) -> list[str]:
+    """What a person has asked for by its name and nothing came of, and why."""
+    asked = ((wishes.allow | wishes.only) & SAFETIES.keys()) - set(known) - {"setting", "learning_rate"}
+    why = dict.fromkeys(asked, "nothing that was found asks for it")
+    if not on_gpu and "batch_size" in why:
+        why["batch_size"] = "there is no GPU that it would keep busier"
+    return [f"{name} was not tried: {reason}" for name, reason in sorted(why.items())]
 
 
 def _words(option: str, text: str) -> frozenset[str]:

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from flatout.remedy.candidates import Wishes
+from flatout.remedy.candidates import Wishes, not_offered
 from flatout.remedy.found import Found, Story
 from flatout.remedy.running import Launcher
 from flatout.remedy.trial import Search
@@ -25,6 +25,8 @@ def fix(
     """Try, keep, prove. The recordings of before and after go into `keep_in`; those of the trials are thrown away."""
     with tempfile.TemporaryDirectory(prefix="flatout-fix-") as folder:
         found = Search(Launcher(command, Path(folder)), wishes, budget_s=budget_s, steps=steps, story=story).go()
+        if found.before is not None and not found.interrupted:
+            found.remarks += not_offered(wishes, found.known, on_gpu=found.before.case.on_gpu)
         if keep_in is not None:
             for name, run in (("before", found.before), ("after", found.measured)):
                 if run is not None and run.folder is not None and run.folder.is_dir():

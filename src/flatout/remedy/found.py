@@ -71,6 +71,12 @@ class Found:
         """What became of each change, by its name and its value as text."""
         return {(a.change.name, str(a.change.value)): a.outcome.verdict for a in self.attempts}
 
+    @property
+    def known(self) -> set[str]:
+        """The names of what was tried, or would have been with more time or leave."""
+        offered = (change for offer in (*self.withheld, *self.untried) for change in offer.changes)
+        return {change.name for change in (*(attempt.change for attempt in self.attempts), *offered)}
+
     def kept_as(self, safety: str) -> tuple[Change, ...]:
         """What was kept of one class."""
         return tuple(change for change in self.kept if change.safety == safety)

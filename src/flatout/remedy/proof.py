@@ -189,7 +189,10 @@ def _with_losses(before: Run, after: Run, repeat: Run | None, standing: Standing
     if not within:
         off_by = f"the loss is {apart / scale:+.1%} ({last} steps, margin {margin / scale:.0%})"
         return Proof(standing="failed", text=f"{said}, but {off_by}")
-    return Proof(standing=standing, text=f"{said}; loss {apart / scale:+.2%} over the last {last} steps")
+    chance = ""
+    if abs(apart) > margin:
+        chance = f", by chance as far as {last} steps can tell ({low / scale:+.0%} to {high / scale:+.0%})"
+    return Proof(standing=standing, text=f"{said}; loss {apart / scale:+.2%} over the last {last} steps{chance}")
 
 
 def _repeats_exactly(before: Run, first: Floats, again: Floats) -> bool:

@@ -33,6 +33,7 @@ SEED = 20_261  # imposed where the script sets none: the same in every run
 CEILING = ("replay", "resident")  # kinds of steps
 LOOKING = (*CEILING, "xray", "after xray")
 _TAIL_BYTES = 20_000
+_STANDS_STILL_S = 20.0
 WEIGHTS_BYTES, _WEIGHTS_SHARE = 8 << 30, 0.1  # of the free disk; two may lead
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception(?! raised from)|Interrupt|Exit|Refused)\b.*")
@@ -178,8 +179,11 @@ class Run:
     def why_no_baseline(self, steps: int) -> str:
         """Why this run of the command as it is, which was to take so many steps, is nothing to begin from."""
         taken = self.case.breakdown.steps if self.trace is not None else 0
-        if self.hung and taken >= steps:
-            return f"the command stood still after {taken} training steps, and was ended after {self.seconds:.0f} s"
+        if self.hung and (taken >= steps or self._stood_still_s > _STANDS_STILL_S):
+            still = f" for {self._stood_still_s:.0f} s" if self._stood_still_s > _STANDS_STILL_S else ""
+            hint = ": a worker, or another process that it waits for, may be stuck" if taken < steps else ""
+            ended = f"and was ended after {self.seconds:.0f} s"
+            return f"the command stood still{still} after {taken} training steps, {ended}{hint}"
         if self.hung:
             tried = f"{steps} training steps in {self.seconds:.0f} s"
             return f"the command did not come to {tried}: fewer may do (--steps 20), or more time (--budget)"
@@ -190,6 +194,13 @@ class Run:
         if self.trace is None:
             return "no optimizer step was seen: nothing to fix (does the command train, and with this Python?)"
         return "the command ended after a few steps: too few to measure"
+
+    @property
+    def _stood_still_s(self) -> float:
+        """How long before its end no step has ended any more."""
+        samples = [s.time_s for some in self.trace.samples.values() for s in some] if self.trace is not None else []
+        steps = self.trace.ranks[0].steps if self.trace is not None else ()
+        return max(samples) - max(step.start_s + step.wall_ms / 1e3 for step in steps) if samples and steps else 0.0
 
     def reason(self) -> str:
         """Why it ended as it did, in its own words where it left some."""

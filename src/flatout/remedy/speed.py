@@ -64,6 +64,13 @@ class Gain:
         return f"{self.value:.2f}× ({self.low:.2f} to {self.high:.2f})"
 
     @property
+    def shortfall(self) -> str:
+        """Why it does not count."""
+        if self.high < 1:
+            return f"{self}: slower"
+        return f"{self}: {'too little to be believed of so few runs' if self.low > 1 else 'no gain over 2% was shown'}"
+
+    @property
     def hopeless(self) -> bool:
         """Whether it is sure not to be worth having."""
         return self.high < WORTH

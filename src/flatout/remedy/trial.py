@@ -174,9 +174,9 @@ class Search:
             if not wanted:
                 at_ceiling = view.case.has_ceiling and view.case.headroom < AT_CEILING
                 left = " of what --only and --skip leave" if self._wishes.only or self._wishes.skip else ""
-                self.found.stopped = (
-                    "at the ceiling of the step itself" if at_ceiling else f"nothing{left} promises more"
-                )
+                why = "at the ceiling of the step itself" if at_ceiling else f"nothing{left} promises more"
+                unsure = ", ".join(offer.name for offer in self._undecided)
+                self.found.stopped = f"too little time was left to look again at {unsure}" if unsure else why
                 return
             if not affordable:
                 self.found.untried = wanted
@@ -267,11 +267,8 @@ class Search:
             self._decide(changes, "undone", gained, note=self._not_shown(gained, changes))
 
     def _not_shown(self, gained: Gain, changes: tuple[Change, ...]) -> str:
-        if gained.high < 1:
-            return f"{gained}: slower"
         again = gained.value > WORTH and not self._purse.affords(changes)
-        why = "too little to be believed of so few runs" if gained.low > 1 else "no gain over 2% was shown"
-        return f"{gained}: {why}" + (", and no time was left to look again" if again else "")
+        return gained.shortfall + (", and no time was left to look again" if again else "")
 
     def _one_by_one(self, offer: Offer) -> None:
         for part in offer.parts:

@@ -153,9 +153,7 @@ def _left(found: Found) -> tuple[Finding, ...]:
     run = found.measured if found.kept else found.before
     if run is None or run.trace is None:
         return ()
-    offers = (change for offer in (*found.withheld, *found.untried) for change in offer.changes)
-    known = {change.name for change in (*(attempt.change for attempt in found.attempts), *offers)}
-    ours = {name for name in SAFETIES if name not in PAUSES} | known
+    ours = {name for name in SAFETIES if name not in PAUSES} | found.known
     return tuple(f for f in diagnose(run.trace) if f.gain_high >= WORTH and f.change not in ours)
 
 

@@ -13,7 +13,7 @@ from flatout.written import as_typed
 
 # What a person would write. {} is the value.
 CODE = {
-    "loader": "from flatout import DataLoader  # instead of torch.utils.data's; "
+    "loader": "flatout.DataLoader(...) in place of this one, after import flatout; "
     'num_workers="auto" (as it is for a stream, or with a worker_init_fn)',
     "num_workers": "DataLoader(..., num_workers={})",
     "prefetch_factor": "DataLoader(..., prefetch_factor={})",

@@ -222,6 +222,16 @@ def test_a_larger_loader_that_evaluates_is_not_taken_for_the_one_that_trains() -
     assert cases(old)[0].loader["num_workers"] == 3, "of a recording that does not say"
 
 
+@pytest.mark.parametrize(
+    ("sampler", "others"),
+    [("RandomSampler", "shuffling draws other numbers"), ("DistributedSampler", "workers go on with what they have")],
+)
+def test_what_keeping_workers_changes_is_told_by_the_sampler(sampler: str, others: str) -> None:
+    loader = {"persistent_workers": False, "sampler": sampler}
+    made = trace(("loader start", 6.0, 6.0, None), *HEALTHY, loader=loader)
+    assert others in next(one.advice for one in diagnose(made) if one.code == "data.worker-start")
+
+
 def test_workers_started_again_and_again() -> None:
     made = trace(("loader start", 6.0, 6.0, None), *HEALTHY, loader={"persistent_workers": False})
     assert "data.worker-start" in codes(made)

@@ -15,7 +15,7 @@ from remedy_world import Machine, World, flag
 from flatout.diagnose.knobs import knobs
 from flatout.errors import UsageError
 from flatout.plan import Change
-from flatout.remedy.candidates import View, Wishes, offers, scaled_twice
+from flatout.remedy.candidates import View, Wishes, not_offered, offers, scaled_twice
 from flatout.trace import Sketch
 from flatout.trace.reader import read as read_trace
 
@@ -59,6 +59,21 @@ def test_names_that_only_look_alike_are_no_knobs() -> None:
     settings = [flag("batch_norm", 64, val_batch_size=64, num_workers_eval=64)]
     assert knobs(settings, "batch_size", lambda value: value == 64) == []
     assert knobs(settings, "num_workers", lambda value: value == 64) == []
+
+
+def test_what_is_asked_for_by_name_and_not_offered_is_told() -> None:
+    wishes = Wishes.of(allow="batch-size,eval-interval,semantic", only="loader")
+    assert not_offered(wishes, {"loader"}, on_gpu=False) == [
+        "batch_size was not tried: there is no GPU that it would keep busier",
+        "eval_interval was not tried: nothing that was found asks for it",
+    ]
+    assert not_offered(Wishes.of(allow="all"), (), on_gpu=False) == []
+
+
+@pytest.mark.parametrize("option", ["only", "allow"])
+def test_what_is_asked_for_cannot_be_skipped(option: str) -> None:
+    with pytest.raises(UsageError, match="--skip batch-size: it is asked for as well"):
+        Wishes.of(**{option: "batch-size", "skip": "loader,batch-size"})
 
 
 @pytest.mark.parametrize(

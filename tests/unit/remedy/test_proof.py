@@ -47,6 +47,16 @@ def test_other_random_numbers_in_the_same_samples_are_reseeded() -> None:
     assert proof.standing == "reseeded"
 
 
+def test_a_loss_that_is_off_by_chance_is_said_to_be() -> None:
+    """GIVEN losses so noisy that thirty of them say little."""
+    noisy = learning(60, seed=3, noise=1.0)
+    proofs = [same_batches(proof_run(learning(60, seed=n, noise=1.0)), proof_run(noisy, inputs="o")) for n in range(9)]
+    said = [proof.text for proof in proofs if "by chance" in proof.text]
+    assert said
+    assert all(proof.standing == "reseeded" for proof in proofs if "by chance" in proof.text)
+    assert " over the last 30 steps, by chance as far as 30 steps can tell (-" in said[0]
+
+
 def test_a_prefetcher_that_fetches_ahead_is_no_difference() -> None:
     """Its batches belong to later steps, but come in the same order; and it has asked for two more."""
     plain = proof_run(learning(60))

@@ -651,9 +651,27 @@ def test_a_command_too_slow_for_its_steps_says_what_would_do() -> None:
 
     with pytest.raises(UsageError, match=re.escape("did not come to 48 training steps") + r".*--steps 20.*--budget"):
         fix(Slow())
-    slowly = 100
+
+
+def test_a_command_that_stands_still_is_said_to() -> None:
+    """GIVEN one that hangs after twenty steps, for a minute, or when it has all it was asked for."""
+    world, steps, still_s = World(), 20, 60.0
+
+    class Hanging(World):
+        def __call__(self, *args: Any, **kwargs: Any) -> Run:
+            made = world._trace(world.machine, steps)
+            (samples,) = made.samples.values()
+            later = replace(samples[-1], time_s=max(step.start_s for step in made.ranks[0].steps) + still_s)
+            run = world(*args, **kwargs)
+            return replace(run, code=launch.TIMED_OUT, trace=replace(made, samples={"node": (*samples, later)}))
+
+    with pytest.raises(
+        UsageError, match=r"stood still for 60 s after \d+ training steps, and .*: a worker, or another"
+    ):
+        fix(Hanging())
+    steps, still_s = 100, 0.0
     with pytest.raises(UsageError, match=r"the command stood still after \d+ training steps, and was ended after"):
-        fix(Slow())
+        fix(Hanging())
 
 
 def test_the_script_s_own_switch_comes_first_and_the_hook_where_it_does_nothing() -> None:

@@ -46,7 +46,7 @@ def test_the_story_ends_with_what_was_kept_its_proof_and_how_to_go_on(starved: F
     assert "elastic loader + device_prefetch: 4." in text
     assert "together with" not in text
     assert "reseeded: 60 batches: the same samples in the same order" in text
-    assert "for good: from flatout import DataLoader" in text
+    assert "for good: flatout.DataLoader(...) in place of this one" in text
     assert text.rstrip().endswith("Train with it:  flatout run --plan flatout-plan.yaml -- python train.py")
 
 
@@ -148,7 +148,7 @@ def test_numbers_are_written_in_full() -> None:
 
 def test_the_page_has_both_waterfalls_every_run_and_the_edits(starved: FixReport) -> None:
     page = fix_views.page(starved)
-    for words in ("Where the time went before", "Where it goes now", "Every run", "from flatout import DataLoader"):
+    for words in ("Where the time went before", "Where it goes now", "Every run", "flatout.DataLoader(...)"):
         assert words in page
     assert "Nothing to change" in fix_views.page(fixed(World()))
 
@@ -158,7 +158,7 @@ def test_the_json_names_what_was_tried(starved: FixReport) -> None:
     assert data["schema"] == 1
     assert data["gain"]["low"] > 1
     assert [entry["name"] for entry in data["kept"]] == ["loader", "device_prefetch"]
-    assert data["kept"][0]["permanently"].startswith("from flatout import DataLoader")
+    assert data["kept"][0]["permanently"].startswith("flatout.DataLoader(...)")
     assert data["trials"][0]["what"] == "the command as it is"
 
 
