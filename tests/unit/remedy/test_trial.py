@@ -659,10 +659,10 @@ def test_a_command_that_stands_still_is_said_to() -> None:
 
     class Hanging(World):
         def __call__(self, *args: Any, **kwargs: Any) -> Run:
+            run = world(*args, **kwargs)
             made = world._trace(world.machine, steps)
             (samples,) = made.samples.values()
             later = replace(samples[-1], time_s=max(step.start_s for step in made.ranks[0].steps) + still_s)
-            run = world(*args, **kwargs)
             return replace(run, code=launch.TIMED_OUT, trace=replace(made, samples={"node": (*samples, later)}))
 
     with pytest.raises(
