@@ -102,7 +102,8 @@ def workers_behind(case: Case) -> Finding | None:
     joining, wants_core = case.collate_share or 0.0, on_core + (delay or 0.0) >= 0.5
     if (case.cpu_share or 0.0) >= _BUSY and joining <= _JOINING and busy >= 0.5 and wants_core:
         return _cpu_bound(case, saved, common)
-    if joining > _JOINING or (busy < 0.5 and (case.cpu_share or 1.0) < _FREE and saved >= _BY_EXCLUSION):
+    left_out = busy < 0.5 and (case.cpu_share or 1.0) < _FREE and saved >= _BY_EXCLUSION
+    if joining > _JOINING or (left_out and not case.elastic):
         return Finding(
             code="data.collate-bound",
             title=f"joining samples is the cost: {joining:.0%} of the workers' work"

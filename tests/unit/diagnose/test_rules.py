@@ -205,6 +205,9 @@ def test_handing_over_is_the_cost() -> None:
     again = first(trace(*STARVED, workers=workers(8, sample_ms=1.0, busy=0.3, collate_s=6.0), facts=elastic))
     assert (again.code, again.change) == ("data.collate-bound", None)
     assert "flatout.DataLoader" not in again.advice
+    idle = workers(8, sample_ms=1.0, busy=0.3)
+    assert "data.collate-bound" in codes(trace(*STARVED, workers=idle))
+    assert "data.collate-bound" not in codes(trace(*STARVED, workers=idle, facts=elastic)), "ours hands over in slots"
 
 
 def test_no_worker_is_advised_where_the_loop_writes_to_its_dataset() -> None:
