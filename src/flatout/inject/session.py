@@ -30,6 +30,7 @@ from flatout.inject.ceiling import Ceiling
 from flatout.inject.course import Course
 from flatout.inject.startup import when_imported
 from flatout.sense import facts as look
+from flatout.sense.calls import called_from
 from flatout.sense.clock import CudaClock, Leash, LossReader
 from flatout.sense.hooks import Hooks, Listener
 from flatout.sense.options import RANK, Options
@@ -125,7 +126,8 @@ class Session(Listener):
 
     def loader_seen(self, number: int, loader: Any) -> None:
         os.environ[RANK] = str(_rank())  # its workers write beside the rank they belong to
-        self._loaders[number] = look.loader_facts(loader)
+        by_trainer = "transformers.trainer" in sys.modules and called_from("/transformers/trainer.py")
+        self._loaders[number] = look.loader_facts(loader) | {"by_trainer": by_trainer}
         self._passes[number] += 1
         if loader.num_workers == 0 and self._passes[number] == 1:
             self.watched[number] = Watch(loader.dataset, loader.collate_fn)

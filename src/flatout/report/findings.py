@@ -78,7 +78,8 @@ def change_as_typed(account: Account, finding: Finding) -> str | None:
     knob = None if ignored else knob_for(account.facts.get("settings") or [], finding.change, finding.value)
     if knob is not None and not (knob.startswith("-") and finding.value is False):
         return by_knob(knob, finding.value)
-    return as_code(finding.change, finding.value)
+    by_trainer = any(loader.get("by_trainer") for loader in account.facts.get("loaders") or ())
+    return as_code(finding.change, finding.value, by_trainer=by_trainer)
 
 
 def show(account: Account, findings: Sequence[Finding], console: Console) -> None:

@@ -22,7 +22,6 @@ from flatout.report.findings import told
 from flatout.report.fixed import FixReport, bundles
 from flatout.report.html import Section, document, finding_list, time_spent
 from flatout.report.markup import Html, copyable, figures, folded, join, table, tag
-from flatout.report.permanent import permanently
 from flatout.report.picture import Bar, Panel
 from flatout.report.terminal import duration, ms, print_table, wrapped
 from flatout.written import in_full
@@ -85,7 +84,7 @@ def show(fixed: FixReport, console: Console) -> None:
         if attempts:
             console.print(Text(f"\n{title}", style="bold"))
         for bundle in bundles(attempts):
-            first, *others = _lines(bundle)
+            first, *others = _lines(fixed, bundle)
             _say(console, first, indent="  ")
             for line in others:
                 _say(console, line, indent="    ")
@@ -120,13 +119,13 @@ def _say(console: Console, text: str, *, indent: str = "", style: str = "") -> N
     console.print(Text(lead + indent + lines, style=style), soft_wrap=True)
 
 
-def _lines(bundle: Sequence[Attempt]) -> list[str]:
+def _lines(fixed: FixReport, bundle: Sequence[Attempt]) -> list[str]:
     """Changes that were measured together, and what there is to say about them."""
     outcome = bundle[0].outcome
     if outcome.verdict != "kept":
         return [f"{_names(bundle)}: {outcome.verdict}", outcome.note]
     learning = dict.fromkeys(attempt.change.note for attempt in bundle if attempt.change.safety == "semantic")
-    return [_gained(bundle), *_proofs(bundle), *learning, *(f"for good: {permanently(one)}" for one in bundle)]
+    return [_gained(bundle), *_proofs(bundle), *learning, *(f"for good: {fixed.permanently(one)}" for one in bundle)]
 
 
 def _names(bundle: Sequence[Attempt]) -> str:
@@ -233,7 +232,7 @@ def _kept(fixed: FixReport) -> Html | None:
                 *(tag("p", note) for note in notes),
                 *(tag("p", text, class_="meta") for text in _proofs(bundle, explained=True)),
                 tag("p", "For good:"),
-                *(copyable(permanently(attempt)) for attempt in bundle),
+                *(copyable(fixed.permanently(attempt)) for attempt in bundle),
                 class_="finding",
             )
         )

@@ -71,6 +71,12 @@ class FixReport:
         unit = self.after.unit if self.after is not None else "samples/s"
         return f"{unit}, pauses counted" if self.found.paused else unit
 
+    def permanently(self, attempt: Attempt) -> str:
+        """How to make a change for good."""
+        before = self.found.before
+        by_trainer = before is not None and before.trace is not None and before.case.loader.get("by_trainer")
+        return permanently(attempt, by_trainer=bool(by_trainer))
+
     def sentence(self) -> str:
         """The answer."""
         found = self.found
@@ -108,7 +114,7 @@ class FixReport:
             "gain": _plain(found.gain),
             "before": _plain(self.before),
             "after": _plain(self.after),
-            "kept": [_attempt(attempt) for attempt in self.kept],
+            "kept": [_attempt(attempt, self.permanently(attempt)) for attempt in self.kept],
             "undone": [_attempt(attempt) for attempt in self.undone],
             "withheld": [_offer(offer) for offer in found.withheld],
             "left": [as_json(finding) for finding in self.left],
@@ -179,7 +185,7 @@ def _side(run: Run, speed: Speed | None, price_an_hour: float | None, *, paused:
     )
 
 
-def _attempt(attempt: Attempt) -> dict[str, Any]:
+def _attempt(attempt: Attempt, permanently: str | None = None) -> dict[str, Any]:
     outcome = attempt.outcome
     return {
         **dataclasses.asdict(attempt.change),
@@ -192,7 +198,7 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
         "why": outcome.note,
         "made": attempt.made,
         "where": attempt.where,
-        "permanently": permanently(attempt) if outcome.verdict == "kept" else None,
+        "permanently": permanently,
     }
 
 

@@ -33,6 +33,16 @@ CODE = {
 _AS_ARGUMENT = {"fused_optimizer": "fused=True"} | {
     name: f"{name}={{}}" for name in ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
 }
+# Of the loader that transformers' Trainer makes itself: its TrainingArguments, or nothing.
+_OF_TRAINER = {
+    name: f"TrainingArguments(..., dataloader_{name}={{}})"
+    for name in ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
+}
+_OF_TRAINER |= {
+    "batch_size": "TrainingArguments(..., per_device_train_batch_size={})",
+    "loader": "nothing to edit, the Trainer makes its loader itself: train with the plan",
+    "device_prefetch": "nothing to edit, the Trainer makes its loader itself: train with the plan",
+}
 _LOADER, _OPTIMIZER = re.compile(r"Loader$"), re.compile(r"(Adam|AdamW|SGD|Adagrad)$")
 _OTHERWISE: dict[tuple[str, Any], str] = {
     ("precision", "tf32"): 'torch.set_float32_matmul_precision("high"); torch.backends.cudnn.allow_tf32 = True',
@@ -42,19 +52,21 @@ _OTHERWISE: dict[tuple[str, Any], str] = {
 }
 
 
-def as_code(name: str, value: Any) -> str | None:
-    """A change as a line of Python, where there is one."""
+def as_code(name: str, value: Any, *, by_trainer: bool = False) -> str | None:
+    """A change as a line of Python, where there is one; also where the Trainer of transformers makes the loader."""
     line = _OTHERWISE.get((name, value), CODE.get(name))
+    if by_trainer:
+        line = _OF_TRAINER.get(name, line)
     return line.format(value) if line is not None else None
 
 
-def permanently(attempt: Attempt) -> str:
+def permanently(attempt: Attempt, *, by_trainer: bool = False) -> str:
     """What to do, in a line or two."""
     change = attempt.change
     if change.knob:
         return ("pass " if change.knob.startswith("-") else "") + by_knob(change.knob, change.value)
-    code = as_code(change.name, change.value) or f"{change.name} = {change.value!r}"
-    if not attempt.where:
+    code = as_code(change.name, change.value, by_trainer=by_trainer) or f"{change.name} = {change.value!r}"
+    if not attempt.where or (by_trainer and change.name in _OF_TRAINER):
         return code
     edited = _edited(attempt)
     return f"{attempt.where}: {edited or code}"

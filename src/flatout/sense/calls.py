@@ -54,6 +54,14 @@ def names_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return str(kwargs.get("device", args[0] if args else None)) == "cpu"
 
 
+def called_from(file: str) -> bool:
+    """Whether any call that is under way is written in a file whose path ends like this."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.endswith(file):
+        frame = frame.f_back
+    return frame is not None
+
+
 @functools.lru_cache(maxsize=4096)
 def _place(filename: str) -> str | None:
     """How a file is named in a report; None for torch's and our own."""

@@ -410,6 +410,8 @@ def test_frameworks_get_their_batches_from_the_elastic_loader(tmp_path: Path, fr
         said.append([line for line in run.out.splitlines() if line.startswith("losses")])
         assert not plan or entries(run)["loader"]["applied"]
         assert not plan or entries(run)["loader"]["where"].startswith("train.py:")
+        by_trainer = [loader["by_trainer"] for loader in run.observed.rank.facts["loaders"]]
+        assert by_trainer == [framework == "trainer"]
     assert said[0] == said[1] != []
 
 

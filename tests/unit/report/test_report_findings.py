@@ -82,6 +82,19 @@ def test_a_change_may_be_a_line_of_the_scripts_own_file() -> None:
     assert change_as_typed(read, pinned) == "DataLoader(..., pin_memory=True)"  # what is 2 there is another thing
 
 
+def test_what_the_trainer_of_transformers_makes_is_changed_by_its_arguments() -> None:
+    made = dataclasses.replace(ACCOUNT, facts={"loaders": [{"by_trainer": True}]})
+    typed = [
+        change_as_typed(made, dataclasses.replace(FINDING, change=change, value=value))
+        for change, value in (("num_workers", 6), ("batch_size", 64), ("cudnn_benchmark", True))
+    ]
+    assert typed == [
+        "TrainingArguments(..., dataloader_num_workers=6)",
+        "TrainingArguments(..., per_device_train_batch_size=64)",
+        "torch.backends.cudnn.benchmark = True",
+    ]
+
+
 def test_an_ignored_setting_is_not_to_be_typed_again() -> None:
     ignored = dataclasses.replace(FINDING, code="config.ignored", change="setting:num_workers", value=6)
     assert change_as_typed(ACCOUNT, ignored) is None

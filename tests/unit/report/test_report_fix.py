@@ -180,6 +180,14 @@ def test_a_knob_is_turned_for_good_where_it_is(knob: str, value: object, words: 
     assert permanently(attempt(Change(name="batch_size", value=value, safety="semantic", knob=knob))) == words
 
 
+def test_a_loader_that_the_trainer_makes_is_no_line_to_edit() -> None:
+    ours, workers = (Change(name=name, value=4, safety="reseeded") for name in ("loader", "num_workers"))
+    assert permanently(attempt(ours, "train.py:9"), by_trainer=True).startswith("nothing to edit, the Trainer makes")
+    assert permanently(attempt(workers, "train.py:9"), by_trainer=True) == (
+        "TrainingArguments(..., dataloader_num_workers=4)"
+    )
+
+
 def test_a_call_that_ends_on_its_line_is_shown_with_the_edit(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
