@@ -20,7 +20,7 @@ import torch
 _PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None), tuple))
 _HOLDS = (list, dict, set, deque)
 _LOOKED_INTO = (argparse.Namespace, types.SimpleNamespace)
-_MOST_PARTS, _MOST_HELD = 256, 64
+_MOST_PARTS, _MOST_HELD = 64, 64
 _SMALL_BYTES = 4096
 _GONE = object()
 
