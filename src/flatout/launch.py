@@ -214,8 +214,9 @@ def _wait(process: subprocess.Popen[bytes], heard: Heard | None = None, *, trial
             if sent is not None and sent.si_signo in _PASSED_ON:
                 if trial is not None:
                     raise KeyboardInterrupt
-                told = heard is not None and heard.lately(sent.si_signo, _HEARD_WITHIN_S)
-                if _for_us_alone(sent) and not told:
+                if _for_us_alone(sent, heard):
+                    if heard is not None:
+                        heard.passed_on(sent.si_signo)
                     process.send_signal(sent.si_signo)
             elif heard is not None:
                 heard.listen()
@@ -226,15 +227,20 @@ def _wait(process: subprocess.Popen[bytes], heard: Heard | None = None, *, trial
     return process.returncode
 
 
-def _for_us_alone(sent: signal.struct_siginfo) -> bool:
+def _for_us_alone(sent: signal.struct_siginfo, heard: Heard | None) -> bool:
     """Whether the command has not been told already, as far as one can know.
 
-    The terminal tells the whole process group. So may a `kill` from within the group; but a batch script's
-    `trap 'kill -TERM $PID' TERM` tells us alone. A second polite signal does no harm and a lost one does: only an
-    interrupt, which many take as "at once" when it comes twice, is left to the group.
+    The terminal tells the whole process group. Of others a Python that listens says whether it has `heard` them; where
+    none does, a `kill` from within the group may have told it too. But a batch script's `trap 'kill -TERM $PID' TERM`
+    tells us alone. A second polite signal does no harm and a lost one does: only an interrupt, which many take as "at
+    once" when it comes twice, is left to the group.
     """
     if sent.si_code > 0:
         return False
+    if heard is not None and heard.lately(sent.si_signo, _HEARD_WITHIN_S):
+        return False
+    if heard is not None and heard.listens:
+        return True
     try:
         return sent.si_signo != signal.SIGINT or os.getpgid(sent.si_pid) != os.getpgrp()
     except ProcessLookupError:

@@ -56,8 +56,8 @@ class Position:
 class FeedIterator(_BaseDataLoaderIter):
     """One pass (with persistent workers: pass after pass) over a loader's batches.
 
-    Where the loader has no workers itself, and the loop turns out to write to the dataset, the pass goes on without
-    ours too; `written` is told what was written to.
+    Where the loader has no workers itself, and the loop turns out to write to the dataset, or a sample to raise, the
+    pass goes on without ours too; `written` is told what was written to.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class FeedIterator(_BaseDataLoaderIter):
         if self._alone is not None and self._alone.is_needed():
             return self._made_alone(self._alone)
         data = self._fed()
-        if self._alone is not None:
+        if self._alone is not None and not self._alone.raises:
             self._alone.forget(self.position.yielded)
         return data
 
@@ -158,7 +158,7 @@ class FeedIterator(_BaseDataLoaderIter):
         if not self.position.finished:
             self.position.finished = True  # as far as the feed is concerned
             self._feed.leave(self._epoch)
-            if self._written is not None:
+            if self._written is not None and alone.written:
                 self._written(alone.written)
         data = alone.next()
         self.position.yielded += 1
@@ -179,6 +179,11 @@ class FeedIterator(_BaseDataLoaderIter):
                 break
             if batch.several:
                 continue
+            if self._alone is not None and not batch.clean and batch.problem() is not None:
+                batch.release()
+                self._alone.forget(position.yielded)
+                self._alone.raises = True  # once more here, where the exception is the script's own
+                return self._made_alone(self._alone)
             self._step(batch)
             try:
                 if batch.clean or not self._something_wrong(batch):
@@ -250,6 +255,7 @@ class _Alone:
         self._pulled: collections.deque[Any] = collections.deque()  # and not handed out
         self._had = 0
         self.written = ""
+        self.raises = False
 
     def remembered(self, indices: Iterator[Any]) -> Iterator[Any]:
         """The same; those that were asked for can be had once more."""
@@ -268,9 +274,9 @@ class _Alone:
         self._watch.renew()
 
     def is_needed(self) -> bool:
-        """Whether the loop was seen to write to the dataset."""
+        """Whether the loop was seen to write to the dataset, or a sample to raise."""
         self.written = self.written or self._watch.changed() or ""
-        return bool(self.written)
+        return bool(self.written) or self.raises
 
     def next(self) -> Any:
         indices = self._pulled.popleft() if self._pulled else next(self._indices)

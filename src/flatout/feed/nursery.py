@@ -274,6 +274,9 @@ def _behave(name: str) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # a worker given something to do would else run at once, on its giver's core
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     _libc().prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)

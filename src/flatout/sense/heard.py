@@ -12,9 +12,11 @@ import select
 import signal
 import stat
 import time
+from collections import Counter
 from collections.abc import Mapping
 
 _VARIABLE = "FLATOUT_HEARD"
+_HERE = 0  # no signal: somebody listens
 _LATELY_S = 1.0
 
 
@@ -23,7 +25,9 @@ class Heard:
 
     def __init__(self) -> None:
         self._read_end, self.write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._when: dict[int, float] = {}  # each number was heard last
+        self._heard: list[tuple[int, float]] = []  # and when
+        self._echoes: Counter[int] = Counter()  # of what we have passed on ourselves, still to come
+        self.listens = False  # somebody does
 
     @property
     def environment(self) -> dict[str, str]:
@@ -35,9 +39,15 @@ class Heard:
 
     def listen(self, timeout_s: float = 0.0) -> None:
         """Take in what was written."""
+        now = time.monotonic()
+        self._heard = [(number, at_s) for number, at_s in self._heard if now - at_s < _LATELY_S]
         if select.select([self._read_end], [], [], timeout_s)[0]:
-            now = time.monotonic()
-            self._when |= dict.fromkeys(os.read(self._read_end, 1 << 16), now)
+            for number in os.read(self._read_end, 1 << 16):
+                self.listens |= number == _HERE
+                if self._echoes[number]:
+                    self._echoes[number] -= 1
+                else:
+                    self._heard.append((number, time.monotonic()))
 
     def lately(self, number: int, within_s: float) -> bool:
         """Whether somebody in the command has heard this signal, or does within so long."""
@@ -45,10 +55,15 @@ class Heard:
         while True:
             left_s = end_s - time.monotonic()
             self.listen(max(0.0, left_s))
-            if time.monotonic() - self._when.get(number, -_LATELY_S) < _LATELY_S:
+            if any(heard == number for heard, _ in self._heard):
+                self._heard = [(heard, at_s) for heard, at_s in self._heard if heard != number]
                 return True
             if left_s <= 0:
                 return False
+
+    def passed_on(self, number: int) -> None:
+        """It is about to hear this from us."""
+        self._echoes[number] += 1
 
 
 def tell(environ: Mapping[str, str]) -> None:
@@ -60,5 +75,7 @@ def tell(environ: Mapping[str, str]) -> None:
             before = signal.set_wakeup_fd(int(descriptor), warn_on_full_buffer=False)
             if before != -1:
                 signal.set_wakeup_fd(before)
+            else:
+                os.write(int(descriptor), bytes([_HERE]))
     except (OSError, ValueError):  # not inherited, or not the main thread
         return

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -181,6 +182,19 @@ def test_a_signal_is_heard_once_whether_it_was_for_us_or_for_the_whole_group(
     send(process.pid, number)
     run = finish(place, process)
     assert (run.code, run.out.strip()) == (0, f"[{int(number)}]")
+
+
+def test_one_interrupt_after_another_from_its_own_group_is_heard_each_time(place: Path) -> None:
+    """GIVEN a program that starts flatout in its own process group, and signals it alone."""
+    write(place, loop=COUNTING)
+    process = subprocess.Popen(**call(place, PYTHON, "loop.py"))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR1):
+        process.send_signal(number)
+        time.sleep(0.4)
+    run = finish(place, process)
+    assert (run.code, run.out.strip()) == (0, f"{[int(signal.SIGINT), *[int(signal.SIGUSR1)] * 2]}")
 
 
 def test_a_batch_script_that_passes_its_signal_on_reaches_the_script(place: Path) -> None:

@@ -371,7 +371,7 @@ WRITES = """
     ("what", "why"),
     [
         ("size", "the loop writes to what it reads (Pictures, size), which no worker would see"),
-        ("sampler", "num_workers=0, and Hardest says one by one what comes next: it may go by what was learned"),
+        ("sampler", "num_workers=0, and the sampler is the script's own, Hardest: it may go by what was learned"),
     ],
 )
 def test_what_a_loop_without_workers_tells_its_data_is_not_lost(tmp_path: Path, what: str, why: str) -> None:
@@ -395,6 +395,60 @@ def test_what_a_loop_without_workers_tells_its_data_is_not_lost(tmp_path: Path, 
         first_epoch = slice(24)  # later shuffles follow what samples drew
         assert [line[:-1] for line in ours[first_epoch]] == [line[:-1] for line in stock[first_epoch]]
         assert ours[0][-1] != stock[0][-1], "ours to begin with"
+
+
+RAISES = """
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset
+    from flatout.inject import compiler_later
+    compiler_later.install(torch)
+
+    class Broken(Exception):
+        def __init__(self, path, code):
+            super().__init__(f"{path}: {code}")
+            self.code = code
+
+    class Pictures(Dataset):
+        def __len__(self):
+            return 48
+
+        def __getitem__(self, index):
+            if index == 21:
+                raise Broken("21.png", 7)
+            return torch.full((1,), float(index)), index
+
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    batches = iter(DataLoader(Pictures(), batch_size=4))
+    while True:
+        try:
+            x, index = next(batches)
+        except StopIteration:
+            break
+        except Broken as problem:
+            print("step broken", problem, problem.code)
+            continue
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        print("step", index.tolist())
+"""
+
+
+def test_what_a_sample_raises_without_workers_is_raised_as_it_is(tmp_path: Path) -> None:
+    said = []
+    for plan in ((), (change("loader", "elastic"),)):
+        folder = tmp_path / f"with-{len(plan)}-changes"
+        folder.mkdir()
+        write(folder, train=RAISES)
+        run = run_with(folder, *plan)
+        assert run.code == 0, run.err
+        said.append([line for line in run.out.splitlines() if line.startswith("step")])
+    assert said[0] == said[1]
+    assert "step broken 21.png: 7 7" in said[0]
+    assert len(said[0]) == 12
+    assert entries(run)["loader"]["applied"]
 
 
 @pytest.mark.parametrize("framework", ["trainer", "lightning"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
+import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,11 @@ class Resize:
         return picture
 
 
+@dataclasses.dataclass(slots=True)
+class Options:
+    blur: float = 0.0
+
+
 class Pictures:
     noise = 0.0
 
@@ -34,6 +41,16 @@ class Pictures:
         self.log = logging.getLogger("pictures")
         self.turn = functools.partial(max, key=len)
         self.load = self.transforms[0].__call__
+        self.options = Options()
+        self.pair = ({"cut": 1}, 2)
+        self.scale = (np.ones(3), 2)
+        self.many = list(range(200))
+        shift = {"by": 0}
+        self.shift = shift
+        self.shifted = lambda picture: picture + shift["by"]
+        self.mixed = functools.partial(sum, [[0.5]])
+        self.level = multiprocessing.Value("d", 0.0)
+        self.bar = type("tqdm", (), {"__module__": "tqdm.std", "n": 0})()
 
 
 WRITES: dict[str, Callable[[Pictures], object]] = {
@@ -44,7 +61,14 @@ WRITES: dict[str, Callable[[Pictures], object]] = {
     "list, 1": lambda data: data.transforms.append(Resize()),
     "list": lambda data: data.paths.append("one.png"),
     "ndarray": lambda data: data.weights.__setitem__(3, 2.0),
-    "Tensor": lambda data: data.seen.add_(1),
+    "Tensor": lambda data: data.seen.data.add_(1),
+    "Options, blur": lambda data: setattr(data.options, "blur", 1.0),
+    "dict, cut": lambda data: data.pair[0].update(cut=2),
+    "Pictures, scale": lambda data: setattr(data, "scale", (data.scale[0] + 1, 2)),
+    "list, 150": lambda data: data.many.__setitem__(150, 7),
+    "dict, by": lambda data: data.shift.update(by=1),
+    "list, 0": lambda data: data.mixed.args[0][0].__setitem__(0, 0.7),
+    "Synchronized": lambda data: setattr(data.level, "value", 0.5),
 }
 
 
@@ -66,6 +90,31 @@ def test_what_is_set_on_its_class_is_seen() -> None:
     assert watch.changed() == "Sized, size"
 
 
+def test_what_a_function_has_closed_over_is_seen() -> None:
+    shift = {"by": 0}
+    watch = Watch(lambda samples: (samples, shift["by"]))
+    shift["by"] = 1
+    assert watch.changed() == "dict, by"
+
+
+def test_what_cannot_be_looked_at_is_no_trouble() -> None:
+    class Odd:
+        @property
+        def __dict__(self) -> Any:  # type: ignore[override]
+            raise RuntimeError("not now")
+
+    assert Watch(Odd(), [Odd()]).changed() is None
+
+
+def test_a_model_that_flatout_times_is_not_written_to() -> None:
+    model = torch.nn.Linear(2, 2)
+    watch = Watch({"teacher": model})
+    model._compiled_call_impl = model.forward  # type: ignore[assignment]
+    assert watch.changed() is None
+    model.weight.data.add_(1)
+    assert watch.changed() == "Parameter"
+
+
 def test_the_same_value_again_and_what_is_logged_are_no_change() -> None:
     data = Pictures()
     watch = Watch(data, [data])
@@ -73,4 +122,5 @@ def test_the_same_value_again_and_what_is_logged_are_no_change() -> None:
     data.noise = 0.0
     data.log.isEnabledFor(logging.INFO)
     del data.noise
+    data.bar.n += 1
     assert watch.changed() is None

@@ -41,6 +41,7 @@ from flatout.sense.roots import Alive
 
 _Loader: Any = stock.DataLoader
 _FRAMEWORKS = ("lightning/", "pytorch_lightning/", "accelerate/", "transformers/")  # nobody is to edit these
+_KNOWN_SAMPLERS = ("torch", "builtins", "accelerate", "transformers", "lightning", "pytorch_lightning")
 _ARGUMENTS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 
 
@@ -184,8 +185,8 @@ class Loading:
             return None, "num_workers=0: workers of any kind could change what random samples draw"
         if loader.num_workers == 0 and _holds_card_memory(loader.dataset):
             return None, "the dataset holds tensors on the GPU, which no worker may touch"
-        if loader.num_workers == 0 and (sampler := _draws_late(loader)):
-            return None, f"num_workers=0, and {sampler} says one by one what comes next: it may go by what was learned"
+        if loader.num_workers == 0 and (sampler := _sampler_of_its_own(loader)):
+            return None, f"num_workers=0, and the sampler is the script's own, {sampler}: it may go by what was learned"
         options = FeedOptions(
             workers="auto" if loader.num_workers == 0 else None,
             rng="stock" if strict else "position",
@@ -257,11 +258,11 @@ def _why_not(name: str, dataset: Any, workers: int) -> str:
     return ""
 
 
-def _draws_late(loader: Any) -> str:
-    """The sampler of the script's own, if any, that is asked for each index when it is needed; by name."""
+def _sampler_of_its_own(loader: Any) -> str:
+    """The name of the script's own sampler, if it has one: it may say only when it is asked what comes next."""
     for sampler in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", loader.sampler)):
         kind = type(sampler)
-        if not kind.__module__.startswith("torch.") and inspect.isgeneratorfunction(getattr(kind, "__iter__", None)):
+        if kind.__module__.partition(".")[0] not in _KNOWN_SAMPLERS:
             return kind.__name__
     return ""
 
