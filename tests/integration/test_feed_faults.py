@@ -108,6 +108,24 @@ def test_a_killed_worker_hands_its_random_stream_on() -> None:
     assert_same(found, expected)
 
 
+def test_the_scripts_own_signal_handlers_are_not_called_in_workers(tmp_path: Path) -> None:
+    """GIVEN a script that saves a checkpoint on SIGUSR1, and whoever sends that to all processes of it."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: (tmp_path / str(os.getpid())).touch())
+    try:
+        loader = DataLoader(range(64), batch_size=4, num_workers=2)  # type: ignore[arg-type]
+        batches = iter(loader)
+        next(batches)
+        assert loader.feed is not None
+        pids = loader.feed.crew.pids()
+        for pid in (*pids, os.getpid()):
+            os.kill(pid, signal.SIGUSR1)
+        assert len([next(batches) for _ in range(15)]) == 15
+        assert loader.feed.crew.pids() == pids
+        assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def kill_a_worker(loader: DataLoader[Any]) -> None:
     assert loader.feed is not None
     wait_until(lambda: bool(loader.feed and loader.feed.crew.pids()))
