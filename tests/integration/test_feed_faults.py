@@ -116,6 +116,7 @@ def test_the_scripts_own_signal_handlers_are_not_called_in_workers(tmp_path: Pat
         batches = iter(loader)
         next(batches)
         assert loader.feed is not None
+        wait_until(lambda: loader.feed is not None and len(loader.feed.crew.pids()) == 2)
         pids = loader.feed.crew.pids()
         for pid in (*pids, os.getpid()):
             os.kill(pid, signal.SIGUSR1)
