@@ -32,7 +32,8 @@ from flatout.inject.startup import when_imported
 from flatout.sense import facts as look
 from flatout.sense.calls import called_from
 from flatout.sense.clock import CudaClock, Leash, LossReader
-from flatout.sense.hooks import Hooks, Listener
+from flatout.sense.hooks import Hooks
+from flatout.sense.listener import Listener
 from flatout.sense.options import RANK, Options
 from flatout.sense.recorder import DATA, HELD, OWN, Recorder
 from flatout.sense.settings import Settings, hide_in_arguments
@@ -140,7 +141,8 @@ class Session(Listener):
             del self.watched[loader]
 
     def has_fetched(self, loader: int) -> None:
-        self.watched[loader].renew()  # what samples leave behind is not the loop's doing
+        if loader in self.watched:
+            self.watched[loader].renew()  # what samples leave behind is not the loop's doing
 
     def fetched(self, loader: int, batch: Any) -> None:
         if self._ceiling is not None:

@@ -159,8 +159,8 @@ def gain(before: Sequence[Speed], after: Sequence[Speed], noise: Noise, *, pause
 def gain_of_rarer_pauses(before: Sequence[Speed], after: Sequence[Speed], noise: Noise) -> Gain:
     """The gain where only evaluation and checkpoints changed: steps count as equally long, as they are but for luck."""
     sure = math.exp(_unsure(before, after, noise))
-    step_s = math.exp(-(_log(before, pauses=False) + _log(after, pauses=False)) / 2)
-    old_s, new_s = (1 / run.with_pauses - 1 / run.value for run in (pooled(before), pooled(after)))
+    old, new = map(pooled, with_equal_steps(before, after))
+    step_s, old_s, new_s = 1 / old.value, 1 / old.with_pauses - 1 / old.value, 1 / new.with_pauses - 1 / new.value
 
     def with_steps(longer: float) -> float:
         return (step_s * longer + old_s / longer) / (step_s * longer + new_s)

@@ -14,7 +14,7 @@ import gc
 import logging
 import queue
 import sys
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from itertools import count
 from threading import Timer, get_ident
@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from flatout.sense import recorder as recording
 from flatout.sense.calls import batch_size, caller, crosses, names_card, names_cpu, on_card
+from flatout.sense.listener import Listener
 from flatout.sense.recorder import BACKWARD, CHECKPOINT, COPY, DATA, GC, LOGGING, OPTIMIZER, START, SYNC, Recorder
 from flatout.sense.roots import Alive, Roots
 
@@ -214,21 +215,26 @@ class Hooks:
         self.around(stock.DataLoader, "__iter__", lambda *_: START)
         self.around(Future, "result", lambda f, *_, **__: None if recorder.busy or f.done() else DATA)
 
+    def _watched(self, loader: int, fetch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.guarded(self._listener.fetches, loader)
+        try:
+            return fetch(*args, **kwargs)
+        finally:
+            self.guarded(self._listener.has_fetched, loader)
+
     def _fetch(self, loader: int, fetch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A batch, fetched or replayed, with the waiting for it timed."""
         recorder, listener = self._recorder, self._listener
+        if loader in listener.watched:
+            fetch = functools.partial(self._watched, loader, fetch)
         if recorder.light:
             if loader in recorder.train_loaders and torch.is_grad_enabled():
-                if loader in listener.watched:
-                    self.guarded(listener.fetches, loader)
                 start_s, batch, recorder.waiting = recorder.clock(), None, True
                 try:
                     batch = fetch(*args, **kwargs)
                     return batch
                 finally:
                     recorder.waiting = False
-                    if loader in listener.watched:
-                        self.guarded(listener.has_fetched, loader)
                     try:
                         samples = None if batch is None else batch_size(batch) or 0
                         recorder.tape.append((loader, start_s, recorder.clock(), samples))
@@ -242,11 +248,7 @@ class Hooks:
         try:
             batch = self.guarded(listener.replayed_batch, loader) if listener.replays else None
             if batch is None:
-                if loader in listener.watched:
-                    self.guarded(listener.fetches, loader)
                 batch = fetch(*args, **kwargs)
-                if loader in listener.watched:
-                    self.guarded(listener.has_fetched, loader)
                 if listener.replays:
                     self.guarded(listener.fetched, loader, batch)
             samples = self.guarded(batch_size, batch) or 0
@@ -493,43 +495,6 @@ class Hooks:
         self.replace(sys, "unraisablehook", report_or_raise)
         gc.callbacks.append(collecting)
         self._undo.append(lambda: gc.callbacks.remove(collecting))
-
-
-class Listener:
-    """What the session wants to know beside times; the defaults want nothing."""
-
-    replays = False  # whether it will ever answer `replayed_batch` or be `resident`
-    resident = False
-    next_look = 0  # the step it wants to hear of next
-    watched: Container[int] = ()  # loaders of which it wants to hear before and after each batch
-
-    def loader_seen(self, number: int, loader: Any) -> None:
-        """A DataLoader is about to begin a pass, and perhaps to start its workers."""
-
-    def fetches(self, loader: int) -> None:
-        """A loader that is watched is about to be asked for a batch …"""
-
-    def has_fetched(self, loader: int) -> None:
-        """… and has given one."""
-
-    def fetched(self, loader: int, batch: Any) -> None:
-        """A batch has come out of a loader, for whoever replays them."""
-
-    def replayed_batch(self, loader: int) -> Any:
-        """A batch to give instead of fetching one, or None."""
-
-    def resident_copy(self, tensor: Any, how: str, copy: Callable[[], Any]) -> Any:
-        """The device copy of `tensor`, made by `copy` the first time it is asked for like this."""
-        return copy()
-
-    def autocast_entered(self, dtype: str) -> None:
-        """A region of mixed precision was entered."""
-
-    def backward_begins(self, tensors: Any) -> None:
-        """A backward pass is about to run; has to open its phase."""
-
-    def step_ended(self, optimizer: Any) -> None:
-        """A training step is over. May raise to end the run."""
 
 
 class _Numbers:
