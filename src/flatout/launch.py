@@ -80,7 +80,7 @@ def run(
     with closing(Heard()) as heard:
         if measured:
             environment |= heard.environment
-        process = _started(words, env=environment, pass_fds=(heard.write_end,))
+        process = _started(words, env=environment, pass_fds=(heard.write_end,) if measured else ())
         if isinstance(process, int):
             return process
         with _watching(process.pid, options if measured else None):

@@ -149,7 +149,7 @@ class FeedIterator(_BaseDataLoaderIter):
         if self._alone is not None and self._alone.is_needed():
             return self._made_alone(self._alone)
         data = self._fed()
-        if self._alone is not None and not self._alone.raises:
+        if self._alone is not None and not self._alone.raises:  # then it has taken its own
             self._alone.forget(self.position.yielded)
         return data
 

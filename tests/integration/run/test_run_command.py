@@ -209,9 +209,10 @@ def test_a_batch_script_that_passes_its_signal_on_reaches_the_script(place: Path
 
 def test_switched_off_it_is_as_if_we_were_not_there(place: Path) -> None:
     ours = "[k for k in os.environ if 'FLATOUT' in k], 'flatout' in sys.modules"
-    write(place, look=f"import os, sys; print({ours})")
+    pipes = "sum('pipe' in os.readlink(p) for p in glob.glob('/proc/self/fd/[3-9]*') if os.path.lexists(p))"
+    write(place, look=f"import glob, os, sys; print({ours}, {pipes})")
     run = flatout_run(place, PYTHON, "look.py", env={"FLATOUT": "off"})
-    assert (run.code, run.out, run.err) == (0, "['FLATOUT'] False\n", "")
+    assert (run.code, run.out, run.err) == (0, "['FLATOUT'] False 0\n", "")
     assert not run.folder.exists()
 
 

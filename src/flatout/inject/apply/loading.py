@@ -173,7 +173,7 @@ class Loading:
             self._ledger.refused("loader", why_not)
         else:
             others = (
-                "" if loader.num_workers else "; samples draw other random numbers there, and later shuffles with them"
+                "" if loader.num_workers else "; samples that draw random numbers draw others, and so do later shuffles"
             )
             self._ledger.made("loader", f"batches come from flatout's own workers{others}", self._built.get(loader))
         return iterator
