@@ -46,13 +46,13 @@ def main() -> None:
     parser.add_argument("--prefetch", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--batch", type=int, nargs="+", default=[64, 128, 256])
     own, extra = split_at_dashes(sys.argv[1:])
-    options = parser.parse_args(own)
+    options = parser.parse_args(own, argparse.Namespace(extra=extra))
     data = options.data.resolve() / f"{options.name}-{options.size}"
     make_data(options.name, options.size, data)
-    common = ["--data", str(data), "--device", options.device, "--epochs", "1000000", *extra]
+    common = ["--data", str(data), "--device", options.device, "--epochs", "1000000", *options.extra]
     with copied(()) as root:
         result = compare(root, options, common)
-    written(options, common, result)
+    written(options, result)
     best, found = result["best"], result["fix"]
     print(f"the grid's best, {best['flags']}: {best['samples_per_s']:,.0f} samples/s after {result['seconds']:.0f} s")
     print(f"found by fix: {found['samples_per_s']:,.0f} samples/s after {found['seconds']:.0f} s")
@@ -69,9 +69,9 @@ def compare(root: Path, options: argparse.Namespace, common: list[str]) -> dict[
         start_s = time.monotonic()
         point["runs"].append(speed(point["flags"].split()))
         point["seconds"] += time.monotonic() - start_s
-        written(options, common, {"points": points})
+        written(options, {"points": points})
 
-    points = known(options, common)
+    points = known(options)
     for workers, prefetch, batch in itertools.product(options.workers, options.prefetch, options.batch):
         if not workers and prefetch != options.prefetch[0]:
             continue  # nobody loads ahead
@@ -105,23 +105,24 @@ def compare(root: Path, options: argparse.Namespace, common: list[str]) -> dict[
     }
 
 
-def asked(options: argparse.Namespace, common: list[str]) -> dict[str, Any]:
+def asked(options: argparse.Namespace) -> dict[str, Any]:
     """What a point's figure depends on beside its own flags."""
-    return {"machine": machine(), "workload": options.name, "seconds": options.seconds, "common": common}
+    names = ("name", "size", "seconds", "device", "extra")
+    return {"machine": machine(), **{name: getattr(options, name) for name in names}}
 
 
-def written(options: argparse.Namespace, common: list[str], result: dict[str, Any]) -> None:
+def written(options: argparse.Namespace, result: dict[str, Any]) -> None:
     part = options.out.with_name(options.out.name + ".part")
-    part.write_text(json.dumps({"asked": asked(options, common), **result}, indent=1) + "\n", encoding="utf-8")
+    part.write_text(json.dumps({"asked": asked(options), **result}, indent=1) + "\n", encoding="utf-8")
     part.replace(options.out)
 
 
-def known(options: argparse.Namespace, common: list[str]) -> list[dict[str, Any]]:
+def known(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The points that an earlier start of this grid has measured."""
     if not options.out.exists():
         return []
     earlier = json.loads(options.out.read_text(encoding="utf-8"))
-    if earlier.get("asked") != asked(options, common):
+    if earlier.get("asked") != asked(options):
         sys.exit(f"{options.out} holds the figures of another grid, or of another machine: choose another file")
     points: list[dict[str, Any]] = earlier["points"]
     return [point for point in points if point["runs"]]

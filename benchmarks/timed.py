@@ -46,6 +46,7 @@ class Window:
         self.first_step_s: float | None = None
         self.last_step_s: float | None = None
         self.start_s: float | None = None
+        self.start_cpu_s = 0.0
         self._clear()
 
     def _clear(self) -> None:
@@ -104,7 +105,7 @@ class Window:
         self.cuda = torch.cuda.is_initialized()
         if self.cuda:
             torch.cuda.synchronize()
-        self.start_s = time.monotonic()
+        self.start_s, self.start_cpu_s = time.monotonic(), time.process_time()
         self.step_ends.append(self._mark())
 
     def _mark(self) -> Any:
@@ -120,7 +121,7 @@ class Window:
             sys.exit(f"only {self.steps_before} steps: too few to measure")
         if self.cuda:
             torch.cuda.synchronize()
-        end_s = time.monotonic()
+        end_s, own_cpu_s = time.monotonic(), time.process_time() - self.start_cpu_s
         ends = self.step_ends
         step_ms = [a.elapsed_time(b) if self.cuda else 1000 * (b - a) for a, b in itertools.pairwise(ends)]
         figures = {
@@ -133,6 +134,7 @@ class Window:
             "data_wait_share": self.wait_s / (end_s - self.start_s),
             "pause_share": self.pause_s / (end_s - self.start_s),  # between epochs: evaluation, checkpoint
             "epochs_begun": self.epochs_begun,
+            "own_cores": own_cpu_s / (end_s - self.start_s),  # of the training process, its workers not counted
         }
         finish(self.out, figures)
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -39,7 +40,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def main() -> None:
     parser.add_argument("--no-script", action="store_true", help="neither before nor mended")
     parser.add_argument("--auto", action="store_true", help="measure flatout run --auto too")
     parser.add_argument("--fix", metavar="BUDGET", help="measure flatout fix too, such as 4m")
-    parser.add_argument("--turns", type=int, default=1, metavar="N", help="of auto or fix, its ceiling and its supply")
+    parser.add_argument("--turns", type=int, default=1, metavar="N", help="of auto, fix, engine and what each could do")
     parser.add_argument("--engine", nargs="*", metavar="KEY=VALUE", help="measure flatout train too, so set")
     own, extra = split_at_dashes(sys.argv[1:])
     options = parser.parse_args(own)
@@ -110,7 +111,7 @@ def benchmark(name: str, options: argparse.Namespace, extra: Sequence[str]) -> I
     with copied(()) as before:
         for variant, measured in itertools.chain(
             script_variants(before, name, common, options) if not options.no_script else (),
-            in_turns("auto", before, name, common, options, through=["--auto"]) if options.auto else (),
+            in_turns("auto", through_run(before, name, common, ["--auto"]), options) if options.auto else (),
             fix_variants(before, name, common, options, page) if options.fix is not None else (),
             engine_variants(before, name, data, options) if options.engine is not None else (),
         ):
@@ -121,6 +122,7 @@ def benchmark(name: str, options: argparse.Namespace, extra: Sequence[str]) -> I
 
 
 Measured = Iterator[tuple[str, dict[str, Any]]]
+Kind = Callable[..., dict[str, Any]]  # a way to run a workload: (seconds, resident, supply) → figures
 
 
 def script_variants(root: Path, name: str, common: Sequence[str], options: argparse.Namespace) -> Measured:
@@ -146,26 +148,33 @@ def fix_variants(
         plan = Path(folder, "plan.yaml")
         html = options.out.resolve().with_name(f"{options.out.stem}-{name}.html")
         page["fix"] = fix(root, name, flags, plan, "--allow", "all", "--budget", options.fix, "--html", html)
-        yield from in_turns("fix", root, name, flags, options, through=["--plan", str(plan)])
+        yield from in_turns("fix", through_run(root, name, flags, ["--plan", str(plan)]), options)
 
 
-def in_turns(
-    variant: str, root: Path, name: str, flags: Sequence[str], options: argparse.Namespace, through: Sequence[str]
-) -> Measured:
+def through_run(root: Path, name: str, flags: Sequence[str], through: Sequence[str]) -> Kind:
+    """The script under `flatout run` with these options, as it is asked for: resident, or its supply alone."""
+
+    def run(seconds: float, resident: bool = False, supply: bool = False) -> dict[str, Any]:
+        words = [*(["--resident"] if resident else []), *flags]
+        return measure(root, name, words, seconds, through=through, supply=supply)
+
+    return run
+
+
+def in_turns(variant: str, run: Kind, options: argparse.Namespace) -> Measured:
     """A variant, its ceiling and what its loader can produce, in turns: neighbours may slow one of them.
 
-    Of several runs the one in the middle counts.
+    Of several runs the one in the middle counts, and each turn is asked by itself what was possible.
     """
     runs: dict[str, list[dict[str, Any]]] = {variant: [], f"{variant} ceiling": [], f"{variant} supply": []}
     for _ in range(options.turns):
         for which, measured in runs.items():
             seconds = options.seconds if which == variant else options.seconds / 3
-            resident = ["--resident"] if which.endswith("ceiling") else []
-            supply = which.endswith("supply")
-            measured.append(measure(root, name, [*resident, *flags], seconds, through=through, supply=supply))
-            speeds = [run["samples_per_s"] for run in measured]
+            measured.append(run(seconds, resident=which.endswith("ceiling"), supply=which.endswith("supply")))
+            speeds = [figures["samples_per_s"] for figures in measured]
             middle = measured[speeds.index(statistics.median_low(speeds))]
-            yield which, {**middle, "runs": speeds}
+            outside_pauses = [figures["samples_per_s"] / (1 - figures.get("pause_share", 0)) for figures in measured]
+            yield which, {**middle, "runs": speeds, "runs_outside_pauses": outside_pauses}
 
 
 RATIOS = (
@@ -187,9 +196,10 @@ def ratios(variants: dict[str, dict[str, Any]]) -> dict[str, float]:
     found = {f"{one} / {other}": speed[one] / speed[other] for one, other in RATIOS if {one, other} <= speed.keys()}
     for variant in ("auto", "fix", "engine"):
         if f"{variant} supply" in speed:
-            possible = min(speed[f"{variant} ceiling"], speed[f"{variant} supply"])
-            outside_pauses = speed[variant] / (1 - variants[variant]["pause_share"])  # as those two are
-            found[f"{variant} / min(its ceiling, supply)"] = outside_pauses / possible
+            three = (variant, f"{variant} ceiling", f"{variant} supply")
+            turns = zip(*(variants[which]["runs_outside_pauses"] for which in three), strict=False)
+            shares = [reached / min(ceiling, supply) for reached, ceiling, supply in turns]
+            found[f"{variant} / min(its ceiling, supply)"] = statistics.median(shares)
     return found
 
 
@@ -223,10 +233,7 @@ def engine_variants(root: Path, name: str, data: Path, options: argparse.Namespa
     words = [root / "workloads" / "after" / f"{name}.yaml", f"data.args.root={data}", f"train.device={options.device}"]
     words += ["train.epochs=1000000", "log.quiet=true", *([f"model.args.root={data}"] if name == "stock" else [])]
     words += options.engine
-    long, short = options.seconds, options.seconds / 3
-    yield "engine", measure(root, name, words, long, engine=True)
-    yield "engine ceiling", measure(root, name, words, short, engine=True, resident=True)
-    yield "engine supply", measure(root, name, words, short, engine=True, supply=True)
+    return in_turns("engine", functools.partial(measure, root, name, words, engine=True), options)
 
 
 def make_data(name: str, size: str, data: Path) -> None:
