@@ -15,6 +15,9 @@ from flatout.report.gather import RankFigures, of_breakdown
 from flatout.trace import GpuSample, Note, RankTrace, Sample, Sketch, Trace, WorkerReport, Xray
 
 SCHEMA = 1
+STOOD_STILL_S = 10.0  # in a wait that was a run's last …
+STOOD_STILL_STEPS = 20.0  # … and so many steps: more than a pause
+_WAITS = {"data": "a batch that did not come", "sync": "the GPU"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +125,22 @@ def account(trace: Trace, folder: str, by_rank: Sequence[RankFigures] = ()) -> A
         facts=facts,
         own_us_per_step=own.get("us_per_step"),
         gpu=_hardware(first, trace.samples.get(first.info.host, ())),
-        notes=(*trace.notes, *first.notes),
+        notes=(*_end_of_a_hang(first), *trace.notes, *first.notes),
     )
+
+
+def _end_of_a_hang(rank: RankTrace) -> tuple[Note, ...]:
+    """Where a run ended in a wait that is none of training's own: what its steps say is not why it stood still."""
+    tail = next((step for step in rank.steps if step.kind == "tail"), None)
+    last = next((span for span in reversed(tail.spans) if span.name != "rest"), None) if tail is not None else None
+    if tail is None or last is None or last.name not in _WAITS:
+        return ()
+    median_ms = breakdown(rank).step_ms.quantile(0.5) or 0.0
+    if last.host_ms < max(1e3 * STOOD_STILL_S, STOOD_STILL_STEPS * median_ms):
+        return ()
+    where = f" ({last.where})" if last.where else ""
+    text = f"the run ended in a wait of {last.host_ms / 1e3:.1f} s for {_WAITS[last.name]}{where}: it stood still"
+    return (Note(time_s=tail.start_s, text=text),)
 
 
 def _workers(rank: RankTrace) -> tuple[Workers, ...]:

@@ -48,6 +48,23 @@ def test_in_a_narrow_terminal_the_figures_stay_whole() -> None:
     assert "…1234" in wait
 
 
+@pytest.mark.parametrize(
+    ("wait", "told"),
+    [
+        (Span(name="data", start_ms=0, host_ms=22_100), "ended in a wait of 22.1 s for a batch that did not come"),
+        (Span(name="sync", start_ms=0, host_ms=12_000, where="t.py:7"), "a wait of 12.0 s for the GPU (t.py:7)"),
+        (Span(name="data", start_ms=0, host_ms=6_000), None),
+        (Span(name="rest", start_ms=0, host_ms=60_000), None),
+    ],
+)
+def test_a_run_that_ended_in_a_hang_says_so_first(wait: Span, told: str | None) -> None:
+    steps = [step(index) for index in range(1, 11)]
+    tail = Step(index=11, start_s=1.0, wall_ms=wait.host_ms, spans=(wait,), kind="tail")
+    rank = RankTrace(info=RunInfo(name="train", rank=0), steps=(*steps, tail), windows=(window_of(steps),))
+    notes = [note.text for note in account(Trace(ranks=(rank,), samples={}), "flatout-runs/x").notes]
+    assert (told in notes[0]) if told else not notes
+
+
 def test_the_parts_stand_in_order_with_the_idle_time_beside_them() -> None:
     lines = drawn()
     assert lines[0].startswith("flatout  10 steps in 0.1 s (of 0.1 s); median step 10.")
