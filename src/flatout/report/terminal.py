@@ -66,6 +66,9 @@ def _headline(account: Account) -> list[str]:
         words.append(f"{b.samples_per_s:,.0f} samples/s")
     if account.ranks > 1:
         words.append(f"rank 0 of {account.ranks}")
+        each = [rank.samples_per_s for rank in account.by_rank]
+        if None not in each:
+            words.append(f"all of them {sum(filter(None, each)):,.0f} samples/s")
     return words
 
 

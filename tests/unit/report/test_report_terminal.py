@@ -128,3 +128,14 @@ def test_numbers_have_the_digits_that_mean_something() -> None:
         "1 min 35 s",
         "2 h 1 min",
     ]
+
+
+def test_of_several_ranks_the_speed_of_all_is_told_beside_the_first_ones() -> None:
+    steps = [step(index) for index in range(1, 11)]
+    ranks = [
+        RankTrace(info=RunInfo(name="train", rank=r, world_size=2), steps=tuple(steps), windows=(window_of(steps),))
+        for r in (0, 1)
+    ]
+    shown = account(Trace(ranks=tuple(ranks), samples={}), "flatout-runs/x")
+    told = " ".join(printed(lambda console: show(shown, console), 80).split())
+    assert "6,400 samples/s; rank 0 of 2; all of them 12,800 samples/s where training" in told
