@@ -213,9 +213,9 @@ def _memory_disk(place: str) -> str:
 
 def _mounted_disks() -> Iterator[str]:
     """Where file systems are mounted that hold files of people."""
-    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
         fields, _, rest = line.partition(" - ")
-        place = fields.split()[4].encode().decode("unicode_escape")
+        place = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4])
         if rest.split()[0] not in _NOT_DISKS and os.path.isdir(place):  # noqa: PTH112
             yield place
 

@@ -51,7 +51,6 @@ class Augment(nn.Module):
         require(0 <= fill <= 255, "fill", "from 0 to 255", fill)
         self.operations = tuple(operations)
         self.seed, self.dtype, self.channels_last, self.layout = seed, dtype, channels_last, layout
-        self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.fill, self.mask_fill = int(fill), mask_fill
         self.interpolation = interpolation
         self.notes: tuple[str, ...] = ()
@@ -60,6 +59,10 @@ class Augment(nn.Module):
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._handle = next(_handles)
         _alive[self._handle] = self
+
+    @property
+    def _memory_format(self) -> torch.memory_format:
+        return torch.channels_last if self.channels_last else torch.contiguous_format
 
     @staticmethod
     def from_torchvision(transform: object, **options: Any) -> Augment:

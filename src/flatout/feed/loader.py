@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import logging
 import os
@@ -264,7 +265,7 @@ def feed_of(loader: StockLoader[Any]) -> Feed | None:
 
 
 def _why_not(loader: StockLoader[Any], options: Options) -> str:
-    if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
+    if not _has_what_workers_need():
         return "this system has no memfd or pidfd"
     if loader.num_workers == 0 and options.workers is None:
         return "num_workers=0"
@@ -279,6 +280,17 @@ def _why_not(loader: StockLoader[Any], options: Options) -> str:
         if accelerator is not None and accelerator.type != "cuda":
             return f"page-locked memory for {accelerator.type} is stock's business"
     return ""
+
+
+@functools.cache
+def _has_what_workers_need() -> bool:
+    """Asked of the kernel itself: Python may have the functions, and an old or a sandboxed kernel not know them."""
+    try:
+        for handle in (os.memfd_create("flatout"), os.pidfd_open(os.getpid())):
+            os.close(handle)
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 def _numbered(loader: StockLoader[Any], options: Options) -> bool:

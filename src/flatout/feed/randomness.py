@@ -67,6 +67,11 @@ def snapshot() -> tuple[Any, ...]:
     return torch.default_generator.get_state().numpy().tobytes(), _python_words(), _numpy_words()
 
 
+def whole_snapshot() -> tuple[Any, ...]:
+    """A snapshot with the normal number that numpy keeps for the next time: ten times as slow to take."""
+    return *snapshot(), cast("tuple[Any, ...]", np.random.get_state(legacy=True))[3:]
+
+
 def put_back(taken: tuple[Any, ...]) -> None:
     """Go back to a snapshot, if nothing but draws happened since."""
     torch.default_generator.set_state(torch.frombuffer(bytearray(taken[0]), dtype=torch.uint8))
@@ -76,6 +81,8 @@ def put_back(taken: tuple[Any, ...]) -> None:
         ctypes.memmove(generator.ctypes.state_address, taken[2], _MT19937_BYTES)
     else:
         generator.state = pickle.loads(taken[2])
+    for spare in taken[3:]:
+        np.random.set_state((*cast("tuple[Any, ...]", np.random.get_state(legacy=True))[:3], *spare))
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ parent knows where it stood.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import pickle
@@ -65,7 +66,9 @@ class _Worker:
         self._slots: dict[int, packing.Bytes] = {}
         self._queue: deque[Task | NewEpoch] = deque()
         self._cancelled: set[int] = set()
-        self._schedstat = os.open("/proc/self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        self._schedstat: int | None = None  # a sandboxed kernel may have none
+        with contextlib.suppress(OSError):
+            self._schedstat = os.open("/proc/self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         self._checksum = 0
         self._drawn_to: tuple[Any, ...] = ()
         self._drew: bool | None = None
@@ -230,7 +233,7 @@ class _Worker:
 
     def _clocks(self) -> tuple[float, float, float]:
         """Wall time, CPU time (a decoder's threads are not waits for storage), and time ready to run without a core."""
-        run_delay_s = int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
+        run_delay_s = int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9 if self._schedstat is not None else 0.0
         return time.monotonic(), time.process_time(), run_delay_s
 
     def _state_if_drawn(self) -> tuple[dict[str, Any] | None, bool]:

@@ -76,14 +76,14 @@ class Proof:
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """These reach a root module in training."""
-        given = tensors_in([args, kwargs])
+        given = _strided([args, kwargs])
         self._open["inputs"] += [checksum(t) if _memory(t) not in self._made else _MADE_HERE for t in given]
 
     def outputs(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """This was made of them; what is only handed through stays data."""
-        given = list(map(_memory, tensors_in([args, kwargs])))
+        given = list(map(_memory, _strided([args, kwargs])))
         alive = [memory for memory in self._made if not memory.expired()]
-        self._made = [*alive, *(memory for memory in map(_memory, tensors_in([result])) if memory not in given)]
+        self._made = [*alive, *(memory for memory in map(_memory, _strided([result])) if memory not in given)]
 
     def step_ended(self, moved: Moved | None) -> None:
         """A training step is over."""
@@ -105,6 +105,25 @@ class Proof:
                     "moved": step["moved"],
                 }
                 file.write(json.dumps(line, default=str) + "\n")
+
+
+def _strided(things: Any) -> list[Any]:
+    """The tensors in these, and of those that have no memory of their own (sparse, ragged), what they are made of."""
+    return [part for tensor in tensors_in(things) for part in _made_of(tensor)]
+
+
+def _made_of(tensor: Any) -> tuple[Any, ...]:
+    if tensor.layout == torch.strided:
+        return (tensor,)
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout == torch.jagged:
+        return tensor.offsets(), tensor.values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor.to_dense(),)  # such as mkldnn
 
 
 def _memory(tensor: Any) -> StorageWeakRef:

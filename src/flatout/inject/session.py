@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -113,7 +114,8 @@ class Session(Listener):
         self._early: list[Step | PlainSteps] = []
         self._first_step_s: float | None = None
         self._course = Course(options, alone=lambda: _world_size() == 1)
-        self._last_optimizer: Any = None
+        self._last_optimizer: Callable[[], Any] = lambda: None  # its parameters may be many: they are not held here
+        self._of_optimizer: dict[str, Any] = {}
         self._facts_at_step = _FIRST_FACTS_AT_STEP
         self.closed = False
         self._hooks.install(made)
@@ -132,6 +134,7 @@ class Session(Listener):
         self._passes[number] += 1
         if loader.num_workers == 0 and self._passes[number] == 1:
             self.watched[number] = Watch(loader.dataset, loader.collate_fn)
+            weakref.finalize(loader, self.watched.pop, number, None).atexit = False
 
     def fetches(self, loader: int) -> None:
         written = self.watched[loader].changed()
@@ -167,7 +170,7 @@ class Session(Listener):
     def step_ended(self, optimizer: Any) -> None:
         """A training step is over: the few things that happen once, each at its step, and afterwards a rare look."""
         steps = self._recorder.steps
-        self._last_optimizer = optimizer
+        self._last_optimizer = weakref.ref(optimizer)
         if self._options.max_steps is not None:
             self._stay_close()
         self._course.step_ended(self._recorder.measured)
@@ -194,8 +197,10 @@ class Session(Listener):
     def _as_ours(self, action: Callable[[], None]) -> None:
         """Do something whose time is on our account."""
         self._recorder.push(OWN)
-        action()
-        self._recorder.pop()
+        try:
+            action()
+        finally:
+            self._recorder.pop()
 
     # -- a run with an end: so many steps, then the X-ray, then the ceiling, then out ---------------------------------
 
@@ -251,6 +256,7 @@ class Session(Listener):
             started_s=self._began_s,
         )
         self._writer = _first_free(self._options.folder, info)
+        self._look_at_optimizer()
         for step in self._early:
             self._writer.write(step)
         self._early.clear()
@@ -268,7 +274,9 @@ class Session(Listener):
             return
         self._settings.note_config_modules()
         self._exchange = look.gradient_exchange(self._hooks.modules()) or self._exchange  # the model may be gone
-        values = look.in_force(self._last_optimizer) | {
+        self._look_at_optimizer()
+        values = self._of_optimizer | {
+            **look.in_force(),
             "loaders": self._kinds_of_loaders(),
             "loaders_side_by_side": self._recorder.loaders_side_by_side,
             "autocast": sorted(self._autocast) or ["None"],
@@ -279,6 +287,11 @@ class Session(Listener):
         if _applied is not None and _applied.ledger.changes:
             values |= _applied.facts()
         self._writer.write(Facts(time_s=time.monotonic(), values=values))
+
+    def _look_at_optimizer(self) -> None:
+        optimizer = self._last_optimizer()
+        if optimizer is not None:  # the function that trained may have returned
+            self._of_optimizer = look.of_optimizer(optimizer)
 
     def _kinds_of_loaders(self) -> list[dict[str, Any]]:
         """One of those that are alike. `made_anew`: there are several, and each has had one pass; `written`: what the
@@ -479,10 +492,11 @@ def measure_workers(options: Options) -> None:
             worker = torch.utils.data.get_worker_info()
             path = _folder / f"workers-{int(os.environ.get(RANK, '0')):05d}.jsonl" if _folder is not None else None
             dataset = worker.dataset if worker is not None else fetcher.dataset  # the user's own, under any loader
-            meter = Meter(dataset, worker.id if worker is not None else None, path)
+            known = [meter for meter in _meters if worker is None and meter.is_of(dataset)]
+            meter = known[0] if known else Meter(dataset, worker.id if worker is not None else None, path)
             measure_fetcher(fetcher, meter)
             if worker is None:
-                _meters.append(meter)
+                _meters[:] = [*_meters, *([] if known else [meter])]
             else:
                 _meters[:] = [meter]
                 multiprocessing.util.Finalize(None, meter.write, exitpriority=1)

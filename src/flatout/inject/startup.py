@@ -206,8 +206,9 @@ def _record_json(json: Any) -> None:
 def _record_loads(source: str, module: Any) -> None:
     load = module.load
 
-    def load_and_note(stream: Any, *args: Any, **kwargs: Any) -> Any:
-        result = load(stream, *args, **kwargs)
+    def load_and_note(*args: Any, **kwargs: Any) -> Any:
+        result = load(*args, **kwargs)
+        stream = args[0] if args else kwargs.get("stream", kwargs.get("fp"))  # yaml's name for it, and json's
         file = getattr(stream, "name", None)
         if _knobs is not None:
             _quietly(_knobs.loaded, source, file, result)

@@ -427,7 +427,7 @@ class Search:
                 self.found.amend(attempt, gain=alone, together=())
                 self._story.said(f"{in_words(change)} by itself: {alone}")
             else:
-                self.found.kept, self.found.after = without, run
+                self.found.kept, self.found.after, self._long = without, run.seen_like(self._sight), None
                 self._decide((change,), "undone", alone, note=f"{alone}: brings nothing beside the others")
         if unknown:
             self._remark(f"no time to see what each brings by itself: {', '.join(map(in_words, unknown))}")

@@ -47,11 +47,11 @@ def batches_ahead(facts: Mapping[str, Any]) -> int:
     return min(ready, batches // 4) if batches else ready
 
 
-def in_force(optimizer: Any) -> dict[str, Any]:
-    """Switches, optimizer, model and machine, as they are now."""
+def of_optimizer(optimizer: Any) -> dict[str, Any]:
+    """It and what it trains, as they are now."""
     groups = optimizer.param_groups
     parameters = [p for group in groups for p in group["params"]]
-    facts: dict[str, Any] = {
+    return {
         "optimizer": type(optimizer).__name__,
         "optimizer_fused": groups[0].get("fused"),
         "optimizer_foreach": groups[0].get("foreach"),
@@ -60,6 +60,12 @@ def in_force(optimizer: Any) -> dict[str, Any]:
         "parameter_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
         "devices": sorted({str(p.device) for p in parameters}),
         "channels_last": _channels_last(parameters),
+    }
+
+
+def in_force() -> dict[str, Any]:
+    """Switches and machine, as they are now."""
+    facts: dict[str, Any] = {
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "matmul_precision": torch.get_float32_matmul_precision(),

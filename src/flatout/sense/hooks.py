@@ -333,16 +333,17 @@ class Hooks:
 
     def _optimizer_steps(self) -> None:
         recorder = self._recorder
-        # steps that have begun, by their frame: a step may call another
-        running: list[tuple[FrameType | None, int]] = []
-        light: list[tuple[FrameType | None, int]] = [(None, 0)]  # in a light step neither is looked up
+        # steps that have begun, by their frame, and how deep among the phases: a step may call another
+        running: list[tuple[FrameType, int]] = []
         self._optimizers = _Optimizers(self)
         self._optimizer_calls = 0
 
-        def begin() -> None:
-            frame = sys._getframe(3)
+        def forget_what_raised(frame: FrameType) -> None:
             while running and not _is_running(running[-1][0], frame):
-                leave()  # that one has raised
+                leave()
+
+        def begin(frame: FrameType) -> None:
+            forget_what_raised(frame)
             running.append((frame, recorder.optimizer_begins()))
 
         def leave() -> None:
@@ -360,15 +361,18 @@ class Hooks:
         def before(optimizer: Any, *_: Any) -> None:
             if is_dynamo_compiling() or self.off or get_ident() != recorder.thread:
                 return
+            frame = sys._getframe(1)
             if recorder.light:
-                running.append(light[0])
+                if running:
+                    self.guarded(forget_what_raised, frame)
+                running.append((frame, 0))
             else:
-                self.guarded(begin)
+                self.guarded(begin, frame)
 
         def after(optimizer: Any, *_: Any) -> None:
             if is_dynamo_compiling() or self.off:
                 return
-            if running == light and recorder.light and get_ident() == recorder.thread:
+            if recorder.light and len(running) == 1 and not running[0][1] and get_ident() == recorder.thread:
                 running.clear()
                 self._optimizer_calls += 1
                 self._stepped(optimizer)
@@ -529,7 +533,7 @@ class _Optimizers:
     def versions(self) -> list[tuple[Any, int]]:
         """How often each one's parameters have been written to; the first and the last of a group tell."""
         return [
-            (optimizer, sum(group["params"][at]._version for group in optimizer.param_groups for at in (0, -1)))
+            (optimizer, sum(p._version for g in optimizer.param_groups for p in (*g["params"][:1], *g["params"][-1:])))
             for optimizer in self._made
         ]
 

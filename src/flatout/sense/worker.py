@@ -40,9 +40,7 @@ class Meter:
     def __init__(self, dataset: Any, worker: int | None, path: Path | None) -> None:
         self._path = path
         self._worker = worker
-        named = getattr(dataset, "__dict__", {}).get("__wrapped__", dataset)
-        self._dataset = type(named).__name__
-        self._length = length_of(named)
+        self._dataset, self._length = _named(dataset)
         self._born_s = time.monotonic()
         self._idle_since = self._born_s
         self._report_every_s = _FIRST_REPORT_S
@@ -61,6 +59,10 @@ class Meter:
         self._random: set[str] = set()
         self._random_checks = 0
         self.transforms_s: dict[str, float] = {}
+
+    def is_of(self, dataset: Any) -> bool:
+        """Whether it would be told apart from another meter of this dataset."""
+        return _named(dataset) == (self._dataset, self._length)
 
     def load(self, get: Callable[[Any], Any], index: Any) -> Any:
         """Time the way of one sample (or, given a list of indices, of many) out of the dataset."""
@@ -260,7 +262,14 @@ def _time_transforms(meter: Meter) -> None:
         for compose in list(getattr(holder, "__dict__", {}).values()):
             steps = getattr(compose, "transforms", None)
             if type(compose).__name__ == "Compose" and isinstance(steps, list):
-                compose.transforms = [_TimedTransform(s, type(s).__name__, meter) for s in steps]
+                # A worker that stays has a meter for each epoch, and its transforms were timed in the last one too.
+                plain = [s._transform if isinstance(s, _TimedTransform) else s for s in steps]
+                compose.transforms = [_TimedTransform(s, type(s).__name__, meter) for s in plain]
+
+
+def _named(dataset: Any) -> tuple[str, int | None]:
+    named = getattr(dataset, "__dict__", {}).get("__wrapped__", dataset)
+    return type(named).__name__, length_of(named)
 
 
 def _random_states() -> dict[str, Any]:

@@ -59,7 +59,7 @@ EVERY_HOOK = [
     pytest.param(hooks, "batch_size", id="batch_size"),
     pytest.param(hooks, "on_card", id="on_card"),
     pytest.param(hooks, "caller", id="caller"),
-    pytest.param(facts, "in_force", id="in_force"),
+    *(pytest.param(facts, name, id=name) for name in ("in_force", "of_optimizer")),
     pytest.param(facts, "loader_facts", id="loader_facts"),
 ]
 

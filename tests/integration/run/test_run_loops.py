@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -209,27 +211,28 @@ def test_an_optimizer_step_that_raised_is_left_behind(tmp_path: Path, closely: b
 
         def step(self, closure: Any = None) -> Any:
             self.calls += 1
-            if self.calls in (2, 4):
+            if self.calls in (2, 4, 9, 10):
                 raise RuntimeError("not now")
             return super().step(closure)
 
     def train() -> None:
         model = Net()
         optimizer = Stubborn(model.parameters(), lr=0.1)
-        for x, y in loader():
+        for x, y in loader(60):
             try:
                 learn(model, optimizer, x, y)
             except RuntimeError:
                 continue
 
     observed = observe(tmp_path, train, closely=closely)
-    assert len(observed.steps) == 3
-    assert observed.count("data") == 3
+    assert len(observed.steps) == 10
+    assert observed.count("data") == 10
 
 
 @AS_ANY
 def test_lbfgs_closures_are_part_of_their_step(tmp_path: Path, closely: bool) -> None:
     def train() -> None:
+        torch.manual_seed(0)  # some nets have learned it all after a step: then there is one pass alone
         model = Net()
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
         for x, y in loader():
@@ -528,6 +531,102 @@ def test_batches_that_go_by_unmeasured_count_all_the_same(tmp_path: Path) -> Non
     (report,) = observe(tmp_path, train).rank.workers
     assert (report.batches, report.samples) == (200, 800)
     assert 0 < report.sample_ms.count < 400
+
+
+def test_passes_over_like_datasets_in_the_training_process_are_one_loading(tmp_path: Path) -> None:
+    """A loader made anew for every batch has one meter, whose few first looks at random numbers are its last."""
+
+    def train() -> None:
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(30):
+            (x,) = next(iter(DataLoader(TensorDataset(torch.randn(8, 3)), batch_size=4)))
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+
+    (report,) = observe(tmp_path, train).rank.workers
+    assert report.samples == 120
+
+
+class Add:
+    def __call__(self, value: float) -> float:
+        time.sleep(0.001)
+        return value + 1
+
+
+class Compose:
+    """As torchvision has it."""
+
+    def __init__(self, transforms: list[Any]) -> None:
+        self.transforms = transforms
+
+    def __call__(self, value: Any) -> Any:
+        for transform in self.transforms:
+            value = transform(value)
+        return value
+
+
+class Transformed(Dataset[Any]):
+    def __init__(self) -> None:
+        self.transform = Compose([Add(), Add()])
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((3,), float(self.transform(index)))
+
+
+def test_transforms_of_workers_that_stay_are_timed_once_an_epoch(tmp_path: Path) -> None:
+    def train() -> None:
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = DataLoader(Transformed(), batch_size=4, num_workers=1, persistent_workers=True)
+        for _ in range(4):
+            for x in data:
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+
+    reports = observe(tmp_path, train).rank.workers
+    assert {name for report in reports for name in report.transforms_s} == {"Add"}
+    for report in reports:
+        assert report.transforms_s["Add"] <= report.sample_wall_s, "those of later epochs are not its own"
+
+
+def test_what_the_script_lets_go_of_is_not_held(tmp_path: Path) -> None:
+    class Large(TensorDataset):
+        pass
+
+    def train() -> list[Callable[[], Any]]:
+        gone: list[Callable[[], Any]] = []
+        for _ in range(3):
+            model, dataset = torch.nn.Linear(3, 1), Large(torch.randn(24, 3))
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+            for (x,) in DataLoader(dataset, batch_size=4):
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+            gone += [weakref.ref(dataset), weakref.ref(optimizer), weakref.ref(model.weight)]
+        del model, dataset, optimizer, x
+        gc.collect()
+        assert [one() for one in gone] == [None] * 9
+        return gone
+
+    observed = observe(tmp_path, train)
+    assert observed.rank.facts["optimizer"] == "Adam", "but what was known of it is told"
+
+
+def test_a_group_without_parameters_is_no_trouble(tmp_path: Path) -> None:
+    def train() -> None:
+        model = Net()
+        optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": []}], lr=0.1)
+        doubled = torch.compile(lambda x: 2 * x, backend="eager")
+        for x, y in loader():
+            learn(model, optimizer, doubled(x) / 2, y)
+
+    assert len(observe(tmp_path, train).steps) == 5
 
 
 def test_two_loaders_at_once_are_both_training(tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ CONFIGURED = """
         settings = yaml.safe_load(file)
     text = yaml.safe_load(Path("other.yaml").read_text())
     with open("model.json") as file:
-        model = json.load(file)
+        model = json.load(fp=file)
     if int(os.environ.get("RANK", 0)) == 0:
         print(args.lr, settings["train"]["batch"], text["amp"], model["layers"][1]["width"], config.STEPS, config.NET)
     weight = torch.ones(3, requires_grad=True)

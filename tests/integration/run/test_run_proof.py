@@ -14,7 +14,8 @@ from observing import write
 
 from flatout import launch
 from flatout.inject.apply.computing import LossScale
-from flatout.inject.proof import _Asked, checksum
+from flatout.inject.apply.seed import impose_seed
+from flatout.inject.proof import Proof, _Asked, checksum
 from flatout.plan import Change, Plan
 from flatout.sense.options import Trial
 from flatout.sense.roots import Alive
@@ -110,6 +111,17 @@ def test_a_checksum_sees_every_change_but_not_the_layout(dtype: torch.dtype) -> 
         assert int(checksum(tensor.flip(3))) != known
 
 
+def test_a_generator_is_seeded_where_the_script_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(np.random, "default_rng", plain := np.random.default_rng)
+    impose_seed(3)
+    assert np.random.default_rng(seed=42).random() == np.random.default_rng(42).random() == plain(42).random()
+    first, second = (np.random.default_rng().random() for _ in range(2))
+    assert first != second
+    np.random.default_rng = plain
+    impose_seed(3)
+    assert np.random.default_rng().random() == first
+
+
 def test_a_scaled_loss_gives_true_gradients_and_skips_what_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)  # put back afterwards
     weight = torch.ones(3, requires_grad=True)
@@ -130,6 +142,38 @@ def test_a_scaled_loss_gives_true_gradients_and_skips_what_is_not_finite(monkeyp
     optimizer.step()
     assert weight.tolist() == [0.0, -1.0, -2.0], "the step is skipped"
     assert scale.scale == LossScale.FIRST / 2
+
+
+def test_what_is_trained_only_later_gets_true_gradients_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
+    frozen, added = torch.ones(2), torch.ones(2, requires_grad=True)
+    weight = torch.ones(2, requires_grad=True)
+    optimizers = Alive()
+    optimizers.put(optimizer := torch.optim.SGD([weight, frozen], lr=1.0))
+    LossScale().guard([weight, frozen], optimizers)
+    optimizer.step()  # without any gradient: nothing happens, as ever
+    frozen.requires_grad_(True)
+    optimizer.add_param_group({"params": [added]})
+    (weight + frozen + added).sum().backward()
+    assert [p.grad.tolist() for p in (weight, frozen, added) if p.grad is not None] == [[1.0, 1.0]] * 3
+    added.grad = torch.tensor([torch.inf, 1.0])
+    optimizer.step()
+    assert weight.tolist() == [1.0, 1.0], "what is not finite in a later group skips the step"
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_what_sparse_tensors_are_made_of_is_summed_up(layout: Any) -> None:
+    def sums(dense: torch.Tensor) -> list[int]:
+        proof = Proof()
+        proof.inputs((dense.to_sparse(layout=layout),), {})
+        proof.outputs(dense.to_sparse(layout=layout), (), {})
+        return [int(value) for value in proof._open["inputs"]]
+
+    eye = torch.eye(4)
+    assert sums(eye) == sums(eye.clone())
+    assert sums(eye) != sums(2 * eye)
+    assert sums(eye) != sums(eye.flip(0))
 
 
 def test_a_scaled_loss_is_noted_as_it_is_and_unscales_all_that_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:

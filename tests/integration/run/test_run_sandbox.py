@@ -218,3 +218,10 @@ def test_an_unprivileged_overlay_keeps_files_too(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path / "below", capture_output=True, text=True, check=True)
     assert done.stdout == "as it waskept\nother\n"
     assert tree(tmp_path / "below").keys() == {"file", "kept", "kept/file"}
+
+
+def test_where_disks_are_mounted_is_read_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "36 35 98:0 / /mnt/données\\040brutes rw - ext4 /dev/sdb rw\n25 1 0:23 / /proc rw - proc proc rw\n"
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: lines)
+    monkeypatch.setattr("os.path.isdir", lambda path: path == "/mnt/données brutes")
+    assert list(sandbox._mounted_disks()) == ["/mnt/données brutes"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,9 @@ from torch.utils.data import DataLoader as Stock
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 from flatout.feed import DataLoader, randomness
+from flatout.feed import loader as loader_module
 from flatout.feed.feed import Feed
+from flatout.feed.loader import feed_of
 from flatout.feed.messages import Recipe
 from flatout.feed.rows import Rows
 from flatout.sense.worker import Meter
@@ -53,6 +56,13 @@ class LateDrawing(Things):
         return torch.tensor([index, *drawn], dtype=torch.float64)
 
 
+class LateNormal(Things):
+    """Draws normal numbers of numpy, which come in pairs: one of them is kept for the next time."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index, np.random.randn() if index >= 700 else 0.0], dtype=torch.float64)
+
+
 class OwnGenerator(Things):
     def __init__(self, length: int) -> None:
         super().__init__(length)
@@ -74,18 +84,51 @@ def test_late_draws_are_undone_where_pythons_generator_cannot_be_looked_into(mon
     test_batches_are_those_of_workers_and_the_main_stream_is_left_alone(LateDrawing)
 
 
-@pytest.mark.parametrize("make", [Things, Drawing, LateDrawing, OwnGenerator, WhoAmI], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [Things, Drawing, LateDrawing, LateNormal, OwnGenerator, WhoAmI], ids=lambda make: make.__name__
+)
 def test_batches_are_those_of_workers_and_the_main_stream_is_left_alone(make: Callable[[int], Things]) -> None:
     """GIVEN a pass that goes from workers to none and back, THEN every bit is as with workers throughout."""
     random_state_set()
-    expected = one_pass(DataLoader(make(1000), 20, num_workers=2))
+    expected, drawn = one_pass(DataLoader(make(1000), 20, num_workers=2)), np.random.randn(3).tolist()
     random_state_set()
     loader = DataLoader(make(1000), 20, num_workers=2)
     found = one_pass(loader, {2: 0, 30: 2, 36: 0})
     assert same(found, expected)
+    assert np.random.randn(3).tolist() == drawn
     assert feed(loader).account.parts < len(expected), "workers made all of them"
     assert feed(loader).workers == 0
     assert get_worker_info() is None
+
+
+def test_a_whole_snapshot_has_the_normal_number_that_numpy_keeps() -> None:
+    random_state_set()
+    np.random.randn()
+    taken = randomness.whole_snapshot()
+    drawn = np.random.randn(3).tolist()
+    assert randomness.whole_snapshot() != taken
+    randomness.put_back(taken)
+    assert randomness.whole_snapshot() == taken
+    assert np.random.randn(3).tolist() == drawn
+
+
+@pytest.mark.parametrize("missing", ["pidfd_open", "schedstat"])
+def test_what_a_sandboxed_kernel_lacks_is_done_without(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = os.open
+
+    def lacks(path: Any, *args: Any, **kwargs: Any) -> int:
+        if missing == "pidfd_open" or path == "/proc/self/schedstat":
+            raise OSError(38, "Function not implemented")
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, missing if missing == "pidfd_open" else "open", lacks)
+    loader_module._has_what_workers_need.cache_clear()
+    try:
+        data = DataLoader(Things(40), 4, num_workers=1)
+        assert same(as_list(data), as_list(Stock(Things(40), 4)))
+        assert (feed_of(data) is None) == (missing == "pidfd_open")
+    finally:
+        loader_module._has_what_workers_need.cache_clear()
 
 
 class Draws(Sampler[int]):

@@ -55,7 +55,7 @@ class Samples:
         if self.off:
             sample = make()
             return all_real(sample) if self._noted else sample  # a dataset may have kept some
-        before, began = randomness.snapshot(), time.thread_time()
+        before, began = randomness.whole_snapshot(), time.thread_time()
         try:
             with noting(), _noting_libraries():
                 sample = left_to_do(make())
@@ -75,13 +75,13 @@ class Samples:
 
     def _checked(self, sample: Any, make: Callable[[], Any], before: tuple[Any, ...]) -> Any:
         """`sample`, if it is what comes of it without noting, with as many random numbers; else that."""
-        after = randomness.snapshot()
+        after = randomness.whole_snapshot()
         randomness.put_back(before)
         began, plain = time.thread_time(), _NOT_MADE
         try:
             plain = make()
             self._plain_s = min(self._plain_s, time.thread_time() - began)
-            same = after == randomness.snapshot() and not holds_noted(plain) and alike(sample, plain)
+            same = after == randomness.whole_snapshot() and not holds_noted(plain) and alike(sample, plain)
             slow = self._made >= _FIRST and self._noted_s > self._plain_s + _LITTLE_S
             self.off = not same or slow or bool(randomness.generators_in(self._dataset))  # it may have made one since
         except Exception:

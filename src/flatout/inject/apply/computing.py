@@ -10,7 +10,7 @@ import functools
 import gc
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -330,13 +330,14 @@ class LossScale:
         self.scale = self.FIRST
         self._good = 0
         self._scaling = False
-        self._guarded = Alive()
+        self._guarded, self._parameters, self._optimizers = Alive(), Alive(), Alive()
         backward = torch.autograd.backward
 
         @functools.wraps(backward)
         def backward_scaled(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(tensors, torch.Tensor) or tensors.numel() != 1 or grad_tensors is not None:
                 return backward(tensors, grad_tensors, *args, **kwargs)
+            self._guard()
             self._scaling = True
             try:
                 return backward(tensors, torch.full_like(tensors, self.scale), *args, **kwargs)
@@ -347,12 +348,18 @@ class LossScale:
 
     def guard(self, parameters: list[Any], optimizers: Alive) -> None:
         """Unscale what arrives at these parameters and those of the optimizers, which look at it before they step."""
-        trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-        for parameter in (*parameters, *trained):
+        for parameter in parameters:
+            self._parameters.put(parameter, True)
+        self._optimizers = optimizers
+        self._guard()
+
+    def _guard(self) -> None:
+        """Those that are trained now: a layer may be unfrozen later, a group of parameters added."""
+        for parameter in (*self._parameters, *(p for optimizer in self._optimizers for p in _trained_by(optimizer))):
             if parameter.requires_grad and self._guarded.get(parameter) is None:
                 self._guarded.put(parameter, True)
                 parameter.register_hook(self._unscaled)
-        for optimizer in optimizers:
+        for optimizer in self._optimizers:
             if self._guarded.get(optimizer) is None:
                 self._guarded.put(optimizer, True)
                 optimizer.step = self._guarded_step(optimizer, optimizer.step)
@@ -361,12 +368,10 @@ class LossScale:
         return gradient / self.scale if self._scaling else gradient  # a power of two: exact
 
     def _guarded_step(self, optimizer: Any, step: Any) -> Any:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-
         @functools.wraps(step)
         def step_if_finite(*args: Any, **kwargs: Any) -> Any:
-            norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
-            if norms and not torch.stack(norms).isfinite().all():
+            gradients = [p.grad for p in _trained_by(optimizer) if p.grad is not None]
+            if gradients and not torch.stack(torch._foreach_norm(gradients)).isfinite().all():
                 self.scale, self._good = self.scale / 2, 0
                 return None
             self._good += 1
@@ -375,3 +380,7 @@ class LossScale:
             return step(*args, **kwargs)
 
         return step_if_finite
+
+
+def _trained_by(optimizer: Any) -> Iterator[Any]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -11,16 +11,16 @@ import numpy as np
 import torch
 
 
-def impose_seed(seed: int) -> None:
+def impose_seed(imposed: int) -> None:
     """Seed torch, numpy and `random` before the script's first line; one that seeds later has the last word."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(imposed)
+    random.seed(imposed)
+    np.random.seed(imposed % (1 << 32))
     numpy_random: Any = np.random
     new_generator, made = numpy_random.default_rng, count()
 
     @functools.wraps(new_generator)
-    def default_rng(given: Any = None) -> Any:
-        return new_generator(given if given is not None else [seed, next(made)])
+    def default_rng(seed: Any = None) -> Any:
+        return new_generator(seed if seed is not None else [imposed, next(made)])
 
     numpy_random.default_rng = default_rng
