@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,15 +102,6 @@ class Plan:
             mark = getattr(problem, "problem_mark", None)
             where = f" line {mark.line + 1}:" if mark is not None else ""
             raise PlanError(f"{path}:{where} this is not YAML: {getattr(problem, 'problem', problem)}") from None
-
-    def to_json(self) -> str:
-        """For another process."""
-        return json.dumps(self._data())
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """What `to_json` gave."""
-        return _plan(json.loads(text), "the plan")
 
     def _data(self) -> dict[str, Any]:
         data: dict[str, Any] = {"plan": VERSION, "changes": [_entry(change) for change in self.changes]}

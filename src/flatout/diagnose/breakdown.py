@@ -8,7 +8,7 @@ time. What is not plain training (set-up, the X-ray, a trial's replays, the tail
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flatout.trace import RankTrace, Sketch, Step
 
@@ -51,7 +51,6 @@ class Breakdown:
     samples_per_s: float | None
     ceiling_samples_per_s: float | None = None
     replay_samples_per_s: float | None = None
-    losses: Sketch = field(default_factory=Sketch)
 
     @property
     def enough(self) -> bool:
@@ -65,13 +64,12 @@ class Breakdown:
 
 def breakdown(rank: RankTrace) -> Breakdown:
     """The account of one rank."""
-    wall, losses, gpu_steps, samples = Sketch(), Sketch(), 0, None
+    wall, gpu_steps, samples = Sketch(), 0, None
     by_phase: defaultdict[str, float] = defaultdict(float)
     idle: defaultdict[str, float] = defaultdict(float)
     whole: defaultdict[str, float] = defaultdict(float)
     for window in rank.windows:
         wall.merge(window.wall_ms)
-        losses.merge(window.loss)
         gpu_steps += window.gpu_steps
         samples = (samples or 0) + window.samples if window.samples is not None else samples
         for key, sketch in window.spans_ms.items():
@@ -100,7 +98,6 @@ def breakdown(rank: RankTrace) -> Breakdown:
         samples_per_s=samples / training_ms * 1e3 if samples and training_ms else None,
         ceiling_samples_per_s=_speed(rank.steps, "resident"),
         replay_samples_per_s=_speed(rank.steps, "replay"),
-        losses=losses,
     )
 
 

@@ -17,6 +17,7 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 
+MOST_WORKERS = 128
 STARVED, FED = 0.03, 0.015  # share of the window that the consumer waited: 97% of what could be had is wanted
 BUSY, IDLE = 0.75, 0.05  # share of their time that workers work where more of them may help; and that is given away
 WORTH_IT = 1.025  # a step up has to bring this much
@@ -84,8 +85,8 @@ class Controller:
     No workers at all (`may_do_without`) means that batches are made in the training process.
     """
 
-    def __init__(self, workers: int, *, cores: float, most_workers: int = 128, may_do_without: bool = False) -> None:
-        self._most = max(1, most_workers)
+    def __init__(self, workers: int, *, cores: float, may_do_without: bool = False) -> None:
+        self._most = MOST_WORKERS
         self.workers = min(workers, self._ceiling(cores, 1.0))
         self.depth = 2.0
         self.why = "to begin with" if self.workers == workers else f"{workers} declared, {cores:g} cores to use"

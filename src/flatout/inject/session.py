@@ -19,7 +19,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,7 +106,7 @@ class Session(Listener):
         self._autocast: set[str] = set()
         self._exchange: dict[str, float] | None = None
         self._xray = _XrayPlan(options)
-        measures_ceiling = options.trial is None or (options.trial.ceiling and not options.trial.fingerprints)
+        measures_ceiling = options.trial is None or not options.trial.fingerprints
         self._ceiling = Ceiling() if options.max_steps is not None and measures_ceiling else None
         self.replays = self._ceiling is not None
         self._leash = Leash(_AHEAD)
@@ -371,7 +370,7 @@ class Session(Listener):
         self._hooks.remove()
         _meters.clear()
         _session = None
-        if _forked_by_loader():
+        if called_from(stock.__file__):  # a loader is starting a worker: it never trains
             return
         begin(self._options, self._settings, made=self._hooks.modules())
 
@@ -529,16 +528,6 @@ def _first_free(folder: Path, info: RunInfo) -> TraceWriter:
         if not (path / f"rank-{info.rank:05d}.jsonl").exists():
             return TraceWriter(path, info)
     raise TraceError(f"{folder} has been recorded into {_RECORDINGS} times")
-
-
-def _forked_by_loader() -> bool:
-    """Whether a DataLoader is starting a worker: it never trains, and its start is to be quick."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == stock.__file__:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _exit_after_grace() -> None:

@@ -191,9 +191,8 @@ def ranks(every: Sequence[RankFigures]) -> Html | None:
     return join([tag("p", lead), table("Ranks", heads, rows)])
 
 
-def facts(account: Account, first: RankTrace) -> Html | None:
+def facts(account: Account) -> Html | None:
     facts = {k: v for k, v in account.facts.items() if k not in ("settings", "loaders")}
-    facts |= {k: v for k, v in first.info.versions.items() if k not in facts}
     parts: list[Html] = []
     loaders = account.facts.get("loaders") or []
     if loaders:
@@ -226,7 +225,4 @@ def cost(account: Account) -> Html | None:
 
 
 def notes(account: Account) -> Html | None:
-    notes = [
-        tag("li", note.text, tag("span", note.where, class_="where") if note.where else None) for note in account.notes
-    ]
-    return tag("ul", *notes) if notes else None
+    return tag("ul", *(tag("li", note.text) for note in account.notes)) if account.notes else None

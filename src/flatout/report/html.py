@@ -42,7 +42,7 @@ def page(trace: Trace, account: Account, findings: Sequence[Finding] = ()) -> st
         ("xray", "X-ray: kernel by kernel", detail.xray(account)),
         ("cards", "The cards", detail.cards(trace)),
         ("ranks", "The ranks", detail.ranks(account.by_rank)),
-        ("facts", "The facts", detail.facts(account, first)),
+        ("facts", "The facts", detail.facts(account)),
         ("cost", "What measuring cost", detail.cost(account)),
         ("notes", "Notes", detail.notes(account)),
     ]

@@ -43,7 +43,6 @@ class Trial:
     leads: Path | None = None
     follows: Path | None = None
     weights_bytes: int = 0
-    ceiling: bool = True  # after the measured steps, those with their data already there
     at_least_s: float = 0.0
     known_to: float = math.inf
     look_below_s: float | None = None

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout import __version__
 from flatout.errors import TraceError, UsageError
 from flatout.sense.hardware import PULSE_EVERY_S, Sampler
 from flatout.trace import RunInfo, Sample, read
@@ -77,7 +76,6 @@ def live(
         name="top",
         host=socket.gethostname(),
         pid=os.getpid(),
-        versions={"flatout": __version__},
         started_unix_s=time.time(),
         started_s=clock(),
         facts={"cores_allowed": cores_allowed, "interval_s": interval_s},

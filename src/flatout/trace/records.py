@@ -36,7 +36,6 @@ class RunInfo:
     pid: int = 0
     started_unix_s: float = 0.0
     started_s: float = 0.0
-    versions: dict[str, str] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -95,7 +94,6 @@ class Note:
 
     time_s: float
     text: str
-    where: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,7 +81,7 @@ window = st.builds(
     gpu_idle_ms=st.dictionaries(text, rounded(0, 1e4), max_size=3),
 )
 info = st.builds(RunInfo, name=text, command=st.lists(text, max_size=3).map(tuple), rank=st.none() | st.integers(0, 99))
-note = st.builds(Note, time_s=rounded(0, 1e7), text=text, where=st.none() | text)
+note = st.builds(Note, time_s=rounded(0, 1e7), text=text)
 summary = st.builds(
     Summary, info=info, wall_ms=sketch, notes=st.lists(note, max_size=2).map(tuple), ended=st.booleans()
 )

@@ -26,7 +26,7 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     with TraceWriter(tmp_path / "run", INFO) as writer:
         for index in range(120):
             writer.write(a_step(index))
-        writer.write(Note(time_s=1.0, text="hello", where="train.py:3"))
+        writer.write(Note(time_s=1.0, text="hello"))
 
     trace = read(tmp_path / "run")
 
@@ -34,7 +34,7 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     assert rank.info == INFO
     assert [step.index for step in rank.steps] == list(range(120))
     assert sum(window.wall_ms.count for window in rank.windows) == 120
-    assert rank.notes == (Note(time_s=1.0, text="hello", where="train.py:3"),)
+    assert rank.notes == (Note(time_s=1.0, text="hello"),)
 
 
 def test_the_summary_holds_the_totals(tmp_path: Path) -> None:
