@@ -351,6 +351,8 @@ class Case:
     def own_cpu_share(self) -> float | None:
         """How busy this run itself kept them, whatever others did; None where that was not seen."""
         ours = Sketch.of(self._cores_ours(s) for s in self.samples).mean
+        if ours is None and self.workers and self.worker_busy and not self.elastic:  # by what they said themselves
+            ours = self.workers * self.worker_busy * (self.worker_on_core or 1.0) * self._ranks_here
         return min(1.0, ours / (self.cores * self._ranks_here)) if ours is not None and self.cores else None
 
     @cached_property

@@ -21,6 +21,10 @@ _THREADS = 3  # that a worker has which does nothing in particular
 _COPIED = 0.01  # page-locking costs nothing, so less of it is worth a word
 _HANDED_OVER = 0.05  # of the step: less than this saved by workers goes into the handing over
 _BY_EXCLUSION = 0.10  # of the step: what nothing but the absence of other causes speaks for
+_LEAST_OF_A_CORE = 0.25  # that a worker is counted with, however much it waits
+_FILLED = 0.7  # of the cores taken by workers: who is without one then has too many beside it
+_SAMPLERS = ("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler")
+_BATCH_SAMPLERS = ("BatchSampler", "NoneType")
 _CROWDED = 0.5  # what a worker more brings at least: hyperthreads share a core, all share caches and memory
 
 
@@ -29,7 +33,8 @@ def main_thread(case: Case) -> Finding | None:
     if case.loader.get("num_workers") != 0 or case.elastic or saved < _HANDED_OVER:
         return None
     rate, now = case.samples_a_worker_s, case.breakdown.samples_per_s
-    wanted = spare_cores(case)
+    # Who only waits, for a disk or a server, leaves its core to others; no more of them a core than the loader starts.
+    wanted = max(1, int(spare_cores(case) / max(_LEAST_OF_A_CORE, case.worker_on_core or 1.0)))
     if rate and now:
         eaten = case.breakdown.ceiling_samples_per_s or now / (1 - min(0.99, saved))
         wanted = min(wanted, math.ceil(eaten / rate) + 1)
@@ -87,7 +92,8 @@ def workers_behind(case: Case) -> Finding | None:
             advice="look at these samples: "
             + ", ".join(f"index {i} ({ms:.0f} ms)" for ms, i in evidence["slowest"][:3]),
         )
-    if (delay or 0.0) >= _HELD_BACK and workers > cores and not case.elastic:
+    filled = workers * busy * on_core >= _FILLED * cores
+    if (delay or 0.0) >= _HELD_BACK and workers > cores and filled and not case.elastic:
         wanted = spare_cores(case)
         return Finding(
             code="data.too-many-workers",
@@ -99,6 +105,9 @@ def workers_behind(case: Case) -> Finding | None:
             value=wanted,
             advice=f"num_workers={wanted}",
         )
+    few = _asked_for_few(case, saved, common)
+    if few is not None:
+        return few
     joining, wants_core = case.collate_share or 0.0, on_core + (delay or 0.0) >= 0.5
     if (case.cpu_share or 0.0) >= _BUSY and joining <= _JOINING and busy >= 0.5 and wants_core:
         return _cpu_bound(case, saved, common)
@@ -138,6 +147,27 @@ def workers_behind(case: Case) -> Finding | None:
             f"training now eats {case.breakdown.samples_per_s or 0:,.0f}",
         )
     return None
+
+
+def _asked_for_few(case: Case, saved: float, common: dict[str, Any]) -> Finding | None:
+    """A sampler of the script's own may notice when it is asked: the elastic loader asks as early as stock would."""
+    loader, on_core = case.loader, case.worker_on_core or 1.0
+    named = loader.get("sampler", _SAMPLERS[0]), loader.get("batch_sampler", _BATCH_SAMPLERS[0])
+    wanted = int((case.cores or 1.0) / max(_LEAST_OF_A_CORE, on_core))
+    of_torch = named[0] in _SAMPLERS and named[1] in _BATCH_SAMPLERS
+    if not case.elastic or of_torch or not 0 < case.workers < wanted or saved < _BY_EXCLUSION:
+        return None
+    ahead = case.workers * (loader.get("prefetch_factor") or 2)
+    return Finding(
+        code="data.too-few-workers",
+        title=f"the sampler is the script's own, and num_workers={case.workers} lets it be asked {ahead} batches ahead",
+        **common,
+        **fed(case, saved, most=wanted / case.workers),
+        confidence=0.7,
+        change="num_workers",
+        value=wanted,
+        advice=f"num_workers={wanted}: the loader starts as many workers as it needs, but asks no further ahead",
+    )
 
 
 def _cpu_bound(case: Case, saved: float, common: dict[str, Any]) -> Finding:
@@ -239,7 +269,7 @@ def idle_workers(case: Case) -> Finding | None:
 
 def worker_start(case: Case) -> Finding | None:
     loader, started, share = case.loader, case.share("loader start"), case.start_share
-    if not loader:
+    if not loader or case.elastic:  # which keeps its workers
         return None
     title, seen = "starting the loader's workers takes", started > 0
     if not seen:

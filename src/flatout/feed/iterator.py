@@ -20,6 +20,7 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
+    WeightedRandomSampler,
     _DatasetKind,
 )
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -301,6 +302,6 @@ def is_pure(loader: StockLoader[Any]) -> bool:
             return pure(sampler.sampler)
         if type(sampler) is RandomSampler:
             return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
-        return type(sampler) in (SequentialSampler, SubsetRandomSampler, DistributedSampler)
+        return type(sampler) in (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 
     return pure(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)

@@ -307,22 +307,26 @@ def _data_path(view: View) -> Offer | None:
 def _loading(view: View, behind: Sequence[Finding], why: str) -> list[Change]:
     """The elastic loader; where that cannot be had, the number of workers and what goes with them.
 
-    Where it can be had and does not pay, that number is still worth a trial if it is what the diagnosis asks for. No
-    worker of any kind where the loop writes to its dataset, and makes the batches itself.
+    Where it can be had and does not pay, or may not ask the sampler early enough, that number is still worth a trial if
+    it is what the diagnosis asks for. No worker of any kind where the loop writes to its dataset, and makes the batches
+    itself.
     """
     if view.case.loader.get("written"):
         return []
     elastic = _elastic(view, why)
     verdict = view.verdict("loader", "elastic")
     asked = any(f.change == "num_workers" for f in behind)
-    if verdict not in ("not applicable", "unsafe") and not (verdict == "undone" and asked):
+    looked_at = verdict == "undone" or (verdict == "kept" and view.case.elastic)
+    if verdict not in ("not applicable", "unsafe") and not (looked_at and asked):
         return [elastic]
     loader = view.case.loader
     wanted = next((f.value for f in behind if f.change == "num_workers" and f.value), spare_cores(view.case))
     changes = []
-    if wanted != loader.get("num_workers"):
+    if wanted != loader.get("num_workers") and not loader.get("iterable"):  # there they decide what is in the data
         knob = _knob(view, "num_workers", loader.get("num_workers"))
         changes.append(_made("num_workers", int(wanted), why, safety=elastic.safety, knob=knob))
+    if verdict == "kept":
+        return changes
     if loader.get("num_workers") and (loader.get("prefetch_factor") or 2) < 4:
         changes.append(_made("prefetch_factor", 4, why))
     if view.found("data.worker-start") and not loader.get("persistent_workers"):

@@ -29,6 +29,7 @@ def loader_facts(loader: Any) -> dict[str, Any]:
         "pin_memory": loader.pin_memory,
         "drop_last": loader.drop_last,
         "sampler": type(getattr(loader, "sampler", None)).__name__,
+        "batch_sampler": type(getattr(loader, "batch_sampler", None)).__name__,
         "collate": getattr(loader.collate_fn, "__name__", type(loader.collate_fn).__name__),
         "start_method": method,
         "elastic": type(loader).__module__.startswith("flatout."),

@@ -84,6 +84,34 @@ def test_the_elastic_loader_is_not_told_how_many_workers_to_have() -> None:
         assert "num_workers" not in [f.change for f in diagnose(trace(*STARVED, **imported))]
 
 
+def test_who_only_waits_for_a_server_is_worth_more_workers_than_there_are_cores() -> None:
+    """GIVEN two cores and samples that take no CPU THEN loading them is said to be worth several times the speed."""
+    loader = {"num_workers": 0, "prefetch_factor": None}
+    waiting = workers(1, sample_ms=1.0, busy=0.99, on_core=0.03, delay=0.0)
+    found = first(trace(*STARVED, loader=loader, workers=waiting, facts={"cores_allowed": 2}))
+    assert (found.code, found.value) == ("data.main-thread", 4)
+    assert found.gain_high > 2
+    computing = workers(1, sample_ms=1.0, busy=0.99)
+    assert first(trace(*STARVED, loader=loader, workers=computing, facts={"cores_allowed": 2})).value == 1
+
+
+def test_workers_that_wait_for_something_else_are_not_too_many_for_the_cores() -> None:
+    few_cores = {"loader": {"num_workers": 11}, "facts": {"cores_allowed": 2}}
+    waiting = workers(11, sample_ms=20.0, busy=0.95, on_core=0.1, delay=0.45)
+    assert "data.too-many-workers" not in codes(trace(*STARVED, **few_cores, workers=waiting))
+    crowded = workers(11, sample_ms=20.0, busy=0.95, on_core=0.18, delay=0.8)
+    assert "data.too-many-workers" in codes(trace(*STARVED, **few_cores, workers=crowded))
+
+
+def test_a_sampler_of_the_scripts_own_is_asked_further_ahead_by_more_workers() -> None:
+    loader = {"num_workers": 1, "elastic": True, "batch_sampler": "ByLength", "sampler": "SequentialSampler"}
+    loading = {"workers": workers(3, sample_ms=20.0, busy=0.4, on_core=0.05, delay=0.0)}
+    found = first(trace(*STARVED, loader=loader, **loading))
+    assert (found.code, found.change, found.value) == ("data.too-few-workers", "num_workers", 64)
+    of_torch = trace(*STARVED, loader=loader | {"batch_sampler": "BatchSampler"}, **loading)
+    assert "num_workers" not in [f.change for f in diagnose(of_torch)]
+
+
 @pytest.mark.parametrize("declared", [0, 8])
 @pytest.mark.parametrize(("cpu_pct", "said"), [(75.0, "no number of workers keeps up"), (95.0, "every core is busy")])
 def test_where_the_elastic_loader_cannot_keep_up_the_samples_are_the_cost(
