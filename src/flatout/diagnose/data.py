@@ -39,10 +39,12 @@ def main_thread(case: Case) -> Finding | None:
         eaten = case.breakdown.ceiling_samples_per_s or now / (1 - min(0.99, saved))
         wanted = min(wanted, math.ceil(eaten / rate) + 1)
     once = rate / now if rate and now else 1.0  # what one worker delivers, as a multiple of what is needed now
-    written = case.loader.get("written")
+    written, fills = case.loader.get("written"), case.loader.get("fills")
     advice = f"num_workers={wanted}"
     if written:
         advice = f"keep the dataset as it is while it is read: the loop writes to it ({written}), which no worker sees"
+    elif fills:
+        advice = f"fill it before training: samples fill the dataset ({fills}), and each worker would fill its own"
     elif rate and now:
         advice += f": one process makes {rate:,.0f} samples/s, training now eats {now:,.0f}"
     return Finding(
@@ -52,8 +54,8 @@ def main_thread(case: Case) -> Finding | None:
         **fed(case, saved, once * (1 + _CROWDED * (wanted - 1)), once * wanted),
         confidence=0.95,
         evidence=_loading(case) | {"samples_per_s_in_this_process": rounded(rate)},
-        change=None if written else "num_workers",
-        value=None if written else wanted,
+        change=None if written or fills else "num_workers",
+        value=None if written or fills else wanted,
         advice=advice,
     )
 

@@ -42,6 +42,7 @@ class Account:
     deaths: int = 0  # of workers
     redone: int = 0  # parts that somebody died over
     drew: bool = False  # samples were seen to draw random numbers
+    fills: str | None = None  # what of the dataset they were seen to fill
     bad: list[BadSample] = field(default_factory=list)
 
 

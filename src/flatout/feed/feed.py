@@ -467,6 +467,7 @@ class Feed:
         self._tuning.worked(done, len(batch) / len(batch.parts))
         self.account.parts += len(batch)
         self.account.drew |= bool(done.drew)
+        self.account.fills = self.account.fills or done.fills
         self._learn(done, len(batch), in_parts=in_parts)
         return fds
 

@@ -57,8 +57,8 @@ class Position:
 class FeedIterator(_BaseDataLoaderIter):
     """One pass (with persistent workers: pass after pass) over a loader's batches.
 
-    Where the loader has no workers itself, and the loop turns out to write to the dataset, or a sample to raise, the
-    pass goes on without ours too; `written` is told what was written to.
+    Where the loader has no workers itself, and the loop turns out to write to the dataset, samples to fill it, or one
+    to raise, the pass goes on without ours too; `given_back` is told why.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class FeedIterator(_BaseDataLoaderIter):
         feed: Feed,
         resume: dict[str, Any] | None = None,
         *,
-        written: Callable[[str], None] | None = None,
+        given_back: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__(loader)
-        self._written = written
+        self._given_back = given_back
         self._alone: _Alone | None = None if loader.num_workers else _Alone(loader)
         self._feed = feed
         self._made = feed.made
@@ -147,7 +147,7 @@ class FeedIterator(_BaseDataLoaderIter):
         if self._begin_at_first is not None:
             begin, self._begin_at_first = self._begin_at_first, None
             begin()
-        if self._alone is not None and self._alone.is_needed():
+        if self._alone is not None and self._alone.is_needed(self._feed.account.fills):
             return self._made_alone(self._alone)
         data = self._fed()
         if self._alone is not None and not self._alone.raises:  # then it has taken its own
@@ -159,8 +159,8 @@ class FeedIterator(_BaseDataLoaderIter):
         if not self.position.finished:
             self.position.finished = True  # as far as the feed is concerned
             self._feed.leave(self._epoch)
-            if self._written is not None and alone.written:
-                self._written(alone.written)
+            if self._given_back is not None and alone.why:
+                self._given_back(alone.why)
         data = alone.next()
         self.position.yielded += 1
         return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
@@ -255,7 +255,7 @@ class _Alone:
         self._indices: Iterator[Any] = iter(())
         self._pulled: collections.deque[Any] = collections.deque()  # and not handed out
         self._had = 0
-        self.written = ""
+        self.why = ""
         self.raises = False
 
     def remembered(self, indices: Iterator[Any]) -> Iterator[Any]:
@@ -274,10 +274,14 @@ class _Alone:
     def renew(self) -> None:
         self._watch.renew()
 
-    def is_needed(self) -> bool:
-        """Whether the loop was seen to write to the dataset, or a sample to raise."""
-        self.written = self.written or self._watch.changed() or ""
-        return bool(self.written) or self.raises
+    def is_needed(self, fills: str | None) -> bool:
+        """Whether the loop was seen to write to the dataset, samples to fill it, or one to raise."""
+        if not self.why:
+            written = self._watch.changed()
+            self.why = f"the loop writes to what it reads ({written}), which no worker would see" if written else ""
+        if not self.why and fills:
+            self.why = f"samples fill what they come from ({fills}), and each worker would have one of its own to fill"
+        return bool(self.why) or self.raises
 
     def next(self) -> Any:
         indices = self._pulled.popleft() if self._pulled else next(self._indices)

@@ -174,11 +174,12 @@ def iterator_for(
     options: Options | None = None,
     resume: dict[str, Any] | None = None,
     *,
-    written: Callable[[str], None] | None = None,
+    given_back: Callable[[str], None] | None = None,
 ) -> tuple[FeedIterator | None, str]:
     """Our iterator for any loader, or None and the reason why stock's has to do.
 
-    `written`: who is told that a loop without workers of its own writes to its dataset, which ours would not see.
+    `given_back`: who is told why a loop without workers of its own goes on without ours: what is written to its dataset
+    they would not see.
     """
     options = options or Options()
     reason = _why_not(loader, options)
@@ -227,7 +228,7 @@ def iterator_for(
             kept.feed.crew.ready()  # before anything is drawn that stock would draw again
         except OSError as problem:
             return None, f"no worker could be started ({problem})"
-    iterator = FeedIterator(loader, kept.feed, resume, written=written)
+    iterator = FeedIterator(loader, kept.feed, resume, given_back=given_back)
     kept.user = weakref.ref(iterator)
     return iterator, ""
 

@@ -106,6 +106,7 @@ class Done(NamedTuple):
     random_state: dict[str, Any] | None = None
     data_state: Any = None
     checksum: int = 0
+    fills: str | None = None  # what of the dataset samples fill, where that was seen
 
 
 class Failed(NamedTuple):

@@ -40,6 +40,7 @@ from flatout.feed.messages import (
     plain,
 )
 from flatout.feed.rows import NOT_IN_A_ROW, Rows, renumbered, worker_info
+from flatout.sense.watch import Filling
 
 
 class ReplayDiffers(RuntimeError):
@@ -70,6 +71,7 @@ class _Worker:
         with contextlib.suppress(OSError):
             self._schedstat = os.open("/proc/self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         self._checksum = 0
+        self._filling = Filling(recipe.dataset)
         self._drawn_to: tuple[Any, ...] = ()
         self._drew: bool | None = None
         self._spare_normal = False
@@ -213,7 +215,7 @@ class _Worker:
             needs=packed.needs, regions=packed.regions, misfit=arena.misfit or bool(self._rows.bad),
             bad=self._rows.bad, drew=drew, rows=rows,
             ended_s=ended[0], wall_s=wall_s, cpu_s=cpu_s, run_delay_s=run_delay_s,
-            random_state=state, data_state=data_state, checksum=self._checksum,
+            random_state=state, data_state=data_state, checksum=self._checksum, fills=self._filling.after_batch(),
         )  # fmt: skip
 
     def _load(self, task: Task, number: int, indices: Any) -> Any:

@@ -37,7 +37,7 @@ from flatout.sense.listener import Listener
 from flatout.sense.options import RANK, Options
 from flatout.sense.recorder import DATA, HELD, OWN, Recorder
 from flatout.sense.settings import Settings, hide_in_arguments
-from flatout.sense.watch import Watch
+from flatout.sense.watch import Filling, Watch
 from flatout.sense.worker import Meter, measure_fetcher
 from flatout.sense.xray import Profiler, read_kernels
 from flatout.trace import Facts, Note, RunInfo, Step, TraceWriter
@@ -103,6 +103,8 @@ class Session(Listener):
         self._passes: Counter[int] = Counter()
         self.watched: dict[int, Watch] = {}  # datasets that the training process reads itself
         self._writes: dict[int, str] = {}  # what its loop was seen to write to in them
+        self._filling: dict[int, Filling] = {}
+        self._fills: dict[int, str] = {}  # what samples were seen to fill in them
         self._autocast: set[str] = set()
         self._exchange: dict[str, float] | None = None
         self._xray = _XrayPlan(options)
@@ -133,7 +135,9 @@ class Session(Listener):
         self._passes[number] += 1
         if loader.num_workers == 0 and self._passes[number] == 1:
             self.watched[number] = Watch(loader.dataset, loader.collate_fn)
-            weakref.finalize(loader, self.watched.pop, number, None).atexit = False
+            self._filling[number] = Filling(loader.dataset)
+            for held in (self.watched, self._filling):
+                weakref.finalize(loader, held.pop, number, None).atexit = False
 
     def fetches(self, loader: int) -> None:
         written = self.watched[loader].changed()
@@ -145,6 +149,9 @@ class Session(Listener):
     def has_fetched(self, loader: int) -> None:
         if loader in self.watched:
             self.watched[loader].renew()  # what samples leave behind is not the loop's doing
+            filled = self._filling[loader].after_batch()
+            if filled:
+                self._fills[loader] = filled
 
     def fetched(self, loader: int, batch: Any) -> None:
         if self._ceiling is not None:
@@ -294,7 +301,7 @@ class Session(Listener):
 
     def _kinds_of_loaders(self) -> list[dict[str, Any]]:
         """One of those that are alike. `made_anew`: there are several, and each has had one pass; `written`: what the
-        loop wrote to in the dataset between two batches, where there are no workers."""
+        loop wrote to in the dataset between two batches, and `fills` what samples fill, where there are no workers."""
         alike: dict[str, list[int]] = {}
         for number, facts in self._loaders.items():
             alike.setdefault(str(facts), []).append(number)
@@ -304,6 +311,7 @@ class Session(Listener):
                 "trains": any(number in self._recorder.train_loaders for number in numbers),
                 "made_anew": len(numbers) > 1 == max(self._passes[number] for number in numbers),
                 "written": next((self._writes[number] for number in numbers if number in self._writes), None),
+                "fills": next((self._fills[number] for number in numbers if number in self._fills), None),
             }
             for numbers in alike.values()
         ]

@@ -308,10 +308,10 @@ def _loading(view: View, behind: Sequence[Finding], why: str) -> list[Change]:
     """The elastic loader; where that cannot be had, the number of workers and what goes with them.
 
     Where it can be had and does not pay, or may not ask the sampler early enough, that number is still worth a trial if
-    it is what the diagnosis asks for. No worker of any kind where the loop writes to its dataset, and makes the batches
-    itself.
+    it is what the diagnosis asks for. No worker of any kind where the loop makes the batches itself and writes to its
+    dataset, or samples fill that.
     """
-    if view.case.loader.get("written"):
+    if view.case.loader.get("written") or view.case.loader.get("fills"):
         return []
     elastic = _elastic(view, why)
     verdict = view.verdict("loader", "elastic")

@@ -2,18 +2,22 @@
 
 Without workers stock makes each batch when it is asked for, with the dataset as it is then: a size that the loop sets
 every ten batches, noise that it raises step by step. Workers have the dataset as it was. This looks before every batch
-whether anything was set on it, or on what it is made of: attributes and slots, what small containers and arrays hold,
-what functions have closed over. Large ones are not looked through, nor are global variables.
+whether anything was set on it, or on what it is made of: attributes and slots, what containers and arrays hold (some
+thousand places of large ones), what functions have closed over. Global variables are not looked at.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import mmap
 import multiprocessing.sharedctypes as shared
+import operator
 import sys
 import types
 from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -25,8 +29,12 @@ _LOOKED_INTO = (argparse.Namespace, types.SimpleNamespace)
 _LEFT_ALONE = frozenset(("tqdm",))  # modules of what counts by itself
 _OURS = frozenset(("_compiled_call_impl",))  # set by whoever times or compiles a model
 _MOST_PARTS, _MOST_HELD = 64, 256
-_SMALL_BYTES = 4096
+_MOST_ENTRIES = 1024  # of a large container or array, spread over it: a step that writes to many is seen to
+_SMALL_BYTES, _LARGE_BYTES = 4096, 1 << 28
 _GONE = object()
+_FILLED_LOOKS, _FILLED_TIMES = 8, 3  # batches
+_COUNTED = 1_000_000  # entries of a list, None or not
+_WRAPPED = 4  # datasets in datasets
 
 
 class Watch:
@@ -66,6 +74,47 @@ class Watch:
         return None
 
 
+class Filling:
+    """Do samples fill the dataset that they come from: a cache, which each worker would have one of?
+
+    A container of its own that holds more after several batches in a row says so; after the first alone it may be what
+    was opened. Nothing is looked at for longer than a few batches.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._before: dict[str, int] = {}
+        self._grown: dict[str, int] = {}
+        self._looks = 0
+
+    def after_batch(self) -> str | None:
+        """What is being filled, in words; None where that is not known, or no longer looked at."""
+        if self._looks > _FILLED_LOOKS:
+            return None
+        now = dict(_held_by(self._dataset))
+        if self._looks > 1:
+            self._grown = {name: self._grown.get(name, 0) + 1 for name in now if now[name] > self._before.get(name, 0)}
+        self._before, self._looks = now, self._looks + 1
+        return next((name for name, times in self._grown.items() if times >= _FILLED_TIMES), None)
+
+
+def _held_by(dataset: Any) -> Iterator[tuple[str, int]]:
+    """How much each container of a dataset holds, and of those that it wraps."""
+    for _ in range(_WRAPPED):
+        of = type(dataset).__name__
+        try:
+            own, cached = list(vars(dataset).items()), list(vars(type(dataset)).items())
+        except TypeError:
+            return
+        for name, one in own:
+            if isinstance(one, (dict, set, deque)) or (isinstance(one, list) and len(one) <= _COUNTED):
+                yield f"{of}, {name}", len(one) - (one.count(None) if isinstance(one, list) else 0)
+        for name, one in cached:
+            if isinstance(one, functools._lru_cache_wrapper):
+                yield f"{of}, {name}", one.cache_info().currsize
+        dataset = getattr(dataset, "dataset", None)
+
+
 def _state(one: Any) -> Any:
     """What may be set on a thing: by name, or as one value; None where it is not looked at."""
     try:
@@ -80,11 +129,17 @@ def _looked_at(one: Any) -> Any:
         content = one.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if small else b""
         return (0 if one.is_inference() else one._version), content
     if isinstance(one, np.ndarray):
-        return one.tobytes() if one.nbytes <= _SMALL_BYTES and not one.dtype.hasobject else None
+        if one.dtype.hasobject or one.nbytes > _LARGE_BYTES or _is_mapped(one):
+            return None
+        if one.nbytes <= _SMALL_BYTES or not one.flags.c_contiguous:
+            return one.tobytes() if one.nbytes <= _SMALL_BYTES else None
+        return one.reshape(-1)[:: 1 + one.size // _MOST_ENTRIES].tobytes()
     if isinstance(one, shared.SynchronizedBase):
         return bytes(memoryview(one.get_obj()))[:_SMALL_BYTES]
     if isinstance(one, dict):
-        return dict(one) if len(one) <= _MOST_HELD else len(one)
+        return dict(one) if len(one) <= _MOST_HELD else _Entries(len(one), islice(one.values(), _MOST_ENTRIES))
+    if isinstance(one, list) and len(one) > _MOST_HELD:
+        return _Entries(len(one), one[:: 1 + len(one) // _MOST_ENTRIES])
     if isinstance(one, _HOLDS) and not hasattr(one, "_fields"):
         return dict(enumerate(one)) if len(one) <= _MOST_HELD else len(one)
     if isinstance(one, types.MethodType):
@@ -103,6 +158,27 @@ def _looked_at(one: Any) -> Any:
     of_class = {name: value for name, value in vars(type(one)).items() if type(value) in _PLAIN}
     own = {name: value for name, value in getattr(one, "__dict__", {}).items() if name not in _OURS}
     return {**of_class, **{name: getattr(one, name) for name in slots}, **own}
+
+
+def _is_mapped(array: Any) -> bool:
+    """Whether looking at it would read from a disk."""
+    while array is not None and not isinstance(array, (np.memmap, mmap.mmap)):
+        array = getattr(array, "base", None)
+    return array is not None
+
+
+class _Entries:
+    """Some of what a large container holds: the same where each is the same object, however they compare."""
+
+    def __init__(self, length: int, some: Iterable[Any]) -> None:
+        self._length, self._some = length, tuple(some)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Entries) or self._length != other._length:
+            return False
+        return all(map(operator.is_, self._some, other._some))
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _same(before: Any, now: Any) -> bool:

@@ -46,7 +46,9 @@ class Meter:
         self._report_every_s = _FIRST_REPORT_S
         self._reported_s = self._born_s
         self._batches = self._samples = 0  # measured
-        self._passed = 0  # batches that went by unmeasured since
+        self._passed = 0  # batches that went by unmeasured since: each counts like the one measured before it
+        self._like_that = (0, 0.0, 0.0, 0.0)  # samples, wall time, CPU time, collate
+        self._unmeasured = [0, 0.0, 0.0, 0.0]
         self._to_pass = 0
         self._wall_s = self._cpu_s = self._collate_s = self._waiting_s = 0.0
         self._sample_ms = Sketch()
@@ -94,6 +96,8 @@ class Meter:
             return False
         self._to_pass -= 1
         self._passed += 1
+        for place, amount in enumerate(self._like_that):
+            self._unmeasured[place] += amount
         return True
 
     def batch_begins(self, samples: int | None) -> bool:
@@ -110,11 +114,13 @@ class Meter:
     def loaded(self) -> None:
         """The samples of a batch are there."""
         now_s = time.perf_counter()
-        self._cpu_s += time.thread_time() - self._began_cpu_s
+        cpu_s = time.thread_time() - self._began_cpu_s
+        self._cpu_s += cpu_s
         times, self._loaded_s = self._loaded_s, []
         spent_s = sum(times) if self._closely else now_s - self._began_s
         self._wall_s += spent_s
         self._samples += self._new_samples
+        self._like_that = (self._new_samples, spent_s, cpu_s, 0.0)
         if times and len(times) < self._new_samples:  # a dataset that gives many at once
             self._sample_ms.add(spent_s / self._new_samples * 1e3, self._new_samples)
         else:
@@ -125,6 +131,7 @@ class Meter:
     def collated(self, seconds: float) -> None:
         """The batch is put together; now and then, report."""
         self._collate_s += seconds
+        self._like_that = (*self._like_that[:3], seconds)
         self._batches += 1
         self._idle_since = now_s = time.monotonic()
         trifle = time.perf_counter() - self._began_s < _TRIFLING_BATCH_S
@@ -136,9 +143,9 @@ class Meter:
             self.write()
 
     def report(self) -> WorkerReport:
-        """The totals as they stand; what went by unmeasured counts like what was measured."""
+        """The totals as they stand, with what went by unmeasured."""
         now_s = time.monotonic()
-        times = 1 + self._passed / max(1, self._batches)
+        samples, wall_s, cpu_s, collate_s = self._unmeasured
         return WorkerReport(
             time_s=now_s,
             pid=os.getpid(),
@@ -147,11 +154,11 @@ class Meter:
             length=self._length,
             worker=self._worker,
             batches=self._batches + self._passed,
-            samples=round(self._samples * times),
-            sample_wall_s=self._wall_s * times,
-            sample_cpu_s=self._cpu_s * times,
+            samples=self._samples + int(samples),
+            sample_wall_s=self._wall_s + wall_s,
+            sample_cpu_s=self._cpu_s + cpu_s,
             run_delay_s=_run_delay_s(),
-            collate_s=self._collate_s * times,
+            collate_s=self._collate_s + collate_s,
             waiting_s=self._waiting_s,
             sample_ms=self._sample_ms.coarse(48),
             slowest=tuple((seconds * 1e3, index) for seconds, index in sorted(self._slowest, reverse=True)),

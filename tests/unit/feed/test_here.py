@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from feed_samples import Drawing, Things, as_list, same
 from torch.utils.data import DataLoader as Stock
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
-from flatout.feed import DataLoader, randomness
+from flatout.feed import DataLoader, Options, iterator_for, randomness
 from flatout.feed import loader as loader_module
 from flatout.feed.feed import Feed
 from flatout.feed.loader import feed_of
@@ -129,6 +130,33 @@ def test_what_a_sandboxed_kernel_lacks_is_done_without(missing: str, monkeypatch
         assert (feed_of(data) is None) == (missing == "pidfd_open")
     finally:
         loader_module._has_what_workers_need.cache_clear()
+
+
+class Caching(Things):
+    """Slow the first time, quick ever after."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.cache: dict[int, Any] = {}
+
+    def __getitem__(self, index: int) -> Any:
+        if index not in self.cache:
+            time.sleep(0.002)
+            self.cache[index] = super().__getitem__(index)
+        return self.cache[index]
+
+
+def test_samples_that_fill_their_dataset_are_made_where_it_is() -> None:
+    """A cache in every worker would be filled in every one of them."""
+    said: list[str] = []
+    data = Caching(800)
+    loader = Stock(data, 8, shuffle=True)
+    for _ in range(2):
+        iterator, _ = iterator_for(loader, Options(workers="auto"), given_back=said.append)
+        assert iterator is not None
+        assert len(list(iterator)) == 100
+    assert len(data.cache) == 800, "the second pass found what the first had left"
+    assert said[0].startswith("samples fill what they come from (Caching, cache)")
 
 
 class Draws(Sampler[int]):

@@ -7,6 +7,7 @@ import functools
 import logging
 import multiprocessing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,30 @@ WRITES: dict[str, Callable[[Pictures], object]] = {
     "list, 0": lambda data: data.mixed.args[0][0].__setitem__(0, 0.7),
     "Synchronized": lambda data: setattr(data.level, "value", 0.5),
 }
+
+
+@pytest.mark.parametrize("entries", [1_000, 50_000])
+@pytest.mark.parametrize("make", [list, lambda n: dict(enumerate(n)), lambda n: np.array(n, dtype=float)])
+def test_labels_that_every_step_writes_to_are_seen_within_a_few(entries: int, make: Callable[[Any], Any]) -> None:
+    data = Pictures()
+    data.labels = labels = make([0.5] * entries)  # type: ignore[attr-defined]
+    watch = Watch(data)
+    assert watch.changed() is None
+    at = np.random.default_rng(0)
+    for step in range(20):
+        for place in at.integers(entries, size=32):
+            labels[int(place)] = float(step + place)
+        if watch.changed():
+            break
+    assert step < 8
+
+
+def test_a_memory_map_is_not_read_for_it(tmp_path: Path) -> None:
+    data = Pictures()
+    data.mapped = np.memmap(tmp_path / "large", np.uint8, "w+", shape=1 << 20)  # type: ignore[attr-defined]
+    watch = Watch(data)
+    data.mapped[:] = 1  # type: ignore[attr-defined]
+    assert watch.changed() is None
 
 
 @pytest.mark.parametrize("what", WRITES)

@@ -193,11 +193,11 @@ class Loading:
             page_locked=True if page_locked else None,
             defer=bool(self._ledger.wanted("gpu_transforms")) and self._may_defer(loader),
         )
-        return iterator_for(loader, options, written=self._written)
+        return iterator_for(loader, options, given_back=self._given_back)
 
-    def _written(self, what: str) -> None:
-        """Without workers, what the loop writes to its dataset is in the next batch."""
-        self._ledger.withdraw("loader", f"the loop writes to what it reads ({what}), which no worker would see")
+    def _given_back(self, why: str) -> None:
+        """Without workers, what is written to the dataset is there for the next batch."""
+        self._ledger.withdraw("loader", why)
 
     def _may_defer(self, loader: Any) -> bool:
         """Whether this loader's samples may leave their transforms to the card; if they do, its first batch says so."""
