@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from flatout import __version__
-from flatout.errors import FlatoutError, GateFailed, UsageError
+from flatout.errors import FlatoutError, GateFailed, PlanError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -366,13 +366,25 @@ def fix(
         _can_be_written(target, folder=target == runs.parent)
     with fix_views.Progress(_console(stderr=True), budget_s) as story:
         found = search(command, wishes, budget_s=budget_s, steps=steps, story=story, keep_in=runs)
-    if found.kept or not (found.interrupted and out.exists()):  # else the plan that is there is worth more
+    if found.kept or not _holds_changes(out):
         _save_beside_older(found.plan, out)
+    else:
+        print(f"flatout: {out} is the plan of an earlier fix, and stays as it is", file=sys.stderr)
     fixed = report_of(found, command, str(out), an_hour)
     if _write(json, fixed.to_json, html, lambda: fix_views.page(fixed)):
         fix_views.show(fixed, _console())
     if found.interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+def _holds_changes(out: Path) -> bool:
+    """Whether a plan is there that is worth more than one without any change."""
+    from flatout.plan import Plan
+
+    try:
+        return out.exists() and bool(Plan.load(out).changes)
+    except PlanError:
+        return True  # somebody is at work on it
 
 
 def _save_beside_older(plan: Plan, out: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout import __version__
+from flatout import __version__, cli
 
 Run = Callable[..., tuple[int, str, str]]
 FLATOUT = [sys.executable, "-m", "flatout"]
@@ -189,3 +189,19 @@ def test_a_reading_needs_neither_torch_nor_textual() -> None:
         "sys.exit(any(heavy in sys.modules for heavy in ('torch', 'textual', 'numpy')))"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ("plan: 1\nchanges: []\n", False),
+        ("plan: 1\nchanges:\n- {name: gc_freeze, value: true, safety: identical}\n", True),
+        ("# half edi", True),
+        (None, False),
+    ],
+)
+def test_a_plan_with_changes_is_not_replaced_by_one_without(tmp_path: Path, text: str | None, holds: bool) -> None:
+    path = tmp_path / "flatout-plan.yaml"
+    if text is not None:
+        path.write_text(text)
+    assert cli._holds_changes(path) == holds

@@ -86,7 +86,7 @@ class Controller:
     """
 
     def __init__(self, workers: int, *, cores: float, may_do_without: bool = False) -> None:
-        self._most = MOST_WORKERS
+        self._most, self._declared = MOST_WORKERS, workers
         self.workers = min(workers, self._ceiling(cores, 1.0))
         self.depth = 2.0
         self.why = "to begin with" if self.workers == workers else f"{workers} declared, {cores:g} cores to use"
@@ -256,8 +256,9 @@ class Controller:
             self._go(min(self.workers, self._most), "workers were killed for memory")
 
     def _ceiling(self, cores: float, cpu_share: float) -> int:
-        """Workers that compute need a core each; workers that mostly wait for storage can share."""
-        return max(1, min(self._most, round(cores / min(1.0, max(0.25, cpu_share)))))
+        """Workers that compute need a core each; who mostly waits can share one with three, or with all declared."""
+        four, all_of_them = (round(cores / min(1.0, max(least, cpu_share))) for least in (0.25, 0.02))
+        return max(1, min(self._most, max(four, min(self._declared, all_of_them))))
 
     def _forget_sometimes(self) -> None:
         self._age += 1

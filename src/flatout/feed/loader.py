@@ -271,7 +271,13 @@ def _why_not(loader: StockLoader[Any], options: Options) -> str:
     if loader.num_workers == 0 and options.workers is None:
         return "num_workers=0"
     if loader.num_workers == 0 and _numbered(loader, options):
-        return "num_workers=0, and the workers' number has a meaning here"
+        meant = (
+            "its worker_init_fn may tell workers apart"
+            if loader.worker_init_fn is not None
+            else "other workers draw otherwise"
+        )
+        stream = "every worker would give all of the stream"
+        return f"num_workers=0: {stream if loader._dataset_kind == _DatasetKind.Iterable else meant}"
     if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         return "DataPipes share random seeds in a way of their own"
     if multiprocessing.current_process().daemon:

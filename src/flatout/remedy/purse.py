@@ -49,6 +49,12 @@ class Purse:
         """What a run with these changes too will take, compiling and all."""
         return self._now.seconds + max(0.0, _compiling_s(changes) - _compiling_s(self._found.kept))
 
+    def enough_m(self, changes: Sequence[Change], trying_s: float) -> int:
+        """A budget that would have done for these changes too."""
+        comparing_s = self._before.seconds + self._now.seconds
+        missing_s = self.reserve_s(changes) + trying_s + comparing_s - self.left_s
+        return math.ceil((self.budget_s + max(0.0, missing_s)) / 60 + 0.5)
+
     def reserve_s(self, changes: Sequence[Change] = (), *, compare: bool = True) -> float:
         """What the proof and, if wanted, the last comparison will take, with these changes too."""
         every = (*self._found.kept, *changes)

@@ -34,6 +34,7 @@ CEILING = ("replay", "resident")  # kinds of steps
 LOOKING = (*CEILING, "xray", "after xray")
 _TAIL_BYTES = 20_000
 _STANDS_STILL_S = 20.0
+SHORT_EPOCH_S = 30.0
 WEIGHTS_BYTES, _WEIGHTS_SHARE = 8 << 30, 0.1  # of the free disk; two may lead
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception(?! raised from)|Interrupt|Exit|Refused)\b.*")
@@ -128,6 +129,15 @@ class Run:
         """How long one pass over the data takes at a speed, pauses and all."""
         epoch = self.samples_an_epoch if speed.unit == "samples/s" else self.case.steps_an_epoch
         return epoch / speed.with_pauses if epoch else None
+
+    @property
+    def short_epoch(self) -> str:
+        """What there is to mind where starting an epoch is a share worth telling, and was not seen."""
+        steps, epoch_s = self.case.steps_an_epoch, self.epoch_s(self.speed) if self.speed is not None else None
+        seen = self.speed is None or not steps or self.speed.steps >= steps
+        if seen or epoch_s is None or epoch_s >= SHORT_EPOCH_S:
+            return ""
+        return f"an epoch takes {epoch_s:.0f} s now, and what its start costs may not be in these figures"
 
     def step_s_at(self, speed: Speed, changes: Sequence[Change]) -> float:
         """How long one of its steps with these changes too would take, were it that fast."""

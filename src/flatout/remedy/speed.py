@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -23,20 +23,21 @@ WORTH = 1.02
 USUAL_NOISE = 0.02  # from run to run: what is assumed until it is seen …
 STEADY_NOISE = 0.01  # … of a card that waits for nothing …
 _ASSUMED = 2  # … and then weighs as much as so many repeats
-_PAUSES = ("evaluation", "checkpoint")
-_NOT_TRAINING = ("flatout",)
+EVALUATION_AND_CHECKPOINT = ("evaluation", "checkpoint")
 _SIGMAS = 1.96
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Samples a second of all ranks; `with_pauses` counts evaluation and checkpoints too. `sd`: of the logarithm."""
+    """Samples a second of all ranks; `with_pauses` counts evaluation and checkpoints too, which were seen to take
+    `pauses_s` a sample. `sd`: of the logarithm."""
 
     value: float
     with_pauses: float
     sd: float
     steps: int
     unit: str = "samples/s"
+    pauses_s: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{in_full(self.value)} {self.unit}"
@@ -80,36 +81,36 @@ def measure(trace: Trace) -> Speed | None:
     """The speed of a recorded run; None of too few steps."""
     if not trace.ranks:
         return None
-    every = np.asarray(_rows(trace.ranks[0])).reshape(-1, 5)
+    every = np.asarray(_rows(trace.ranks[0])).reshape(-1, 6)
     rows = every[np.cumsum(every[:, 0]) > _warming_up(trace, int(every[:, 0].sum()))]
-    counts, walls, own, pauses, taken = rows.T
+    counts, walls, own, evaluation, checkpoint, taken = rows.T
     steps = int(counts.sum())
     if steps < FEWEST_STEPS:
         return None
     # A loader with a batch in hand (Accelerate's) is asked for two in an epoch's first step, for none in its last.
     by_samples = np.count_nonzero(taken) > len(rows) / 2
     each = float(taken.sum()) / steps * len(trace.ranks) if by_samples else 1.0
-    steady = np.maximum(walls - own - pauses, 1e-6)
+    steady = np.maximum(walls - own - evaluation - checkpoint, 1e-6)
     steady_ms = float(steady.sum()) / steps
-    paused_ms = float(every[:, 3].sum() / every[:, 0].sum())  # they come at the end of an epoch: all of it counts
+    paused_ms = [float(ms / every[:, 0].sum()) for ms in every[:, 3:5].sum(axis=0)]  # at the end of an epoch: all count
     return Speed(
         value=each / steady_ms * 1e3,
-        with_pauses=each / (steady_ms + paused_ms) * 1e3,
+        with_pauses=each / (steady_ms + sum(paused_ms)) * 1e3,
         sd=float(np.std(np.log(resampled_means(steady / counts)))),
         steps=steps,
         unit="samples/s" if by_samples else "steps/s",
+        pauses_s={kind: ms / each / 1e3 for kind, ms in zip(EVALUATION_AND_CHECKPOINT, paused_ms, strict=True)},
     )
 
 
 def _rows(rank: RankTrace) -> list[tuple[float, ...]]:
     """Step by step: how many, their time, what of it is ours and what are pauses, and their samples. Of a run too long
     to be kept so (a whole epoch, for its pauses), window by window: of later steps only the odd ones are there."""
-    steps = rank.every_step()
+    steps, told = rank.every_step(), ("flatout", *EVALUATION_AND_CHECKPOINT)
     if steps is not None:
-        return [(1, s.wall_ms, _spent_ms(s, _NOT_TRAINING), _spent_ms(s, _PAUSES), s.samples or 0) for s in steps]
+        return [(1, s.wall_ms, *(_spent_ms(s, name) for name in told), s.samples or 0) for s in steps]
     return [
-        (w.wall_ms.count, w.wall_ms.total, _total_ms(w, _NOT_TRAINING), _total_ms(w, _PAUSES), w.samples or 0)
-        for w in rank.windows
+        (w.wall_ms.count, w.wall_ms.total, *(_total_ms(w, name) for name in told), w.samples or 0) for w in rank.windows
     ]
 
 
@@ -120,12 +121,12 @@ def _warming_up(trace: Trace, steps: int) -> int:
     return max(0, min(steps // 2 if elastic else min(50, steps // 5), steps - FEWEST_STEPS))
 
 
-def _spent_ms(step: Step, names: Sequence[str]) -> float:
-    return sum(span.host_ms for span in step.spans if span.name in names)
+def _spent_ms(step: Step, name: str) -> float:
+    return sum(span.host_ms for span in step.spans if span.name == name)
 
 
-def _total_ms(window: Window, names: Sequence[str]) -> float:
-    return sum(spans.total for name, spans in window.spans_ms.items() if name.partition("@")[0] in names)
+def _total_ms(window: Window, name: str) -> float:
+    return sum(spans.total for key, spans in window.spans_ms.items() if key.partition("@")[0] == name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ from flatout.remedy.candidates import (
     with_changes,
 )
 from flatout.remedy.found import Found, Story, Trial
+from flatout.remedy.pauses import Pauses, may_be_changed
 from flatout.remedy.proof import Proof
 from flatout.remedy.proving import Proving
 from flatout.remedy.purse import Purse, compiling
@@ -65,7 +66,6 @@ PROMISING = 1.15  # what hopes for more may take the time of the last comparison
 DRIFT = 0.05
 AT_CEILING = 1.05  # times as fast, and no more, it would be with its data at hand
 UNSTEADY = 0.08  # from run to run: what few repeats cannot see through
-SHORT_EPOCH_S = 30.0  # in which starting it is a share worth telling
 COLD = 0.05  # of the time spent waiting for storage: the page cache is not warm yet
 
 
@@ -93,6 +93,7 @@ class Search:
         self._sight: Trace | None = None  # of what was kept, with the latest X-ray and ceiling there are
         self.found = Found()
         self._purse = Purse(self.found, budget_s, clock)
+        self._pauses = Pauses()
 
     def go(self) -> Found:
         """Everything, in order. An interruption ends it with what is known so far."""
@@ -210,10 +211,7 @@ class Search:
 
     def _too_short_for(self, wanted: Sequence[Offer]) -> str:
         """What was not tried for want of time, and a budget that would do for the first of it."""
-        comparing_s = self.before.seconds + self._now.seconds
-        wanted_s = self._purse.reserve_s(wanted[0].changes) + self._trying_s(wanted[0]) + comparing_s
-        missing_s = wanted_s - self._purse.left_s
-        enough = math.ceil((self._purse.budget_s + max(0.0, missing_s)) / 60 + 0.5)
+        enough = self._purse.enough_m(wanted[0].changes, self._trying_s(wanted[0]))
         names = ", ".join(offer.name for offer in wanted)
         return f"too little time was left to try and prove {names}: --budget {enough}m would do"
 
@@ -235,10 +233,9 @@ class Search:
         if offer.pauses and self._long is None:
             self._look_at_an_epoch()
         steps = self._epoch_steps() if offer.pauses else None
+        plan = with_changes(self.found.kept, offer.changes)
         look_below_s = 0.0 if offer.computes_alike else self._now.step_s_at(self._incumbent, offer.changes)
-        run = self._run(
-            offer.name, with_changes(self.found.kept, offer.changes), steps=steps, look_below_s=look_below_s
-        )
+        run = self._run(offer.name, plan, steps=steps, look_below_s=look_below_s)
         if self._failed(run):
             if offer.splits:
                 self._story.said(f"{offer.name}: {run.reason()}. One by one")
@@ -248,6 +245,11 @@ class Search:
             return
         changes = self._effective(offer.changes, run)
         if not changes:
+            return
+        if offer.pauses and not self._pauses.are_rarer(run, changes):
+            run = self._in_a_second_epoch(offer, run)
+        if offer.pauses and not self._pauses.are_rarer(run, changes):
+            self._decide(changes, "undone", note="in a trial there are as many pauses as before")
             return
         self._speeds.note(with_changes(self.found.kept, changes), run, long=offer.pauses)
         gained, kept = self._judge(offer, changes, steady=self._taken_at_its_word(offer, run), patient=again)
@@ -268,7 +270,7 @@ class Search:
 
     def _not_shown(self, gained: Gain, changes: tuple[Change, ...]) -> str:
         again = gained.value > WORTH and not self._purse.affords(changes)
-        return gained.shortfall + (", and no time was left to look again" if again else "")
+        return gained.shortfall + (", and what time is left is for proof and comparison" if again else "")
 
     def _one_by_one(self, offer: Offer) -> None:
         for part in offer.parts:
@@ -377,9 +379,7 @@ class Search:
 
     def _may_look_at_an_epoch(self, view: View) -> bool:
         """Whether pauses could be had less often, a short trial did not see them, and a longer one is affordable."""
-        if self._long is not None or not pause_knobs(view):
-            return False
-        if not any(self._wishes.permits(Change(name=n, value=0, safety="semantic")) for n in PAUSES):
+        if self._long is not None or not pause_knobs(view) or not may_be_changed(self._wishes):
             return False
         steps = self._epoch_steps()
         wanted = steps is not None and steps > self._steps_for(self._now)
@@ -393,16 +393,26 @@ class Search:
     def _look_at_an_epoch(self) -> None:
         steps = self._epoch_steps()
         if steps is not None and self._now.case.breakdown.steps >= steps:  # it was long enough already
-            self._speeds.note(self.found.kept, self._now, long=True)
-            self._long = self._now
+            self._remember(self._now)
             return
         what = "a whole epoch, for its pauses" if steps is not None else "what is kept, for its pauses"
         run = self._run(what, self.found.kept, steps=steps, look_below_s=0.0)
         if self._failed(run):
             self._remark(f"its pauses could not be looked at: {run.reason()}")
             run = self._now
+        self._remember(run)
+
+    def _remember(self, run: Run) -> None:
+        self._pauses.look_at(run, self.found.kept)
         self._speeds.note(self.found.kept, run, long=True)
         self._long = run
+
+    def _in_a_second_epoch(self, offer: Offer, run: Run) -> Run:
+        """After the first one a script may evaluate in any case."""
+        steps = 2 * (self._epoch_steps() or 0)
+        if not steps or self._purse.left_s - self._purse.reserve_s(offer.changes) < self._purse.cost_s(run, steps):
+            return run
+        return self._run(f"{offer.name}, two epochs", with_changes(self.found.kept, offer.changes), steps=steps)
 
     # -- what pays nothing in company -------------------------------------------------------------------------------
 
@@ -522,7 +532,8 @@ class Search:
         if not before or not after:  # interrupted in between, or a proof has taken something away
             self._remark("what was kept in the end was not measured as a whole")
             return
-        self._tell_of_short_epochs()
+        if self._now.short_epoch:
+            self._remark(self._now.short_epoch)
         before, after = with_equal_steps(before, after) if rarer else (before, after)
         # Both were measured early and late: a machine that drifts treats them alike.
         self.found.gain = gain(before, after, self._speeds.noise_near(before, after), pauses=long)
@@ -538,12 +549,6 @@ class Search:
             self.found.let_go(change, why)
         self.found.gain = None
         self._remark("what had been kept was not confirmed by the last comparison, and was let go")
-
-    def _tell_of_short_epochs(self) -> None:
-        steps, speed = self._now.case.steps_an_epoch, self._now.speed
-        epoch_s = self._now.epoch_s(speed) if speed is not None else None
-        if steps and speed and epoch_s and speed.steps < steps and epoch_s < SHORT_EPOCH_S:
-            self._remark(f"an epoch takes {epoch_s:.0f} s now, and what its start costs may not be in these figures")
 
     # -- runs, time and noise ---------------------------------------------------------------------------------------
 
@@ -570,7 +575,7 @@ class Search:
         if self._clear == CLEAR and run.in_company:
             self._clear = CLEAR_IN_COMPANY
             self._remark("others use this machine: a gain may not show, run it again when it is quiet")
-        return run
+        return self._pauses.as_planned(run, changes)
 
     @property
     def _incumbent(self) -> Speed:

@@ -274,9 +274,10 @@ def _runs(fixed: FixReport) -> Html:
         rows.append(drawing.row(trial.what, [drawing.block(bar) if width else None], speed, took))
         listed.append((trial.what, speed, took))
     noise = fixed.found.noise
-    seen = (
-        f"Runs of the same plan vary by ±{noise.sd:.1%} ({noise.repeats} repeats). " if noise and noise.repeats else ""
-    )
+    seen = ""
+    if noise and noise.repeats:
+        again = f"{noise.repeats} repeat{'s' if noise.repeats != 1 else ''}"
+        seen = f"Runs of the same plan vary by ±{noise.sd:.1%} ({again}). "
     stopped = f"{seen}{_summed_up(fixed)}"
     behind = folded("The figures", table("Every run", ("run", "samples/s", "took"), listed))
     return join([tag("ul", *rows, class_="falls"), tag("p", stopped, class_="meta"), behind])

@@ -132,6 +132,13 @@ def test_workers_that_mostly_wait_may_outnumber_the_cores() -> None:
     assert counts[-1] == 16
 
 
+def test_as_many_as_were_declared_may_wait() -> None:
+    declared = run(Controller(40, cores=4), lambda workers: 10.0 * workers, cores=4, cpu_share=0.05, windows=40)
+    assert declared[-1] == 40
+    computing = run(Controller(40, cores=4), lambda workers: 10.0 * min(4, workers), cores=4, windows=40)
+    assert max(computing) <= 4
+
+
 def test_workers_that_wait_for_a_core_do_not_pass_for_waiting_on_storage() -> None:
     """GIVEN a machine that others use too, so that workers take twice their CPU time, THEN no more are added."""
     controller = Controller(4, cores=4)

@@ -47,6 +47,8 @@ class Machine:
     late: float = 0.0  # of the compute time, what the card waits for launches
     eval_s: float = 0.0
     eval_every: int = 1  # epochs
+    eval_first: bool = False  # after the first of them in any case
+    eval_knob: bool = True  # does what it says
     extra_start_s: float = 0.0
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -67,7 +69,7 @@ EFFECTS: dict[str, Callable[[Machine, Any], Machine]] = {
     "precision": lambda m, _: replace(m, compute_ms=m.compute_ms / 2),
     "compile": lambda m, _: replace(m, compute_ms=m.compute_ms / 1.25, extra_start_s=25.0),
     "batch_size": _batch,
-    "eval_interval": lambda m, value: replace(m, eval_every=value),
+    "eval_interval": lambda m, value: replace(m, eval_every=value if m.eval_knob else 1),
 }
 
 
@@ -180,7 +182,8 @@ class World:
                 ("forward", 0.4 * m.compute_ms, None, 0.4 * m.compute_ms * m.busy),
                 ("backward", 0.6 * m.compute_ms, None, 0.6 * m.compute_ms * m.busy),
             ]
-            if m.eval_s and (index + 1) % (epoch * m.eval_every) == 0:
+            ended = (index + 1) // epoch - m.eval_first if (index + 1) % epoch == 0 else -1
+            if m.eval_s and ended >= 0 and ended % m.eval_every == 0:
                 spans.append(("evaluation", 1e3 * m.eval_s, None, None))
             scale = pace * self._random.lognormal(0, self.step_noise)
             wall, parts = 0.0, []
