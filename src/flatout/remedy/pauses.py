@@ -18,6 +18,7 @@ from flatout.remedy.running import Run
 from flatout.remedy.speed import EVALUATION_AND_CHECKPOINT
 
 _KINDS = dict(zip(PAUSES, EVALUATION_AND_CHECKPOINT, strict=True))
+_SEVERAL = 2  # of the rarest pause: then what was measured is better than arithmetic
 _RARER = 0.75  # of what they took, at the most, where some of them are left out
 
 
@@ -36,7 +37,7 @@ class Pauses:
     def as_planned(self, run: Run, plan: Sequence[Change]) -> Run:
         """The run, with its pauses as often as its plan has them in a long training."""
         left = self._left(plan)
-        if run.speed is None or not left:
+        if run.speed is None or not left or _saw_several(run, plan):
             return run
         pauses_s = sum(seconds * left.get(kind, 1.0) for kind, seconds in self._taken_s.items())
         return replace(run, speed=replace(run.speed, with_pauses=1 / (1 / run.speed.value + pauses_s)))
@@ -60,6 +61,13 @@ class Pauses:
             if before:
                 shares[_KINDS[change.name]] = before / change.value
         return shares
+
+
+def _saw_several(run: Run, plan: Sequence[Change]) -> bool:
+    """Whether a run was long enough to have its pauses as often as its plan has them."""
+    steps = run.case.steps_an_epoch
+    rarest = max(change.value for change in plan if change.name in _KINDS)
+    return steps is not None and run.case.breakdown.steps >= _SEVERAL * rarest * steps
 
 
 def may_be_changed(wishes: Wishes) -> bool:
