@@ -17,7 +17,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ _MOST_ENTRIES = 1024  # of a large container or array, spread over it: a step th
 _SMALL_BYTES, _LARGE_BYTES = 4096, 1 << 28
 _GONE = object()
 _FILLED_LOOKS, _FILLED_TIMES = 8, 3  # batches
-_COUNTED = 1_000_000  # entries of a list, None or not
+_COUNTED = 200_000  # entries of a list, None or not
 _WRAPPED = 4  # datasets in datasets
 
 
@@ -91,7 +91,11 @@ class Filling:
         """What is being filled, in words; None where that is not known, or no longer looked at."""
         if self._looks > _FILLED_LOOKS:
             return None
-        now = dict(_held_by(self._dataset))
+        try:
+            now = dict(_held_by(self._dataset))
+        except Exception:  # a container with ideas of its own
+            self._looks = _FILLED_LOOKS + 1
+            return None
         if self._looks > 1:
             self._grown = {name: self._grown.get(name, 0) + 1 for name in now if now[name] > self._before.get(name, 0)}
         self._before, self._looks = now, self._looks + 1
@@ -102,13 +106,11 @@ def _held_by(dataset: Any) -> Iterator[tuple[str, int]]:
     """How much each container of a dataset holds, and of those that it wraps."""
     for _ in range(_WRAPPED):
         of = type(dataset).__name__
-        try:
-            own, cached = list(vars(dataset).items()), list(vars(type(dataset)).items())
-        except TypeError:
-            return
+        own, cached = list(getattr(dataset, "__dict__", {}).items()), list(vars(type(dataset)).items())
         for name, one in own:
             if isinstance(one, (dict, set, deque)) or (isinstance(one, list) and len(one) <= _COUNTED):
-                yield f"{of}, {name}", len(one) - (one.count(None) if isinstance(one, list) else 0)
+                empty = sum(map(operator.is_, one, repeat(None))) if isinstance(one, list) else 0
+                yield f"{of}, {name}", len(one) - empty
         for name, one in cached:
             if isinstance(one, functools._lru_cache_wrapper):
                 yield f"{of}, {name}", one.cache_info().currsize

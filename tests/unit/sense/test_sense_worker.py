@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from torch.utils.data import Subset, default_collate
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
@@ -69,6 +70,7 @@ def test_samples_that_fill_their_dataset_are_seen(holds: str, filled: str | None
             self.cache: dict[int, int] = {}
             self.rows: list[Any] = [None] * 400
             self.opened: list[str] = []
+            self.tables = [np.arange(3)] * 5  # which do not compare as numbers do
             self.asked = 0
 
         def __getitem__(self, index: int) -> int:
@@ -87,3 +89,14 @@ def test_samples_that_fill_their_dataset_are_seen(holds: str, filled: str | None
         said.append(filling.after_batch())
     assert next((one for one in said if one), None) == filled
     assert said[:3] == [None] * 3
+
+
+def test_a_container_that_cannot_be_counted_is_no_trouble() -> None:
+    class Odd(dict[int, int]):
+        def __len__(self) -> int:
+            raise RuntimeError("not now")
+
+    dataset = type("Data", (), {})()
+    dataset.odd = Odd()
+    filling = Filling(dataset)
+    assert [filling.after_batch() for _ in range(3)] == [None] * 3
