@@ -215,7 +215,7 @@ class _Worker:
             needs=packed.needs, regions=packed.regions, misfit=arena.misfit or bool(self._rows.bad),
             bad=self._rows.bad, drew=drew, rows=rows,
             ended_s=ended[0], wall_s=wall_s, cpu_s=cpu_s, run_delay_s=run_delay_s,
-            random_state=state, data_state=data_state, checksum=self._checksum, fills=self._filling.after_batch(),
+            random_state=state, data_state=data_state, checksum=self._checksum, fills=self._filling.after_batch(rows),
         )  # fmt: skip
 
     def _load(self, task: Task, number: int, indices: Any) -> Any:

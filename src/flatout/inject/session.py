@@ -149,7 +149,7 @@ class Session(Listener):
     def has_fetched(self, loader: int) -> None:
         if loader in self.watched:
             self.watched[loader].renew()  # what samples leave behind is not the loop's doing
-            filled = self._filling[loader].after_batch()
+            filled = self._filling[loader].after_batch(self._loaders[loader]["batch_size"] or 1)
             if filled:
                 self._fills[loader] = filled
 
@@ -501,6 +501,7 @@ def measure_workers(options: Options) -> None:
             dataset = worker.dataset if worker is not None else fetcher.dataset  # the user's own, under any loader
             known = [meter for meter in _meters if worker is None and meter.is_of(dataset)]
             meter = known[0] if known else Meter(dataset, worker.id if worker is not None else None, path)
+            meter.pass_begins()
             measure_fetcher(fetcher, meter)
             if worker is None:
                 _meters[:] = [*_meters, *([] if known else [meter])]

@@ -92,6 +92,9 @@ def show(fixed: FixReport, console: Console) -> None:
     if rows:
         console.print()
         print_table(console, ("", "before", "after"), rows)
+    elif fixed.before is not None and fixed.before.epoch_s is not None and fixed.before.epoch_money is not None:
+        takes, costs = duration(1e3 * fixed.before.epoch_s), in_full(fixed.before.epoch_money)
+        _say(console, f"\nAn epoch takes {takes} and costs {costs}.")
     if fixed.left:
         console.print(Text("\nLeft to you", style="bold"))
     for finding in fixed.left:

@@ -33,6 +33,7 @@ _MOST_ENTRIES = 1024  # of a large container or array, spread over it: a step th
 _SMALL_BYTES, _LARGE_BYTES = 4096, 1 << 28
 _GONE = object()
 _FILLED_LOOKS, _FILLED_TIMES = 8, 3  # batches
+_FILLED_BY = 0.9  # entries for a sample
 _COUNTED = 200_000  # entries of a list, None or not
 _WRAPPED = 4  # datasets in datasets
 
@@ -77,8 +78,8 @@ class Watch:
 class Filling:
     """Do samples fill the dataset that they come from: a cache, which each worker would have one of?
 
-    A container of its own that holds more after several batches in a row says so; after the first alone it may be what
-    was opened. Nothing is looked at for longer than a few batches.
+    A container of its own that grows by as much as there are samples in a batch, several batches in a row, says so; one
+    that grows by less has a file of each shard in it, or the like. Only the first few batches are looked at.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -87,7 +88,7 @@ class Filling:
         self._grown: dict[str, int] = {}
         self._looks = 0
 
-    def after_batch(self) -> str | None:
+    def after_batch(self, samples: int) -> str | None:
         """What is being filled, in words; None where that is not known, or no longer looked at."""
         if self._looks > _FILLED_LOOKS:
             return None
@@ -97,7 +98,9 @@ class Filling:
             self._looks = _FILLED_LOOKS + 1
             return None
         if self._looks > 1:
-            self._grown = {name: self._grown.get(name, 0) + 1 for name in now if now[name] > self._before.get(name, 0)}
+            least = max(1.0, _FILLED_BY * samples)
+            grown = (name for name, held in now.items() if held - self._before.get(name, 0) >= least)
+            self._grown = {name: self._grown.get(name, 0) + 1 for name in grown}
         self._before, self._looks = now, self._looks + 1
         return next((name for name, times in self._grown.items() if times >= _FILLED_TIMES), None)
 

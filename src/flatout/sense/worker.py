@@ -24,7 +24,7 @@ from flatout.trace import Sketch, WorkerReport
 from flatout.trace.records import encode
 
 _SLOWEST_KEPT = 8
-_RANDOM_CHECKS = 16
+_RANDOM_CHECKS, _PASSES_CHECKED = 16, 8
 _TRIFLE_S = 100e-6  # a sample below this is timed with its batch, but for every eighth batch: timing it costs 3 µs
 _CLOSELY_AT_FIRST = 16  # batches
 _CLOSELY_EVERY = 8
@@ -59,12 +59,18 @@ class Meter:
         self._slow_s = 0.0  # what a sample must take to be among the slowest
         self._slowest: list[tuple[float, int]] = []
         self._random: set[str] = set()
-        self._random_checks = 0
+        self._random_checks = self._passes = 0
         self.transforms_s: dict[str, float] = {}
 
     def is_of(self, dataset: Any) -> bool:
         """Whether it would be told apart from another meter of this dataset."""
         return _named(dataset) == (self._dataset, self._length)
+
+    def pass_begins(self) -> None:
+        """Another pass over such a dataset. Whether samples draw random numbers may be another matter in each."""
+        self._passes += 1
+        if self._passes <= _PASSES_CHECKED:
+            self._random_checks = 0
 
     def load(self, get: Callable[[Any], Any], index: Any) -> Any:
         """Time the way of one sample (or, given a list of indices, of many) out of the dataset."""

@@ -549,6 +549,35 @@ def test_passes_over_like_datasets_in_the_training_process_are_one_loading(tmp_p
     assert report.samples == 120
 
 
+class Drawing(Dataset[Any]):
+    """Draws where it trains, and not where it is evaluated."""
+
+    def __init__(self, trains: bool) -> None:
+        self.trains = trains
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(3) if self.trains else torch.zeros(3)
+
+
+def test_random_numbers_are_seen_after_a_pass_without_any(tmp_path: Path) -> None:
+    def train() -> None:
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with torch.no_grad():
+            for x in DataLoader(Drawing(trains=False), batch_size=4):
+                model(x)
+        for x in DataLoader(Drawing(trains=True), batch_size=4):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+
+    (report,) = observe(tmp_path, train).rank.workers
+    assert report.random_used == ("torch",)
+
+
 class Add:
     def __call__(self, value: float) -> float:
         time.sleep(0.001)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +55,12 @@ def test_what_was_measured_together_is_told_once(starved: FixReport) -> None:
     """Each of two changes with a gain of 4.6 would look like 21 times as fast."""
     gain = str(starved.kept[0].gain)
     assert shown(starved).count(gain) == fix_views.page(starved).count(f"{gain}<") == 1
+
+
+def test_what_an_epoch_costs_is_told_where_nothing_is_kept_too() -> None:
+    told = printed(lambda console: fix_views.show(fixed(World(machine=Machine()), price=3.6), console))
+    assert "Nothing to change" in told
+    assert re.search(r"An epoch takes 31\.\d s and costs 0\.031\d*\.", told)
 
 
 def test_before_and_after_have_energy_and_money(starved: FixReport) -> None:
