@@ -24,7 +24,7 @@ _BY_EXCLUSION = 0.10  # of the step: what nothing but the absence of other cause
 _LEAST_OF_A_CORE = 0.25  # that a worker is counted with, however much it waits
 _FILLED = 0.7  # of the cores taken by workers: who is without one then has too many beside it
 _SAMPLERS = ("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler")
-_BATCH_SAMPLERS = ("BatchSampler", "NoneType")
+_BATCH_SAMPLERS = ("BatchSampler", "NoneType", "EpochAfterEpoch")
 _CROWDED = 0.5  # what a worker more brings at least: hyperthreads share a core, all share caches and memory
 
 
@@ -157,7 +157,7 @@ def _asked_for_few(case: Case, saved: float, common: dict[str, Any]) -> Finding 
     named = loader.get("sampler", _SAMPLERS[0]), loader.get("batch_sampler", _BATCH_SAMPLERS[0])
     wanted = int((case.cores or 1.0) / max(_LEAST_OF_A_CORE, on_core))
     of_torch = named[0] in _SAMPLERS and named[1] in _BATCH_SAMPLERS
-    if not case.elastic or of_torch or not 0 < case.workers < wanted or saved < _BY_EXCLUSION:
+    if not case.elastic or of_torch or loader.get("iterable") or not 0 < case.workers < wanted or saved < _BY_EXCLUSION:
         return None
     ahead = case.workers * (loader.get("prefetch_factor") or 2)
     return Finding(

@@ -103,7 +103,7 @@ class Session(Listener):
         self._passes: Counter[int] = Counter()
         self.watched: dict[int, Watch] = {}  # datasets that the training process reads itself
         self._writes: dict[int, str] = {}  # what its loop was seen to write to in them
-        self._filling: dict[int, Filling] = {}
+        self._filling: dict[int, tuple[Filling, int]] = {}  # and how many samples a batch has
         self._fills: dict[int, str] = {}  # what samples were seen to fill in them
         self._autocast: set[str] = set()
         self._exchange: dict[str, float] | None = None
@@ -134,24 +134,28 @@ class Session(Listener):
         self._loaders[number] = look.loader_facts(loader) | {"by_trainer": by_trainer}
         self._passes[number] += 1
         if loader.num_workers == 0 and self._passes[number] == 1:
+            samples = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
             self.watched[number] = Watch(loader.dataset, loader.collate_fn)
-            self._filling[number] = Filling(loader.dataset)
+            if isinstance(samples, int) or loader.batch_sampler is None:
+                self._filling[number] = Filling(loader.dataset), samples or 1
             for held in (self.watched, self._filling):
                 weakref.finalize(loader, held.pop, number, None).atexit = False
 
     def fetches(self, loader: int) -> None:
-        written = self.watched[loader].changed()
+        watch = self.watched.get(loader)
+        written = watch.changed() if watch is not None else None
         if written:
             self._writes[loader] = written
-        if written or self.watched[loader].looked >= _WATCHED_FOR:
-            del self.watched[loader]
+        if watch is not None and (written or watch.looked >= _WATCHED_FOR):
+            self.watched.pop(loader, None)
 
     def has_fetched(self, loader: int) -> None:
-        if loader in self.watched:
-            self.watched[loader].renew()  # what samples leave behind is not the loop's doing
-            filled = self._filling[loader].after_batch(self._loaders[loader]["batch_size"] or 1)
-            if filled:
-                self._fills[loader] = filled
+        watch, (filling, samples) = self.watched.get(loader), self._filling.get(loader, (None, 0))
+        if watch is not None:
+            watch.renew()  # what samples leave behind is not the loop's doing
+        filled = filling.after_batch(samples) if filling is not None else None
+        if filled:
+            self._fills[loader] = filled
 
     def fetched(self, loader: int, batch: Any) -> None:
         if self._ceiling is not None:

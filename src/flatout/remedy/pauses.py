@@ -46,7 +46,7 @@ class Pauses:
         """Whether some of them were left out in a run."""
         kinds, seen = self._left(changes), run.speed.pauses_s if run.speed is not None else {}
         seen_s, known_s = (sum(pauses_s.get(kind, 0.0) for kind in kinds) for pauses_s in (seen, self._taken_s))
-        return seen_s < _RARER * known_s
+        return run.speed is not None and seen_s < _RARER * known_s
 
     def _left(self, plan: Sequence[Change]) -> dict[str, float]:
         """Which share of its pauses a plan leaves, by kind: the interval as it was, over the interval as it is."""

@@ -248,6 +248,9 @@ class Search:
             return
         if offer.pauses and not self._pauses.are_rarer(run, changes):
             run = self._in_a_second_epoch(offer, run)
+        if self._failed(run):
+            self._decide(changes, "unsafe", note=run.reason())
+            return
         if offer.pauses and not self._pauses.are_rarer(run, changes):
             self._decide(changes, "undone", note="in a trial there are as many pauses as before")
             return

@@ -13,6 +13,7 @@ from flatout.diagnose.case import is_card_of
 from flatout.errors import TraceError
 from flatout.report.gather import RankFigures, of_breakdown
 from flatout.trace import GpuSample, Note, RankTrace, Sample, Sketch, Trace, WorkerReport, Xray
+from flatout.trace.records import SPANS_A_STEP
 
 SCHEMA = 1
 STOOD_STILL_S = 10.0  # in a wait that was a run's last …
@@ -133,7 +134,8 @@ def _end_of_a_hang(rank: RankTrace) -> tuple[Note, ...]:
     """Where a run ended in a wait that is none of training's own: what its steps say is not why it stood still."""
     tail = next((step for step in rank.steps if step.kind == "tail"), None)
     last = next((span for span in reversed(tail.spans) if span.name != "rest"), None) if tail is not None else None
-    if tail is None or last is None or last.name not in _WAITS:
+    summed_up = tail is not None and len(tail.spans) > SPANS_A_STEP
+    if tail is None or last is None or last.name not in _WAITS or summed_up:
         return ()
     median_ms = breakdown(rank).step_ms.quantile(0.5) or 0.0
     if last.host_ms < max(1e3 * STOOD_STILL_S, STOOD_STILL_STEPS * median_ms):

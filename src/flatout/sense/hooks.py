@@ -191,6 +191,8 @@ class Hooks:
         def numbered(iterator: Any, loader: Any) -> None:
             # Whoever builds it, stock or flatout.feed: what a loader's iterators have in common is this class.
             iterator._flatout_loader = 0 if self.off else self.guarded(self._loaders.of, loader) or 0
+            if not loader.num_workers:  # stock's does not hold it, and who watches it goes by its life
+                iterator._flatout_of = loader
             build(iterator, loader)
 
         get = queue.Queue.get
@@ -333,18 +335,19 @@ class Hooks:
 
     def _optimizer_steps(self) -> None:
         recorder = self._recorder
-        # steps that have begun, by their frame, and how deep among the phases: a step may call another
-        running: list[tuple[FrameType, int]] = []
+        # steps that have begun, by how deep they are called and how deep among the phases: a step may call another.
+        # Their frames are not held: one that raised would keep all that its callers have.
+        running: list[tuple[int, int]] = []
         self._optimizers = _Optimizers(self)
         self._optimizer_calls = 0
 
-        def forget_what_raised(frame: FrameType) -> None:
-            while running and not _is_running(running[-1][0], frame):
+        def forget_what_raised(frame: FrameType, depth: int) -> None:
+            while running and not _is_called_by_like(frame, depth - running[-1][0]):
                 leave()
 
-        def begin(frame: FrameType) -> None:
-            forget_what_raised(frame)
-            running.append((frame, recorder.optimizer_begins()))
+        def begin(frame: FrameType, depth: int) -> None:
+            forget_what_raised(frame, depth)
+            running.append((depth, recorder.optimizer_begins()))
 
         def leave() -> None:
             _, depth = running.pop()
@@ -362,12 +365,13 @@ class Hooks:
             if is_dynamo_compiling() or self.off or get_ident() != recorder.thread:
                 return
             frame = sys._getframe(1)
+            depth = _depth(frame)
             if recorder.light:
                 if running:
-                    self.guarded(forget_what_raised, frame)
-                running.append((frame, 0))
+                    self.guarded(forget_what_raised, frame, depth)
+                running.append((depth, 0))
             else:
-                self.guarded(begin, frame)
+                self.guarded(begin, frame, depth)
 
         def after(optimizer: Any, *_: Any) -> None:
             if is_dynamo_compiling() or self.off:
@@ -557,13 +561,20 @@ def _raise_later(thread: int, problem: BaseException) -> None:
     Timer(_MOMENT_S, deliver, (ctypes.c_ulong(thread), ctypes.py_object(Again))).start()
 
 
-def _is_running(frame: FrameType | None, inner: FrameType | None) -> bool:
-    """Whether `frame` is among those that led to `inner`."""
-    while inner is not None:
-        if inner is frame:
-            return True
-        inner = inner.f_back
-    return False
+def _depth(frame: FrameType | None) -> int:
+    """How many calls led to this one."""
+    depth = 0
+    while frame is not None:
+        depth, frame = depth + 1, frame.f_back
+    return depth
+
+
+def _is_called_by_like(frame: FrameType, calls: int) -> bool:
+    """Whether the caller so many calls above is one of its own kind."""
+    above: FrameType | None = frame
+    for _ in range(calls):
+        above = above.f_back if above is not None else None
+    return calls > 0 and above is not None and above.f_code is frame.f_code
 
 
 def _our_code() -> Iterable[CodeType]:

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from flatout.trace import Span, Step
 from flatout.trace.plain import Event, PlainSteps
+from flatout.trace.records import SPANS_A_STEP
 
 DATA, START, COPY, FORWARD, LOSS, BACKWARD = "data", "loader start", "copy", "forward", "loss", "backward"
 OPTIMIZER, SYNC, EVALUATION, CHECKPOINT, LOGGING = "optimizer", "sync", "evaluation", "checkpoint", "logging"
@@ -35,7 +36,6 @@ _BEGINS = frozenset({START, DATA, FORWARD, BACKWARD})
 # What evaluation takes in; a checkpoint or a log line in the midst of it keeps its own name.
 _PART_OF_EVALUATION = frozenset({DATA, START, COPY, FORWARD, LOSS, SYNC, REST, UNSPLIT})
 
-_SPANS_A_STEP = 64
 _SLIVER_S = 20e-6  # less than this before a phase is counted with it
 _STEPS_IN_FLIGHT = 64
 _ON_TAPE = 512  # events
@@ -367,7 +367,7 @@ class Recorder:
             ):
                 last.end_s = now_s
                 return
-        if len(pieces) < _SPANS_A_STEP:
+        if len(pieces) < SPANS_A_STEP:
             pieces.append(_Piece(name, where, start_s, now_s, mark, quiet, loader))
         else:
             self._open.crowd_s[name] = self._open.crowd_s.get(name, 0.0) + now_s - start_s
@@ -375,7 +375,7 @@ class Recorder:
     def _mark(self) -> int | None:
         """Drop an event; its index, or None when there are enough of them or none can be had now."""
         marks = self._open.marks
-        if self._gpu is None or len(marks) >= _SPANS_A_STEP:
+        if self._gpu is None or len(marks) >= SPANS_A_STEP:
             self.marking = False
             return None
         mark = self._gpu.mark()

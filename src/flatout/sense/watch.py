@@ -138,7 +138,7 @@ def _looked_at(one: Any) -> Any:
             return None
         if one.nbytes <= _SMALL_BYTES or not one.flags.c_contiguous:
             return one.tobytes() if one.nbytes <= _SMALL_BYTES else None
-        return one.reshape(-1)[:: 1 + one.size // _MOST_ENTRIES].tobytes()
+        return one.view(np.ndarray).reshape(-1)[:: 1 + one.size // _MOST_ENTRIES].tobytes()
     if isinstance(one, shared.SynchronizedBase):
         return bytes(memoryview(one.get_obj()))[:_SMALL_BYTES]
     if isinstance(one, dict):

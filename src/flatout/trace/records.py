@@ -19,6 +19,7 @@ from typing import Any, TypeVar, Union
 from flatout.trace.sketch import Sketch
 
 SCHEMA = 1
+SPANS_A_STEP = 64  # one by one; beyond that they are summed up by name
 _MS_DIGITS = 5  # of a span: a hundredth of a microsecond
 
 R = TypeVar("R")

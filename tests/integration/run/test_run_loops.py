@@ -647,6 +647,82 @@ def test_what_the_script_lets_go_of_is_not_held(tmp_path: Path) -> None:
     assert observed.rank.facts["optimizer"] == "Adam", "but what was known of it is told"
 
 
+def test_a_step_that_raised_does_not_keep_what_its_callers_had(tmp_path: Path) -> None:
+    class Full(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails:
+                raise RuntimeError("out of memory")
+            return super().step(closure)
+
+    def attempt(optimizer: Any, held: list[Any]) -> None:
+        large = torch.nn.Linear(3, 3)
+        held.append(weakref.ref(large))
+        optimizer.fails = True
+        optimizer.step()
+
+    def train() -> None:
+        model = Net()
+        optimizer = Full(model.parameters(), lr=0.1)
+        for number, (x, y) in enumerate(loader(120)):
+            learn(model, optimizer, x, y)
+            held: list[Any] = []
+            try:
+                attempt(optimizer, held)
+            except RuntimeError:
+                optimizer.fails = False
+            assert held[0]() is None, number
+
+    assert len(observe(tmp_path, train, closely=False).steps) == 29
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_loader_made_for_one_loop_is_watched_as_long(tmp_path: Path, kept: bool) -> None:
+    class Sized(TensorDataset):
+        size = 1
+
+    def train() -> None:
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = Sized(torch.randn(40, 3))
+        loaders = [DataLoader(data, batch_size=4) for _ in range(2)] if kept else []
+        for epoch in range(2):
+            for (x,) in loaders[epoch] if kept else DataLoader(data, batch_size=4):
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+                data.size += 1
+
+    (facts,) = observe(tmp_path, train).rank.facts["loaders"]
+    assert facts["written"] == "Sized, size"
+
+
+def test_a_file_for_every_batch_is_no_cache(tmp_path: Path) -> None:
+    class Sharded(Dataset[Any]):
+        def __init__(self) -> None:
+            self.files: dict[int, str] = {}
+
+        def __len__(self) -> int:
+            return 80
+
+        def __getitem__(self, index: int) -> Any:
+            self.files[index // 4] = "open"
+            return torch.ones(3)
+
+    def train() -> None:
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = Sharded()
+        for x in DataLoader(data, batch_sampler=BatchSampler(range(80), 4, drop_last=False)):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+
+    (facts,) = observe(tmp_path, train).rank.facts["loaders"]
+    assert facts["fills"] is None
+
+
 def test_a_group_without_parameters_is_no_trouble(tmp_path: Path) -> None:
     def train() -> None:
         model = Net()

@@ -108,8 +108,8 @@ def test_a_sampler_of_the_scripts_own_is_asked_further_ahead_by_more_workers() -
     loading = {"workers": workers(3, sample_ms=20.0, busy=0.4, on_core=0.05, delay=0.0)}
     found = first(trace(*STARVED, loader=loader, **loading))
     assert (found.code, found.change, found.value) == ("data.too-few-workers", "num_workers", 64)
-    of_torch = trace(*STARVED, loader=loader | {"batch_sampler": "BatchSampler"}, **loading)
-    assert "num_workers" not in [f.change for f in diagnose(of_torch)]
+    for other in ({"batch_sampler": "BatchSampler"}, {"batch_sampler": "EpochAfterEpoch"}, {"iterable": True}):
+        assert "num_workers" not in [f.change for f in diagnose(trace(*STARVED, loader=loader | other, **loading))]
 
 
 @pytest.mark.parametrize("declared", [0, 8])

@@ -113,6 +113,18 @@ def test_a_whole_snapshot_has_the_normal_number_that_numpy_keeps() -> None:
     assert np.random.randn(3).tolist() == drawn
 
 
+def test_numpy_may_draw_from_another_generator() -> None:
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(3))
+        taken = randomness.whole_snapshot()
+        drawn = np.random.randn(3).tolist()
+        randomness.put_back(taken)
+        assert np.random.randn(3).tolist() == drawn
+    finally:
+        np.random.set_bit_generator(before)
+
+
 @pytest.mark.parametrize("missing", ["pidfd_open", "schedstat"])
 def test_what_a_sandboxed_kernel_lacks_is_done_without(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = os.open

@@ -338,6 +338,22 @@ def test_an_interval_that_does_nothing_is_found_out() -> None:
     assert [a.outcome.note for a in found.attempts] == ["in a trial there are as many pauses as before"]
 
 
+class NoSecondEpoch(World):
+    """Its second epoch ends with an exception."""
+
+    def __call__(self, changes: Sequence[Change], *, steps: int, **more: Any) -> Run:  # type: ignore[override]
+        run = super().__call__(changes, steps=steps, **more)
+        return (
+            run if steps < 600 else Run(changes=tuple(changes), code=1, seconds=run.seconds, output="KeyError: 'acc'")
+        )
+
+
+def test_a_second_epoch_that_fails_is_an_outcome() -> None:
+    machine = Machine(eval_s=2.0, eval_first=True)
+    found = fix(NoSecondEpoch(machine=machine, length=19_200, settings=[flag("eval_every", 1)]), ALL)
+    assert [(a.change.name, a.outcome.verdict) for a in found.attempts] == [("eval_interval", "unsafe")]
+
+
 class LongEpochs(World):
     """Evaluates every 200 steps, of 20,000 in an epoch; a run that takes too long is ended."""
 

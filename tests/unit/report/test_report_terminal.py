@@ -65,6 +65,14 @@ def test_a_run_that_ended_in_a_hang_says_so_first(wait: Span, told: str | None) 
     assert (told in notes[0]) if told else not notes
 
 
+def test_many_waits_that_are_summed_up_are_no_hang() -> None:
+    waits = [Span(name=name, start_ms=0, host_ms=50) for name in ("data", "rest") * 32]
+    crowd = Span(name="data", start_ms=3200, host_ms=98_400)
+    tail = Step(index=1, start_s=1.0, wall_ms=101_600, spans=(*waits, crowd), kind="tail")
+    rank = RankTrace(info=RunInfo(name="train", rank=0), steps=(step(0), tail), windows=(window_of([step(0)]),))
+    assert not account(Trace(ranks=(rank,), samples={}), "flatout-runs/x").notes
+
+
 def test_the_parts_stand_in_order_with_the_idle_time_beside_them() -> None:
     lines = drawn()
     assert lines[0].startswith("flatout  10 steps in 0.1 s (of 0.1 s); median step 10.")
