@@ -236,6 +236,8 @@ class Search:
         plan = with_changes(self.found.kept, offer.changes)
         look_below_s = 0.0 if offer.computes_alike else self._now.step_s_at(self._incumbent, offer.changes)
         run = self._run(offer.name, plan, steps=steps, look_below_s=look_below_s)
+        if offer.pauses and not self._failed(run) and not self._pauses.are_rarer(run, offer.changes):
+            run = self._in_a_second_epoch(offer, run)
         if self._failed(run):
             if offer.splits:
                 self._story.said(f"{offer.name}: {run.reason()}. One by one")
@@ -245,11 +247,6 @@ class Search:
             return
         changes = self._effective(offer.changes, run)
         if not changes:
-            return
-        if offer.pauses and not self._pauses.are_rarer(run, changes):
-            run = self._in_a_second_epoch(offer, run)
-        if self._failed(run):
-            self._decide(changes, "unsafe", note=run.reason())
             return
         if offer.pauses and not self._pauses.are_rarer(run, changes):
             self._decide(changes, "undone", note="in a trial there are as many pauses as before")
@@ -394,18 +391,13 @@ class Search:
         return max(math.ceil(1.1 * steps) + 5, self._steps_for(self._now)) if steps is not None else None
 
     def _look_at_an_epoch(self) -> None:
-        steps = self._epoch_steps()
-        if steps is not None and self._now.case.breakdown.steps >= steps:  # it was long enough already
-            self._remember(self._now)
-            return
-        what = "a whole epoch, for its pauses" if steps is not None else "what is kept, for its pauses"
-        run = self._run(what, self.found.kept, steps=steps, look_below_s=0.0)
-        if self._failed(run):
-            self._remark(f"its pauses could not be looked at: {run.reason()}")
-            run = self._now
-        self._remember(run)
-
-    def _remember(self, run: Run) -> None:
+        steps, run = self._epoch_steps(), self._now
+        if steps is None or run.case.breakdown.steps < steps:  # else it was long enough already
+            what = "a whole epoch, for its pauses" if steps is not None else "what is kept, for its pauses"
+            run = self._run(what, self.found.kept, steps=steps, look_below_s=0.0)
+            if self._failed(run):
+                self._remark(f"its pauses could not be looked at: {run.reason()}")
+                run = self._now
         self._pauses.look_at(run, self.found.kept)
         self._speeds.note(self.found.kept, run, long=True)
         self._long = run
