@@ -19,17 +19,20 @@ TRAIN = """
     from torch.utils.data import DataLoader, Dataset
 
     class Pictures(Dataset):
+        scale = 1.0
+
         def __len__(self):
             return 256
 
         def __getitem__(self, index):
-            return torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(index)), index % 5
+            noise = torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(index))
+            return self.scale * noise, index % 5
 
     torch.manual_seed(0)
     torch.backends.cudnn.deterministic = "deterministic" in sys.argv
     net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 14 * 14, 5)).cuda()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    loader = DataLoader(Pictures(), batch_size=16, shuffle=True, num_workers=2)
+    loader = DataLoader(Pictures(), batch_size=16, shuffle=True, num_workers=0 if "rescaled" in sys.argv else 2)
     kept = []  # as for a metric of the whole epoch
     for epoch in range(2):
         for number, (pictures, labels) in enumerate(loader):
@@ -47,6 +50,8 @@ TRAIN = """
             optimizer.step()
             print("loss", loss.item().hex(), mean.hex())
             kept.append((out.detach(), out.detach().clone()))
+            if "rescaled" in sys.argv and number > 4:
+                loader.dataset.scale *= 0.9
     assert all(torch.equal(out, was) for out, was in kept)
 """
 
@@ -77,6 +82,13 @@ def test_copies_ahead_of_time_leave_every_loss_as_it_was(
     assert losses(ahead) == losses(plain) != []
     made = {entry["name"]: entry["applied"] for entry in ahead.observed.rank.facts["changes"]}
     assert made == dict.fromkeys(made, True)
+
+
+def test_a_loop_that_writes_to_its_dataset_gets_the_losses_it_had(tmp_path: Path) -> None:
+    flags = ("deterministic", "rescaled")
+    plain = run_with(tmp_path / "plain", flags=flags)
+    changes = (("loader", "elastic"), ("pin_memory", True), ("device_prefetch", True))
+    assert losses(run_with(tmp_path / "ahead", *changes, flags=flags)) == losses(plain) != []
 
 
 TURNED = """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,24 +16,26 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import flatout
+from flatout.feed.feed import Feed
 from flatout.feed.iterator import FeedIterator
-from flatout.inject.apply import loading
+from flatout.feed.loader import Options, iterator_for
+from flatout.inject.apply import ahead as copying
 
 PATCHED = ("to", "cuda", "numpy", "__array__", "__dlpack__")
 
 
 @pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[loading._Copies]:
+def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[copying._Copies]:
     before = {name: getattr(torch.Tensor, name) for name in PATCHED}
-    monkeypatch.setattr(loading, "_copies", loading._Copies())
-    loading._answer_with_copies()
-    yield loading._copies
+    monkeypatch.setattr(copying, "_copies", copying._Copies())
+    copying.answer_with_copies()
+    yield copying._copies
     for name, method in before.items():
         setattr(torch.Tensor, name, method)
 
 
 @pytest.mark.parametrize("look", [lambda host: host.numpy(), np.asarray, np.from_dlpack])
-def test_memory_that_is_given_out_is_copied_anew(copies: loading._Copies, look: Callable[[Any], Any]) -> None:
+def test_memory_that_is_given_out_is_copied_anew(copies: copying._Copies, look: Callable[[Any], Any]) -> None:
     host, other = torch.ones(3), torch.ones(3)
     for tensor in (host, other):
         copies.put(tensor, torch.ones(3, device="meta"), None)
@@ -57,9 +61,10 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> Callable[[DataLoader[Any]], tuple[
         did: list[str] = []
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        monkeypatch.setattr(loading, "_look_ahead_after_steps", lambda: None)
-        monkeypatch.setattr(loading._Ahead, "_copy", lambda _, batch: did.append(f"fetched {batch.item()}"))
-        return loading._Ahead(iter(loader), torch.device("cuda"), did.append), did  # type: ignore[arg-type]
+        monkeypatch.setattr(copying, "_look_ahead", lambda: None)
+        monkeypatch.setattr(copying.Ahead, "_copy", lambda _, batch: did.append(f"fetched {batch.item()}"))
+        inner = iter(loader) if isinstance(loader, DataLoader) else loader
+        return copying.Ahead(inner, torch.device("cuda"), did.append), did  # type: ignore[arg-type]
 
     return made
 
@@ -70,7 +75,7 @@ def train(iterator: Any, did: list[str], batches_a_step: int) -> None:
         time.sleep(0.1)  # the next one is there by now
         if number % batches_a_step == 0:
             did.append("step")
-            loading._look_ahead()
+            copying._stepped()
 
 
 def test_the_next_batch_is_fetched_while_the_card_is_at_work(ahead: Callable[..., tuple[Any, list[str]]]) -> None:
@@ -100,7 +105,7 @@ def test_what_is_not_there_at_the_end_of_a_step_is_waited_for_when_it_is_asked_f
     ahead: Callable[..., tuple[Any, list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     iterator, did = ahead(flatout.DataLoader(Numbers(), batch_size=1, num_workers=1))
-    monkeypatch.setattr(FeedIterator, "is_ready", lambda _: False)
+    monkeypatch.setattr(Feed, "is_ready", lambda _: False)
     train(iterator, did, batches_a_step=1)
     assert [line for line in did if line.startswith("got")] == [f"got {n}" for n in range(12)]
 
@@ -110,18 +115,18 @@ def test_steps_of_another_thread_and_of_a_loader_that_is_gone_fetch_nothing(
 ) -> None:
     iterator, did = ahead(flatout.DataLoader(Numbers(), batch_size=1, num_workers=1))
     next(iterator)
-    loading._look_ahead()
+    copying._stepped()
     next(iterator)
     so_far = list(did)
     time.sleep(0.2)
-    other = threading.Thread(target=loading._look_ahead)
+    other = threading.Thread(target=copying._stepped)
     other.start()
     other.join()
     assert did == so_far
-    loading._look_ahead()
+    copying._stepped()
     assert did == [*so_far, "fetched 2"]
     del iterator
-    loading._look_ahead()
+    copying._stepped()
     assert did == [*so_far, "fetched 2"]
 
 
@@ -130,12 +135,12 @@ def test_a_child_that_steps_leaves_the_workers_to_their_owner(
 ) -> None:
     iterator, did = ahead(flatout.DataLoader(Numbers(), batch_size=1, num_workers=1))
     next(iterator)
-    loading._look_ahead()
+    copying._stepped()
     next(iterator)
     time.sleep(0.2)
     so_far, here = list(did), os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: here + 1)
-    loading._look_ahead()
+    copying._stepped()
     monkeypatch.undo()
     assert did == so_far
 
@@ -149,10 +154,10 @@ def test_what_goes_wrong_at_the_end_of_a_step_is_raised_by_the_next_batch(
         raise BlockingIOError("no more processes")
 
     next(iterator)
-    loading._look_ahead()
+    copying._stepped()
     next(iterator)
-    monkeypatch.setattr(FeedIterator, "is_ready", fails)
-    loading._look_ahead()
+    monkeypatch.setattr(Feed, "is_ready", fails)
+    copying._stepped()
     with pytest.raises(BlockingIOError, match="no more processes"):
         next(iterator)
 
@@ -163,5 +168,179 @@ def test_the_end_of_a_pass_is_seen_at_its_last_step(ahead: Callable[..., tuple[A
     for _ in range(12):
         next(iterator)
         time.sleep(0.05)
-        loading._look_ahead()
+        copying._stepped()
     assert iterator._inner.position.finished
+
+
+# --- in backward ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Iterator[copying._Meanwhile]:
+    """Our thread, which ends with the test."""
+    monkeypatch.setattr(copying, "_meanwhile", copying._Meanwhile())
+    meanwhile = copying._meanwhile
+    yield meanwhile
+    meanwhile._jobs.put(None)
+
+
+@pytest.fixture
+def backward(monkeypatch: pytest.MonkeyPatch, meanwhile: copying._Meanwhile) -> Callable[[], None]:
+    """A backward pass of 50 ms, in which a batch may be fetched."""
+    monkeypatch.setattr(torch.autograd, "backward", lambda: time.sleep(0.05))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    copying._fetch_in_backward()
+    return lambda: torch.autograd.backward()  # type: ignore[call-arg]
+
+
+def test_in_backward_our_thread_fetches_and_the_loop_goes_on_when_it_has(
+    ahead: Callable[..., tuple[Any, list[str]]], backward: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    iterator, did = ahead(flatout.DataLoader(Numbers(), batch_size=1, num_workers=1))
+
+    def copy(_: Any, batch: Any) -> None:
+        time.sleep(0.1)
+        did.append(f"{threading.current_thread().name} {batch.item()}")
+
+    monkeypatch.setattr(copying.Ahead, "_copy", copy)
+    for batch in iterator:
+        backward()
+        did.append(f"learned {batch.item()}")
+    main, ours = threading.current_thread().name, "flatout-ahead"
+    assert did[:6] == [f"{main} 0", f"{main} 1", "learned 0", f"{ours} 2", "learned 1", f"{ours} 3"]
+    assert [line for line in did if line.startswith("learned")] == [f"learned {n}" for n in range(12)]
+    assert [line for line in did if line.startswith(main)] == [f"{main} 0", f"{main} 1"]
+
+
+class Shifted(Numbers):
+    """The loop says by how much."""
+
+    by = 0
+
+    def __getitem__(self, index: int) -> int:
+        return index + self.by
+
+
+def test_a_loop_that_writes_to_its_dataset_gets_what_stock_would_give_it(
+    ahead: Callable[..., tuple[Any, list[str]]], backward: Callable[[], None]
+) -> None:
+    def seen(iterator: Any, dataset: Shifted, learn: Callable[[], None]) -> list[int]:
+        values = []
+        for number, batch in enumerate(iterator):
+            values.append(batch.item())
+            learn()
+            if number > 3:
+                dataset.by = 100 * number
+        return values
+
+    plain = Shifted()
+    wanted = seen(DataLoader(plain, batch_size=1), plain, lambda: None)
+
+    def step() -> None:
+        time.sleep(0.05)
+        copying._stepped()
+
+    for learn in (backward, step):
+        told: list[str] = []
+        dataset = Shifted()
+        inner, _ = iterator_for(DataLoader(dataset, batch_size=1), Options(workers="auto"), given_back=told.append)
+        assert seen(ahead(inner)[0], dataset, learn) == wanted
+        assert [line.partition(" (")[0] for line in told] == ["the loop writes to what it reads"]
+
+
+class Broken(Numbers):
+    """The fifth cannot be had; where samples were made."""
+
+    def __init__(self) -> None:
+        self.made_by: list[str] = []
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.01)  # too long for more than one at a stretch
+        self.made_by.append(threading.current_thread().name)
+        if index == 4:
+            raise ValueError("torn")
+        return index
+
+
+def test_what_is_the_scripts_own_never_runs_in_our_thread(
+    ahead: Callable[..., tuple[Any, list[str]]], backward: Callable[[], None]
+) -> None:
+    """GIVEN a sample that raises, which is made once more where the script is, or samples that are all made there."""
+    for workers in (1, 0):
+        dataset = Broken()
+        inner, _ = iterator_for(DataLoader(dataset, batch_size=1), Options(workers="auto"))
+        assert isinstance(inner, FeedIterator)
+        inner._feed.resize(workers, hold=True)
+        iterator, _ = ahead(inner)
+        got = []
+        for _ in range(4):
+            got.append(next(iterator).item())
+            backward()
+        with pytest.raises(ValueError, match="torn"):
+            next(iterator)
+        assert got == [0, 1, 2, 3]
+        assert set(dataset.made_by) == {threading.current_thread().name}
+
+
+def test_a_backward_that_fails_or_is_interrupted_leaves_nothing_under_way(
+    ahead: Callable[..., tuple[Any, list[str]]], backward: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    iterator, _ = ahead(flatout.DataLoader(Numbers(), batch_size=1, num_workers=1))
+    for _ in range(2):
+        next(iterator)
+        backward()
+    assert next(iterator).item() == 2
+    monkeypatch.setattr(torch.autograd, "backward", lambda: 1 / 0)
+    copying._fetch_in_backward()
+    with pytest.raises(ZeroDivisionError):
+        backward()
+    assert not copying._meanwhile.busy
+
+    assert next(iterator).item() == 3
+    queue = copying._meanwhile._done
+
+    class Interrupted:
+        def get(self) -> None:
+            copying._meanwhile._done = queue
+            raise KeyboardInterrupt
+
+    copying._meanwhile._done = Interrupted()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        backward()
+    assert [batch.item() for batch in iterator] == list(range(4, 12))
+
+
+def test_a_forked_child_has_a_thread_of_its_own(meanwhile: copying._Meanwhile) -> None:
+    did = [0]
+
+    def job() -> None:
+        did[0] += 1
+
+    for _ in range(2):
+        meanwhile.begin(job)
+        meanwhile.end()
+    child = os.fork()
+    if not child:
+        signal.alarm(10)
+        meanwhile.begin(job)
+        meanwhile.end()
+        os._exit(did[0])
+    assert did == [2]
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+
+def nothing_of_odd(samples: list[int]) -> torch.Tensor | None:
+    return None if samples[0] % 2 else torch.tensor(samples)
+
+
+def test_a_batch_that_is_none_is_a_batch(
+    ahead: Callable[..., tuple[Any, list[str]]], backward: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    iterator, _ = ahead(flatout.DataLoader(Numbers(), batch_size=1, num_workers=1, collate_fn=nothing_of_odd))
+    monkeypatch.setattr(copying.Ahead, "_copy", lambda _, batch: None)
+    got = []
+    for batch in iterator:
+        got.append(batch if batch is None else batch.item())
+        backward()
+    assert got == [number if number % 2 == 0 else None for number in range(12)]

@@ -204,14 +204,15 @@ class Feed:
         return batch
 
     def is_ready(self) -> bool:
-        """Whether `next` has nobody to wait for: a finished batch is there, or there are no more."""
+        """Whether `next` has nobody to wait for, and nothing to raise: a batch is finished, or there are no more."""
         if self._epoch is None:
             return False
         if self.crew:
             self._hear(0)
         if not self._table:
             self._fill()
-        return not self._table or self._finished() is not None
+        batch = self._finished()
+        return batch.problem() is None if batch is not None else not self._table
 
     def make_here(self) -> bool:
         """Whether the next batches are in `made`: made just now in this process, as no worker is wanted."""

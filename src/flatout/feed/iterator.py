@@ -37,6 +37,8 @@ from flatout.feed.slots import Slots
 from flatout.feed.table import Batch
 from flatout.sense.watch import Watch
 
+NOT_YET = object()
+
 
 @dataclass(slots=True, eq=False)
 class Position:
@@ -149,6 +151,38 @@ class FeedIterator(_BaseDataLoaderIter):
             begin()
         if self._alone is not None and self._alone.is_needed(self._feed.account.fills):
             return self._made_alone(self._alone)
+        return self._next_fed()
+
+    def ahead(self, *, here: bool) -> Any:
+        """The next batch before it is asked for; `NOT_YET` where somebody would have to be waited for.
+
+        Nothing of the script's is run or looked at, unless samples may be made `here` where there are no workers: then
+        this has to be the script's own thread.
+        """
+        if self._begin_at_first is not None or self.position.finished or (not here and not self._feed.workers):
+            return NOT_YET
+        return self._next_fed() if self._made or self._feed.is_ready() else NOT_YET
+
+    def in_its_turn(self, batch: Any) -> Any:
+        """A batch that was had `ahead`, when it is asked for; made anew where the loop has written to the dataset."""
+        alone = self._alone
+        if alone is None or self.made_when_asked or not alone.is_needed(self._feed.account.fills):
+            return batch
+        alone.take_back()
+        self.position.yielded -= 1
+        return self._made_alone(alone)
+
+    @property
+    def made_when_asked(self) -> bool:
+        """Whether batches are made in this process and at that moment, as stock does, and none may be had ahead."""
+        return self._alone is not None and self._alone.in_force
+
+    @property
+    def is_made_by_copying(self) -> bool:
+        """Whether a batch's copy to the card is where it is made: by compiled code, which keeps to its thread."""
+        return self._feed.recipe.defer
+
+    def _next_fed(self) -> Any:
         data = self._fed()
         if self._alone is not None and not self._alone.raises:  # then it has taken its own
             self._alone.forget(self.position.yielded)
@@ -200,11 +234,6 @@ class FeedIterator(_BaseDataLoaderIter):
             self._alone.renew()  # what samples leave behind in the dataset is not the loop's doing
         return made
 
-    def is_ready(self) -> bool:
-        """Whether the next batch is there: nobody has to be waited for."""
-        begun = self._begin_at_first is None
-        return begun and not self.position.finished and (bool(self._made) or self._feed.is_ready())
-
     def _something_wrong(self, batch: Batch) -> bool:
         """Raise what there is to raise; else whether every sample of it is bad."""
         problem = batch.problem()
@@ -255,6 +284,7 @@ class _Alone:
         self._indices: Iterator[Any] = iter(())
         self._pulled: collections.deque[Any] = collections.deque()  # and not handed out
         self._had = 0
+        self._latest: Any = None
         self.why = ""
         self.raises = False
 
@@ -268,8 +298,13 @@ class _Alone:
     def forget(self, had: int) -> None:
         """So many of this pass have been handed out."""
         for _ in range(had - self._had):
-            self._pulled.popleft()
+            self._latest = self._pulled.popleft()
         self._had = had
+
+    def take_back(self) -> None:
+        """Nobody has had the last of them after all."""
+        self._pulled.appendleft(self._latest)
+        self._had -= 1
 
     def renew(self) -> None:
         self._watch.renew()
@@ -281,6 +316,10 @@ class _Alone:
             self.why = f"the loop writes to what it reads ({written}), which no worker would see" if written else ""
         if not self.why and fills:
             self.why = f"samples fill what they come from ({fills}), and each worker would have one of its own to fill"
+        return self.in_force
+
+    @property
+    def in_force(self) -> bool:
         return bool(self.why) or self.raises
 
     def next(self) -> Any:

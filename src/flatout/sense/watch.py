@@ -16,7 +16,7 @@ import operator
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice, repeat
 from typing import Any
 
@@ -142,7 +142,7 @@ def _looked_at(one: Any) -> Any:
     if isinstance(one, shared.SynchronizedBase):
         return bytes(memoryview(one.get_obj()))[:_SMALL_BYTES]
     if isinstance(one, dict):
-        return dict(one) if len(one) <= _MOST_HELD else _Entries(len(one), islice(one.values(), _MOST_ENTRIES))
+        return dict(one) if len(one) <= _MOST_HELD else _Entries(len(one), list(islice(one.values(), _MOST_ENTRIES)))
     if isinstance(one, list) and len(one) > _MOST_HELD:
         return _Entries(len(one), one[:: 1 + len(one) // _MOST_ENTRIES])
     if isinstance(one, _HOLDS) and not hasattr(one, "_fields"):
@@ -175,8 +175,8 @@ def _is_mapped(array: Any) -> bool:
 class _Entries:
     """Some of what a large container holds: the same where each is the same object, however they compare."""
 
-    def __init__(self, length: int, some: Iterable[Any]) -> None:
-        self._length, self._some = length, tuple(some)
+    def __init__(self, length: int, some: list[Any]) -> None:
+        self._length, self._some = length, some
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Entries) or self._length != other._length:

@@ -13,16 +13,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
-import weakref
-from collections import deque
 from collections.abc import Callable
-from threading import get_ident
 from typing import Any
 
 import torch
 import torch.utils.data.dataloader as stock
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data._utils import worker as stock_worker
 
 from flatout.changes import STRICT
@@ -31,11 +26,11 @@ from flatout.feed import Options as FeedOptions
 from flatout.feed import iterator_for, randomness
 from flatout.feed.deferred.batch import make_on_card_by, tell_of_first
 from flatout.feed.deferred.kernels import Kernels
-from flatout.feed.iterator import FeedIterator, is_pure
+from flatout.feed.iterator import is_pure
 from flatout.feed.loader import why_not_deferred
 from flatout.feed.nursery import limit_threads
+from flatout.inject.apply.ahead import Ahead, answer_with_copies
 from flatout.inject.apply.ledger import Ledger
-from flatout.inject.ceiling import tensors_in
 from flatout.sense.calls import caller
 from flatout.sense.roots import Alive
 
@@ -62,7 +57,7 @@ class Loading:
         if wanted("loader") or wanted("device_prefetch"):
             self._passes()
         if wanted("device_prefetch"):
-            _answer_with_copies()
+            answer_with_copies()
         if wanted("gpu_transforms") and not wanted("loader"):
             self._ledger.refused("gpu_transforms", "needs the elastic loader in the same plan")
         if wanted("gpu_transforms") and wanted("compile"):
@@ -151,7 +146,7 @@ class Loading:
             if device is None or not self._workers_behind(iterator):
                 return iterator
             fail = functools.partial(self._ledger.failed, "device_prefetch")
-            ahead = self._ledger.attempt("device_prefetch", _Ahead, iterator, device, fail)
+            ahead = self._ledger.attempt("device_prefetch", Ahead, iterator, device, fail)
             if ahead is not None:
                 self._ledger.made(
                     "device_prefetch", f"batches are copied to {device} one step ahead", self._built.get(loader)
@@ -276,197 +271,3 @@ def _holds_card_memory(thing: Any, depth: int = 3) -> bool:
     inner = thing if isinstance(thing, list | tuple) else getattr(thing, "__dict__", thing)
     values = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list | tuple) else ()
     return any(_holds_card_memory(value, depth - 1) for value in list(values)[:64])
-
-
-# --- copies ahead of time ---------------------------------------------------------------------------------------------
-
-
-class _Copies:
-    """Device copies on their way, by the host tensor the script holds. Each is given out once.
-
-    The script keeps its host batch, so whatever it does with it on the CPU goes on working; when it asks for that very
-    tensor on that very device, unchanged, the copy made meanwhile is the answer.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[int, tuple[weakref.ref[Any], int, Any, Any]] = {}
-
-    def put(self, host: Any, copy: Any, done: Any) -> None:
-        """A copy is under way."""
-        key = id(host)
-        self._made[key] = (weakref.ref(host, lambda _: self._made.pop(key, None)), host._version, copy, done)
-
-    def forget(self, host: Any) -> None:
-        """It may be written to from now on where no version is counted."""
-        entry = self._made.get(id(host))
-        if entry is not None and entry[0]() is host:
-            del self._made[id(host)]
-
-    def take(self, host: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The copy of `host` where it is asked for, and the current stream waits for it; else `host` itself."""
-        entry: Any = self._made.get(id(host))
-        if entry is None or entry[0]() is not host:
-            return host
-        version, copy, done = entry[1:]
-        if version != host._version or _target(args, kwargs) != copy.device:
-            return host
-        del self._made[id(host)]
-        current = torch.cuda.current_stream(copy.device)
-        current.wait_event(done)
-        copy.record_stream(current)
-        return copy
-
-    def __bool__(self) -> bool:
-        return bool(self._made)
-
-
-_copies = _Copies()
-
-
-def _answer_with_copies() -> None:
-    """Have `.to` and `.cuda` give the copy that is there already."""
-    for name in ("to", "cuda"):
-        original = getattr(torch.Tensor, name)
-
-        @functools.wraps(original)
-        def move(tensor: Any, *args: Any, _original: Any = original, _name: str = name, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling() and _copies and not tensor.is_cuda:
-                asked = args if _name == "to" else (*args, "cuda")[:1]
-                tensor = _copies.take(tensor, asked, kwargs)
-            return _original(tensor, *args, **kwargs)
-
-        setattr(torch.Tensor, name, move)
-    for name in ("numpy", "__array__", "__dlpack__"):
-        shown = getattr(torch.Tensor, name)
-
-        @functools.wraps(shown)
-        def show(tensor: Any, *args: Any, _original: Any = shown, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling() and _copies:
-                _copies.forget(tensor)
-            return _original(tensor, *args, **kwargs)
-
-        setattr(torch.Tensor, name, show)
-
-
-def _target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
-    """The device that `.to(*args, **kwargs)` names."""
-    target: Any = kwargs.get("device", args[0] if args else None)
-    if isinstance(target, torch.Tensor):
-        return target.device
-    if not isinstance(target, str | int | torch.device):
-        return None
-    named: Any = torch.device("cuda", target) if isinstance(target, int) else torch.device(target)
-    return torch.device("cuda", torch.cuda.current_device()) if named == torch.device("cuda") else named
-
-
-_latest: weakref.ref[_Ahead] | None = None  # whoever handed out the last batch
-
-
-@functools.cache
-def _look_ahead_after_steps() -> None:
-    """Once, and late: whoever times steps is there already, and what is fetched is none of the optimizer's time."""
-    register_optimizer_step_post_hook(_look_ahead)
-
-
-def _look_ahead(*_: Any) -> None:
-    """An optimizer has stepped: the card is still at work, and fetching the next batch now costs it nothing."""
-    if torch.compiler.is_compiling():
-        return
-    ahead = _latest() if _latest is not None else None
-    ours = ahead is not None and ahead.asked_by == (os.getpid(), get_ident())
-    if ahead is not None and ours and not torch.cuda.is_current_stream_capturing():
-        ahead.look()
-
-
-class _Ahead(stock._BaseDataLoaderIter):
-    """A loader's iterator that fetches one batch ahead and starts its copy to the GPU on a stream of its own.
-
-    A loop that reads its loss in every step leaves the card idle until the next one begins, and what fetching takes
-    would be part of that. So where every batch has its step, the batch after it is fetched at the end of that step, if
-    it is there; else when it is asked for.
-    """
-
-    def __init__(self, inner: Any, device: torch.device, fail: Callable[[Exception], None]) -> None:
-        # Not stock's own: that would draw random numbers.
-        self._inner = inner
-        self._to = device
-        self._fail = fail
-        self._side = torch.cuda.Stream(device)
-        self._num_yielded = 0
-        self._next: Any = None
-        self._since_step = 0  # batches
-        self._one_a_step = False
-        self.asked_by = (0, 0)  # process and thread
-        self._copying: deque[tuple[Any, Any]] = deque()  # host batches that must stay until their copy is over
-        _look_ahead_after_steps()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_inner"], name)
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        self._next = None
-        self._num_yielded = 0
-        self._inner._reset(loader, first_iter)
-
-    def _next_data(self) -> Any:
-        global _latest
-        _latest, self.asked_by = weakref.ref(self), (os.getpid(), get_ident())
-        later = self._one_a_step and not self._since_step and self._next is not None
-        self._since_step += 1
-        batch = self._next if self._next is not None else self._fetch()
-        self._next = None
-        if isinstance(batch, Exception):
-            try:
-                raise batch
-            finally:
-                del batch  # which knows this frame by now, and would keep the workers until all of it is collected
-        if not later:
-            self._next = self._fetch()
-        return batch
-
-    def look(self) -> None:
-        """A step is over: fetch the next batch unless it is there, or would have to be waited for."""
-        if not isinstance(self._inner, FeedIterator):  # stock's cannot tell whether a batch is there
-            return
-        if self._since_step:
-            self._one_a_step, self._since_step = self._since_step == 1, 0
-        if self._next is not None:
-            return
-        try:
-            ready = self._inner.is_ready()
-        except Exception as problem:  # raised when it is its turn
-            self._next = problem
-        else:
-            self._next = self._fetch() if ready else None
-
-    def _fetch(self) -> Any:
-        """The next batch, its copy begun; or the exception that comes instead, for its turn."""
-        try:
-            batch = _stock_next(self._inner)
-        except StopIteration:
-            return StopIteration()  # one that does not know this frame, and so keep us and the workers
-        except Exception as problem:  # the script's own: raised when it is its turn
-            return problem
-        try:
-            self._copy(batch)
-        except Exception as problem:  # out of memory, say: then the script copies for itself
-            self._fail(problem)
-        return batch
-
-    def _copy(self, batch: Any) -> None:
-        while self._copying and self._copying[0][1].query():
-            self._copying.popleft()
-        done = torch.cuda.Event()
-        with torch.cuda.stream(self._side):
-            hosts = [tensor for tensor in tensors_in(batch) if tensor.device.type == "cpu"]
-            copies = [host.to(self._to, non_blocking=True) for host in hosts]
-            done.record(self._side)
-        for host, copy in zip(hosts, copies, strict=True):
-            _copies.put(host, copy, done)
-        self._copying.append((batch, done))
-
-
-_stock_next = stock._BaseDataLoaderIter.__next__  # before anything times it: the fetch is timed from the outside
