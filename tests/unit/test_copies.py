@@ -330,6 +330,26 @@ def test_a_forked_child_has_a_thread_of_its_own(meanwhile: copying._Meanwhile) -
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
+def test_who_has_begun_nothing_waits_for_nobody(meanwhile: copying._Meanwhile) -> None:
+    """GIVEN a job under way, and another thread that trains too, or a child forked meanwhile."""
+    go_on = threading.Event()
+    meanwhile.begin(lambda: (go_on.wait(), None)[1])
+    other = threading.Thread(target=meanwhile.end)
+    other.start()
+    other.join(10)
+    assert not other.is_alive()
+    child = os.fork()
+    if not child:
+        signal.alarm(10)
+        meanwhile.end()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert meanwhile.busy
+    go_on.set()
+    meanwhile.end()
+    assert not meanwhile.busy
+
+
 def nothing_of_odd(samples: list[int]) -> torch.Tensor | None:
     return None if samples[0] % 2 else torch.tensor(samples)
 

@@ -112,6 +112,7 @@ class _Meanwhile:
 
     def __init__(self) -> None:
         self._pid = 0  # whose thread it is: a forked child has none
+        self._for = (0, 0)  # the process and the thread that wait for it
         self.busy = False
 
     def begin(self, job: Callable[[], None]) -> None:
@@ -121,14 +122,18 @@ class _Meanwhile:
             self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
             self._done: SimpleQueue[None] = SimpleQueue()
             Thread(target=_work, args=(self._jobs, self._done), name="flatout-ahead", daemon=True).start()
-        self.busy = True
+        self.busy, self._for = True, _here()
         self._jobs.put(job)
 
     def end(self) -> None:
-        """Wait until it is done. Where Ctrl-C comes between, whoever comes next waits for the rest."""
-        if self.busy and self._pid == os.getpid():
+        """Wait until it is done, where this thread has begun it; after a Ctrl-C in here, the next time."""
+        if self.busy and self._for == _here():
             self._done.get()
-        self.busy = False
+            self.busy = False
+
+
+def _here() -> tuple[int, int]:
+    return os.getpid(), get_ident()
 
 
 def _work(jobs: SimpleQueue[Callable[[], None] | None], done: SimpleQueue[None]) -> None:
@@ -177,7 +182,7 @@ def _training() -> Ahead | None:
     if torch.compiler.is_compiling() or _meanwhile.busy:
         return None
     ahead = _latest() if _latest is not None else None
-    ours = ahead is not None and ahead.asked_by == (os.getpid(), get_ident())
+    ours = ahead is not None and ahead.asked_by == _here()
     return ahead if ours and not torch.cuda.is_current_stream_capturing() else None
 
 
@@ -218,7 +223,7 @@ class Ahead(stock._BaseDataLoaderIter):
     def _next_data(self) -> Any:
         global _latest
         _meanwhile.end()
-        _latest, self.asked_by = weakref.ref(self), (os.getpid(), get_ident())
+        _latest, self.asked_by = weakref.ref(self), _here()
         later = self._one_a_look and not self._since_look and self._next is not NOT_YET
         self._since_look += 1
         batch, self._next = self._next, NOT_YET
