@@ -289,7 +289,8 @@ class Launcher:
     def _run(self, changes: Sequence[Change], steps: int, trial: Trial) -> Run:
         folder = self._folder / f"{next(self._numbers):02d}"
         plan, start_s = Plan(changes=tuple(changes)), time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="flatout-trial-", ignore_cleanup_errors=True) as scratch:
+        self._folder.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="scratch-", dir=self._folder, ignore_cleanup_errors=True) as scratch:
             trial, xray = replace(trial, protect=Path(scratch)), not trial.fingerprints
             code = launch.run(self._command, folder=folder, max_steps=steps, xray=xray, plan=plan, trial=trial)
         return recorded(tuple(changes), code, time.monotonic() - start_s, folder, asked=steps)

@@ -1,0 +1,39 @@
+"""The folder of a fix: gone with it, and if it was killed, with the next one's start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from flatout.remedy.fix import own_folder
+
+HOLD = """
+from flatout.remedy.fix import own_folder
+with own_folder() as folder:
+    (folder / "checkpoint.pt").write_bytes(bytes(1000))
+    print(folder, flush=True)
+    input()
+"""
+
+
+def test_what_a_killed_one_has_left_goes_and_what_is_in_use_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    (tmp_path / "flatout-fix-notes").mkdir()  # nobody has said that it is ours
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", HOLD], stdin=pipe, stdout=pipe, text=True) as living:
+        with subprocess.Popen([sys.executable, "-c", HOLD], stdin=pipe, stdout=pipe, text=True) as killed:
+            in_use, left = (Path(process.stdout.readline().strip()) for process in (living, killed) if process.stdout)
+            killed.kill()
+        assert left.is_dir()
+        with own_folder() as folder:
+            assert sorted(tmp_path.iterdir()) == sorted({folder, in_use, tmp_path / "flatout-fix-notes"})
+            assert (in_use / "checkpoint.pt").exists()
+        living.communicate("\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["flatout-fix-notes"]
