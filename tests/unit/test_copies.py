@@ -181,13 +181,15 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Iterator[copying._Meanwhile]:
     monkeypatch.setattr(copying, "_meanwhile", copying._Meanwhile())
     meanwhile = copying._meanwhile
     yield meanwhile
-    meanwhile._jobs.put(None)
+    if meanwhile._jobs is not None:
+        meanwhile._jobs.put(None)
 
 
 @pytest.fixture
 def backward(monkeypatch: pytest.MonkeyPatch, meanwhile: copying._Meanwhile) -> Callable[[], None]:
     """A backward pass of 50 ms, in which a batch may be fetched."""
     monkeypatch.setattr(torch.autograd, "backward", lambda: time.sleep(0.05))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     copying._fetch_in_backward()
@@ -219,6 +221,7 @@ class Shifted(Numbers):
     by = 0
 
     def __getitem__(self, index: int) -> int:
+        time.sleep(0.01)  # too long for more than one at a stretch
         return index + self.by
 
 
@@ -256,7 +259,7 @@ class Broken(Numbers):
         self.made_by: list[str] = []
 
     def __getitem__(self, index: int) -> int:
-        time.sleep(0.01)  # too long for more than one at a stretch
+        time.sleep(0.01)
         self.made_by.append(threading.current_thread().name)
         if index == 4:
             raise ValueError("torn")
@@ -298,17 +301,125 @@ def test_a_backward_that_fails_or_is_interrupted_leaves_nothing_under_way(
     assert not copying._meanwhile.busy
 
     assert next(iterator).item() == 3
-    queue = copying._meanwhile._done
 
-    class Interrupted:
-        def get(self) -> None:
-            copying._meanwhile._done = queue
-            raise KeyboardInterrupt
 
-    copying._meanwhile._done = Interrupted()  # type: ignore[assignment]
-    with pytest.raises(KeyboardInterrupt):
+@pytest.mark.parametrize("has_word", [False, True], ids=["before", "after"])
+def test_a_ctrl_c_while_our_thread_is_waited_for_costs_no_batch(
+    ahead: Callable[..., tuple[Any, list[str]]],
+    backward: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    has_word: bool,
+) -> None:
+    """GIVEN one that comes before the word that it is done, or just after."""
+    iterator, _ = ahead(flatout.DataLoader(Numbers(), batch_size=1, num_workers=1))
+    for _ in range(2):
+        next(iterator)
         backward()
-    assert [batch.item() for batch in iterator] == list(range(4, 12))
+    assert next(iterator).item() == 2
+
+    def interrupted() -> None:
+        job = copying._meanwhile._job
+        assert job is not None
+        if has_word:
+            job.over.get()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(copying._meanwhile, "end", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            backward()
+    copying._meanwhile.end()
+    assert [batch.item() for batch in iterator] == list(range(3, 12))
+
+
+def test_without_another_thread_the_end_of_a_step_has_to_do(
+    ahead: Callable[..., tuple[Any, list[str]]], backward: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    iterator, did = ahead(flatout.DataLoader(Numbers(), batch_size=1, num_workers=1))
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    got = []
+    for batch in iterator:
+        got.append(batch.item())
+        backward()
+        copying._stepped()
+    assert got == list(range(12))
+    assert did == [f"fetched {n}" for n in range(12)]
+
+
+def test_what_goes_wrong_in_our_thread_and_cannot_be_told_holds_nobody_up(
+    ahead: Callable[..., tuple[Any, list[str]]], backward: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    iterator, _ = ahead(flatout.DataLoader(Numbers(), batch_size=1, num_workers=1))
+
+    def fails(_: Any) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(torch.cuda, "set_device", fails)
+    iterator._fail = fails
+    got = []
+    for batch in iterator:
+        got.append(batch.item())
+        backward()
+    assert got == list(range(12))
+
+
+def test_our_thread_is_at_the_device_and_in_the_stream_of_the_scripts(
+    ahead: Callable[..., tuple[Any, list[str]]], backward: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank's card is not to be touched: the current device is one of each thread."""
+    iterator, _ = ahead(flatout.DataLoader(Numbers(), batch_size=1, num_workers=1))
+    iterator._to, did = torch.device("cuda", 3), []
+    here = threading.current_thread()
+
+    def note(what: str) -> None:
+        if threading.current_thread() is not here:
+            did.append(what)
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: note(f"at {device}"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(note(f"in {stream}")))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(copying.Ahead, "_copy", lambda _, batch: note("copied"))
+    for _ in range(3):
+        next(iterator)
+        backward()
+    assert did == 2 * ["at cuda:3", "in stream of cuda:3", "copied"]
+
+
+def test_under_a_mode_of_the_scripts_thread_ours_does_nothing(
+    ahead: Callable[..., tuple[Any, list[str]]], backward: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A default device, say: the sampler, which draws once more at its end, goes by it."""
+    iterator, _ = ahead(flatout.DataLoader(Numbers(), batch_size=1, num_workers=1))
+    threads = set()
+    monkeypatch.setattr(copying.Ahead, "_copy", lambda _, batch: threads.add(threading.current_thread()))
+    with torch.device("cpu"):
+        for _ in iterator:
+            backward()
+    assert threads == {threading.current_thread()}
+
+
+def test_what_is_written_before_samples_are_made_early_in_the_scripts_thread_is_seen(
+    ahead: Callable[..., tuple[Any, list[str]]],
+) -> None:
+    """GIVEN a loader that does without workers for a while: those that come back have the dataset as it was."""
+    dataset = Shifted()
+    inner, _ = iterator_for(DataLoader(dataset, batch_size=1), Options(workers="auto"))
+    assert isinstance(inner, FeedIterator)
+    iterator, _ = ahead(inner)
+    got = []
+    for number in range(12):
+        got.append(next(iterator).item())
+        if number == 2:
+            inner._feed.resize(0, hold=True)
+        if number == 5:
+            dataset.by = 1000
+        if number == 7:
+            inner._feed.resize(1, hold=True)
+        copying._stepped()
+    assert got == [number + 1000 * (number > 5) for number in range(12)]
 
 
 def test_a_forked_child_has_a_thread_of_its_own(meanwhile: copying._Meanwhile) -> None:
@@ -333,7 +444,7 @@ def test_a_forked_child_has_a_thread_of_its_own(meanwhile: copying._Meanwhile) -
 def test_who_has_begun_nothing_waits_for_nobody(meanwhile: copying._Meanwhile) -> None:
     """GIVEN a job under way, and another thread that trains too, or a child forked meanwhile."""
     go_on = threading.Event()
-    meanwhile.begin(lambda: (go_on.wait(), None)[1])
+    meanwhile.begin(lambda: print(go_on.wait()))
     other = threading.Thread(target=meanwhile.end)
     other.start()
     other.join(10)

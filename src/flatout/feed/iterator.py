@@ -159,9 +159,14 @@ class FeedIterator(_BaseDataLoaderIter):
         Nothing of the script's is run or looked at, unless samples may be made `here` where there are no workers: then
         this has to be the script's own thread.
         """
-        if self._begin_at_first is not None or self.position.finished or (not here and not self._feed.workers):
+        if self._begin_at_first is not None or self.position.finished:
+            return NOT_YET
+        if not self._feed.workers and not (here and self._may_be_made_early()):
             return NOT_YET
         return self._next_fed() if self._made or self._feed.is_ready() else NOT_YET
+
+    def _may_be_made_early(self) -> bool:
+        return self._alone is None or not self._alone.is_needed(self._feed.account.fills)
 
     def in_its_turn(self, batch: Any) -> Any:
         """A batch that was had `ahead`, when it is asked for; made anew where the loop has written to the dataset."""
@@ -178,9 +183,10 @@ class FeedIterator(_BaseDataLoaderIter):
         return self._alone is not None and self._alone.in_force
 
     @property
-    def is_made_by_copying(self) -> bool:
-        """Whether a batch's copy to the card is where it is made: by compiled code, which keeps to its thread."""
-        return self._feed.recipe.defer
+    def ready_made(self) -> bool:
+        """Whether batches come from workers as they are: nothing is left for the script's thread to make, now or when
+        they are copied (by compiled code, which keeps to its thread)."""
+        return self._feed.workers > 0 and not self.made_when_asked and not self._feed.recipe.defer
 
     def _next_fed(self) -> Any:
         data = self._fed()

@@ -14,8 +14,9 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from queue import SimpleQueue
-from threading import Thread, get_ident
+from threading import Lock, Thread, get_ident
 from typing import Any
 
 import torch
@@ -107,40 +108,66 @@ def _target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | Non
 # --- when to fetch ----------------------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
+class _Job:
+    run: Callable[[], None]
+    waited_for_by: tuple[int, int]  # process and thread
+    over: SimpleQueue[None] = field(default_factory=SimpleQueue)
+    finished: bool = False
+
+
 class _Meanwhile:
     """A thread of ours: one job at a time, begun and waited for by the script's."""
 
     def __init__(self) -> None:
         self._pid = 0  # whose thread it is: a forked child has none
-        self._for = (0, 0)  # the process and the thread that wait for it
-        self.busy = False
+        self._jobs: SimpleQueue[_Job | None] | None = None
+        self._job: _Job | None = None
 
-    def begin(self, job: Callable[[], None]) -> None:
-        """`job` must not raise."""
+    @property
+    def busy(self) -> bool:
+        return self._job is not None and not self._job.finished
+
+    def begin(self, run: Callable[[], None]) -> bool:
+        """Whether that could be done."""
         if self._pid != os.getpid():
+            jobs: SimpleQueue[_Job | None] = SimpleQueue()
+            try:
+                Thread(target=_work, args=(jobs,), name="flatout-ahead", daemon=True).start()
+                self._jobs = jobs
+            except RuntimeError:  # there may be no more threads
+                self._jobs = None
             self._pid = os.getpid()
-            self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-            self._done: SimpleQueue[None] = SimpleQueue()
-            Thread(target=_work, args=(self._jobs, self._done), name="flatout-ahead", daemon=True).start()
-        self.busy, self._for = True, _here()
+        if self._jobs is None:
+            return False
+        job = _Job(run, _here())
         self._jobs.put(job)
+        self._job = job  # after that: a Ctrl-C between them may leave a job that nobody waits for, but none to wait for
+        return True
 
     def end(self) -> None:
-        """Wait until it is done, where this thread has begun it; after a Ctrl-C in here, the next time."""
-        if self.busy and self._for == _here():
-            self._done.get()
-            self.busy = False
+        """Wait until it is done, where this thread has begun it."""
+        job = self._job
+        if job is not None and not job.finished and job.waited_for_by == _here():
+            job.over.get()
 
 
 def _here() -> tuple[int, int]:
     return os.getpid(), get_ident()
 
 
-def _work(jobs: SimpleQueue[Callable[[], None] | None], done: SimpleQueue[None]) -> None:
+def _work(jobs: SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
-        job()
-        del job  # which knows the loader, and would keep it until the next one comes
-        done.put(None)
+        try:
+            job.run()
+        except BaseException:  # whoever was to tell of it could not: training goes on without
+            pass
+        job.run = _nothing  # which knows the loader, and would keep it
+        job.finished = True  # before the word of it, which a Ctrl-C may lose
+        job.over.put(None)
+
+
+def _nothing() -> None: ...
 
 
 _meanwhile = _Meanwhile()
@@ -206,6 +233,7 @@ class Ahead(stock._BaseDataLoaderIter):
         self._one_a_look = False
         self.asked_by = (0, 0)  # process and thread
         self._copying: deque[tuple[Any, Any]] = deque()  # host batches that must stay until their copy is over
+        self._fetching = Lock()
         _look_ahead()
 
     def __getattr__(self, name: str) -> Any:
@@ -215,14 +243,17 @@ class Ahead(stock._BaseDataLoaderIter):
         return len(self._inner)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        _meanwhile.end()
-        self._next = NOT_YET
-        self._num_yielded = 0
-        self._inner._reset(loader, first_iter)
+        with self._fetching:
+            self._next = NOT_YET
+            self._num_yielded = 0
+            self._inner._reset(loader, first_iter)
 
     def _next_data(self) -> Any:
+        with self._fetching:  # our thread is done long since, but for a Ctrl-C in `backward`
+            return self._in_turn()
+
+    def _in_turn(self) -> Any:
         global _latest
-        _meanwhile.end()
         _latest, self.asked_by = weakref.ref(self), _here()
         later = self._one_a_look and not self._since_look and self._next is not NOT_YET
         self._since_look += 1
@@ -241,24 +272,28 @@ class Ahead(stock._BaseDataLoaderIter):
         return batch
 
     def begin_meanwhile(self) -> bool:
-        """Have our thread fetch the next batch, if that is still to be done."""
-        if not self._is_due() or self._inner.is_made_by_copying:
+        """Have our thread fetch the next batch, if that is still to be done and any thread may."""
+        # What a default device is has to be asked in the script's own thread: the sampler draws where it ends.
+        if not self._is_due() or not self._inner.ready_made or torch._C._len_torch_function_stack():
             return False
-        # As in the script's thread: a slot's memory is marked in this stream, and locked for this device.
-        _meanwhile.begin(functools.partial(self._look_within, torch.cuda.current_stream(self._to)))
-        return True
+        return _meanwhile.begin(functools.partial(self._look_within, torch.cuda.current_stream(self._to)))
 
     def _look_within(self, stream: Any) -> None:
         try:
-            with torch.cuda.stream(stream):
+            torch.cuda.set_device(self._to)  # before any stream of another device is made the current one
+            with torch.cuda.stream(stream):  # as in the script's thread: a slot's memory is marked there
                 self.look(here=False)
         except Exception as problem:
             self._fail(problem)
 
     def look(self, *, here: bool) -> None:
-        """Fetch the next batch, unless it is there or would have to be waited for."""
-        if self._is_due():
-            self._next = self._fetched(functools.partial(self._inner.ahead, here=here))
+        """Fetch the next batch, unless it is there, or would have to be waited for, or somebody is at it."""
+        if self._fetching.acquire(blocking=False):
+            try:
+                if self._is_due():
+                    self._next = self._fetched(functools.partial(self._inner.ahead, here=here))
+            finally:
+                self._fetching.release()
 
     def _is_due(self) -> bool:
         """Whether a batch is being learned from and the next one is still to be fetched."""
