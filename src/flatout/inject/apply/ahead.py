@@ -280,7 +280,7 @@ class Ahead(stock._BaseDataLoaderIter):
 
     def _look_within(self, stream: Any) -> None:
         try:
-            torch.cuda.set_device(self._to)  # before any stream of another device is made the current one
+            torch.cuda.set_device(stream.device)  # before any stream of another device is made the current one
             with torch.cuda.stream(stream):  # as in the script's thread: a slot's memory is marked there
                 self.look(here=False)
         except Exception as problem:
