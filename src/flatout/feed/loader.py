@@ -219,7 +219,8 @@ def iterator_for(
         if not lone:
             _kept[loader] = kept
     if not loader.persistent_workers:  # those keep the dataset they have, as in stock
-        now = fingerprint(loader.dataset, loader.collate_fn, loader.worker_init_fn)
+        wanted = kept.feed.workers > 0  # else whoever is called in mid-pass gets it as it is then
+        now = fingerprint(loader.dataset, loader.collate_fn, loader.worker_init_fn) if wanted else None
         if now is None or now != kept.shipped:
             kept.feed.ship_again()
         kept.shipped = now

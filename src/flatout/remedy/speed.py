@@ -25,6 +25,8 @@ STEADY_NOISE = 0.01  # … of a card that waits for nothing …
 _ASSUMED = 2  # … and then weighs as much as so many repeats
 EVALUATION_AND_CHECKPOINT = ("evaluation", "checkpoint")
 _SIGMAS = 1.96
+_SLOWER = 2.0
+_CLEARLY = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +208,16 @@ def pooled(runs: Sequence[Speed]) -> Speed:
         steps=sum(run.steps for run in runs),
         unit=runs[0].unit,
     )
+
+
+def slower_pauses(before: Speed, after: Speed) -> str:
+    """What there is to mind where evaluation and checkpoints take back what the steps have gained; else nothing."""
+    then, now = (sum(speed.pauses_s.values()) for speed in (before, after))
+    counted = after.with_pauses / before.with_pauses
+    # A trial holds the pauses of an epoch that has ended in it, and up to twice as many steps: that much is luck.
+    if not then or now < _SLOWER * then or counted * _CLEARLY > after.value / before.value:
+        return ""
+    return f"evaluation and checkpoints take {now / then:.1f}× as long as before: counted in, {counted:.2f}× as fast"
 
 
 def _squares(runs: Sequence[Speed]) -> float:

@@ -49,6 +49,7 @@ from flatout.remedy.speed import (
     gain,
     gain_of_rarer_pauses,
     pooled,
+    slower_pauses,
     with_equal_steps,
 )
 from flatout.remedy.speeds import Speeds
@@ -527,8 +528,9 @@ class Search:
         if not before or not after:  # interrupted in between, or a proof has taken something away
             self._remark("what was kept in the end was not measured as a whole")
             return
-        if self._now.short_epoch:
-            self._remark(self._now.short_epoch)
+        for mind in (self._now.short_epoch, "" if long else slower_pauses(before[-1], after[-1])):
+            if mind:
+                self._remark(mind)
         before, after = with_equal_steps(before, after) if rarer else (before, after)
         # Both were measured early and late: a machine that drifts treats them alike.
         self.found.gain = gain(before, after, self._speeds.noise_near(before, after), pauses=long)

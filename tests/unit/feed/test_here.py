@@ -312,3 +312,45 @@ def test_batches_made_in_the_training_process_are_measured_under_the_name_of_the
     meter = Meter(Rows(recipe, memoryview(bytearray(16)).cast("q"), recipe.collate_fn), None, None)
     report = meter.report()
     assert (report.dataset, report.length) == ("TensorDataset", 6)
+
+
+class Renamed(Things):
+    """Says what it is called at the moment, slowly enough for workers to have something to do."""
+
+    called = 0
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(1e-3)
+        return torch.tensor([index, self.called, os.getpid()])
+
+
+def test_what_no_worker_has_is_not_gone_over_and_who_is_called_later_has_it_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dataset = Renamed(40)
+    loader = Stock(dataset, batch_size=1)
+
+    def begun() -> Any:
+        iterator, _ = iterator_for(loader, Options(workers="auto"))
+        assert iterator is not None
+        return iterator
+
+    iterator = begun()
+    iterator._feed.resize(1, hold=True)
+    assert {tuple(row[1:].tolist()) != (0, os.getpid()) for row in torch.cat(list(iterator))} == {True}
+    iterator._feed.resize(0, hold=True)
+    gone_over = []
+    fingerprint = loader_module.fingerprint
+    monkeypatch.setattr(loader_module, "fingerprint", lambda *things: gone_over.append(1) or fingerprint(*things))
+    dataset.called = 1
+    made = []
+    for number, batch in enumerate(iterator := begun()):
+        made.append(batch[0])
+        if number == 10:
+            iterator._feed.resize(1, hold=True)
+    assert [row[:2].tolist() for row in made] == [[number, 1] for number in range(40)]
+    assert made[0][2] == os.getpid() != made[-1][2]
+    assert not gone_over
+    dataset.called = 2
+    assert {row[1].item() for row in torch.cat(list(begun()))} == {2}
+    assert gone_over

@@ -42,6 +42,20 @@ def kept(found: Found) -> dict[str, Any]:
     return {change.name: change.value for change in found.kept}
 
 
+@pytest.mark.parametrize(("times", "told"), [(1.0, False), (4.0, True)])
+def test_evaluation_that_takes_the_gain_back_is_told_of(times: float, told: bool) -> None:
+    """GIVEN a loader that feeds training better and, where it is told so, holds evaluation up."""
+
+    def feeds(machine: Machine, _: Any) -> Machine:
+        return replace(machine, data_ms=0.02 * machine.data_ms, eval_s=times * machine.eval_s)
+
+    world = World(machine=Machine(data_ms=20.0, eval_s=0.5), length=60 * 64, effects={**EFFECTS, "loader": feeds})
+    found = fix(world)
+    assert kept(found)["loader"] == "elastic"
+    said = [remark for remark in found.remarks if remark.startswith("evaluation and checkpoints take 4.0× as long")]
+    assert bool(said) == told
+
+
 def test_a_healthy_training_is_left_alone_within_two_minutes() -> None:
     found = fix(World())
     assert found.kept == ()
