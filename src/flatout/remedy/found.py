@@ -24,13 +24,15 @@ class Story:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A change that was tried. `together`: the others it was measured with; `made` and `where`: how it got in."""
+    """A change that was tried. `together`: the others it was measured with; `made`, `where` and `also`: how it got in,
+    and at which places."""
 
     outcome: Outcome
     gain: Gain | None = None
     together: tuple[str, ...] = ()
     made: str = ""
     where: str = ""  # file:line
+    also: tuple[str, ...] = ()
 
     @property
     def change(self) -> Change:
@@ -101,9 +103,11 @@ class Found:
             together = tuple(in_words(other) for other in changes if other is not change)
             outcome = Outcome(change=change, verdict=verdict, before=before, after=after, note=note)
             made, where = (d.get(change.name, "") for d in (run.made, run.where)) if run is not None else ("", "")
+            also = run.also.get(change.name, ()) if run is not None else ()
             same = (change.name, change.value)
             self.attempts = [a for a in self.attempts if (a.change.name, a.change.value) != same]
-            self.attempts.append(Attempt(outcome=outcome, gain=gained, together=together, made=made, where=where))
+            attempt = Attempt(outcome=outcome, gain=gained, together=together, made=made, where=where, also=also)
+            self.attempts.append(attempt)
 
     def amend(self, attempt: Attempt, **parts: Any) -> None:
         """More is known of it."""

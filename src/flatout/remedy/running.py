@@ -100,6 +100,7 @@ class Run:
     output: str = ""
     made: dict[str, str] = field(default_factory=dict)
     where: dict[str, str] = field(default_factory=dict)  # file:line
+    also: dict[str, tuple[str, ...]] = field(default_factory=dict)  # other places
     refused: dict[str, str] = field(default_factory=dict)
     proof: tuple[tuple[ProofStep, ...], ...] = ()  # a row a rank
     drifts: tuple[Drift, ...] = ()  # of all ranks' weights
@@ -377,6 +378,7 @@ def recorded(changes: tuple[Change, ...], code: int, seconds: float, folder: Pat
         output=_tail(folder / launch.OUTPUT),
         made={c["name"]: str(c.get("how") or "") for c in said if c.get("applied")},
         where={c["name"]: str(c["where"]) for c in said if c.get("applied") and c.get("where")},
+        also={c["name"]: tuple(c.get("also") or ()) for c in said},
         refused={c["name"]: str(c.get("how") or "no reason given") for c in said if not c.get("applied")},
         proof=tuple(_proof(path) for path in sorted(folder.glob("proof-*.jsonl"))),
         drifts=tuple(Drift(**drift) for path in sorted(folder.glob("drifts-*.json")) for drift in _list(path)),

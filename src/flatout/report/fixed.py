@@ -198,6 +198,7 @@ def _attempt(attempt: Attempt, permanently: str | None = None) -> dict[str, Any]
         "why": outcome.note,
         "made": attempt.made,
         "where": attempt.where,
+        "also": list(attempt.also),
         "permanently": permanently,
     }
 

@@ -23,5 +23,5 @@ def paragraph(trace: Trace) -> str:
 
 
 def _made(entry: dict[str, Any]) -> str:
-    where = f", {entry['where']}" if entry.get("where") else ""
-    return f"{entry['name']}={as_typed(entry['value'])} ({entry['how']}{where})"
+    places = [entry["where"], *entry.get("also", ())] if entry.get("where") else []
+    return f"{entry['name']}={as_typed(entry['value'])} ({', '.join([entry['how'], *places])})"

@@ -68,8 +68,8 @@ def permanently(attempt: Attempt, *, by_trainer: bool = False) -> str:
     code = as_code(change.name, change.value, by_trainer=by_trainer) or f"{change.name} = {change.value!r}"
     if not attempt.where or (by_trainer and change.name in _OF_TRAINER):
         return code
-    edited = _edited(attempt)
-    return f"{attempt.where}: {edited or code}"
+    elsewhere = f"; the same at {', '.join(attempt.also)}" if attempt.also else ""
+    return f"{attempt.where}: {_edited(attempt) or code}{elsewhere}"
 
 
 def by_knob(knob: str, value: Any) -> str:

@@ -307,6 +307,20 @@ def test_values_are_changed_as_the_script_reads_them(tmp_path: Path, launcher: s
     assert {name: (tmp_path / name).read_bytes() for name in before} == before, "nothing of the user's is rewritten"
 
 
+def test_every_place_is_told_where_a_change_was_made(tmp_path: Path) -> None:
+    evaluate = """
+    with torch.no_grad():
+        for pictures, _ in DataLoader(Pictures(), batch_size=4, num_workers=1):
+            net(pictures)
+    """
+    write(tmp_path, train=TRAIN + evaluate)
+    run = run_with(tmp_path, change("loader", "elastic"), flags=("--workers", "1"))
+    assert run.code == 0, run.err
+    first, last = (entries(run)["loader"]["where"], *entries(run)["loader"]["also"])
+    assert (first, last) == ("train.py:37", "train.py:51")
+    assert f"flatout's own workers, {first}, {last})" in run.err
+
+
 def test_auto_puts_in_what_is_safe_and_says_which(tmp_path: Path, plain: dict[tuple[str, ...], list[str]]) -> None:
     write(tmp_path, train=TRAIN)
     flags = ("--workers", "2", "--random")

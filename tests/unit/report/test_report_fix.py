@@ -205,7 +205,10 @@ def test_a_call_that_ends_on_its_line_is_shown_with_the_edit(tmp_path: Path) -> 
         f"{script}:2: optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)"
     )
     pinned = Change(name="pin_memory", value=True, safety="identical")
-    assert permanently(attempt(pinned, f"{script}:3")) == f"{script}:3: DataLoader(..., pin_memory=True)"
+    pinning = f"{script}:3: DataLoader(..., pin_memory=True)"
+    assert permanently(attempt(pinned, f"{script}:3")) == pinning
+    elsewhere = replace(attempt(pinned, f"{script}:3"), also=("val.py:7", "val.py:9"))
+    assert permanently(elsewhere) == f"{pinning}; the same at val.py:7, val.py:9"
 
 
 def test_in_a_pipe_the_progress_is_lines() -> None:

@@ -20,11 +20,11 @@ class Ledger:
 
     def __init__(self, changes: Iterable[Change] = ()) -> None:
         self.changes = {change.name: change for change in changes}
-        self._made: dict[str, tuple[str, str | None]] = {}
+        self._made: dict[str, tuple[str, list[str]]] = {}  # how, and where: the first time and others
         self._refused: dict[str, str] = {}
         self._off: set[str] = set()
         for name, how in json.loads(os.environ.get(KNOBS, "{}")).items():
-            self._made[name] = (how, None)
+            self._made[name] = (how, [])
 
     def wanted(self, name: str) -> Change | None:
         """The change to make where things are built; None where it is not asked for, made by a knob, or off."""
@@ -32,8 +32,10 @@ class Ledger:
         return change if change is not None and not change.knob and name not in self._off else None
 
     def made(self, name: str, how: str, where: str | None = None) -> None:
-        """It has been made; the first time counts."""
-        self._made.setdefault(name, (how, where))
+        """It has been made; how it was the first time counts."""
+        _, places = self._made.setdefault(name, (how, []))
+        if where is not None and where not in places:
+            places.append(where)
 
     def made_by_knob(self, name: str, how: str) -> None:
         """It has been made as the script read its setting; processes started from here are told."""
@@ -71,12 +73,13 @@ class Ledger:
         return [self._entry(change) for change in self.changes.values()]
 
     def _entry(self, change: Change) -> dict[str, Any]:
-        how, where = self._made.get(change.name, (None, None))
+        how, places = self._made.get(change.name, (None, []))
         no_occasion = f"the script did not read {change.knob}" if change.knob else "there was no occasion for it"
         return {
             "name": change.name,
             "value": change.value,
             "applied": how is not None,
             "how": how or self._refused.get(change.name, no_occasion),
-            "where": where,
+            "where": places[0] if places else None,
+            "also": places[1:],
         }
