@@ -388,9 +388,11 @@ def _holds_changes(out: Path) -> bool:
 
 
 def _save_beside_older(plan: Plan, out: Path) -> None:
-    """Save a plan; the one that was there, which may have been edited, stays under another name."""
-    before = out.read_bytes() if out.is_file() else None
+    """Save a plan; one that was there with changes in it, which may have been edited, stays under another name."""
+    before = out.read_bytes() if out.is_file() and _holds_changes(out) else None
     plan.save(out)
+    if not plan.changes:
+        print(f"flatout: there is no change in {out}: with it the command runs as it is", file=sys.stderr)
     if before is None or before == out.read_bytes():
         return
     names = (out.with_name(f"{out.stem}-{number}{out.suffix}") for number in itertools.count(1))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from flatout import __version__, cli
+from flatout.plan import Change, Outcome, Plan
 
 Run = Callable[..., tuple[int, str, str]]
 FLATOUT = [sys.executable, "-m", "flatout"]
@@ -205,3 +206,19 @@ def test_a_plan_with_changes_is_not_replaced_by_one_without(tmp_path: Path, text
     if text is not None:
         path.write_text(text)
     assert cli._holds_changes(path) == holds
+
+
+def test_an_older_plan_is_kept_where_there_is_something_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, older = tmp_path / "plan.yaml", tmp_path / "plan-1.yaml"
+    one = Change(name="loader", value="elastic", safety="identical")
+    undone = Plan(tried=(Outcome(change=one, verdict="undone", note="no gain"),))
+    for plan in (Plan(), undone):
+        cli._save_beside_older(plan, path)
+        assert capsys.readouterr().err == f"flatout: there is no change in {path}: with it the command runs as it is\n"
+    cli._save_beside_older(Plan(changes=(one,)), path)
+    assert not older.exists()
+    cli._save_beside_older(Plan(changes=(Change(name="pin_memory", value=True, safety="identical"),)), path)
+    assert [change.name for change in Plan.load(older).changes] == ["loader"]
+    assert capsys.readouterr().err == f"flatout: the plan that was in {path} is in {older} now\n"
