@@ -135,7 +135,8 @@ def ceiling(b: Breakdown) -> str | None:
     """How fast the same steps would be, as measured or else as worked out; None where others had the cores then."""
     for most, how in ((b.ceiling_samples_per_s, "with the data there"), (b.replay_samples_per_s, "without the loader")):
         if most and b.samples_per_s and most > DISTURBED * b.samples_per_s:
-            return f"{most:,.0f} samples/s {how} ({most / b.samples_per_s:.1f}×)"
+            faster = most / b.samples_per_s
+            return f"{most:,.0f} samples/s {how} ({faster:.1f}×)" if faster > 1 else f"no faster {how}"
     return None
 
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from report_runs import printed, rank_of, steps_of, trace_of, worker
 
+from flatout.diagnose.breakdown import Breakdown
 from flatout.report.account import account
-from flatout.report.terminal import duration, ms, show, wrapped
+from flatout.report.terminal import ceiling, duration, ms, show, wrapped
 from flatout.trace import Note, RankTrace, RunInfo, Sketch, Span, Step, Trace, Xray
 from flatout.trace.thin import window_of
 
@@ -147,3 +148,17 @@ def test_of_several_ranks_the_speed_of_all_is_told_beside_the_first_ones() -> No
     shown = account(Trace(ranks=tuple(ranks), samples={}), "flatout-runs/x")
     told = " ".join(printed(lambda console: show(shown, console), 80).split())
     assert "6,400 samples/s; rank 0 of 2; all of them 12,800 samples/s where training" in told
+
+
+@pytest.mark.parametrize(
+    ("most", "words"),
+    [
+        (250.0, "250 samples/s without the loader (2.5×)"),
+        (95.0, "no faster without the loader"),
+        (70.0, None),  # others had the cores then
+    ],
+)
+def test_a_ceiling_below_what_the_run_did_is_none(most: float, words: str | None) -> None:
+    nothing = {"wall_ms": 0.0, "parts": (), "training_ms": 0.0, "training": (), "steps": 0, "samples": None}
+    run = Breakdown(step_ms=Sketch(), samples_per_s=100.0, replay_samples_per_s=most, **nothing)  # type: ignore[arg-type]
+    assert ceiling(run) == words
