@@ -5,6 +5,7 @@ Whatever goes wrong by the person's mistake is one line on stderr and exit code 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -389,7 +390,7 @@ def _holds_changes(out: Path) -> bool:
 
 def _save_beside_older(plan: Plan, out: Path) -> None:
     """Save a plan; one that was there with changes in it, which may have been edited, stays under another name."""
-    before = out.read_bytes() if out.is_file() and _holds_changes(out) else None
+    before = out.read_bytes() if _holds_changes(out) else None
     plan.save(out)
     if not plan.changes:
         print(f"flatout: there is no change in {out}: with it the command runs as it is", file=sys.stderr)
@@ -498,12 +499,9 @@ def _say_what_was_changed(folder: Path) -> None:
     from flatout import trace
     from flatout.report.made import paragraph
 
-    try:
-        text = paragraph(trace.read(folder))
-    except FlatoutError:
-        return
-    if text:
-        print(f"flatout: {text}", file=sys.stderr)
+    with contextlib.suppress(FlatoutError):
+        if text := paragraph(trace.read(folder)):
+            print(f"flatout: {text}", file=sys.stderr)
 
 
 def _account_for(folder: Path, *, quiet: bool, json_to: str | None = None, html_to: str | None = None) -> None:

@@ -287,20 +287,24 @@ def test_what_is_the_scripts_own_never_runs_in_our_thread(
         assert set(dataset.made_by) == {threading.current_thread().name}
 
 
-def test_a_backward_that_fails_or_is_interrupted_leaves_nothing_under_way(
+def at_the_third(iterator: Any, backward: Callable[[], None]) -> Any:
+    """Our thread has the fourth to fetch."""
+    for number in range(3):
+        if number:
+            backward()
+        assert next(iterator).item() == number
+    return iterator
+
+
+def test_a_backward_that_fails_leaves_nothing_under_way(
     ahead: Callable[..., tuple[Any, list[str]]], backward: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    iterator, _ = ahead(flatout.DataLoader(Numbers(), batch_size=1, num_workers=1))
-    for _ in range(2):
-        next(iterator)
-        backward()
-    assert next(iterator).item() == 2
+    iterator = at_the_third(ahead(flatout.DataLoader(Numbers(), batch_size=1, num_workers=1))[0], backward)
     monkeypatch.setattr(torch.autograd, "backward", lambda: 1 / 0)
     copying._fetch_in_backward()
     with pytest.raises(ZeroDivisionError):
         backward()
     assert not copying._meanwhile.busy
-
     assert next(iterator).item() == 3
 
 
@@ -312,11 +316,7 @@ def test_a_ctrl_c_while_our_thread_is_waited_for_costs_no_batch(
     has_word: bool,
 ) -> None:
     """GIVEN one that comes before the word that it is done, or just after."""
-    iterator, _ = ahead(flatout.DataLoader(Numbers(), batch_size=1, num_workers=1))
-    for _ in range(2):
-        next(iterator)
-        backward()
-    assert next(iterator).item() == 2
+    iterator = at_the_third(ahead(flatout.DataLoader(Numbers(), batch_size=1, num_workers=1))[0], backward)
 
     def interrupted() -> None:
         job = copying._meanwhile._job

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Lock, Thread, get_ident
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.utils.data.dataloader as stock
@@ -110,10 +110,14 @@ def _target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | Non
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    run: Callable[[], None]
+    """What is known of it to who waits; what it does, and so the loader, our thread lets go of at its end."""
+
     waited_for_by: tuple[int, int]  # process and thread
     over: SimpleQueue[None] = field(default_factory=SimpleQueue)
     finished: bool = False
+
+
+_Jobs: TypeAlias = "SimpleQueue[tuple[Callable[[], None], _Job] | None]"
 
 
 class _Meanwhile:
@@ -121,7 +125,7 @@ class _Meanwhile:
 
     def __init__(self) -> None:
         self._pid = 0  # whose thread it is: a forked child has none
-        self._jobs: SimpleQueue[_Job | None] | None = None
+        self._jobs: _Jobs | None = None
         self._job: _Job | None = None
 
     @property
@@ -131,7 +135,7 @@ class _Meanwhile:
     def begin(self, run: Callable[[], None]) -> bool:
         """Whether that could be done."""
         if self._pid != os.getpid():
-            jobs: SimpleQueue[_Job | None] = SimpleQueue()
+            jobs: _Jobs = SimpleQueue()
             try:
                 Thread(target=_work, args=(jobs,), name="flatout-ahead", daemon=True).start()
                 self._jobs = jobs
@@ -140,8 +144,8 @@ class _Meanwhile:
             self._pid = os.getpid()
         if self._jobs is None:
             return False
-        job = _Job(run, _here())
-        self._jobs.put(job)
+        job = _Job(_here())
+        self._jobs.put((run, job))
         self._job = job  # after that: a Ctrl-C between them may leave a job that nobody waits for, but none to wait for
         return True
 
@@ -156,18 +160,16 @@ def _here() -> tuple[int, int]:
     return os.getpid(), get_ident()
 
 
-def _work(jobs: SimpleQueue[_Job | None]) -> None:
-    while (job := jobs.get()) is not None:
+def _work(jobs: _Jobs) -> None:
+    while (given := jobs.get()) is not None:
+        run, job = given
         try:
-            job.run()
+            run()
         except BaseException:  # whoever was to tell of it could not: training goes on without
             pass
-        job.run = _nothing  # which knows the loader, and would keep it
+        del run, given
         job.finished = True  # before the word of it, which a Ctrl-C may lose
         job.over.put(None)
-
-
-def _nothing() -> None: ...
 
 
 _meanwhile = _Meanwhile()
