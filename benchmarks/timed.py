@@ -7,7 +7,8 @@
 Nothing waits for the GPU except once when the measured window opens and once when it closes. The window opens after a
 warm-up; when it closes the figures are written and the process ends on the spot, in the middle of the script.
 With `--supply` the script's first training loader is drained instead, and not one step is taken. With `--resident` the
-first batches that flatout's engine has brought to the device are given to it over and over.
+first batches that flatout's engine has brought to the device are given to it over and over. With `--in-turns` it is fed
+by its loader and from the device, in turns of a second: a machine whose pace drifts is the same to both.
 """
 
 from __future__ import annotations
@@ -19,18 +20,22 @@ import json
 import os
 import resource
 import runpy
+import statistics
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 WARM_UP_STEPS = 10
+SETTLED_S, TURN_S = 0.4, 0.6  # of a turn: until batches that lay ready are used up; and what is measured
 WARM_UP_S = 9.0  # after the first step, or as long as the window: batches that lay ready used up, loaders settled
 
 
@@ -139,6 +144,92 @@ class Window:
         finish(self.out, figures)
 
 
+class Turns:
+    """Turns in one run: its loader's batches, and a few that are on the device already, over and over."""
+
+    def __init__(self, out: Path, seconds: float) -> None:
+        self.out, self.seconds = out, seconds
+        self.warm_up_s = min(WARM_UP_S, seconds)
+        self.rates: dict[str, list[float]] = {"fed": [], "resident": []}
+        self.turn = "fed"
+        self.kept: list[Any] = []
+        self.loaders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.samples = self.steps = 0
+        self.pause_s = 0.0  # between epochs: evaluation, checkpoint
+        self.first_step_s: float | None = None
+        self.last_step_s = self.turn_s = 0.0
+        self.measured_s: float | None = None
+
+    def install(self) -> None:
+        """Hook torch's classes, as a `Window` does."""
+        begin, fetch = DataLoader.__iter__, _BaseDataLoaderIter.__next__
+
+        def begin_a_pass(loader: Any) -> Any:
+            self.loaders.add(loader)
+            if torch.is_grad_enabled():
+                self.pause_s += time.monotonic() - self.last_step_s
+            return begin(loader)
+
+        def fetch_or_give_a_kept_one(iterator: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return fetch(iterator)
+            if self.turn == "fed":
+                batch = fetch(iterator)
+                if len(self.kept) < 4:
+                    self.kept.append(tree_map_only(torch.Tensor, _on_device, batch))
+            else:
+                batch = self.kept[self.steps % len(self.kept)]
+            self.samples += samples_in(batch)
+            return batch
+
+        DataLoader.__iter__ = begin_a_pass
+        _BaseDataLoaderIter.__next__ = fetch_or_give_a_kept_one
+        register_optimizer_step_post_hook(self._step_ended)
+
+    def _begin_turn(self) -> None:
+        self.turn_s, self.measured_s = time.monotonic(), None
+
+    def _step_ended(self, *_: Any) -> None:
+        now = self.last_step_s = time.monotonic()
+        self.steps += 1
+        self.first_step_s = self.first_step_s or now
+        measured_after_s = self.first_step_s + self.warm_up_s
+        if now < measured_after_s:
+            self._begin_turn()
+        elif self.measured_s is None and now - self.turn_s >= SETTLED_S:
+            self._hold_workers()
+            self.measured_s, self.samples, self.pause_s = _all_done(), 0, 0.0
+        elif self.measured_s is not None and now - self.measured_s >= TURN_S:
+            self.rates[self.turn].append(self.samples / (_all_done() - self.measured_s - self.pause_s))
+            if self.turn == "resident" and now - measured_after_s >= self.seconds:
+                self._finish(measured_after_s)
+            self.turn = "resident" if self.turn == "fed" else "fed"
+            self._begin_turn()
+
+    def _hold_workers(self) -> None:
+        """What flatout's loaders have found out by now stays: to them, turns look like a consumer of half the speed."""
+        from flatout.feed.loader import feed_of
+
+        for feed in filter(None, map(feed_of, self.loaders)):
+            feed.resize(feed.workers, hold=True)
+
+    def _finish(self, start_s: float) -> NoReturn:
+        shares = [fed / resident for fed, resident in zip(*self.rates.values(), strict=True)]
+        figures = {"start_s": start_s, "end_s": time.monotonic(), "turns": self.rates, "shares": shares}
+        finish(self.out, figures | {"samples_per_s": statistics.median(self.rates["fed"])})
+
+
+def _on_device(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cuda() if torch.cuda.is_initialized() else tensor
+
+
+def _all_done() -> float:
+    """When the card has done all that was queued: now."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.monotonic()
+
+
 def drain(out: Path, seconds: float) -> None:
     """Make the first loader that a training iterates yield all it can, to nobody."""
     begin = DataLoader.__iter__
@@ -205,6 +296,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=0, help="keep the window open until so many epochs have begun")
     parser.add_argument("--supply", action="store_true")
     parser.add_argument("--resident", action="store_true")
+    parser.add_argument("--in-turns", action="store_true")
     parser.add_argument("script", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     sys.argv = options.script[1:] if options.script[0] == "--" else options.script
@@ -212,6 +304,8 @@ def main() -> None:
     window = Window(options.out, options.seconds, options.epochs)
     if options.supply:
         drain(options.out, options.seconds)
+    elif options.in_turns:
+        Turns(options.out, options.seconds).install()
     else:
         window.install()
     if options.resident:

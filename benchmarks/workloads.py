@@ -12,6 +12,7 @@
 | auto           | (with --auto) under `flatout run --auto`: no trials                                     |
 | auto ceiling   | that, fed from the device                                                               |
 | auto supply    | its loader drained by nobody                                                            |
+| auto in turns  | (with --in-turns) under --auto, fed and from the device in one run, a second each       |
 | fix            | (with --fix BUDGET) with the plan that `flatout fix --allow all` has found by then      |
 | fix ceiling    | that plan, fed from the device                                                          |
 | fix supply     | that plan's loader drained by nobody                                                    |
@@ -74,6 +75,7 @@ def main() -> None:
     parser.add_argument("--no-ceilings", action="store_true", help="of before and mended")
     parser.add_argument("--no-script", action="store_true", help="neither before nor mended")
     parser.add_argument("--auto", action="store_true", help="measure flatout run --auto too")
+    parser.add_argument("--in-turns", action="store_true", help="measure it against its ceiling in one run, too")
     parser.add_argument("--fix", metavar="BUDGET", help="measure flatout fix too, such as 4m")
     parser.add_argument("--turns", type=int, default=1, metavar="N", help="of auto, fix, engine and what each could do")
     parser.add_argument("--engine", nargs="*", metavar="KEY=VALUE", help="measure flatout train too, so set")
@@ -112,6 +114,7 @@ def benchmark(name: str, options: argparse.Namespace, extra: Sequence[str]) -> I
         for variant, measured in itertools.chain(
             script_variants(before, name, common, options) if not options.no_script else (),
             in_turns("auto", through_run(before, name, common, ["--auto"]), options) if options.auto else (),
+            both_in_one_run(before, name, common, options) if options.in_turns else (),
             fix_variants(before, name, common, options, page) if options.fix is not None else (),
             engine_variants(before, name, data, options) if options.engine is not None else (),
         ):
@@ -162,6 +165,11 @@ def through_run(root: Path, name: str, flags: Sequence[str], through: Sequence[s
     return run
 
 
+def both_in_one_run(root: Path, name: str, flags: Sequence[str], options: argparse.Namespace) -> Measured:
+    """`--auto` fed by its loader and from the device, in turns of a second."""
+    yield "auto in turns", measure(root, name, flags, options.seconds, through=["--auto"], in_turns=True)
+
+
 def in_turns(variant: str, run: Kind, options: argparse.Namespace) -> Measured:
     """A variant, its ceiling and what its loader can produce, in turns: neighbours may slow one of them.
 
@@ -195,6 +203,8 @@ def ratios(variants: dict[str, dict[str, Any]]) -> dict[str, float]:
     """What the variants that were measured say about each other."""
     speed = {variant: figures["samples_per_s"] for variant, figures in variants.items()}
     found = {f"{one} / {other}": speed[one] / speed[other] for one, other in RATIOS if {one, other} <= speed.keys()}
+    if "auto in turns" in variants:
+        found["auto / its ceiling, in turns"] = statistics.median(variants["auto in turns"]["shares"])
     for variant in ("auto", "fix", "engine"):
         if f"{variant} supply" in speed:
             three = (variant, f"{variant} ceiling", f"{variant} supply")
@@ -270,6 +280,7 @@ def measure(
     supply: bool = False,
     engine: bool = False,
     resident: bool = False,
+    in_turns: bool = False,
     through: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Run one variant as a person would start it, with a `python` on its path that times it; then end its tree.
@@ -280,7 +291,7 @@ def measure(
         figures_file, log = Path(folder, "figures.json"), Path(folder, "log.txt")
         timed = [sys.executable, str(BENCHMARKS / "timed.py"), "--out", str(figures_file), "--seconds", str(seconds)]
         timed += ["--epochs", str(epochs), *(["--supply"] if supply else [])]
-        timed += [*(["--resident"] if resident else []), "--"]
+        timed += [*(["--resident"] if resident else []), *(["--in-turns"] if in_turns else []), "--"]
         python = Path(folder, "python")
         python.write_text(f'#!/bin/sh\nexec {shlex.join(timed)} "$@"\n')
         python.chmod(0o755)

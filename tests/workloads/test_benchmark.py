@@ -48,6 +48,20 @@ def test_measures_every_variant_and_leaves_no_process_behind(gray_data: Path, tm
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
 
 
+def test_in_turns_a_run_is_compared_with_itself_fed_from_the_device(gray_data: Path, tmp_path: Path) -> None:
+    (tmp_path / "gray-tiny").symlink_to(gray_data)
+    out = tmp_path / "results.json"
+    flags = ("--data", tmp_path, "--size", "tiny", "--out", out, "--seconds", "3", "--device", "cpu", "--no-script")
+    words = ("gray", *flags, "--in-turns", "--", "--width", "4", "--batch-size", "16")
+    ended = run("python", ROOT / "benchmarks" / "workloads.py", *words)
+    assert ended.returncode == 0, ended.stderr
+    gray = json.loads(out.read_text())["workloads"]["gray"]
+    figures = gray["variants"]["auto in turns"]
+    fed, resident = figures["turns"]["fed"], figures["turns"]["resident"]
+    assert figures["shares"] == [one / other for one, other in zip(fed, resident, strict=True)] != []
+    assert gray["ratios"]["auto / its ceiling, in turns"] > 0
+
+
 def test_a_variant_that_fails_is_told_with_its_own_words(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     flags = ("--data", tmp_path, "--size", "tiny", "--out", out, "--device", "cpu")

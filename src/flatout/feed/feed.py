@@ -172,15 +172,16 @@ class Feed:
 
     # --- the consumer's side ----------------------------------------------------------------------------------------
 
-    def next(self, timeout_s: float) -> Batch | None:
+    def next(self, timeout_s: float, *, heard: bool = False) -> Batch | None:
         """The next finished batch, None at the end; sees to it that workers have enough to do meanwhile.
 
-        Of `several`, which are opened together, the data are in `made`.
+        Of `several`, which are opened together, the data are in `made`. `heard`: `is_ready` has just been asked.
         """
         began = time.monotonic()
         waited = 0.0
         self.slots.collect()
-        self._hear(0)
+        if not heard:
+            self._hear(0)
         batch = self._finished()
         while batch is None:
             if self._waiting or not self._table:

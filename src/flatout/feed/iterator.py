@@ -153,20 +153,13 @@ class FeedIterator(_BaseDataLoaderIter):
             return self._made_alone(self._alone)
         return self._next_fed()
 
-    def ahead(self, *, here: bool) -> Any:
-        """The next batch before it is asked for; `NOT_YET` where somebody would have to be waited for.
-
-        Nothing of the script's is run or looked at, unless samples may be made `here` where there are no workers: then
-        this has to be the script's own thread.
-        """
+    def ahead(self) -> Any:
+        """The next batch before it is asked for; `NOT_YET` where somebody would have to be waited for."""
         if self._begin_at_first is not None or self.position.finished:
             return NOT_YET
-        if not self._feed.workers and not (here and self._may_be_made_early()):
-            return NOT_YET
-        return self._next_fed() if self._made or self._feed.is_ready() else NOT_YET
-
-    def _may_be_made_early(self) -> bool:
-        return self._alone is None or not self._alone.is_needed(self._feed.account.fills)
+        if not self._feed.workers and self._alone is not None and self._alone.is_needed(self._feed.account.fills):
+            return NOT_YET  # it is made here, and would not be as the loop has it by then
+        return self._next_fed(heard=True) if self._made or self._feed.is_ready() else NOT_YET
 
     def in_its_turn(self, batch: Any) -> Any:
         """A batch that was had `ahead`, when it is asked for; made anew where the loop has written to the dataset."""
@@ -182,14 +175,8 @@ class FeedIterator(_BaseDataLoaderIter):
         """Whether batches are made in this process and at that moment, as stock does, and none may be had ahead."""
         return self._alone is not None and self._alone.in_force
 
-    @property
-    def ready_made(self) -> bool:
-        """Whether batches come from workers as they are: nothing is left for the script's thread to make, now or when
-        they are copied (by compiled code, which keeps to its thread)."""
-        return self._feed.workers > 0 and not self.made_when_asked and not self._feed.recipe.defer
-
-    def _next_fed(self) -> Any:
-        data = self._fed()
+    def _next_fed(self, *, heard: bool = False) -> Any:
+        data = self._fed(heard)
         if self._alone is not None and not self._alone.raises:  # then it has taken its own
             self._alone.forget(self.position.yielded)
         return data
@@ -205,7 +192,7 @@ class FeedIterator(_BaseDataLoaderIter):
         self.position.yielded += 1
         return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
 
-    def _fed(self) -> Any:
+    def _fed(self, heard: bool) -> Any:
         position = self.position
         while not position.finished:
             if self._made or self._make_here():
@@ -214,7 +201,7 @@ class FeedIterator(_BaseDataLoaderIter):
                 if not self._pure_sampler:
                     self._epoch.pull()  # stock asks for another batch whenever it hands one over
                 return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
-            batch = self._feed.next(self._timeout)
+            batch = self._feed.next(self._timeout, heard=heard)
             if batch is None:
                 position.finished = True
                 break

@@ -8,7 +8,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils.data.dataloader import DataLoader as StockLoader
 from flatout import budget
 from flatout.feed import randomness
 from flatout.feed.feed import Feed
-from flatout.feed.fingerprint import fingerprint
+from flatout.feed.fingerprint import Known, fingerprint
 from flatout.feed.iterator import FeedIterator, Position
 from flatout.feed.messages import Recipe
 
@@ -166,6 +166,7 @@ class _Kept:
 
     feed: Feed
     shipped: int | None = None  # fingerprint of the dataset, and of what goes with it, that the workers have
+    known: Known = field(default_factory=dict)
     user: weakref.ref[FeedIterator] | None = None
 
 
@@ -220,7 +221,8 @@ def iterator_for(
             _kept[loader] = kept
     if not loader.persistent_workers:  # those keep the dataset they have, as in stock
         wanted = kept.feed.workers > 0  # else whoever is called in mid-pass gets it as it is then
-        now = fingerprint(loader.dataset, loader.collate_fn, loader.worker_init_fn) if wanted else None
+        goes_along = loader.dataset, loader.collate_fn, loader.worker_init_fn
+        now = fingerprint(*goes_along, known=kept.known) if wanted else None
         if now is None or now != kept.shipped:
             kept.feed.ship_again()
         kept.shipped = now

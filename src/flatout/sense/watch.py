@@ -2,7 +2,7 @@
 
 Without workers stock makes each batch when it is asked for, with the dataset as it is then: a size that the loop sets
 every ten batches, noise that it raises step by step. Workers have the dataset as it was. This looks before every batch
-whether anything was set on it, or on what it is made of: attributes and slots, what containers and arrays hold (some
+whether anything was set on it, or on what it is made of: attributes and slots, what containers and arrays hold (a
 thousand places of large ones), what functions have closed over. Global variables are not looked at.
 """
 
@@ -30,6 +30,7 @@ _LEFT_ALONE = frozenset(("tqdm",))  # modules of what counts by itself
 _OURS = frozenset(("_compiled_call_impl",))  # set by whoever times or compiles a model
 _MOST_PARTS, _MOST_HELD = 64, 256
 _MOST_ENTRIES = 1024  # of a large container or array, spread over it: a step that writes to many is seen to
+_MOST_WHOLE = 1 << 16  # entries of a list
 _SMALL_BYTES, _LARGE_BYTES = 4096, 1 << 28
 _GONE = object()
 _FILLED_LOOKS, _FILLED_TIMES = 8, 3  # batches
@@ -65,6 +66,10 @@ class Watch:
         """What has been set since, in words; None where nothing has."""
         self.looked += 1
         for one, before in self._parts:
+            if isinstance(before, _Whole):
+                if before.differs_from(one):
+                    return type(one).__name__
+                continue
             now = _state(one)
             if not isinstance(before, dict) or not isinstance(now, dict):
                 if now != before:
@@ -144,6 +149,8 @@ def _looked_at(one: Any) -> Any:
     if isinstance(one, dict):
         return dict(one) if len(one) <= _MOST_HELD else _Entries(len(one), list(islice(one.values(), _MOST_ENTRIES)))
     if isinstance(one, list) and len(one) > _MOST_HELD:
+        if len(one) <= _MOST_WHOLE:
+            return _Whole(one)
         return _Entries(len(one), one[:: 1 + len(one) // _MOST_ENTRIES])
     if isinstance(one, _HOLDS) and not hasattr(one, "_fields"):
         return dict(enumerate(one)) if len(one) <= _MOST_HELD else len(one)
@@ -170,6 +177,16 @@ def _is_mapped(array: Any) -> bool:
     while array is not None and not isinstance(array, (np.memmap, mmap.mmap)):
         array = getattr(array, "base", None)
     return array is not None
+
+
+class _Whole(list[Any]):
+    """All that a long list held. Where it holds the same objects, that is seen without touching one of them."""
+
+    def differs_from(self, other: list[Any]) -> bool:
+        try:
+            return bool(list.__ne__(self, other))
+        except Exception:  # other objects, which will not be compared
+            return True
 
 
 class _Entries:
