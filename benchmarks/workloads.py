@@ -12,6 +12,7 @@
 | auto           | (with --auto) under `flatout run --auto`: no trials                                     |
 | auto ceiling   | that, fed from the device                                                               |
 | auto supply    | its loader drained by nobody                                                            |
+| stock's loader | (with --stock FLAGS) the script with these flags instead, in the same turns             |
 | auto in turns  | (with --in-turns) under --auto, fed and from the device in one run, a second each       |
 | fix            | (with --fix BUDGET) with the plan that `flatout fix --allow all` has found by then      |
 | fix ceiling    | that plan, fed from the device                                                          |
@@ -41,8 +42,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 BENCHMARKS = Path(__file__).resolve().parent
@@ -75,6 +77,7 @@ def main() -> None:
     parser.add_argument("--no-ceilings", action="store_true", help="of before and mended")
     parser.add_argument("--no-script", action="store_true", help="neither before nor mended")
     parser.add_argument("--auto", action="store_true", help="measure flatout run --auto too")
+    parser.add_argument("--stock", metavar="FLAGS", help="measure the script with these flags beside --auto")
     parser.add_argument("--in-turns", action="store_true", help="measure it against its ceiling in one run, too")
     parser.add_argument("--fix", metavar="BUDGET", help="measure flatout fix too, such as 4m")
     parser.add_argument("--turns", type=int, default=1, metavar="N", help="of auto, fix, engine and what each could do")
@@ -113,7 +116,7 @@ def benchmark(name: str, options: argparse.Namespace, extra: Sequence[str]) -> I
     with copied(()) as before:
         for variant, measured in itertools.chain(
             script_variants(before, name, common, options) if not options.no_script else (),
-            in_turns("auto", through_run(before, name, common, ["--auto"]), options) if options.auto else (),
+            auto_variants(before, name, common, options) if options.auto else (),
             both_in_one_run(before, name, common, options) if options.in_turns else (),
             fix_variants(before, name, common, options, page) if options.fix is not None else (),
             engine_variants(before, name, data, options) if options.engine is not None else (),
@@ -165,21 +168,34 @@ def through_run(root: Path, name: str, flags: Sequence[str], through: Sequence[s
     return run
 
 
+def auto_variants(root: Path, name: str, flags: Sequence[str], options: argparse.Namespace) -> Measured:
+    """`flatout run --auto` of the script as it is, and stock's loader as a person would set it."""
+    by_hand = [*flags, *options.stock.split()] if options.stock is not None else None
+    beside = {"stock's loader": functools.partial(measure, root, name, by_hand)} if by_hand else {}
+    return in_turns("auto", through_run(root, name, flags, ["--auto"]), options, beside)
+
+
 def both_in_one_run(root: Path, name: str, flags: Sequence[str], options: argparse.Namespace) -> Measured:
     """`--auto` fed by its loader and from the device, in turns of a second."""
     yield "auto in turns", measure(root, name, flags, options.seconds, through=["--auto"], in_turns=True)
 
 
-def in_turns(variant: str, run: Kind, options: argparse.Namespace) -> Measured:
-    """A variant, its ceiling and what its loader can produce, in turns: neighbours may slow one of them.
+def in_turns(
+    variant: str, run: Kind, options: argparse.Namespace, beside: Mapping[str, Kind] = MappingProxyType({})
+) -> Measured:
+    """A variant, its ceiling, what its loader can produce, and others, in turns: neighbours may slow one of them.
 
     Of several runs the one in the middle counts, and each turn is asked by itself what was possible.
     """
     runs: dict[str, list[dict[str, Any]]] = {variant: [], f"{variant} ceiling": [], f"{variant} supply": []}
+    runs |= {which: [] for which in beside}
     for _ in range(options.turns):
         for which, measured in runs.items():
-            seconds = options.seconds if which == variant else options.seconds / 3
-            measured.append(run(seconds, resident=which.endswith("ceiling"), supply=which.endswith("supply")))
+            if which in beside:
+                measured.append(beside[which](options.seconds))
+            else:
+                seconds = options.seconds if which == variant else options.seconds / 3
+                measured.append(run(seconds, resident=which.endswith("ceiling"), supply=which.endswith("supply")))
             speeds = [figures["samples_per_s"] for figures in measured]
             middle = measured[speeds.index(statistics.median_low(speeds))]
             outside_pauses = [figures["samples_per_s"] / (1 - figures.get("pause_share", 0)) for figures in measured]
@@ -192,6 +208,7 @@ RATIOS = (
     ("mended", "mended ceiling"),
     ("supply", "mended ceiling"),
     ("auto", "before"),
+    ("auto", "stock's loader"),
     ("fix", "before"),
     ("fix", "mended"),
     ("engine", "mended"),

@@ -51,11 +51,15 @@ def test_measures_every_variant_and_leaves_no_process_behind(gray_data: Path, tm
 def test_in_turns_a_run_is_compared_with_itself_fed_from_the_device(gray_data: Path, tmp_path: Path) -> None:
     (tmp_path / "gray-tiny").symlink_to(gray_data)
     out = tmp_path / "results.json"
-    flags = ("--data", tmp_path, "--size", "tiny", "--out", out, "--seconds", "3", "--device", "cpu", "--no-script")
-    words = ("gray", *flags, "--in-turns", "--", "--width", "4", "--batch-size", "16")
+    flags = ("--data", tmp_path, "--size", "tiny", "--out", out, "--seconds", "1.2", "--device", "cpu", "--no-script")
+    wishes = ("--in-turns", "--auto", "--stock", "--num-workers 1")
+    words = ("gray", *flags, *wishes, "--", "--width", "4", "--batch-size", "16")
     ended = run("python", ROOT / "benchmarks" / "workloads.py", *words)
     assert ended.returncode == 0, ended.stderr
     gray = json.loads(out.read_text())["workloads"]["gray"]
+    assert list(gray["variants"]) == ["auto", "auto ceiling", "auto supply", "stock's loader", "auto in turns"]
+    speeds = {name: figures["samples_per_s"] for name, figures in gray["variants"].items()}
+    assert gray["ratios"]["auto / stock's loader"] == speeds["auto"] / speeds["stock's loader"]
     figures = gray["variants"]["auto in turns"]
     fed, resident = figures["turns"]["fed"], figures["turns"]["resident"]
     assert figures["shares"] == [one / other for one, other in zip(fed, resident, strict=True)] != []

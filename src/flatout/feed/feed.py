@@ -33,6 +33,7 @@ LATER_PIECE_S = 0.04  # where others come before that batch: a piece costs the t
 STALL_S = 0.01  # of waiting, after which a worker may be stuck and others should help
 QUICK_S = 2e-3  # batches that take a worker less travel together
 TOGETHER, TOGETHER_S, TOGETHER_BYTES = 32, 32e-3, 8 << 20  # at most so many, that take no longer and no more room
+AT_ONCE, AT_ONCE_BYTES = 4, 32 << 20  # batches handed over together, at most, and the room that they take
 MISHAPS = 3  # among batches that travelled together, after which each travels by itself
 SPARE_SLOTS = 4
 RESERVE_BYTES = 1 << 30
@@ -71,6 +72,7 @@ class Feed:
         self._misfits = 0
         self._row_s = 0.0
         self._batch_s = math.inf
+        self._asked_at, self._handed_over = 0.0, 1
         self._batch_bytes = 0
         self._mishaps = 0
         self._cuttable = (
@@ -178,6 +180,7 @@ class Feed:
         Of `several`, which are opened together, the data are in `made`. `heard`: `is_ready` has just been asked.
         """
         began = time.monotonic()
+        step_s = (began - self._asked_at) / self._handed_over
         waited = 0.0
         self.slots.collect()
         if not heard:
@@ -200,8 +203,11 @@ class Feed:
                 self._faults.end_hung(began)
                 self._steal(waited)
         self._take(batch)
-        now = time.monotonic()
-        self._served(len(batch), waited, now - began - waited, now)
+        self._open_more(step_s)
+        self._fill()
+        now = self._asked_at = time.monotonic()
+        self._handed_over = max(1, len(self.made) + (not batch.several))
+        self._served(self._handed_over, waited, now - began - waited, now)
         return batch
 
     def is_ready(self) -> bool:
@@ -256,7 +262,24 @@ class Feed:
         if batch.several:
             self.made.extend(batch.open())
             batch.release()
-        self._fill()
+
+    def _open_more(self, step_s: float) -> None:
+        """Have batches that are there already handed over with this one: each by itself would take twice the time, as
+        the training has filled the core's caches by then. No more than are used while a worker makes one, so that
+        none is left without work meanwhile."""
+        epoch = self._epoch
+        assert epoch is not None
+        used_meanwhile = self._batch_s / step_s if step_s and self._batch_bytes else 1
+        most = int(min(AT_ONCE, AT_ONCE_BYTES / max(1, self._batch_bytes), used_meanwhile)) - 1
+        if self.made or epoch.free() < most:  # near its end a pass is told of each
+            return
+        while len(self.made) < most and self._table and self._table[0].finished and self._table[0].clean:
+            more = self._table[0]
+            if more.several:
+                return
+            self._take(more)
+            self.made.append(more.open())
+            more.release()
 
     def _finished(self) -> Batch | None:
         assert self._epoch is not None

@@ -22,6 +22,7 @@ WINDOW_BATCHES = 8
 LATELY_S = 5.0
 
 _all: weakref.WeakSet[Tuning] = weakref.WeakSet()
+_latest_end = -math.inf  # of any pass
 _found: dict[Hashable, int] = {}  # workers, by what a loader is like
 
 
@@ -62,8 +63,10 @@ class Tuning:
 
     def rest(self, now: float) -> None:
         """A pass is over: until a batch of the next is asked for, nobody waits, and the cores are the others'."""
+        global _latest_end
         if self._asked_at is not None:
             self._last_pass, self._asked_at = (self._began_at, now), None
+            _latest_end = max(_latest_end, now)
             if self._like is not None and not self._held:
                 _found[self._like] = self.workers
 
@@ -102,6 +105,8 @@ class Tuning:
     def _others_s(self, since: float) -> float:
         """How long others' whole passes took meanwhile, such as an evaluation: that is no time of this consumer's."""
         total = 0.0
+        if _latest_end <= since:
+            return total
         for begin, end in sorted(other._last_pass for other in _all if other is not self):
             if end > since:  # two that were used together took their time only once
                 total += end - max(begin, since)

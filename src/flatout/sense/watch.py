@@ -16,7 +16,7 @@ import operator
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice, repeat
 from typing import Any
 
@@ -30,7 +30,8 @@ _LEFT_ALONE = frozenset(("tqdm",))  # modules of what counts by itself
 _OURS = frozenset(("_compiled_call_impl",))  # set by whoever times or compiles a model
 _MOST_PARTS, _MOST_HELD = 64, 256
 _MOST_ENTRIES = 1024  # of a large container or array, spread over it: a step that writes to many is seen to
-_MOST_WHOLE = 1 << 16  # entries of a list
+_MOST_WHOLE = 1 << 16  # entries of a list, of which some are looked at each time, and all sometimes
+_SOME_ENTRIES, _WHOLE_EVERY = 128, 8
 _SMALL_BYTES, _LARGE_BYTES = 4096, 1 << 28
 _GONE = object()
 _FILLED_LOOKS, _FILLED_TIMES = 8, 3  # batches
@@ -45,11 +46,13 @@ class Watch:
     def __init__(self, *things: Any) -> None:
         self._things = things
         self.looked = 0  # times
+        self._parts: list[tuple[Any, Callable[[Any], Any], Any]] = []
         self.renew()
 
     def renew(self) -> None:
         """From now on, as it is now."""
-        self._parts: list[tuple[Any, Any]] = []
+        wholes = {id(one): before for one, _, before in self._parts if isinstance(before, _Whole)}
+        self._parts = []
         known: set[int] = set()
         found: deque[Any] = deque(self._things)
         while found and len(self._parts) < _MOST_PARTS:
@@ -57,20 +60,23 @@ class Watch:
             if type(one) in _PLAIN or id(one) in known:
                 continue
             known.add(id(one))
-            state = _state(one)
-            if state is not None:
-                self._parts.append((one, state))
+            look = _way_to_look(one)
+            state: Any = wholes.get(id(one))
+            if look is not None and (state is None or state.differs_from(one, wholly=True)):
+                state = _looked_at(look, one)
+            if look is not None and state is not None:
+                self._parts.append((one, look, state))
                 found.extend(state.values() if isinstance(state, dict) else ())
 
     def changed(self) -> str | None:
         """What has been set since, in words; None where nothing has."""
         self.looked += 1
-        for one, before in self._parts:
+        for one, look, before in self._parts:
             if isinstance(before, _Whole):
                 if before.differs_from(one):
                     return type(one).__name__
                 continue
-            now = _state(one)
+            now = _looked_at(look, one)
             if not isinstance(before, dict) or not isinstance(now, dict):
                 if now != before:
                     return type(one).__name__
@@ -125,51 +131,81 @@ def _held_by(dataset: Any) -> Iterator[tuple[str, int]]:
         dataset = getattr(dataset, "dataset", None)
 
 
-def _state(one: Any) -> Any:
-    """What may be set on a thing: by name, or as one value; None where it is not looked at."""
+def _looked_at(look: Callable[[Any], Any], one: Any) -> Any:
+    """What may be set on a thing: by name, or as one value; None where that cannot be seen."""
     try:
-        return _looked_at(one)
+        return look(one)
     except Exception:  # an attribute with ideas of its own
         return None
 
 
-def _looked_at(one: Any) -> Any:
-    if isinstance(one, torch.Tensor):
-        small = one.device.type == "cpu" and one.numel() * one.element_size() <= _SMALL_BYTES
-        content = one.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if small else b""
-        return (0 if one.is_inference() else one._version), content
-    if isinstance(one, np.ndarray):
-        if one.dtype.hasobject or one.nbytes > _LARGE_BYTES or _is_mapped(one):
-            return None
-        if one.nbytes <= _SMALL_BYTES or not one.flags.c_contiguous:
-            return one.tobytes() if one.nbytes <= _SMALL_BYTES else None
-        return one.view(np.ndarray).reshape(-1)[:: 1 + one.size // _MOST_ENTRIES].tobytes()
-    if isinstance(one, shared.SynchronizedBase):
-        return bytes(memoryview(one.get_obj()))[:_SMALL_BYTES]
-    if isinstance(one, dict):
-        return dict(one) if len(one) <= _MOST_HELD else _Entries(len(one), list(islice(one.values(), _MOST_ENTRIES)))
-    if isinstance(one, list) and len(one) > _MOST_HELD:
-        if len(one) <= _MOST_WHOLE:
-            return _Whole(one)
-        return _Entries(len(one), one[:: 1 + len(one) // _MOST_ENTRIES])
+def _way_to_look(one: Any) -> Callable[[Any], Any] | None:
+    """How a thing is looked at, by what it is; None where it is left alone."""
+    for kinds, look in _WAYS:
+        if isinstance(one, kinds):
+            return look
     if isinstance(one, _HOLDS) and not hasattr(one, "_fields"):
-        return dict(enumerate(one)) if len(one) <= _MOST_HELD else len(one)
-    if isinstance(one, types.MethodType):
-        return {"__self__": one.__self__, "__func__": one.__func__}
-    if isinstance(one, functools.partial):
-        return {"func": one.func, "args": one.args, "keywords": one.keywords}
-    if isinstance(one, types.FunctionType):
-        return dict(zip(one.__code__.co_freevars, (cell.cell_contents for cell in one.__closure__ or ()), strict=True))
+        return _entries
     if isinstance(one, (type, types.ModuleType, types.BuiltinFunctionType)):
         return None
     module = type(one).__module__.partition(".")[0]
     if (module in sys.stdlib_module_names or module in _LEFT_ALONE) and not isinstance(one, _LOOKED_INTO):
         return None
-    kinds = type(one).__mro__
-    slots = [name for kind in kinds for name in vars(kind).get("__slots__", ()) if hasattr(one, name)]
-    of_class = {name: value for name, value in vars(type(one)).items() if type(value) in _PLAIN}
+    return _attributes
+
+
+def _tensor(one: Any) -> Any:
+    small = one.device.type == "cpu" and one.numel() * one.element_size() <= _SMALL_BYTES
+    content = one.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if small else b""
+    return (0 if one.is_inference() else one._version), content
+
+
+def _array(one: Any) -> Any:
+    if one.dtype.hasobject or one.nbytes > _LARGE_BYTES or _is_mapped(one):
+        return None
+    if one.nbytes <= _SMALL_BYTES or not one.flags.c_contiguous:
+        return one.tobytes() if one.nbytes <= _SMALL_BYTES else None
+    return one.view(np.ndarray).reshape(-1)[:: 1 + one.size // _MOST_ENTRIES].tobytes()
+
+
+def _values(one: Any) -> Any:
+    return dict(one) if len(one) <= _MOST_HELD else _Entries(len(one), list(islice(one.values(), _MOST_ENTRIES)))
+
+
+def _entries(one: Any) -> Any:
+    if len(one) <= _MOST_HELD:
+        return dict(enumerate(one))
+    if not isinstance(one, list):
+        return len(one)
+    return _Whole(one) if len(one) <= _MOST_WHOLE else _Entries(len(one), one[:: 1 + len(one) // _MOST_ENTRIES])
+
+
+def _closed_over(one: Any) -> Any:
+    return dict(zip(one.__code__.co_freevars, (cell.cell_contents for cell in one.__closure__ or ()), strict=True))
+
+
+def _attributes(one: Any) -> Any:
+    kind: Any = type(one)
+    slots = {name: getattr(one, name) for name in _slots(kind) if hasattr(one, name)}
+    of_class = {name: value for name, value in vars(kind).items() if type(value) in _PLAIN}
     own = {name: value for name, value in getattr(one, "__dict__", {}).items() if name not in _OURS}
-    return {**of_class, **{name: getattr(one, name) for name in slots}, **own}
+    return {**of_class, **slots, **own}
+
+
+@functools.lru_cache(maxsize=256)
+def _slots(kind: type) -> tuple[str, ...]:
+    return tuple(name for base in kind.__mro__ for name in vars(base).get("__slots__", ()))
+
+
+_WAYS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+    (torch.Tensor, _tensor),
+    (np.ndarray, _array),
+    (shared.SynchronizedBase, lambda one: bytes(memoryview(one.get_obj()))[:_SMALL_BYTES]),
+    (dict, _values),
+    (types.MethodType, lambda one: {"__self__": one.__self__, "__func__": one.__func__}),
+    (functools.partial, lambda one: {"func": one.func, "args": one.args, "keywords": one.keywords}),
+    (types.FunctionType, _closed_over),
+)
 
 
 def _is_mapped(array: Any) -> bool:
@@ -180,11 +216,18 @@ def _is_mapped(array: Any) -> bool:
 
 
 class _Whole(list[Any]):
-    """All that a long list held. Where it holds the same objects, that is seen without touching one of them."""
+    """All that a long list held. Where it holds the same objects, that is seen without touching one of them; and yet
+    all of it in every eighth look only: it would push what the training needs next out of the core's cache."""
 
-    def differs_from(self, other: list[Any]) -> bool:
+    looks = 0
+
+    def differs_from(self, other: list[Any], *, wholly: bool = False) -> bool:
+        step = 1 + len(self) // _SOME_ENTRIES
+        self.looks = (self.looks + 1) % _WHOLE_EVERY
         try:
-            return bool(list.__ne__(self, other))
+            if wholly or not self.looks or len(self) != len(other):
+                return bool(list.__ne__(self, other))
+            return bool(self[self.looks :: step] != other[self.looks :: step])
         except Exception:  # other objects, which will not be compared
             return True
 
