@@ -23,7 +23,8 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.feed.fingerprint import fingerprint
+from flatout.feed import fingerprint as fingerprinting
+from flatout.feed.fingerprint import Known, fingerprint
 
 
 class Transform:
@@ -255,6 +256,41 @@ def test_a_tensor_where_another_one_was_is_another_tensor() -> None:
     del data.noise  # type: ignore[attr-defined]
     data.noise = torch.ones(100_000)  # type: ignore[attr-defined]  # mostly at the same address
     assert fingerprint(data) != before
+
+
+SAMPLES = [(f"{number}.png", number % 10) for number in range(2_000)]
+
+
+@pytest.mark.parametrize(
+    ("samples", "write"),
+    [
+        (SAMPLES, lambda samples: samples.__setitem__(700, ("700.png", False))),
+        (SAMPLES, lambda samples: samples.append(("more.png", 0))),
+        ([[path] for path, _ in SAMPLES], lambda samples: samples[700].append("more.png")),
+        ([(path, [label]) for path, label in SAMPLES], lambda samples: samples[700][1].append(3)),
+    ],
+    ids=["another of equal value", "one more", "in an entry", "deep in an entry"],
+)
+def test_what_is_known_of_a_long_list_changes_nothing(samples: list[Any], write: Callable[[list[Any]], None]) -> None:
+    samples, known = list(samples), Known()
+    before = fingerprint(samples, known=known)
+    assert fingerprint(samples, known=known) == fingerprint(samples) == before is not None
+    write(samples)
+    assert fingerprint(samples, known=known) == fingerprint(samples) != before
+
+
+def test_a_long_list_of_what_cannot_change_is_gone_over_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Known()
+    before = fingerprint(SAMPLES, known=known)
+    held = fingerprinting._Walk._held
+
+    def no_long_ones(walk: Any, kind: Any, things: list[Any]) -> int:
+        assert SAMPLES not in things
+        return held(walk, kind, things)
+
+    monkeypatch.setattr(fingerprinting._Walk, "_held", no_long_ones)
+    assert fingerprint(SAMPLES) is None  # it could not
+    assert fingerprint(SAMPLES, known=known) == before
 
 
 def test_one_long_tuple_in_many_samples_takes_no_memory() -> None:

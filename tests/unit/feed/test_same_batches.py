@@ -140,6 +140,33 @@ def test_leaving_before_the_end_leaves_the_generator_as_stock_does(
     assert same(*results)
 
 
+class Waiting(Things):
+    """Each for a server."""
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("stop", [None, 20, 35, 39])
+def test_batches_that_are_there_are_handed_over_together_and_the_generator_is_left_as_stock_leaves_it(
+    stop: int | None,
+) -> None:
+    results, together = [], []
+    for loader_class in (DataLoader, Stock):
+        torch.manual_seed(1)
+        loader = loader_class(Waiting(40), 1, num_workers=4, **sampling("own generator", 40))
+        batches = []
+        for batch in itertools.islice(loader, stop):
+            batches.append(batch)
+            time.sleep(0.004)
+            if (ours := feed_of(loader)) is not None:
+                together.append(len(ours.made))
+        results.append((batches, loader.generator.get_state()))
+    assert same(*results)
+    assert 0 < max(together) < feed.AT_ONCE
+
+
 class Counting(IterableDataset[Any]):
     """Workers of different length."""
 
