@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +47,18 @@ def test_memory_that_is_given_out_is_copied_anew(
     look(other)
     assert host.to("meta") is made[0]
     assert other.to("meta") is not made[1]
+
+
+def test_a_copy_stays_while_it_is_made_though_its_tensor_comes_again(
+    copies: copying._Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "_copying", deque())
+    host, first, second = torch.ones(3), torch.ones(3, device="meta"), torch.ones(3, device="meta")
+    for copy in (first, second):
+        copies.put(host, copy, f"done {id(copy)}", None)
+    ((kept, done),) = copying._copying
+    assert kept is first
+    assert done == f"done {id(first)}"
 
 
 class Numbers(Dataset[int]):

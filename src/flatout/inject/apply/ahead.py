@@ -43,6 +43,8 @@ class _Copies:
     def put(self, host: Any, copy: Any, done: Any, of: Any) -> None:
         """A copy is under way, in memory `of` this stream."""
         key = id(host)
+        if key in self._made:  # it came twice, or again: the first copy may still be under way
+            _copying.append(self._made[key][2:4])
         self._made[key] = (weakref.ref(host, lambda _: self._made.pop(key, None)), host._version, copy, done, of)
 
     def forget(self, host: Any) -> None:
@@ -72,7 +74,7 @@ class _Copies:
 
 _NO_VERSION = -1
 _copies = _Copies()
-_copying: deque[tuple[Any, Any]] = deque()  # host batches that have to stay until their copy is over
+_copying: deque[tuple[Any, Any]] = deque()  # what has to stay until a copy is over, and the event that says so
 
 
 def answer_with_copies() -> None:
@@ -244,7 +246,7 @@ class Ahead(stock._BaseDataLoaderIter):
             done.record(self._side)
         for host, copy, own in zip(hosts, copies, room.copies, strict=True):
             _copies.put(host, copy, done, self._side if own is None else room.stream)
-        _copying.append((batch, done))
+        _copying.append((hosts, done))
 
 
 @functools.cache
