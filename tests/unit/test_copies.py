@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -16,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import flatout
+from flatout.feed.deferred.batch import StandIn
 from flatout.feed.feed import Feed
 from flatout.feed.iterator import FeedIterator
 from flatout.feed.loader import Options, iterator_for
@@ -28,6 +30,7 @@ PATCHED = ("to", "cuda", "numpy", "__array__", "__dlpack__")
 def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[copying._Copies]:
     before = {name: getattr(torch.Tensor, name) for name in PATCHED}
     monkeypatch.setattr(copying, "_copies", copying._Copies())
+    monkeypatch.setattr(copying, "_copying", deque())
     copying.answer_with_copies()
     yield copying._copies
     for name, method in before.items():
@@ -50,15 +53,101 @@ def test_memory_that_is_given_out_is_copied_anew(
 
 
 def test_a_copy_stays_while_it_is_made_though_its_tensor_comes_again(
-    copies: copying._Copies, monkeypatch: pytest.MonkeyPatch
+    copies: copying._Copies,
 ) -> None:
-    monkeypatch.setattr(copying, "_copying", deque())
     host, first, second = torch.ones(3), torch.ones(3, device="meta"), torch.ones(3, device="meta")
     for copy in (first, second):
         copies.put(host, copy, f"done {id(copy)}", None)
     ((kept, done),) = copying._copying
     assert kept is first
     assert done == f"done {id(first)}"
+
+
+class NotMade(StandIn):
+    """What only its copying makes."""
+
+    def itself(self) -> None:
+        return None
+
+    def made(self) -> torch.Tensor:
+        pytest.fail("made on the host")
+
+    @classmethod
+    def noted(cls, name: str, args: Any, kwargs: Any) -> Any:
+        return 0 if name == "_version" else NotImplemented
+
+
+class Card:
+    """A stream that does nothing, and counts how often it was waited for to the end."""
+
+    def __init__(self) -> None:
+        self.waited_for = 0
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None:
+        self.waited_for += 1
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    card = Card()
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None, query=lambda: True))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: card)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
+    monkeypatch.setattr(copying, "_side_stream", lambda device: card)
+    monkeypatch.setattr(copying, "_look_ahead_after_steps", lambda: None)
+    monkeypatch.setattr(copying, "_move", lambda host, device, non_blocking: torch.empty(host.shape, device=device))
+    return card
+
+
+def test_copies_are_made_in_room_that_fits_and_what_is_made_by_copying_is_not_made_here(
+    card: Card, copies: copying._Copies
+) -> None:
+    failed: list[Exception] = []
+    ahead = copying.Ahead(None, torch.device("meta"), failed.append)
+
+    def batch(samples: int) -> tuple[Any, Any]:
+        return NotMade((samples, 3), torch.float32), torch.arange(samples)
+
+    ahead._make_room(batch(4))
+    room: Any = ahead._room
+    for samples, in_room in ((4, True), (2, False)):
+        ahead._room = room
+        pictures, labels = batch(samples)
+        ahead._copy((pictures, labels))
+        moved = labels.to("meta")
+        assert (moved is room.copies[1]) == in_room
+        assert moved.shape == (samples,)
+    assert not failed
+
+
+def test_what_goes_wrong_with_a_copy_is_over_before_its_memory_is_given_back(
+    card: Card, copies: copying._Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: list[Exception] = []
+    ahead = copying.Ahead(None, torch.device("meta"), failed.append)
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no version")
+
+    monkeypatch.setattr(copies, "put", fails)
+    batches = [[torch.ones(3)], [torch.ones(3)]]
+    assert [ahead._fetched(lambda batch=batch: batch) for batch in batches] == batches
+    assert card.waited_for == len(failed) == 1
+
+
+def test_nothing_is_copied_of_tensors_of_inference_mode(card: Card, copies: copying._Copies) -> None:
+    failed: list[Exception] = []
+    ahead = copying.Ahead(None, torch.device("meta"), failed.append)
+    with torch.inference_mode():
+        batch = [torch.ones(3)]
+    ahead._fetched(lambda: batch)
+    assert not failed
+    assert not copies
 
 
 class Numbers(Dataset[int]):

@@ -72,6 +72,7 @@ class _Walk:
         self._places: dict[int, int] = {}  # of what can change or hold itself: in which order it was met
         self._met: list[list[Any]] = []  # keeps what was made on the way, so that no other thing gets its place
         self._things = self._arrays = self._bytes = 0
+        self._can_change = 0  # times that something was met which can
 
     def of(self, things: list[Any]) -> int:
         """One number for all of them."""
@@ -99,11 +100,13 @@ class _Walk:
         if issubclass(kind, _FIXED):
             return hash(tuple(map(id, things)))
         if issubclass(kind, np.generic):
+            self._can_change += issubclass(kind, np.void)
             return self._array(np.asarray(things))
         if kind is range:
             return self.of([(one.start, one.stop, one.step) for one in things])
         if kind is tuple:
             return self._held(kind, things)
+        self._can_change += 1
         before = len(self._places)
         places = [self._places.setdefault(id(one), len(self._places)) for one in things]
         fresh = [one for place, one in dict(zip(places, things, strict=True)).items() if place >= before]
@@ -157,9 +160,9 @@ class _Walk:
         """What a long list holds: nothing else, if it holds the very same things, and none of them can change."""
         entries, number = self._known_before.get(id(one), ([], 0))
         if len(entries) != list.__len__(one) or not all(map(operator.is_, entries, list.__iter__(one))):
-            can_change = len(self._places)
+            can_change = self._can_change
             number, entries = self._held(list, [one]), list.copy(one)
-            if len(self._places) != can_change:
+            if self._can_change != can_change:
                 return number
         self.known[id(one)] = entries, number
         return number

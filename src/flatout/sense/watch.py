@@ -30,8 +30,6 @@ _LEFT_ALONE = frozenset(("tqdm",))  # modules of what counts by itself
 _OURS = frozenset(("_compiled_call_impl",))  # set by whoever times or compiles a model
 _MOST_PARTS, _MOST_HELD = 64, 256
 _MOST_ENTRIES = 1024  # of a large container or array, spread over it: a step that writes to many is seen to
-_MOST_WHOLE = 1 << 16  # entries of a list, of which some are looked at each time, and all sometimes
-_SOME_ENTRIES, _WHOLE_EVERY = 128, 8
 _SMALL_BYTES, _LARGE_BYTES = 4096, 1 << 28
 _GONE = object()
 _FILLED_LOOKS, _FILLED_TIMES = 8, 3  # batches
@@ -46,13 +44,11 @@ class Watch:
     def __init__(self, *things: Any) -> None:
         self._things = things
         self.looked = 0  # times
-        self._parts: list[tuple[Any, Callable[[Any], Any], Any]] = []
         self.renew()
 
     def renew(self) -> None:
         """From now on, as it is now."""
-        wholes = {id(one): before for one, _, before in self._parts if isinstance(before, _Whole)}
-        self._parts = []
+        self._parts: list[tuple[Any, Callable[[Any], Any], Any]] = []
         known: set[int] = set()
         found: deque[Any] = deque(self._things)
         while found and len(self._parts) < _MOST_PARTS:
@@ -60,11 +56,9 @@ class Watch:
             if type(one) in _PLAIN or id(one) in known:
                 continue
             known.add(id(one))
-            look = _way_to_look(one)
-            state: Any = wholes.get(id(one))
-            if look is not None and (state is None or state.differs_from(one, wholly=True)):
-                state = _looked_at(look, one)
-            if look is not None and state is not None:
+            look = _looked_at(_way_to_look, one)
+            state = _looked_at(look, one) if look is not None else None
+            if state is not None:
                 self._parts.append((one, look, state))
                 found.extend(state.values() if isinstance(state, dict) else ())
 
@@ -72,10 +66,6 @@ class Watch:
         """What has been set since, in words; None where nothing has."""
         self.looked += 1
         for one, look, before in self._parts:
-            if isinstance(before, _Whole):
-                if before.differs_from(one):
-                    return type(one).__name__
-                continue
             now = _looked_at(look, one)
             if not isinstance(before, dict) or not isinstance(now, dict):
                 if now != before:
@@ -132,7 +122,7 @@ def _held_by(dataset: Any) -> Iterator[tuple[str, int]]:
 
 
 def _looked_at(look: Callable[[Any], Any], one: Any) -> Any:
-    """What may be set on a thing: by name, or as one value; None where that cannot be seen."""
+    """What is seen when a thing is looked at: by name, or as one value; None where that cannot be told."""
     try:
         return look(one)
     except Exception:  # an attribute with ideas of its own
@@ -175,9 +165,7 @@ def _values(one: Any) -> Any:
 def _entries(one: Any) -> Any:
     if len(one) <= _MOST_HELD:
         return dict(enumerate(one))
-    if not isinstance(one, list):
-        return len(one)
-    return _Whole(one) if len(one) <= _MOST_WHOLE else _Entries(len(one), one[:: 1 + len(one) // _MOST_ENTRIES])
+    return _Entries(len(one), one[:: 1 + len(one) // _MOST_ENTRIES]) if isinstance(one, list) else len(one)
 
 
 def _closed_over(one: Any) -> Any:
@@ -213,23 +201,6 @@ def _is_mapped(array: Any) -> bool:
     while array is not None and not isinstance(array, (np.memmap, mmap.mmap)):
         array = getattr(array, "base", None)
     return array is not None
-
-
-class _Whole(list[Any]):
-    """All that a long list held. Where it holds the same objects, that is seen without touching one of them; and yet
-    all of it in every eighth look only: it would push what the training needs next out of the core's cache."""
-
-    looks = 0
-
-    def differs_from(self, other: list[Any], *, wholly: bool = False) -> bool:
-        step = 1 + len(self) // _SOME_ENTRIES
-        self.looks = (self.looks + 1) % _WHOLE_EVERY
-        try:
-            if wholly or not self.looks or len(self) != len(other):
-                return bool(list.__ne__(self, other))
-            return bool(self[self.looks :: step] != other[self.looks :: step])
-        except Exception:  # other objects, which will not be compared
-            return True
 
 
 class _Entries:

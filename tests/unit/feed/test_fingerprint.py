@@ -279,6 +279,23 @@ def test_what_is_known_of_a_long_list_changes_nothing(samples: list[Any], write:
     assert fingerprint(samples, known=known) == fingerprint(samples) != before
 
 
+def test_what_can_change_and_was_met_before_is_not_taken_for_known() -> None:
+    boxes = [SimpleNamespace(width=number) for number in range(2_000)]
+    data, known = SimpleNamespace(base=list(boxes), active=list(boxes)), Known()
+    fingerprint(data, known=known)
+    data.base = None
+    before = fingerprint(data, known=known)
+    data.active[5].width = 70
+    assert fingerprint(data, known=known) not in (before, None)
+
+
+def test_rows_of_a_table_can_change() -> None:
+    rows, known = list(np.zeros(2_000, dtype=[("label", "i8"), ("at", "f8")])), Known()
+    before = fingerprint(rows, known=known)
+    rows[7]["label"] = 9
+    assert fingerprint(rows, known=known) not in (before, None)
+
+
 def test_a_long_list_of_what_cannot_change_is_gone_over_once(monkeypatch: pytest.MonkeyPatch) -> None:
     known = Known()
     before = fingerprint(SAMPLES, known=known)

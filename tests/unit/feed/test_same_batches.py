@@ -167,6 +167,42 @@ def test_batches_that_are_there_are_handed_over_together_and_the_generator_is_le
     assert 0 < max(together) < feed.AT_ONCE
 
 
+class Torn:
+    """A sample that may not be unpacked again."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        if state["index"] in (17, 18):
+            raise ValueError("torn")
+        self.index = state["index"]
+
+
+class Papers(Waiting):
+    def __getitem__(self, index: int) -> Any:
+        super().__getitem__(index)
+        return torch.zeros(1), Torn(index)
+
+
+def the_sample(samples: list[Any]) -> Any:
+    return samples[0]
+
+
+def test_a_batch_that_cannot_be_opened_costs_no_other() -> None:
+    loader = DataLoader(Papers(60), 1, num_workers=4, collate_fn=the_sample)
+    iterator, got = iter(loader), []
+    while True:
+        try:
+            got.append(next(iterator)[1].index)
+        except ValueError:
+            got.append("torn")
+        except StopIteration:
+            break
+        time.sleep(0.004)
+    assert got == [*range(17), "torn", "torn", *range(19, 60)]
+
+
 class Counting(IterableDataset[Any]):
     """Workers of different length."""
 

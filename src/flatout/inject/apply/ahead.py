@@ -43,15 +43,19 @@ class _Copies:
     def put(self, host: Any, copy: Any, done: Any, of: Any) -> None:
         """A copy is under way, in memory `of` this stream."""
         key = id(host)
-        if key in self._made:  # it came twice, or again: the first copy may still be under way
-            _copying.append(self._made[key][2:4])
+        self._drop(key)  # it came twice, or again
         self._made[key] = (weakref.ref(host, lambda _: self._made.pop(key, None)), host._version, copy, done, of)
 
     def forget(self, host: Any) -> None:
         """It may be written to from now on where no version is counted."""
         entry = self._made.get(id(host))
-        if entry is not None and entry[0]() is host:  # its memory is kept, as long as the host's: it is being filled
-            self._made[id(host)] = (entry[0], _NO_VERSION, *entry[2:])
+        if entry is not None and entry[0]() is host:
+            self._drop(id(host))
+
+    def _drop(self, key: int) -> None:
+        entry = self._made.pop(key, None)
+        if entry is not None:
+            _copying.append(entry[2:4])  # it may still be under way
 
     def take(self, host: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The copy of `host` where it is asked for, and the current stream waits for it; else `host` itself."""
@@ -72,9 +76,20 @@ class _Copies:
         return bool(self._made)
 
 
-_NO_VERSION = -1
 _copies = _Copies()
 _copying: deque[tuple[Any, Any]] = deque()  # what has to stay until a copy is over, and the event that says so
+
+
+def _let_go() -> None:
+    """Of what has been copied. Another thread may be at it: each is taken out first, and put back."""
+    while _copying:
+        try:
+            one = _copying.popleft()
+        except IndexError:
+            return
+        if not one[1].query():
+            _copying.appendleft(one)
+            return
 
 
 def answer_with_copies() -> None:
@@ -157,6 +172,7 @@ class Ahead(stock._BaseDataLoaderIter):
         self._since_step = 0  # batches
         self._one_a_step = False
         self.asked_by = (0, 0)  # process and thread
+        self._may_copy = True
         self._room: _Room | None = None  # for the next batch
         self._may_make_room: bool | None = None
         _look_ahead_after_steps()
@@ -195,6 +211,8 @@ class Ahead(stock._BaseDataLoaderIter):
 
     def _make_room(self, batch: Any) -> None:
         """For the next batch, which will be like this one, before this one is learned from."""
+        if not self._may_copy:
+            return
         try:
             hosts = _hosts_in(batch)
             if self._may_make_room is None:
@@ -202,7 +220,7 @@ class Ahead(stock._BaseDataLoaderIter):
             if self._may_make_room:
                 self._room = _Room(hosts, self._to)
         except Exception as problem:
-            self._fail(problem)
+            self._no_more(problem)
 
     def look(self) -> None:
         """A step is over: fetch the next batch unless it is there, or would have to be waited for."""
@@ -219,34 +237,39 @@ class Ahead(stock._BaseDataLoaderIter):
             batch = fetch()
         except StopIteration:
             self._room = None
+            _let_go()
             return StopIteration()  # one that does not know this frame, and so keep us and the workers
         except Exception as problem:  # the script's own: raised when it is its turn
             return problem
-        if batch is not NOT_YET:
+        if batch is not NOT_YET and self._may_copy:
             try:
                 self._copy(batch)
-            except Exception as problem:  # out of memory, say: then the script copies for itself
-                self._fail(problem)
+            except Exception as problem:
+                self._no_more(problem)
         return batch
 
+    def _no_more(self, problem: Exception) -> None:
+        """Out of memory, say: from now on the script copies for itself."""
+        self._may_copy = False
+        self._fail(problem)
+
     def _copy(self, batch: Any) -> None:
-        while _copying and _copying[0][1].query():
-            _copying.popleft()
+        _let_go()
         hosts = _hosts_in(batch)
         room, self._room = self._room, None
         if room is None or not room.fits(hosts):
             room = _Room(hosts, self._to)
         done = torch.cuda.Event()
-        with torch.cuda.stream(self._side):
-            try:
+        try:
+            with torch.cuda.stream(self._side):
                 copies = room.filled(hosts)
-            except BaseException:
-                self._side.synchronize()  # what has been begun ends in memory that is about to be given back
-                raise
-            done.record(self._side)
-        for host, copy, own in zip(hosts, copies, room.copies, strict=True):
-            _copies.put(host, copy, done, self._side if own is None else room.stream)
-        _copying.append((hosts, done))
+                done.record(self._side)
+            for host, copy, own in zip(hosts, copies, room.copies, strict=True):
+                _copies.put(host, copy, done, self._side if own is None else room.stream)
+            _copying.append((hosts, done))
+        except BaseException:
+            self._side.synchronize()  # what has been begun ends in memory that is about to be given back
+            raise
 
 
 @functools.cache
@@ -255,14 +278,16 @@ def _side_stream(device: torch.device) -> Any:
 
 
 def _hosts_in(batch: Any) -> list[Any]:
-    return [tensor for tensor in tensors_in(batch) if tensor.device.type == "cpu"]
+    """What there is to copy; of a tensor made in inference mode nobody could tell whether it was written to since."""
+    hosts = [tensor for tensor in tensors_in(batch) if tensor.device.type == "cpu"]
+    return [host for host in hosts if type(host) is not torch.Tensor or not host.is_inference()]
 
 
 def _there_is_room(hosts: list[Any], device: torch.device) -> bool:
     """Whether a step can do with a batch less of the card's memory, by what steps took so far."""
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-    return bool(free + unused > 4 * sum(host.nbytes for host in hosts))
+    return bool(free + unused > 4 * sum(host.nbytes for host in hosts if _is_plain(host)))
 
 
 class _Room:
