@@ -264,9 +264,9 @@ class Feed:
             batch.release()
 
     def _open_more(self, step_s: float) -> None:
-        """Have batches that are there already handed over with this one: each by itself would take twice the time, as
-        the training has filled the core's caches by then. No more than are used while a worker makes one, so that
-        none is left without work meanwhile."""
+        """Have batches that are there already handed over with this one, which takes less than each by itself (290 µs
+        a batch against 430 in a loop on a CPU). No more than are used while a worker makes one, so that none is left
+        without work meanwhile."""
         epoch = self._epoch
         assert epoch is not None
         used_meanwhile = self._batch_s / step_s if step_s and self._batch_bytes else 1

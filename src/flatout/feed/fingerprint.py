@@ -5,8 +5,8 @@ through all that the dataset holds instead, its functions and classes too, and s
 miss a change: then it is shipped again, at stock's price. Global variables alone are not looked at.
 
 A dataset holds a million samples of one kind, not a million kinds, so things are looked at by the column: all paths at
-once, all labels at once. A million (path, label) take 0.3 s; a tenth of that where none of them has become another
-object since the last time (`Known`).
+once, all labels at once. A million (path, label) take 0.3 s. Of 40,000, which take 16 ms, it takes 0.8 ms where none of
+them has become another object since the last time (`Known`).
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@
                                           copy begins, while the card is still at work on this step
 
 All of it in the script's own thread. One of ours that did it during `backward` made the steps of a small model a tenth
-longer (H200): autograd's thread needs the interpreter's lock for the tensors it lets go of.
+longer (H200, two turns); why was not found out, presumably over the interpreter's lock.
 
 Memory for a copy is taken from the script's own stream, when the batch before it is handed out: the copy has to wait
 for nothing but what was queued by then, and the allocator need not be told of a second stream. Of memory that it is
-told of, it asks the driver at every allocation whether it is free by now, hundreds of times a step.
+told of, it asks the driver whether it is free by now whenever it allocates. What that costs was not told from noise.
 """
 
 from __future__ import annotations
