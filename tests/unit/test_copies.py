@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.utils.data.dataloader as stock
 from torch.utils.data import DataLoader, Dataset
 
 import flatout
@@ -46,7 +47,7 @@ def test_memory_that_is_given_out_is_copied_anew(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     made = [torch.ones(3, device="meta") for _ in range(2)]
     for tensor, copy in zip((host, other), made, strict=True):
-        copies.put(tensor, copy, None, stream)
+        copies.put(tensor, copy, None, stream, copying.Habit())
     look(other)
     assert host.to("meta") is made[0]
     assert other.to("meta") is not made[1]
@@ -57,7 +58,7 @@ def test_a_copy_stays_while_it_is_made_though_its_tensor_comes_again(
 ) -> None:
     host, first, second = torch.ones(3), torch.ones(3, device="meta"), torch.ones(3, device="meta")
     for copy in (first, second):
-        copies.put(host, copy, f"done {id(copy)}", None)
+        copies.put(host, copy, f"done {id(copy)}", None, copying.Habit())
     ((kept, done),) = copying._copying
     assert kept is first
     assert done == f"done {id(first)}"
@@ -148,6 +149,76 @@ def test_nothing_is_copied_of_tensors_of_inference_mode(card: Card, copies: copy
     ahead._fetched(lambda: batch)
     assert not failed
     assert not copies
+
+
+def by_keyword(host: Any) -> Any:
+    return host.to("meta", non_blocking=True)
+
+
+def by_place(host: Any) -> Any:
+    return host.to("meta", None, True)
+
+
+@pytest.mark.parametrize("move", [by_keyword, by_place])
+def test_a_script_that_copies_small_page_locked_batches_without_waiting_is_left_to_it(
+    card: Card, copies: copying._Copies, monkeypatch: pytest.MonkeyPatch, move: Callable[[Any], Any]
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    told: list[str] = []
+    habit = copying.Habit(lambda: told.append("good"))
+    copied = 0
+    for _ in range(3):  # passes
+        ahead = copying.Ahead(None, torch.device("meta"), told.append, habit)  # type: ignore[arg-type]
+        for _ in range(10):
+            batch = [torch.ones(3), torch.ones(2)]
+            ahead._fetched(lambda batch=batch: batch)
+            copied += bool(copies)
+            for host in batch:
+                move(host)
+    assert copied == copying._SURE / 2
+    assert told == ["good"]
+
+
+@pytest.mark.parametrize(
+    "batch, pinned, move",
+    [
+        ([torch.ones(3)], True, lambda host: host.to("meta")),
+        ([torch.ones(3)], True, lambda host: host.to("meta", non_blocking=False)),
+        ([torch.ones(3)], True, lambda host: host.to("meta", None, False, True)),
+        ([torch.ones(3)], False, by_keyword),
+        ([torch.ones(copying.SMALL_BYTES // 4)], True, by_keyword),
+        ([NotMade((4, 3), torch.float32)], True, by_keyword),
+    ],
+    ids=["waits", "says so", "a copy of its own", "not page-locked", "large", "made by copying"],
+)
+def test_else_it_gets_its_copies(
+    card: Card,
+    copies: copying._Copies,
+    monkeypatch: pytest.MonkeyPatch,
+    batch: list[Any],
+    pinned: bool,
+    move: Callable[[Any], Any],
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: pinned)
+    ahead = copying.Ahead(None, torch.device("meta"), pytest.fail)
+    for _ in range(3 * copying._SURE):
+        ahead._fetched(lambda: batch)
+        assert copies
+        for host in batch:
+            move(host)
+
+
+def test_a_profiler_still_hears_of_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stock._BaseDataLoaderIter, "__next__", stock._BaseDataLoaderIter.__next__)
+    copying.fetch_without_a_span()
+    loader = flatout.DataLoader(Numbers(), batch_size=1, num_workers=1)
+    assert [int(batch) for batch in loader] == list(range(12))
+    batches = iter(loader)
+    assert int(next(batches)) == 0
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        assert int(next(batches)) == 1
+    assert any("__next__" in event.name for event in profiler.events() or ())
+    assert [int(batch) for batch in batches] == list(range(2, 12))
 
 
 class Numbers(Dataset[int]):

@@ -29,7 +29,7 @@ from flatout.feed.table import Batch, Layout, Part, cut
 from flatout.feed.tuning import Tuning
 
 WORTH_CUTTING_S, PIECE_S = 0.03, 0.01  # a batch that takes a worker less is not divided; how long a piece should take
-LATER_PIECE_S = 0.04  # where others come before that batch: a piece costs the training process 50 µs
+LATER_PIECE_S = 0.04  # where many come before that batch: a piece costs the training process 50 µs
 STALL_S = 0.01  # of waiting, after which a worker may be stuck and others should help
 QUICK_S = 2e-3  # batches that take a worker less travel together
 TOGETHER, TOGETHER_S, TOGETHER_BYTES = 32, 32e-3, 8 << 20  # at most so many, that take no longer and no more room
@@ -349,7 +349,9 @@ class Feed:
             rows = len(batch.indices)
             seconds = rows * self._row_s
             if self.recipe.chunk < rows <= self._layout.rows and seconds > WORTH_CUTTING_S:
-                pieces = min(self._tuning.workers, int(seconds / (LATER_PIECE_S if self._table else PIECE_S)))
+                rounds_before = len(self._table) / self._tuning.workers  # a pass begins with none, and all wait for it
+                piece_s = min(LATER_PIECE_S, PIECE_S * (1 + rounds_before))
+                pieces = min(self._tuning.workers, int(seconds / piece_s))
         if pieces > 1:
             batch.slot = self.slots.take()
             if batch.slot is None:

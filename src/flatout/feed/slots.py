@@ -126,13 +126,13 @@ class Slots:
 
     def collect(self) -> None:
         """Bring back the slots of dropped batches; called from the training thread only, as it records events."""
-        for _ in range(len(self._dropped)):
-            slot = self._dropped.popleft()
-            event = _mark() if slot.locked and self.watched else None
-            if event is _CAPTURING:
-                self._dropped.append(slot)
-            elif event is None:
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        event = _mark() if self.watched and any(slot.locked for slot in dropped) else None
+        for slot in dropped:
+            if event is None or not slot.locked:
                 self._rest(slot)
+            elif event is _CAPTURING:
+                self._dropped.append(slot)
             else:
                 self._cooling.append((event, slot))
         while self._cooling and self._cooling[0][0].query():

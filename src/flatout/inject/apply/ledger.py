@@ -37,6 +37,11 @@ class Ledger:
         if where is not None and where not in places:
             places.append(where)
 
+    def made_after_all(self, name: str, how: str) -> None:
+        """It turned out that it is better made like this."""
+        if name in self._made:
+            self._made[name] = (how, self._made[name][1])
+
     def made_by_knob(self, name: str, how: str) -> None:
         """It has been made as the script read its setting; processes started from here are told."""
         self.made(name, how)

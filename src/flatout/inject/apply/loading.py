@@ -29,7 +29,7 @@ from flatout.feed.deferred.kernels import Kernels
 from flatout.feed.iterator import is_pure
 from flatout.feed.loader import why_not_deferred
 from flatout.feed.nursery import limit_threads
-from flatout.inject.apply.ahead import Ahead, answer_with_copies
+from flatout.inject.apply.ahead import Ahead, Habit, answer_with_copies, fetch_without_a_span
 from flatout.inject.apply.ledger import Ledger
 from flatout.sense.calls import caller
 from flatout.sense.roots import Alive
@@ -47,6 +47,7 @@ class Loading:
         self._ledger = ledger
         self._device = device
         self._built = Alive()  # the loaders and their datasets, and where each loader was made
+        self._habits = Alive()  # of the loaders
         self._kernels = Kernels()
 
     def install(self) -> None:
@@ -56,6 +57,7 @@ class Loading:
             self._construction()
         if wanted("loader") or wanted("device_prefetch"):
             self._passes()
+            fetch_without_a_span()
         if wanted("device_prefetch"):
             answer_with_copies()
         if wanted("gpu_transforms") and not wanted("loader"):
@@ -145,15 +147,21 @@ class Loading:
                 iterator = build(loader)
             if device is None or not self._workers_behind(iterator):
                 return iterator
-            fail = functools.partial(self._ledger.failed, "device_prefetch")
-            ahead = self._ledger.attempt("device_prefetch", Ahead, iterator, device, fail)
-            if ahead is not None:
-                self._ledger.made(
-                    "device_prefetch", f"batches are copied to {device} one step ahead", self._built.get(loader)
-                )
+            ahead = self._ledger.attempt("device_prefetch", self._ahead, loader, iterator, device)
             return ahead if ahead is not None else iterator
 
         _Loader._get_iterator = get_iterator
+
+    def _ahead(self, loader: Any, iterator: Any, device: torch.device) -> Ahead:
+        how = f"batches are copied to {device} one step ahead"
+        left = "batches are fetched early, and copied by the script: these are small, and it does not wait for them"
+        habit = self._habits.get(loader)
+        if habit is None:
+            habit = Habit(functools.partial(self._ledger.made_after_all, "device_prefetch", left))
+            self._habits.put(loader, habit)
+        ahead = Ahead(iterator, device, functools.partial(self._ledger.failed, "device_prefetch"), habit)
+        self._ledger.made("device_prefetch", left if habit.good else how, self._built.get(loader))
+        return ahead
 
     def _ours(self, loader: Any, *, page_locked: bool) -> Any:
         """Our iterator, or None. What has been drawn in vain is put back."""
