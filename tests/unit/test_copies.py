@@ -180,7 +180,7 @@ def test_a_script_that_copies_small_page_locked_batches_without_waiting_is_left_
 
 
 @pytest.mark.parametrize(
-    "batch, pinned, move",
+    ("batch", "pinned", "move"),
     [
         ([torch.ones(3)], True, lambda host: host.to("meta")),
         ([torch.ones(3)], True, lambda host: host.to("meta", non_blocking=False)),

@@ -484,6 +484,22 @@ def test_small_batches_of_slow_samples_are_divided_too(batch_size: int, monkeypa
     assert all(torch.equal(one, other) for one, other in zip(divided, whole, strict=True))
 
 
+def test_a_pass_begins_with_small_pieces_as_all_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: dict[int, int] = {}
+    divide = feed.Feed._cut
+
+    def noting(self: feed.Feed, batch: Batch) -> None:
+        divide(self, batch)
+        pieces[batch.number] = len(batch.parts)
+
+    monkeypatch.setattr(feed.Feed, "_cut", noting)
+    loader = DataLoader(Slow(48), 2, num_workers=2)  # 60 ms a batch
+    for _ in range(2):  # the first to learn how long they take
+        assert len(list(loader)) == 24
+    assert [pieces[number] for number in range(4)] == [2] * 4
+    assert set(pieces.values()) == {1, 2}
+
+
 def test_a_batch_samplers_batches_are_divided_like_others() -> None:
     by_size = DataLoader(Things(32), 8, num_workers=1)
     by_sampler = DataLoader(Things(32), batch_sampler=BatchSampler(range(32), 8, False), num_workers=1)
