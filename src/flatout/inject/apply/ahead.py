@@ -39,7 +39,7 @@ _SURE = 16  # copies in a row
 
 
 class Habit:
-    """How a script copies a loader's batches by itself; `is_good` is called once there is nothing for us to do better."""
+    """How a script copies a loader's batches by itself. `is_good` is called once we could do no better."""
 
     def __init__(self, is_good: Callable[[], None] = lambda: None) -> None:
         self._is_good = is_good
