@@ -8,19 +8,25 @@ Nothing waits for the GPU except once when the measured window opens and once wh
 warm-up; when it closes the figures are written and the process ends on the spot, in the middle of the script.
 With `--supply` the script's first training loader is drained instead, and not one step is taken. With `--resident` the
 first batches that flatout's engine has brought to the device are given to it over and over. With `--in-turns` it is fed
-by its loader and from the device, in turns of a second: a machine whose pace drifts is the same to both.
+by its loader, from the device, and from the device while other processes make as many samples and hand them to nobody,
+in turns of a second: a machine whose pace drifts is the same to all.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import itertools
 import json
+import mmap
 import os
+import random
 import resource
 import runpy
+import signal
 import statistics
+import struct
 import sys
 import time
 import weakref
@@ -145,15 +151,18 @@ class Window:
 
 
 class Turns:
-    """Turns in one run: its loader's batches, and a few that are on the device already, over and over."""
+    """Turns in one run: its loader's batches, and a few that are on the device already, over and over; those also while
+    as many samples are made `beside` it, which is what any loader takes of the machine."""
 
     def __init__(self, out: Path, seconds: float) -> None:
         self.out, self.seconds = out, seconds
         self.warm_up_s = min(WARM_UP_S, seconds)
-        self.rates: dict[str, list[float]] = {"fed": [], "resident": []}
+        self.rates: dict[str, list[float]] = {"fed": [], "beside": [], "resident": []}
         self.turn = "fed"
         self.kept: list[Any] = []
         self.loaders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.trained: Any = None  # the loader
+        self.beside: Beside | None = None
         self.samples = self.steps = 0
         self.pause_s = 0.0  # between epochs: evaluation, checkpoint
         self.first_step_s: float | None = None
@@ -167,6 +176,7 @@ class Turns:
         def begin_a_pass(loader: Any) -> Any:
             self.loaders.add(loader)
             if torch.is_grad_enabled():
+                self.trained = loader
                 self.pause_s += time.monotonic() - self.last_step_s
             return begin(loader)
 
@@ -196,27 +206,66 @@ class Turns:
         measured_after_s = self.first_step_s + self.warm_up_s
         if now < measured_after_s:
             self._begin_turn()
+        elif self.beside is None:
+            self.beside = Beside(self.trained, self._hold_workers())
+            self._begin_turn()
         elif self.measured_s is None and now - self.turn_s >= SETTLED_S:
-            self._hold_workers()
             self.measured_s, self.samples, self.pause_s = _all_done(), 0, 0.0
         elif self.measured_s is not None and now - self.measured_s >= TURN_S:
             self.rates[self.turn].append(self.samples / (_all_done() - self.measured_s - self.pause_s))
             if self.turn == "resident" and now - measured_after_s >= self.seconds:
                 self._finish(measured_after_s)
-            self.turn = "resident" if self.turn == "fed" else "fed"
+            self.turn = {"fed": "beside", "beside": "resident", "resident": "fed"}[self.turn]
+            self.beside.make(statistics.median(self.rates["fed"]) if self.turn == "beside" else 0.0)
             self._begin_turn()
 
-    def _hold_workers(self) -> None:
-        """What flatout's loaders have found out by now stays: to them, turns look like a consumer of half the speed."""
+    def _hold_workers(self) -> int:
+        """How many the training's loader has; all of flatout's keep theirs from now on: to them, turns look like a
+        consumer of a third of the speed."""
         from flatout.feed.loader import feed_of
 
         for feed in filter(None, map(feed_of, self.loaders)):
             feed.resize(feed.workers, hold=True)
+        trained = feed_of(self.trained)
+        return trained.workers if trained is not None else self.trained.num_workers
 
     def _finish(self, start_s: float) -> NoReturn:
-        shares = [fed / resident for fed, resident in zip(*self.rates.values(), strict=True)]
-        figures = {"start_s": start_s, "end_s": time.monotonic(), "turns": self.rates, "shares": shares}
-        finish(self.out, figures | {"samples_per_s": statistics.median(self.rates["fed"])})
+        fed, beside, resident = self.rates.values()
+        figures = {
+            "start_s": start_s,
+            "end_s": time.monotonic(),
+            "turns": self.rates,
+            "shares": [one / other for one, other in zip(fed, resident, strict=True)],
+            "shares_beside": [one / other for one, other in zip(fed, beside, strict=True)],
+        }
+        finish(self.out, figures | {"samples_per_s": statistics.median(fed)})
+
+
+class Beside:
+    """Processes that make samples of a loader's and hand them to nobody."""
+
+    def __init__(self, loader: Any, processes: int) -> None:
+        self._wanted = mmap.mmap(-1, 8)
+        self._processes = processes
+        for number in range(processes):
+            if os.fork() == 0:
+                self._make_for_ever(loader, random.Random(number))
+
+    def make(self, samples_per_s: float) -> None:
+        """So many, all together, from now on."""
+        self._wanted[:] = struct.pack("d", samples_per_s / max(1, self._processes))
+
+    def _make_for_ever(self, loader: Any, draw: random.Random) -> NoReturn:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: with the training
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # as the feed's workers
+        torch.set_num_threads(1)
+        dataset, size = loader.dataset, loader.batch_size or loader.batch_sampler.batch_size
+        while True:
+            (wanted,) = struct.unpack("d", self._wanted[:])
+            due_s = time.monotonic() + (size / wanted if wanted else 0.002)
+            if wanted:
+                loader.collate_fn([dataset[draw.randrange(len(dataset))] for _ in range(size)])
+            time.sleep(max(0.0, due_s - time.monotonic()))
 
 
 def _on_device(tensor: torch.Tensor) -> torch.Tensor:

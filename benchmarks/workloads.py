@@ -13,7 +13,8 @@
 | auto ceiling   | that, fed from the device                                                               |
 | auto supply    | its loader drained by nobody                                                            |
 | stock's loader | (with --stock FLAGS) the script with these flags instead, in the same turns             |
-| auto in turns  | (with --in-turns) under --auto, fed and from the device in one run, a second each       |
+| auto in turns  | (with --in-turns) under --auto, in one run, a second each: fed; from the device; that, |
+|                | while as many samples are made beside it                                                |
 | fix            | (with --fix BUDGET) with the plan that `flatout fix --allow all` has found by then      |
 | fix ceiling    | that plan, fed from the device                                                          |
 | fix supply     | that plan's loader drained by nobody                                                    |
@@ -176,7 +177,7 @@ def auto_variants(root: Path, name: str, flags: Sequence[str], options: argparse
 
 
 def both_in_one_run(root: Path, name: str, flags: Sequence[str], options: argparse.Namespace) -> Measured:
-    """`--auto` fed by its loader and from the device, in turns of a second."""
+    """`--auto` fed by its loader and from the device, in turns of a second: see timed.py."""
     yield "auto in turns", measure(root, name, flags, options.seconds, through=["--auto"], in_turns=True)
 
 
@@ -221,7 +222,9 @@ def ratios(variants: dict[str, dict[str, Any]]) -> dict[str, float]:
     speed = {variant: figures["samples_per_s"] for variant, figures in variants.items()}
     found = {f"{one} / {other}": speed[one] / speed[other] for one, other in RATIOS if {one, other} <= speed.keys()}
     if "auto in turns" in variants:
-        found["auto / its ceiling, in turns"] = statistics.median(variants["auto in turns"]["shares"])
+        figures = variants["auto in turns"]
+        found["auto / its ceiling, in turns"] = statistics.median(figures["shares"])
+        found["auto / that with samples made beside it"] = statistics.median(figures["shares_beside"])
     for variant in ("auto", "fix", "engine"):
         if f"{variant} supply" in speed:
             three = (variant, f"{variant} ceiling", f"{variant} supply")

@@ -61,9 +61,11 @@ def test_in_turns_a_run_is_compared_with_itself_fed_from_the_device(gray_data: P
     speeds = {name: figures["samples_per_s"] for name, figures in gray["variants"].items()}
     assert gray["ratios"]["auto / stock's loader"] == speeds["auto"] / speeds["stock's loader"]
     figures = gray["variants"]["auto in turns"]
-    fed, resident = figures["turns"]["fed"], figures["turns"]["resident"]
+    fed, beside, resident = (figures["turns"][turn] for turn in ("fed", "beside", "resident"))
     assert figures["shares"] == [one / other for one, other in zip(fed, resident, strict=True)] != []
+    assert figures["shares_beside"] == [one / other for one, other in zip(fed, beside, strict=True)]
     assert gray["ratios"]["auto / its ceiling, in turns"] > 0
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
 
 
 def test_a_variant_that_fails_is_told_with_its_own_words(tmp_path: Path) -> None:
