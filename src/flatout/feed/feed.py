@@ -33,7 +33,7 @@ LATER_PIECE_S = 0.04  # where many come before that batch: a piece costs the tra
 STALL_S = 0.01  # of waiting, after which a worker may be stuck and others should help
 QUICK_S = 2e-3  # batches that take a worker less travel together
 TOGETHER, TOGETHER_S, TOGETHER_BYTES = 32, 32e-3, 8 << 20  # at most so many, that take no longer and no more room
-AT_ONCE, AT_ONCE_BYTES = 4, 32 << 20  # batches handed over together, at most, and the room that they take
+AT_ONCE, AT_ONCE_BYTES = 8, 32 << 20  # batches handed over together, at most, and the room that they take
 MISHAPS = 3  # among batches that travelled together, after which each travels by itself
 SPARE_SLOTS = 4
 RESERVE_BYTES = 1 << 30
@@ -266,12 +266,15 @@ class Feed:
     def _open_more(self, step_s: float) -> None:
         """Have batches that are there already handed over with this one, which takes less than each by itself (290 µs
         a batch against 430 in a loop on a CPU). No more than are used while a worker makes one, so that none is left
-        without work meanwhile."""
+        without work meanwhile, or half of those that are ready: workers that are so far ahead may rest."""
         epoch = self._epoch
         assert epoch is not None
-        used_meanwhile = self._batch_s / step_s if step_s and self._batch_bytes else 1
-        most = int(min(AT_ONCE, AT_ONCE_BYTES / max(1, self._batch_bytes), used_meanwhile)) - 1
-        if self.made or epoch.free() < most:  # near its end a pass is told of each
+        if self.made or not step_s or not self._batch_bytes:
+            return
+        ready = len(self._table) - sum(len(hand.tasks) for hand in self.crew)
+        enough = max(self._batch_s / step_s, ready / 2)
+        most = int(min(AT_ONCE, AT_ONCE_BYTES / self._batch_bytes, enough)) - 1
+        if epoch.free() < most:  # near its end a pass is told of each
             return
         while len(self.made) < most and self._table and self._table[0].finished and self._table[0].clean:
             more = self._table[0]
