@@ -44,7 +44,7 @@ TRAIN = """
             mean = pictures.mean().item()  # the host batch stays a host batch
             out = net(on_card)
             assert out.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
-            loss = nn.functional.cross_entropy(out, labels.cuda())
+            loss = nn.functional.cross_entropy(out, labels.cuda(non_blocking="at once" in sys.argv))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -82,6 +82,20 @@ def test_copies_ahead_of_time_leave_every_loss_as_it_was(
     assert losses(ahead) == losses(plain) != []
     made = {entry["name"]: entry["applied"] for entry in ahead.observed.rank.facts["changes"]}
     assert made == dict.fromkeys(made, True)
+
+
+def test_a_script_that_does_not_wait_for_small_copies_makes_them_itself(tmp_path: Path) -> None:
+    changes = (("loader", "elastic"), ("pin_memory", True), ("device_prefetch", True))
+    hows = {}
+    for flags in (("deterministic", "at once"), ("deterministic",)):
+        ahead = run_with(tmp_path / str(len(flags)), *changes, flags=flags)
+        plain = run_with(tmp_path / f"plain {len(flags)}", flags=flags)
+        assert losses(ahead) == losses(plain) != []
+        (hows[len(flags)],) = (
+            entry["how"] for entry in ahead.observed.rank.facts["changes"] if entry["name"] == "device_prefetch"
+        )
+    assert "copied by the script" in hows[2]
+    assert "one step ahead" in hows[1]
 
 
 def test_a_loop_that_writes_to_its_dataset_gets_the_losses_it_had(tmp_path: Path) -> None:
