@@ -352,8 +352,8 @@ class Feed:
             rows = len(batch.indices)
             seconds = rows * self._row_s
             if self.recipe.chunk < rows <= self._layout.rows and seconds > WORTH_CUTTING_S:
-                rounds_before = len(self._table) / self._tuning.workers  # a pass begins with none, and all wait for it
-                piece_s = min(LATER_PIECE_S, PIECE_S * (1 + rounds_before))
+                before = sum(len(other.parts) for other in self._table)  # a pass begins with none, and all wait for it
+                piece_s = min(LATER_PIECE_S, PIECE_S * (1 + before / self._tuning.workers))
                 pieces = min(self._tuning.workers, int(seconds / piece_s))
         if pieces > 1:
             batch.slot = self.slots.take()
