@@ -195,7 +195,8 @@ class Session(Listener):
         awaits_xray = not self._xray.done and torch.cuda.is_initialized()
         if awaits_xray and self._options.max_steps is None:
             self._xray.step_ended(self)
-        every_step = awaits_xray or _applied is not None or self._options.max_steps is not None
+        changing = _applied is not None and _applied.wants_every_step
+        every_step = awaits_xray or changing or self._options.max_steps is not None
         self.next_look = steps + (1 if every_step else _LOOK_EVERY_STEPS)
         if _applied is not None:
             first = self._writer is not None and self._writer.path.parent == self._options.folder

@@ -321,6 +321,30 @@ def test_every_place_is_told_where_a_change_was_made(tmp_path: Path) -> None:
     assert f"flatout's own workers, {first}, {last})" in run.err
 
 
+HEARD = """
+    import torch
+    from flatout.inject.session import Session
+
+    heard, step_ended = [], Session.step_ended
+    Session.step_ended = lambda session, optimizer: heard.append(1) or step_ended(session, optimizer)
+    weight = torch.zeros(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(160):
+        weight.sum().backward()
+        optimizer.step()
+    print("heard", len(heard))
+"""
+
+
+@pytest.mark.parametrize("wanted", [("loader", "elastic"), ("gc_freeze", True)])
+def test_of_a_plan_only_the_first_steps_hear(tmp_path: Path, wanted: tuple[str, Any]) -> None:
+    write(tmp_path, train=HEARD)
+    Plan(changes=(change(*wanted),)).save(tmp_path / "plan.yaml")
+    run = flatout_run(tmp_path, sys.executable, "train.py", options=("--plan", "plan.yaml", "--no-xray", "--quiet"))
+    assert run.code == 0, run.err
+    assert 1 <= int(run.out.split("heard")[1]) <= 20
+
+
 def test_auto_puts_in_what_is_safe_and_says_which(tmp_path: Path, plain: dict[tuple[str, ...], list[str]]) -> None:
     write(tmp_path, train=TRAIN)
     flags = ("--workers", "2", "--random")

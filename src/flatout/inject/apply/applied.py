@@ -38,6 +38,11 @@ class Applied:
         except Exception as problem:
             print(f"flatout: the plan is not applied ({type(problem).__name__}: {problem})", file=sys.stderr)
 
+    @property
+    def wants_every_step(self) -> bool:
+        """Whether `step_ended` is to be called after each of them; else now and then will do."""
+        return self._proof is not None or self._computing.wants_a_step
+
     def step_ended(self, *, first: bool) -> None:
         """A training step is over, of the first training of this command or a later one."""
         self._computing.step_ended()

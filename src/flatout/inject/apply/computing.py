@@ -102,9 +102,13 @@ class Computing:
 
         kind.__init__ = build
 
+    @property
+    def wants_a_step(self) -> bool:
+        return not self._frozen and self._ledger.wanted("gc_freeze") is not None
+
     def step_ended(self) -> None:
         """A training step is over: what lives now lives long."""
-        if not self._frozen and self._ledger.wanted("gc_freeze"):
+        if self.wants_a_step:
             self._frozen = True
             if self._ledger.attempt("gc_freeze", _collect_and_freeze) is not None:
                 self._ledger.made("gc_freeze", "what lived after the first step is left out of garbage collections")
