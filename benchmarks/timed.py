@@ -165,6 +165,7 @@ class Turns:
         self.beside: Beside | None = None
         self.samples = self.steps = 0
         self.pause_s = 0.0  # between epochs: evaluation, checkpoint
+        self.pauses_s: list[float] = []  # in each turn that was fed: only there do epochs end
         self.first_step_s: float | None = None
         self.last_step_s = self.turn_s = 0.0
         self.measured_s: float | None = None
@@ -213,6 +214,7 @@ class Turns:
             self.measured_s, self.samples, self.pause_s = _all_done(), 0, 0.0
         elif self.measured_s is not None and now - self.measured_s >= TURN_S:
             self.rates[self.turn].append(self.samples / (_all_done() - self.measured_s - self.pause_s))
+            self.pauses_s += [self.pause_s] if self.turn == "fed" else []
             if self.turn == "resident" and now - measured_after_s >= self.seconds:
                 self._finish(measured_after_s)
             self.turn = {"fed": "beside", "beside": "resident", "resident": "fed"}[self.turn]
@@ -235,6 +237,7 @@ class Turns:
             "start_s": start_s,
             "end_s": time.monotonic(),
             "turns": self.rates,
+            "pauses_s": self.pauses_s,
             "shares": [one / other for one, other in zip(fed, resident, strict=True)],
             "shares_beside": [one / other for one, other in zip(fed, beside, strict=True)],
         }
