@@ -26,7 +26,6 @@ import resource
 import runpy
 import signal
 import statistics
-import struct
 import sys
 import time
 import weakref
@@ -163,6 +162,7 @@ class Turns:
         self.loaders: weakref.WeakSet[Any] = weakref.WeakSet()
         self.trained: Any = None  # the loader
         self.beside: Beside | None = None
+        self.made_before, self.made_beside = 0, list[float]()  # samples; and a second, of each turn
         self.samples = self.steps = 0
         self.pause_s = 0.0  # between epochs: evaluation, checkpoint
         self.pauses_s: list[float] = []  # in each turn that was fed: only there do epochs end
@@ -211,10 +211,16 @@ class Turns:
             self.beside = Beside(self.trained, self._hold_workers())
             self._begin_turn()
         elif self.measured_s is None and now - self.turn_s >= SETTLED_S:
+            self._hold_workers()
+            self.made_before = self.beside.made()
             self.measured_s, self.samples, self.pause_s = _all_done(), 0, 0.0
         elif self.measured_s is not None and now - self.measured_s >= TURN_S:
-            self.rates[self.turn].append(self.samples / (_all_done() - self.measured_s - self.pause_s))
-            self.pauses_s += [self.pause_s] if self.turn == "fed" else []
+            seconds = _all_done() - self.measured_s
+            self.rates[self.turn].append(self.samples / (seconds - self.pause_s))
+            if self.turn == "fed":
+                self.pauses_s.append(self.pause_s)
+            elif self.turn == "beside":
+                self.made_beside.append((self.beside.made() - self.made_before) / seconds)
             if self.turn == "resident" and now - measured_after_s >= self.seconds:
                 self._finish(measured_after_s)
             self.turn = {"fed": "beside", "beside": "resident", "resident": "fed"}[self.turn]
@@ -238,6 +244,7 @@ class Turns:
             "end_s": time.monotonic(),
             "turns": self.rates,
             "pauses_s": self.pauses_s,
+            "made_beside": self.made_beside,
             "shares": [one / other for one, other in zip(fed, resident, strict=True)],
             "shares_beside": [one / other for one, other in zip(fed, beside, strict=True)],
         }
@@ -248,26 +255,44 @@ class Beside:
     """Processes that make samples of a loader's and hand them to nobody."""
 
     def __init__(self, loader: Any, processes: int) -> None:
-        self._wanted = mmap.mmap(-1, 8)
-        self._processes = processes
+        self._wanted = memoryview(mmap.mmap(-1, 8)).cast("d")  # samples a second of each
+        self._made = memoryview(mmap.mmap(-1, 8 * max(1, processes))).cast("q")  # samples of each
+        self._children = []
         for number in range(processes):
-            if os.fork() == 0:
-                self._make_for_ever(loader, random.Random(number))
+            child = os.fork()
+            if child == 0:
+                try:
+                    self._make_for_ever(loader, number)
+                finally:
+                    os._exit(1)
+            self._children.append(child)
 
     def make(self, samples_per_s: float) -> None:
         """So many, all together, from now on."""
-        self._wanted[:] = struct.pack("d", samples_per_s / max(1, self._processes))
+        self._wanted[0] = samples_per_s / max(1, len(self._children))
 
-    def _make_for_ever(self, loader: Any, draw: random.Random) -> NoReturn:
+    def made(self) -> int:
+        """How many samples so far; none of the processes may have ended."""
+        for child in self._children:
+            if os.waitpid(child, os.WNOHANG) != (0, 0):
+                raise RuntimeError("a process that was to make samples has ended")
+        return sum(self._made)
+
+    def _make_for_ever(self, loader: Any, number: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: with the training
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # as the feed's workers
         torch.set_num_threads(1)
+        draw = random.Random(number)
         dataset, size = loader.dataset, loader.batch_size or loader.batch_sampler.batch_size
+        due_s = time.monotonic()
         while True:
-            (wanted,) = struct.unpack("d", self._wanted[:])
-            due_s = time.monotonic() + (size / wanted if wanted else 0.002)
-            if wanted:
-                loader.collate_fn([dataset[draw.randrange(len(dataset))] for _ in range(size)])
+            if not self._wanted[0]:
+                time.sleep(0.002)
+                due_s = time.monotonic()
+                continue
+            loader.collate_fn([dataset[draw.randrange(len(dataset))] for _ in range(size)])
+            self._made[number] += size
+            due_s += size / self._wanted[0] if self._wanted[0] else 0.0
             time.sleep(max(0.0, due_s - time.monotonic()))
 
 

@@ -159,6 +159,14 @@ def by_place(host: Any) -> Any:
     return host.to("meta", None, True)
 
 
+def elsewhere(host: Any) -> Any:
+    """As a prefetcher of the script's own does it, with a stream of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_stream", lambda device: Card())
+        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+        return by_keyword(host)
+
+
 @pytest.mark.parametrize("move", [by_keyword, by_place])
 def test_a_script_that_copies_small_page_locked_batches_without_waiting_is_left_to_it(
     card: Card, copies: copying._Copies, monkeypatch: pytest.MonkeyPatch, move: Callable[[Any], Any]
@@ -175,8 +183,26 @@ def test_a_script_that_copies_small_page_locked_batches_without_waiting_is_left_
             copied += bool(copies)
             for host in batch:
                 move(host)
-    assert copied == copying._SURE / 2
+    assert copied == copying._SURE + 1
     assert told == ["good"]
+    assert not copying._copying, "host batches are held"
+    assert ahead._room is None
+
+
+def test_batches_that_become_large_are_copied_again(
+    card: Card, copies: copying._Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    ahead = copying.Ahead(None, torch.device("meta"), pytest.fail)
+    copied = []
+    for number in range(4 * copying._EVERY):
+        host = torch.empty(3 if number < copying._EVERY else copying.SMALL_BYTES)
+        ahead._fetched(lambda host=host: [host])
+        ahead._num_yielded += 1
+        copied.append(bool(copies))
+        by_keyword(host)
+    assert not any(copied[copying._SURE + 1 : copying._EVERY])
+    assert all(copied[2 * copying._EVERY :])
 
 
 @pytest.mark.parametrize(
@@ -188,9 +214,15 @@ def test_a_script_that_copies_small_page_locked_batches_without_waiting_is_left_
         ([torch.ones(3)], False, by_keyword),
         ([torch.ones(copying.SMALL_BYTES // 4)], True, by_keyword),
         ([NotMade((4, 3), torch.float32)], True, by_keyword),
+        ([torch.ones(3) for _ in range(20)], False, by_keyword),
+        ([torch.ones(3) for _ in range(20)] + [torch.ones(1)], True, lambda host: host.to("meta", None, len(host) > 1)),
+        ([torch.ones(3)], True, elsewhere),
     ],
-    ids=["waits", "says so", "a copy of its own", "not page-locked", "large", "made by copying"],
-)
+    ids=[
+        "waits", "says so", "a copy of its own", "not page-locked", "large", "made by copying", "many",
+        "waits for one of them", "on another stream",
+    ],
+)  # fmt: skip
 def test_else_it_gets_its_copies(
     card: Card,
     copies: copying._Copies,

@@ -65,6 +65,8 @@ def test_in_turns_a_run_is_compared_with_itself_fed_from_the_device(gray_data: P
     assert figures["shares"] == [one / other for one, other in zip(fed, resident, strict=True)] != []
     assert figures["shares_beside"] == [one / other for one, other in zip(fed, beside, strict=True)]
     assert gray["ratios"]["auto / its ceiling, in turns"] > 0
+    assert len(figures["made_beside"]) == len(beside)
+    assert all(0 < made < 2 * max(fed) for made in figures["made_beside"])
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
 
 

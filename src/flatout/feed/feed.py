@@ -271,7 +271,7 @@ class Feed:
         assert epoch is not None
         if self.made or not step_s or not self._batch_bytes:
             return
-        ready = len(self._table) - sum(len(hand.tasks) for hand in self.crew)
+        ready = len(self._table) - len(self._waiting) - sum(len(hand.tasks) for hand in self.crew)
         enough = max(self._batch_s / step_s, ready / 2)
         most = int(min(AT_ONCE, AT_ONCE_BYTES / self._batch_bytes, enough)) - 1
         if epoch.free() < most:  # near its end a pass is told of each

@@ -3,7 +3,7 @@
 Without workers stock makes each batch when it is asked for, with the dataset as it is then: a size that the loop sets
 every ten batches, noise that it raises step by step. Workers have the dataset as it was. This looks before every batch
 whether anything was set on it, or on what it is made of: attributes and slots, what containers and arrays hold (a
-thousand places of the largest), what functions have closed over. Global variables are not looked at.
+thousand places of large ones), what functions have closed over. Global variables are not looked at.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ _LOOKED_INTO = (argparse.Namespace, types.SimpleNamespace)
 _LEFT_ALONE = frozenset(("tqdm",))  # modules of what counts by itself
 _OURS = frozenset(("_compiled_call_impl",))  # set by whoever times or compiles a model
 _MOST_PARTS, _MOST_HELD = 64, 256
-_MOST_COMPARED = 1 << 16  # entries of a list: 40 µs for 40,000, and so much for a thousand places too
 _MOST_ENTRIES = 1024  # of a large container or array, spread over it: a step that writes to many is seen to
 _SMALL_BYTES, _LARGE_BYTES = 4096, 1 << 28
 _GONE = object()
@@ -45,13 +44,11 @@ class Watch:
     def __init__(self, *things: Any) -> None:
         self._things = things
         self.looked = 0  # times
-        self._parts: list[tuple[Any, Callable[[Any], Any], Any]] = []
         self.renew()
 
     def renew(self) -> None:
         """From now on, as it is now."""
-        lists = {id(one): before for one, _, before in self._parts if isinstance(before, _All)}
-        self._parts = []
+        self._parts: list[tuple[Any, Callable[[Any], Any], Any]] = []
         known: set[int] = set()
         found: deque[Any] = deque(self._things)
         while found and len(self._parts) < _MOST_PARTS:
@@ -62,8 +59,6 @@ class Watch:
             look = _looked_at(_way_to_look, one)
             state = _looked_at(look, one) if look is not None else None
             if state is not None:
-                if isinstance(state, _All):
-                    state = state.kept(lists.get(id(one)))
                 self._parts.append((one, look, state))
                 found.extend(state.values() if isinstance(state, dict) else ())
 
@@ -171,8 +166,6 @@ def _values(one: Any) -> Any:
 def _entries(one: Any) -> Any:
     if len(one) <= _MOST_HELD:
         return dict(enumerate(one))
-    if isinstance(one, list) and len(one) <= _MOST_COMPARED:
-        return _All(one)
     return _Entries(len(one), one[:: 1 + len(one) // _MOST_ENTRIES]) if isinstance(one, list) else len(one)
 
 
@@ -211,25 +204,6 @@ def _is_mapped(array: Any) -> bool:
     return array is not None
 
 
-class _All:
-    """A list, by all of its entries. Those that are the same object are not even touched, which is why it is quick."""
-
-    def __init__(self, entries: list[Any]) -> None:
-        self._entries = entries
-
-    def kept(self, before: _All | None) -> _All:
-        """As it is now; nothing is copied where it is as before."""
-        return before if before is not None and self == before else _All(list(self._entries))
-
-    def __eq__(self, other: object) -> bool:
-        try:
-            return isinstance(other, _All) and list.__eq__(self._entries, other._entries)
-        except Exception:  # another object, which does not want to be compared
-            return False
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 class _Entries:
     """Some of what a large container holds: the same where each is the same object, however they compare."""
 
@@ -246,7 +220,9 @@ class _Entries:
 
 def _untouched(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
     """Whether the very same things go by the same names, as they nearly always do."""
-    return all(map(operator.is_, now.values(), before.values())) and now.keys() == before.keys()
+    if len(now) != len(before):
+        return False
+    return all(map(operator.is_, now, before)) and all(map(operator.is_, now.values(), before.values()))
 
 
 def _same(before: Any, now: Any) -> bool:

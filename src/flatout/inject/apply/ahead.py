@@ -11,9 +11,9 @@ Memory for a copy is taken from the script's own stream, when the batch before i
 for nothing but what was queued by then, and the allocator need not be told of a second stream. Of memory that it is
 told of, it asks the driver whether it is free by now whenever it allocates. What that costs was not told from noise.
 
-To begin a copy takes time of the script's own thread: it made steps of 8 to 11 ms 1 to 6% longer (H200, `gray` and
-`stock`, five runs). So a script that copies small page-locked batches by itself, and does not wait for it, is left to
-that: see `Habit`. Its batches are still fetched early.
+To begin a copy takes time of the script's own thread: it made steps of 8 to 11 ms up to 8% longer (H200, `gray` and
+`stock`, five runs; in one of them nothing showed). So a script that copies small page-locked batches by itself, and
+does not wait for it, is left to that: see `Habit`. Its batches are still fetched early.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from flatout.feed.iterator import NOT_YET, FeedIterator
 from flatout.inject.ceiling import tensors_in
 
 SMALL_BYTES = 16 << 20  # about 0.3 ms on the bus
-_SURE = 16  # copies in a row
+_SURE = 8  # batches in a row
+_EVERY = 64  # batches
 
 
 class Habit:
@@ -44,22 +45,32 @@ class Habit:
     def __init__(self, is_good: Callable[[], None] = lambda: None) -> None:
         self._is_good = is_good
         self._in_a_row = 0
+        self._copied = self._well = False  # of the latest batch, as far as is known
+        self.good = False
 
     def sees(self, hosts: list[Any]) -> None:
         """The next batch."""
-        small = sum(host.nbytes for host in hosts if _is_plain(host)) < SMALL_BYTES
-        if not small or not all(_is_plain(host) and host.is_pinned() for host in hosts):
-            self._in_a_row = 0
-
-    def copies(self, *, waits: bool) -> None:
-        """The script asks for a copy; whether it would have waited for it."""
-        self._in_a_row = 0 if waits else self._in_a_row + 1
-        if self._in_a_row == _SURE:
+        self._in_a_row = self._in_a_row + 1 if self._copied and self._well else 0
+        self._copied, self._well = False, _is_small(hosts)
+        if self._in_a_row >= _SURE and self._well and not self.good:
+            self.good = True
             self._is_good()
 
-    @property
-    def good(self) -> bool:
-        return self._in_a_row >= _SURE
+    def copies(self, *, well: bool) -> None:
+        """The script asks for a copy: without waiting for it, and where we can tell when it is over?"""
+        self._copied, self._well = True, self._well and well
+
+    def looks_again(self, hosts: list[Any]) -> None:
+        """At a batch that was left to the script."""
+        if not _is_small(hosts):
+            self.good, self._in_a_row = False, 0
+
+
+def _is_small(hosts: list[Any]) -> bool:
+    """Whether a script's own copies of these take little of anybody's time."""
+    if not all(map(_is_plain, hosts)) or sum(host.nbytes for host in hosts) >= SMALL_BYTES:
+        return False
+    return all(host.is_pinned() for host in hosts)
 
 
 class _Copies:
@@ -103,7 +114,7 @@ class _Copies:
         current.wait_event(done)
         if current != of:
             copy.record_stream(current)
-        habit.copies(waits=_waits(args, kwargs))
+        habit.copies(well=current == of and not _waits(args, kwargs))
         return copy
 
     def __bool__(self) -> bool:
@@ -189,7 +200,7 @@ def _stepped(*_: Any) -> None:
 
 
 def fetch_without_a_span() -> None:
-    """Have iterators of ours tell no profiler of every batch where none is there to hear it."""
+    """Have iterators of ours tell of every batch only where a profiler runs (an `ExecutionTraceObserver` is none)."""
     following: Any = functools.wraps(_stock_next)(_following)
     stock._BaseDataLoaderIter.__next__ = following  # type: ignore[method-assign]
 
@@ -270,7 +281,7 @@ class Ahead(stock._BaseDataLoaderIter):
 
     def _make_room(self, batch: Any) -> None:
         """For the next batch, which will be like this one, before this one is learned from."""
-        if not self._copies_pay:
+        if self._failed or self._habit.good:
             return
         try:
             hosts = _hosts_in(batch)
@@ -300,9 +311,12 @@ class Ahead(stock._BaseDataLoaderIter):
             return StopIteration()  # one that does not know this frame, and so keep us and the workers
         except Exception as problem:  # the script's own: raised when it is its turn
             return problem
-        if batch is not NOT_YET and self._copies_pay:
+        if batch is not NOT_YET and not self._failed:
             try:
-                self._copy(batch)
+                if self._habit.good:
+                    self._leave(batch)
+                else:
+                    self._copy(batch)
             except Exception as problem:
                 self._no_more(problem)
         return batch
@@ -312,9 +326,13 @@ class Ahead(stock._BaseDataLoaderIter):
         self._failed = True
         self._fail(problem)
 
-    @property
-    def _copies_pay(self) -> bool:
-        return not self._failed and not self._habit.good
+    def _leave(self, batch: Any) -> None:
+        """To the script."""
+        self._room = None
+        if _copying:
+            _let_go()
+        if self._num_yielded % _EVERY == 0:
+            self._habit.looks_again(_hosts_in(batch))
 
     def _copy(self, batch: Any) -> None:
         _let_go()
