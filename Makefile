@@ -5,7 +5,7 @@ BIN := .venv/bin
 .PHONY: demo test lint types unit gpu bench clean
 .DEFAULT_GOAL := test
 
-# What it takes to run, and what it takes to work on it: more than twice as much.
+# What it takes to run, and what it takes to work on it: twice as much.
 .venv/.runs: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[workloads]'
