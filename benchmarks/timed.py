@@ -162,7 +162,8 @@ class Turns:
         self.loaders: weakref.WeakSet[Any] = weakref.WeakSet()
         self.trained: Any = None  # the loader
         self.beside: Beside | None = None
-        self.made_before, self.made_beside = 0, list[float]()  # samples; and a second, of each turn
+        self.made_before = 0  # samples, beside it, before this turn was measured
+        self.made_beside: list[float] = []  # a second, in each turn
         self.samples = self.steps = 0
         self.pause_s = 0.0  # between epochs: evaluation, checkpoint
         self.pauses_s: list[float] = []  # in each turn that was fed: only there do epochs end

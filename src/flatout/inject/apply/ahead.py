@@ -24,7 +24,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.data.dataloader as stock
@@ -52,7 +52,7 @@ class Habit:
         """The next batch."""
         self._in_a_row = self._in_a_row + 1 if self._copied and self._well else 0
         self._copied, self._well = False, _is_small(hosts)
-        if self._in_a_row >= _SURE and self._well and not self.good:
+        if self._in_a_row >= _SURE and self._well:
             self.good = True
             self._is_good()
 
@@ -73,6 +73,17 @@ def _is_small(hosts: list[Any]) -> bool:
     return all(host.is_pinned() for host in hosts)
 
 
+class _Copy(NamedTuple):
+    """A copy under way, in memory `of` this stream, of a host tensor as it was in that version."""
+
+    host: weakref.ref[Any]
+    version: int
+    itself: Any
+    done: Any
+    of: Any
+    habit: Habit
+
+
 class _Copies:
     """Device copies on their way, by the host tensor the script holds. Each is given out once.
 
@@ -81,41 +92,40 @@ class _Copies:
     """
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[weakref.ref[Any], int, Any, Any, Any, Habit]] = {}
+        self._made: dict[int, _Copy] = {}
 
     def put(self, host: Any, copy: Any, done: Any, of: Any, habit: Habit) -> None:
         """A copy is under way, in memory `of` this stream."""
         key = id(host)
         self._drop(key)  # it came twice, or again
-        here = weakref.ref(host, lambda _: self._made.pop(key, None))
-        self._made[key] = (here, host._version, copy, done, of, habit)
+        there = weakref.ref(host, lambda _: self._made.pop(key, None))
+        self._made[key] = _Copy(there, host._version, copy, done, of, habit)
 
     def forget(self, host: Any) -> None:
         """It may be written to from now on where no version is counted."""
-        entry = self._made.get(id(host))
-        if entry is not None and entry[0]() is host:
+        made = self._made.get(id(host))
+        if made is not None and made.host() is host:
             self._drop(id(host))
 
     def _drop(self, key: int) -> None:
-        entry = self._made.pop(key, None)
-        if entry is not None:
-            _copying.append(entry[2:4])  # it may still be under way
+        made = self._made.pop(key, None)
+        if made is not None:
+            _copying.append((made.itself, made.done))  # it may still be under way
 
     def take(self, host: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The copy of `host` where it is asked for, and the current stream waits for it; else `host` itself."""
-        entry: Any = self._made.get(id(host))
-        if entry is None or entry[0]() is not host:
+        made: Any = self._made.get(id(host))
+        if made is None or made.host() is not host:
             return host
-        version, copy, done, of, habit = entry[1:]
-        if version != host._version or _target(args, kwargs) != copy.device:
+        if made.version != host._version or _target(args, kwargs) != made.itself.device:
             return host
         del self._made[id(host)]
-        current = torch.cuda.current_stream(copy.device)
-        current.wait_event(done)
-        if current != of:
-            copy.record_stream(current)
-        habit.copies(well=current == of and not _waits(args, kwargs))
-        return copy
+        current = torch.cuda.current_stream(made.itself.device)
+        current.wait_event(made.done)
+        if current != made.of:
+            made.itself.record_stream(current)
+        made.habit.copies(well=current == made.of and not _waits(args, kwargs))
+        return made.itself
 
     def __bool__(self) -> bool:
         return bool(self._made)
