@@ -124,7 +124,8 @@ def test_any_batch_size_channels_and_shape(n, channels, height, width):
 @pytest.mark.parametrize("channels", [1, 3])
 def test_the_nearest_pixel(channels):
     there, here = both(Augment([HFlip(), Rotate(25)], interpolation="nearest"), pictures(channels=channels))
-    assert (there[0] == here[0]).float().mean() > 0.999  # but where two are as near
+    same = (there[0] - here[0]).abs() < 1e-6  # a division rounds otherwise on the card
+    assert same.float().mean() > 0.999  # but where two are as near
 
 
 def test_strided_input_and_an_empty_batch():

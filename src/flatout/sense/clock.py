@@ -15,31 +15,42 @@ _LOSSES_IN_FLIGHT = 128
 
 
 class CudaClock:
-    """Drops events into the current stream, and reads the time between neighbours once they have passed."""
+    """Drops events into the stream that a step began in, and reads the time between neighbours once they have passed.
+
+    Always that one: a loader that copies ahead of time, ours or the script's, does so in a stream of its own, and what
+    the card comes to there says nothing about when it came to its neighbour here.
+    """
 
     def __init__(self) -> None:
         self._pool: list[Any] = []
         self._stream: Any = None
         self._raw_stream: tuple[int, int] | None = None
 
-    def mark(self) -> Any:
-        """An event in the current stream, or None where there is no CUDA in use or a graph is being captured."""
+    def mark(self, *, begins: bool) -> Any:
+        """An event, the first of a step or not; None where there is no CUDA in use or a graph is being captured."""
         if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
             return None
-        device = torch._C._cuda_getDevice()
-        raw = (device, torch._C._cuda_getCurrentRawStream(device))
-        if raw != self._raw_stream:  # looking the stream up costs more than recording into it
-            self._raw_stream, self._stream = raw, torch.cuda.current_stream()
+        if begins:
+            self._follow()
         event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
         return event
+
+    def _follow(self) -> None:
+        """To the stream that is current now; looking it up costs more than recording into it."""
+        device = torch._C._cuda_getDevice()
+        raw = (device, torch._C._cuda_getCurrentRawStream(device))
+        if raw != self._raw_stream:
+            self._raw_stream, self._stream = raw, torch.cuda.current_stream()
+            self._pool.clear()  # an event stays with the card that it was first recorded on
 
     def between(self, marks: list[Any]) -> list[float] | None:
         """Milliseconds between neighbours; None while the GPU has not come to the last."""
         if torch.cuda.is_current_stream_capturing() or not marks[-1].query():
             return None
         times = [max(0.0, a.elapsed_time(b)) for a, b in pairwise(marks)]
-        self._pool += marks
+        if marks[0].device == self._stream.device:
+            self._pool += marks
         marks.clear()
         return times
 

@@ -49,8 +49,8 @@ _CLOSELY_KNOWN = 200  # … after so many: what a phase takes is known by then
 class GpuClock(Protocol):
     """Marks in the GPU's queue, read later without waiting."""
 
-    def mark(self) -> Any:
-        """Drop a mark; None where that is not possible now (no GPU in use, a graph being captured)."""
+    def mark(self, *, begins: bool) -> Any:
+        """Drop a mark, the first of a step or not; None where none can be had now (no GPU in use, a graph captured)."""
 
     def between(self, marks: list[Any]) -> list[float] | None:
         """Milliseconds between neighbours, or None while the GPU has not come to the last of them."""
@@ -378,7 +378,7 @@ class Recorder:
         if self._gpu is None or len(marks) >= SPANS_A_STEP:
             self.marking = False
             return None
-        mark = self._gpu.mark()
+        mark = self._gpu.mark(begins=not marks)
         if mark is None:
             self.marking = False
             return None

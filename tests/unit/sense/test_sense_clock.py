@@ -1,4 +1,4 @@
-"""How far the host may run ahead of a card that is played here by a list of steps it has done."""
+"""How far the host may run ahead of a card, and in which stream of it time is taken; the card is played here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flatout.sense.clock import Leash
+from flatout.sense.clock import CudaClock, Leash
 
 
 class Queue:
@@ -21,7 +21,8 @@ class Queue:
         queue = self
 
         class End:
-            def record(self) -> None:
+            def record(self, stream: str | None = None) -> None:
+                self.stream = stream
                 self.number = len(queue.ends)
                 queue.ends.append(self)
 
@@ -54,3 +55,19 @@ def test_a_shorter_leash_takes_hold_at_once(queue: Queue) -> None:
     assert [leash.step_ended() for _ in range(8)] == [None] * 8
     leash.steps = 2
     assert leash.step_ended() is queue.ends[6]
+
+
+def test_a_step_is_timed_in_the_stream_that_it_began_in(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a loader that copies in a stream of its own WHEN its copies are marked THEN in the stream of the step."""
+    current = "training"
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: hash(current), raising=False)
+    clock = CudaClock()
+    clock.mark(begins=True)
+    current = "copies"
+    clock.mark(begins=False)
+    current = "another training"
+    clock.mark(begins=True)
+    clock.mark(begins=False)
+    assert [end.stream for end in queue.ends] == ["training", "training", "another training", "another training"]

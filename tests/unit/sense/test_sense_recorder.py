@@ -33,11 +33,13 @@ class Gpu:
         self.capturing = False
         self.behind = False
         self.marks = 0
+        self.first_marks = 0
 
-    def mark(self) -> Any:
+    def mark(self, *, begins: bool) -> Any:
         if self.capturing:
             return None
         self.marks += 1
+        self.first_marks += begins
         return self._clock.ms
 
     def between(self, marks: list[Any]) -> list[float] | None:
@@ -334,6 +336,12 @@ def test_where_nothing_is_launched_the_cards_time_is_idleness() -> None:
         assert (idle if idle is not None else busy) == pytest.approx(span.host_ms)
 
 
+def test_a_step_says_which_of_its_marks_is_the_first() -> None:
+    bench = Bench(gpu=True)
+    bench.train(8)
+    assert bench.gpu.first_marks == 8 < bench.gpu.marks
+
+
 def test_waiting_for_data_in_an_evaluation_is_idleness_too() -> None:
     bench = Bench(gpu=True)
     bench.train(4)  # the fifth step carries marks
@@ -374,9 +382,9 @@ def dear_bench() -> Bench:
     bench = Bench(gpu=True)
     mark = bench.gpu.mark
 
-    def dear() -> Any:
+    def dear(*, begins: bool) -> Any:
         bench.clock.ms += 1
-        return mark()
+        return mark(begins=begins)
 
     bench.gpu.mark = dear  # type: ignore[method-assign]
     bench.train(100)
