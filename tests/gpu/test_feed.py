@@ -67,6 +67,25 @@ def test_a_slot_is_not_reused_while_its_copy_waits_behind_other_work() -> None:
         assert_whole(images, indices)
 
 
+@pytest.mark.parametrize("context", [torch.cuda.stream, lambda stream: stream], ids=["torch.cuda.stream", "the stream"])
+def test_a_slot_is_not_reused_while_its_copy_waits_in_another_stream(context: Any) -> None:
+    """GIVEN a script that copies ahead of time in a stream of its own, and does not wait for it before the next batch
+    WHEN its batches are dropped at once THEN no copy sees a later batch's bytes."""
+    loader = DataLoader(Frames(1600), 16, num_workers=2, pin_memory=True)
+    side = torch.cuda.Stream()
+    copies = []
+    for images, indices in loader:
+        with context(side):
+            busy(3)
+            copied = images.cuda(non_blocking=True)
+        copied.record_stream(torch.cuda.current_stream())
+        copies.append((copied, indices.clone()))
+        del images, indices, copied
+    side.synchronize()
+    for images, indices in copies:
+        assert_whole(images, indices)
+
+
 def test_batches_that_are_kept_stay_what_they_are() -> None:
     kept = list(DataLoader(Frames(640), 16, num_workers=2, pin_memory=True))
     for images, indices in kept:

@@ -3,8 +3,9 @@
     free ──take──► being written ──lease──► the user's batch ──dropped──► copy still running? ──► free
 
 A slot goes round again only when nothing lies over it any more (the lease, an array under all the batch's tensors, was
-collected), no worker may still write to it, and the work that was queued on the GPU when we saw that is over. A user
-who keeps every batch is never waited for: without a free slot a batch travels in memory of its own.
+collected), no worker may still write to it, and the work that was queued on the GPU when we saw that is over, in
+whatever stream. A user who keeps every batch is never waited for: without a free slot a batch travels in memory of its
+own.
 
 Memory is page-locked when its first batch is there, not before: to lock what nobody has touched means to have all of it
 made first, in the training process, and a ring of large slots grown at once stopped training for seconds.
@@ -12,6 +13,7 @@ made first, in the training process, and a ring of large slots grown at once sto
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import weakref
@@ -89,7 +91,7 @@ class Slots:
         self._all: dict[int, Slot] = {}
         self._free: deque[Slot] = deque()
         self._dropped: deque[Slot] = deque()
-        self._cooling: deque[tuple[Any, Slot]] = deque()
+        self._cooling: deque[tuple[list[Any], Slot]] = deque()
         self._made = 0
 
     def __iter__(self) -> Iterator[Slot]:
@@ -127,15 +129,15 @@ class Slots:
     def collect(self) -> None:
         """Bring back the slots of dropped batches; called from the training thread only, as it records events."""
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        event = _mark() if self.watched and any(slot.locked for slot in dropped) else None
+        queued = _queued() if self.watched and any(slot.locked for slot in dropped) else []
         for slot in dropped:
-            if event is None or not slot.locked:
-                self._rest(slot)
-            elif event is _CAPTURING:
+            if queued is None and slot.locked:
                 self._dropped.append(slot)
+            elif queued and slot.locked:
+                self._cooling.append((queued, slot))
             else:
-                self._cooling.append((event, slot))
-        while self._cooling and self._cooling[0][0].query():
+                self._rest(slot)
+        while self._cooling and all(event.query() for event in self._cooling[0][0]):
             self._rest(self._cooling.popleft()[1])
 
     def trim(self, keep: int) -> None:
@@ -161,22 +163,42 @@ class Slots:
 
 # --- the GPU's side ---------------------------------------------------------------------------------------------------
 
-_CAPTURING = object()
+_streams: set[Any] = set()  # those that have been current: copies out of a slot may be queued in any of them
 
 
-def _mark() -> Any:
-    """An event behind everything queued so far; None without CUDA, `_CAPTURING` while a graph is being captured."""
+def _queued() -> list[Any] | None:
+    """Events behind everything queued so far, none without CUDA; None while a graph is being captured."""
     if not torch.cuda.is_initialized():
-        return None
+        return []
     if torch.cuda.is_current_stream_capturing():
-        return _CAPTURING
-    event = torch.cuda.Event()
-    event.record()
-    return event
+        return None
+    events = []
+    for stream in {torch.cuda.current_stream(), *_streams}:
+        events.append(torch.cuda.Event())
+        events[-1].record(stream)
+    return events
+
+
+@functools.cache
+def _note_streams() -> None:
+    """From now on. A script that copies ahead of time, in a stream of its own, may drop a batch before it is copied."""
+    for owner, name in ((torch.cuda, "set_stream"), (torch.cuda.Stream, "__enter__")):
+        enter = getattr(owner, name, None)
+        if enter is None:  # before torch 2.7 a stream is no context of its own
+            continue
+
+        @functools.wraps(enter)
+        def noted(stream: Any, _enter: Any = enter) -> Any:
+            if type(stream) is torch.cuda.Stream:  # one from outside of torch may be gone when we come to it
+                _streams.add(stream)
+            return _enter(stream)
+
+        setattr(owner, name, noted)
 
 
 def _page_lock(address: int, size: int) -> bool:
     try:
+        _note_streams()
         return int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0
     except Exception:  # without page-locking the batch is pinned by a copy, as stock does it
         return False

@@ -238,3 +238,36 @@ def test_memory_is_page_locked_with_its_first_batch_and_not_before(monkeypatch: 
     assert locked == [one.size]
     slots.close()
     assert locked == []
+
+
+def test_a_slot_rests_until_the_copies_in_every_stream_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a loop that copies in a stream of its own WHEN only the stream it trains in has come so far THEN the slot
+    is not given out again."""
+    over: set[str] = set()
+
+    class Event:
+        def record(self, stream: str) -> None:
+            self.stream = stream
+
+        def query(self) -> bool:
+            return self.stream in over
+
+    monkeypatch.setattr(ring, "_page_lock", lambda address, size: True)
+    monkeypatch.setattr(ring, "_page_unlock", lambda address: None)
+    monkeypatch.setattr(ring, "_streams", {"training", "copies"})
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "training")
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    slots = ring_of(1 << 20, page_locked=True)
+    slots.fit(1000)
+    slot = slots.take()
+    assert slot is not None
+    slots.lease(slot)
+    over.add("training")
+    slots.collect()
+    assert slots.take() is not slot
+    over.add("copies")
+    slots.collect()
+    assert slots.take() is slot
+    slots.close()
