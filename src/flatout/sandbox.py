@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,7 @@ _SYSTEM = {
     "var", "opt", "lost+found",
 }  # fmt: skip
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
+_PR_SET_PDEATHSIG = 1
 _MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
 _NOT_DISKS = {"proc", "sysfs", "devtmpfs", "devpts", "mqueue", "cgroup", "cgroup2", "securityfs", "debugfs", "tracefs"}
 
@@ -148,6 +150,7 @@ def main(sandbox: Sandbox, command: Sequence[str]) -> None:
     _leave_the_users_mounts()
     _cover(sandbox)
     os.chdir(here)  # the same path, seen through the overlay
+    _call("prctl", _PR_SET_PDEATHSIG, signal.SIGTERM)  # a trial that hangs is not to outlive who would end it
     os.execvp(command[0], list(command))
 
 

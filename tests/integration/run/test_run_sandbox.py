@@ -186,6 +186,27 @@ def test_a_trial_that_hangs_is_ended_with_its_tree(user_folder: Path, tmp_path: 
     assert not [path for path in set(Path("/dev/shm").iterdir()) - before if path.name.endswith("_1_0")]
 
 
+def test_a_trial_that_hangs_does_not_outlive_who_started_it(user_folder: Path, tmp_path: Path) -> None:
+    if not sandbox.overlays_permitted():
+        pytest.skip("this system permits no overlay")
+    (tmp_path / "scratch").mkdir()
+    write(user_folder, train="import os, time; print(os.getpid(), flush=True); time.sleep(1000)")
+    start = (
+        "import sys; from pathlib import Path; from flatout import launch; from flatout.sense.options import Trial;"
+        "trial = Trial(protect=Path(sys.argv[2]), timeout_s=600.0);"
+        "launch.run([sys.executable, 'train.py'], folder=Path(sys.argv[1]), trial=trial)"
+    )
+    output = tmp_path / "trace" / launch.OUTPUT
+    fix = subprocess.Popen([sys.executable, "-c", start, str(tmp_path / "trace"), str(tmp_path / "scratch")])
+    while not (output.exists() and output.read_text().endswith("\n")):
+        assert fix.poll() is None
+        time.sleep(0.02)
+    trial = psutil.Process(int(output.read_text()))
+    fix.kill()
+    fix.wait()
+    assert psutil.wait_procs([trial], timeout=20)[1] == []
+
+
 def test_ctrl_c_ends_the_trial_and_comes_back_to_us(user_folder: Path, tmp_path: Path) -> None:
     write(user_folder, train="import time; print('up', flush=True); time.sleep(1000)")
     output = tmp_path / "trace" / launch.OUTPUT
