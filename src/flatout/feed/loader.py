@@ -22,6 +22,7 @@ from flatout.feed.feed import Feed
 from flatout.feed.fingerprint import Known, fingerprint
 from flatout.feed.iterator import FeedIterator, Position
 from flatout.feed.messages import Recipe
+from flatout.sense.variables import Globals
 
 log = logging.getLogger("flatout.feed")
 _LEAST_PILLOW = 11
@@ -223,6 +224,8 @@ def iterator_for(
         wanted = kept.feed.workers > 0  # else whoever is called in mid-pass gets it as it is then
         goes_along = loader.dataset, loader.collate_fn, loader.worker_init_fn
         now = fingerprint(*goes_along, known=kept.known) if wanted else None
+        if now is not None:  # what of the variables cannot be looked into is taken to be as it was
+            now = hash((now, *map(fingerprint, Globals(*goes_along).now().values())))
         if now is None or now != kept.shipped:
             kept.feed.ship_again()
         kept.shipped = now

@@ -3,7 +3,7 @@
 Without workers stock makes each batch when it is asked for, with the dataset as it is then: a size that the loop sets
 every ten batches, noise that it raises step by step. Workers have the dataset as it was. This looks before every batch
 whether anything was set on it, or on what it is made of: attributes and slots, what containers and arrays hold (a
-thousand places of large ones), what functions have closed over. Global variables are not looked at.
+thousand places of large ones), what functions have closed over; and global variables that its code reads.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from flatout.sense.variables import Globals
 
 _PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None)))
 _HOLDS = (list, tuple, set, frozenset, deque)
@@ -42,7 +44,8 @@ class Watch:
     """What these things are made of, as it was when this was made."""
 
     def __init__(self, *things: Any) -> None:
-        self._things = things
+        variables = Globals(*things)
+        self._things = (variables, *things) if variables else things
         self.looked = 0  # times
         self.renew()
 
@@ -73,7 +76,7 @@ class Watch:
             elif not _untouched(now, before):
                 names = (name for name in {**before, **now} if not _same(now.get(name, _GONE), before.get(name, _GONE)))
                 if (name := next(names, _GONE)) is not _GONE:
-                    return f"{type(one).__name__}, {name}"
+                    return f"{'a global variable' if isinstance(one, Globals) else type(one).__name__}, {name}"
         return None
 
 
@@ -187,6 +190,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 _WAYS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+    (Globals, Globals.now),
     (torch.Tensor, _tensor),
     (np.ndarray, _array),
     (shared.SynchronizedBase, lambda one: bytes(memoryview(one.get_obj()))[:_SMALL_BYTES]),

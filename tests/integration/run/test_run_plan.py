@@ -366,6 +366,8 @@ WRITES = """
     from flatout.inject import compiler_later
     compiler_later.install(torch)
 
+    added = 0
+
     class Pictures(Dataset):
         size = 4
 
@@ -373,7 +375,7 @@ WRITES = """
             return 96
 
         def __getitem__(self, index):
-            return torch.full((self.size,), float(index)).mean() + random.random(), index, self.size
+            return torch.full((self.size,), float(index)).mean() + random.random(), index, self.size + added
 
     class Hardest(Sampler):
         losses = torch.zeros(96)
@@ -401,6 +403,8 @@ WRITES = """
             hardest.losses[index] = -loss.item()
             if step % 5 == 4 and "size" in sys.argv:
                 data.size += 1
+            if step % 5 == 4 and "added" in sys.argv:
+                added += 1
             print("step", epoch, step, index.tolist(), sizes.tolist(), loss.item())
 """
 
@@ -409,12 +413,14 @@ WRITES = """
     ("what", "why"),
     [
         ("size", "the loop writes to what it reads (Pictures, size), which no worker would see"),
+        ("added", "the loop writes to what it reads (a global variable, added), which no worker would see"),
         ("sampler", "num_workers=0, and the sampler is the script's own, Hardest: it may go by what was learned"),
     ],
 )
 def test_what_a_loop_without_workers_tells_its_data_is_not_lost(tmp_path: Path, what: str, why: str) -> None:
-    """GIVEN pictures whose size the loop changes every five batches, or a sampler that goes by the last losses WHEN the
-    loader is to be ours THEN it is stock's, from the first write on: the same samples in the same order and size."""
+    """GIVEN pictures whose size the loop changes every five batches, there or in a global variable, or a sampler that
+    goes by the last losses WHEN the loader is to be ours THEN it is stock's, from the first write on: the same samples
+    in the same order and size."""
     said = []
     for plan in ((), (change("loader", "elastic"),)):
         folder = tmp_path / f"with-{len(plan)}-changes"

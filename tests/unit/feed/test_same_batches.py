@@ -307,6 +307,26 @@ def test_changes_between_epochs_are_seen_as_in_stock() -> None:
             assert kinds == ({torch.bool} if not persistent else {torch.int64}), (loader_class, expected)
 
 
+level = 1
+
+
+class Levelled(Things):
+    """Goes by a global variable."""
+
+    def __getitem__(self, index: int) -> Any:
+        return level
+
+
+@pytest.mark.parametrize("loader_class", [Stock, DataLoader])
+def test_a_global_variable_that_is_set_between_epochs_is_seen_as_in_stock(
+    loader_class: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = loader_class(Levelled(4), 4, num_workers=1)
+    for now in (1, 2):
+        monkeypatch.setitem(globals(), "level", now)
+        assert [batch.tolist() for batch in loader] == [[now] * 4]
+
+
 class Opaque(Things):
     """Holds something that cannot be looked into."""
 
