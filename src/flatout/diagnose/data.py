@@ -26,6 +26,7 @@ _FILLED = 0.7  # of the cores taken by workers: who is without one then has too 
 # Of torch and of ours: they draw when they are started and not in between, so that the loader may ask them early.
 _SAMPLERS = ("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler")
 _BATCH_SAMPLERS = ("BatchSampler", "NoneType", "EpochAfterEpoch")
+_OTHERS_HAVE_IT = 0.2  # of a core, of the time that it wants one: less, and it is not its own kind that has it
 _CROWDED = 0.5  # what a worker more brings at least: hyperthreads share a core, all share caches and memory
 
 
@@ -111,7 +112,8 @@ def workers_behind(case: Case) -> Finding | None:
     few = _asked_for_few(case, saved, common)
     if few is not None:
         return few
-    joining, wants_core = case.collate_share or 0.0, on_core + (delay or 0.0) >= 0.5
+    joining, wanting = case.collate_share or 0.0, on_core + (delay or 0.0)
+    wants_core = wanting >= 0.5 and on_core >= _OTHERS_HAVE_IT * wanting
     if (case.cpu_share or 0.0) >= _BUSY and joining <= _JOINING and busy >= 0.5 and wants_core:
         return _cpu_bound(case, saved, common)
     left_out = busy < 0.5 and (case.cpu_share or 1.0) < _FREE and saved >= _BY_EXCLUSION
@@ -177,7 +179,7 @@ def _cpu_bound(case: Case, saved: float, common: dict[str, Any]) -> Finding:
     transforms, mean = _transforms(case), case.sample_ms.mean or 0.0
     slowest = max(transforms.items(), key=lambda item: item[1], default=None)
     doing = f"; {slowest[0]} takes {slowest[1]:.1f} ms of them" if slowest else ""
-    median = case.sample_ms.quantile(0.5) or 0.0
+    cpu_ms = (case.sample_ms.quantile(0.5) or 0.0) * (case.worker_on_core or 1.0)
     all_busy = (case.cpu_share or 0.0) >= _BUSY or not case.elastic
     taken = "every core is busy loading" if (case.own_cpu_share or 1.0) >= _BUSY else "no core is free for more workers"
     held_up = taken if all_busy else "no number of workers keeps up"
@@ -185,7 +187,7 @@ def _cpu_bound(case: Case, saved: float, common: dict[str, Any]) -> Finding:
     setting = _setting(case, "augment_on", "cpu")
     return Finding(
         code="data.cpu-bound",
-        title=f"{held_up}: a sample costs {median:.1f} ms of CPU{doing}",
+        title=f"{held_up}: a sample costs {cpu_ms:.1f} ms of CPU{doing}",
         **common,
         **fed(case, saved, case.supply / (1 - moved)),
         confidence=0.85,

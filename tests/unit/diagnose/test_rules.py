@@ -174,6 +174,24 @@ def test_all_cores_busy_is_cpu_bound_not_too_few_workers(gpu: str | None, change
     assert ("GPU" in found.advice) == bool(gpu), "no card, no advice to use one"
 
 
+def test_a_sample_costs_the_time_that_it_is_on_a_core() -> None:
+    made = trace(
+        *STARVED,
+        loader={"num_workers": 16},
+        workers=workers(16, sample_ms=20.0, busy=0.97, on_core=0.6, delay=0.2),
+        samples=hardware(97.0),
+    )
+    assert "a sample costs 12.0 ms of CPU" in first(made).title
+
+
+def test_workers_that_others_keep_from_their_cores_are_not_cpu_bound() -> None:
+    """GIVEN samples that sleep, on cores that others keep busy WHEN workers come to a core late THEN a faster decoder
+    is no remedy."""
+    sleeping = workers(16, sample_ms=1.3, busy=0.52, on_core=0.03, delay=0.57)
+    made = trace(*STARVED, loader={"num_workers": 16, "elastic": True}, workers=sleeping, samples=hardware(97.0))
+    assert "data.cpu-bound" not in codes(made)
+
+
 def test_workers_whose_threads_outnumber_the_cores() -> None:
     # GIVEN workers that are off their core a fifth of the time, though they are not held up, and 12 threads in one
     seen = ProcessSample(pid=1000, role="worker", name="python", cpu_pct=110.0, switches_s=3000.0, threads=15)
