@@ -6,6 +6,7 @@ Whatever goes wrong by the person's mistake is one line on stderr and exit code 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import os
 import re
@@ -570,9 +571,11 @@ def _can_be_told(json_to: str | None, html_to: str | None) -> None:
     """Complain while nothing is lost: hours of training later would be late to say so."""
     if json_to == html_to == "-":
         raise UsageError("--json - and --html - would both go to stdout: name a file for one of them")
-    for name in (json_to, html_to):
-        if name is not None and name != "-":
+    for name in filter(None, (json_to, html_to)):
+        if name != "-":
             _can_be_written(Path(name))
+    if html_to is not None and importlib.util.find_spec("plotly") is None:
+        raise UsageError("--html needs plotly, which is not installed here: pip install plotly")
 
 
 def _can_be_written(target: Path, *, folder: bool = False) -> None:

@@ -87,6 +87,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(flatout_says: Run, arguments: tup
     assert complaint in err
 
 
+def test_a_page_that_cannot_be_drawn_is_told_before_the_trials(
+    flatout_says: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, _, err = flatout_says("fix", "--html", "page.html", "true")
+    assert (code, err) == (2, "flatout: --html needs plotly, which is not installed here: pip install plotly\n")
+
+
 def test_a_plan_without_changes_says_so(flatout_says: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("plan.yaml").write_text("plan: 1\nchanges: []\n")
