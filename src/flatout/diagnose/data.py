@@ -23,9 +23,12 @@ _HANDED_OVER = 0.05  # of the step: less than this saved by workers goes into th
 _BY_EXCLUSION = 0.10  # of the step: what nothing but the absence of other causes speaks for
 _LEAST_OF_A_CORE = 0.25  # that a worker is counted with, however much it waits
 _FILLED = 0.7  # of the cores taken by workers: who is without one then has too many beside it
-# Of torch and of ours: they draw when they are started and not in between, so that the loader may ask them early.
-_SAMPLERS = ("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler")
-_BATCH_SAMPLERS = ("BatchSampler", "NoneType", "EpochAfterEpoch")
+# Of libraries and of ours: they draw when they are started and not in between, so that the loader may ask them early.
+_SAMPLERS = (
+    "SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler",
+    "SeedableRandomSampler", "LengthGroupedSampler", "DistributedLengthGroupedSampler",
+)  # fmt: skip
+_BATCH_SAMPLERS = ("BatchSampler", "NoneType", "EpochAfterEpoch", "BatchSamplerShard", "SkipBatchSampler")
 _OTHERS_HAVE_IT = 0.2  # of a core, of the time that it wants one: less, and it is not its own kind that has it
 _CROWDED = 0.5  # what a worker more brings at least: hyperthreads share a core, all share caches and memory
 

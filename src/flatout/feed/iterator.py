@@ -330,14 +330,31 @@ def _generators_of(loader: StockLoader[Any]) -> list[torch.Generator]:
     return found
 
 
+# Of accelerate and transformers, by their names: both are rarely there. The first counts the epochs that it was asked
+# for, which the loader that it comes with sets by itself.
+_PURE_TOO = frozenset((
+    "accelerate.data_loader.SeedableRandomSampler",
+    "transformers.trainer_pt_utils.LengthGroupedSampler",
+    "transformers.trainer_pt_utils.DistributedLengthGroupedSampler",
+))  # fmt: skip
+_PARTS_OF_ANOTHER = frozenset(("accelerate.data_loader.BatchSamplerShard", "accelerate.data_loader.SkipBatchSampler"))
+
+
 def is_pure(loader: StockLoader[Any]) -> bool:
-    """Whether asking the sampler early cannot be noticed: torch's own, which draw only when they are started."""
+    """Whether asking the sampler early cannot be noticed: those of libraries, which draw only when they are started."""
 
     def pure(sampler: Any) -> bool:
-        if type(sampler) in (BatchSampler, EpochAfterEpoch):
+        kind = type(sampler)
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        if kind in (BatchSampler, EpochAfterEpoch):
             return pure(sampler.sampler)
-        if type(sampler) is RandomSampler:
-            return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
-        return type(sampler) in (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+        if name in _PARTS_OF_ANOTHER:
+            return pure(sampler.batch_sampler)
+        if isinstance(sampler, RandomSampler) and (
+            sampler.replacement or sampler.num_samples > len(sampler.data_source)
+        ):
+            return False
+        known = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+        return kind in known or name in _PURE_TOO
 
     return pure(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)

@@ -26,6 +26,8 @@ from flatout.sense.variables import Globals
 
 log = logging.getLogger("flatout.feed")
 _LEAST_PILLOW = 11
+# Whose worker_init_fn does nothing but seed.
+_SEEDING = ("transformers.trainer_utils", "lightning.fabric.utilities.seed", "lightning_fabric.utilities.seed")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -196,7 +198,7 @@ def iterator_for(
         iterable=loader._dataset_kind == _DatasetKind.Iterable,
         auto_collation=loader._auto_collation,
         drop_last=loader.drop_last,
-        worker_init_fn=loader.worker_init_fn,
+        worker_init_fn=_init_fn(loader),
         batch_size=loader.batch_size or _whole_number(getattr(loader.batch_sampler, "batch_size", None)),
         declared=loader.num_workers or (kept.feed.recipe.declared if kept else _workers(loader, options)),
         streams=_numbered(loader, options),
@@ -222,7 +224,7 @@ def iterator_for(
             _kept[loader] = kept
     if not loader.persistent_workers:  # those keep the dataset they have, as in stock
         wanted = kept.feed.workers > 0  # else whoever is called in mid-pass gets it as it is then
-        goes_along = loader.dataset, loader.collate_fn, loader.worker_init_fn
+        goes_along = loader.dataset, loader.collate_fn, recipe.worker_init_fn
         now = fingerprint(*goes_along, known=kept.known) if wanted else None
         if now is not None:  # what of the variables cannot be looked into is taken to be as it was
             now = hash((now, *map(fingerprint, Globals(*goes_along).now().values())))
@@ -278,8 +280,8 @@ def _why_not(loader: StockLoader[Any], options: Options) -> str:
         return "num_workers=0"
     if loader.num_workers == 0 and _numbered(loader, options):
         meant = (
-            "its worker_init_fn may tell workers apart"
-            if loader.worker_init_fn is not None
+            f"its worker_init_fn, {_named(loader.worker_init_fn)}, may make workers what they have to be"
+            if _init_fn(loader) is not None
             else "other workers draw otherwise"
         )
         stream = "every worker would give all of the stream"
@@ -308,7 +310,22 @@ def _has_what_workers_need() -> bool:
 
 def _numbered(loader: StockLoader[Any], options: Options) -> bool:
     """Whether user code can tell workers apart, so that their number and stock's order of tasks are kept."""
-    return options.rng == "stock" or loader.worker_init_fn is not None or loader._dataset_kind == _DatasetKind.Iterable
+    return options.rng == "stock" or _init_fn(loader) is not None or loader._dataset_kind == _DatasetKind.Iterable
+
+
+def _init_fn(loader: StockLoader[Any]) -> Callable[[int], None] | None:
+    """Its worker_init_fn; none where that only seeds, and stock, without workers, would never call it."""
+    seeds = getattr(_function(loader.worker_init_fn), "__module__", None) in _SEEDING
+    return loader.worker_init_fn if loader.num_workers or not seeds else None
+
+
+def _named(function: Any) -> str:
+    inner = _function(function)
+    return f"{getattr(inner, '__module__', '')}.{getattr(inner, '__qualname__', type(inner).__name__)}"
+
+
+def _function(one: Any) -> Any:
+    return _function(one.func) if isinstance(one, functools.partial) else one
 
 
 def _page_locked(loader: StockLoader[Any], options: Options) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import itertools
@@ -31,6 +32,7 @@ from torch.utils.data import DataLoader as Stock
 
 from flatout.feed import DataLoader, controller, feed, feed_of, iterator_for, to_device, tuning
 from flatout.feed.controller import Controller, Observation
+from flatout.feed.iterator import is_pure
 from flatout.feed.loader import Options
 from flatout.feed.messages import Done
 from flatout.feed.table import Batch
@@ -305,6 +307,65 @@ def test_changes_between_epochs_are_seen_as_in_stock() -> None:
             kinds = {batch.dtype for batch, _ in zip(loader, range(5), strict=False)}
             assert first == 5
             assert kinds == ({torch.bool} if not persistent else {torch.int64}), (loader_class, expected)
+
+
+def samplers() -> dict[str, Any]:
+    """As accelerate and transformers make them, and one of the script's own."""
+    from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler, SkipBatchSampler
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    data = Things(12)
+    seedable, grouped = SeedableRandomSampler(data), LengthGroupedSampler(2, lengths=list(range(12)))
+    return {
+        "accelerate": {"batch_sampler": BatchSampler(seedable, 2, False)},
+        "accelerate, two ranks": {"batch_sampler": BatchSamplerShard(BatchSampler(seedable, 2, False), 2, 0)},
+        "accelerate, resumed": {"batch_sampler": SkipBatchSampler(BatchSampler(seedable, 2, False), 1)},
+        "with replacement": {"sampler": SeedableRandomSampler(data, replacement=True)},
+        "transformers": {"sampler": grouped, "batch_size": 2},
+        "the script's own": {"sampler": type("Own", (RandomSampler,), {})(data), "batch_size": 2},
+    }
+
+
+@pytest.mark.parametrize("which", ["accelerate", "accelerate, two ranks", "accelerate, resumed", "transformers"])
+def test_samplers_of_frameworks_may_be_asked_early(which: str) -> None:
+    orders = []
+    for loader_class in (Stock, DataLoader):
+        torch.manual_seed(3)
+        loader = loader_class(Things(12), **samplers()[which], num_workers=1)
+        assert is_pure(loader)
+        orders.append([batch[1].tolist() for _ in range(2) for batch in loader])
+    assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize("which", ["with replacement", "the script's own"])
+def test_samplers_that_may_notice_are_not(which: str) -> None:
+    assert not is_pure(Stock(Things(12), **samplers()[which]))
+
+
+def own_init(_: int) -> None:
+    """May open files."""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_worker_init_fn_that_stock_would_not_call_and_that_only_seeds_is_left_out(workers: int) -> None:
+    from transformers.trainer_utils import seed_worker
+
+    seeds = functools.partial(seed_worker, num_workers=0, rank=0)
+    loader = Stock(Things(12), 4, num_workers=workers, worker_init_fn=seeds)
+    found, why_not = iterator_for(loader, Options(workers="auto"))
+    assert found is not None, why_not
+    feed = feed_of(loader)
+    assert feed is not None
+    assert feed.recipe.worker_init_fn is (seeds if workers else None)
+    assert feed.recipe.streams == bool(workers)
+    feed.close()
+
+
+def test_a_worker_init_fn_of_the_scripts_own_is_named() -> None:
+    loader = Stock(Things(12), 4, worker_init_fn=functools.partial(own_init))
+    found, why_not = iterator_for(loader, Options(workers="auto"))
+    assert found is None
+    assert f"its worker_init_fn, {__name__}.own_init, may make workers what they have to be" in why_not
 
 
 level = 1
