@@ -117,7 +117,9 @@ def workers_behind(case: Case) -> Finding | None:
         return few
     joining, wanting = case.collate_share or 0.0, on_core + (delay or 0.0)
     wants_core = wanting >= 0.5 and on_core >= _OTHERS_HAVE_IT * wanting
-    if (case.cpu_share or 0.0) >= _BUSY and joining <= _JOINING and busy >= 0.5 and wants_core:
+    # Who has no core is late to hear of the next batch, too; unless it has too many of its own kind beside it.
+    at_work = busy >= 0.5 or (saved >= _BY_EXCLUSION and workers <= cores)
+    if (case.cpu_share or 0.0) >= _BUSY and joining <= _JOINING and at_work and wants_core:
         return _cpu_bound(case, saved, common)
     left_out = busy < 0.5 and (case.cpu_share or 1.0) < _FREE and saved >= _BY_EXCLUSION
     if joining > _JOINING or (left_out and not case.elastic):

@@ -192,6 +192,13 @@ def test_workers_that_others_keep_from_their_cores_are_not_cpu_bound() -> None:
     assert "data.cpu-bound" not in codes(made)
 
 
+def test_workers_that_come_too_late_to_be_busy_are_cpu_bound_too() -> None:
+    late = workers(16, sample_ms=5.0, busy=0.45, on_core=0.38, delay=0.6)
+    assert first(trace(*STARVED, loader={"num_workers": 16}, workers=late, samples=hardware(98.0))).code == (
+        "data.cpu-bound"
+    )
+
+
 def test_workers_whose_threads_outnumber_the_cores() -> None:
     # GIVEN workers that are off their core a fifth of the time, though they are not held up, and 12 threads in one
     seen = ProcessSample(pid=1000, role="worker", name="python", cpu_pct=110.0, switches_s=3000.0, threads=15)
