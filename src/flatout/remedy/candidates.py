@@ -545,7 +545,7 @@ def _less_often(interval: Knob, epochs: Sequence[Knob]) -> tuple[int, str]:
     if not epochs or re.search("step|iter|batch", interval.key):
         return value, ""
     value = min(value, int(epochs[0].value))
-    return value, f"; then {epochs[0].value // value} of {epochs[0].value} epochs end with it"
+    return value, f"; then about {-(-epochs[0].value // value)} of {epochs[0].value} epochs end with it"
 
 
 def pause_knobs(view: View) -> bool:

@@ -76,8 +76,12 @@ class Found:
     @property
     def known(self) -> set[str]:
         """The names of what was tried, or would have been with more time or leave."""
-        offered = (change for offer in (*self.withheld, *self.untried) for change in offer.changes)
-        return {change.name for change in (*(attempt.change for attempt in self.attempts), *offered)}
+        return {attempt.change.name for attempt in self.attempts} | self.offered
+
+    @property
+    def offered(self) -> set[str]:
+        """The names of what would have been tried with more time or leave."""
+        return {change.name for offer in (*self.withheld, *self.untried) for change in offer.changes}
 
     def kept_as(self, safety: str) -> tuple[Change, ...]:
         """What was kept of one class."""

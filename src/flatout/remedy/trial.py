@@ -65,6 +65,7 @@ CLEAR_IN_COMPANY = 2.0  # … and where others use the machine
 CLOSE_CALLS = 4  # runs more that a close call may take, the side with fewer of them first
 PROMISING = 1.15  # what hopes for more may take the time of the last comparison: both sides were measured before
 DRIFT = 0.05
+DRIFT_OF_AN_EPOCH = 0.2  # whose start and end a trial does not have
 AT_CEILING = 1.05  # times as fast, and no more, it would be with its data at hand
 UNSTEADY = 0.08  # from run to run: what few repeats cannot see through
 COLD = 0.05  # of the time spent waiting for storage: the page cache is not warm yet
@@ -327,8 +328,8 @@ class Search:
             repeats += 1
             steps = self._epoch_steps() if offer.pauses else None
             fewer = len(after) < len(before)
-            what, plan = (f"{offer.name}, again", new) if fewer else ("what is kept, again", old)
-            again = self._run(f"{what} ({gained} is close)", plan, steps=steps, look_below_s=0.0)
+            what, plan = (offer.name, new) if fewer else ("what is kept" if old else "the command as it was", old)
+            again = self._run(f"{what}, again ({gained} is close)", plan, steps=steps, look_below_s=0.0)
             self._speeds.note(plan, again, long=offer.pauses)
 
     def _keep(self, changes: tuple[Change, ...], run: Run, gained: Gain, *, long: bool) -> None:
@@ -517,7 +518,7 @@ class Search:
                 both = with_equal_steps([old.speed], [new.speed]) if rarer else ([old.speed], [new.speed])
                 fresh = gain(both[0], both[1], Noise(sd=0.0, repeats=0), pauses=long).value
                 drift = old.speed.value / first.value
-                if abs(math.log(drift)) > DRIFT and not long:
+                if abs(math.log(drift)) > (DRIFT_OF_AN_EPOCH if long else DRIFT):
                     self._remark(f"the machine drifted: the command as it was ran at {drift:.2f}× its first speed")
                 self._speeds.note((), old, long=long)
                 self._speeds.note(kept, new, long=long)

@@ -23,7 +23,7 @@ from flatout.report.fixed import FixReport, bundles
 from flatout.report.html import Section, document, finding_list, time_spent
 from flatout.report.markup import Html, copyable, figures, folded, join, table, tag
 from flatout.report.picture import Bar, Panel
-from flatout.report.terminal import duration, ms, print_table, wrapped
+from flatout.report.terminal import WIDTH, duration, ms, print_table, wrapped
 from flatout.written import in_full
 
 _BAR = 24
@@ -62,7 +62,7 @@ class Progress(Story):
             )
 
     def said(self, line: str) -> None:
-        self._console.print(Text(wrapped(line, indent=2)), soft_wrap=True)
+        self._console.print(Text(wrapped(line, min(WIDTH, self._console.width), indent=2)), soft_wrap=True)
 
     def __rich__(self) -> Table:
         spent = time.monotonic() - self._began_s
@@ -118,7 +118,7 @@ def _summed_up(fixed: FixReport) -> str:
 
 def _say(console: Console, text: str, *, indent: str = "", style: str = "") -> None:
     lead = "\n" * (len(text) - len(text.lstrip("\n")))
-    lines = wrapped(text.strip(), indent=len(indent) + 2)
+    lines = wrapped(text.strip(), min(WIDTH, console.width), len(indent) + 2)
     console.print(Text(lead + indent + lines, style=style), soft_wrap=True)
 
 

@@ -155,12 +155,21 @@ def report(found: Found, command: Sequence[str], plan_file: str, price_an_hour: 
 
 
 def _left(found: Found) -> tuple[Finding, ...]:
-    """What holds training up as it is now, and no change of ours can mend: it has none, or the script has no knob."""
+    """What holds training up as it is now, and no change of ours has mended: it has none, the script has no knob, or
+    data is still waited for though something was tried that might have helped."""
     run = found.measured if found.kept else found.before
     if run is None or run.trace is None:
         return ()
     ours = {name for name in SAFETIES if name not in PAUSES} | found.known
-    return tuple(f for f in diagnose(run.trace) if f.gain_high >= WORTH and f.change not in ours)
+    in_vain = {a.change.name for a in found.attempts if a.gain is None or a.gain.value > WORTH} - found.offered
+    in_vain -= {change.name for change in found.kept}
+    left = []
+    for finding in (finding for finding in diagnose(run.trace) if finding.gain_high >= WORTH):
+        if finding.change not in ours:
+            left.append(finding)
+        elif finding.code.startswith("data.") and finding.change in in_vain:
+            left.append(dataclasses.replace(finding, advice=f"{finding.advice} (tried, and not kept)"))
+    return tuple(left)
 
 
 def _side(run: Run, speed: Speed | None, price_an_hour: float | None, *, paused: bool) -> Side | None:

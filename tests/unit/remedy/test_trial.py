@@ -323,6 +323,14 @@ def test_evaluation_is_found_by_looking_at_a_whole_epoch() -> None:
     assert found.gain.value == pytest.approx((330 * 0.02 + 2) / (330 * 0.02 + 0.4), rel=0.05)
 
 
+@pytest.mark.parametrize("drift", [0.0, 0.15])
+def test_a_machine_that_drifts_is_reported_where_whole_epochs_are_compared_too(drift: float) -> None:
+    machine = {"machine": Machine(eval_s=2.0), "length": 19_200, "settings": [flag("eval_every", 1)]}
+    found = fix(World(**machine, drift_a_run=drift), ALL)
+    assert kept(found) == {"eval_interval": 5}
+    assert any("the machine drifted" in remark for remark in found.remarks) == bool(drift)
+
+
 def test_the_gain_of_rarer_pauses_is_what_they_took_however_much_the_machine_drifts() -> None:
     """GIVEN an evaluation of 2 s after 300 steps of 20 ms, and runs that differ by a fifth."""
     world = World(machine=Machine(eval_s=2.0), length=19_200, settings=[flag("eval_every", 1)], run_noise=0.2)

@@ -27,8 +27,10 @@ from flatout.report.permanent import _with_argument, permanently
 from flatout.written import in_full
 
 
-def fixed(world: World, allow: str = "", price: float | None = None, budget_s: float = 600) -> FixReport:
-    found = Search(world, Wishes.of(allow=allow), budget_s=budget_s, clock=world.clock).go()
+def fixed(
+    world: World, allow: str = "", price: float | None = None, budget_s: float = 600, only: str = ""
+) -> FixReport:
+    found = Search(world, Wishes.of(allow=allow, only=only), budget_s=budget_s, clock=world.clock).go()
     return report(found, ("python", "train.py"), "flatout-plan.yaml", price)
 
 
@@ -140,6 +142,28 @@ def test_what_no_change_can_mend_is_left_to_the_person() -> None:
     assert [offer.changes[0].name for offer in knob.found.withheld] == ["eval_interval"]
     assert not knob.left
     assert "eft to you" not in shown(knob) + fix_views.page(knob)
+
+
+def test_data_that_is_still_waited_for_is_told_though_its_remedies_were_tried() -> None:
+    """GIVEN samples loaded in the training process WHEN workers crash it THEN
+    what holds it up is not forgotten; where they were seen to bring nothing, it is."""
+    machine = Machine(data_ms=80.0)
+    fix = fixed(World(machine=machine, workers=0, crash={"num_workers": "RuntimeError: no"}), only="num-workers")
+    assert [a.outcome.verdict for a in fix.found.attempts] == ["unsafe"]
+    assert [finding.code for finding in fix.left] == ["data.main-thread"]
+    assert fix.left[0].advice.endswith("(tried, and not kept)")
+    useless = fixed(World(machine=machine, workers=0, effects={}), only="num-workers")
+    assert [a.outcome.verdict for a in useless.found.attempts] == ["undone"]
+    assert not useless.left
+
+
+def test_a_fix_is_told_within_the_width_of_the_terminal(starved: FixReport) -> None:
+    console = Console(file=io.StringIO(), width=60)
+    fix_views.show(starved, console)
+    fix_views.Progress(console, 60.0).said("a line that is longer than sixty columns, as those of a fix tend to be")
+    lines = console.file.getvalue().splitlines()
+    commands = [line for line in lines if line.startswith("Train with it:")]  # to be copied: in one piece
+    assert max(len(line) for line in lines if line not in commands) <= 60
 
 
 def test_numbers_are_written_in_full() -> None:
