@@ -199,7 +199,8 @@ class Run:
             tried = f"{steps} training steps in {self.seconds:.0f} s"
             return f"the command did not come to {tried}: fewer may do (--steps 20), or more time (--budget)"
         if self.code != 0:
-            return f"the command fails by itself: {self.reason()}"
+            unfed = "; a trial has nothing to read from stdin" if "EOFError" in self.output else ""
+            return f"the command fails by itself: {self.reason()}{unfed}"
         if self.trace is None and (why := self.unmeasured()):
             return f"flatout could not look into the command: {why}"
         if self.trace is None:

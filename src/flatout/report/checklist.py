@@ -38,7 +38,7 @@ def _joined(lines: list[Line]) -> list[Line]:
 
 def _as_one(lines: list[Line]) -> Line:
     subjects = ", ".join(line.subject for line in lines)
-    return replace(lines[0], subject="the rest", reason=f"{lines[0].reason}: {subjects}")
+    return replace(lines[0], subject=f"{len(lines)} more", reason=f"{lines[0].reason}: {subjects}")
 
 
 def _line(line: Line, style: str, width: int) -> Text:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from flatout.diagnose.breakdown import Breakdown
 from flatout.diagnose.resample import INTERVAL, RESAMPLES, Floats, resampled_means
+from flatout.diagnose.rules import diagnose
 from flatout.remedy.speed import Gain
 from flatout.report.account import Account, account
 from flatout.report.picture import grouped
@@ -29,6 +30,7 @@ FEWEST_LOSSES = 8
 MOST_BLOCKS = 250
 VALUES_A_BLOCK = 16  # quantiles that stand for the steps of a window
 MOST_DIFFERENCES = 100
+_SHORT_BATCHES = 0.02  # of the samples: what last short batches may take away
 
 # Facts that differ between any two runs, or follow from the others.
 _VOLATILE = ("learning_rate", "memory_peak_bytes", "memory_reserved_bytes", "own_cost", "settings", "loaders")
@@ -147,7 +149,7 @@ def compare(first: Trace, second: Trace, folders: tuple[str, str] = ("A", "B")) 
     steps_a, steps_b = _blocks(first.ranks[0]), _blocks(second.ranks[0])
     reasons = [*_reasons(a, b), *_too_short("A", a, steps_a), *_too_short("B", b, steps_b)]
     size_a, size_b = _samples_a_step(a), _samples_a_step(b)
-    per = "step" if size_a == size_b else "sample"
+    per = "step" if _alike(size_a, size_b) else "sample"
     if per == "sample" and (size_a is None or size_b is None):
         reasons.append("one of them does not say how many samples a step has")
     typical = overall = None
@@ -161,7 +163,7 @@ def compare(first: Trace, second: Trace, folders: tuple[str, str] = ("A", "B")) 
         typical=typical,
         overall=overall,
         reasons=tuple(reasons),
-        cautions=tuple(_cautions(a, b, per)),
+        cautions=(*_cautions(a, b, per), *_in_company("A", first), *_in_company("B", second)),
         differences=tuple(_differences(a, b))[:MOST_DIFFERENCES],
         losses=_losses(first.ranks[0], second.ranks[0], (size_a, size_b) if per == "sample" else None),
         steady_a=_steady(steps_a, size_a),
@@ -209,11 +211,21 @@ def _cautions(a: Account, b: Account, per: str) -> Iterator[str]:
         if ours != theirs:
             yield f"another {what}: {_figure(ours)} and {_figure(theirs)}"
     if a.ranks != b.ranks:
-        yield f"A ran on {a.ranks:,} ranks, B on {b.ranks:,}: samples are those of all ranks"
+        yield f"A ran on {a.ranks:,} rank{'s' if a.ranks > 1 else ''}, B on {b.ranks:,}: samples are those of all ranks"
+
+
+def _in_company(name: str, run: Trace) -> Iterator[str]:
+    """That others had the cores or the card meanwhile: then a difference may be theirs."""
+    yield from (f"{name}: {found.title}" for found in diagnose(run) if found.code == "hardware.shared")
 
 
 def _figure(value: object) -> str:
     return "none" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _alike(a: float | None, b: float | None) -> bool:
+    """Whether steps have as many samples, but for a last short batch here and there."""
+    return a == b or (a is not None and b is not None and abs(a / b - 1) < _SHORT_BATCHES)
 
 
 def _samples_a_step(one: Account) -> float | None:
@@ -223,7 +235,7 @@ def _samples_a_step(one: Account) -> float | None:
         return None
     sizes = [loader.get("batch_size") for loader in one.facts.get("loaders") or ()]
     mean = b.samples / b.steps
-    size = next((s for s in sizes if isinstance(s, int) and s and abs(mean / s - 1) < 0.02), None)
+    size = next((s for s in sizes if isinstance(s, int) and s and abs(mean / s - 1) < _SHORT_BATCHES), None)
     return float(f"{(size or mean) * one.ranks:.6g}")
 
 
@@ -310,7 +322,9 @@ def _settings(one: Account, loaders: int) -> Iterator[tuple[str, Any]]:
     for number, loader in enumerate(one.facts.get("loaders") or (), 1):
         yield from _flat(f"loader {number}", loader if number <= loaders else loader.get("dataset"))
     for name, value in one.facts.items():
-        if name not in _VOLATILE:
+        if name == "changes":
+            yield "changed by flatout", [f"{one['name']}={one['value']}" for one in value if one.get("applied")]
+        elif name not in _VOLATILE:
             yield from _flat(name, value)
     for source in one.facts.get("settings") or ():
         yield from _flat(str(source.get("file") or source.get("source")), source.get("values") or {})

@@ -93,7 +93,7 @@ def _losses(comparison: Comparison) -> str:
     losses = comparison.losses
     assert losses is not None
     if losses.end_a is None or losses.end_b is None or losses.low is None or losses.high is None:
-        return "Losses: too few were read to compare."
+        return "Losses: too few were read to compare; they are read in some steps only, fewer as a run goes on."
     apart = f"B − A = {losses.end_b - losses.end_a:+.4g} ({losses.low:+.4g} to {losses.high:+.4g})"
     verdict = losses.verdict if losses.verdict == "no difference shown" else f"B's is {losses.verdict}"
     return (

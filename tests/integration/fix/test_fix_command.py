@@ -227,6 +227,7 @@ def test_what_ends_a_fix_ends_its_runs_side_by_side_too(tmp_path: Path, number: 
     ("script", "complaint"),
     [
         ("import torchh", "the command fails by itself: exit code 1: ModuleNotFoundError: No module named 'torchh'"),
+        ("name = input()", "EOF when reading a line at train.py:1; a trial has nothing to read from stdin"),
         ("print('hello')", "no optimizer step was seen: nothing to fix"),
     ],
 )

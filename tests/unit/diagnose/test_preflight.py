@@ -59,6 +59,7 @@ FAULTS = [
     ("mixed precision", WARN, "torch.bfloat16):", "torch.bfloat16, enabled=False):", "switched off"),
     ("mixed precision", WARN,
      'torch.autocast("cuda", torch.bfloat16):', "torch.cuda.amp.autocast(False):", "switched off"),
+    ("mixed precision", FAIL, "torch.bfloat16):", "torch.bfloat16, enabled='bf16'):", "takes true or false"),
     ("cuDNN benchmark", WARN, "cudnn.benchmark = True", "cudnn.benchmark = False", "switched off"),
     ("fused optimizer", WARN, ", fused=True", "", "AdamW without fused=True"),
     ("channels_last", WARN, "device, memory_format=torch.channels_last", "device", "NCHW"),
@@ -143,6 +144,23 @@ for epoch in range(3):
     found = line(checklist, "evaluation")
     assert (found.status, found.where) == (OK, f"{script}:11")
     assert "pageable" in line(checklist, "pin_memory").reason
+
+
+def test_loading_in_the_training_process_costs_a_cpu_its_time_too(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("""
+from torch.utils.data import DataLoader
+loader = DataLoader(train_set, batch_size=8, num_workers=0)
+for epoch in range(3):
+    for batch in loader:
+        loss = model(batch).sum()
+        loss.backward()
+        optimizer.step()
+        print(loss.item())
+""")
+    checklist = look_over(script)
+    assert complaints(checklist)["workers"] == WARN
+    assert "in turns with training" in line(checklist, "workers").reason
 
 
 def test_a_step_that_is_handed_to_an_engine_is_seen(tmp_path: Path) -> None:

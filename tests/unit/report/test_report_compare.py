@@ -15,7 +15,7 @@ from test_report_html import Page
 
 from flatout.report import compare_views
 from flatout.report.compare import Comparison, Ratio, compare
-from flatout.trace import Facts, HostSample, RankTrace, RunInfo, Sample, Step, Trace, TraceWriter
+from flatout.trace import Facts, HostSample, ProcessSample, RankTrace, RunInfo, Sample, Step, Trace, TraceWriter
 from flatout.trace.thin import window_of
 
 
@@ -146,6 +146,29 @@ def test_another_card_and_another_model_are_cautions() -> None:
         "another card: NVIDIA H200 and NVIDIA A100",
         "another number of parameters: 1,000,000 and 2,000,000",
     )
+
+
+def test_steps_that_add_up_gradients_have_as_many_samples_but_for_the_last() -> None:
+    """GIVEN two batches a step, and an epoch that ends with one, in B with a short one THEN steps are compared."""
+    a = trace_of(rank_of([*steps_of(noisy(1), samples=128), step(200, samples=64)]))
+    b = trace_of(rank_of([*steps_of(noisy(1), samples=128), step(200, samples=7)]))
+    result = compare(a, b)
+    assert (result.per, result.cautions) == ("step", ())
+
+
+def test_that_others_had_the_cores_is_a_caution() -> None:
+    trainer = ProcessSample(pid=0, role="trainer", name="python", cpu_pct=100.0, run_delay_pct=30.0)
+    host = HostSample(cpu_pct=98.0, cores_pct=(98.0,) * 16)
+    crowd = [Sample(time_s=10.5 + n, interval_s=1.0, host=host, processes=(trainer,)) for n in range(8)]
+    slow = dataclasses.replace(run_of(noisy(2, around_ms=150)), samples={"box": tuple(crowd)})
+    (caution,) = compare(run_of(noisy(1)), slow).cautions
+    assert caution.startswith("B: others keep 14.7 of 16 cores busy")
+
+
+def test_what_flatout_changed_is_listed_as_a_person_would_say_it() -> None:
+    made = [{"name": "loader", "value": "elastic", "applied": True}, {"name": "pin_memory", "value": True}]
+    result = compare(run_of(noisy(1)), run_of(noisy(2), changes=made))
+    assert result.differences == (("changed by flatout", None, ["loader=elastic"]),)
 
 
 def test_settings_that_differ_are_listed_and_no_others() -> None:

@@ -90,7 +90,7 @@ def inspect(study: Study, folder: DataFolder | None = None) -> Checklist:
 
 def _on_cpu(line: Line) -> Line:
     """What costs a GPU time costs none where no GPU is used."""
-    of_a_gpu = str(line.code).startswith(("compute", "sync", "copy", "pause", "data.main-thread"))
+    of_a_gpu = str(line.code).startswith(("compute", "sync", "copy", "pause"))
     return unknown("nothing here uses a GPU") if line.status == WARN and of_a_gpu else line
 
 

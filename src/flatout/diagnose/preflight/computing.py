@@ -116,6 +116,9 @@ def _autocast(study: Study) -> Line | None:
     for where, enabled in places:
         if enabled.what is True:
             return ok("autocast is on", where)
+        if isinstance(enabled.what, str):
+            reason = f"autocast(enabled=…) takes true or false and raises a TypeError of {enabled.what!r} ({where})"
+            return fail(reason, enabled.where or where, fix=enabled.turned_to("enabled", True), code="config.ignored")
     unclear = next((where for where, enabled in places if not enabled.known), None)
     if unclear is not None:
         return unknown("autocast is there; whether it is on is not told by the source alone", unclear)

@@ -162,7 +162,7 @@ def check_workers(study: Study, loader: Loader) -> Line:
     if workers.what == 0 and _in_memory(loader):
         return ok(f"{said}: the dataset lies in memory", workers.where)
     if workers.what == 0:
-        reason = f"{said}: the training process loads every batch itself, in turns with the GPU"
+        reason = f"{said}: the training process loads every batch itself, in turns with training"
         fix = f"{workers.turned_to(name, min(budget.cores, _ENOUGH_WORKERS))} to begin with"
         reason += f"; free for it: {_cores(budget.cores)}{share}"
         return warn(reason, workers.where, fix=fix, code="data.main-thread")
@@ -248,7 +248,8 @@ def check_host_memory(study: Study) -> Line:
     if workers is None or workers.what == 0:
         return unknown("no workers, or their number is not known")
     each = available / workers.what
-    reason = f"{_size(available)} available: {_size(each)} for each of {workers.what} workers"
+    each_of = "its worker" if workers.what == 1 else f"each of {workers.what} workers"
+    reason = f"{_size(available)} available: {_size(each)} for {each_of}"
     if each >= _WORKER_GROWS_BYTES:
         return ok(reason)
     fix = f"num_workers={max(1, available // (2 * _WORKER_GROWS_BYTES))}"
@@ -381,8 +382,8 @@ def check_set_epoch(study: Study) -> Line:
     who = study.program.uses("lightning", "pytorch_lightning", "accelerate", "ignite")
     if where is None:
         return unknown("no DistributedSampler that shuffles")
-    if any(study.called(".set_epoch")):
-        return ok("called", where)
+    if (called := next(iter(study.called(".set_epoch")), None)) is not None:
+        return ok("called", tree.where(called))
     if who or study.program.missing:
         return unknown(f"{who or study.program.missing[0]} may call it", where)
     if not any(region.epochs for region in study.regions):
