@@ -33,7 +33,7 @@ class Globals:
     """The global variables that the code of these things reads."""
 
     def __init__(self, *things: Any) -> None:
-        self._variables: dict[Name, dict[str, Any]] = {}  # and the module each name is of
+        self._variables: dict[str, tuple[dict[str, Any], Name]] = {}  # the module that each is of, and its name there
         met: dict[int, Any] = {}
         found = deque(things)
         while found and len(met) < _MOST_MET:
@@ -51,7 +51,7 @@ class Globals:
 
     def now(self) -> dict[str, Any]:
         """What each is now, in the same order every time; of what is no data only which one it is."""
-        return {".".join(name): _as_data(_value(space, name)) for name, space in self._variables.items()}
+        return {label: _as_data(_value(*variable)) for label, variable in self._variables.items()}
 
     def _read_by(self, function: types.FunctionType) -> Iterator[Any]:
         """Note what a function reads. What it names may read more."""
@@ -65,7 +65,9 @@ class Globals:
                 one = _value(space, known)
                 yield one
                 if not isinstance(one, (types.FunctionType, types.BuiltinFunctionType, type)):
-                    self._variables[known] = space
+                    label = ".".join(known)
+                    if self._variables.setdefault(label, (space, known))[0] is not space:  # another module's
+                        self._variables[f"{space.get('__name__')}.{label}"] = space, known
 
 
 def _as_far_as_known(space: dict[str, Any], name: Name) -> Name:

@@ -102,6 +102,16 @@ def test_settings_in_a_module_of_the_scripts_own_are_found(monkeypatch: pytest.M
     assert Globals(lambda: config.SIZE * np.pi).now() == {"config.SIZE": 3}  # type: ignore[name-defined]  # noqa: F821
 
 
+def test_variables_of_one_name_in_two_modules_are_two() -> None:
+    other = {"noise": 7, "__name__": "other"}
+    exec("def augment(): return noise", other)  # as in another file
+    other["augment"].__code__ = other["augment"].__code__.replace(co_filename=__file__)  # type: ignore[attr-defined]
+    found = Globals(collate_noisily, other["augment"])
+    assert found.now() == {"noise": noise, "other.noise": 7}
+    other["noise"] = 8
+    assert found.now()["other.noise"] == 8
+
+
 WRITES: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     "noise": lambda patch: patch.setitem(globals(), "noise", 0.1),
     "scale": lambda patch: patch.setitem(globals(), "scale", 4),
