@@ -196,7 +196,7 @@ def test_what_ends_a_fix_ends_its_runs_side_by_side_too(tmp_path: Path, number: 
         Path("trials").mkdir()
         try:
             print("ready", flush=True)
-            launcher.prove([ProofRun(changes=(), steps=20)] * 2, timeout_s=90.0)
+            launcher.prove([ProofRun(changes=(), steps=20)] * 2, timeout_s=90.0, at_once=2)
         except KeyboardInterrupt:
             sys.exit(77)
     """
@@ -214,7 +214,8 @@ def test_what_ends_a_fix_ends_its_runs_side_by_side_too(tmp_path: Path, number: 
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
     until_s = time.monotonic() + 60
-    while len(runs()) < running and time.monotonic() < until_s:
+    while len(runs()) < running:
+        assert time.monotonic() < until_s
         time.sleep(0.1)
     time.sleep(0.02)  # they are being started now
     process.send_signal(number)
