@@ -90,8 +90,14 @@ def _value(space: dict[str, Any], name: Name) -> Any:
     return one
 
 
-def _names_of(one: Any) -> Any:
-    return one if isinstance(one, dict) else getattr(one, "__dict__", {})
+def _names_of(one: Any) -> dict[str, Any] | types.MappingProxyType[str, Any]:
+    if isinstance(one, dict):
+        return one
+    try:
+        held = vars(one)
+    except Exception:  # it has none, or ideas of its own
+        return {}
+    return held if isinstance(held, (dict, types.MappingProxyType)) else {}
 
 
 def _as_data(one: Any) -> Any:
@@ -114,7 +120,7 @@ def _made_of(one: Any) -> Iterator[Any]:
             yield from one.values() if isinstance(one, dict) else one
     else:
         yield type(one)
-        yield from list(getattr(one, "__dict__", {}).values())[:_MOST_HELD]
+        yield from list(_names_of(one).values())[:_MOST_HELD]
 
 
 def _is_set(cell: types.CellType) -> bool:

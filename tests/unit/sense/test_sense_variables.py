@@ -156,9 +156,12 @@ def test_what_its_code_does_not_read_is_nobodys_business(
     assert watch.changed() is None
 
 
-def test_things_with_ideas_of_their_own_do_no_harm() -> None:
+def test_things_with_ideas_of_their_own_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     class Proxy:
         def __getattribute__(self, name: str) -> Any:
             raise RuntimeError(name)
 
     assert Globals([Proxy(), collate_noisily]).now() == {"noise": noise}
+    monkeypatch.setitem(globals(), "args", Proxy())
+    watch = Watch(Pictures())
+    assert watch.changed() is None
