@@ -212,8 +212,9 @@ def pooled(runs: Sequence[Speed]) -> Speed:
 
 def slower_pauses(before: Speed, after: Speed) -> str:
     """What there is to mind where evaluation and checkpoints take back what the steps have gained; else nothing."""
-    then, now = (sum(speed.pauses_s.values()) for speed in (before, after))
-    counted = after.with_pauses / before.with_pauses
+    both = before.pauses_s.keys() & after.pauses_s.keys()  # a faster run gets further: to the first evaluation, say
+    then, now = (sum(speed.pauses_s[kind] for kind in both) for speed in (before, after))
+    counted = (1 / before.value + then) / (1 / after.value + now)
     # A trial holds the pauses of an epoch that has ended in it, and up to twice as many steps: that much is luck.
     if not then or now < _SLOWER * then or counted * _CLEARLY > after.value / before.value:
         return ""
