@@ -497,8 +497,8 @@ def test_what_a_sample_raises_without_workers_is_raised_as_it_is(tmp_path: Path)
 
 @pytest.mark.parametrize("framework", ["trainer", "lightning"])
 def test_frameworks_get_their_batches_from_the_elastic_loader(tmp_path: Path, framework: str) -> None:
-    """GIVEN a script for the Hugging Face Trainer, without workers as it comes, or for Lightning with one WHEN the loader
-    is ours THEN losses are stock's."""
+    """GIVEN a script for the Hugging Face Trainer, without workers as it comes, or for Lightning with one WHEN the
+    loader is ours THEN losses are stock's."""
     said = []
     for plan in ((change("loader", "elastic"),), ()):
         folder = tmp_path / f"with-{len(plan)}-changes"
