@@ -362,8 +362,7 @@ def fix(
         raise UsageError(f"{command[0]}: command not found")
     wishes, budget_s = Wishes.of(allow, only, skip), _seconds(budget)
     an_hour = _price(price) if price is not None else None
-    beside = Path() if os.access(".", os.W_OK) else out.absolute().parent
-    runs = beside / launch.default_folder([*command[:1], "fix.py"])
+    runs = out.parent / launch.default_folder([*command[:1], "fix.py"])  # the folder we are in may be read-only
     _can_be_told(json, html)
     for target in (out, runs.parent):
         _can_be_written(target, folder=target == runs.parent)
