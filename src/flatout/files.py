@@ -1,0 +1,61 @@
+"""Every file flatout writes in one go is written here: whole, or not at all.
+
+The content goes to a file that has no name yet, is forced to the disk, and takes the target's name in one step. A full
+disk leaves what was there before, and so does a `kill -9`, which leaves no temporary file either (but where the file
+system has no nameless files). Standard library only: any process may use it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+PRIVATE = 0o600  # for what may hold more than its owner would show: output, configs, plans
+_NEW = 0o666  # less what the umask takes
+
+
+def write_whole(path: Path, content: str | bytes, *, mode: int | None = None) -> None:
+    """Write a file whole or not at all. Raises OSError, and then what was there is still there.
+
+    Without a `mode` the file keeps the permissions it had, or gets those of any new file. What UTF-8 cannot hold, such
+    as a file name in another encoding, is written as `?`.
+    """
+    data = content.encode("utf-8", errors="replace") if isinstance(content, str) else content
+    write_whole_by(path, lambda file: file.write(data), mode=mode)
+
+
+def write_whole_by(path: Path, write: Callable[[IO[bytes]], object], *, mode: int | None = None) -> None:
+    """As `write_whole`, for what is written piece by piece."""
+    target = path.resolve() if path.is_symlink() else path  # a link stays a link
+    exists = target.exists()
+    if exists and not target.is_file():  # /dev/stdout, a pipe: nothing to replace
+        with target.open("wb") as file:
+            write(file)
+        return
+    scratch = target.with_name(f".flatout-{os.urandom(6).hex()}.part")
+    handle, nameless = _open(scratch, _NEW if mode is None else mode)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            if exists and mode is None:
+                os.fchmod(file.fileno(), target.stat().st_mode & 0o777)
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+            if nameless:  # by way of a name of its own: a link cannot replace what is there
+                unnamed = f"/proc/self/fd/{file.fileno()}"
+                os.link(unnamed, scratch, src_dir_fd=file.fileno())  # any folder will do, but only so is it followed
+        scratch.replace(target)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+def _open(scratch: Path, mode: int) -> tuple[int, bool]:
+    """A new file to write to, and whether it has no name yet."""
+    flags = os.O_WRONLY | os.O_CLOEXEC
+    try:
+        return os.open(scratch.parent, flags | os.O_TMPFILE, mode), True
+    except (OSError, AttributeError):  # not on this file system, or not on this operating system
+        return os.open(scratch, flags | os.O_CREAT | os.O_EXCL, mode), False
