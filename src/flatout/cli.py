@@ -22,7 +22,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from flatout import __version__
-from flatout.errors import FlatoutError, GateFailed, PlanError, UsageError
+from flatout.errors import FlatoutError, GateFailed, PlanError, RealWrite, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -341,6 +341,7 @@ def fix(
     price: str | None = _option("MONEY/h", "What an hour costs, such as 2.5/h: says what an epoch costs."),
     json: str | None = _file_of("the result as JSON"),
     html: str | None = _file_of("before and after as one HTML file"),
+    unprotected: bool = _flag("--unprotected", "Go on where trials cannot be kept from all your files (docs/FIX.md)."),
 ) -> None:
     """Make a training faster: try the remedies on your command, keep those that pay, prove that training is the same.
 
@@ -367,7 +368,9 @@ def fix(
     for target in (out, runs.parent):
         _can_be_written(target, folder=target == runs.parent)
     with fix_views.Progress(_console(stderr=True), budget_s) as story:
-        found = search(command, wishes, budget_s=budget_s, steps=steps, story=story, keep_in=runs)
+        found = search(
+            command, wishes, budget_s=budget_s, steps=steps, story=story, keep_in=runs, unprotected=unprotected
+        )
     if found.kept or not _holds_changes(out):
         _save_beside_older(found.plan, out)
     else:
@@ -375,6 +378,8 @@ def fix(
     fixed = report_of(found, command, str(out), an_hour)
     if _write(json, fixed.to_json, html, lambda: fix_views.page(fixed)):
         fix_views.show(fixed, _console())
+    if found.written:
+        raise RealWrite(found.written)
     if found.interrupted:
         raise typer.Exit(INTERRUPTED)
 

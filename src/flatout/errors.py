@@ -2,15 +2,19 @@
 
 FlatoutError                  the command line prints it as one line and exits with `exit_code`
 ├── UsageError                the person's mistake: a wrong index, path, number or spelling   (exit 2)
+│   ├── NoOverlay             a trial cannot be kept from writing, by overlays at least
 │   ├── TraceError            a folder that is not a trace, or one we cannot read
 │   └── PlanError             a plan file we cannot read
 ├── GateFailed                a gate such as --fail-below said no                              (exit 1)
+│   └── RealWrite             a trial has written to the person's files
 └── feed.BadSampleError       a sample that kills every worker that touches it (lives with the loader)
 """
 
 from __future__ import annotations
 
-__all__ = ["FlatoutError", "GateFailed", "PlanError", "TraceError", "UsageError"]
+from collections.abc import Sequence
+
+__all__ = ["FlatoutError", "GateFailed", "NoOverlay", "PlanError", "RealWrite", "TraceError", "UsageError"]
 
 
 class FlatoutError(Exception):
@@ -25,6 +29,10 @@ class UsageError(FlatoutError):
     exit_code = 2
 
 
+class NoOverlay(UsageError):
+    """Why a command cannot be run on overlays."""
+
+
 class TraceError(UsageError):
     """A trace that is missing, broken or from another version of the format."""
 
@@ -35,3 +43,11 @@ class PlanError(UsageError):
 
 class GateFailed(FlatoutError):
     """A threshold the person set was not met."""
+
+
+class RealWrite(GateFailed):
+    """Files of the person's were changed, made or removed by a trial: all their names are in `files`."""
+
+    def __init__(self, files: Sequence[str]) -> None:
+        self.files = tuple(files)
+        super().__init__(f"a trial has written to your files, and the fix was ended: {', '.join(files)}")

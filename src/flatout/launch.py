@@ -24,12 +24,13 @@ from typing import Any
 import psutil
 
 from flatout import sandbox
-from flatout.errors import UsageError
+from flatout.errors import NoOverlay, RealWrite, UsageError
 from flatout.plan import Plan
 from flatout.sense.hardware import PULSE_EVERY_S, Sampler
 from flatout.sense.heard import Heard
 from flatout.sense.options import VARIABLE, Options, Trial, new_folder
 from flatout.sense.settings import hide_in_arguments
+from flatout.snapshot import SharedMemory, Snapshot
 from flatout.trace import Note, RunInfo, TraceWriter
 
 _SAMPLE_EVERY_S = 1.0
@@ -40,6 +41,7 @@ TIMED_OUT = 124
 OUTPUT = "output.txt"
 _PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 _HEARD_WITHIN_S = 0.3
+_TOLD: set[str] = set()  # files that changed during a trial: once is enough
 
 
 def run(
@@ -95,17 +97,15 @@ def run(
 
 def _try(words: list[str], options: Options, trial: Trial, environment: dict[str, str]) -> int:
     """Run a command as a trial: in a sandbox, in a session of its own, to its end or its time's."""
-    before = None
     if trial.seed is not None:
         environment.setdefault("PYTHONHASHSEED", str(trial.seed % (1 << 32)))
+    look_again: Callable[[], None] | None = None
     if trial.protect is not None:
         ours = [path for path in (options.folder, trial.leads, trial.follows) if path is not None]
         box = sandbox.sandbox_for(words, trial.protect, ours)
-        within = sandbox.overlaid(words, box)
-        environment |= sandbox.environment(box, redirected=within is None)
-        if within is None:
-            before = sandbox.look(words, box.keep)
-        words = within or words
+        environment |= sandbox.environment(box, redirected=not trial.overlay)
+        look_again = _overlaid(box) if trial.overlay else _redirected(box)
+        words = [*(sandbox.entrance(box) if trial.overlay else ()), *words]
     with (options.folder / OUTPUT).open("wb") as output:
         process = _started(
             words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
@@ -117,9 +117,42 @@ def _try(words: list[str], options: Options, trial: Trial, environment: dict[str
             code = _wait(process, trial=trial)
     finally:
         end(options.folder, process)
-    if before is not None and trial.protect is not None:
-        _say_what_was_written(before, sandbox.look(words, box.keep))
+        if look_again is not None:  # after Ctrl-C too
+            look_again()
     return code if code >= 0 else 128 - code
+
+
+def _overlaid(box: sandbox.Sandbox) -> Callable[[], None]:
+    """Look at what overlays do not cover; to be called once more after the trial.
+
+    What changes in a folder under an overlay was not changed by the trial: a person, another program, or a service that
+    the script has asked to. That is told, and is no reason to end.
+    """
+    memory, near = SharedMemory(), Snapshot(box.near, but=box.keep)
+
+    def look_again() -> None:
+        if why := sandbox.refusal(box):
+            raise NoOverlay(why)
+        if files := memory.changed():
+            raise RealWrite(files)
+        if files := [file for file in near.changed() if file not in _TOLD]:
+            _TOLD.update(files)
+            print(f"flatout: Note: changed during a trial, and not by it: {', '.join(files)}", file=sys.stderr)
+
+    return look_again
+
+
+def _redirected(box: sandbox.Sandbox) -> Callable[[], None]:
+    """Look at all of the user's folders; to be called once more after the trial."""
+    but = [*box.keep, box.scratch]
+    near = Snapshot(box.near, but=but)
+    beyond = Snapshot(box.beyond, but=[*but, *sandbox.TEMPORARY], others_work=True)
+
+    def look_again() -> None:
+        if files := sorted({*near.changed(), *beyond.changed()}):
+            raise RealWrite(files)
+
+    return look_again
 
 
 def _started(words: list[str], **how: Any) -> subprocess.Popen[bytes] | int:
@@ -128,14 +161,6 @@ def _started(words: list[str], **how: Any) -> subprocess.Popen[bytes] | int:
     except OSError as problem:
         print(f"flatout: cannot start {words[0]}: {problem.strerror}", file=sys.stderr)
         return _CANNOT_START
-
-
-def _say_what_was_written(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> None:
-    """No overlay could be mounted, and something wrote past the redirection: the person has to know."""
-    changed = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
-    if changed:
-        shown = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
-        print(f"flatout: a trial has written to your folders: {shown}", file=sys.stderr)
 
 
 def default_folder(command: Sequence[str]) -> Path:

@@ -8,7 +8,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
+from flatout import sandbox
+from flatout.errors import NoOverlay, UsageError
 from flatout.remedy.candidates import Wishes, not_offered
 from flatout.remedy.found import Found, Story
 from flatout.remedy.running import Launcher
@@ -16,6 +19,16 @@ from flatout.remedy.trial import Search
 
 _FOLDER = "flatout-fix-"
 _IN_USE = "in-use"  # locked as long as its owner lives, whatever way that ends
+
+
+_REPEATED = (
+    "Each trial runs your command again, and so repeats the requests that the script itself sends (uploads, pushes, "
+    "databases). Trackers are off."
+)
+_ONLY_REDIRECTED = (
+    "not covered are other programs and shell commands, libraries that open files in C (sqlite, HDF5, OpenCV, Arrow) "
+    "and Pythons started without this environment"
+)
 
 
 def fix(
@@ -26,10 +39,20 @@ def fix(
     steps: int | None = None,
     story: Story | None = None,
     keep_in: Path | None = None,
+    unprotected: bool = False,
 ) -> Found:
-    """Try, keep, prove. The recordings of before and after go into `keep_in`; those of the trials are thrown away."""
+    """Try, keep, prove. The recordings of before and after go into `keep_in`; those of the trials are thrown away.
+
+    Where no overlay can be mounted, it is refused, or if `unprotected` done with redirection alone.
+    """
+    story = story or Story()
     with own_folder() as folder:
-        found = Search(Launcher(command, folder), wishes, budget_s=budget_s, steps=steps, story=story).go()
+
+        def search(*, overlay: bool) -> Found:
+            launcher = Launcher(command, folder / ("overlay" if overlay else "redirection"), overlay=overlay)
+            return Search(launcher, wishes, budget_s=budget_s, steps=steps, story=story).go()
+
+        found = _in_a_sandbox(search, sandbox.why_no_overlay(command, folder), story, unprotected=unprotected)
         if found.before is not None and not found.interrupted:
             found.remarks += not_offered(wishes, found.known, on_gpu=found.before.case.on_gpu)
         if keep_in is not None:
@@ -37,6 +60,36 @@ def fix(
                 if run is not None and run.folder is not None and run.folder.is_dir():
                     shutil.copytree(run.folder, keep_in / name)
         return found
+
+
+class _ASearch(Protocol):
+    def __call__(self, *, overlay: bool) -> Found: ...
+
+
+def _in_a_sandbox(search: _ASearch, why_not: str, story: Story, *, unprotected: bool) -> Found:
+    """Search on overlays; where there is a reason why not, say so before the first trial, and go on only if allowed."""
+    if why_not and not unprotected:
+        raise _refused(f"{why_not}; in a container it takes root and --cap-add SYS_ADMIN, elsewhere user namespaces")
+    story.said(_REPEATED)
+    if not why_not:
+        try:
+            return search(overlay=True)
+        except NoOverlay as problem:
+            if not unprotected:
+                raise _refused(str(problem)) from None
+            why_not = str(problem)
+    story.said(
+        f"Your files are protected in part only ({why_not}): {_ONLY_REDIRECTED}. Your folders are compared after each "
+        "trial, and the first real write ends the fix."
+    )
+    return search(overlay=False)
+
+
+def _refused(why_not: str) -> UsageError:
+    return UsageError(
+        f"trials cannot be kept from all your files: no overlay ({why_not}). --unprotected goes on with redirection "
+        f"alone, and ends at the first file that a trial really writes: {_ONLY_REDIRECTED}"
+    )
 
 
 @contextmanager

@@ -66,6 +66,7 @@ class Found:
     remarks: list[str] = field(default_factory=list)
     stopped: str = ""
     interrupted: bool = False
+    written: tuple[str, ...] = ()  # files of the person's that a trial has written to, which ended it all
     seconds: float = 0.0
 
     @property

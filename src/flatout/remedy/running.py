@@ -19,11 +19,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from flatout import launch
+from flatout import launch, sandbox
 from flatout.diagnose.case import Case, cases
 from flatout.diagnose.knobs import knobs
 from flatout.diagnose.rules import diagnose
-from flatout.errors import TraceError
+from flatout.errors import NoOverlay, TraceError
 from flatout.plan import Change, Plan
 from flatout.remedy.speed import Speed, measure
 from flatout.sense.options import WEIGHTS_OVER, Trial
@@ -39,6 +39,7 @@ WEIGHTS_BYTES, _WEIGHTS_SHARE = 8 << 30, 0.1  # of the free disk; two may lead
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception(?! raised from)|Interrupt|Exit|Refused)\b.*")
 _UNMEASURED = re.compile(r"flatout: not measuring this process \((.*)\)$")
+_NOT_COPIED = re.compile(r"Errno 75\b|errno = 75\b|Value too large for defined data type")  # EOVERFLOW
 _NO_MEMORY = re.compile(r"CUDA (?:error: )?out of memory", re.I)
 
 
@@ -264,11 +265,16 @@ class Runner(Protocol):
 
 
 class Launcher:
-    """The real runner: each run is a trial of `launch`, in a folder of its own, and writes nothing of the user's."""
+    """The real runner: each run is a trial of `launch`, in a folder of its own, and writes nothing of the user's: on an
+    `overlay` or by redirection; where that is not said, as the system permits.
 
-    def __init__(self, command: Sequence[str], folder: Path) -> None:
+    Raises NoOverlay where a run fails because of its overlay, and RealWrite where one has written all the same.
+    """
+
+    def __init__(self, command: Sequence[str], folder: Path, *, overlay: bool | None = None) -> None:
         self._command = list(command)
         self._folder = folder
+        self._overlay = overlay
         self._numbers = itertools.count(1)
 
     def __call__(
@@ -292,10 +298,24 @@ class Launcher:
         folder = self._folder / f"{next(self._numbers):02d}"
         plan, start_s = Plan(changes=tuple(changes)), time.monotonic()
         self._folder.mkdir(exist_ok=True)
+        if self._overlay is None:
+            self._overlay = not sandbox.why_no_overlay(self._command, self._folder)
         with tempfile.TemporaryDirectory(prefix="scratch-", dir=self._folder, ignore_cleanup_errors=True) as scratch:
-            trial, xray = replace(trial, protect=Path(scratch)), not trial.fingerprints
+            trial, xray = replace(trial, protect=Path(scratch), overlay=self._overlay), not trial.fingerprints
             code = launch.run(self._command, folder=folder, max_steps=steps, xray=xray, plan=plan, trial=trial)
-        return recorded(tuple(changes), code, time.monotonic() - start_s, folder, asked=steps)
+        run = recorded(tuple(changes), code, time.monotonic() - start_s, folder, asked=steps)
+        self._complain_of_the_overlay(run, first=folder.name == "01")
+        return run
+
+    def _complain_of_the_overlay(self, run: Run, *, first: bool) -> None:
+        """Of others' files that could not be copied into it: where the run says so, or may not have said why it failed
+        (torch.save does not) and has never worked yet."""
+        if run.code in (0, launch.TIMED_OUT) or not self._overlay:
+            return
+        said = _NOT_COPIED.search(run.output)
+        if (said or first) and (theirs := sandbox.of_others(self._command)):
+            why = f"{theirs} belongs to another user or group, and without root an overlay cannot hold it"
+            raise NoOverlay(why if said else f"{why}, which may be why the command fails: {run.reason()}")
 
     def _prove(self, wanted: ProofRun, timeout_s: float) -> Run:
         leads, follows = self._weights(wanted.leads), self._weights(wanted.follows)
@@ -335,7 +355,10 @@ class Launcher:
                 runs = [pool.submit(start, one) for one in wanted]
                 while not all(run.done() for run in runs):
                     wait(runs, timeout=0.2)  # and no longer: a signal is heard in between
-            except KeyboardInterrupt:
+                    for run in runs:
+                        if run.done():
+                            run.result()  # raises what it has raised
+            except BaseException:
                 over.set()  # whichever of them has not begun does not
                 while under_way:
                     for folder in self._folder.iterdir():  # one may only be starting: then the next round ends it

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from flatout.diagnose.rules import diagnose
-from flatout.errors import UsageError
+from flatout.errors import RealWrite, UsageError
 from flatout.plan import Change, Figure, Verdict
 from flatout.remedy.candidates import (
     LOADED_BY_HAND,
@@ -98,7 +98,7 @@ class Search:
         self._pauses = Pauses()
 
     def go(self) -> Found:
-        """Everything, in order. An interruption ends it with what is known so far."""
+        """Everything, in order. An interruption ends it with what is known so far, and so does a real write."""
         try:
             self._baseline()
             self._improve()
@@ -108,6 +108,9 @@ class Search:
         except KeyboardInterrupt:
             self.found.stopped, self.found.interrupted = "interrupted", True
             self._let_go_of_the_unproven("interrupted before the proof")
+        except RealWrite as problem:
+            self.found.stopped, self.found.written = "a trial has written to your files", problem.files
+            self._let_go_of_the_unproven("ended before the proof")
         self.found.seconds = self._purse.spent_s
         self.found.noise = noise = self._speeds.noise
         if noise.repeats and noise.sd > UNSTEADY:

@@ -80,6 +80,8 @@ class FixReport:
     def sentence(self) -> str:
         """The answer."""
         found = self.found
+        if found.written:
+            return f"Ended, because a trial has written to your files: {', '.join(found.written)}."
         if found.interrupted and not found.kept:
             return "Interrupted: nothing was kept so far."
         if found.untried and not found.attempts:
@@ -126,6 +128,7 @@ class FixReport:
             "remarks": found.remarks,
             "stopped": found.stopped,
             "interrupted": found.interrupted,
+            "written": list(found.written),
             "seconds": found.seconds,
         }
 

@@ -26,7 +26,8 @@ WEIGHTS_OVER = "over"  # the file that says that a run leaves no more weights
 class Trial:
     """What makes a run a trial: it writes nothing of the user's, its output goes into the trace folder, and it ends.
 
-    `protect` is a scratch folder that takes what the command writes; None lets it write. `seed` is imposed where the
+    `protect` is a scratch folder that takes what the command writes, by overlays or (not `overlay`) by redirection;
+    None lets it write. `seed` is imposed where the
     script sets none. With `fingerprints` nothing is timed: `proof-<rank>.jsonl` says what reached the model. Such a run
     may leave its weights in the folder `leads`, as far as `weights_bytes` go, and take up those in `follows`, every few
     steps.
@@ -48,6 +49,7 @@ class Trial:
     look_below_s: float | None = None
     timeout_s: float | None = None
     protect: Path | None = None
+    overlay: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -295,14 +295,11 @@ RANKS = """
 """
 
 
-def test_each_rank_follows_its_own_where_no_overlay_can_be_mounted_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_rank_follows_its_own_where_no_overlay_can_be_mounted_too(tmp_path: Path) -> None:
     """GIVEN ranks that nobody has told their numbers when torch is imported."""
     (tmp_path / "train.py").write_text(textwrap.dedent(RANKS))
-    launcher = Launcher([sys.executable, str(tmp_path / "train.py")], tmp_path / "runs")
+    launcher = Launcher([sys.executable, str(tmp_path / "train.py")], tmp_path / "runs", overlay=False)
     (leader,) = launcher.prove([ProofRun(changes=(), steps=3 * EVERY + 1, leads=1)], timeout_s=100)
-    monkeypatch.setattr("flatout.sandbox.overlays_permitted", lambda: False)
     (follower,) = launcher.prove([ProofRun(changes=(), steps=3 * EVERY + 1, follows=1)], timeout_s=100)
     assert len(leader.proof) == len(follower.proof) == 2, follower.output
     for rank in follower.proof:

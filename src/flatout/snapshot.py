@@ -1,0 +1,152 @@
+"""The user's files before and after a trial: which of them were really written, made or removed.
+
+What is near the top of a folder is looked at first, up to a good many files, and no longer than two seconds: results
+and code lie there, data below. Other programs of the user may write meanwhile. So what a process that is older than the
+trial has open for writing does not count, nor what lies beside it in a folder of its own (another training's logs and
+checkpoints), nor what we could not have written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+MOST_FILES = 50_000
+MOST_ELSEWHERE = 20_000
+_LONGEST_S = 2.0
+_CACHES = {"__pycache__", "flatout-runs"}  # what Python compiled, and what another flatout records
+_PASSING = ("torch_", "nccl-", "cuda.shm.", "sem.", "psm_", "pym-", "loky-", "joblib_", "__KMP_")  # in /dev/shm
+
+Entries = dict[str, tuple[int, ...] | None]  # by name: what tells a change of a file; None for a folder
+
+
+class Snapshot:
+    """Files as they are now. `places`: folders to look at, `but` those in them that are left out.
+
+    With `others_work` there is more going on in them than the trial: other repositories are left out, and the folders
+    that older processes are in.
+    """
+
+    def __init__(self, places: Iterable[str], *, but: Sequence[str] = (), others_work: bool = False) -> None:
+        self._places = list(dict.fromkeys(places))
+        self._but = {*but}
+        self._others_work = others_work
+        self._began_s = time.time()
+        self._seen = self._looked_at(self._places, MOST_ELSEWHERE if others_work else MOST_FILES)
+
+    def changed(self) -> list[str]:
+        """The files that are other ones by now, new, or gone; by their whole paths."""
+        found = [path for folder, before in self._seen.items() for path in self._changed_in(folder, before)]
+        return sorted(_of_nobody_else(found, self._places, self._began_s, others_work=self._others_work))
+
+    def _changed_in(self, folder: str, before: Entries) -> Iterable[str]:
+        after = _entries(folder) or {}
+        for name in before.keys() | after.keys():
+            path = f"{folder}/{name}"
+            if before.get(name, ()) == after.get(name, ()) or self._is_left_out(path):
+                continue
+            if after.get(name, ()) is not None:
+                if name in after or before[name] is not None or not self._seen.get(path):
+                    yield path  # of a folder that has gone its files are named
+                continue
+            inside = self._looked_at([path], MOST_FILES)  # a new one
+            files = [f"{place}/{one}" for place, some in inside.items() for one, file in some.items() if file]
+            yield from files or [path]
+
+    def _looked_at(self, places: Iterable[str], most: int) -> dict[str, Entries]:
+        """What lies in each folder, breadth first."""
+        waiting, seen, until_s = deque(places), dict[str, Entries](), time.monotonic() + _LONGEST_S
+        while waiting and most > 0 and time.monotonic() < until_s:
+            folder = waiting.popleft()
+            inside = _entries(folder, most) if folder not in seen and not self._is_left_out(folder) else None
+            another_project = self._others_work and inside is not None and ".git" in inside
+            if inside is not None and not (another_project and folder not in self._places):
+                seen[folder] = inside
+                most -= len(inside)
+                waiting.extend(f"{folder}/{name}" for name, file in inside.items() if file is None)
+        return seen
+
+    def _is_left_out(self, path: str) -> bool:
+        return path in self._but or os.path.basename(path) in _CACHES  # noqa: PTH119
+
+
+class SharedMemory:
+    """The files in /dev/shm as they are now: no overlay covers them, and new ones come and go all the time."""
+
+    def __init__(self, folder: str = "/dev/shm") -> None:
+        self._folder = folder
+        self._began_s = time.time()
+        self._seen = _entries(folder) or {}
+
+    def changed(self) -> list[str]:
+        """Those that were there and are other ones by now, or gone; not what libraries pass from process to process."""
+        after = _entries(self._folder) or {}
+        names = [name for name, file in self._seen.items() if file is not None and not name.startswith(_PASSING)]
+        found = [f"{self._folder}/{name}" for name in names if after.get(name) != self._seen[name]]
+        return sorted(_of_nobody_else(found, [self._folder], self._began_s))
+
+
+def _entries(folder: str, most: int = MOST_FILES) -> Entries | None:
+    """What lies in a folder; None where it holds too much, or cannot be read."""
+    found: Entries = {}
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if len(found) >= most:
+                return None
+            if entry.is_dir(follow_symlinks=False):
+                found[entry.name] = None
+                continue
+            with contextlib.suppress(FileNotFoundError):  # gone in between
+                seen = entry.stat(follow_symlinks=False)
+                found[entry.name] = (seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns)
+        return found
+    return None
+
+
+def _of_nobody_else(
+    paths: Sequence[str], places: Sequence[str], began_s: float, *, others_work: bool = False
+) -> list[str]:
+    """Those that we could have written, and that no older process is at work on."""
+    left = [path for path in paths if os.access(path, os.W_OK) or os.access(os.path.dirname(path), os.W_OK)]  # noqa: PTH120
+    written, folders = _at_work_on(began_s) if left else (set(), set())
+    theirs = {os.path.dirname(path) for path in written} | (folders if others_work else set())  # noqa: PTH120
+    inside = tuple(f"{place}/" for place in places)
+    theirs = {folder for folder in theirs - {*places} if folder.startswith(inside)}
+    return [path for path in left if path not in written and not theirs.intersection(_folders_of(path))]
+
+
+def _folders_of(path: str) -> Iterator[str]:
+    while (path := os.path.dirname(path)) != "/":  # noqa: PTH120
+        yield path
+
+
+def _at_work_on(before_s: float) -> tuple[set[str], set[str]]:
+    """The files that processes have open for writing, or share as memory, and the folders that they are in: those
+    processes that were there before."""
+    written, folders = set(), set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.create_time() < before_s:
+                folders.add(process.cwd())
+                written |= {path.removesuffix(" (deleted)") for path in _written_by(Path("/proc") / str(process.pid))}
+    return written, folders
+
+
+def _written_by(process: Path) -> Iterator[str]:
+    for handle in (process / "fd").iterdir():
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            path = os.readlink(handle)  # noqa: PTH115
+            if path.startswith("/") and not path.startswith(("/dev/pts", "/dev/null")):
+                flags = (process / "fdinfo" / handle.name).read_text().split("flags:")[1].split()[0]
+                if int(flags, 8) & os.O_ACCMODE != os.O_RDONLY:
+                    yield path
+    for line in (process / "maps").read_text(errors="surrogateescape").splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[1].endswith("ws"):
+            yield fields[5]
