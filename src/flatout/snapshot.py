@@ -15,8 +15,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-import psutil
-
 MOST_FILES = 50_000
 MOST_ELSEWHERE = 20_000
 _LONGEST_S = 2.0
@@ -37,7 +35,7 @@ class Snapshot:
         self._places = list(dict.fromkeys(places))
         self._but = {*but}
         self._others_work = others_work
-        self._began_s = time.time()
+        self._began_s = time.clock_gettime(time.CLOCK_BOOTTIME)
         self._seen = self._looked_at(self._places, MOST_ELSEWHERE if others_work else MOST_FILES)
 
     def changed(self) -> list[str]:
@@ -81,7 +79,7 @@ class SharedMemory:
 
     def __init__(self, folder: str = "/dev/shm") -> None:
         self._folder = folder
-        self._began_s = time.time()
+        self._began_s = time.clock_gettime(time.CLOCK_BOOTTIME)
         self._seen = _entries(folder) or {}
 
     def changed(self) -> list[str]:
@@ -113,12 +111,17 @@ def _of_nobody_else(
     paths: Sequence[str], places: Sequence[str], began_s: float, *, others_work: bool = False
 ) -> list[str]:
     """Those that we could have written, and that no older process is at work on."""
-    left = [path for path in paths if os.access(path, os.W_OK) or os.access(os.path.dirname(path), os.W_OK)]  # noqa: PTH120
+    left = [path for path in paths if _is_writable(path)]
     written, folders = _at_work_on(began_s) if left else (set(), set())
     theirs = {os.path.dirname(path) for path in written} | (folders if others_work else set())  # noqa: PTH120
     inside = tuple(f"{place}/" for place in places)
     theirs = {folder for folder in theirs - {*places} if folder.startswith(inside)}
     return [path for path in left if path not in written and not theirs.intersection(_folders_of(path))]
+
+
+def _is_writable(path: str) -> bool:
+    above = next(folder for folder in (*_folders_of(path), "/") if os.path.isdir(folder))  # noqa: PTH112
+    return os.access(path, os.W_OK) or os.access(above, os.W_OK)
 
 
 def _folders_of(path: str) -> Iterator[str]:
@@ -130,11 +133,12 @@ def _at_work_on(before_s: float) -> tuple[set[str], set[str]]:
     """The files that processes have open for writing, or share as memory, and the folders that they are in: those
     processes that were there before."""
     written, folders = set(), set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.create_time() < before_s:
-                folders.add(process.cwd())
-                written |= {path.removesuffix(" (deleted)") for path in _written_by(Path("/proc") / str(process.pid))}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            ticks = int((process / "stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+            if (ticks + 1) / os.sysconf("SC_CLK_TCK") < before_s:  # it is told in whole ticks
+                folders.add(os.readlink(process / "cwd"))  # noqa: PTH115
+                written |= {path.removesuffix(" (deleted)") for path in _written_by(process)}
     return written, folders
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -99,7 +100,7 @@ def own_folder() -> Iterator[Path]:
         try:
             with (left / _IN_USE).open("r+b") as owner:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left, ignore_errors=True)
+                _remove(left)
         except OSError:  # in use, or another's
             pass
     with tempfile.TemporaryDirectory(prefix=_FOLDER, ignore_cleanup_errors=True) as name:
@@ -108,3 +109,12 @@ def own_folder() -> Iterator[Path]:
             fcntl.flock(owner, fcntl.LOCK_EX)
             (folder / "lock").rename(folder / _IN_USE)  # nobody sees it before it is locked
             yield folder
+
+
+def _remove(folder: Path) -> None:
+    """An overlay leaves folders that their owner may not look into."""
+    for place, inside, _ in os.walk(folder):
+        for path in (Path(place, name) for name in inside):
+            if not path.is_symlink():
+                path.chmod(0o700)
+    shutil.rmtree(folder, ignore_errors=True)
