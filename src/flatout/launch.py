@@ -146,7 +146,7 @@ def _redirected(box: sandbox.Sandbox) -> Callable[[], None]:
     """Look at all of the user's folders; to be called once more after the trial."""
     but = [*box.keep, box.scratch]
     near = Snapshot(box.near, but=but)
-    beyond = Snapshot(box.beyond, but=[*but, *sandbox.TEMPORARY], others_work=True)
+    beyond = Snapshot(box.beyond, but=[*but, *sandbox.BUSY], others_work=True)
 
     def look_again() -> None:
         if files := sorted({*near.changed(), *beyond.changed()}):

@@ -32,7 +32,7 @@ _TRACKERS_OFF = {
     "SWANLAB_MODE": "disabled", "DVC_STUDIO_OFFLINE": "true", "DVC_EXP_AUTO_PUSH": "false", "DVC_NO_ANALYTICS": "true",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }  # fmt: skip
-TEMPORARY = ("/tmp", "/var/tmp")
+BUSY = ("/tmp", "/var/tmp", "/var/log", "/var/lib", "/var/cache", "/var/spool")  # programs of all kinds write there
 _SHARED_MEMORY = Path("/dev/shm")
 _LIVE = {"proc", "sys", "dev", "run"}  # of the running system: sockets, devices and memory, no files that stay
 _SYSTEM = {
@@ -171,8 +171,8 @@ def _can_hold_files(top: Path) -> bool:
 
 
 def _is_for_all(folder: Path) -> bool:
-    """Whether programs of all kinds write there all the time."""
-    return str(folder) in (*TEMPORARY, tempfile.gettempdir()) or folder in (Path("/", name) for name in _SYSTEM)
+    """Whether what changes there says nothing about the trial."""
+    return str(folder) in (*BUSY, tempfile.gettempdir()) or folder in (Path("/", name) for name in _SYSTEM)
 
 
 def _near(words: Sequence[str]) -> list[Path]:
