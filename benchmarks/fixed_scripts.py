@@ -205,7 +205,7 @@ def try_out(script: Script, options: argparse.Namespace, setup: dict[str, str]) 
         page = (options.pages or Path(scratch)).resolve() / f"{script.name}.html"
         told = {"script": script.name, "repo": script.repo, "commit": COMMITS[script.repo], "path": script.path,
                 "flags": list(script.flags), "budget": options.budget, "load_before": os.getloadavg()[0]}  # fmt: skip
-        fix = ["fix", "--budget", options.budget, "--json", str(results), "--html", str(page)]
+        fix = ["fix", "--unprotected", "--budget", options.budget, "--json", str(results), "--html", str(page)]
         said = flatout([*fix, "--", *command], path.parent, environment)
         if not results.exists():
             return told | {"sentence": said[-600:]}

@@ -50,7 +50,7 @@ def main() -> None:
 def fixed(name: str, budget: str) -> dict[str, Any]:
     """What `flatout fix --allow all` says of it."""
     with tempfile.TemporaryDirectory() as folder:
-        words = ["fix", "--budget", budget, "--allow", "all", "--json", "fix.json", "--"]
+        words = ["fix", "--unprotected", "--budget", budget, "--allow", "all", "--json", "fix.json", "--"]
         words += [sys.executable, record.__file__, "--train", name]
         path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
         environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

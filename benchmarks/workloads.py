@@ -242,6 +242,7 @@ def fix(root: Path, name: str, flags: Sequence[str], plan: Path, *wishes: str | 
     env = environment(root, ROOT / "src") | {"PATH": f"{plan.parent}{os.pathsep}{os.environ['PATH']}"}
     words = [
         "fix",
+        "--unprotected",
         *wishes,
         "--out",
         plan,

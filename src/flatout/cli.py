@@ -22,7 +22,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from flatout import __version__
-from flatout.errors import FlatoutError, GateFailed, PlanError, RealWrite, UsageError
+from flatout.errors import FlatoutError, GateFailed, PlanError, RealWriteError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -379,7 +379,7 @@ def fix(
     if _write(json, fixed.to_json, html, lambda: fix_views.page(fixed)):
         fix_views.show(fixed, _console())
     if found.written:
-        raise RealWrite(found.written)
+        raise RealWriteError(found.written)
     if found.interrupted:
         raise typer.Exit(INTERRUPTED)
 

@@ -2,11 +2,11 @@
 
 FlatoutError                  the command line prints it as one line and exits with `exit_code`
 ├── UsageError                the person's mistake: a wrong index, path, number or spelling   (exit 2)
-│   ├── NoOverlay             a trial cannot be kept from writing, by overlays at least
+│   ├── OverlayError          a trial cannot be kept from writing, by overlays at least
 │   ├── TraceError            a folder that is not a trace, or one we cannot read
 │   └── PlanError             a plan file we cannot read
 ├── GateFailed                a gate such as --fail-below said no                              (exit 1)
-│   └── RealWrite             a trial has written to the person's files
+│   └── RealWriteError        a trial has written to the person's files
 └── feed.BadSampleError       a sample that kills every worker that touches it (lives with the loader)
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["FlatoutError", "GateFailed", "NoOverlay", "PlanError", "RealWrite", "TraceError", "UsageError"]
+__all__ = ["FlatoutError", "GateFailed", "OverlayError", "PlanError", "RealWriteError", "TraceError", "UsageError"]
 
 
 class FlatoutError(Exception):
@@ -29,7 +29,7 @@ class UsageError(FlatoutError):
     exit_code = 2
 
 
-class NoOverlay(UsageError):
+class OverlayError(UsageError):
     """Why a command cannot be run on overlays."""
 
 
@@ -45,7 +45,7 @@ class GateFailed(FlatoutError):
     """A threshold the person set was not met."""
 
 
-class RealWrite(GateFailed):
+class RealWriteError(GateFailed):
     """Files of the person's were changed, made or removed by a trial: all their names are in `files`."""
 
     def __init__(self, files: Sequence[str]) -> None:

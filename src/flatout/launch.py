@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from flatout import sandbox
-from flatout.errors import NoOverlay, RealWrite, UsageError
+from flatout.errors import OverlayError, RealWriteError, UsageError
 from flatout.plan import Plan
 from flatout.sense.hardware import PULSE_EVERY_S, Sampler
 from flatout.sense.heard import Heard
@@ -132,12 +132,13 @@ def _overlaid(box: sandbox.Sandbox) -> Callable[[], None]:
 
     def look_again() -> None:
         if why := sandbox.refusal(box):
-            raise NoOverlay(why)
+            raise OverlayError(why)
         if files := memory.changed():
-            raise RealWrite(files)
+            raise RealWriteError(files)
         if files := [file for file in near.changed() if file not in _TOLD]:
             _TOLD.update(files)
-            print(f"flatout: Note: changed during a trial, and not by it: {', '.join(files)}", file=sys.stderr)
+            shown = ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
+            print(f"flatout: Note: changed during a trial, and not by it: {shown}", file=sys.stderr)
 
     return look_again
 
@@ -150,7 +151,7 @@ def _redirected(box: sandbox.Sandbox) -> Callable[[], None]:
 
     def look_again() -> None:
         if files := sorted({*near.changed(), *beyond.changed()}):
-            raise RealWrite(files)
+            raise RealWriteError(files)
 
     return look_again
 

@@ -39,6 +39,7 @@ _SYSTEM = {
     "usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc", "boot", "snap", "lost+found",
 }  # fmt: skip
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
+_CAP_SYS_ADMIN = 1 << 21
 _PR_SET_PDEATHSIG = 1
 _MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
 _MS_OF_ST = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}  # flags of a mount that a remount has to repeat
@@ -135,10 +136,10 @@ def refusal(sandbox: Sandbox) -> str:
 def of_others(command: Sequence[str]) -> str:
     """A file or folder that the command may write to, but not in an overlay; empty where there is none.
 
-    Without root an overlay has one owner and one group. What belongs to others, such as the files of a shared group,
-    cannot be copied into it (EOVERFLOW).
+    Without the right to mount, an overlay has one owner and one group. What belongs to others, such as the files of a
+    shared group, cannot be copied into it (EOVERFLOW).
     """
-    if os.geteuid() == 0:
+    if _may_mount():
         return ""
     for entry in _walk(_near(command[1:])):
         with contextlib.suppress(OSError):
@@ -225,12 +226,19 @@ def _first_of_ours(near: Sequence[Path]) -> Iterator[Path]:
     """
     for place in near:
         path = [place, *place.parents][:-2]  # without the top-level folder
-        if os.geteuid() == 0 or not os.access(place, os.W_OK):
+        if _may_mount() or not os.access(place, os.W_OK):
             continue
         with contextlib.suppress(OSError):
             others = next((depth for depth, folder in enumerate(path) if not _is_ours(folder.stat())), None)
             if others is not None:
                 yield path[max(0, others - 1)]
+
+
+def _may_mount() -> bool:
+    """Whether we are root, and not only by name, as in most containers."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
+    capabilities = int(status.partition("CapEff:")[2].split()[0], 16)
+    return os.geteuid() == 0 and bool(capabilities & _CAP_SYS_ADMIN)
 
 
 def _is_ours(found: os.stat_result) -> bool:
@@ -289,8 +297,9 @@ def main(sandbox: Sandbox, command: Sequence[str]) -> None:
     here = Path.cwd()
     refused = os.open(f"{sandbox.scratch}/{_REFUSED}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        _leave_the_users_mounts()
-        _cover(sandbox)
+        privileged = _may_mount()
+        _leave_the_users_mounts(privileged=privileged)
+        _cover(sandbox, privileged=privileged)
         os.chdir(here)  # the same path, seen through the overlay
     except OSError as problem:
         os.write(refused, str(problem.strerror or problem).encode())
@@ -299,10 +308,10 @@ def main(sandbox: Sandbox, command: Sequence[str]) -> None:
     os.execvp(command[0], list(command))
 
 
-def _leave_the_users_mounts() -> None:
-    """A mount namespace; of a user namespace of our own where we are not root."""
+def _leave_the_users_mounts(*, privileged: bool) -> None:
+    """A mount namespace; of a user namespace of our own where we may not mount."""
     uid, gid = os.getuid(), os.getgid()
-    if uid == 0:
+    if privileged:
         _call("unshare", _CLONE_NEWNS)
     else:
         _call("unshare", _CLONE_NEWUSER | _CLONE_NEWNS)
@@ -312,7 +321,7 @@ def _leave_the_users_mounts() -> None:
     _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
 
 
-def _cover(sandbox: Sandbox) -> None:
+def _cover(sandbox: Sandbox, *, privileged: bool) -> None:
     """An overlay upon each folder and upon each disk mounted in one; what is to be kept shows through."""
     inside = tuple(top.rstrip("/") + "/" for top in sandbox.cover)
     mounted = [path for path in _mounted() if path.startswith(inside)]
@@ -323,12 +332,12 @@ def _cover(sandbox: Sandbox) -> None:
     layers, memory = kept[sandbox.scratch], None
     for number, (path, seen) in enumerate(places.items()):
         try:
-            _overlay(seen, f"{layers}/overlay/{number}", path)
+            _overlay(seen, f"{layers}/overlay/{number}", path, privileged=privileged)
             continue
         except OSError:  # the scratch folder lies in what it would cover, or on a disk that cannot: memory then
             memory = memory or _memory_disk(f"{layers}/memory")
         try:
-            _overlay(seen, f"{memory}/overlay/{number}", path)
+            _overlay(seen, f"{memory}/overlay/{number}", path, privileged=privileged)
         except OSError:
             _read_only(seen, path)  # to be looked at, then, not to be written to
     for path, seen in single.items():
@@ -347,16 +356,16 @@ def _handles(paths: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _overlay(lower: str, layer: str, path: str) -> None:
+def _overlay(lower: str, layer: str, path: str, *, privileged: bool) -> None:
     upper, work = f"{layer}/upper", f"{layer}/work"
     for folder in (upper, work):
         os.makedirs(folder, exist_ok=True)  # noqa: PTH103
     there = os.stat(lower)  # noqa: PTH116
     os.chmod(upper, there.st_mode & 0o7777)  # noqa: PTH101 - the top of an overlay looks as its upper folder does,
-    if os.getuid() == 0:
+    if privileged:
         os.chown(upper, there.st_uid, there.st_gid)  # and a /tmp has to stay open to all
-    unprivileged = ",userxattr" if os.getuid() else ""
-    _mount("overlay", path, "overlay", 0, f"lowerdir={lower},upperdir={upper},workdir={work}{unprivileged}")
+    options = f"lowerdir={lower},upperdir={upper},workdir={work}{'' if privileged else ',userxattr'}"
+    _mount("overlay", path, "overlay", 0, options)
 
 
 def _read_only(source: str, path: str) -> None:

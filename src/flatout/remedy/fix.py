@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from flatout import sandbox
-from flatout.errors import NoOverlay, UsageError
+from flatout.errors import OverlayError, UsageError
 from flatout.remedy.candidates import Wishes, not_offered
 from flatout.remedy.found import Found, Story
 from flatout.remedy.running import Launcher
@@ -75,7 +75,7 @@ def _in_a_sandbox(search: _ASearch, why_not: str, story: Story, *, unprotected: 
     if not why_not:
         try:
             return search(overlay=True)
-        except NoOverlay as problem:
+        except OverlayError as problem:
             if not unprotected:
                 raise _refused(str(problem)) from None
             why_not = str(problem)

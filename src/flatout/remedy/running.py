@@ -23,7 +23,7 @@ from flatout import launch, sandbox
 from flatout.diagnose.case import Case, cases
 from flatout.diagnose.knobs import knobs
 from flatout.diagnose.rules import diagnose
-from flatout.errors import NoOverlay, TraceError
+from flatout.errors import OverlayError, TraceError
 from flatout.plan import Change, Plan
 from flatout.remedy.speed import Speed, measure
 from flatout.sense.options import WEIGHTS_OVER, Trial
@@ -40,6 +40,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception(?! raised from)|Interrupt|Exit|Refused)\b.*")
 _UNMEASURED = re.compile(r"flatout: not measuring this process \((.*)\)$")
 _NOT_COPIED = re.compile(r"Errno 75\b|errno = 75\b|Value too large for defined data type")  # EOVERFLOW
+_READ_ONLY = re.compile(r"Errno 30\b|errno = 30\b|Read-only file system")  # EROFS
 _NO_MEMORY = re.compile(r"CUDA (?:error: )?out of memory", re.I)
 
 
@@ -268,7 +269,7 @@ class Launcher:
     """The real runner: each run is a trial of `launch`, in a folder of its own, and writes nothing of the user's: on an
     `overlay` or by redirection; where that is not said, as the system permits.
 
-    Raises NoOverlay where a run fails because of its overlay, and RealWrite where one has written all the same.
+    Raises OverlayError where a run fails because of its overlay, and RealWriteError where one has written all the same.
     """
 
     def __init__(self, command: Sequence[str], folder: Path, *, overlay: bool | None = None) -> None:
@@ -308,14 +309,16 @@ class Launcher:
         return run
 
     def _complain_of_the_overlay(self, run: Run, *, first: bool) -> None:
-        """Of others' files that could not be copied into it: where the run says so, or may not have said why it failed
-        (torch.save does not) and has never worked yet."""
+        """Of a disk that takes none; and of others' files that could not be copied into it: where the run says so, or
+        may not have said why it failed (torch.save does not) and has never worked yet."""
         if run.code in (0, launch.TIMED_OUT) or not self._overlay:
             return
+        if _READ_ONLY.search(run.output):
+            raise OverlayError(f"a disk that takes none can only be read: {run.reason()}")
         said = _NOT_COPIED.search(run.output)
         if (said or first) and (theirs := sandbox.of_others(self._command)):
-            why = f"{theirs} belongs to another user or group, and without root an overlay cannot hold it"
-            raise NoOverlay(why if said else f"{why}, which may be why the command fails: {run.reason()}")
+            why = f"{theirs} belongs to another user or group, and without root it cannot hold that"
+            raise OverlayError(why if said else f"{why}, which may be why the command fails: {run.reason()}")
 
     def _prove(self, wanted: ProofRun, timeout_s: float) -> Run:
         leads, follows = self._weights(wanted.leads), self._weights(wanted.follows)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from flatout.diagnose.rules import diagnose
-from flatout.errors import RealWrite, UsageError
+from flatout.errors import RealWriteError, UsageError
 from flatout.plan import Change, Figure, Verdict
 from flatout.remedy.candidates import (
     LOADED_BY_HAND,
@@ -108,7 +108,7 @@ class Search:
         except KeyboardInterrupt:
             self.found.stopped, self.found.interrupted = "interrupted", True
             self._let_go_of_the_unproven("interrupted before the proof")
-        except RealWrite as problem:
+        except RealWriteError as problem:
             self.found.stopped, self.found.written = "a trial has written to your files", problem.files
             self._let_go_of_the_unproven("ended before the proof")
         self.found.seconds = self._purse.spent_s

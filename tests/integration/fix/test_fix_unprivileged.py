@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ open("/proc/self/uid_map", "w").write(f"1000 {uid} 1")
 open("/proc/self/gid_map", "w").write(f"1000 {gid} 1")
 os.execvp(sys.argv[1], sys.argv[1:])
 """
+LOOK = "from pathlib import Path; from flatout import sandbox; print(sandbox.why_no_overlay(['python'], Path('.')))"
 SOMEBODY = 54_321
 
 
@@ -37,9 +39,20 @@ def as_a_user(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def overlays(tmp_path: Path) -> None:
-    look = "from pathlib import Path; from flatout import sandbox; print(sandbox.why_no_overlay(['python'], Path('.')))"
-    if why := as_a_user("-c", look, cwd=tmp_path).stdout.strip():
+    if why := as_a_user("-c", LOOK, cwd=tmp_path).stdout.strip():
         pytest.skip(f"this system permits no overlay: {why}")
+
+
+@pytest.mark.usefixtures("overlays")
+def test_root_that_may_not_mount_has_overlays_all_the_same(tmp_path: Path) -> None:
+    """GIVEN a container whose root lacks SYS_ADMIN, but that permits user namespaces."""
+    drop = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin"]
+    if os.getuid() or shutil.which(drop[0]) is None:
+        pytest.skip("only root can give up a capability")
+    done = subprocess.run(
+        [*drop, sys.executable, "-c", LOOK], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "\n"
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from observing import write
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from flatout import launch, sandbox, trace
-from flatout.errors import RealWrite
+from flatout.errors import RealWriteError
 from flatout.sense.options import Trial
 
 # A script with bad manners: wipes its output folder, appends to a file, writes and reads back all it can.
@@ -163,7 +163,7 @@ def test_what_gets_past_the_redirection_ends_it_and_is_named(user_folder: Path, 
     past = "mkdir -p new/deep; touch by-touch.txt new/deep/file; echo >> results.csv; rm stale.txt; cp stale.txt x"
     write(user_folder, train=f"import subprocess; subprocess.run({past!r}, shell=True)")
     trial = Trial(protect=tmp_path / "scratch", overlay=False)
-    with pytest.raises(RealWrite) as told:
+    with pytest.raises(RealWriteError) as told:
         launch.run([sys.executable, "train.py"], folder=tmp_path / "trace", trial=trial)
     names = ["by-touch.txt", "new/deep/file", "results.csv", "stale.txt"]
     assert told.value.files == tuple(str(user_folder / name) for name in names)
@@ -283,7 +283,7 @@ def test_what_overlays_do_not_cover_is_compared(user_folder: Path, tmp_path: Pat
         write(user_folder, train=f"for path in ('{file}', '{folder}/kept.txt'): open(path, 'w').write('overwritten')")
         trial = Trial(protect=tmp_path / "scratch", overlay=overlay)
         try:
-            with pytest.raises(RealWrite) as told:
+            with pytest.raises(RealWriteError) as told:
                 launch.run([sys.executable, "train.py"], folder=tmp_path / "trace", trial=trial)
         finally:
             file.unlink()
