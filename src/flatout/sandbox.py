@@ -134,19 +134,25 @@ def refusal(sandbox: Sandbox) -> str:
 
 
 def of_others(command: Sequence[str]) -> str:
-    """A file or folder that the command may write to, but not in an overlay; empty where there is none.
+    """A file or folder that the command may write to, but not in an overlay of a user who `may_mount` nothing; empty
+    where there is none.
 
     Without the right to mount, an overlay has one owner and one group. What belongs to others, such as the files of a
     shared group, cannot be copied into it (EOVERFLOW).
     """
-    if _may_mount():
-        return ""
     for entry in _walk(_near(command[1:])):
         with contextlib.suppress(OSError):
             writable = not entry.is_symlink() and os.access(entry.path, os.W_OK)
             if writable and not _is_ours(entry.stat(follow_symlinks=False)):
                 return entry.path
     return ""
+
+
+def may_mount() -> bool:
+    """Whether we are root, and not only by name, as in most containers."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
+    capabilities = int(status.partition("CapEff:")[2].split()[0], 16)
+    return os.geteuid() == 0 and bool(capabilities & _CAP_SYS_ADMIN)
 
 
 def environment(sandbox: Sandbox, *, redirected: bool) -> dict[str, str]:
@@ -226,19 +232,12 @@ def _first_of_ours(near: Sequence[Path]) -> Iterator[Path]:
     """
     for place in near:
         path = [place, *place.parents][:-2]  # without the top-level folder
-        if _may_mount() or not os.access(place, os.W_OK):
+        if may_mount() or not os.access(place, os.W_OK):
             continue
         with contextlib.suppress(OSError):
             others = next((depth for depth, folder in enumerate(path) if not _is_ours(folder.stat())), None)
             if others is not None:
                 yield path[max(0, others - 1)]
-
-
-def _may_mount() -> bool:
-    """Whether we are root, and not only by name, as in most containers."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
-    capabilities = int(status.partition("CapEff:")[2].split()[0], 16)
-    return os.geteuid() == 0 and bool(capabilities & _CAP_SYS_ADMIN)
 
 
 def _is_ours(found: os.stat_result) -> bool:
@@ -297,7 +296,7 @@ def main(sandbox: Sandbox, command: Sequence[str]) -> None:
     here = Path.cwd()
     refused = os.open(f"{sandbox.scratch}/{_REFUSED}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        privileged = _may_mount()
+        privileged = may_mount()
         _leave_the_users_mounts(privileged=privileged)
         _cover(sandbox, privileged=privileged)
         os.chdir(here)  # the same path, seen through the overlay

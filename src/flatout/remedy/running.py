@@ -316,9 +316,14 @@ class Launcher:
         if _READ_ONLY.search(run.output):
             raise OverlayError(f"a disk that takes none can only be read: {run.reason()}")
         said = _NOT_COPIED.search(run.output)
-        if (said or first) and (theirs := sandbox.of_others(self._command)):
-            why = f"{theirs} belongs to another user or group, and without root it cannot hold that"
-            raise OverlayError(why if said else f"{why}, which may be why the command fails: {run.reason()}")
+        if sandbox.may_mount() or not (said or first):
+            return
+        theirs = sandbox.of_others(self._command)
+        why = f"{theirs or 'what it writes to'} belongs to another user or group, and without root it cannot hold that"
+        if said:
+            raise OverlayError(why)
+        if theirs:
+            raise OverlayError(f"{why}, which may be why the command fails: {run.reason()}")
 
     def _prove(self, wanted: ProofRun, timeout_s: float) -> Run:
         leads, follows = self._weights(wanted.leads), self._weights(wanted.follows)

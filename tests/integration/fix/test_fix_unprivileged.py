@@ -88,6 +88,16 @@ def test_files_of_another_group_are_the_reason_that_is_given(shared: Path) -> No
 
 
 @pytest.mark.usefixtures("overlays")
+def test_so_they_are_where_the_command_does_not_name_their_place(shared: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (shared / "log.txt").rename(tmp_path / "elsewhere" / "log.txt")
+    (shared / "train.py").write_text("open('../elsewhere/log.txt', 'a')")
+    refused = as_a_user(*FIX, "--", sys.executable, "train.py", cwd=shared)
+    assert refused.returncode == 2
+    assert "what it writes to belongs to another user or group" in refused.stderr
+
+
+@pytest.mark.usefixtures("overlays")
 def test_a_failure_that_may_come_of_it_says_so(shared: Path) -> None:
     """GIVEN a library that does not say why it could not write."""
     (shared / "train.py").write_text(
