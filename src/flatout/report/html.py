@@ -6,7 +6,9 @@ the figures over time are drawn by Plotly, which is inlined. Every plot has its 
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import hashlib
 import json
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -22,8 +24,12 @@ from flatout.report.picture import Bar, Mark, Panel, timelines, waterfall, whole
 from flatout.report.terminal import ceiling, duration, ms
 from flatout.trace import RankTrace, Trace
 
-# Nothing is fetched, whatever a trace may hold: the browser itself sees to it.
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+# Nothing is fetched and no script runs but ours, whatever a trace may hold: the browser itself sees to it. Plotly sets
+# styles on what it draws.
+_POLICY = (
+    "default-src 'none'; script-src {}; style-src 'unsafe-inline'; img-src data: blob:; "
+    "base-uri 'none'; form-action 'none'"
+)
 
 Section = tuple[str, str, Html | None]  # its key, its title, and what stands in it
 
@@ -73,23 +79,28 @@ def document(
         "marks": [dataclasses.asdict(mark) for mark in marks or ()],
     }
     data = json.dumps(plots, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    scripts = [Html(f'<script type="application/json" id="plot-data">{data}</script>')]
+    scripts = [script]
     if panels:
-        plotly = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
-        scripts.append(Html(f"<script>{plotly}</script>"))
-    scripts.append(Html(f"<script>{script}</script>"))
+        scripts.insert(0, (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8"))
     opening = join(
         [
             Html('<meta charset="utf-8">'),
-            tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+            tag("meta", http_equiv="Content-Security-Policy", content=_POLICY.format(" ".join(map(_hash, scripts)))),
             tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
             tag("meta", name="color-scheme", content="light dark"),
             tag("title", title),
             Html(f"<style>{style}</style>"),
         ]
     )
-    whole = tag("body", tag("main", tag("header", head), contents, body, foot), *scripts)
+    plot_data = Html(f'<script type="application/json" id="plot-data">{data}</script>')
+    running = [Html(f"<script>{script}</script>") for script in scripts]
+    whole = tag("body", tag("main", tag("header", head), contents, body, foot), plot_data, *running)
     return f'<!doctype html>\n<html lang="en"><head>{opening}</head>{whole}</html>\n'
+
+
+def _hash(script: str) -> str:
+    """A script as a content security policy allows it."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
 # The top

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import hashlib
 import json
+import re
 from html.parser import HTMLParser
 from typing import Any
 
@@ -110,6 +113,18 @@ def test_nothing_is_fetched_from_anywhere() -> None:
         assert tag not in ("link", "iframe", "object", "img")
         if tag == "a":
             assert str(attributes["href"]).startswith("#")
+
+
+def test_no_script_runs_but_ours() -> None:
+    run = whole_run()
+    text = page(run, account(run, "runs/one"), [FINDING])
+    scripts = re.findall("<script>(.*?)</script>", text, re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    policy = next(a["content"] for _, a in Page(text).elements if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None
+    allowed = next(part.split() for part in policy.split(";") if "script-src" in part)
+    assert allowed == ["script-src", *(f"'sha256-{one}'" for one in hashes)]
+    assert len(hashes) == 2
 
 
 def test_what_a_trace_holds_never_becomes_markup() -> None:
