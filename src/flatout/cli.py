@@ -23,6 +23,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from flatout import __version__
 from flatout.errors import FlatoutError, GateFailed, PlanError, RealWriteError, UsageError
+from flatout.redact import redact_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -93,7 +94,7 @@ def main() -> None:
         sys.exit(READER_LEFT)
     except FlatoutError as problem:
         if problem.__cause__ is not None:  # it came out of the person's own code: where there, they want to know
-            traceback.print_exception(problem.__cause__)
+            print(redact_text("".join(traceback.format_exception(problem.__cause__))), end="", file=sys.stderr)
         _complain(str(problem), problem.exit_code)
     except _ArgumentError as problem:
         _complain(getattr(problem, "format_message", problem.__str__)(), 2)
@@ -103,7 +104,7 @@ def main() -> None:
 
 
 def _complain(text: str, code: int) -> None:
-    print(f"flatout: {' '.join(text.split())}", file=sys.stderr)
+    print(f"flatout: {' '.join(redact_text(text).split())}", file=sys.stderr)
     sys.exit(code)
 
 
@@ -515,9 +516,9 @@ def _account_for(folder: Path, *, quiet: bool, json_to: str | None = None, html_
     try:
         _report([folder], None if quiet else _console(stderr=True), json_to=json_to, html_to=html_to)
     except FlatoutError as problem:
-        print(f"flatout: {problem}", file=sys.stderr)
+        print(f"flatout: {redact_text(str(problem))}", file=sys.stderr)
     except Exception as problem:  # ours, and the training is not to suffer from it
-        reason = f"{type(problem).__name__}: {problem}"
+        reason = redact_text(f"{type(problem).__name__}: {problem}")
         print(f"flatout: no summary ({reason}); the recording is in {folder}", file=sys.stderr)
 
 

@@ -26,10 +26,10 @@ import psutil
 from flatout import sandbox
 from flatout.errors import OverlayError, RealWriteError, UsageError
 from flatout.plan import Plan
+from flatout.redact import redact_command, redact_text
 from flatout.sense.hardware import PULSE_EVERY_S, Sampler
 from flatout.sense.heard import Heard
 from flatout.sense.options import VARIABLE, Options, Trial, new_folder
-from flatout.sense.settings import hide_in_arguments
 from flatout.snapshot import SharedMemory, Snapshot
 from flatout.trace import Note, RunInfo, TraceWriter
 
@@ -64,7 +64,7 @@ def run(
     options = Options(
         folder=folder.absolute(),
         name=_name(command),
-        command=hide_in_arguments(tuple(command)),
+        command=redact_command(command),
         max_steps=max_steps,
         xray=xray,
         plan=plan,
@@ -160,7 +160,7 @@ def _started(words: list[str], **how: Any) -> subprocess.Popen[bytes] | int:
     try:
         return subprocess.Popen(words, **how)
     except OSError as problem:
-        print(f"flatout: cannot start {words[0]}: {problem.strerror}", file=sys.stderr)
+        print(f"flatout: cannot start {redact_text(words[0])}: {problem.strerror}", file=sys.stderr)
         return _CANNOT_START
 
 
@@ -197,15 +197,16 @@ def _program(command: Sequence[str]) -> str | int:
     if found:
         return found
     if Path(command[0]).exists():
-        print(f"flatout: {command[0]} cannot be executed", file=sys.stderr)
+        print(f"flatout: {redact_text(command[0])} cannot be executed", file=sys.stderr)
         return _CANNOT_START
-    print(f"flatout: {command[0]}: command not found", file=sys.stderr)
+    print(f"flatout: {redact_text(command[0])}: command not found", file=sys.stderr)
     return _NOT_FOUND
 
 
 def _name(command: Sequence[str]) -> str:
     """What to call a run: the script, the module, or else the program."""
-    scripts = [Path(word).stem for word in command if word.endswith((".py", ".sh"))]
+    command = redact_command(command)
+    scripts = [Path(word.split()[-1]).stem for word in command if word.endswith((".py", ".sh"))]
     modules = [after.rpartition(".")[2] for word, after in pairwise(command) if word == "-m"]
     return next(iter((*scripts, *modules[-1:], *(Path(word).stem for word in command[:1]))), "") or "run"
 

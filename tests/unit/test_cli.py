@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout import __version__, cli
+from flatout import __version__, cli, launch
 from flatout.plan import Change, Outcome, Plan
 
 Run = Callable[..., tuple[int, str, str]]
@@ -85,6 +85,29 @@ def test_a_mistake_is_one_line_and_exit_code_2(flatout_says: Run, arguments: tup
     assert err.startswith("flatout: ")
     assert err.count("\n") == 1
     assert complaint in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("run", "HF_TOKEN=LEAK", "python", "train.py"), 127),
+        (("fix", "HF_TOKEN=LEAK", "python", "train.py"), 2),
+        (("fix", "--only", "token=LEAK", "true"), 2),
+        (("report", "https://me:LEAK@host/run"), 2),
+    ],
+)
+def test_a_complaint_does_not_repeat_a_secret(
+    flatout_says: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], code: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended, out, err = flatout_says(*arguments)
+    assert (ended, out) == (code, "")
+    assert "***" in err
+    assert "LEAK" not in err
+
+
+def test_no_folder_is_called_like_a_secret() -> None:
+    assert launch.default_folder(["bash", "-c", "HF_TOKEN=LEAK python train.py"]).name.endswith("-train")
 
 
 def test_a_page_that_cannot_be_drawn_is_told_before_the_trials(

@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from flatout.augment import Augment
 from flatout.engine.batch_size import FIRST, fastest_batch, scale_learning_rate
-from flatout.engine.config import Config, effective, load, without_effect
+from flatout.engine.config import Config, effective, load, shown, without_effect
 from flatout.engine.data import datasets, steps_in_all, train_loader, val_loader
 from flatout.engine.evaluation import can_share, is_object
 from flatout.engine.model import channels_last, device_for, made_ready
@@ -31,6 +31,7 @@ from flatout.engine.step import Step
 from flatout.engine.trainer import Trainer
 from flatout.errors import UsageError
 from flatout.feed import to_device
+from flatout.files import PRIVATE, write_whole
 from flatout.inject.attach import attach
 from flatout.sense.options import new_folder
 
@@ -70,7 +71,7 @@ def main(
         if explain:
             for decision in trainer.decisions:
                 trainer.say(str(decision))
-            trainer.say(f"\n{effective(trainer.config)}")
+            trainer.say(f"\n{shown(trainer.config)}")
             ranks.leave()
             return None
         if resume and not trainer.resume():
@@ -293,7 +294,10 @@ def _claimed(wanted: Path) -> Iterator[Path]:
 
 
 def _keep(config: Config, out: Path) -> None:
-    """Save the config that is in force beside what comes of it; one that is there is never overwritten."""
+    """Save the config that is in force beside what comes of it; one that is there is never overwritten.
+
+    It is whole, so that it can be trained with again: secrets in it are for its owner's eyes.
+    """
     if not os.access(out, os.W_OK):
         raise UsageError(f"out: cannot write to the folder {out}: no permission, or a read-only disk")
     text = effective(config)
@@ -303,7 +307,7 @@ def _keep(config: Config, out: Path) -> None:
             return
         if not path.exists():
             try:
-                path.write_text(text, encoding="utf-8")
+                write_whole(path, text, mode=PRIVATE)
             except OSError as problem:
                 raise UsageError(f"out: cannot write {path}: {problem.strerror}") from None
             return

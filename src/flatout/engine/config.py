@@ -23,6 +23,7 @@ from flatout.engine.progress import LogConfig
 from flatout.engine.section import Part, Section, nearest
 from flatout.engine.step import TrainConfig
 from flatout.errors import UsageError
+from flatout.redact import redact_setting
 
 Kind = TypeVar("Kind", bound=BaseModel)
 
@@ -127,7 +128,16 @@ def without_effect(config: Config) -> Iterator[str]:
 
 def effective(config: Config) -> str:
     """The config as YAML, with every default in it."""
-    return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+    return _as_yaml(config.model_dump())
+
+
+def shown(config: Config) -> str:
+    """The same for a person's eyes: without secrets."""
+    return _as_yaml(redact_setting("", config.model_dump()))
+
+
+def _as_yaml(settings: dict[str, Any]) -> str:
+    return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
 
 
 def checked(kind: type[Kind], data: Any, source: str) -> Kind:
@@ -255,7 +265,7 @@ def _in_words(kind: type[BaseModel], errors: list[dict[str, Any]]) -> str:
     if not key:
         return str(first["ctx"]["error"])
     wanted = " or ".join(dict.fromkeys(_wanted(error) for error in errors))
-    return f"{key} must be {wanted} (got {_short(first.get('input'))})"
+    return f"{key} must be {wanted} (got {_short(redact_setting(key, first.get('input')))})"
 
 
 def _wanted(error: dict[str, Any]) -> str:

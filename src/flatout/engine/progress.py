@@ -22,6 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from flatout.engine.section import Count, Section
 from flatout.errors import UsageError
+from flatout.redact import redact_setting, redact_text
 from flatout.sense.gpu import Cards
 from flatout.written import in_full
 
@@ -73,7 +74,7 @@ class Reporter:
         self._sinks = [self._jsonl, self._csv]
         for name in _OPEN:
             if getattr(self._config, name):
-                write, close = _OPEN[name](self._folder, settings)
+                write, close = _OPEN[name](self._folder, redact_setting("", settings))
                 self._sinks.append(write)
                 self._close.append(close)
         if torch.cuda.is_initialized():
@@ -91,7 +92,7 @@ class Reporter:
         """One line, above the bar; what is not for `always` is left out when quiet."""
         if self._speaks and (always or not self._config.quiet):
             with self._going_on():
-                self._console.print(text, markup=False)
+                self._console.print(redact_text(text), markup=False)
 
     def trained(self, step: int, row: dict[str, Any]) -> None:
         """How training went since the last time."""

@@ -29,6 +29,7 @@ from flatout.inject.apply.ledger import Ledger
 from flatout.inject.ceiling import Ceiling
 from flatout.inject.course import Course
 from flatout.inject.startup import when_imported
+from flatout.redact import redact_command, redact_text
 from flatout.sense import facts as look
 from flatout.sense.calls import called_from
 from flatout.sense.clock import CudaClock, Leash, LossReader
@@ -36,7 +37,7 @@ from flatout.sense.hooks import Hooks
 from flatout.sense.listener import Listener
 from flatout.sense.options import RANK, Options
 from flatout.sense.recorder import DATA, HELD, OWN, Recorder
-from flatout.sense.settings import Settings, hide_in_arguments
+from flatout.sense.settings import Settings
 from flatout.sense.watch import Filling, Watch
 from flatout.sense.worker import Meter, measure_fetcher
 from flatout.sense.xray import Profiler, read_kernels
@@ -258,7 +259,7 @@ class Session(Listener):
     def _open_trace(self) -> None:
         info = RunInfo(
             name=self._options.name,
-            command=hide_in_arguments(tuple(sys.orig_argv)),
+            command=redact_command(sys.orig_argv),
             host=socket.gethostname(),
             rank=_rank(),
             world_size=_world_size(),
@@ -370,7 +371,7 @@ class Session(Listener):
 
     def _fail(self, problem: BaseException) -> None:
         what = str(problem) if isinstance(problem, FlatoutError) else f"{type(problem).__name__}: {problem}"
-        text = f"flatout stopped measuring: {what}; training goes on"
+        text = f"flatout stopped measuring: {redact_text(what)}; training goes on"
         print(text, file=sys.stderr)
         self.note(text)
 
@@ -516,7 +517,10 @@ def measure_workers(options: Options) -> None:
                 if _session is not None:
                     _session.stand_aside()
         except Exception as problem:
-            print(f"flatout: loader work is not measured ({type(problem).__name__}: {problem})", file=sys.stderr)
+            print(
+                f"flatout: loader work is not measured ({redact_text(f'{type(problem).__name__}: {problem}')})",
+                file=sys.stderr,
+            )
         return fetcher
 
     create_fetcher._flatout = True  # type: ignore[attr-defined]

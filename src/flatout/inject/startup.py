@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.errors import FlatoutError, UsageError
 from flatout.inject.apply.ledger import Ledger
+from flatout.redact import redact_text
 from flatout.sense import heard
 from flatout.sense.options import Options
 from flatout.sense.settings import Settings
@@ -179,7 +180,7 @@ def _safely(action: Callable[[ModuleType], None], module: ModuleType) -> None:
 
 def _say_no(problem: Exception) -> None:
     what = str(problem) if isinstance(problem, FlatoutError) else f"{type(problem).__name__}: {problem}"
-    print(f"flatout: not measuring this process ({what})", file=sys.stderr)
+    print(f"flatout: not measuring this process ({redact_text(what)})", file=sys.stderr)
 
 
 def _record_arguments(argparse: Any) -> None:

@@ -13,12 +13,15 @@ from typing import Protocol
 
 from flatout import sandbox
 from flatout.errors import OverlayError, UsageError
+from flatout.files import PRIVATE, write_whole
+from flatout.launch import OUTPUT
 from flatout.remedy.candidates import Wishes, not_offered
 from flatout.remedy.found import Found, Story
-from flatout.remedy.running import Launcher
+from flatout.remedy.running import Launcher, end_of
 from flatout.remedy.trial import Search
 
 _FOLDER = "flatout-fix-"
+_MOST_OUTPUT = 2 << 20  # bytes
 _IN_USE = "in-use"  # locked as long as its owner lives, whatever way that ends
 
 
@@ -59,7 +62,8 @@ def fix(
         if keep_in is not None:
             for name, run in (("before", found.before), ("after", found.measured)):
                 if run is not None and run.folder is not None and run.folder.is_dir():
-                    shutil.copytree(run.folder, keep_in / name)
+                    shutil.copytree(run.folder, keep_in / name, ignore=shutil.ignore_patterns(OUTPUT))
+                    _keep_output(run.folder / OUTPUT, keep_in / name / OUTPUT)
         return found
 
 
@@ -91,6 +95,12 @@ def _refused(why_not: str) -> UsageError:
         f"trials cannot be kept from all your files: no overlay ({why_not}). --unprotected goes on with redirection "
         f"alone, and ends at the first file that a trial really writes: {_ONLY_REDIRECTED}"
     )
+
+
+def _keep_output(printed: Path, kept: Path) -> None:
+    """Keep the end of what a command has printed, without the secrets that can be told, for its owner alone."""
+    if printed.is_file():
+        write_whole(kept, end_of(printed, _MOST_OUTPUT), mode=PRIVATE)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from flatout.diagnose.knobs import knobs
 from flatout.diagnose.rules import diagnose
 from flatout.errors import OverlayError, TraceError
 from flatout.plan import Change, Plan
+from flatout.redact import redact_text
 from flatout.remedy.speed import Speed, measure
 from flatout.sense.options import WEIGHTS_OVER, Trial
 from flatout.trace import Trace, read
@@ -36,6 +37,7 @@ _TAIL_BYTES = 20_000
 _STANDS_STILL_S = 20.0
 SHORT_EPOCH_S = 30.0
 WEIGHTS_BYTES, _WEIGHTS_SHARE = 8 << 30, 0.1  # of the free disk; two may lead
+_LINE_ENDS = re.compile(r"[\r\n]")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception(?! raised from)|Interrupt|Exit|Refused)\b.*")
 _UNMEASURED = re.compile(r"flatout: not measuring this process \((.*)\)$")
@@ -187,7 +189,7 @@ class Run:
             return None
         with output.open(encoding="utf-8", errors="replace") as lines:
             found = (_UNMEASURED.match(line) for line in lines)
-            return next((match[1] for match in found if match), None)
+            return next((redact_text(match[1]) for match in found if match), None)
 
     def why_no_baseline(self, steps: int) -> str:
         """Why this run of the command as it is, which was to take so many steps, is nothing to begin from."""
@@ -407,7 +409,7 @@ def recorded(changes: tuple[Change, ...], code: int, seconds: float, folder: Pat
         asked=asked,
         trace=trace,
         speed=measure(trace) if trace is not None else None,
-        output=_tail(folder / launch.OUTPUT),
+        output=end_of(folder / launch.OUTPUT),
         made={c["name"]: str(c.get("how") or "") for c in said if c.get("applied")},
         where={c["name"]: str(c["where"]) for c in said if c.get("applied") and c.get("where")},
         also={c["name"]: tuple(c.get("also") or ()) for c in said},
@@ -428,14 +430,17 @@ def seen_like(trace: Trace, earlier: Trace) -> Trace:
     return replace(trace, ranks=(*ranks, *trace.ranks[len(ranks) :]))
 
 
-def _tail(path: Path) -> str:
+def end_of(output: Path, most: int = _TAIL_BYTES) -> str:
+    """The last lines of what a command has printed, without secrets."""
     try:
-        with path.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - _TAIL_BYTES))
-            return file.read().decode(errors="replace")
+        with output.open("rb") as file:
+            before = max(0, file.seek(0, 2) - most)
+            file.seek(before)
+            printed = file.read().decode(errors="replace")
     except OSError:
         return ""
+    whole = _LINE_ENDS.search(printed) if before else None  # a line cut short may hold half a secret
+    return redact_text(printed[whole.end() :] if whole is not None else printed)
 
 
 def _list(path: Path) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from flatout.diagnose.case import cases
 from flatout.diagnose.finding import Finding
 from flatout.diagnose.rules import diagnose
 from flatout.plan import Figure
+from flatout.redact import redact_command, redact_text
 from flatout.remedy.candidates import PAUSES, SAFETIES, Offer, in_words
 from flatout.remedy.found import Attempt, Found
 from flatout.remedy.running import Run
@@ -75,7 +76,7 @@ class FixReport:
         """How to make a change for good."""
         before = self.found.before
         by_trainer = before is not None and before.trace is not None and before.case.loader.get("by_trainer")
-        return permanently(attempt, by_trainer=bool(by_trainer))
+        return redact_text(permanently(attempt, by_trainer=bool(by_trainer)))  # it may be a line of the script
 
     def sentence(self) -> str:
         """The answer."""
@@ -153,7 +154,12 @@ def report(found: Found, command: Sequence[str], plan_file: str, price_an_hour: 
         for run, speed in zip(last, speeds, strict=True)
     )
     return FixReport(
-        command=tuple(command), plan_file=plan_file, found=found, before=before, after=after, left=_left(found)
+        command=redact_command(command),
+        plan_file=plan_file,
+        found=found,
+        before=before,
+        after=after,
+        left=_left(found),
     )
 
 

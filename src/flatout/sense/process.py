@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import psutil
 
+from flatout.redact import redact_text
 from flatout.sense.host import ProcFile, rate
 from flatout.trace import ProcessSample
 
@@ -210,7 +211,7 @@ class _ProcProcess:
         return ProcessSample(
             pid=self._pid,
             role=self.role,
-            name=stat[stat.find(b"(") + 1 : name_end].decode("utf-8", "replace"),
+            name=redact_text(stat[stat.find(b"(") + 1 : name_end].decode("utf-8", "replace")),
             state=fields[0].decode("ascii"),
             threads=int(fields[17]),
             rss_bytes=int(fields[21]) * _PAGE_BYTES,
@@ -310,7 +311,7 @@ class _PsutilProcess:
         try:
             self._process = self._process or psutil.Process(self._pid)
             with self._process.oneshot():
-                times, name = self._process.cpu_times(), self._process.name()
+                times, name = self._process.cpu_times(), redact_text(self._process.name())
                 rss, threads = self._process.memory_info().rss, self._process.num_threads()
         except psutil.Error:
             return None

@@ -16,6 +16,7 @@ from collections import deque
 from pathlib import Path
 
 from flatout.errors import UsageError
+from flatout.redact import redact_command, redact_text
 from flatout.trace.plain import PlainSteps
 from flatout.trace.records import Note, Record, RunInfo, Sample, Step, Summary, Window, encode
 from flatout.trace.sketch import Sketch
@@ -49,6 +50,7 @@ class TraceWriter:
         self._bytes = 0
         self._steps = StepThinner()
         self._samples = SampleThinner()
+        info = dataclasses.replace(info, command=redact_command(info.command))
         self._totals = _Totals(info)
         self._pid = os.getpid()
         self._wake = threading.Event()
@@ -112,6 +114,8 @@ class TraceWriter:
     def _drain(self) -> None:
         while self._pending:
             record = self._pending.popleft()
+            if isinstance(record, Note):
+                record = dataclasses.replace(record, text=redact_text(record.text))
             self._totals.count(record)
             if isinstance(record, Step | PlainSteps):
                 push = self._steps.push if isinstance(record, Step) else self._steps.push_many

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -176,6 +177,33 @@ def test_a_part_that_fails_is_named_after_the_traceback_of_its_own_code(
     assert last.startswith(f"flatout: {complaint}")
     assert where in "".join(trace)
     assert "section.py" not in "".join(trace)
+
+
+def test_secrets_are_kept_for_their_owner_and_told_to_nobody(
+    config: Path, tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "private.py").write_text(
+        "from engine_toy import Points\n"
+        "def points(api_key, **_): return Points(seed=len(api_key))\n"
+        "def refused(api_key, **_): raise ValueError(f'no entry with api_key={api_key}')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    secret = ("data.train.args.api_key=LEAK", "data.train.args.eos_token=FINE", "log.quiet=false")
+    # What is shown has none.
+    code, out, err = train("data.train.factory=private:points", *secret, "--explain")
+    assert (code, "LEAK" in out + err, "api_key: '***'" in out, "eos_token: FINE" in out) == (0, False, True, True)
+    # Nor has a complaint, with the traceback of the person's own code.
+    code, out, err = train("data.train.factory=private:refused", *secret)
+    assert (code, "LEAK" in out + err, "in refused" in err) == (2, False, True)
+    code, out, err = train("train.password=LEAK")
+    assert (code, "LEAK" in out + err) == (2, False)
+    # The copy that a run can be repeated from is whole, and nobody else's to read.
+    words = ["data.train.factory=private:points", *secret, f"out={tmp_path / 'run'}"]
+    main(config, words, preset=None, resume=False, explain=False, record=False)
+    kept = tmp_path / "run" / "config.yaml"
+    assert yaml.safe_load(kept.read_text())["data"]["train"]["args"]["api_key"] == "LEAK"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert "LEAK" not in capsys.readouterr().out
 
 
 def test_what_has_no_effect_is_told_line_by_line(config: Path) -> None:

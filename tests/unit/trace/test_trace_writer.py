@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -46,6 +47,18 @@ def test_the_summary_holds_the_totals(tmp_path: Path) -> None:
     assert (summary.steps, summary.samples, summary.dropped, summary.ended) == (75, 300, 0, True)
     assert summary.wall_ms.count == 75
     assert [note.text for note in summary.notes] == ["hello"]
+
+
+def test_no_secret_is_written(tmp_path: Path) -> None:
+    info = dataclasses.replace(INFO, command=("python", "train.py", "--hf-token", "LEAK"))
+    with TraceWriter(tmp_path, info) as writer:
+        writer.write(a_step(0))
+        writer.write(Note(time_s=1.0, text="not measured (ValueError: password=LEAK)"))
+    written = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert len(written) == 2
+    assert not any("LEAK" in text for text in written.values())
+    assert read(tmp_path).ranks[0].info.command == ("python", "train.py", "--hf-token", "***")
+    assert read(tmp_path).ranks[0].notes[0].text == "not measured (ValueError: password=***)"
 
 
 def test_hardware_samples_go_to_a_file_of_the_machine(tmp_path: Path, make_sample: Callable[..., Sample]) -> None:

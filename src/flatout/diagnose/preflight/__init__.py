@@ -20,6 +20,7 @@ from flatout.diagnose.preflight.settings import Command, read_command, shown
 from flatout.diagnose.preflight.study import Machine, Study, open_study
 from flatout.diagnose.preflight.surroundings import DataFolder, read_folder
 from flatout.errors import UsageError
+from flatout.redact import redact_text
 from flatout.trace import GpuSample
 
 __all__ = ["Checklist", "DataFolder", "Line", "Machine", "check", "inspect", "read_folder"]
@@ -84,8 +85,13 @@ def inspect(study: Study, folder: DataFolder | None = None) -> Checklist:
     if study.on_cpu():
         lines = {subject: _on_cpu(line) for subject, line in lines.items()}
     lines["disk"] = surroundings.check_disk(study, folder)
-    named = tuple(dataclasses.replace(line, subject=subject) for subject, line in lines.items())
-    return Checklist(looked_at=tuple(files), lines=named)
+    return Checklist(looked_at=tuple(files), lines=tuple(_told(subject, line) for subject, line in lines.items()))
+
+
+def _told(subject: str, line: Line) -> Line:
+    """A line with its subject; it may quote the script or its settings."""
+    fix = redact_text(line.fix) if line.fix is not None else None
+    return dataclasses.replace(line, subject=subject, reason=redact_text(line.reason), fix=fix)
 
 
 def _on_cpu(line: Line) -> Line:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.inject.apply.ledger import Ledger
+from flatout.redact import redact_setting
 
 if TYPE_CHECKING:
     from flatout.plan import Change
@@ -59,7 +60,8 @@ class Knobs:
         self._say(change, before)
 
     def _say(self, change: Change, before: Any) -> None:
-        self._ledger.made_by_knob(change.name, f"{change.knob} read as {change.value!r} instead of {before!r}")
+        new, old = (redact_setting(change.knob, value) for value in (change.value, before))
+        self._ledger.made_by_knob(change.name, f"{change.knob} read as {new!r} instead of {old!r}")
 
     # -- Python config modules --------------------------------------------------------------------------------------
 
@@ -89,7 +91,8 @@ class Knobs:
         for statement in places:
             before = ast.unparse(statement.value)
             statement.value = ast.copy_location(ast.parse(repr(change.value), mode="eval").body, statement.value)
-            self._ledger.made_by_knob(change.name, f"{change.knob} set to {change.value!r} instead of {before}")
+            new, old = (redact_setting(change.knob, value) for value in (change.value, before))
+            self._ledger.made_by_knob(change.name, f"{change.knob} set to {new!r} instead of {old}")
         if not places:
             self._ledger.refused(change.name, f"nothing is assigned to {key} in {change.knob.rpartition(':')[0]}")
 

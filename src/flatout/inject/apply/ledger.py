@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from flatout.redact import redact_setting, redact_text
+
 if TYPE_CHECKING:
     from flatout.plan import Change
 
@@ -33,7 +35,7 @@ class Ledger:
 
     def made(self, name: str, how: str, where: str | None = None) -> None:
         """It has been made; how it was the first time counts."""
-        _, places = self._made.setdefault(name, (how, []))
+        _, places = self._made.setdefault(name, (redact_text(how), []))
         if where is not None and where not in places:
             places.append(where)
 
@@ -44,13 +46,14 @@ class Ledger:
 
     def made_by_knob(self, name: str, how: str) -> None:
         """It has been made as the script read its setting; processes started from here are told."""
+        how = redact_text(how)
         self.made(name, how)
         told = json.loads(os.environ.get(KNOBS, "{}"))
         os.environ[KNOBS] = json.dumps({**told, name: how})
 
     def refused(self, name: str, why: str) -> None:
         """It cannot be made here; what it says first counts, unless it is made elsewhere."""
-        self._refused.setdefault(name, why)
+        self._refused.setdefault(name, redact_text(why))
 
     def failed(self, name: str, problem: BaseException) -> None:
         """Something of ours went wrong: the change is off from now on."""
@@ -62,7 +65,7 @@ class Ledger:
             return
         self._off.add(name)
         self._made.pop(name, None)
-        self._refused[name] = why
+        self._refused[name] = redact_text(why)
         print(f"flatout: {name} is switched off ({self._refused[name]}); training goes on", file=sys.stderr)
 
     def attempt(self, name: str, function: Callable[..., T], *args: Any) -> T | None:
@@ -82,7 +85,7 @@ class Ledger:
         no_occasion = f"the script did not read {change.knob}" if change.knob else "there was no occasion for it"
         return {
             "name": change.name,
-            "value": change.value,
+            "value": redact_setting(change.knob, change.value),
             "applied": how is not None,
             "how": how or self._refused.get(change.name, no_occasion),
             "where": places[0] if places else None,

@@ -1,0 +1,262 @@
+"""Hides secrets: a command, a setting or a text gets into a trace, a report or onto a terminal by way of this file.
+
+A secret is known by the words of its name (`openaiKey`, `--hf-token`, `DB_PASS`) or by the shape of its value
+(`Bearer …`, `ghp_…`, a password in a URL). In doubt it is hidden. What neither names nor looks like a secret comes out:
+files that keep more than a few such texts are `files.PRIVATE`.
+
+Standard library only: it is at work in the user's process before torch is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from itertools import pairwise
+from pathlib import PurePath
+from typing import Any
+
+__all__ = ["HIDDEN", "redact_command", "redact_setting", "redact_text"]
+
+HIDDEN = "***"
+
+
+def redact_command(words: Sequence[str]) -> tuple[str, ...]:
+    """A command line without secrets: `--opt value`, `--opt=value`, `NAME=value`, also inside a `bash -c "…"`."""
+    return tuple(_listed("", words))
+
+
+def redact_setting(name: str, value: Any) -> Any:
+    """A setting as plain data without secrets, also inside lists and mappings; of an object only its type is told."""
+    if _tells_nothing(value):
+        return value
+    if _is_secret(name):
+        return HIDDEN
+    if isinstance(value, int | float):
+        return value
+    if isinstance(value, Mapping):
+        return _mapped(value)
+    if isinstance(value, list | tuple):
+        return _listed(name, value)
+    return _said(name, str(value)) if isinstance(value, str | PurePath | Enum) else type(value).__name__
+
+
+def redact_text(text: str) -> str:
+    """Any text without secrets: an exception's, what a program has printed, a line of shell."""
+    end = _KEY_BLOCK_ENDS.search(text)
+    if end is not None and "-----BEGIN" not in text[: end.start()]:  # the tail of a longer text, cut inside a key
+        text = HIDDEN + text[end.end() :]
+    text = _SHAPES.sub(HIDDEN, text)
+    text = _AFTER_SCHEME.sub(rf"\1\2{HIDDEN}", text)
+    text = _LOGIN_IN_URL.sub(rf"\1{HIDDEN}@", text)
+    text = _HEADER.sub(rf"\1{HIDDEN}", text)
+    return _SPOKEN.sub(rf"\1{HIDDEN}", _without_values(text))
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+_OPTION_WORD = re.compile(r"--?[A-Za-z][\w.-]*")
+_NO_VALUE = re.compile(r"--[A-Za-z][\w.-]*|-[A-Za-z]")  # another option, and not the value of the one before
+_SHELL = re.compile(r"-[a-z]{0,3}c")  # what follows is a line of shell: bash -lc "…"
+_PAIR = re.compile(r"([\w.@/+~-]+)=(.*)", re.S)
+_LOGIN = re.compile(r"([^\s:@/]+):(?!//)(?!\d+$)\S+")
+_LOGINS = {"u", "user", "username", "login", "userpwd"}
+_NAMED_BY = {"name", "key", "var", "variable", "env", "field", "header", "option"}  # {"name": "password", "value": "x"}
+_VALUED_BY = {"value", "val", "values", "default", "content", "data", "text"}
+_NOTHING = {"", "true", "false", "yes", "no", "none", "null", "value", HIDDEN}
+
+
+def _tells_nothing(value: Any) -> bool:
+    return value is None or isinstance(value, bool) or (isinstance(value, str) and value.lower() in _NOTHING)
+
+
+def _said(name: str, text: str) -> str:
+    """A text that is called so."""
+    if _is_secret(name):
+        return HIDDEN
+    login = _LOGIN.fullmatch(text) if _is_login(name) else None
+    if login is not None:
+        return f"{login[1]}:{HIDDEN}"
+    pair = _PAIR.fullmatch(text) if not _SHELL.fullmatch(name) else None
+    return f"{pair[1]}={redact_setting(pair[1], pair[2])}" if pair is not None else redact_text(text)
+
+
+def _listed(name: str, items: Sequence[Any]) -> list[Any]:
+    """The items of a list that is called so; they may be a command, or a name and its value."""
+    if len(items) == 2 and isinstance(items[0], str) and len(_words(items[0])) > 1 and _is_secret(items[0]):
+        return [items[0], redact_setting(items[0], items[1])]
+    shown, option = [], ""
+    for item in items:
+        word = item if isinstance(item, str) else ""
+        shown.append(redact_setting(name if _NO_VALUE.fullmatch(word) else option or name, item))
+        option = word if _OPTION_WORD.fullmatch(word) else ""
+    return shown
+
+
+def _mapped(values: Mapping[Any, Any]) -> dict[str, Any]:
+    names = (value for key, value in values.items() if str(key).lower() in _NAMED_BY)
+    named = next((value for value in names if isinstance(value, str) and _is_secret(value)), "")
+    return {
+        redact_text(str(key)): redact_setting(named if str(key).lower() in _VALUED_BY and named else str(key), value)
+        for key, value in values.items()
+    }
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+
+
+def _some(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+# Anywhere in a name, however it is put together.
+_ALWAYS = re.compile(
+    r"pass_?(?:wd|wor[dt]|phrase|code|key)|secret(?!ar[iy])|credential|api_?key|access_?key|auth_?token"
+)
+_ALWAYS_WORDS = _some(
+    """
+    auth authorization bearer cookie cookies cred creds dsn jwt oauth otp psw pw pwd totp webhook webhooks
+    """
+)
+# What a name may end with, unless the word before says whose it is.
+_AT_THE_END = {"key", "token", "pass", "sig", "signature", "private"}
+_ALONE = _AT_THE_END | {"tokens"}
+_OWNED = {"key", "keys", "token", "tokens", "pass", "pat"}  # a secret beside one of these:
+_OWNERS = _some(
+    """
+    access account admin anthropic api app auth aws azure bot client comet csrf db decryption deploy discord
+    encryption ftp gcp gh github gitlab google hf hub huggingface jwt kaggle license mail master mysql neptune
+    npm oauth openai personal private proxy pypi refresh root sas secret service session shared signing slack smtp
+    ssh storage telegram user wandb
+    """
+)
+_JOINED = re.compile(rf"(?:{'|'.join(sorted(_OWNERS))}|pg|my)(?:key|token|pass|pw|pwd)")  # DBPASS, hftoken
+# `eos_token`, `sort_key`, `forward_pass`, `input_signature`: words of models, data and programs.
+_HARMLESS_BEFORE = _some(
+    """
+    action answer array attention audio backward band batch bbox begin bos bound box by cache caption cell chunk
+    class cls col column concat coord data dataset decoder depth dict dim doc document double dry duplicate each
+    edge element empty encoder end eod eol eom eop eos eot epoch every extra feature features fewer field file fill
+    filter fim final first foreign forward frame full graph group head high ignore image img index infix input
+    instruction item join label lang language last latent layer left list lookup loss low map mask max merge method
+    metric min missing model monitor motion multi newline next no null num one output over pad padding pair
+    partition patch per pixel point pool pos position prefix prev previous primary prompt public query rank rare
+    reverse right row sample scene search segment sentence sep separator seq sequence shard single skip sort source
+    special speech split start state step stop subject suffix symbol table tag target task text time train two type
+    unexpected unique unk unknown value video view vision visual vocab vq word zero
+    """
+)
+# `password_file`, `auth_type`, `secret_length`: about the secret, not the secret.
+_ABOUT = _some(
+    """
+    bits cfg count csv dim dir enabled expires file filename folder ini json len length limit md method mode num
+    path pem policy provider py rate required sh size timeout toml ttl txt type yaml yml
+    """
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def _words(name: str) -> tuple[str, ...]:
+    return tuple(word.lower() for word in _WORD.findall(name[:200]))
+
+
+def _is_login(name: str) -> bool:
+    """Whether what is called so may be `me:password`."""
+    return bool(words := _words(name)) and words[-1] in _LOGINS
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_secret(name: str) -> bool:
+    """Whether what is called so is a secret, by the last part of `db.password` or by one above it."""
+    parts = [words for words in map(_words, name.split(".")) if words]
+    return bool(parts) and parts[-1][-1] not in _ABOUT and any(map(_say_a_secret, parts))
+
+
+def _say_a_secret(words: tuple[str, ...]) -> bool:
+    if _ALWAYS.search("_".join(words)) or any(word in _ALWAYS_WORDS or _JOINED.fullmatch(word) for word in words):
+        return True
+    for one, other in pairwise(words):
+        if (one in _OWNERS and other in _OWNED) or (one in _OWNED and other in _OWNERS):
+            return True
+    if len(words) == 1:
+        return words[0] in _ALONE
+    return words[-1] in _AT_THE_END and words[-2] not in _HARMLESS_BEFORE
+
+
+# --- texts ------------------------------------------------------------------------------------------------------------
+# Bounded where a pattern may fail after a long look, so that a text of megabytes takes no longer than its length.
+
+_KEY_BLOCK_ENDS = re.compile(r"-----END [A-Z ]{0,30}PRIVATE KEY[A-Z ]{0,10}-----")
+_SHAPES = re.compile(
+    r"""-----BEGIN\ [A-Z\d ]{0,30}PRIVATE\ KEY(?s:.*?)(?:-----END[A-Z\d ]{0,50}-----|\Z)
+    | \b(?: github_pat_\w{10,} | gh[oprsu]_\w{10,} | gl(?:pat|ptt|dt|rt|cbt|oas)-[\w.-]{10,}
+      | hf_[A-Za-z\d]{16,} | r8_\w{16,} | nvapi-[\w-]{16,} | lsv2_\w{16,} | npm_\w{20,} | pypi-[\w-]{16,}
+      | sk-(?=[\w-]{0,100}\d)[\w-]{16,} | [rs]k_(?:live|test)_\w{10,} | whsec_[\w+/=]{16,}
+      | A(?:KIA|SIA|IDA|ROA)[A-Z\d]{12,} | AIza[\w-]{20,} | ya29\.[\w-]{10,} | GOCSPX-[\w-]{10,}
+      | xox[a-z]-[\w-]{10,} | xapp-[\w-]{10,} | SG\.[\w-]{10,}\.[\w-]{10,} | dckr_pat_[\w-]{10,} | dop_v1_\w{16,}
+      | shp(?:at|ss)_\w{16,} | AGE-SECRET-KEY-\w{10,} | eyJ[\w-]{5,}\.[\w-]{5,}(?:\.[\w-]*)? | \d{8,10}:[\w-]{35}\b )
+    | (?<=hooks\.slack\.com/)[^\s"']+ | (?<=/api/webhooks/)[^\s"']+""",
+    re.X,
+)
+_AFTER_SCHEME = re.compile(
+    r"\b((?i:bearer)\s+[\"']?)[\w.~+/=-]+|\b([Bb]asic\s+)(?=[A-Za-z\d+/]{0,100}(?:\d|=|[a-z][A-Z]))[A-Za-z\d+/]{12,}=*"
+)
+_LOGIN_IN_URL = re.compile(  # one slash is what a Path leaves of two
+    r"""(:/{1,2})(?:[^\s/@:"']{0,200}:(?!\d{1,5}(?:[/?\#\s]|\Z))[^\s"'<>]{0,300}@
+      | (?:(?<=//)|(?<=[ps]:/))(?!git@)[^\s/@:"']{1,300}@)
+    | (?<![\w./])(?!mailto:|file:)[\w.+-]{1,64}:[^\s@/:"']{1,100}@(?!sha256:)(?=[\w-])""",
+    re.X,
+)
+_BLOCK = r"[|>][+-]?\n(?:[ \t]+[^\n]*\n?)+"  # of YAML
+_HEADER = re.compile(
+    rf"((?:authorization|cookie)2?\\*[\"']?\s{{0,3}}[:=]\s{{0,3}}\\*[\"']?)(?:{_BLOCK}|[^\"'\\\r\n]+)", re.I
+)
+# Names before a value: `?sig=`, `--password `, `password: `, `"password": "`, `api key: `, `os.environ["PW"] = `.
+_NAMED = re.compile(
+    r"""(?<=[?&])(?P<query>[\w.%-]{1,80}=)
+    | (?<![\w-])(?P<option>--?[A-Za-z][\w.-]{0,80})(?:\s+|\\*["']\s?,\s?)
+      (?!\\*["']?(?:--[A-Za-z]|-[A-Za-z](?:["'\s]|\Z)))
+    | (?<![\w.?&-])(?P<before>[A-Za-z]{1,20}\ )?(?P<name>[\w.@+~-]{1,100})
+      [\\"'\])]{0,4}\s{0,3}(?P<gap>=>|:=|==?|:)\s{0,3}""",
+    re.X,
+)
+_IN_QUERY = re.compile(r"[^&\s\"'#]+")
+_VALUE = re.compile(
+    rf"""{_BLOCK}
+    | (?:(?i:bearer|basic|token|digest)\s+)?
+    (?:[bfru]{{0,2}}\\*"(?:[^"\\\n]|\\.)*"? | [bfru]{{0,2}}\\*'(?:[^'\\\n]|\\.)*'?
+      | \S+?(?=[]),;}}"'`]{{0,5}}(?:\s|\Z)))""",
+    re.X,
+)
+# "the password is hunter2", "with token abc123": a letter and a digit, as words seldom have.
+_SPOKEN = re.compile(
+    r"""(\b(?i:password|passwd|passphrase|passcode|api[ ]?key|secret|token)(?:\ is|\ was)?\ ["'`]?)
+    (?=\S{0,60}\d)(?=\S{0,60}[A-Za-z])[^\s"'`,;)]{6,}""",
+    re.X,
+)
+
+
+def _without_values(text: str) -> str:
+    """The text with the values of what is called like a secret hidden."""
+    shown, at, known = [], 0, ""
+    while named := _NAMED.search(text, at):
+        shown.append(text[at : named.end()])
+        at = named.end()
+        name = named["query"] or named["option"] or named["name"]
+        if named["before"] and named["gap"] == ":":  # "Missing key: conv1"
+            name = named["before"] + name
+        if known and name.lower() in _VALUED_BY:
+            name = known
+        if not (_is_secret(name) or _is_login(name) or name.lower() in _NAMED_BY):
+            continue
+        found = (_IN_QUERY if named["query"] else _VALUE).match(text, at)
+        value = found[0] if found is not None else ""
+        if name.lower() in _NAMED_BY:  # {"name": "password", "value": "x"}
+            known = value if _is_secret(value) else ""
+        if found is not None and (_is_secret(name) or _LOGIN.fullmatch(value)):
+            shown.append(value if _tells_nothing(value.strip("\"'")) else _said(name, value))
+            at = found.end()
+    return "".join(shown) + text[at:]
