@@ -314,7 +314,7 @@ def _watch(pid: int, options: Options, stop: threading.Event) -> None:
                 writer.write(Note(time_s=time.monotonic(), text=text))
     except Exception as problem:
         if psutil.pid_exists(pid):  # of a command that is over already there is nothing to watch
-            print(f"flatout: the hardware is not watched ({problem})", file=sys.stderr)
+            print(f"flatout: the hardware is not watched ({redact_text(str(problem))})", file=sys.stderr)
 
 
 def end(folder: Path, root: subprocess.Popen[bytes] | None = None) -> None:

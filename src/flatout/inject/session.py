@@ -517,10 +517,8 @@ def measure_workers(options: Options) -> None:
                 if _session is not None:
                     _session.stand_aside()
         except Exception as problem:
-            print(
-                f"flatout: loader work is not measured ({redact_text(f'{type(problem).__name__}: {problem}')})",
-                file=sys.stderr,
-            )
+            reason = redact_text(f"{type(problem).__name__}: {problem}")
+            print(f"flatout: loader work is not measured ({reason})", file=sys.stderr)
         return fetcher
 
     create_fetcher._flatout = True  # type: ignore[attr-defined]

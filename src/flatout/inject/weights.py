@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.serialization import get_crc32_options, load, save, set_crc32_options  # before a script puts others there
 
+from flatout.redact import redact_text
 from flatout.sense.options import WEIGHTS_EVERY, WEIGHTS_OVER, Trial
 
 _SELDOM = 10  # times WEIGHTS_EVERY: further apart they say nothing of sixty steps
@@ -68,7 +69,8 @@ class Weights:
                 return self._meet(_State(optimizers, roots))
         except Exception as problem:
             self._leads = self._follows = None
-            print(f"flatout: weights are not compared ({type(problem).__name__}: {problem})", file=sys.stderr)
+            reason = redact_text(f"{type(problem).__name__}: {problem}")
+            print(f"flatout: weights are not compared ({reason})", file=sys.stderr)
             return None
 
     def drifts(self) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from flatout.inject.apply.loading import Loading
 from flatout.inject.apply.seed import impose_seed
 from flatout.inject.proof import Proof
 from flatout.inject.weights import Weights
+from flatout.redact import redact_text
 from flatout.sense.options import Options
 
 
@@ -36,7 +37,8 @@ class Applied:
             if self._proof is not None:
                 self._proof.install()
         except Exception as problem:
-            print(f"flatout: the plan is not applied ({type(problem).__name__}: {problem})", file=sys.stderr)
+            reason = redact_text(f"{type(problem).__name__}: {problem}")
+            print(f"flatout: the plan is not applied ({reason})", file=sys.stderr)
 
     @property
     def wants_every_step(self) -> bool:
