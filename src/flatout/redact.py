@@ -51,7 +51,7 @@ def redact_text(text: str) -> str:
     text = _AFTER_SCHEME.sub(rf"\1\2{HIDDEN}", text)
     text = _LOGIN_IN_URL.sub(rf"\1{HIDDEN}@", text)
     text = _HEADER.sub(rf"\1{HIDDEN}", text)
-    return _SPOKEN.sub(rf"\1{HIDDEN}", _without_values(text))
+    return _SPOKEN.sub(rf"\1\2{HIDDEN}", _without_values(text))
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def _said(name: str, text: str) -> str:
 
 def _listed(name: str, items: Sequence[Any]) -> list[Any]:
     """The items of a list that is called so; they may be a command, or a name and its value."""
-    if len(items) == 2 and isinstance(items[0], str) and len(_words(items[0])) > 1 and _is_secret(items[0]):
+    if len(items) == 2 and isinstance(items[0], str) and _is_surely_secret(items[0]):
         return [items[0], redact_setting(items[0], items[1])]
     shown, option = [], ""
     for item in items:
@@ -118,7 +118,8 @@ _ALWAYS = re.compile(
 )
 _ALWAYS_WORDS = _some(
     """
-    auth authorization bearer cookie cookies cred creds dsn jwt oauth otp psw pw pwd totp webhook webhooks
+    auth authorization bearer cookie cookies cred creds csrf dsn jwt oauth otp psw pw pwd totp webhook webhooks
+    xsrf
     """
 )
 # What a name may end with, unless the word before says whose it is.
@@ -152,10 +153,11 @@ _HARMLESS_BEFORE = _some(
 # `password_file`, `auth_type`, `secret_length`: about the secret, not the secret.
 _ABOUT = _some(
     """
-    bits cfg count csv dim dir enabled expires file filename folder ini json len length limit md method mode num
-    path pem policy provider py rate required sh size timeout toml ttl txt type yaml yml
+    bits count dim dir enabled expires file filename folder len length limit method mode num path policy provider
+    rate required size timeout ttl type
     """
 )
+_FILES = _some("cfg csv ini json md pem py sh toml txt yaml yml")  # `secret.py:12`
 
 
 @functools.lru_cache(maxsize=4096)
@@ -172,7 +174,14 @@ def _is_login(name: str) -> bool:
 def _is_secret(name: str) -> bool:
     """Whether what is called so is a secret, by the last part of `db.password` or by one above it."""
     parts = [words for words in map(_words, name.split(".")) if words]
-    return bool(parts) and parts[-1][-1] not in _ABOUT and any(map(_say_a_secret, parts))
+    if not parts or parts[-1][-1] in _ABOUT or (len(parts) > 1 and parts[-1][0] in _FILES):
+        return False
+    return any(map(_say_a_secret, parts))
+
+
+def _is_surely_secret(name: str) -> bool:
+    """The same where nothing but the name speaks for it: a list may well hold the words `key` and `token`."""
+    return _is_secret(name) and not (len(words := _words(name)) == 1 and words[0] in _ALONE)
 
 
 def _say_a_secret(words: tuple[str, ...]) -> bool:
@@ -219,22 +228,23 @@ _NAMED = re.compile(
     r"""(?<=[?&])(?P<query>[\w.%-]{1,80}=)
     | (?<![\w-])(?P<option>--?[A-Za-z][\w.-]{0,80})(?:\s+|\\*["']\s?,\s?)
       (?!\\*["']?(?:--[A-Za-z]|-[A-Za-z](?:["'\s]|\Z)))
-    | (?<![\w.?&-])(?P<before>[A-Za-z]{1,20}\ )?(?P<name>[\w.@+~-]{1,100})
-      [\\"'\])]{0,4}\s{0,3}(?P<gap>=>|:=|==?|:)\s{0,3}""",
+    | (?<![\w.?&-])(?P<before>[\w-]{1,40}\ )?(?P<name>[\w.@+~-]{1,100})
+      [\\"'\])]{0,4}\s{0,3}(?P<gap>[=-]>|:=|==?|:|,(?=\s?(?:"[^"\n]{0,300}"|'[^'\n]{0,300}')[)\]]))\s{0,3}""",
     re.X,
 )
 _IN_QUERY = re.compile(r"[^&\s\"'#]+")
 _VALUE = re.compile(
-    rf"""{_BLOCK}
+    rf"""{_BLOCK} | [(\[{{][^)\]}}\n]{{0,300}}[)\]}}]
     | (?:(?i:bearer|basic|token|digest)\s+)?
     (?:[bfru]{{0,2}}\\*"(?:[^"\\\n]|\\.)*"? | [bfru]{{0,2}}\\*'(?:[^'\\\n]|\\.)*'?
       | \S+?(?=[]),;}}"'`]{{0,5}}(?:\s|\Z)))""",
     re.X,
 )
-# "the password is hunter2", "with token abc123": a letter and a digit, as words seldom have.
+# "the password is hunter2", "with token abc123": a letter and a digit, as words seldom have, or quotes.
 _SPOKEN = re.compile(
-    r"""(\b(?i:password|passwd|passphrase|passcode|api[ ]?key|secret|token)(?:\ is|\ was)?\ ["'`]?)
-    (?=\S{0,60}\d)(?=\S{0,60}[A-Za-z])[^\s"'`,;)]{6,}""",
+    r"""(\b(?i:(?:password|passwd|passphrase|passcode|api[ ]?key|secret|token|login|\w{0,40}(?:secret|access)_?key)
+      (?:\s(?:is|was|provided|given))?:?\s["'`]?))(?=\S{0,60}\d)(?=\S{0,60}[A-Za-z])[^\s"'`,;)]{6,}
+    | (\b(?i:password|passwd|passphrase|passcode|api[ ]?key)(?:\ is|\ was)?\ )(?:"[^"\n]{1,200}"|'[^'\n]{1,200}')""",
     re.X,
 )
 
@@ -250,6 +260,8 @@ def _without_values(text: str) -> str:
             name = named["before"] + name
         if known and name.lower() in _VALUED_BY:
             name = known
+        if named["gap"] == "," and not _is_surely_secret(name):
+            continue
         if not (_is_secret(name) or _is_login(name) or name.lower() in _NAMED_BY):
             continue
         found = (_IN_QUERY if named["query"] else _VALUE).match(text, at)

@@ -87,6 +87,53 @@ def test_what_stands_beside_a_secret_comes_out() -> None:
     assert redact_text("the password is hunter2, says me") == f"the password is {HIDDEN}, says me"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Incorrect API key provided: LEAK12345",
+        "invalid api_key provided: LEAK",
+        "login failed with password 'LEAK x'",
+        "wandb login 0123456789abcdefLEAK && python train.py",
+        "{'headers': [('X-Api-Key', 'LEAK')]}",
+        "auth=('me', 'LEAK')",
+        "password -> LEAK",
+        "Cookie: a=LEAK; b=LEAK",
+        "Server=db;User Id=me;Password=LEAK;",
+        "https://h/?access_token=LEAK#x",
+        "mongodb+srv://me:p@LEAK@h.net/db",
+        'the command {"name": "HF_TOKEN", "value": "LEAK"} failed',
+        "-----BEGIN PGP PRIVATE KEY BLOCK-----\nLEAK\n-----END PGP PRIVATE KEY BLOCK-----",
+    ],
+)
+def test_the_ways_in_which_programs_tell_a_secret(text: str) -> None:
+    assert HIDDEN in redact_text(text)
+    assert "LEAK" not in redact_text(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'File "secret.py", line 12, in get_token',
+        "auth.py:12: error, and credentials.json:3 too",
+        "KeyError: 'eos_token'",
+        "Missing key: layer1.0.weight",
+        "unknown special tokens ['eos_token', 'pad_token']",
+        "epoch 3  step 40  loss 0.25  tokens/s: 4096  12:30:05",
+        "forward pass: 3.2 ms, backward pass: 5.1 ms",
+        "kubectl run image:v1@sha256:0f0f0f",
+        "password file is missing",
+    ],
+)
+def test_what_programs_say_otherwise_is_left_alone(text: str) -> None:
+    assert redact_text(text) == text
+
+
+def test_lists_of_names_are_left_alone() -> None:
+    values = {"columns": ["token", "pos"], "roles": ["key", "value", "query"], "names": ["image_key", "label_key"]}
+    assert redact_setting("", values) == values
+    assert redact_setting("", [["password", "abc"], ["user", "me"]]) == [["password", HIDDEN], ["user", "me"]]
+
+
 def test_a_line_of_shell_keeps_its_command() -> None:
     shown = redact_command(["bash", "-c", "HF_TOKEN=abc python train.py --lr 0.1"])
     assert shown == ("bash", "-c", f"HF_TOKEN={HIDDEN} python train.py --lr 0.1")
