@@ -139,15 +139,15 @@ _JOINED = re.compile(rf"(?:{'|'.join(sorted(_OWNERS))}|pg|my)(?:key|token|pass|p
 _HARMLESS_BEFORE = _some(
     """
     action answer array attention audio backward band batch bbox begin bos bound box by cache caption cell chunk
-    class cls col column concat coord data dataset decoder depth dict dim doc document double dry duplicate each
-    edge element empty encoder end eod eol eom eop eos eot epoch every extra feature features fewer field file fill
-    filter fim final first foreign forward frame full graph group head high ignore image img index infix input
-    instruction item join label lang language last latent layer left list lookup loss low map mask max merge method
-    metric min missing model monitor motion multi newline next no null num one output over pad padding pair
-    partition patch per pixel point pool pos position prefix prev previous primary prompt public query rank rare
-    reverse right row sample scene search segment sentence sep separator seq sequence shard single skip sort source
-    special speech split start state step stop subject suffix symbol table tag target task text time train two type
-    unexpected unique unk unknown value video view vision visual vocab vq word zero
+    class cls col column concat coord data dataloader dataset decoder depth dict dim doc document double dry
+    duplicate each edge element empty encoder end eod eol eom eop eos eot epoch every extra feature features fewer
+    field file fill filter fim final first following foreign forward frame full graph group head high ignore image
+    img index infix input instruction item join label lang language last latent layer left list loader lookup loss
+    low map mask max merge method metric min missing model monitor motion multi newline next no null num one output
+    over pad padding pair partition patch per pixel point pool pos position prefix prev previous primary prompt
+    public query rank rare reverse right row sample scene search segment sentence sep separator seq sequence shard
+    single skip sort source special speech split start state step stop subject suffix symbol table tag target task
+    tensor text time train two type unexpected unique unk unknown value video view vision visual vocab vq word zero
     """
 )
 # `password_file`, `auth_type`, `secret_length`: about the secret, not the secret.

@@ -338,33 +338,6 @@ def test_a_torch_too_old_is_said_and_left_alone(place: Path) -> None:
     assert "torch 1.13.1 is older than 2.6" in run.err
 
 
-def test_secrets_reach_neither_trace_nor_report(place: Path) -> None:
-    write(
-        place,
-        secretive="""
-        import argparse, json, yaml, train
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--api-key")
-        parser.add_argument("--lr", type=float)
-        arguments = parser.parse_args()
-        yaml.safe_load(open("config.yaml"))
-        json.load(open("config.json"))
-        for _ in range(5):
-            train.step()
-        """,
-    )
-    (place / "config.yaml").write_text("batch: 12\nservice: {token: YAMLSECRET, url: 'https://me:URLSECRET@host/x'}\n")
-    (place / "config.json").write_text('{"depth": 34, "password": "JSONSECRET"}')
-    run = flatout_run(
-        place, PYTHON, "secretive.py", "--api-key", "ARGSECRET", "--lr", "0.5", env={"WANDB_API_KEY": "ENVSECRET"}
-    )
-    assert run.code == 0, run.err
-    seen = run.text() + run.err + str(run.account)
-    assert "SECRET" not in seen
-    values = {k: v for entry in run.observed.rank.facts["settings"] for k, v in entry["values"].items()}
-    assert (values["lr"], values["batch"], values["depth"]) == (0.5, 12, 34)
-
-
 # -- trials ---------------------------------------------------------------------------------------------------------
 
 TRIAL = """

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import yaml
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from flatout import cli
 from flatout.engine.assemble import main
-from flatout.engine.config import PRESETS, Config, effective, load, without_effect
+from flatout.engine.config import PRESETS, Config, effective, load, shown, without_effect
 from flatout.engine.section import Every
 from flatout.errors import UsageError
 
@@ -197,13 +198,22 @@ def test_secrets_are_kept_for_their_owner_and_told_to_nobody(
     assert (code, "LEAK" in out + err, "in refused" in err) == (2, False, True)
     code, out, err = train("train.password=LEAK")
     assert (code, "LEAK" in out + err) == (2, False)
-    # The copy that a run can be repeated from is whole, and nobody else's to read.
-    words = ["data.train.factory=private:points", *secret, f"out={tmp_path / 'run'}"]
+    # Nor does a tracker get one.
+    wandb = MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    words = ["data.train.factory=private:points", *secret, f"out={tmp_path / 'run'}", "log.wandb=true"]
     main(config, words, preset=None, resume=False, explain=False, record=False)
+    told = wandb.init.call_args.kwargs["config"]["data"]["train"]["args"]
+    assert told == {"api_key": "***", "eos_token": "FINE"}
+    # The copy that a run can be repeated from is whole, and nobody else's to read.
     kept = tmp_path / "run" / "config.yaml"
     assert yaml.safe_load(kept.read_text())["data"]["train"]["args"]["api_key"] == "LEAK"
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
     assert "LEAK" not in capsys.readouterr().out
+
+
+def test_no_setting_of_flatouts_own_is_taken_for_a_secret(config: Path) -> None:
+    assert shown(load(config)) == effective(load(config))
 
 
 def test_what_has_no_effect_is_told_line_by_line(config: Path) -> None:
