@@ -1,8 +1,8 @@
 """Hides secrets: a command, a setting or a text gets into a trace, a report or onto a terminal by way of this file.
 
 A secret is known by the words of its name (`openaiKey`, `--hf-token`, `DB_PASS`) or by the shape of its value
-(`Bearer …`, `ghp_…`, a password in a URL). In doubt it is hidden. What neither names nor looks like a secret comes out:
-files that keep more than a few such texts are `files.PRIVATE`.
+(`Bearer …`, `ghp_…`, a password in a URL). In doubt it is hidden. What has neither such a name nor such a shape comes
+out, so a file that keeps a whole config or a program's output is `files.PRIVATE`.
 
 Standard library only: it is at work in the user's process before torch is imported.
 """
@@ -108,7 +108,7 @@ def _mapped(values: Mapping[Any, Any]) -> dict[str, Any]:
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
-def _some(words: str) -> frozenset[str]:
+def _set_of(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
 
@@ -116,7 +116,7 @@ def _some(words: str) -> frozenset[str]:
 _ALWAYS = re.compile(
     r"pass_?(?:wd|wor[dt]|phrase|code|key)|secret(?!ar[iy])|credential|api_?key|access_?key|auth_?token"
 )
-_ALWAYS_WORDS = _some(
+_ALWAYS_WORDS = _set_of(
     """
     auth authorization bearer cookie cookies cred creds csrf dsn jwt oauth otp psw pw pwd totp webhook webhooks
     xsrf
@@ -126,7 +126,7 @@ _ALWAYS_WORDS = _some(
 _AT_THE_END = {"key", "token", "pass", "sig", "signature", "private"}
 _ALONE = _AT_THE_END | {"tokens"}
 _OWNED = {"key", "keys", "token", "tokens", "pass", "pat"}  # a secret beside one of these:
-_OWNERS = _some(
+_OWNERS = _set_of(
     """
     access account admin anthropic api app auth aws azure bot client comet csrf db decryption deploy discord
     encryption ftp gcp gh github gitlab google hf hub huggingface jwt kaggle license mail master mysql neptune
@@ -136,7 +136,7 @@ _OWNERS = _some(
 )
 _JOINED = re.compile(rf"(?:{'|'.join(sorted(_OWNERS))}|pg|my)(?:key|token|pass|pw|pwd)")  # DBPASS, hftoken
 # `eos_token`, `sort_key`, `forward_pass`, `input_signature`: words of models, data and programs.
-_HARMLESS_BEFORE = _some(
+_HARMLESS_BEFORE = _set_of(
     """
     action answer array attention audio backward band batch bbox begin bos bound box by cache caption cell chunk
     class cls col column concat coord data dataloader dataset decoder depth dict dim doc document double dry
@@ -151,13 +151,13 @@ _HARMLESS_BEFORE = _some(
     """
 )
 # `password_file`, `auth_type`, `secret_length`: about the secret, not the secret.
-_ABOUT = _some(
+_ABOUT = _set_of(
     """
     bits count dim dir enabled expires file filename folder len length limit method mode num path policy provider
     rate required size timeout ttl type
     """
 )
-_FILES = _some("cfg csv ini json md pem py sh toml txt yaml yml")  # `secret.py:12`
+_FILES = _set_of("cfg csv ini json md pem py sh toml txt yaml yml")  # `secret.py:12`
 
 
 @functools.lru_cache(maxsize=4096)
@@ -228,7 +228,7 @@ _NAMED = re.compile(
     r"""(?<=[?&])(?P<query>[\w.%-]{1,80}=)
     | (?<![\w-])(?P<option>--?[A-Za-z][\w.-]{0,80})(?:\s+|\\*["']\s?,\s?)
       (?!\\*["']?(?:--[A-Za-z]|-[A-Za-z](?:["'\s]|\Z)))
-    | (?<![\w.?&-])(?P<before>[\w-]{1,40}\ )?(?P<name>[\w.@+~-]{1,100})
+    | (?<![\w.?&-])(?P<before>[\w-]{1,40}\ )?(?P<name>[\w.@+~-]{1,200})
       [\\"'\])]{0,4}\s{0,3}(?P<gap>[=-]>|:=|==?|:|,(?=\s?(?:"[^"\n]{0,300}"|'[^'\n]{0,300}')[)\]]))\s{0,3}""",
     re.X,
 )

@@ -11,6 +11,7 @@ from typing import Any
 from flatout.diagnose.breakdown import Breakdown, breakdown
 from flatout.diagnose.case import is_card_of
 from flatout.errors import TraceError
+from flatout.redact import redact_command, redact_setting, redact_text
 from flatout.report.gather import RankFigures, of_breakdown
 from flatout.trace import GpuSample, Note, RankTrace, Sample, Sketch, Trace, WorkerReport, Xray
 from flatout.trace.records import SPANS_A_STEP
@@ -113,12 +114,12 @@ def account(trace: Trace, folder: str, by_rank: Sequence[RankFigures] = ()) -> A
             "torch.optim.Optimizer.step; did the script train, and did it run with the Python it was started with?"
         )
     first = trace.ranks[0]
-    facts = dict(first.facts)
+    facts = redact_setting("", first.facts)  # once more: the trace may be another's, or an older flatout's
     own = facts.pop("own_cost", {})
     return Account(
         name=first.info.name,
         folder=folder,
-        command=first.info.command,
+        command=redact_command(first.info.command),
         breakdown=breakdown(first),
         by_rank=tuple(by_rank or (of_breakdown(rank.info, breakdown(rank)) for rank in trace.ranks)),
         xray=first.xray,
@@ -126,7 +127,10 @@ def account(trace: Trace, folder: str, by_rank: Sequence[RankFigures] = ()) -> A
         facts=facts,
         own_us_per_step=own.get("us_per_step"),
         gpu=_hardware(first, trace.samples.get(first.info.host, ())),
-        notes=(*_end_of_a_hang(first), *trace.notes, *first.notes),
+        notes=tuple(
+            dataclasses.replace(note, text=redact_text(note.text))
+            for note in (*_end_of_a_hang(first), *trace.notes, *first.notes)
+        ),
     )
 
 

@@ -43,9 +43,11 @@ class Settings:
         """Remember one set of values. Files of installed packages are none of the user's settings."""
         if where is not None and "-packages" in str(where):
             return
+        if not isinstance(values, dict) or not values or len(self.read) >= _MOST_SOURCES:
+            return  # a dataset may read a file a sample
         known = redact_setting("", _cut(values, 10 * _LONGEST_TEXT))  # a secret cut short would no longer look like one
         entry = {"source": source, "file": where, "values": _cut(known)}
-        if isinstance(values, dict) and values and len(self.read) < _MOST_SOURCES and entry not in self.read:
+        if entry not in self.read:
             self.read.append(entry)
 
     def note_arguments(self, parser: argparse.ArgumentParser, namespace: Any) -> None:

@@ -16,7 +16,7 @@ from report_runs import facts, rank_of, step, steps_of, trace_of, whole_run
 from flatout.diagnose.finding import Finding
 from flatout.report.account import account
 from flatout.report.html import page
-from flatout.trace import Trace
+from flatout.trace import Note, Trace
 from flatout.trace.thin import window_of
 
 VOID = {"meta", "br"}
@@ -138,6 +138,18 @@ def test_what_a_trace_holds_never_becomes_markup() -> None:
 
     assert hostile in shown.text
     assert sum(tag == "script" for tag, _ in shown.elements) == 3
+
+
+def test_a_trace_of_an_older_flatout_gives_no_secret_away() -> None:
+    settings = [{"source": "yaml", "values": {"password": "LEAK", "eos_token": "FINE"}}]
+    rank = rank_of(steps_of([100.0] * 5), facts=facts(settings=settings))
+    info = dataclasses.replace(rank.info, command=("train.py", "--hf-token=LEAK", "--name=FINE"))
+    rank = dataclasses.replace(rank, info=info, notes=(Note(time_s=1.0, text="api_key=LEAK is not FINE"),))
+
+    shown = page_of(trace_of(rank)).text
+
+    assert "LEAK" not in shown
+    assert shown.count("FINE") == 3
 
 
 BLIND = trace_of(rank_of(steps_of([100.0] * 40, gpu=False), facts={}))
