@@ -173,7 +173,7 @@ def _is_login(name: str) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _is_secret(name: str) -> bool:
     """Whether what is called so is a secret, by the last part of `db.password` or by one above it."""
-    parts = [words for words in map(_words, name.split(".")) if words]
+    parts = [words for words in map(_words, name.rpartition("/")[2].split(".")) if words]
     if not parts or parts[-1][-1] in _ABOUT or (len(parts) > 1 and parts[-1][0] in _FILES):
         return False
     return any(map(_say_a_secret, parts))

@@ -128,6 +128,11 @@ def test_what_programs_say_otherwise_is_left_alone(text: str) -> None:
     assert redact_text(text) == text
 
 
+def test_a_folder_called_secrets_is_no_secret() -> None:
+    for command in (["/me/secrets/bin/python3", "train.py"], ["ls", "/me/secrets/day=3/part"], ["/me/auth/run", "x"]):
+        assert redact_command(command) == tuple(command)
+
+
 def test_lists_of_names_are_left_alone() -> None:
     values = {"columns": ["token", "pos"], "roles": ["key", "value", "query"], "names": ["image_key", "label_key"]}
     assert redact_setting("", values) == values
