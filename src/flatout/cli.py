@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -22,7 +22,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from flatout import __version__
-from flatout.errors import FlatoutError, GateFailed, PlanError, RealWriteError, UsageError
+from flatout.errors import FlatoutError, GateFailed, PlanError, RealWriteError, TraceError, UsageError
 from flatout.redact import redact_text
 
 if TYPE_CHECKING:
@@ -181,22 +181,22 @@ def top(
     """
     from flatout.top.session import TopOptions, run
 
-    run(
-        TopOptions(
-            interval_s=interval,
-            duration_s=duration,
-            once=once,
-            gpus=tuple(gpu) if gpu else None,
-            pids=tuple(pid or ()),
-            json_to=json,
-            csv_to=csv,
-            record_to=record,
-            replay_from=replay,
-            speed=speed,
-            target=target,
-            fail_below_pct=fail_below,
-        )
+    options = TopOptions(
+        interval_s=interval,
+        duration_s=duration,
+        once=once,
+        gpus=tuple(gpu) if gpu else None,
+        pids=tuple(pid or ()),
+        json_to=json,
+        csv_to=csv,
+        record_to=record,
+        replay_from=replay,
+        speed=speed,
+        target=target,
+        fail_below_pct=fail_below,
     )
+    with _damage_in_a_line(replay) if replay is not None else contextlib.nullcontext():
+        run(options)
 
 
 @_verb()
@@ -482,7 +482,20 @@ def report(
 
     The HTML file needs nothing beside it and no network. Folders recorded on several machines become one report.
     """
-    _report(trace, None if "-" in (json, html) else _console(), json_to=json, html_to=html)
+    with _damage_in_a_line(*trace):
+        _report(trace, None if "-" in (json, html) else _console(), json_to=json, html_to=html)
+
+
+@contextlib.contextmanager
+def _damage_in_a_line(*folders: Path) -> Iterator[None]:
+    """The last net under what shows traces. Values are checked as they are read; that they fit together is not."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as problem:
+        place = traceback.extract_tb(problem.__traceback__)[-1]
+        why = f"{type(problem).__name__}: {problem}, at {Path(place.filename).name}:{place.lineno}"
+        which = " or ".join(map(str, folders))
+        raise TraceError(f"{which} cannot be shown: this trace is damaged ({why})") from None
 
 
 def _report(folders: list[Path], console: Console | None, *, json_to: str | None, html_to: str | None) -> None:
@@ -540,10 +553,11 @@ def compare(
     from flatout.report import compare_views
     from flatout.report.compare import compare as compare_runs
 
-    first, second = trace.read(a), trace.read(b)
-    result = compare_runs(first, second, (str(a), str(b)))
-    if _write(json, result.to_json, html, lambda: compare_views.page(result, first, second)):
-        compare_views.show(result, _console())
+    with _damage_in_a_line(a, b):
+        first, second = trace.read(a), trace.read(b)
+        result = compare_runs(first, second, (str(a), str(b)))
+        if _write(json, result.to_json, html, lambda: compare_views.page(result, first, second)):
+            compare_views.show(result, _console())
     if fail_if_slower is not None:
         if result.typical is None:
             raise UsageError(f"cannot tell whether {b} is slower than {a}: {'; '.join(result.reasons)}")

@@ -1,14 +1,21 @@
-"""Reads a trace back, and joins the traces of several machines."""
+"""Reads a trace back, and joins the traces of several machines.
+
+A trace may have been damaged, or made by somebody else. A last line that was cut off is what a crash leaves; any other
+line that is not what it should be is passed over, and a note says so. However large a trace is, only so much of it is
+taken into memory: the first part of each file, and a note says that too.
+"""
 
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from flatout.errors import TraceError
+from flatout.trace.checked import from_json
 from flatout.trace.records import (
     KINDS,
     SCHEMA,
@@ -22,12 +29,15 @@ from flatout.trace.records import (
     Window,
     WorkerReport,
     Xray,
-    from_json,
 )
 from flatout.trace.thin import window_of
 
 R = TypeVar("R", bound=RunInfo | Summary)
-_BROKEN = (TypeError, ValueError, AttributeError, KeyError, IndexError)  # JSON, but not what one of our records says
+MOST_IN_MEMORY = 400_000_000  # bytes, about: no run of less than some hundred million steps takes so much
+LONGEST_LINE = 4_000_000  # bytes
+_BYTES_A_VALUE = 60  # in memory, beside its text
+_VALUES = (b",", b":", b"[", b"{")  # each stands before one
+_LAST_COUNTS = (Facts, Xray)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,23 +83,32 @@ def read(folder: Path, ranks: Collection[int] | None = None) -> Trace:
     machines: list[RunInfo] = []
     samples: dict[str, tuple[Sample, ...]] = {}
     notes: list[Note] = []
-    for path in files:
-        lines = _lines(path)
-        first = next(lines, None)
-        if first is None:
+    room = MOST_IN_MEMORY
+    for place, path in enumerate(sorted(files, key=_size)):  # what a small one leaves is for the large ones
+        file = _File(path, room // (len(files) - place))
+        info = file.opening(RunInfo)
+        if info is None:
             continue  # a disk that was full from the start leaves an empty file; the others still tell their part
-        info = _opening(path, first, RunInfo)
         if ranks is not None and info.rank is not None and info.rank not in ranks:
             continue
         by_kind: dict[type[Any], list[Any]] = {kind: [] for kind in KINDS.values()}
-        for record in _records(lines):
-            by_kind[type(record)].append(record)
+        for record in file.records():
+            kept = by_kind[type(record)]
+            if isinstance(record, _LAST_COUNTS):
+                kept.clear()
+            kept.append(record)
         if info.rank is None:
             machines.append(info)
             samples[info.host] = tuple(by_kind[Sample])
-            notes += by_kind[Note]
+            notes += [*by_kind[Note], *file.remarks(info)]
         else:
-            found.append(_rank(info, by_kind, _workers(folder / f"workers-{info.rank:05d}.jsonl")))
+            # Of these only the last of each worker is kept.
+            beside = _File(folder / f"workers-{info.rank:05d}.jsonl", room // 4, a_value=0)
+            workers = _workers(beside)
+            by_kind[Note] += [*file.remarks(info), *beside.remarks(info)]
+            found.append(_rank(info, by_kind, workers))
+            room -= beside.taken
+        room -= file.taken
     if not found and not machines:
         raise TraceError(f"{folder} is not a trace: its .jsonl files are empty")
     found.sort(key=lambda r: r.info.rank or 0)
@@ -118,7 +137,10 @@ def read_summaries(folder: Path) -> tuple[Summary, ...]:
     if not folder.is_dir():
         raise TraceError(f"no trace at {folder}: there is no such folder")
     paths = sorted(folder.glob("*.summary.json"))
-    return tuple(_opening(path, next(_lines(path), {}), Summary) for path in paths)
+    found = [(path, _File(path, LONGEST_LINE).opening(Summary)) for path in paths]
+    if empty := [path for path, summary in found if summary is None]:
+        raise TraceError(f"{empty[0]} is not part of a trace: it is empty")
+    return tuple(summary for _, summary in found if summary is not None)
 
 
 def _rank(info: RunInfo, by_kind: dict[type[Any], list[Any]], workers: tuple[WorkerReport, ...]) -> RankTrace:
@@ -143,50 +165,126 @@ def _rank(info: RunInfo, by_kind: dict[type[Any], list[Any]], workers: tuple[Wor
     )
 
 
-def _workers(path: Path) -> tuple[WorkerReport, ...]:
+def _workers(file: _File) -> tuple[WorkerReport, ...]:
     """The last word of each loader worker of a rank."""
-    if not path.exists():
-        return ()
-    last = {(r.pid, r.born_s): r for r in _records(_lines(path)) if isinstance(r, WorkerReport)}
+    last: dict[tuple[int, float], WorkerReport] = {}
+    if file.path.exists():
+        last |= {(r.pid, r.born_s): r for r in file.records() if isinstance(r, WorkerReport)}
     return tuple(last.values())
 
 
-def _opening(path: Path, first: dict[str, Any], kind: type[R]) -> R:
-    """The record a file begins with, if it is one of ours."""
-    if KINDS.get(first.get("record", "")) is not kind:
-        raise TraceError(f"{path} is not part of a trace: its first line does not describe a run")
-    if first.get("schema") != SCHEMA:
-        raise TraceError(
-            f"{path} has trace schema {first.get('schema')}, this flatout reads schema {SCHEMA}: "
-            "use the flatout version that wrote it"
-        )
+def _size(path: Path) -> int:
     try:
-        return from_json(kind, first)
-    except _BROKEN:
-        raise TraceError(f"{path} is not part of a trace: its first line is damaged") from None
+        return path.stat().st_size
+    except OSError:  # which reading it will tell
+        return 0
 
 
-def _records(lines: Iterator[dict[str, Any]]) -> Iterator[Record]:
-    """The records we know; a damaged one is passed over."""
-    for line in lines:
-        kind = KINDS.get(line.get("record", ""))
-        if kind is not None:
+class _File:
+    """One file of a trace: its records, and what is to be said of it."""
+
+    def __init__(self, path: Path, room: int, *, a_value: int = _BYTES_A_VALUE) -> None:
+        self.path = path
+        self.taken = 0  # of memory, about
+        self._room = room
+        self._a_value = a_value
+        self._lines = self._read()
+        self._number = 0
+        self._damaged = 0
+        self._first_damage = ""
+        self._left_out_bytes = 0
+
+    def opening(self, kind: type[R]) -> R | None:
+        """The record it begins with, which must be of this kind; None of an empty file."""
+        line = next(self._lines, None)
+        if line is None:
+            return None
+        refused = f"{self.path} is not part of a trace: its first line "
+        try:
+            first = _parsed(line)
+        except ValueError as problem:
+            raise TraceError(f"{refused}is damaged ({problem})") from None
+        if KINDS.get(str(first.get("record"))) is not kind:
+            raise TraceError(f"{refused}does not describe a run")
+        schema = first.get("schema")
+        if type(schema) is not int:
+            raise TraceError(f"{refused}is damaged (it has no schema)")
+        if schema != SCHEMA:
+            raise TraceError(
+                f"{self.path} has trace schema {schema}, this flatout reads schema {SCHEMA}: "
+                "use the flatout version that wrote it"
+            )
+        try:
+            return from_json(kind, first)
+        except ValueError as problem:
+            raise TraceError(f"{refused}is damaged ({problem})") from None
+
+    def records(self) -> Iterator[Record]:
+        """The records we know; a damaged one is passed over and counted."""
+        for line in self._lines:
             try:
-                yield from_json(kind, line)
-            except _BROKEN:
-                continue
+                data = _parsed(line)
+                name = data.get("record")
+                if not isinstance(name, str):
+                    raise ValueError("it does not say what it is")
+                if name in KINDS:
+                    yield from_json(KINDS[name], data)
+            except ValueError as problem:
+                if line.endswith(b"\n"):  # else it is the last, which a crash has cut off
+                    self._count_damage(str(problem))
+
+    def remarks(self, info: RunInfo) -> list[Note]:
+        """What is missing of it, in words."""
+        words = []
+        if self._damaged:
+            lines = f"{self._damaged:,} damaged line{'s were' if self._damaged > 1 else ' was'}"
+            words.append(f"{self.path.name}: {lines} left out ({self._first_damage})")
+        if self._left_out_bytes:
+            size = f"{self._left_out_bytes / 1e6:,.0f} MB"
+            words.append(f"{self.path.name}: larger than flatout reads: its last {size} were left out")
+        return [Note(time_s=info.started_s, text=text) for text in words]
+
+    def _count_damage(self, why: str) -> None:
+        self._damaged += 1
+        self._first_damage = self._first_damage or f"line {self._number}: {why}"
+
+    def _read(self) -> Iterator[bytes]:
+        """Its lines, as far as there is room."""
+        try:
+            if not stat.S_ISREG(self.path.stat().st_mode) and not self.path.is_dir():
+                raise TraceError(f"cannot read {self.path}: it is not a file")  # a pipe would be waited for
+            with self.path.open("rb") as file:
+                while line := file.readline(LONGEST_LINE):
+                    self._number += 1
+                    whole = len(line) < LONGEST_LINE or line.endswith(b"\n")
+                    self.taken += len(line) + self._a_value * sum(map(line.count, _VALUES)) * whole
+                    if not whole:
+                        self._count_damage(f"longer than {LONGEST_LINE / 1e6:g} MB")
+                        self._skip_the_rest_of_a_line(file)
+                    if self.taken > self._room:
+                        self._left_out_bytes = _size(self.path) - file.tell() + len(line)
+                        return
+                    if whole:
+                        yield line
+        except OSError as problem:
+            raise TraceError(f"cannot read {self.path}: {problem.strerror}") from None
+
+    def _skip_the_rest_of_a_line(self, file: BinaryIO) -> None:
+        while (part := file.readline(LONGEST_LINE)) and not part.endswith(b"\n") and self.taken <= self._room:
+            self.taken += len(part)
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file; what a crash left of the last one is passed over."""
+def _parsed(line: bytes) -> dict[str, Any]:
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    data = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(data, dict):
-                    yield data
-    except OSError as problem:
-        raise TraceError(f"cannot read {path}: {problem.strerror}") from None
+        data = json.loads(line.decode("utf-8", "replace"), parse_constant=_refused)
+    except RecursionError:
+        raise ValueError("nested without end") from None
+    except ValueError:
+        raise ValueError("it is not JSON") from None
+    if not isinstance(data, dict):
+        raise ValueError("it is not a JSON object")
+    return data
+
+
+def _refused(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")

@@ -1,4 +1,4 @@
-"""What a trace is made of: plain values, and how they become JSON and back.
+"""What a trace is made of: plain values, and how they become JSON (`checked` has the way back).
 
 Every record is frozen. Units stand in the names. What was not measured is None and is not written at all: a number
 that is not finite counts as not measured, an empty tuple as measured ("no throttling" is not "throttling unknown").
@@ -7,22 +7,16 @@ that is not finite counts as not measured, an empty tuple as measured ("no throt
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import numbers
-import types
-import typing
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, Union
+from typing import Any
 
 from flatout.trace.sketch import Sketch
 
 SCHEMA = 1
 SPANS_A_STEP = 64  # one by one; beyond that they are summed up by name
 _MS_DIGITS = 5  # of a span: a hundredth of a microsecond
-
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +141,7 @@ class WorkerReport:
     collate_s: float = 0.0
     waiting_s: float = 0.0
     sample_ms: Sketch = field(default_factory=Sketch)
-    slowest: tuple[tuple[float, ...], ...] = ()
+    slowest: tuple[tuple[float, float], ...] = ()
     transforms_s: dict[str, float] = field(default_factory=dict)
     random_used: tuple[str, ...] = ()
 
@@ -357,40 +351,3 @@ def _shortened(value: float) -> float | None:
     if not math.isfinite(value):
         return None
     return round(value, 6) if abs(value) >= 1 else float(f"{value:.6g}")
-
-
-def from_json(kind: Callable[..., R], data: dict[str, Any]) -> R:
-    """A record of class `kind` from what `to_json` gave; keys it does not know are ignored."""
-    revivers = _revivers(kind)
-    values = {}
-    for name, item in data.items():
-        if name in revivers:
-            revive = revivers[name]
-            values[name] = item if revive is None or item is None else revive(item)
-    return kind(**values)
-
-
-@functools.cache
-def _revivers(kind: Callable[..., Any]) -> dict[str, Callable[[Any], Any] | None]:
-    """What makes each field of a class out of JSON; None where JSON has it already. Worked out once a class."""
-    hints = typing.get_type_hints(kind)
-    return {f.name: _reviver(hints[f.name]) for f in dataclasses.fields(typing.cast("type[Any]", kind))}
-
-
-def _reviver(hint: Any) -> Callable[[Any], Any] | None:
-    arms = typing.get_args(hint)
-    if typing.get_origin(hint) in (Union, types.UnionType):
-        return _reviver(next(arm for arm in arms if arm is not type(None)))
-    if hint in (int, float, str, bool, Any):
-        return None
-    if hint is Sketch:
-        return Sketch.from_json
-    if dataclasses.is_dataclass(hint):
-        return functools.partial(from_json, typing.cast("type[Any]", hint))
-    whole = tuple if typing.get_origin(hint) is tuple else dict
-    inner = _reviver(arms[0] if whole is tuple else arms[1])
-    if inner is None:
-        return whole
-    if whole is tuple:
-        return lambda items: tuple([inner(item) for item in items])
-    return lambda items: {key: inner(item) for key, item in items.items()}

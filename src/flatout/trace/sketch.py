@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 _GROWTH = math.log(1.02)
 _TINY = 1e-6  # closer to zero than this is zero
 _HUGE = 1e150  # its square is still a number
+_FARTHEST = 35_000  # buckets from zero: beyond all that is counted, made coarse or not
 
 
 @dataclass(slots=True)
@@ -118,13 +120,24 @@ class Sketch:
         return [self.count, self.total, self.squares, self.low, self.high, pairs]
 
     @classmethod
-    def from_json(cls, data: list[object]) -> Sketch:
-        """The inverse of `to_json`."""
-        if data[0] == 0:
+    def from_json(cls, data: Any) -> Sketch:
+        """The inverse of `to_json`; ValueError where that is not what `to_json` gives."""
+        if data == [0]:
             return cls()
+        if type(data) is not list or len(data) != 6 or type(data[5]) is not list:
+            raise ValueError("a sketch is expected: [count, total, squares, least, greatest, buckets]")
         count, total, squares, low, high, pairs = data
-        buckets = dict(zip(pairs[::2], pairs[1::2], strict=True))  # type: ignore[index]
-        return cls(int(count), float(total), float(squares), float(low), float(high), buckets)  # type: ignore[call-overload,arg-type]
+        places, times = pairs[::2], pairs[1::2]
+        if any(type(number) is not int for number in (count, *pairs)) or len(places) != len(times):
+            raise ValueError("the counts of a sketch are expected to be whole numbers")
+        if count < 1 or sum(times) != count or min(times) < 0 or max(map(abs, places)) > _FARTHEST:
+            raise ValueError("the buckets of a sketch do not add up")
+        if not all(type(number) in (int, float) and abs(number) < _HUGE**2 for number in (total, squares, low, high)):
+            raise ValueError("the sums of a sketch are expected to be numbers")
+        slack = count * (1e-4 * max(abs(low), abs(high)) + 1e-4)  # numbers are written with a few digits
+        if not (low <= high and count * low - slack <= total <= count * high + slack and squares >= 0):
+            raise ValueError("the sums of a sketch do not fit together")
+        return cls(count, float(total), float(squares), float(low), float(high), dict(zip(places, times, strict=True)))
 
 
 def _bucket(value: float) -> int:

@@ -27,7 +27,8 @@ from flatout.trace import (
     WorkerReport,
     Xray,
 )
-from flatout.trace.records import KINDS, encode, from_json, to_json
+from flatout.trace.checked import from_json
+from flatout.trace.records import KINDS, encode, to_json
 
 
 def rounded(low: float, high: float) -> st.SearchStrategy[float]:
