@@ -80,6 +80,7 @@ _verb = partial(app.command, cls=_Verb)
 
 def main() -> None:
     """The `flatout` command."""
+    _fill_what_is_closed()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that knows no × shows ? instead of a traceback
@@ -90,7 +91,7 @@ def main() -> None:
         # `flatout top | head` is no accident. typer and rich make 1 of it, which is a gate's word.
         if not isinstance(ended, BrokenPipeError) and not isinstance(ended.__context__, BrokenPipeError):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would complain once more when it flushes at exit
+        _write_to_nowhere(1)
         sys.exit(READER_LEFT)
     except FlatoutError as problem:
         if problem.__cause__ is not None:  # it came out of the person's own code: where there, they want to know
@@ -101,6 +102,42 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fill_what_is_closed() -> None:
+    """Of stdin, stdout and stderr, what whoever started us has closed: else files of ours would get their numbers.
+
+    What we start finds them closed as we did, for Python hands on none of these.
+    """
+    for handle in range(3):
+        try:
+            os.fstat(handle)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+    nowhere = partial(open, os.devnull, "w", encoding="utf-8")
+    sys.stdout, sys.stderr = sys.stdout or nowhere(), sys.stderr or nowhere()
+
+
+def _write_to_nowhere(*handles: int) -> None:
+    """Whoever read what we write has left: Python would complain once more when it flushes at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for handle in handles:
+        os.dup2(nowhere, handle)
+    os.close(nowhere)
+
+
+@contextlib.contextmanager
+def _keeping_the_exit_code() -> Iterator[None]:
+    """The command has ended: whatever becomes of our words after it, its exit code is ours. rich makes SystemExit of a
+    reader that has left."""
+    try:
+        yield
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, SystemExit, KeyboardInterrupt):
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        _write_to_nowhere(1, 2)
 
 
 def _complain(text: str, code: int) -> None:
@@ -273,18 +310,30 @@ def run(
     folder = trace or launch.default_folder(command or ["run"])
     code = launch.run(command, folder=folder, max_steps=max_steps, xray=xray, plan=changes)
     if os.environ.get("FLATOUT") != "off":
-        for recording in launch.recordings(folder):
-            if changes is not None:
-                _say_what_was_changed(recording)
-            if code and _never_stepped(recording):  # the command has said why; what it lacks is no question then
-                print(f"flatout: the command ended with exit code {code} before its first step", file=sys.stderr)
-                if trace is None:
-                    shutil.rmtree(recording, ignore_errors=True)
-                continue
-            _account_for(recording, quiet=quiet, json_to=json, html_to=html)
-        if trace is None:
-            _leave_no_empty(folder.parent)
+        with _keeping_the_exit_code():
+            for recording in launch.recordings(folder):
+                if changes is not None:
+                    _say_what_was_changed(recording)
+                if _never_stepped(recording):
+                    _say_that_it_never_stepped(recording, code, keep=trace is not None)
+                else:
+                    _account_for(recording, quiet=quiet, json_to=json, html_to=html)
+            if trace is None:
+                _leave_no_empty(folder.parent)
     raise typer.Exit(code)
+
+
+def _say_that_it_never_stepped(recording: Path, code: int, *, keep: bool) -> None:
+    """One that failed has said why: what it lacks is no question then."""
+    from flatout.report.account import WHAT_IS_COUNTED
+    from flatout.written import exit_in_words
+
+    why = f"no optimizer step was seen: nothing to account for. {WHAT_IS_COUNTED}"
+    if code:
+        why = f"the command ended with {exit_in_words(code)} before its first step"
+    print(f"flatout: {why}", file=sys.stderr)
+    if not keep:
+        shutil.rmtree(recording, ignore_errors=True)
 
 
 def _never_stepped(recording: Path) -> bool:
@@ -463,12 +512,13 @@ def train(
     folder = launch.default_folder([f"{config.stem}.py"])
     code = launch.run(command, folder=folder)
     if os.environ.get("FLATOUT") != "off":
-        for recording in launch.recordings(folder):
-            if _never_stepped(recording):  # and has said why
-                shutil.rmtree(recording, ignore_errors=True)
-            else:
-                _account_for(recording, quiet=quiet)
-        _leave_no_empty(folder.parent)
+        with _keeping_the_exit_code():
+            for recording in launch.recordings(folder):
+                if _never_stepped(recording):  # and has said why
+                    shutil.rmtree(recording, ignore_errors=True)
+                else:
+                    _account_for(recording, quiet=quiet)
+            _leave_no_empty(folder.parent)
     raise typer.Exit(code)
 
 

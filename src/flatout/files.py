@@ -59,3 +59,23 @@ def _open(scratch: Path, mode: int) -> tuple[int, bool]:
         return os.open(scratch.parent, flags | os.O_TMPFILE, mode), True
     except (OSError, AttributeError):  # not on this file system, or not on this operating system
         return os.open(scratch, flags | os.O_CREAT | os.O_EXCL, mode), False
+
+
+def clear_of_standard(handle: int) -> int:
+    """The same open file under a number that nobody takes for stdin, stdout or stderr.
+
+    Where one of these is closed the next file that is opened gets its number, and what is printed lands in it.
+    """
+    if handle > 2:
+        return handle
+    import fcntl  # not on every system
+
+    try:
+        return fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(handle)
+
+
+def open_clear(path: str | Path, flags: int) -> int:
+    """An `opener` of files that stay open in somebody else's process."""
+    return clear_of_standard(os.open(path, flags, _NEW))

@@ -31,7 +31,7 @@ from flatout.sense.hardware import PULSE_EVERY_S, Sampler
 from flatout.sense.heard import Heard
 from flatout.sense.options import VARIABLE, Options, Trial, new_folder
 from flatout.snapshot import SharedMemory, Snapshot
-from flatout.trace import Note, RunInfo, TraceWriter
+from flatout.trace import End, Note, RunInfo, TraceWriter, note_end
 
 _SAMPLE_EVERY_S = 1.0
 _END_WITHIN_S = 5.0
@@ -74,7 +74,7 @@ def run(
     if trial is not None and not measured:
         raise UsageError("a trial has to be recorded: FLATOUT is off, or its folder cannot be written to")
     if plan is not None and not measured:
-        print("flatout: the plan is not applied: FLATOUT is off, or nothing can be recorded", file=sys.stderr)
+        _say("the plan is not applied: FLATOUT is off, or nothing can be recorded")
     environment = {**os.environ, **_injection(options)} if measured else dict(os.environ)
     words = [program, *command[1:]]
     if trial is not None:
@@ -89,10 +89,13 @@ def run(
             code = _wait(process, heard)
     if measured and max_steps is not None:
         end(options.folder)
+    code = code if code >= 0 else 128 - code
     if measured and not any(options.folder.iterdir()):
-        print("flatout: the command was over before anything could be recorded", file=sys.stderr)
+        _say("the command was over before anything could be recorded")
         options.folder.rmdir()
-    return code if code >= 0 else 128 - code
+    elif measured:
+        _note_end(options, code)
+    return code
 
 
 def _try(words: list[str], options: Options, trial: Trial, environment: dict[str, str]) -> int:
@@ -284,17 +287,31 @@ def _watching(pid: int, options: Options | None) -> Iterator[None]:
     thread = threading.Thread(target=_watch, args=(pid, options, stop), name="flatout-hardware", daemon=True)
     # Signals go to the thread that waits for them.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
-    thread.start()
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    try:
+        thread.start()
+    except RuntimeError as problem:  # a limit on processes: the command runs, and is waited for as ever
+        stop.set()
+        _say(f"the hardware is not watched ({problem})")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
         yield
     finally:
-        stop.set()
-        thread.join()
+        if not stop.is_set():
+            stop.set()
+            thread.join()
 
 
-def _watch(pid: int, options: Options, stop: threading.Event) -> None:
-    info = RunInfo(
+def _say(text: str) -> None:
+    """One line on stderr, if anybody reads it: a command is under way, or over."""
+    try:
+        print(f"flatout: {text}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        pass
+
+
+def _info(options: Options, pid: int) -> RunInfo:
+    return RunInfo(
         name=options.name,
         command=options.command,
         host=socket.gethostname(),
@@ -302,6 +319,22 @@ def _watch(pid: int, options: Options, stop: threading.Event) -> None:
         started_unix_s=time.time(),
         started_s=time.monotonic(),
     )
+
+
+def _note_end(options: Options, code: int) -> None:
+    """Leave in each recording of a command that it is over, and in the last of them its exit code."""
+    *earlier, last = recordings(options.folder)
+    info, now_s = _info(options, 0), time.monotonic()
+    try:
+        for folder in earlier:
+            note_end(folder, info, End(time_s=now_s))
+        note_end(last, info, End(time_s=now_s, exit_code=code))
+    except OSError as problem:
+        _say(f"how the command ended is not recorded: {problem.strerror}")
+
+
+def _watch(pid: int, options: Options, stop: threading.Event) -> None:
+    info = _info(options, pid)
     try:
         with Sampler(pids=[pid]) as sampler, TraceWriter(options.folder, info) as writer:
             sampler.read()
@@ -314,7 +347,7 @@ def _watch(pid: int, options: Options, stop: threading.Event) -> None:
                 writer.write(Note(time_s=time.monotonic(), text=text))
     except Exception as problem:
         if psutil.pid_exists(pid):  # of a command that is over already there is nothing to watch
-            print(f"flatout: the hardware is not watched ({redact_text(str(problem))})", file=sys.stderr)
+            _say(f"the hardware is not watched ({redact_text(str(problem))})")
 
 
 def end(folder: Path, root: subprocess.Popen[bytes] | None = None) -> None:

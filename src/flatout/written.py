@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 
 def in_full(value: float) -> str:
     """A number to four digits as people write it: 14,130 and 0.3712, never 1.413e+04."""
@@ -12,3 +14,11 @@ def in_full(value: float) -> str:
 def as_typed(value: object) -> str:
     """A setting as one would type it on a command line or in YAML: true, not True."""
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def exit_in_words(code: int) -> str:
+    """What a command ended with, by the exit code that a shell would give: exit code 3, or SIGSEGV."""
+    try:
+        return signal.Signals(code - 128).name if code > 128 else f"exit code {code}"
+    except ValueError:
+        return f"exit code {code}"

@@ -15,6 +15,8 @@ import socket
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from flatout.files import clear_of_standard
+
 INLINE_BYTES = 16 << 10
 MOST_FDS = 8
 _INLINE, _IN_FILE = b"\0", b"\1"
@@ -29,7 +31,11 @@ _own: set[int] = set()
 
 def pair() -> tuple[socket.socket, socket.socket]:
     """Both ends of a new wire."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if all(end.fileno() > 2 for end in ends):
+        return ends
+    mine, other = (socket.socket(fileno=clear_of_standard(end.detach())) for end in ends)
+    return mine, other
 
 
 def send(wire: socket.socket, message: object, fds: Sequence[int] = ()) -> None:
@@ -73,7 +79,7 @@ def receive(wire: socket.socket, *, wait: bool = True) -> tuple[Any, list[int]]:
 
 def memory_file(size: int) -> int:
     """A descriptor of anonymous shared memory: not bounded by /dev/shm, gone with its last user."""
-    fd = os.memfd_create("flatout-feed", os.MFD_CLOEXEC)
+    fd = clear_of_standard(os.memfd_create("flatout-feed", os.MFD_CLOEXEC))
     try:
         os.ftruncate(fd, size)
     except OSError:

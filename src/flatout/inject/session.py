@@ -31,7 +31,7 @@ from flatout.inject.course import Course
 from flatout.inject.startup import when_imported
 from flatout.redact import redact_command, redact_text
 from flatout.sense import facts as look
-from flatout.sense.calls import called_from
+from flatout.sense.calls import called_from, raised_at
 from flatout.sense.clock import CudaClock, Leash, LossReader
 from flatout.sense.hooks import Hooks
 from flatout.sense.listener import Listener
@@ -41,7 +41,7 @@ from flatout.sense.settings import Settings
 from flatout.sense.watch import Filling, Watch
 from flatout.sense.worker import Meter, measure_fetcher
 from flatout.sense.xray import Profiler, read_kernels
-from flatout.trace import Facts, Note, RunInfo, Step, TraceWriter
+from flatout.trace import End, Facts, Note, RunInfo, Step, TraceWriter
 from flatout.trace.plain import PlainSteps
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Session(Listener):
         self._hooks.install(made)
         for library in Hooks.LIBRARIES:
             when_imported(library, lambda module: self._hooks.after_import(module.__name__))
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
         os.register_at_fork(after_in_child=self._start_over_in_child)
         self._flush_before_hard_exit()
 
@@ -344,8 +344,13 @@ class Session(Listener):
         if self._writer is not None:
             self._writer.write(record)
 
-    def close(self) -> None:
-        """Close the books; safe to call twice and from a forked child."""
+    def _close_at_exit(self) -> None:
+        """Python itself keeps the exception that ended a script; in a notebook it may be one of hours ago."""
+        raised = None if "ipykernel" in sys.modules else getattr(sys, "last_value", None)
+        self.close(raised)
+
+    def close(self, raised: BaseException | None = None) -> None:
+        """Close the books, for good or because of what was `raised`; safe to call twice and from a forked child."""
         if self.closed:
             return
         self.closed = True
@@ -365,8 +370,9 @@ class Session(Listener):
         finally:
             self._hooks.remove()
             os.environ.pop(RANK, None)
-            atexit.unregister(self.close)
+            atexit.unregister(self._close_at_exit)
             if self._writer is not None:
+                self._writer.write(_end(raised))
                 self._writer.close()
 
     def _fail(self, problem: BaseException) -> None:
@@ -523,6 +529,13 @@ def measure_workers(options: Options) -> None:
 
     create_fetcher._flatout = True  # type: ignore[attr-defined]
     stock._DatasetKind.create_fetcher = staticmethod(create_fetcher)  # type: ignore[method-assign]
+
+
+def _end(raised: BaseException | None) -> End:
+    """What an exception says may be secret: its type and its place are enough."""
+    if raised is None:
+        return End(time_s=time.monotonic())
+    return End(time_s=time.monotonic(), error=type(raised).__name__, where=raised_at(raised.__traceback__))
 
 
 def _rank() -> int:

@@ -12,6 +12,7 @@ from flatout.diagnose.breakdown import Breakdown, breakdown
 from flatout.diagnose.case import is_card_of
 from flatout.errors import TraceError
 from flatout.redact import redact_command, redact_setting, redact_text
+from flatout.report.ended import how_it_ended
 from flatout.report.gather import RankFigures, of_breakdown
 from flatout.trace import GpuSample, Note, RankTrace, Sample, Sketch, Trace, WorkerReport, Xray
 from flatout.trace.records import SPANS_A_STEP
@@ -19,6 +20,10 @@ from flatout.trace.records import SPANS_A_STEP
 SCHEMA = 1
 STOOD_STILL_S = 10.0  # in a wait that was a run's last …
 STOOD_STILL_STEPS = 20.0  # … and so many steps: more than a pause
+WHAT_IS_COUNTED = (
+    "flatout counts calls of torch.optim.Optimizer.step; did the script train, and did it run with the Python it was "
+    "started with?"
+)
 _WAITS = {"data": "a batch that did not come", "sync": "the GPU"}
 
 
@@ -66,6 +71,7 @@ class Account:
     own_us_per_step: float | None
     gpu: dict[str, float]
     notes: tuple[Note, ...]
+    ended: str | None = None  # how, where it did not end well
 
     @property
     def ranks(self) -> int:
@@ -80,6 +86,7 @@ class Account:
             "name": self.name,
             "trace": self.folder,
             "ranks": self.ranks,
+            "ended": self.ended,
             "breakdown": {"wall_ms": b.wall_ms, "parts": [_part(p) for p in b.parts]},
             "training": {"wall_ms": b.training_ms, "parts": [_part(p) for p in b.training]},
             "facts": {
@@ -109,10 +116,7 @@ def account(trace: Trace, folder: str, by_rank: Sequence[RankFigures] = ()) -> A
     if not trace.ranks:
         if trace.machines and not any(info.command for info in trace.machines):
             raise TraceError(f"{folder} was recorded by flatout top: look at it with flatout top --replay {folder}")
-        raise TraceError(
-            f"no optimizer step was seen in {folder}: nothing to account for. flatout counts calls of "
-            "torch.optim.Optimizer.step; did the script train, and did it run with the Python it was started with?"
-        )
+        raise TraceError(f"no optimizer step was seen in {folder}: nothing to account for. {WHAT_IS_COUNTED}")
     first = trace.ranks[0]
     facts = redact_setting("", first.facts)  # once more: the trace may be another's, or an older flatout's
     own = facts.pop("own_cost", {})
@@ -131,6 +135,7 @@ def account(trace: Trace, folder: str, by_rank: Sequence[RankFigures] = ()) -> A
             dataclasses.replace(note, text=redact_text(note.text))
             for note in (*_end_of_a_hang(first), *trace.notes, *first.notes)
         ),
+        ended=how_it_ended(trace),
     )
 
 

@@ -163,7 +163,7 @@ def compare(first: Trace, second: Trace, folders: tuple[str, str] = ("A", "B")) 
         typical=typical,
         overall=overall,
         reasons=tuple(reasons),
-        cautions=(*_cautions(a, b, per), *_in_company("A", first), *_in_company("B", second)),
+        cautions=(*_ended(a, b), *_cautions(a, b, per), *_in_company("A", first), *_in_company("B", second)),
         differences=tuple(_differences(a, b))[:MOST_DIFFERENCES],
         losses=_losses(first.ranks[0], second.ranks[0], (size_a, size_b) if per == "sample" else None),
         steady_a=_steady(steps_a, size_a),
@@ -212,6 +212,10 @@ def _cautions(a: Account, b: Account, per: str) -> Iterator[str]:
             yield f"another {what}: {_figure(ours)} and {_figure(theirs)}"
     if a.ranks != b.ranks:
         yield f"A ran on {a.ranks:,} rank{'s' if a.ranks > 1 else ''}, B on {b.ranks:,}: samples are those of all ranks"
+
+
+def _ended(a: Account, b: Account) -> Iterator[str]:
+    yield from (f"{name}: {one.ended}" for name, one in (("A", a), ("B", b)) if one.ended is not None)
 
 
 def _in_company(name: str, run: Trace) -> Iterator[str]:

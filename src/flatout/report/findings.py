@@ -85,6 +85,8 @@ def change_as_typed(account: Account, finding: Finding) -> str | None:
 def show(account: Account, findings: Sequence[Finding], console: Console) -> None:
     """Print the verdict, and each finding with what to change."""
     width = min(WIDTH, console.width)
+    if account.ended is not None:
+        console.print(Text(wrapped(f"{account.ended}.", width), style="bold red"), soft_wrap=True)
     console.print(Text(wrapped(headline(account, findings), width), style="bold"), soft_wrap=True)
     for number, finding in enumerate(findings, 1):
         lines = [told(finding), finding.advice, change_as_typed(account, finding) or ""]

@@ -113,7 +113,8 @@ def _head(account: Account, first: RankTrace, findings: Sequence[Finding]) -> Ht
     return join(
         [
             tag("p", tag("strong", "flatout"), " · ", " · ".join(str(word) for word in about if word), class_="about"),
-            tag("h1", headline(account, findings)),
+            tag("h1", f"{account.ended}.", class_="warning") if account.ended is not None else None,
+            tag("p" if account.ended is not None else "h1", headline(account, findings)),
             figures(_figures(account)),
             tag("pre", tag("code", " ".join(account.command)), class_="command", aria_label="The command")
             if account.command

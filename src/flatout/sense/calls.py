@@ -6,13 +6,14 @@ import functools
 import os
 import sys
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 
 _OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
+_PYTHONS_OWN = os.path.dirname(os.__file__)  # noqa: PTH120
 
 
 def batch_size(batch: Any) -> int | None:
@@ -85,3 +86,14 @@ def caller(beyond: tuple[str, ...] = ()) -> str | None:
             return f"{place}:{frame.f_lineno}"
         frame = frame.f_back
     return None
+
+
+def raised_at(trace: TracebackType | None) -> str | None:
+    """The file:line where an exception left the script's own code: its innermost frame that is in no package."""
+    found = None
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        place = _place(file) if "-packages/" not in file and not file.startswith(_PYTHONS_OWN) else None
+        found = f"{place}:{trace.tb_lineno}" if place is not None else found
+        trace = trace.tb_next
+    return found

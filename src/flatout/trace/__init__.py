@@ -17,6 +17,7 @@ from flatout.trace.reader import RankTrace, Trace, merge, read, read_summaries
 from flatout.trace.records import (
     SCHEMA,
     DiskSample,
+    End,
     Facts,
     GpuProcess,
     GpuSample,
@@ -33,11 +34,12 @@ from flatout.trace.records import (
     Xray,
 )
 from flatout.trace.sketch import Sketch
-from flatout.trace.writer import TraceWriter
+from flatout.trace.writer import TraceWriter, note_end
 
 __all__ = [
     "SCHEMA",
     "DiskSample",
+    "End",
     "Facts",
     "GpuProcess",
     "GpuSample",
@@ -57,6 +59,7 @@ __all__ = [
     "WorkerReport",
     "Xray",
     "merge",
+    "note_end",
     "read",
     "read_summaries",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -19,6 +19,7 @@ from flatout.trace.checked import from_json
 from flatout.trace.records import (
     KINDS,
     SCHEMA,
+    End,
     Facts,
     Note,
     Record,
@@ -37,7 +38,7 @@ MOST_IN_MEMORY = 400_000_000  # bytes, about: no run of less than some hundred m
 LONGEST_LINE = 4_000_000  # bytes
 _BYTES_A_VALUE = 60  # in memory, beside its text
 _VALUES = (b",", b":", b"[", b"{")  # each stands before one
-_LAST_COUNTS = (Facts, Xray)
+_LAST_COUNTS = (Facts, Xray, End)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,7 @@ class RankTrace:
     facts: dict[str, Any] = field(default_factory=dict)
     xray: Xray | None = None
     workers: tuple[WorkerReport, ...] = ()
+    end: End | None = None
 
     def every_step(self) -> list[Step] | None:
         """The training steps, where all of them were kept raw."""
@@ -66,6 +68,7 @@ class Trace:
     machines: tuple[RunInfo, ...] = ()
     samples: dict[str, tuple[Sample, ...]]
     notes: tuple[Note, ...] = ()
+    end: End | None = None  # of the command
 
 
 def read(folder: Path, ranks: Collection[int] | None = None) -> Trace:
@@ -83,6 +86,7 @@ def read(folder: Path, ranks: Collection[int] | None = None) -> Trace:
     machines: list[RunInfo] = []
     samples: dict[str, tuple[Sample, ...]] = {}
     notes: list[Note] = []
+    ends: list[End] = []
     room = MOST_IN_MEMORY
     for place, path in enumerate(sorted(files, key=_size)):  # what a small one leaves is for the large ones
         file = _File(path, room // (len(files) - place))
@@ -101,6 +105,7 @@ def read(folder: Path, ranks: Collection[int] | None = None) -> Trace:
             machines.append(info)
             samples[info.host] = tuple(by_kind[Sample])
             notes += [*by_kind[Note], *file.remarks(info)]
+            ends += by_kind[End]
         else:
             # Of these only the last of each worker is kept.
             beside = _File(folder / f"workers-{info.rank:05d}.jsonl", room // 4, a_value=0)
@@ -112,7 +117,12 @@ def read(folder: Path, ranks: Collection[int] | None = None) -> Trace:
     if not found and not machines:
         raise TraceError(f"{folder} is not a trace: its .jsonl files are empty")
     found.sort(key=lambda r: r.info.rank or 0)
-    return Trace(ranks=tuple(found), machines=tuple(machines), samples=samples, notes=tuple(notes))
+    return Trace(ranks=tuple(found), machines=tuple(machines), samples=samples, notes=tuple(notes), end=_worst(ends))
+
+
+def _worst(ends: Iterable[End]) -> End | None:
+    """Of several machines, one on which the command failed."""
+    return max(ends, key=lambda end: bool(end.exit_code), default=None)
 
 
 def merge(*traces: Trace) -> Trace:
@@ -129,7 +139,8 @@ def merge(*traces: Trace) -> Trace:
     samples = {host: tuple(taken[time_s] for time_s in sorted(taken)) for host, taken in by_time.items()}
     machines = {info.host: info for trace in traces for info in trace.machines}
     notes = tuple(dict.fromkeys(note for trace in traces for note in trace.notes))
-    return Trace(ranks=tuple(ranks), machines=tuple(machines.values()), samples=samples, notes=notes)
+    end = _worst(trace.end for trace in traces if trace.end is not None)
+    return Trace(ranks=tuple(ranks), machines=tuple(machines.values()), samples=samples, notes=notes, end=end)
 
 
 def read_summaries(folder: Path) -> tuple[Summary, ...]:
@@ -162,6 +173,7 @@ def _rank(info: RunInfo, by_kind: dict[type[Any], list[Any]], workers: tuple[Wor
         facts=by_kind[Facts][-1].values if by_kind[Facts] else {},
         xray=by_kind[Xray][-1] if by_kind[Xray] else None,
         workers=workers,
+        end=by_kind[End][-1] if by_kind[End] else None,
     )
 
 

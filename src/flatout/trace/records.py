@@ -147,6 +147,18 @@ class WorkerReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How it ended. In a rank's file: it closed its recording, because of an `error` (its type) that nobody caught if
+    there was one; a process that was killed has no such record. In a machine's: the command's `exit_code`.
+    """
+
+    time_s: float
+    exit_code: int | None = None
+    error: str | None = None
+    where: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """Totals of one file, small enough to read a thousand of them."""
 
@@ -276,7 +288,7 @@ class Sample:
     processes: tuple[ProcessSample, ...] = ()
 
 
-Record = RunInfo | Step | Window | Note | Sample | Summary | Facts | Xray | WorkerReport
+Record = RunInfo | Step | Window | Note | Sample | Summary | Facts | Xray | WorkerReport | End
 
 KINDS: dict[str, type[Any]] = {
     "run": RunInfo,
@@ -288,6 +300,7 @@ KINDS: dict[str, type[Any]] = {
     "facts": Facts,
     "xray": Xray,
     "worker": WorkerReport,
+    "end": End,
 }
 _NAMES = {record: kind for kind, record in KINDS.items()}
 

@@ -16,9 +16,10 @@ from collections import deque
 from pathlib import Path
 
 from flatout.errors import UsageError
+from flatout.files import open_clear
 from flatout.redact import redact_command, redact_text
 from flatout.trace.plain import PlainSteps
-from flatout.trace.records import Note, Record, RunInfo, Sample, Step, Summary, Window, encode
+from flatout.trace.records import End, Note, Record, RunInfo, Sample, Step, Summary, Window, encode
 from flatout.trace.sketch import Sketch
 from flatout.trace.thin import SampleThinner, StepThinner, name_within
 
@@ -36,7 +37,7 @@ class TraceWriter:
     """One file of a trace and its summary. Use as a context manager, or call `close`."""
 
     def __init__(self, folder: Path, info: RunInfo, *, max_pending: int = MAX_PENDING) -> None:
-        stem = f"hardware-{info.host}" if info.rank is None else f"rank-{info.rank:05d}"
+        stem = _stem(info)
         self.path = folder / f"{stem}.jsonl"
         self.error: str | None = None
         self.busy_s = 0.0  # of a core, on its own thread
@@ -154,7 +155,8 @@ class TraceWriter:
     def _write_summary(self, *, ended: bool) -> None:
         scratch = self._summary_path.with_suffix(".tmp")
         try:
-            scratch.write_bytes(self._totals.summary_within(MAX_SUMMARY_BYTES, dropped=self.dropped, ended=ended))
+            with open(scratch, "wb", opener=open_clear) as file:
+                file.write(self._totals.summary_within(MAX_SUMMARY_BYTES, dropped=self.dropped, ended=ended))
             scratch.replace(self._summary_path)
         except OSError as problem:
             self._give_up(problem.strerror or str(problem))
@@ -225,10 +227,22 @@ class _Totals:
         return text
 
 
+def note_end(folder: Path, info: RunInfo, end: End) -> None:
+    """Add how a command ended to the recording of its machine, whose writer is done, or to a new one."""
+    path = folder / f"{_stem(info)}.jsonl"
+    records: tuple[Record, ...] = (end,) if path.exists() else (info, end)
+    with path.open("ab") as file:
+        file.write(b"".join((_as_json(encode(record)) + "\n").encode("ascii") for record in records))
+
+
+def _stem(info: RunInfo) -> str:
+    return f"hardware-{info.host}" if info.rank is None else f"rank-{info.rank:05d}"
+
+
 def _create(path: Path) -> io.FileIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return io.FileIO(path, "x")
+        return io.FileIO(path, "x", opener=open_clear)
     except FileExistsError:
         if path.parent.is_dir():
             raise UsageError(f"{path.parent} already holds a recording: name a new folder") from None

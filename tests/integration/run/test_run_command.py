@@ -14,6 +14,7 @@ import pytest
 from observing import Run, call, finish, flatout_run, write
 
 from flatout import trace
+from flatout.report.account import account
 
 PLAIN = """
     import sys, torch
@@ -108,10 +109,21 @@ def test_short_form_quiet_and_json_to_stdout(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "code"), [("crash", 1), ("exit", 3), ("hard", 4), ("killed", 128 + 9), ("terminated", 128 + 15)]
+    ("script", "code", "ended"),
+    [
+        ("crash", 1, "exit code 1 after 6 steps: ValueError at crash.py:4"),
+        ("exit", 3, "exit code 3 after 6 steps"),
+        ("hard", 4, "exit code 4 after 6 steps"),
+        ("killed", 128 + 9, "SIGKILL after at least 6 steps"),
+        ("terminated", 128 + 15, "SIGTERM after at least 6 steps"),
+    ],
 )
-def test_however_the_script_ends_its_trace_can_be_read(place: Path, script: str, code: int) -> None:
+def test_however_the_script_ends_its_trace_can_be_read(place: Path, script: str, code: int, ended: str) -> None:
     run = flatout_run(place, PYTHON, f"{script}.py")
+    says = f"{Path(PYTHON).name} ended with {ended}"
+    assert f"\n{says}.\n" in f"\n{run.err}"
+    assert run.account is not None
+    assert run.account["ended"] == says == account(trace.read(run.folder), "later").ended
     assert run.code == code
     assert steps(run) == 6
     ended_in_order = script not in ("killed", "terminated")
@@ -256,16 +268,18 @@ def test_a_command_that_fails_before_its_first_step_is_not_asked_whether_it_trai
     assert (run.code, run.err) == (3, "flatout: the command ended with exit code 3 before its first step\n")
 
 
-def test_a_command_that_fails_before_its_first_step_leaves_no_folder_but_those_of_other_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_command_without_a_step_leaves_no_folder_but_those_of_other_runs(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    fails = [sys.executable, "-m", "flatout", "run", "--", sys.executable, "-c", "raise SystemExit(3)"]
-    assert subprocess.run(fails, check=False).returncode == 3
+    script = f"import time; time.sleep(0.5); raise SystemExit({code})"
+    fails = [sys.executable, "-m", "flatout", "run", "--", sys.executable, "-c", script]
+    assert subprocess.run(fails, check=False).returncode == code
     assert not list(tmp_path.iterdir())
     other = tmp_path / "flatout-runs" / "other"
     other.mkdir(parents=True)
-    assert subprocess.run(fails, check=False).returncode == 3
+    assert subprocess.run(fails, check=False).returncode == code
     assert list(tmp_path.glob("*/*")) == [other]
 
 
