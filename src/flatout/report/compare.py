@@ -30,6 +30,7 @@ FEWEST_LOSSES = 8
 MOST_BLOCKS = 250
 VALUES_A_BLOCK = 16  # quantiles that stand for the steps of a window
 MOST_DIFFERENCES = 100
+_NO_DIFFERENCE = "no difference shown"
 _SHORT_BATCHES = 0.02  # of the samples: what last short batches may take away
 
 # Facts that differ between any two runs, or follow from the others.
@@ -44,7 +45,7 @@ class Ratio(Gain):
     @property
     def verdict(self) -> str:
         """faster, slower or no difference shown."""
-        return "faster" if self.low > 1 else "slower" if self.high < 1 else "no difference shown"
+        return "faster" if self.low > 1 else "slower" if self.high < 1 else _NO_DIFFERENCE
 
     def slower_than(self, pct: float) -> bool:
         """Whether B is shown to take more than `pct` per cent longer."""
@@ -95,27 +96,39 @@ class Comparison:
     steady_a: Steady | None = None  # what the ratios are of
     steady_b: Steady | None = None
 
+    @property
+    def leading(self) -> Ratio | None:
+        """What the verdict is of: the median step; all steps where they differ and the median does not say the same."""
+        if self.typical is None or self.overall is None:
+            return None
+        alike = self.overall.verdict in (self.typical.verdict, _NO_DIFFERENCE)
+        return self.typical if alike else self.overall
+
+    @property
+    def verdict(self) -> str:
+        """faster, slower, no difference shown, or not comparable."""
+        return self.leading.verdict if self.leading is not None else "not comparable"
+
     def slower_than(self, pct: float) -> bool:
-        """Whether B is shown to be slower by more than `pct` per cent, in its typical step or over all its steps."""
-        return any(ratio.slower_than(pct) for ratio in (self.typical, self.overall) if ratio is not None)
+        """Whether B is shown to be slower, and by more than `pct` per cent in its median step or over all its steps."""
+        ratios = [ratio for ratio in (self.typical, self.overall) if ratio is not None]
+        return self.verdict == "slower" and any(ratio.slower_than(pct) for ratio in ratios)
 
     def sentence(self) -> str:
         """The answer."""
-        if self.typical is None or self.overall is None:
-            return "Not comparable: " + "; ".join(self.reasons) + "."
         typical, overall = self.typical, self.overall
-        if {typical.verdict, overall.verdict} == {"faster", "slower"}:
-            by_the = "" if self.per == "step" else ", by the sample"
+        if typical is None or overall is None:
+            return "Not comparable: " + "; ".join(self.reasons) + "."
+        by_the = "" if self.per == "step" else ", by the sample"
+        if self.leading is overall:
+            median = "shows no difference" if typical.verdict == _NO_DIFFERENCE else f"is {typical.verdict}"
             return (
-                f"Over all its steps B is {overall.verdict}: {overall}{by_the}. "
-                f"Its median step is {typical.verdict}: {typical}."
+                f"Over all its steps, slow ones included, B is {overall.verdict}: {overall}{by_the}. "
+                f"Its median step {median}: {typical}."
             )
         speed = f"{typical.value:.2f}× the speed of A, {typical.low:.2f} to {typical.high:.2f}"
-        what = "median step" if self.per == "step" else "median step, by the sample"
-        first = typical.verdict[0].upper() + typical.verdict[1:]
-        if typical.verdict != "no difference shown":
-            first = f"B is {typical.verdict}"
-        first = f"{first}: {speed} ({what})."
+        first = "No difference shown" if typical.verdict == _NO_DIFFERENCE else f"B is {typical.verdict}"
+        first = f"{first}: {speed} (median step{by_the})."
         if overall.verdict == typical.verdict and overall.low <= typical.value <= overall.high:
             return first
         return f"{first} Over all steps, slow ones included: {overall}, {overall.verdict}."
@@ -124,7 +137,7 @@ class Comparison:
         """The documented JSON of `flatout compare --json`."""
         return {
             "schema": SCHEMA,
-            "verdict": self.typical.verdict if self.typical is not None else "not comparable",
+            "verdict": self.verdict,
             "per": self.per,
             "typical": dataclasses.asdict(self.typical) if self.typical is not None else None,
             "overall": {**dataclasses.asdict(self.overall), "verdict": self.overall.verdict} if self.overall else None,

@@ -2,14 +2,15 @@
 
 A loader worker is known by the name torch gives it. Where nothing in the tree bears that name (an older torch), it is
 a fork of its parent (the same command line) or a child that multiprocessing spawned, unless it holds memory on a card
-or has such children itself. A trainer holds memory on a card, or has workers. Read from /proc on Linux, else by psutil.
+or has such children itself. A trainer holds memory on a card, or has workers of its own; init, a shell and whoever else
+has adopted one whose trainer died is none. Read from /proc on Linux, else by psutil.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -90,8 +91,8 @@ class Tree:
 def find_trainings(root: Path = Path("/")) -> tuple[int, ...]:
     """Processes that have loader workers: the trainings one can see without asking a card."""
     system = _system(root)
-    owners = {system.parent(pid) for pid in system.pids() if system.name(pid) in _WORKER_NAMES}
-    return tuple(sorted({_behind_fork_server(system, owner) for owner in owners if owner is not None}))
+    workers = [pid for pid in system.pids() if system.name(pid) in _WORKER_NAMES]
+    return tuple(sorted(_owners(system, {pid: system.parent(pid) for pid in workers})))
 
 
 def _below(system: _System, roots: frozenset[int]) -> dict[int, int]:
@@ -115,7 +116,7 @@ def _roles(system: _System, tree: dict[int, int], roots: frozenset[int], holders
     if not workers:
         alike = {pid for pid in tree.keys() - roots - holders if _looks_like_worker(system, pid, tree[pid])}
         workers = alike - {tree[pid] for pid in alike}
-    owners = {_behind_fork_server(system, parent) for parent in {tree[pid] for pid in workers}}
+    owners = _owners(system, {pid: tree[pid] for pid in workers})
     trainers = (holders | owners) & tree.keys() - workers
     trainers = trainers or roots & tree.keys()
     return {pid: "worker" if pid in workers else "trainer" if pid in trainers else "other" for pid in tree}
@@ -126,6 +127,26 @@ def _looks_like_worker(system: _System, pid: int, parent: int) -> bool:
     if "python" not in command or any(mark in command for mark in _NOT_LOADERS):
         return False
     return any(mark in command for mark in _SPAWN_MARKS) or command == system.command(parent)
+
+
+def _owners(system: _System, parents: Mapping[int, int | None]) -> set[int]:
+    """Whose the workers are, by their parents; who has adopted an orphan is not among them."""
+    behind = {parent: _behind_fork_server(system, parent) for parent in set(parents.values()) if parent is not None}
+    pairs = ((worker, behind[parent]) for worker, parent in parents.items() if parent is not None)
+    found: set[int] = set()
+    for worker, owner in pairs:
+        if owner not in found and _has_started(system, owner, worker):
+            found.add(owner)
+    return found
+
+
+def _has_started(system: _System, owner: int, worker: int) -> bool:
+    """Whether it is its worker: a fork bears the same command line, unless one has changed its own since; any is a
+    Python of the same session."""
+    command = system.command(owner)
+    if command == system.command(worker):
+        return bool(command)
+    return system.is_python(owner) and system.session(owner) == system.session(worker)
 
 
 def _behind_fork_server(system: _System, owner: int) -> int:
@@ -165,6 +186,16 @@ class _Proc:
 
     def command(self, pid: int) -> str:
         return _text(f"{self._proc}/{pid}/cmdline")
+
+    def is_python(self, pid: int) -> bool:
+        try:
+            return "python" in os.readlink(f"{self._proc}/{pid}/exe")  # noqa: PTH115 - Paths are slow
+        except OSError:  # somebody else's
+            return "python" in self.command(pid)
+
+    def session(self, pid: int) -> str | None:
+        fields = _after_name(_text(f"{self._proc}/{pid}/stat"))
+        return fields[3] if len(fields) > 3 else None
 
     def process(self, pid: int, role: str) -> _ProcProcess:
         return _ProcProcess(self._proc / str(pid), pid, role)
@@ -283,6 +314,12 @@ class _Elsewhere:
 
     def command(self, pid: int) -> str:
         return "\0".join(self._ask(pid, psutil.Process.cmdline, []))
+
+    def is_python(self, pid: int) -> bool:
+        return "python" in self.command(pid).lower()
+
+    def session(self, pid: int) -> str | None:
+        return None  # psutil does not say
 
     def _ask(self, pid: int, question: Callable[[psutil.Process], T], otherwise: T) -> T:
         try:

@@ -203,10 +203,9 @@ _STATES = {"R": "running", "S": "sleeping", "D": "on disk", "T": "stopped", "I":
 
 
 def processes(scene: Scene, width: int, height: int) -> Drawing:
-    """The training process and its loader workers, the busiest first."""
+    """The training process and its loader workers, the busiest first; where not all fit, the busiest alone."""
     sample, palette, wide = scene.now, scene.palette, width >= WIDE_COLUMNS
-    order = {"trainer": 0, "worker": 1}
-    found = sorted(sample.processes, key=lambda p: (order.get(p.role, 2), -(p.cpu_pct or 0.0), p.pid))
+    found = sorted(sample.processes, key=_by_role)
     if not found:
         text = "none seen: nobody holds memory on a card or has loader workers"
         return Drawing(title="Training", lines=[Text(text, style=palette.dim)])
@@ -217,12 +216,16 @@ def processes(scene: Scene, width: int, height: int) -> Drawing:
     header = _PROCESS.format("PID", "role", "CPU", "queued", "RSS", "reads", "on GPU", "state")
     lines = [Text(header + (" name" if wide else ""), style=palette.dim)]
     fits = len(found) if len(found) < height else max(0, height - 2)
-    for process in found[:fits]:
-        branch = ("└ " if process is workers[-1] else "├ ") if process.role == "worker" else ""
+    first, *others = found
+    busiest = [first, *sorted(others, key=lambda p: (-(p.cpu_pct or 0.0), _by_role(p)))]
+    shown = sorted(busiest[:fits], key=_by_role)
+    last = max((place for place, process in enumerate(shown) if process.role == "worker"), default=None)
+    for place, process in enumerate(shown):
+        branch = ("└ " if place == last else "├ ") if process.role == "worker" else ""
         held = size(on_cards[process.pid]) if on_cards.get(process.pid) else ""
         lines.append(_process_line(process, branch, held, palette))
         lines[-1].append(f" {process.name}" if wide else "", style=palette.dim)
-    if rest := found[fits:]:
+    if rest := busiest[fits:]:
         cpu_pct = sum(process.cpu_pct or 0.0 for process in rest)
         memory = size(sum(process.rss_bytes or 0 for process in rest))
         reads = size(sum(process.read_bytes_s or 0.0 for process in rest), "/s")
@@ -230,6 +233,10 @@ def processes(scene: Scene, width: int, height: int) -> Drawing:
         lines.append(Text(line.rstrip(), style=palette.dim))
     title = f"Training: {len(found)} process{'es' if len(found) > 1 else ''}"
     return Drawing(title=title + (f", {len(workers)} loader workers" if workers else ""), lines=lines)
+
+
+def _by_role(process: ProcessSample) -> tuple[int, float, int]:
+    return {"trainer": 0, "worker": 1}.get(process.role, 2), -(process.cpu_pct or 0.0), process.pid
 
 
 def _process_line(process: ProcessSample, branch: str, held: str, palette: Palette) -> Text:

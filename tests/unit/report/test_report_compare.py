@@ -92,8 +92,65 @@ def test_a_faster_median_does_not_hide_that_all_steps_together_are_slower() -> N
     bursts = [900.0 if index % 8 == 3 else ms / 2 for index, ms in enumerate(noisy(2, count=400))]
     result = compare(run_of(noisy(1, count=400)), run_of(bursts))
 
-    assert result.sentence().startswith("Over all its steps B is slower: 0.6")
+    assert result.sentence().startswith("Over all its steps, slow ones included, B is slower: 0.6")
     assert "Its median step is faster: 1.9" in result.sentence()
+
+
+@pytest.mark.parametrize(
+    ("typical", "overall", "verdict", "fails", "said"),
+    [
+        (
+            Ratio(value=1.0, low=0.98, high=1.02),
+            Ratio(value=1.66, low=1.38, high=1.94),
+            "faster",
+            False,
+            "Over all its steps, slow ones included, B is",
+        ),
+        (
+            Ratio(value=1.0, low=0.98, high=1.02),
+            Ratio(value=0.6, low=0.52, high=0.72),
+            "slower",
+            True,
+            "Over all its steps, slow ones included, B is",
+        ),
+        (
+            Ratio(value=0.5, low=0.48, high=0.52),
+            Ratio(value=1.66, low=1.38, high=1.94),
+            "faster",
+            False,
+            "Over all its steps, slow ones included, B is",
+        ),
+        (
+            Ratio(value=0.5, low=0.48, high=0.52),
+            Ratio(value=0.9, low=0.72, high=1.1),
+            "slower",
+            True,
+            "B is slower: 0.50× the speed of A",
+        ),
+        (
+            Ratio(value=0.97, low=0.96, high=0.98),
+            Ratio(value=0.6, low=0.52, high=0.72),
+            "slower",
+            True,
+            "B is slower: 0.97× the speed of A",
+        ),
+        (
+            Ratio(value=1.0, low=0.98, high=1.02),
+            Ratio(value=0.9, low=0.72, high=1.1),
+            "no difference shown",
+            False,
+            "No difference shown: 1.00×",
+        ),
+    ],
+)
+def test_the_headline_the_verdict_and_the_gate_say_the_same(
+    typical: Ratio, overall: Ratio, verdict: str, fails: bool, said: str
+) -> None:
+    result = dataclasses.replace(compare(run_of(noisy(1)), run_of(noisy(2))), typical=typical, overall=overall)
+    assert result.verdict == verdict == result.to_json()["verdict"]
+    assert result.slower_than(10) == fails
+    assert result.sentence().startswith(said)
+    assert verdict in result.sentence().lower().partition(":")[0]
 
 
 def test_with_another_batch_size_samples_are_compared() -> None:

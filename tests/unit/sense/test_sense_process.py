@@ -31,11 +31,14 @@ def roles(root: Path, roots: list[int], holders: list[int] | None = None) -> dic
     return {sample.pid: sample.role for sample in samples}
 
 
-def plant(root: Path, pid: int, parent: int, *, name: str, command: str) -> None:
-    """One more process in a recorded machine."""
+def plant(root: Path, pid: int, parent: int, *, name: str, command: str, session: int | None = None) -> None:
+    """One more process in a recorded machine, of its parent's session."""
     folder = root / "proc" / str(pid)
     folder.mkdir()
-    (folder / "stat").write_text(f"{pid} ({name}) S {parent} " + " ".join(["0"] * 48) + "\n")
+    above = root / "proc" / str(parent) / "stat"
+    of_parent = above.read_text().rpartition(")")[2].split()[3] if above.exists() else "0"
+    stat = [str(pid), f"({name})", "S", str(parent), str(pid), str(session or of_parent), *["0"] * 46]
+    (folder / "stat").write_text(" ".join(stat) + "\n")
     (folder / "comm").write_text(f"{name}\n")
     (folder / "cmdline").write_text("\0".join(command.split(" ")) + "\0")
 
@@ -142,6 +145,30 @@ def test_behind_a_fork_server_workers_belong_to_who_started_it(machine: Machine,
 
 def test_trainings_are_found_by_their_workers(machine: Machine, trainer: int) -> None:
     assert find_trainings(machine("vm-cgroup-v1-before")) == (trainer,)
+
+
+@pytest.mark.parametrize(
+    ("adopter", "session"),
+    [("/sbin/init", 1), ("tini -- bash train.sh", None), ("bash", None), ("python supervisor.py", 1)],
+)
+def test_who_has_adopted_a_worker_whose_trainer_died_trains_nothing(
+    machine: Machine, trainer: int, adopter: str, session: int | None
+) -> None:
+    root = machine("vm-cgroup-v1-before")
+    name = adopter.split()[0].rpartition("/")[2]
+    plant(root, 90000, 0, name=name, command=adopter, session=session)
+    plant(root, 90002, 90000, name="pt_data_worker", command="python train.py", session=90001)
+    if session is None:
+        plant(root, 90003, 90000, name="pt_data_worker", command="python train.py")
+    assert find_trainings(root) == (trainer,)
+    found = roles(root, [90000, trainer])
+    assert (found[90000], found[90002], found[trainer]) == ("other", "worker", "trainer")
+
+
+def test_a_training_that_has_changed_its_command_line_since_is_one(machine: Machine, trainer: int) -> None:
+    root = machine("vm-cgroup-v1-before")
+    (root / "proc" / str(trainer) / "cmdline").write_text("ray::train (python)\0")
+    assert find_trainings(root) == (trainer,)
 
 
 def test_a_name_with_brackets_and_spaces_does_not_confuse(machine: Machine, trainer: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import html
 import os
 import re
@@ -21,9 +22,10 @@ import pytest
 from textual.pilot import Pilot
 
 from flatout.top.draw import DARK, bar, chart, cores, sparkline
+from flatout.top.panels import Scene, processes
 from flatout.top.source import Stop, live, replay
 from flatout.top.view import TopView
-from flatout.trace import DiskSample, Sample
+from flatout.trace import DiskSample, ProcessSample, Sample
 
 Make = Callable[..., Sample]
 DISKS = (DiskSample(name="nvme0n1", read_bytes_s=4e8, write_bytes_s=3e6, busy_pct=37.0),)
@@ -119,6 +121,19 @@ def test_with_room_the_whole_tree_is_shown(watch, make_sample: Make) -> None:
 def test_in_a_small_terminal_the_rest_of_the_tree_is_summed_up(watch, make_sample: Make) -> None:
     (small,) = watch([busy_second(make_sample, float(t), workers=6) for t in range(3)], (80, 24))
     assert re.search(r"… +5 more +250%", small)
+
+
+def test_processes_that_sleep_do_not_hide_those_that_work(make_sample: Make) -> None:
+    sample = make_sample(1.0)
+    asleep = [ProcessSample(pid=100 + n, role="trainer", name="python", cpu_pct=0.0) for n in range(20)]
+    at_work = [ProcessSample(pid=300 + n, role="other", name="python", cpu_pct=90.0 + n) for n in range(3)]
+    many = dataclasses.replace(sample, processes=(*asleep, *at_work))
+    scene = Scene(samples=[many], card=0, palette=DARK, cores_allowed=None, notes=())
+    lines = [line.plain.split() for line in processes(scene, 80, 7).lines]
+    assert [line[:2] for line in lines[1:]] == [
+        ["100", "trainer"], ["101", "trainer"], ["302", "other"], ["301", "other"], ["300", "other"], ["…", "18"],
+    ]  # fmt: skip
+    assert lines[-1][3] == "0%"
 
 
 def test_several_cards_one_chosen(watch, make_sample: Make) -> None:
