@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -20,7 +21,7 @@ from flatout.report.terminal import WIDTH, wrapped
 
 _INDENT = "   "
 _MAY_COST = 0.98
-GUIDE = "docs/TROUBLESHOOTING.md"  # has an entry for every code
+GUIDE = (Path(__file__).parents[1] / "TROUBLESHOOTING.md").resolve()  # has an entry for every code
 
 
 def headline(account: Account, findings: Sequence[Finding]) -> str:
@@ -93,8 +94,10 @@ def show(account: Account, findings: Sequence[Finding], console: Console) -> Non
         text = f"\n{_INDENT}".join(wrapped(line, width, len(_INDENT)) for line in lines if line)
         console.print(Text(f"{number}. {text}"), soft_wrap=True)
     if any(finding.gain_high >= 1.005 for finding in findings):
-        guide = wrapped(f"each cause, how to make sure, what to do: {GUIDE}", width, len(_INDENT))
-        console.print(Text(_INDENT + guide, style="dim"), soft_wrap=True)
+        here = Path.cwd()
+        guide = GUIDE.relative_to(here) if GUIDE.is_relative_to(here) else GUIDE
+        guide_line = wrapped(f"each cause, how to make sure, what to do: {guide}", width, len(_INDENT))
+        console.print(Text(_INDENT + guide_line, style="dim"), soft_wrap=True)
     console.print()
 
 

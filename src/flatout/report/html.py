@@ -164,7 +164,7 @@ def _finding(account: Account, finding: Finding) -> Html:
         "article",
         tag(
             "p",
-            tag("code", finding.code, class_="chip", title=f"{GUIDE}: {finding.code}"),
+            tag("code", finding.code, class_="chip", title=f"{GUIDE.name}: {finding.code}"),
             tag("span", finding.where, class_="where") if finding.where else None,
         ),
         tag("h3", sentence(finding.title)),

@@ -73,6 +73,7 @@ def test_the_wheel_brings_a_start_up_line_that_is_inert_by_itself(tmp_path: Path
     subprocess.run(build, cwd=REPOSITORY, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
+        assert "flatout/TROUBLESHOOTING.md" in archive.namelist()  # which summaries name
         archive.extractall(tmp_path / "site")
     site = str(tmp_path / "site")
     look = f"import site, sys; site.addsitedir({site!r}); print('flatout.inject.startup' in sys.modules)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 from report_runs import printed, rank_of, steps_of, trace_of, whole_run
@@ -129,3 +130,10 @@ def test_the_terminal_gets_80_columns() -> None:
     assert lines[0].startswith("You could train 2.0 to 2.4× faster")
     assert any(line.startswith("1. ") for line in lines)
     assert "   --workers 6" in lines
+
+
+def test_the_guide_that_is_named_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = printed(lambda console: findings.show(ACCOUNT, [FINDING], console), width=400)
+    named = shown.partition("what to do:")[2].split()[0]
+    assert "data.main-thread" in Path(named).read_text()
