@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from flatout.plan import Plan
+    from flatout.report.fixed import Price
 
 INTERRUPTED = 130
 READER_LEFT = 141
@@ -388,7 +389,9 @@ def fix(
     skip: str = _option("NAME,…", "Leave these changes or classes alone.", default=""),
     steps: int | None = _option("N", "Training steps a trial. Default: found by itself.", min=20),
     out: Path = _option("PLAN", "Where the plan goes.", default=Path("flatout-plan.yaml")),
-    price: str | None = _option("MONEY/h", "What an hour costs, such as 2.5/h: says what an epoch costs."),
+    price: str | None = _option(
+        "MONEY/h", "What an hour costs, such as 2.5/h, $2.5/h or 2.5EUR/h: says what an epoch costs."
+    ),
     json: str | None = _file_of("the result as JSON"),
     html: str | None = _file_of("before and after as one HTML file"),
     unprotected: bool = _flag("--unprotected", "Go on where trials cannot be kept from all your files (docs/FIX.md)."),
@@ -465,11 +468,13 @@ def _seconds(text: str) -> float:
     return float(match[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600, None: 1}[match[2]]
 
 
-def _price(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:/\s*h)?", text.strip())
-    if match is None:
-        raise UsageError(f"--price {text}: a price an hour such as 2.5/h is wanted")
-    return float(match[1])
+def _price(text: str) -> Price:
+    from flatout.report.fixed import Price
+
+    try:
+        return Price.of(text)
+    except ValueError:
+        raise UsageError(f"--price {text}: give a price an hour, such as 2.5/h, $2.5/h or 2.5EUR/h") from None
 
 
 @_verb()

@@ -291,7 +291,7 @@ def _watching(pid: int, options: Options | None) -> Iterator[None]:
         thread.start()
     except RuntimeError as problem:  # a limit on processes: the command runs, and is waited for as ever
         stop.set()
-        _say(f"the hardware is not watched ({problem})")
+        _say(f"the hardware is not watched ({redact_text(str(problem))})")
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:

@@ -22,3 +22,8 @@ def exit_in_words(code: int) -> str:
         return signal.Signals(code - 128).name if code > 128 else f"exit code {code}"
     except ValueError:
         return f"exit code {code}"
+
+
+def count_of(number: int, thing: str) -> str:
+    """So many of a thing: 1 sample, 1,200 samples."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"

@@ -62,7 +62,10 @@ def test_a_flag_is_shown_without_a_value(flatout_says: Run, verb: tuple[str, ...
         (("fix",), "no command given: flatout fix -- python train.py …"),
         (("fix", "--", "no-such-program"), "no-such-program: command not found"),
         (("fix", "--budget", "soon", "train.py"), "--budget soon: a time such as 90s, 10m or 1h is wanted"),
-        (("fix", "--price", "much", "train.py"), "--price much: a price an hour such as 2.5/h is wanted"),
+        (
+            ("fix", "--price", "much", "train.py"),
+            "--price much: give a price an hour, such as 2.5/h, $2.5/h or 2.5EUR/h",
+        ),
         (("fix", "--allow", "batchsize", "train.py"), "no change or class called batchsize (did you mean batch-size?)"),
         (("fix", "--out", "/no/such/plan.yaml", "train.py"), "there is no folder /no/such"),
         (("fix", "--out", ".", "train.py"), "cannot write .: it is a folder"),

@@ -16,6 +16,7 @@ from flatout.report.ended import how_it_ended
 from flatout.report.gather import RankFigures, of_breakdown
 from flatout.trace import GpuSample, Note, RankTrace, Sample, Sketch, Trace, WorkerReport, Xray
 from flatout.trace.records import SPANS_A_STEP
+from flatout.written import count_of
 
 SCHEMA = 1
 STOOD_STILL_S = 10.0  # in a wait that was a run's last …
@@ -46,7 +47,7 @@ class Workers:
 
     def __str__(self) -> str:
         """The dataset with its length: training and validation data are often of one class."""
-        return self.dataset if self.length is None else f"{self.dataset} of {self.length:,} samples"
+        return self.dataset if self.length is None else f"{self.dataset} of {count_of(self.length, 'sample')}"
 
     @property
     def who(self) -> str:

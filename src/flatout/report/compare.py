@@ -22,7 +22,7 @@ from flatout.remedy.speed import Gain
 from flatout.report.account import Account, account
 from flatout.report.picture import grouped
 from flatout.trace import RankTrace, Sketch, Trace
-from flatout.written import in_full
+from flatout.written import count_of, in_full
 
 SCHEMA = 1
 FEWEST_STEPS = 40
@@ -202,7 +202,7 @@ def _training_set(one: Account) -> tuple[str, Any] | None:
 
 
 def _described(dataset: tuple[str, Any]) -> str:
-    return f"{dataset[0]} of {dataset[1]:,} samples" if isinstance(dataset[1], int) else dataset[0]
+    return f"{dataset[0]} of {count_of(dataset[1], 'sample')}" if isinstance(dataset[1], int) else dataset[0]
 
 
 def _too_short(name: str, one: Account, blocks: _Blocks | None) -> Iterator[str]:
@@ -214,7 +214,7 @@ def _cautions(a: Account, b: Account, per: str) -> Iterator[str]:
     if per == "sample":
         first, second = _samples_a_step(a), _samples_a_step(b)
         yield (
-            f"a step of A has {in_full(first)} samples, one of B {in_full(second)}: "
+            f"a step of A has {in_full(first)} sample{'' if first == 1 else 's'}, one of B {in_full(second)}: "
             "time for each sample is compared, not for each step"
             if first and second
             else "their steps have unlike numbers of samples"

@@ -19,7 +19,7 @@ from flatout.report.account import account
 from flatout.report.compare import compare
 from flatout.report.compare_views import panels_of, phase_rows
 from flatout.report.findings import told
-from flatout.report.fixed import FixReport, bundles
+from flatout.report.fixed import FixReport, Price, bundles
 from flatout.report.html import Section, document, finding_list, time_spent
 from flatout.report.markup import Html, copyable, figures, folded, join, table, tag
 from flatout.report.picture import Bar, Panel
@@ -92,9 +92,8 @@ def show(fixed: FixReport, console: Console) -> None:
     if rows:
         console.print()
         print_table(console, ("", "before", "after"), rows)
-    elif fixed.before is not None and fixed.before.epoch_s is not None and fixed.before.epoch_money is not None:
-        takes, costs = duration(1e3 * fixed.before.epoch_s), in_full(fixed.before.epoch_money)
-        _say(console, f"\nAn epoch takes {takes} and costs {costs}.")
+    elif said := _an_epoch(fixed):
+        _say(console, f"\n{said}")
     if fixed.left:
         console.print(Text("\nLeft to you", style="bold"))
     for finding in fixed.left:
@@ -160,7 +159,7 @@ def before_and_after(fixed: FixReport) -> list[tuple[str, str, str]]:
     a, b = fixed.before, fixed.after
     if a is None or b is None:
         return []
-    rows = []
+    rows, price = [], fixed.price or Price(0.0)
     told: tuple[tuple[str, Callable[[float], str], str], ...] = (
         (fixed.unit, in_full, "samples_per_s"),
         ("median step", ms, "step_ms"),
@@ -169,13 +168,22 @@ def before_and_after(fixed: FixReport) -> list[tuple[str, str, str]]:
         ("power", "{:.0f} W".format, "power_w"),
         ("energy a sample", "{:.3g} J".format, "joules_a_sample"),
         ("an epoch", lambda seconds: duration(1e3 * seconds), "epoch_s"),
-        ("an epoch costs", in_full, "epoch_money"),
+        (f"an epoch costs {price.unit}".strip(), price.figure, "epoch_money"),
     )
     for name, say, of in told:
         before, after = (getattr(side, of) for side in (a, b))
         if before is not None and after is not None:
             rows.append((name, say(before), say(after)))
     return rows
+
+
+def _an_epoch(fixed: FixReport) -> str:
+    """What it takes and costs now, where nothing was kept; empty where that is not known."""
+    now, price = fixed.before, fixed.price
+    if now is None or now.epoch_s is None or now.epoch_money is None or price is None:
+        return ""
+    costs = f"{price.figure(now.epoch_money)} {price.unit}".strip()
+    return f"An epoch takes {duration(1e3 * now.epoch_s)} and costs {costs}."
 
 
 # The page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,33 @@ from flatout.report.permanent import permanently
 from flatout.written import in_full
 
 SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What an hour costs: 2.5/h, $2.5/h, 2.5EUR/h."""
+
+    an_hour: float
+    sign: str = ""
+    in_front: bool = False
+
+    @classmethod
+    def of(cls, text: str) -> Price:
+        """As a person writes it; ValueError where that is no price."""
+        sign = r"([A-Za-z]{1,4}|[$€£¥₹₩])?"
+        match = re.fullmatch(rf"{sign}\s*(\d+(?:\.\d+)?)\s*{sign}\s*(?:/\s*h)?", text.strip())
+        if match is None or (match[1] and match[3]):
+            raise ValueError(f"{text} is no price an hour")
+        return cls(float(match[2]), match[1] or match[3] or "", bool(match[1]))
+
+    def figure(self, amount: float) -> str:
+        """So much money, with its sign if it has one."""
+        return f"{self.sign}{in_full(amount)}" if self.in_front else f"{in_full(amount)} {self.sign}".strip()
+
+    @property
+    def unit(self) -> str:
+        """What has to be said of a figure without a sign."""
+        return "" if self.sign else "in the currency of --price"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +78,7 @@ class FixReport:
     before: Side | None
     after: Side | None
     left: tuple[Finding, ...] = ()  # what only a person can mend
+    price: Price | None = None
 
     @property
     def kept(self) -> list[Attempt]:
@@ -117,6 +146,7 @@ class FixReport:
             "gain": _plain(found.gain),
             "before": _plain(self.before),
             "after": _plain(self.after),
+            "currency": (self.price.sign if self.price is not None else "") or None,
             "kept": [_attempt(attempt, self.permanently(attempt)) for attempt in self.kept],
             "undone": [_attempt(attempt) for attempt in self.undone],
             "withheld": [_offer(offer) for offer in found.withheld],
@@ -145,12 +175,12 @@ def bundles(attempts: Sequence[Attempt]) -> list[list[Attempt]]:
     return list(together.values())
 
 
-def report(found: Found, command: Sequence[str], plan_file: str, price_an_hour: float | None = None) -> FixReport:
+def report(found: Found, command: Sequence[str], plan_file: str, price: Price | None = None) -> FixReport:
     """Before and after, side by side: their speeds over all their runs where the gain is, all else of the last one."""
     last = (found.before, found.measured)
     speeds = found.speeds if found.speeds is not None and found.gain is not None else (None, None)
     before, after = (
-        _side(run, speed or run.speed, price_an_hour, paused=found.paused) if run is not None else None
+        _side(run, speed or run.speed, price, paused=found.paused) if run is not None else None
         for run, speed in zip(last, speeds, strict=True)
     )
     return FixReport(
@@ -160,6 +190,7 @@ def report(found: Found, command: Sequence[str], plan_file: str, price_an_hour: 
         before=before,
         after=after,
         left=_left(found),
+        price=price,
     )
 
 
@@ -181,7 +212,7 @@ def _left(found: Found) -> tuple[Finding, ...]:
     return tuple(left)
 
 
-def _side(run: Run, speed: Speed | None, price_an_hour: float | None, *, paused: bool) -> Side | None:
+def _side(run: Run, speed: Speed | None, price: Price | None, *, paused: bool) -> Side | None:
     if run.trace is None or speed is None:
         return None
     case = cases(run.trace)[0]
@@ -199,7 +230,7 @@ def _side(run: Run, speed: Speed | None, price_an_hour: float | None, *, paused:
         power_w=power,
         joules_a_sample=power / rate if power is not None and counted else None,
         epoch_s=epoch_s,
-        epoch_money=epoch_s / 3600 * price_an_hour if epoch_s is not None and price_an_hour is not None else None,
+        epoch_money=epoch_s / 3600 * price.an_hour if epoch_s is not None and price is not None else None,
     )
 
 

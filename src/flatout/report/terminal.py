@@ -20,6 +20,7 @@ _LABEL = 9
 _NAME, _SHORT_NAME = 36, 26
 _BAR = 12
 _SMALL = 0.002
+_EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def show(account: Account, console: Console) -> None:
@@ -109,7 +110,9 @@ def _name(part: Part, width: int) -> str:
 
 
 def _bar(share: float, width: int) -> Text:
-    return Text("█" * round(share * width) or "▏"[:width], style="cyan")
+    """In eighths of a cell: in a narrow terminal it has few."""
+    eighths = round(8 * share * width)
+    return Text("█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip() if eighths else "▏"[:width], style="cyan")
 
 
 def _remarks(account: Account) -> list[tuple[str, str]]:

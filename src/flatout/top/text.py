@@ -16,6 +16,7 @@ from flatout.top.summary import GpuSummary, TopSummary
 from flatout.top.targets import TargetResult
 from flatout.top.verdict import tone
 from flatout.trace import GpuSample, Sample
+from flatout.written import count_of
 
 _WIDTH = 80
 _MARKS = {True: "✓", False: "✗", None: "–"}
@@ -97,7 +98,7 @@ def _gpu_line(gpu: GpuSample) -> str:
 
 def summary_lines(summary: TopSummary) -> Iterator[str]:
     """The summary, 80 columns wide."""
-    yield f"flatout top · {summary.hostname} · {duration_text(summary.seconds)} · {summary.samples} samples"
+    yield f"flatout top · {summary.hostname} · {duration_text(summary.seconds)} · {count_of(summary.samples, 'sample')}"
     yield ""
     yield from textwrap.wrap(f"Verdict: {summary.verdict.word} – {summary.verdict.reason}", _WIDTH)
     if summary.gpus:

@@ -22,13 +22,13 @@ from flatout.remedy.found import Attempt
 from flatout.remedy.speed import Gain
 from flatout.remedy.trial import Search
 from flatout.report import fix_views
-from flatout.report.fixed import FixReport, report
+from flatout.report.fixed import FixReport, Price, report
 from flatout.report.permanent import _with_argument, permanently
 from flatout.written import in_full
 
 
 def fixed(
-    world: World, allow: str = "", price: float | None = None, budget_s: float = 600, only: str = ""
+    world: World, allow: str = "", price: Price | None = None, budget_s: float = 600, only: str = ""
 ) -> FixReport:
     found = Search(world, Wishes.of(allow=allow, only=only), budget_s=budget_s, clock=world.clock).go()
     return report(found, ("python", "train.py"), "flatout-plan.yaml", price)
@@ -36,7 +36,9 @@ def fixed(
 
 @pytest.fixture(scope="module")
 def starved() -> FixReport:
-    return fixed(World(machine=Machine(data_ms=80.0), workers=0, settings=[flag("eval_every", 1)]), price=3.6)
+    return fixed(
+        World(machine=Machine(data_ms=80.0), workers=0, settings=[flag("eval_every", 1)]), price=Price.of("$3.6/h")
+    )
 
 
 def shown(fix: FixReport) -> str:
@@ -59,17 +61,35 @@ def test_what_was_measured_together_is_told_once(starved: FixReport) -> None:
     assert shown(starved).count(gain) == fix_views.page(starved).count(f"{gain}<") == 1
 
 
-def test_what_an_epoch_costs_is_told_where_nothing_is_kept_too() -> None:
-    told = printed(lambda console: fix_views.show(fixed(World(machine=Machine()), price=3.6), console))
+@pytest.mark.parametrize(
+    ("price", "costs"),
+    [
+        ("3.6/h", r"0\.031\d* in the currency of --price"),
+        ("$3.6/h", r"\$0\.031\d*"),
+        ("3.6EUR/h", r"0\.031\d* EUR"),
+        (" € 3.6 ", r"€0\.031\d*"),
+    ],
+)
+def test_what_an_epoch_costs_is_told_where_nothing_is_kept_too(price: str, costs: str) -> None:
+    told = " ".join(shown(fixed(World(machine=Machine()), price=Price.of(price))).split())
     assert "Nothing to change" in told
-    assert re.search(r"An epoch takes 31\.\d s and costs 0\.031\d*\.", told)
+    assert re.search(rf"An epoch takes 31\.\d s and costs {costs}\.", told)
+
+
+@pytest.mark.parametrize("text", ["", "/h", "much", "2.5.1", "-3/h", "$2.5EUR/h", "2.5/d", "nan"])
+def test_what_is_no_price_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no price"):
+        Price.of(text)
 
 
 def test_before_and_after_have_energy_and_money(starved: FixReport) -> None:
     rows = {name: (before, after) for name, before, after in fix_views.before_and_after(starved)}
     assert rows["energy a sample"] == ("0.468 J", "0.101 J")  # 300 W at 641 and about 2,960 samples/s
     assert rows["an epoch"][0] == "2 min 36 s"
-    assert rows["an epoch costs"][0] == "0.156"
+    assert rows["an epoch costs"][0] == "$0.156"
+    assert starved.to_json()["currency"] == "$"
+    bare = replace(starved, price=Price.of("3.6"))
+    assert "an epoch costs in the currency of --price" in {name for name, *_ in fix_views.before_and_after(bare)}
 
 
 def test_the_speeds_shown_are_those_that_the_gain_is_of() -> None:

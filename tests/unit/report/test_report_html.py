@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from html.parser import HTMLParser
+from importlib.resources import files
 from typing import Any
 
 import pytest
@@ -208,3 +209,28 @@ def test_a_day_long_run_stays_below_6_megabytes() -> None:
     whole = trace_of(dataclasses.replace(rank_of(steps, windows=windows), workers=workers), samples=samples)
 
     assert len(page(whole, account(whole, "runs/day"), [FINDING] * 20).encode()) < 6_000_000
+
+
+def luminance(colour: str) -> float:
+    """By WCAG 2."""
+    shares = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [share / 12.92 if share <= 0.03928 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_words_stand_out_from_what_they_stand_on() -> None:
+    """GIVEN the colours of light, dark and paper THEN codes on the page, and words on blocks, have AA's 4.5 to 1."""
+    style = (files("flatout.report") / "page.css").read_text(encoding="utf-8")
+    schemes = [
+        dict(re.findall(r"--(\w+): (#\w+)", block)) for block in re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+    ]
+    assert len(schemes) == 3
+    for scheme in schemes:
+        colours = {
+            name: value if len(value) == 7 else "#" + "".join(c * 2 for c in value[1:])
+            for name, value in scheme.items()
+        }
+        for family in ("compute", "data", "copy", "sync", "pause", "other", "ink", "muted"):
+            for under in ("paper", *(["on"] if family not in ("ink", "muted") else [])):
+                one, other = sorted((luminance(colours[family]), luminance(colours[under])))
+                assert (other + 0.05) / (one + 0.05) >= 4.5, f"{family} on {under}: {colours}"
