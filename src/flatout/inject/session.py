@@ -372,8 +372,14 @@ class Session(Listener):
             os.environ.pop(RANK, None)
             atexit.unregister(self._close_at_exit)
             if self._writer is not None:
-                self._writer.write(_end(raised))
+                self._leave_the_end(self._writer, raised)
                 self._writer.close()
+
+    def _leave_the_end(self, writer: TraceWriter, raised: BaseException | None) -> None:
+        try:
+            writer.write(_end(raised))
+        except Exception as problem:
+            self._hooks.fail(problem)
 
     def _fail(self, problem: BaseException) -> None:
         what = str(problem) if isinstance(problem, FlatoutError) else f"{type(problem).__name__}: {problem}"

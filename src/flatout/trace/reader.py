@@ -289,6 +289,8 @@ class _File:
 def _parsed(line: bytes) -> dict[str, Any]:
     try:
         data = json.loads(line.decode("utf-8", "replace"), parse_constant=_refused)
+        if b"\\ud" in line.lower():  # half a character is none that can be written again
+            data = json.loads(json.dumps(data, ensure_ascii=False).encode("utf-8", "replace"))
     except RecursionError:
         raise ValueError("nested without end") from None
     except ValueError:

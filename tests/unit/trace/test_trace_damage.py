@@ -100,6 +100,12 @@ def test_facts_that_are_not_what_they_should_be_are_left_out(tmp_path: Path) -> 
     assert read_from(path).facts == {"loaders": [good, {"dataset": "m.D"}], "of_my_own": [1, {}]}
 
 
+def test_half_a_character_is_read_as_what_can_be_written(tmp_path: Path) -> None:
+    path = recorded(tmp_path)
+    with_line(path, 3, '{"record":"note","time_s":1.0,"text":"half \\ud83d, whole \\ud83d\\ude00"}')
+    assert read_from(path).notes[0].text == "half ?, whole \U0001f600"
+
+
 def test_a_trace_too_large_for_memory_is_read_in_part_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
