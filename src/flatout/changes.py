@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.errors import PlanError
+from flatout.inputs import short
 from flatout.plan import Change, Plan
 
 __all__ = ["KNOWN", "SETTING", "auto", "check"]
@@ -77,7 +78,7 @@ def check(plan: Plan, where: str) -> None:
             continue
         kind = KNOWN.get(change.name)
         if kind is None:
-            near = difflib.get_close_matches(change.name, KNOWN, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(change.name[:100], KNOWN, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(KNOWN)} and {SETTING}KEY"
             raise PlanError(f"{place}: flatout knows no such change ({hint})")
         if change.knob:
@@ -87,7 +88,7 @@ def check(plan: Plan, where: str) -> None:
                 f"{place}: needs a knob, such as --{change.name.replace('_', '-')}: nothing else can set it"
             )
         if not kind.fits(change.value):
-            raise PlanError(f"{place}: value must be {kind.takes} (got {change.value!r})")
+            raise PlanError(f"{place}: value must be {kind.takes} (got {short(change.value)})")
 
 
 def auto(*, strict: bool) -> Plan:

@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from flatout.errors import PlanError
+from flatout.errors import PlanError, UsageError
+from flatout.files import write_whole
+from flatout.inputs import load_yaml, short, text_of
 
 __all__ = ["Change", "Figure", "Outcome", "Plan", "Safety", "Verdict"]
 
 VERSION = 1
 _OPTIONAL = ("note", "knob")
+_LONGEST_NAME = 100  # that is looked for among those there are
 Safety = Literal["identical", "reseeded", "equivalent", "semantic"]
 Verdict = Literal["kept", "undone", "unsafe", "not applicable"]
 
@@ -83,25 +86,18 @@ class Plan:
 
         text = HEADER + yaml.safe_dump(self._data(), sort_keys=False, allow_unicode=True, width=120)
         try:
-            path.write_text(text, encoding="utf-8")
+            write_whole(path, text)
         except OSError as problem:
             raise PlanError(f"cannot write {path}: {problem.strerror}") from None
 
     @classmethod
     def load(cls, path: Path) -> Plan:
         """Read what `save` wrote, or a person."""
-        import yaml
-
         try:
-            return _plan(yaml.safe_load(path.read_text(encoding="utf-8")), str(path))
-        except OSError as problem:
-            raise PlanError(f"cannot read {path}: {problem.strerror}") from None
-        except UnicodeDecodeError:
-            raise PlanError(f"{path} is not a plan: it is not text") from None
-        except yaml.YAMLError as problem:
-            mark = getattr(problem, "problem_mark", None)
-            where = f" line {mark.line + 1}:" if mark is not None else ""
-            raise PlanError(f"{path}:{where} this is not YAML: {getattr(problem, 'problem', problem)}") from None
+            data = load_yaml(text_of(path), str(path))
+        except UsageError as problem:
+            raise PlanError(str(problem)) from None
+        return _plan(data, str(path))
 
     def _data(self) -> dict[str, Any]:
         data: dict[str, Any] = {"plan": VERSION, "changes": [_entry(change) for change in self.changes]}
@@ -122,7 +118,7 @@ def _plan(data: Any, where: str) -> Plan:
         raise PlanError(f"{where} is not a plan: it should begin with 'plan: {VERSION}' and 'changes:'")
     _check_keys(data, ("plan", "changes"), ("tried",), where)
     if data["plan"] != VERSION:
-        raise PlanError(f"{where}: plan version {data['plan']!r}, this flatout reads version {VERSION}")
+        raise PlanError(f"{where}: plan version {short(data['plan'])}, this flatout reads version {VERSION}")
     entries = data["changes"] or []
     if not isinstance(entries, list):
         raise PlanError(f"{where}: changes must be a list, each entry beginning with '- name:'")
@@ -142,22 +138,23 @@ def _tried(entries: Any, where: str) -> tuple[Outcome, ...]:
         place = f"{where}: tried {number}"
         change = _change(entry, place, ("verdict", "why"))
         verdicts = get_args(Verdict)
-        if entry.get("verdict") not in verdicts:
-            raise PlanError(f"{place}: verdict must be one of {', '.join(verdicts)} (got {entry.get('verdict')!r})")
-        outcomes.append(Outcome(change=change, verdict=entry["verdict"], note=str(entry.get("why") or "")))
+        verdict = entry.get("verdict")
+        if verdict not in verdicts:
+            raise PlanError(f"{place}: verdict must be one of {', '.join(verdicts)} (got {short(verdict)})")
+        outcomes.append(Outcome(change=change, verdict=verdict, note=str(entry.get("why") or "")))
     return tuple(outcomes)
 
 
 def _change(entry: Any, where: str, more: tuple[str, ...] = ()) -> Change:
     if not isinstance(entry, dict):
-        raise PlanError(f"{where} must have a name, a value and a safety (got {entry!r})")
+        raise PlanError(f"{where} must have a name, a value and a safety (got {short(entry)})")
     _check_keys(entry, ("name", "value", "safety"), (*_OPTIONAL, *more), where)
     if not isinstance(entry["name"], str):
-        raise PlanError(f"{where}: name must be text (got {entry['name']!r})")
+        raise PlanError(f"{where}: name must be text (got {short(entry['name'])})")
     where = f"{where} ({entry['name']})"
     classes = get_args(Safety)
     if entry["safety"] not in classes:
-        raise PlanError(f"{where}: safety must be one of {', '.join(classes)} (got {entry['safety']!r})")
+        raise PlanError(f"{where}: safety must be one of {', '.join(classes)} (got {short(entry['safety'])})")
     words = {key: str(entry.get(key) or "") for key in _OPTIONAL}
     return Change(name=entry["name"], value=entry["value"], safety=entry["safety"], **words)
 
@@ -166,9 +163,9 @@ def _check_keys(data: dict[Any, Any], needed: Iterable[str], other: Iterable[str
     known = [*needed, *other]
     for key in data:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(str(key)[:_LONGEST_NAME], known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-            raise PlanError(f"{where}: unknown key {key!r} ({hint})")
+            raise PlanError(f"{where}: unknown key {short(key)} ({hint})")
     missing = next((key for key in needed if key not in data), None)
     if missing is not None:
         raise PlanError(f"{where}: {missing!r} is missing")

@@ -60,7 +60,7 @@ def test_every_change_takes_what_it_says_it_takes() -> None:
             ("--plan", "plan.yaml"),
             "plan.yaml: change 1 (complie): flatout knows no such change (did you mean compile?)",
         ),
-        (("--plan", "missing.yaml"), "cannot read missing.yaml: No such file or directory"),
+        (("--plan", "missing.yaml"), "no such file: missing.yaml"),
         (("--strict",), "--strict goes with --auto"),
         (("--auto", "--plan", "plan.yaml"), "--plan and --auto: give one of them"),
     ],

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from torch.utils.data import IterableDataset, default_collate
 
 from flatout.augment import Augment
@@ -33,6 +32,7 @@ from flatout.errors import UsageError
 from flatout.feed import to_device
 from flatout.files import PRIVATE, write_whole
 from flatout.inject.attach import attach
+from flatout.inputs import load_yaml, text_of
 from flatout.sense.options import new_folder
 
 
@@ -316,7 +316,7 @@ def _keep(config: Config, out: Path) -> None:
 def _batch_size_of(out: Path) -> int | None:
     """The batch size that the run in this folder was last trained with, if it has left word of it."""
     configs = sorted(out.glob("config*.yaml"), key=lambda path: (len(path.name), path.name))
-    with contextlib.suppress(OSError, ValueError, yaml.YAMLError, TypeError, KeyError):
-        size = yaml.safe_load(configs[-1].read_text(encoding="utf-8"))["train"]["batch_size"] if configs else None
+    with contextlib.suppress(UsageError, TypeError, KeyError):
+        size = load_yaml(text_of(configs[-1]), str(configs[-1]))["train"]["batch_size"] if configs else None
         return size if type(size) is int else None
     return None

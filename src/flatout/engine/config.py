@@ -23,6 +23,7 @@ from flatout.engine.progress import LogConfig
 from flatout.engine.section import Part, Section, nearest
 from flatout.engine.step import TrainConfig
 from flatout.errors import UsageError
+from flatout.inputs import load_yaml, short, text_of, yaml_loader
 from flatout.redact import redact_setting
 
 Kind = TypeVar("Kind", bound=BaseModel)
@@ -67,7 +68,7 @@ class Settings(Section):
         best = self.checkpoint.best
         if "best" not in self.checkpoint.model_fields_set or best is None or best.split(".")[0] in known:
             return ""
-        return f"checkpoint.best must be one of {', '.join(known)} (got {best!r}){nearest(best, known)}"
+        return f"checkpoint.best must be one of {', '.join(known)} (got {short(best)}){nearest(best, known)}"
 
 
 class Config(Settings):
@@ -102,7 +103,7 @@ def load(
         key, equals, value = text.partition("=")
         if not equals or not all(key.split(".")):
             raise UsageError(f"{text!r} is not key=value, such as train.batch_size=256")
-        _set(whole, "train.precision" if key == "train.amp" else key, _parsed(value, text))
+        _set(whole, "train.precision" if key == "train.amp" else key, load_yaml(value, text, _Loader))
     if len({text.partition("=")[0] for text in overrides} & {"train.amp", "train.precision"}) == 2:
         raise UsageError("train.amp and train.precision are the same setting: give one")
     return checked(Config, amp_is_precision(whole, str(path)), str(path))
@@ -149,24 +150,13 @@ def checked(kind: type[Kind], data: Any, source: str) -> Kind:
         first = errors[0]
         same = [dict(error) for error in errors if _key(error) == _key(first)]  # the branches of a union
         raise UsageError(f"{source}: {_in_words(kind, same)}") from None
-    except RecursionError:
-        raise UsageError(f"{source}: it contains itself") from None
 
 
 # -- the layers --------------------------------------------------------------------------------------------------------
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML as people write it: 1e-3 is a number, and the same key twice is a mistake."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key, _ in node.value:
-            name = getattr(key, "value", None)
-            if isinstance(name, str) and name != "<<" and name in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{name} is there twice", key.start_mark)
-            seen.add(name if isinstance(name, str) else None)
-        return super().construct_mapping(node, deep)
+class _Loader(yaml_loader()):  # type: ignore[misc]
+    """YAML as people write it: 1e-3 is a number."""
 
 
 _Loader.yaml_implicit_resolvers = copy.deepcopy(yaml.SafeLoader.yaml_implicit_resolvers)
@@ -175,25 +165,8 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _parsed(text: str, source: str) -> Any:
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.YAMLError as problem:
-        mark = getattr(problem, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark is not None else ""
-        raise UsageError(f"{source}{line}: {getattr(problem, 'problem', None) or 'this is not YAML'}") from None
-    except (ValueError, TypeError, RecursionError) as problem:  # a date that is none, a list as a key, too deep
-        raise UsageError(f"{source}: this is not YAML that can be read ({problem})") from None
-
-
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as problem:
-        raise UsageError(f"cannot read {path}: {problem.strerror}") from None
-    except ValueError:
-        raise UsageError(f"{path} is no text in UTF-8") from None
-    return _mapping(_parsed(text, str(path)), str(path))
+    return _mapping(load_yaml(text_of(path), str(path), _Loader), str(path))
 
 
 def _mapping(data: Any, source: str) -> dict[str, Any]:
@@ -237,6 +210,7 @@ def amp_is_precision(layer: dict[str, Any], source: str) -> dict[str, Any]:
 # -- mistakes in words -------------------------------------------------------------------------------------------------
 
 
+_LONGEST_KEY = 100
 _BRANCH = re.compile(r"(constrained-|function-|literal\[|lax-|list\[).*|int|str|bool|float|none")
 _WORDS = (
     (r"^(Input|Value|String|List|Dictionary) should (be )?", ""),
@@ -252,7 +226,8 @@ _WORDS = (
 
 def _key(error: Any) -> str:
     """The key it is about; pydantic also names the branch of a union that failed, which is no key."""
-    return ".".join(str(part) for part in error["loc"] if not _BRANCH.fullmatch(str(part)))
+    key = ".".join(str(part) for part in error["loc"] if not _BRANCH.fullmatch(str(part)))
+    return key if len(key) <= _LONGEST_KEY else f"{key[:_LONGEST_KEY]}…"
 
 
 def _in_words(kind: type[BaseModel], errors: list[dict[str, Any]]) -> str:
@@ -265,7 +240,7 @@ def _in_words(kind: type[BaseModel], errors: list[dict[str, Any]]) -> str:
     if not key:
         return str(first["ctx"]["error"])
     wanted = " or ".join(dict.fromkeys(_wanted(error) for error in errors))
-    return f"{key} must be {wanted} (got {_short(redact_setting(key, first.get('input')))})"
+    return f"{key} must be {wanted} (got {short(redact_setting(key, first.get('input')))})"
 
 
 def _wanted(error: dict[str, Any]) -> str:
@@ -275,11 +250,6 @@ def _wanted(error: dict[str, Any]) -> str:
     for pattern, words in _WORDS:
         text = re.sub(pattern, words, text)
     return text
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"
 
 
 def _nearest_key(kind: type[BaseModel], key: str) -> str:

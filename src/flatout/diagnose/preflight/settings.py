@@ -7,7 +7,6 @@ A setting is known by its path (`train`, `amp`) and is looked up by it, however 
 from __future__ import annotations
 
 import ast
-import json
 import re
 import shlex
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 from flatout.diagnose.names import pattern_of
 from flatout.diagnose.preflight.values import UNKNOWN, Value, merged
 from flatout.errors import UsageError
+from flatout.inputs import first_yaml_node, load_json, text_of
 
 Leaves = list[tuple[tuple[str, ...], Value]]
 
@@ -107,35 +107,15 @@ def shown(path: Path) -> str:
         return str(path)
 
 
-def text_of(path: Path) -> str:
-    """What is in a file a person named."""
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise UsageError(f"no such file: {path}") from None
-    except OSError as problem:
-        raise UsageError(f"cannot read {path}: {problem.strerror}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{path} is not text in UTF-8") from None
-
-
 def read_data(path: Path) -> Leaves:
     """The settings in a YAML or JSON file, each with its line."""
     import yaml
 
     text = text_of(path)
     if path.suffix == ".json":
-        try:
-            json.loads(text)
-        except json.JSONDecodeError as problem:
-            raise UsageError(f"{path}:{problem.lineno}: not JSON: {problem.msg}") from None
+        load_json(text, str(path))
         text = text.replace("\t", " ")  # JSON is YAML but for tabs between its tokens
-    try:
-        root = next(yaml.compose_all(text, yaml.SafeLoader), None)
-    except yaml.YAMLError as problem:
-        mark = getattr(problem, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark is not None else ""
-        raise UsageError(f"{path}{line}: not YAML: {getattr(problem, 'problem', None) or problem}") from None
+    root = first_yaml_node(text, str(path))
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise UsageError(f"{path} holds no settings: not a mapping of names to values")
     return list(_leaves(root, shown(path), ()).items()) if root is not None else []
@@ -156,8 +136,8 @@ def _leaves(mapping: Any, file: str, above: tuple[str, ...]) -> dict[tuple[str, 
             continue
         try:
             what = yaml.constructor.SafeConstructor().construct_object(node, deep=True)
-        except (yaml.YAMLError, ValueError):
-            what = UNKNOWN  # a tag of the user's own: only their loader knows what it means
+        except Exception:  # a tag of the user's own, or a date that is none: only their loader knows what it means
+            what = UNKNOWN
         found[path] = Value(what, f"{file}:{key.start_mark.line + 1}", ".".join(path))
     return found
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flatout.diagnose.preflight import tree
-from flatout.diagnose.preflight.settings import shown, text_of
+from flatout.diagnose.preflight.settings import shown
 from flatout.errors import UsageError
+from flatout.inputs import text_of
 
 
 class Binding(NamedTuple):
