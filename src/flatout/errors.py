@@ -7,6 +7,7 @@ FlatoutError                  the command line prints it as one line and exits w
 │   └── PlanError             a plan file we cannot read
 ├── GateFailed                a gate such as --fail-below said no                              (exit 1)
 │   └── RealWriteError        a trial has written to the person's files
+├── NotSavedError             the last checkpoint of a training could not be written           (exit 1)
 └── feed.BadSampleError       a sample that kills every worker that touches it (lives with the loader)
 """
 
@@ -14,7 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["FlatoutError", "GateFailed", "OverlayError", "PlanError", "RealWriteError", "TraceError", "UsageError"]
+__all__ = [
+    "FlatoutError",
+    "GateFailed",
+    "NotSavedError",
+    "OverlayError",
+    "PlanError",
+    "RealWriteError",
+    "TraceError",
+    "UsageError",
+]
 
 
 class FlatoutError(Exception):
@@ -51,3 +61,7 @@ class RealWriteError(GateFailed):
     def __init__(self, files: Sequence[str]) -> None:
         self.files = tuple(files)
         super().__init__(f"a trial has written to your files, and the fix was ended: {', '.join(files)}")
+
+
+class NotSavedError(FlatoutError):
+    """What a training has come to is not on the disk."""

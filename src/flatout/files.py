@@ -7,6 +7,7 @@ system has no nameless files). Standard library only: any process may use it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -47,15 +48,27 @@ def write_whole_by(path: Path, write: Callable[[IO[bytes]], object], *, mode: in
                 unnamed = f"/proc/self/fd/{file.fileno()}"
                 os.link(unnamed, scratch, src_dir_fd=file.fileno())  # any folder will do, but only so is it followed
         scratch.replace(target)
+        sync_folder(target.parent)
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Force the names in a folder to the disk, where its file system knows of that."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def _open(scratch: Path, mode: int) -> tuple[int, bool]:
     """A new file to write to, and whether it has no name yet."""
     flags = os.O_WRONLY | os.O_CLOEXEC
     try:
+        Path("/proc/self/fd").stat()  # by which it gets its name
         return os.open(scratch.parent, flags | os.O_TMPFILE, mode), True
     except (OSError, AttributeError):  # not on this file system, or not on this operating system
         return os.open(scratch, flags | os.O_CREAT | os.O_EXCL, mode), False

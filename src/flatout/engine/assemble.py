@@ -28,7 +28,7 @@ from flatout.engine.ranks import Ranks
 from flatout.engine.section import Part, build, found
 from flatout.engine.step import Step
 from flatout.engine.trainer import Trainer
-from flatout.errors import UsageError
+from flatout.errors import NotSavedError, UsageError
 from flatout.feed import to_device
 from flatout.files import PRIVATE, write_whole
 from flatout.inject.attach import attach
@@ -86,6 +86,8 @@ def main(
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # around fit, which hears it; torchrun kills after 30 s
         trainer.fit()
     ranks.leave()
+    if trainer.unsaved:
+        raise NotSavedError(f"the final weights are not saved: {trainer.unsaved}")
     return trace if record else None
 
 

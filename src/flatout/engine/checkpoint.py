@@ -1,15 +1,15 @@
 """Checkpoints: written in the background from a snapshot, whole or not at all, and read back without trust.
 
-    state ─► snapshot (host copies) ─► a thread: step-N.pt.part ─► fsync ─► rename to step-N.pt ─► the oldest goes
-                                                                                     └─► best.pt, the same file
+    state ─► snapshot (host copies) ─► a thread: write to no name ─► fsync ─► step-N.pt ─► the oldest goes
+                                                                               └─► best.pt, the same file
 
-A file under its final name is complete: a `kill -9` leaves a .part behind, a full disk not even that. Should a disk
-cut one short all the same, its checksums tell, and the one before it is taken.
+A file under its final name is complete (files.py). Should a disk damage one all the same, its checksums tell, and the
+one before it is taken.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
 import pickle
 import re
 import shutil
@@ -17,8 +17,9 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -27,8 +28,10 @@ from torch import Tensor
 from flatout.engine.section import Count, Every, Often, Section
 from flatout.errors import FlatoutError, UsageError
 from flatout.feed import randomness
+from flatout.files import sync_folder, write_whole_by
 
 VERSION = 1
+_LONGEST = 200  # letters of what somebody else says went wrong
 _NAME = re.compile(r"step-(\d+)\.pt")
 
 
@@ -50,6 +53,7 @@ class Checkpoints:
         self._say = say
         self._said: set[str] = set()
         self._thread: threading.Thread | None = None
+        self._failed: _Failed | None = None  # the last one, if it could not be written
         self.last_written: Path | None = None
 
     def write(self, step: int, state: dict[str, Any], *, best: bool = False) -> None:
@@ -58,6 +62,7 @@ class Checkpoints:
         self.wait()
         if time.monotonic() - started > 1:
             self._say_once("checkpoints take longer to write than lies between two of them: training waits for them")
+        self._failed = None
         snapshot, ready = _snapshot({"version": VERSION, **state})
         arguments = (step, snapshot, ready, best)
         self._thread = threading.Thread(target=self._write, args=arguments, name="flatout-checkpoint")
@@ -69,24 +74,48 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
 
-    def _write(self, step: int, state: Any, ready: torch.cuda.Event | None, best: bool) -> None:
+    def finish(self) -> str:
+        """Until all is written; a last one that failed is tried again, in the place of older ones if it has to be.
+
+        What to say where its weights are not saved; "" where they are.
+        """
+        self.wait()
+        if self._failed is None:
+            return ""
+        failed, older = self._failed, _steps(self.folder)
+        kept = next((path for path in older if not _damage(path)), None)
+        for spare in (None, *(path for path in reversed(older) if kept not in (None, path))):
+            if spare is not None:
+                with contextlib.suppress(OSError):
+                    spare.unlink()
+            if self._write(failed.step, failed.state, None, failed.best):
+                self._say(f"the checkpoint of step {failed.step} is written after all")
+                return ""
+        newest = f"the newest checkpoint is {kept}" if kept is not None else "there is no checkpoint"
+        return f"the last checkpoint, of step {failed.step}, could not be written ({failed.why}): {newest}"
+
+    def _write(self, step: int, state: Any, ready: torch.cuda.Event | None, best: bool) -> bool:
+        """Whether it was written, or is not to be."""
         path = self.folder / f"step-{step:09d}.pt"
         try:
             if ready is not None:
                 ready.synchronize()  # this thread waits for the copies, the training does not
             if any(bool(weights.isnan().any()) for weights in state["model"].values()):
                 self._say_once(f"no checkpoint at step {step}: there are weights that are not a number")
-                return
+                return True
             self.folder.mkdir(parents=True, exist_ok=True)
             _save(state, path)
             if best:
                 _link(path, self.folder / "best.pt")
-            self.last_written = path
+            self.last_written, self._failed = path, None
             for old in _steps(self.folder)[self._config.keep :]:
                 old.unlink()
-        except OSError as problem:
-            why = problem.strerror or problem
+            return True
+        except Exception as problem:  # whatever it is, training goes on, and its end asks what was not written
+            why = _in_words(problem)
+            self._failed = _Failed(step, state, best, why)
             self._say_once(f"no checkpoint at step {step}: {why}; training goes on, older ones are kept")
+            return False
 
     def _say_once(self, text: str) -> None:
         kind = re.sub(r"\d+", "", text)
@@ -95,16 +124,28 @@ class Checkpoints:
             self._say(text)
 
 
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """A checkpoint that could not be written."""
+
+    step: int
+    state: Any
+    best: bool
+    why: str
+
+
 def newest(folder: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
     """The state in the newest whole checkpoint; what is damaged is told and passed over."""
     for path in _steps(folder):
         try:
             state = _load(path)
-        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as problem:
-            why = (str(problem).splitlines() or [type(problem).__name__])[0]
-            say(f"{path} is damaged ({why}): taking the one before it")
+        except Exception as problem:  # zipfile and unpicklers raise whatever a flipped bit leads them to
+            say(f"{path} is damaged ({_in_words(problem)}): taking the one before it")
             continue
-        if not isinstance(state, dict) or state.get("version") != VERSION:
+        if not isinstance(state, dict) or not isinstance(state.get("version"), int):
+            say(f"{path} is damaged (it holds no training): taking the one before it")
+            continue
+        if state["version"] != VERSION:
             raise UsageError(f"{path} was not written by this version of flatout train")
         return state
     return None
@@ -112,11 +153,29 @@ def newest(folder: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
 
 def _load(path: Path) -> Any:
     """What a file holds, once every checksum in it has been compared: torch.load alone would not look at them."""
-    with zipfile.ZipFile(path) as archive:
-        bad = archive.testzip()
-    if bad is not None:
-        raise zipfile.BadZipFile(f"the checksum of {bad} is wrong")
+    if why := _damage(path):
+        raise zipfile.BadZipFile(why)
     return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _damage(path: Path) -> str:
+    """What is wrong with a file by its own checksums; "" where nothing is."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            bad = archive.testzip()
+    except Exception as problem:  # zipfile trusts its directory
+        return _in_words(problem)
+    return f"the checksum of {bad} is wrong" if bad is not None else ""
+
+
+def _in_words(problem: Exception) -> str:
+    """One line about it."""
+    if isinstance(problem, pickle.UnpicklingError):  # torch would advise to load it with whatever code it brings
+        return "it holds something else than plain data"
+    if isinstance(problem, OSError) and problem.strerror:
+        return problem.strerror
+    text = (str(problem).splitlines() or [""])[0][:_LONGEST]
+    return text if text and isinstance(problem, zipfile.BadZipFile) else f"{type(problem).__name__}: {text}"
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -171,8 +230,8 @@ def _snapshot(state: Any) -> tuple[Any, torch.cuda.Event | None]:
 class _Sink:
     """A file for torch.save, whose C++ side ends the process when a write fails: the error is kept for afterwards."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
         self._problem: OSError | None = None
 
     def write(self, data: Any) -> int:
@@ -187,24 +246,18 @@ class _Sink:
         pass
 
     def close(self) -> None:
-        """Bring it to the disk; raises what went wrong on the way."""
-        with self._file:
-            if self._problem is not None:
-                raise self._problem
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        """Raises what went wrong on the way."""
+        if self._problem is not None:
+            raise self._problem
 
 
 def _save(state: Any, path: Path) -> None:
-    part = path.with_name(f"{path.name}.part")
-    try:
-        sink = _Sink(part)
+    def write(file: IO[bytes]) -> None:
+        sink = _Sink(file)
         torch.save(state, sink)  # type: ignore[arg-type]
         sink.close()
-        part.replace(path)
-        _sync_folder(path.parent)
-    finally:
-        part.unlink(missing_ok=True)
+
+    write_whole_by(path, write)
 
 
 def _link(path: Path, name: Path) -> None:
@@ -214,17 +267,11 @@ def _link(path: Path, name: Path) -> None:
     try:
         part.hardlink_to(path)
     except OSError:  # a file system without such links
-        shutil.copyfile(path, part)
+        with path.open("rb") as whole:
+            write_whole_by(name, lambda file: shutil.copyfileobj(whole, file))
+        return
     part.replace(name)
-    _sync_folder(name.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(name.parent)
 
 
 # -- a checkpoint beside the config that goes on from it ---------------------------------------------------------------

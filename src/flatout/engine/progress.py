@@ -22,6 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from flatout.engine.section import Count, Section
 from flatout.errors import UsageError
+from flatout.files import write_whole
 from flatout.redact import redact_setting, redact_text
 from flatout.sense.gpu import Cards
 from flatout.written import in_full
@@ -159,7 +160,7 @@ class Reporter:
                 lines = path.read_text().splitlines(keepends=True)
                 kept = [line for line in lines if _is_told_by(step, line)]
                 if kept != lines:
-                    path.write_text("".join(kept))
+                    write_whole(path, "".join(kept))
 
     def _csv(self, kind: str, step: int, row: Row) -> None:
         path = self._folder / f"{kind}.csv"

@@ -58,7 +58,8 @@ class At:
 
 
 class Trainer:
-    """Trains a model. What is in force, and why, is in `decisions`; what validation gave last in `results`."""
+    """Trains a model. What is in force, and why, is in `decisions`; what validation gave last in `results`; where the
+    last checkpoint could not be written, `unsaved` says so."""
 
     def __init__(
         self,
@@ -118,6 +119,7 @@ class Trainer:
         self.results: dict[str, float] = {}
         self.best: float | None = None
         self.stopped_by: str | None = None
+        self.unsaved = ""  # what there is to say of a last checkpoint that could not be written
         self.skipped = 0  # steps whose loss was not a number
         self._losses = Losses()
         self._interrupts = Interrupts(self.ranks.world)
@@ -173,10 +175,12 @@ class Trainer:
             self._do({"evaluate"})
         if self._saved_at != self.at.step and self.config.checkpoint.every is not None:
             self.save()
-        self.checkpoints.wait()
+        self.unsaved = self.checkpoints.finish()
         if self.stopped_by is not None:
             saved = "go on with --resume" if self.config.checkpoint.every is not None else "no checkpoint was asked for"
-            self.say(f"{self.stopped_by}: stopped at step {self.at.step}; {saved}")
+            self.say(f"{self.stopped_by}: stopped at step {self.at.step}; {self.unsaved or saved}")
+        elif self.unsaved:
+            self.say(self.unsaved)
 
     def _epoch_is_done(self) -> bool:
         """Whether a training that is finished has also come to the end of an epoch, with all that is due then."""
@@ -402,27 +406,13 @@ class Trainer:
         state = newest(self.checkpoints.folder, self.say)
         if state is None:
             return False
-        if len(state["ranks"]) != self.ranks.world:
-            raise UsageError(f"{self.out}: saved by {len(state['ranks'])} rank(s), there are {self.ranks.world} now")
-        for name, ours in (("scheduler", self.scheduler), ("optimizer", self.step.optimizer)):
-            if ours is not None and (why := of_another_kind(ours.state_dict(), state[name])):
-                raise UsageError(f"{self.out}: the {name} of its checkpoint is not that of this config: {why}")
-        for text in overridden(self.step.optimizer, self.scheduler, self._epoch_steps, state):
-            self.say(text)
         try:
-            self.model.load_state_dict(state["model"])
-            self.step.optimizer.load_state_dict(state["optimizer"])
-            if self.scheduler is not None:
-                self.scheduler.load_state_dict(state["scheduler"])
-            elif state["scheduler"] is not None:
-                self.say("the checkpoint's scheduler is not used: the config has none")
-        except (RuntimeError, ValueError, KeyError, TypeError) as problem:
-            why = " ".join(str(problem).split())
+            self._take(state)
+        except UsageError:
+            raise
+        except Exception as problem:  # what is in it is not what was written, or not what this config makes
+            why = " ".join(str(problem).split()) or type(problem).__name__
             raise UsageError(f"{self.out}: its checkpoint does not fit this config: {why}") from None
-        self.step.scaler.load_state_dict(state["scaler"])
-        self.step.accumulate = max(self.step.accumulate, state["accumulate"])
-        self.at, self.best = At(**state["at"]), state["best"]
-        self._batches.resume(state["ranks"][self.ranks.rank])
         self._saved_at = self.at.step
         if self.finished:
             most = self.config.train.max_steps
@@ -431,6 +421,25 @@ class Trainer:
         else:
             self.say(f"resumed after step {self.at.step}: epoch {self.at.epoch + 1}, batch {self.at.batch}")
         return True
+
+    def _take(self, state: dict[str, Any]) -> None:
+        if len(state["ranks"]) != self.ranks.world:
+            raise UsageError(f"{self.out}: saved by {len(state['ranks'])} rank(s), there are {self.ranks.world} now")
+        for name, ours in (("scheduler", self.scheduler), ("optimizer", self.step.optimizer)):
+            if ours is not None and (why := of_another_kind(ours.state_dict(), state[name])):
+                raise UsageError(f"{self.out}: the {name} of its checkpoint is not that of this config: {why}")
+        for text in overridden(self.step.optimizer, self.scheduler, self._epoch_steps, state):
+            self.say(text)
+        self.model.load_state_dict(state["model"])
+        self.step.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        elif state["scheduler"] is not None:
+            self.say("the checkpoint's scheduler is not used: the config has none")
+        self.step.scaler.load_state_dict(state["scaler"])
+        self.step.accumulate = max(self.step.accumulate, state["accumulate"])
+        self.at, self.best = At(**state["at"]), state["best"]
+        self._batches.resume(state["ranks"][self.ranks.rank])
 
     def _across_ranks(self, model: nn.Module) -> nn.Module:
         if self.ranks.world == 1 or not any(parameter.requires_grad for parameter in model.parameters()):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import random
+import re
 import signal
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import torch
 from engine_toy import Ready
 
 from flatout.engine.checkpoint import CheckpointConfig, Checkpoints, newest
+from flatout.errors import UsageError
 
 
 def state(step: int) -> dict[str, Any]:
@@ -97,6 +102,111 @@ def test_what_a_killed_writer_left_is_never_taken_for_a_checkpoint(tmp_path: Pat
     assert found is not None
     assert found["at"]["step"] == 1
     assert newest(tmp_path / "nowhere", print) is None
+
+
+def zipped(parts: dict[str, bytes]) -> bytes:
+    """A checkpoint of these parts, with right checksums."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for name, data in parts.items():
+            archive.writestr(name, data)
+    return file.getvalue()
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Path, bytes]:
+    """The newer of two checkpoints, and what is in it."""
+    small = {
+        "at": {"step": 1},
+        "model": {"weight": torch.arange(40.0), "bias": torch.zeros(2)},
+        "ranks": [],
+        "best": 0.5,
+    }
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), print)
+    for step in (1, 2):
+        checkpoints.write(step, {**small, "at": {"step": step}})
+    checkpoints.wait()
+    last = tmp_path / "step-000000002.pt"
+    return last, last.read_bytes()
+
+
+def test_whichever_bit_is_flipped_the_checkpoint_is_used_as_it_was_or_the_one_before_it(
+    two: tuple[Path, bytes],
+) -> None:
+    """Half of the flips are in the zip's directory, which no checksum covers."""
+    last, whole = two
+    seed = random.randrange(2**32)
+    moments, directory = random.Random(seed), whole.index(b"PK\x01\x02")
+    told = 0
+    for number in range(500):
+        damaged = bytearray(whole)
+        damaged[moments.randrange(directory if number % 2 else 0, len(whole))] ^= 1 << moments.randrange(8)
+        last.write_bytes(damaged)
+        said: list[str] = []
+        found = newest(last.parent, said.append)
+        assert found is not None, seed
+        assert torch.equal(found["model"]["weight"], torch.arange(40.0)), seed
+        assert found["at"]["step"] == 2 - len(said), seed
+        assert all(re.fullmatch(r".*step-000000002.pt is damaged \(.{3,250}\): .*", text) for text in said), (
+            seed,
+            said,
+        )
+        told += len(said)
+    assert 200 < told < 500
+
+
+def test_a_name_in_its_directory_that_is_no_text_is_one_line(two: tuple[Path, bytes]) -> None:
+    last, whole = two
+    damaged = bytearray(whole)
+    damaged[damaged.rfind(b"data.pkl")] ^= 0x80
+    last.write_bytes(damaged)
+    said: list[str] = []
+    found = newest(last.parent, said.append)
+    assert found is not None
+    assert found["at"]["step"] == 1
+    assert len(said) == 1
+    assert said[0].startswith(f"{last} is damaged (UnicodeDecodeError: ")
+
+
+def test_a_pickle_that_was_altered_with_its_checksum_is_no_traceback_either(two: tuple[Path, bytes]) -> None:
+    last, whole = two
+    with zipfile.ZipFile(io.BytesIO(whole)) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    (name,) = (name for name in parts if name.endswith("data.pkl"))
+    seed = random.randrange(2**32)
+    moments = random.Random(seed)
+    told = 0
+    for _ in range(300):
+        altered = bytearray(parts[name])
+        altered[moments.randrange(len(altered))] = moments.randrange(256)
+        last.write_bytes(zipped({**parts, name: bytes(altered)}))
+        said: list[str] = []
+        with contextlib.suppress(UsageError):  # its version may be another
+            assert newest(last.parent, said.append) is not None, seed
+        assert all("\n" not in text and len(text) < 500 for text in said), (seed, said)
+        told += len(said)
+    assert told > 50
+
+
+def test_a_checkpoint_that_holds_code_is_refused_without_advice_to_run_it(two: tuple[Path, bytes]) -> None:
+    last, _ = two
+    torch.save({"version": 1, "call": os.system}, last)
+    said: list[str] = []
+    found = newest(last.parent, said.append)
+    assert found is not None
+    assert found["at"]["step"] == 1
+    assert said == [f"{last} is damaged (it holds something else than plain data): taking the one before it"]
+
+
+@pytest.mark.parametrize("lost", ["at", "model", "optimizer", "scaler", "ranks", "accumulate"])
+def test_a_checkpoint_without_one_of_its_parts_is_one_line(ready: Ready, tmp_path: Path, lost: str) -> None:
+    ready("train.max_steps=2").fit()
+    (last,) = (tmp_path / "run" / "checkpoints").glob("step-*.pt")
+    held = torch.load(last, weights_only=True)
+    del held[lost]
+    torch.save(held, last)
+    with pytest.raises(UsageError, match="its checkpoint does not fit this config"):
+        ready().resume()
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

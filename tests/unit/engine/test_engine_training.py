@@ -15,9 +15,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import engine_toy
 import psutil
@@ -35,7 +36,7 @@ from flatout.engine.assemble import main
 from flatout.engine.config import load
 from flatout.engine.model import _compiled
 from flatout.engine.progress import LogConfig, Reporter
-from flatout.errors import FlatoutError, UsageError
+from flatout.errors import FlatoutError, NotSavedError, UsageError
 from flatout.feed import DataLoader
 from flatout.feed.epoch import Epoch
 from flatout.feed.feed import Feed
@@ -842,29 +843,132 @@ def test_such_steps_can_be_skipped_and_are_counted(ready: Ready, tmp_path: Path)
     assert {int(state["step"]) for state in trainer.step.optimizer.state_dict()["state"].values()} == {22}
 
 
-def test_a_full_disk_costs_checkpoints_and_is_told_once(
-    ready: Ready, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], bool]], None]:
+    """Checkpoints for which it is told to go to /dev/full, which refuses every byte, as a full disk does."""
+    write_whole_by = checkpoint.write_whole_by
+
+    def fill(full_for: Callable[[Path], bool]) -> None:
+        def write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+            if full_for(path):
+                with Path("/dev/full").open("wb", buffering=0) as file:
+                    write(file)
+            else:
+                write_whole_by(path, write)
+
+        monkeypatch.setattr(checkpoint, "write_whole_by", write)
+
+    return fill
+
+
+def number(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
+
+
+def test_a_full_disk_costs_checkpoints_and_is_told_once_and_at_the_end(
+    ready: Ready, tmp_path: Path, full_disk: Callable[[Callable[[Path], bool]], None], capsys: Any
 ) -> None:
-    """/dev/full refuses every byte, as a full disk does."""
-    save = checkpoint._save
-
-    def to_full_disk(state: Any, path: Path) -> None:
-        if int(path.stem.removeprefix("step-")) > 4:
-            path.with_name(f"{path.name}.part").symlink_to("/dev/full")
-        save(state, path)
-
-    monkeypatch.setattr(checkpoint, "_save", to_full_disk)
+    full_disk(lambda path: number(path) > 4)
     trainer = ready("checkpoint.every=2 steps", "checkpoint.best=null")
     trainer.fit()
     assert trainer.at.step == 24
-    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert kept == ["step-000000002.pt", "step-000000004.pt"]
+    last = tmp_path / "run" / "checkpoints" / "step-000000004.pt"
+    assert list(last.parent.iterdir()) == [last]  # an older one has made room, in vain
     out = capsys.readouterr().out
     assert (
         out.count(f"no checkpoint at step 6: {os.strerror(errno.ENOSPC)}; training goes on, older ones are kept") == 1
     )
     assert out.count("no checkpoint") == 1
+    assert trainer.unsaved == (
+        f"the last checkpoint, of step 24, could not be written ({os.strerror(errno.ENOSPC)}): "
+        f"the newest checkpoint is {last}"
+    )
+    assert out.splitlines()[-1] == trainer.unsaved
     assert ready().resume()
+
+
+def test_a_last_checkpoint_that_failed_takes_the_place_of_the_oldest(
+    ready: Ready, tmp_path: Path, full_disk: Callable[[Callable[[Path], bool]], None]
+) -> None:
+    """GIVEN a disk with room for two checkpoints WHEN the last is one too many THEN the oldest goes for it."""
+    full_disk(lambda path: len(list(path.parent.glob("step-*.pt"))) >= 2)
+    trainer = ready("checkpoint.every=9 steps", "checkpoint.best=null", "checkpoint.keep=3")
+    trainer.fit()
+    assert trainer.unsaved == ""
+    assert sorted(map(number, (tmp_path / "run" / "checkpoints").iterdir())) == [18, 24]
+
+
+def test_the_only_whole_checkpoint_never_makes_room(
+    ready: Ready, tmp_path: Path, full_disk: Callable[[Callable[[Path], bool]], None]
+) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    damaged: list[Path] = []
+
+    def full_and_damaged(path: Path) -> bool:
+        if number(path) == 24 and not damaged:
+            damaged.append(folder / "step-000000018.pt")
+            damaged[0].write_bytes(b"damaged")
+        return bool(damaged)
+
+    full_disk(full_and_damaged)
+    trainer = ready("checkpoint.every=9 steps", "checkpoint.best=null")
+    trainer.fit()
+    assert trainer.unsaved.endswith(str(folder / "step-000000009.pt"))
+    assert sorted(map(number, folder.iterdir())) == [9]
+
+
+def test_a_checkpoint_that_failed_is_forgotten_once_a_later_one_is_written(
+    ready: Ready, full_disk: Callable[[Callable[[Path], bool]], None]
+) -> None:
+    full_disk(lambda path: number(path) == 9)
+    trainer = ready("checkpoint.every=9 steps", "checkpoint.best=null")
+    trainer.fit()
+    assert trainer.unsaved == ""
+
+
+@pytest.mark.parametrize("code", [0, 74])
+def test_flatout_train_has_the_last_word_on_weights_that_are_not_saved(
+    config: Path, monkeypatch: pytest.MonkeyPatch, flatout_says: Callable[..., Any], code: int
+) -> None:
+    """GIVEN a training that ended so WHEN its account has been given THEN the last line says so, and the code is 1."""
+    from flatout import launch
+
+    def ran(command: list[str], *, folder: Path) -> int:
+        print("the account of the run", file=sys.stderr)
+        return code
+
+    monkeypatch.chdir(config.parent)
+    monkeypatch.setattr(launch, "run", ran)
+    ended, _, err = flatout_says("train", config)
+    assert ended == (1 if code else 0)
+    assert ("the final weights are not saved" in err.splitlines()[-1]) is bool(code)
+
+
+def test_the_trainer_below_it_ends_with_a_code_of_its_own(
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    full_disk: Callable[[Callable[[Path], bool]], None],
+    flatout_says: Callable[..., Any],
+) -> None:
+    monkeypatch.chdir(config.parent)
+    full_disk(lambda path: True)
+    ended, _, err = flatout_says("train", "--here", config)
+    assert ended == 74
+    assert err.splitlines()[-1] == (
+        "flatout: the final weights are not saved: the last checkpoint, of step 24, could not be written "
+        f"({os.strerror(errno.ENOSPC)}): there is no checkpoint"
+    )
+
+
+def test_under_torchrun_each_rank_ends_with_1(
+    config: Path, monkeypatch: pytest.MonkeyPatch, flatout_says: Callable[..., Any]
+) -> None:
+    def not_saved(*_: Any, **__: Any) -> None:
+        raise NotSavedError("the final weights are not saved")
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(assembling, "main", not_saved)
+    assert flatout_says("train", config) == (1, "", "flatout: the final weights are not saved\n")
 
 
 def test_what_cannot_be_read_back_safely_is_not_written(ready: Ready) -> None:
