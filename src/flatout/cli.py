@@ -22,7 +22,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from flatout import __version__
-from flatout.errors import FlatoutError, GateFailed, PlanError, RealWriteError, TraceError, UsageError
+from flatout.errors import FlatoutError, GateFailed, NotSavedError, PlanError, RealWriteError, TraceError, UsageError
+from flatout.files import write_whole
 from flatout.redact import redact_text
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 READER_LEFT = 141
+NOT_SAVED = 74  # from the trainer to the command around it, which has the last word and ends with 1
 
 # The base of all complaints about arguments: click's, until typer took it over; the family tree stayed the same.
 _ArgumentError: type[Exception] = cast("type[Exception]", typer.BadParameter.__mro__[2])
@@ -424,17 +426,29 @@ def fix(
         found = search(
             command, wishes, budget_s=budget_s, steps=steps, story=story, keep_in=runs, unprotected=unprotected
         )
-    if found.kept or not _holds_changes(out):
-        _save_beside_older(found.plan, out)
-    else:
-        print(f"flatout: {out} is the plan of an earlier fix, and stays as it is", file=sys.stderr)
+    unsaved = _kept_plan(found.plan, out, worth_it=bool(found.kept))
     fixed = report_of(found, command, str(out), an_hour)
     if _write(json, fixed.to_json, html, lambda: fix_views.page(fixed)):
         fix_views.show(fixed, _console())
     if found.written:
         raise RealWriteError(found.written)
+    if unsaved is not None:
+        raise unsaved
     if found.interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+def _kept_plan(plan: Plan, out: Path, *, worth_it: bool) -> PlanError | None:
+    """Save what a fix has found, unless an earlier one found more; what is wrong with that waits for the report."""
+    if not worth_it and _holds_changes(out):
+        print(f"flatout: {out} is the plan of an earlier fix, and stays as it is", file=sys.stderr)
+        return None
+    try:
+        _save_beside_older(plan, out)
+    except PlanError as problem:
+        print(plan.text(), file=sys.stderr)  # an hour of trials is not lost with a full disk
+        return problem
+    return None
 
 
 def _holds_changes(out: Path) -> bool:
@@ -449,16 +463,22 @@ def _holds_changes(out: Path) -> bool:
 
 def _save_beside_older(plan: Plan, out: Path) -> None:
     """Save a plan; one that was there with changes in it, which may have been edited, stays under another name."""
-    before = out.read_bytes() if _holds_changes(out) else None
-    plan.save(out)
+    before = out.read_bytes() if _holds_changes(out) else b""
+    names = (out.with_name(f"{out.stem}-{number}{out.suffix}") for number in itertools.count(1))
+    older = next(name for name in names if not name.exists()) if before not in (b"", plan.text().encode()) else None
+    try:
+        if older is not None:
+            write_whole(older, before)
+        plan.save(out)
+    except (OSError, PlanError) as problem:
+        if older is not None:
+            older.unlink(missing_ok=True)
+        why = getattr(problem, "strerror", None) or problem
+        raise PlanError(f"the plan is not saved, and {out} is as it was: {why}") from None
     if not plan.changes:
         print(f"flatout: there is no change in {out}: with it the command runs as it is", file=sys.stderr)
-    if before is None or before == out.read_bytes():
-        return
-    names = (out.with_name(f"{out.stem}-{number}{out.suffix}") for number in itertools.count(1))
-    older = next(name for name in names if not name.exists())
-    older.write_bytes(before)
-    print(f"flatout: the plan that was in {out} is in {older} now", file=sys.stderr)
+    if older is not None:
+        print(f"flatout: the plan that was in {out} is in {older} now", file=sys.stderr)
 
 
 def _seconds(text: str) -> float:
@@ -499,7 +519,13 @@ def train(
         from flatout.engine.assemble import main as train_here
 
         record = not (explain or here)  # under torchrun each rank records itself; `here` somebody else does
-        recorded = train_here(config, words, preset=preset, resume=resume, explain=explain, record=record, gpus=gpus)
+        try:
+            recorded = train_here(
+                config, words, preset=preset, resume=resume, explain=explain, record=record, gpus=gpus
+            )
+        except NotSavedError as problem:
+            problem.exit_code = NOT_SAVED if here else problem.exit_code
+            raise
         if recorded is not None and os.environ.get("RANK") == "0":
             _account_for(recorded, quiet=quiet)
         return
@@ -524,6 +550,8 @@ def train(
                 else:
                     _account_for(recording, quiet=quiet)
             _leave_no_empty(folder.parent)
+    if code == NOT_SAVED:
+        raise NotSavedError("the final weights are not saved, for the reason given at the end of the training")
     raise typer.Exit(code)
 
 
@@ -668,7 +696,7 @@ def _write_text(target: str, text: str) -> None:
         sys.stdout.write(text)
         return
     try:
-        Path(target).write_text(text, encoding="utf-8")
+        write_whole(Path(target), text)
     except OSError as problem:
         raise UsageError(f"cannot write {target}: {problem.strerror}") from None
 

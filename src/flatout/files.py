@@ -69,9 +69,9 @@ def _open(scratch: Path, mode: int) -> tuple[int, bool]:
     flags = os.O_WRONLY | os.O_CLOEXEC
     try:
         Path("/proc/self/fd").stat()  # by which it gets its name
-        return os.open(scratch.parent, flags | os.O_TMPFILE, mode), True
+        return clear_of_standard(os.open(scratch.parent, flags | os.O_TMPFILE, mode)), True
     except (OSError, AttributeError):  # not on this file system, or not on this operating system
-        return os.open(scratch, flags | os.O_CREAT | os.O_EXCL, mode), False
+        return clear_of_standard(os.open(scratch, flags | os.O_CREAT | os.O_EXCL, mode)), False
 
 
 def clear_of_standard(handle: int) -> int:

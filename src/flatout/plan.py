@@ -82,13 +82,16 @@ class Plan:
 
     def save(self, path: Path) -> None:
         """Write it for people."""
-        import yaml  # not above: a plan also travels into a Python that may lack it
-
-        text = HEADER + yaml.safe_dump(self._data(), sort_keys=False, allow_unicode=True, width=120)
         try:
-            write_whole(path, text)
+            write_whole(path, self.text())
         except OSError as problem:
             raise PlanError(f"cannot write {path}: {problem.strerror}") from None
+
+    def text(self) -> str:
+        """As `save` writes it."""
+        import yaml  # not above: a plan also travels into a Python that may lack it
+
+        return HEADER + yaml.safe_dump(self._data(), sort_keys=False, allow_unicode=True, width=120)
 
     @classmethod
     def load(cls, path: Path) -> Plan:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
+from flatout.files import write_whole
+
 
 def sheet(before: Tensor, after: Tensor, path: str | Path) -> None:
     """Two rows, the originals (uint8) above what became of them (0 to 1); B×C×H×W, of any two sizes."""
@@ -22,7 +24,7 @@ def sheet(before: Tensor, after: Tensor, path: str | Path) -> None:
     for pictures in (shrunk, after):
         framed = pad(_rgb(pictures), (2, 2 + cells - pictures.shape[3], 2, 2), value=255)
         rows.append(torch.cat(list(framed), 2))
-    Path(path).write_bytes(_png(torch.cat(rows, 1)))
+    write_whole(Path(path), _png(torch.cat(rows, 1)))
 
 
 def _rgb(pictures: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ import torch
 import torch.utils.data.dataloader as stock
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from flatout.files import write_whole_by
 from flatout.inject.ceiling import tensors_in
 from flatout.inject.weights import Moved
 from flatout.sense.roots import Alive
@@ -92,19 +93,21 @@ class Proof:
 
     def write(self, path: Path) -> None:
         """Bring it all to the host, into a file."""
-        with path.open("w", encoding="utf-8") as file:
-            for number, step in enumerate(self._steps):
-                losses = [float(loss) for loss in step["losses"]]
-                line = {
-                    "step": number,
-                    "inputs": [f"{int(value) & _MASK:016x}" for value in step["inputs"]],
-                    "indices": step["indices"],
-                    "begins": step["begins"],
-                    "loss": sum(losses) / len(losses) if losses else None,
-                    "losses": losses,
-                    "moved": step["moved"],
-                }
-                file.write(json.dumps(line, default=str) + "\n")
+        lines = (self._line(number, step) for number, step in enumerate(self._steps))
+        write_whole_by(path, lambda file: file.writelines(line.encode() for line in lines))
+
+    def _line(self, number: int, step: dict[str, Any]) -> str:
+        losses = [float(loss) for loss in step["losses"]]
+        line = {
+            "step": number,
+            "inputs": [f"{int(value) & _MASK:016x}" for value in step["inputs"]],
+            "indices": step["indices"],
+            "begins": step["begins"],
+            "loss": sum(losses) / len(losses) if losses else None,
+            "losses": losses,
+            "moved": step["moved"],
+        }
+        return json.dumps(line, default=str) + "\n"
 
 
 def _strided(things: Any) -> list[Any]:

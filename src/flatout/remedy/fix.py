@@ -62,8 +62,7 @@ def fix(
         if keep_in is not None:
             for name, run in (("before", found.before), ("after", found.measured)):
                 if run is not None and run.folder is not None and run.folder.is_dir():
-                    shutil.copytree(run.folder, keep_in / name, ignore=shutil.ignore_patterns(OUTPUT))
-                    _keep_output(run.folder / OUTPUT, keep_in / name / OUTPUT)
+                    found.remarks += _copied(run.folder, keep_in / name)
         return found
 
 
@@ -101,6 +100,20 @@ def _keep_output(printed: Path, kept: Path) -> None:
     """Keep the end of what a command has printed, without the secrets that can be told, for its owner alone."""
     if printed.is_file():
         write_whole(kept, end_of(printed, _MOST_OUTPUT), mode=PRIVATE)
+
+
+def _copied(folder: Path, to: Path) -> list[str]:
+    """Copy a recording, whole or not at all; what there is to say of that."""
+    part = to.with_name(f"{to.name}.part")
+    try:
+        shutil.copytree(folder, part, ignore=shutil.ignore_patterns(OUTPUT))
+        _keep_output(folder / OUTPUT, part / OUTPUT)
+        part.rename(to)
+    except OSError as problem:  # the plan and the report matter more
+        shutil.rmtree(part, ignore_errors=True)
+        why = problem.args[0][0][2] if isinstance(problem, shutil.Error) else problem.strerror
+        return [f"the recording {to} is not kept: {why}"]
+    return []
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from flatout import budget
 from flatout.errors import GateFailed, UsageError
+from flatout.files import write_whole
 from flatout.sense.hardware import Sampler
 from flatout.top.figures import FigureBuilder
 from flatout.top.source import Source, Stop, live, replay
@@ -144,7 +145,12 @@ class _Session:
                 self._writer.write(Note(time_s=sample.time_s, text=text))
             self._notes_written = len(self._source.notes)
         if self._table is not None:
-            self._table.write(sample, self._source.unix_s(sample))
+            try:
+                self._table.write(sample, self._source.unix_s(sample))
+            except OSError as problem:
+                if self._options.csv_to == "-":
+                    raise
+                raise UsageError(f"cannot write {self._options.csv_to}: {problem.strerror}") from None
 
     def finish(self, targets: tuple[Target, ...]) -> TopSummary:
         """Print the summary, ask the gate."""
@@ -154,8 +160,7 @@ class _Session:
         summary = sum_up(self._figures, targets=targets, hostname=source.info.host, notes=notes)
         if options.json_to is not None:
             data = self._reading(notes) if options.once else summary.to_json()
-            with _opened(options.json_to) as file:
-                file.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+            _write(options.json_to, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
         if not options.stdout_is_data:
             once = self._last if options.once else None
             _print(reading_lines(once, source.cores_allowed) if once is not None else summary_lines(summary))
@@ -220,12 +225,27 @@ def _opened(name: str, mode: str = "w") -> Iterator[IO[str]]:
     if name == "-":
         yield sys.stdout
         return
-    with ExitStack() as stack:
+    try:
+        file = Path(name).open(mode, encoding="utf-8", newline="")  # noqa: SIM115 - closed below, where that can fail
+    except OSError as problem:
+        raise UsageError(f"cannot write {name}: {problem.strerror}") from None
+    try:
+        yield file
+    finally:
         try:
-            file = stack.enter_context(Path(name).open(mode, encoding="utf-8", newline=""))
+            file.close()  # which writes what a full disk has refused before
         except OSError as problem:
             raise UsageError(f"cannot write {name}: {problem.strerror}") from None
-        yield file
+
+
+def _write(name: str, text: str) -> None:
+    if name == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        write_whole(Path(name), text)
+    except OSError as problem:
+        raise UsageError(f"cannot write {name}: {problem.strerror}") from None
 
 
 def _print(lines: Iterator[str]) -> None:

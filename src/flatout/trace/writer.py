@@ -16,7 +16,7 @@ from collections import deque
 from pathlib import Path
 
 from flatout.errors import UsageError
-from flatout.files import open_clear
+from flatout.files import open_clear, write_whole
 from flatout.redact import redact_command, redact_text
 from flatout.trace.plain import PlainSteps
 from flatout.trace.records import End, Note, Record, RunInfo, Sample, Step, Summary, Window, encode
@@ -153,14 +153,11 @@ class TraceWriter:
             self._give_up(problem.strerror or str(problem))
 
     def _write_summary(self, *, ended: bool) -> None:
-        scratch = self._summary_path.with_suffix(".tmp")
+        summary = self._totals.summary_within(MAX_SUMMARY_BYTES, dropped=self.dropped, ended=ended)
         try:
-            with open(scratch, "wb", opener=open_clear) as file:
-                file.write(self._totals.summary_within(MAX_SUMMARY_BYTES, dropped=self.dropped, ended=ended))
-            scratch.replace(self._summary_path)
+            write_whole(self._summary_path, summary)
         except OSError as problem:
             self._give_up(problem.strerror or str(problem))
-            scratch.unlink(missing_ok=True)
 
     def _give_up(self, reason: str) -> None:
         if self.error is None:

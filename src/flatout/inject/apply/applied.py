@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from flatout.files import write_whole
 from flatout.inject.apply.computing import Computing
 from flatout.inject.apply.ledger import Ledger
 from flatout.inject.apply.loading import Loading
@@ -64,4 +65,4 @@ class Applied:
             self._proof.write(path)
         if self._weights is not None and (drifts := self._weights.drifts()):
             drifted = path.with_name(path.name.replace("proof-", "drifts-")).with_suffix(".json")
-            drifted.write_text(json.dumps(drifts), encoding="utf-8")
+            write_whole(drifted, json.dumps(drifts))
