@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +36,22 @@ def flatout_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         return Said(int(ended.value.code or 0), *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture
+def full_disk() -> Callable[[], AbstractContextManager[None]]:
+    """`with full_disk():` no file grows beyond 512 bytes, as on a disk that fills up in the middle of a write."""
+
+    @contextmanager
+    def full() -> Iterator[None]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return full
 
 
 @pytest.fixture

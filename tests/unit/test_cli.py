@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from flatout import __version__, cli, launch
 from flatout.plan import Change, Outcome, Plan
+from flatout.remedy.found import Attempt, Found
 
 Run = Callable[..., tuple[int, str, str]]
 FLATOUT = [sys.executable, "-m", "flatout"]
@@ -272,3 +274,45 @@ def test_an_older_plan_is_kept_where_there_is_something_in_it(
     cli._save_beside_older(Plan(changes=(Change(name="pin_memory", value=True, safety="identical"),)), path)
     assert [change.name for change in Plan.load(older).changes] == ["loader"]
     assert capsys.readouterr().err == f"flatout: the plan that was in {path} is in {older} now\n"
+
+
+Full = Callable[[], AbstractContextManager[None]]
+
+
+def test_a_full_disk_leaves_the_older_plan_and_shows_what_was_found(
+    flatout_says: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_disk: Full
+) -> None:
+    """GIVEN a plan that somebody has edited WHEN the disk is full THEN it is as it was, and the new one is printed."""
+    path = tmp_path / "plan.yaml"
+    Plan(changes=(Change(name="num_workers", value=3, safety="reseeded", note="n" * 600),)).save(path)
+    before = path.read_bytes()
+    change = Change(name="pin_memory", value=True, safety="identical")
+    tried = Attempt(outcome=Outcome(change=change, verdict="kept"))
+    monkeypatch.setattr("flatout.remedy.fix.fix", lambda *_, **__: Found(kept=(change,), attempts=[tried]))
+    with full_disk():
+        code, out, err = flatout_says("fix", "--out", path, "true")
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+    assert code == 2
+    assert "- name: pin_memory\n  value: true" in err
+    assert err.splitlines()[-1] == f"flatout: the plan is not saved, and {path} is as it was: File too large"
+    assert out  # the report
+
+
+def test_a_full_disk_leaves_the_older_results(flatout_says: Run, tmp_path: Path, full_disk: Full) -> None:
+    path = tmp_path / "list.json"
+    path.write_text("older")
+    with full_disk():
+        ended = flatout_says("check", "--json", path)
+    assert ended == (2, "", f"flatout: cannot write {path}: File too large\n")
+    assert path.read_text() == "older"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_leaves_the_older_summary_of_top(flatout_says: Run, tmp_path: Path, full_disk: Full) -> None:
+    path = tmp_path / "summary.json"
+    path.write_text("older")
+    with full_disk():
+        code, _, err = flatout_says("top", "--once", "--json", path)
+    assert (code, err) == (2, f"flatout: cannot write {path}: File too large\n")
+    assert path.read_text() == "older"

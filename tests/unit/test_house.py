@@ -95,3 +95,34 @@ def _skeleton(readme: Path) -> tuple[list[str], list[str], list[str]]:
     levels = re.findall(r"^#+", prose, re.MULTILINE)
     links = [link for link in LINK.findall(prose) if not link.startswith("README")]
     return levels, links, [re.split(r"\s{2,}", line.strip())[0] for line in examples.splitlines()]
+
+
+WRITES = re.compile(
+    r"\.write_text\(|\.write_bytes\(|\bcopytree\(|\bcopyfile\(|FileIO\(|O_CREAT|\.open\(mode|"
+    r"\bopen\([^()]*[\"'][wxa]b?\+?[\"']|(?:torch\.|(?<![\w.])(?<!def ))save\("
+)
+MAY_WRITE_OTHERWISE = {  # how often at most, and why
+    "files.py": (2, "it is how all others write"),
+    "trace/writer.py": (1, "a stream: a recording grows while the training runs"),
+    "sense/worker.py": (1, "a stream: each loader worker appends to it"),
+    "engine/progress.py": (2, "streams: a row each time the losses are read"),
+    "engine/checkpoint.py": (1, "into the file that files.py has opened"),
+    "top/session.py": (1, "a stream: a row a sample; whether it can be written is tried before anything is measured"),
+    "launch.py": (1, "a stream: what the command of a trial prints"),
+    "inject/weights.py": (1, "renamed when it is whole; it goes with the proof, and the disk would hold training up"),
+    "remedy/fix.py": (2, "a lock; and a folder, copied under another name and then renamed"),
+    "inject/redirect.py": (99, "what a script writes in a trial, on its way to elsewhere"),
+    "sandbox.py": (99, "the kernel's files of a new user namespace"),
+}
+
+
+def test_every_file_is_written_whole_or_not_at_all() -> None:
+    """By files.py, but for streams and for what is nobody's result."""
+    source = ROOT / "src" / "flatout"
+    found = {
+        str(path.relative_to(source)): count
+        for path in source.rglob("*.py")
+        if (count := len(WRITES.findall(path.read_text(encoding="utf-8"))))
+    }
+    assert not {name: n for name, n in found.items() if n > MAY_WRITE_OTHERWISE.get(name, (0, ""))[0]}
+    assert set(MAY_WRITE_OTHERWISE) <= set(found)  # a reason that is none any more goes

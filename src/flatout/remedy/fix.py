@@ -62,7 +62,7 @@ def fix(
         if keep_in is not None:
             for name, run in (("before", found.before), ("after", found.measured)):
                 if run is not None and run.folder is not None and run.folder.is_dir():
-                    found.remarks += _copied(run.folder, keep_in / name)
+                    found.remarks += copied(run.folder, keep_in / name)
         return found
 
 
@@ -102,7 +102,7 @@ def _keep_output(printed: Path, kept: Path) -> None:
         write_whole(kept, end_of(printed, _MOST_OUTPUT), mode=PRIVATE)
 
 
-def _copied(folder: Path, to: Path) -> list[str]:
+def copied(folder: Path, to: Path) -> list[str]:
     """Copy a recording, whole or not at all; what there is to say of that."""
     part = to.with_name(f"{to.name}.part")
     try:
@@ -111,7 +111,8 @@ def _copied(folder: Path, to: Path) -> list[str]:
         part.rename(to)
     except OSError as problem:  # the plan and the report matter more
         shutil.rmtree(part, ignore_errors=True)
-        why = problem.args[0][0][2] if isinstance(problem, shutil.Error) else problem.strerror
+        first = problem.args[0][0][2] if isinstance(problem, shutil.Error) else str(problem)
+        why, _, _ = first.partition(": '")  # without the names of the files
         return [f"the recording {to} is not kept: {why}"]
     return []
 

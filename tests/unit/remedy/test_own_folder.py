@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from flatout.remedy.fix import own_folder
+from flatout.remedy.fix import copied, own_folder
 
 HOLD = """
 from flatout.remedy.fix import own_folder
@@ -37,3 +39,17 @@ def test_what_a_killed_one_has_left_goes_and_what_is_in_use_stays(
             assert (in_use / "checkpoint.pt").exists()
         living.communicate("\n")
     assert [path.name for path in tmp_path.iterdir()] == ["flatout-fix-notes"]
+
+
+def test_a_recording_is_copied_whole_or_not_at_all(tmp_path: Path, full_disk: Callable[[], Any]) -> None:
+    recording, kept = tmp_path / "recording", tmp_path / "kept"
+    recording.mkdir()
+    (recording / "a.json").write_bytes(bytes(100))
+    (recording / "b.jsonl").write_bytes(bytes(100_000))
+    with full_disk():
+        assert copied(recording, kept / "before") == [
+            f"the recording {kept / 'before'} is not kept: [Errno 27] File too large"
+        ]
+    assert not list(kept.iterdir())
+    assert copied(recording, kept / "before") == []
+    assert {path.name for path in (kept / "before").iterdir()} == {"a.json", "b.jsonl"}

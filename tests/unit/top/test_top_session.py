@@ -142,6 +142,12 @@ def test_a_row_a_sample(top, machine, tmp_path: Path) -> None:
     assert {name: rows[1][name] for name in expected} == expected
 
 
+def test_rows_that_no_longer_fit_on_the_disk_are_one_line(top, tmp_path: Path, full_disk: Callable[[], Any]) -> None:
+    path = tmp_path / "rows.csv"
+    with full_disk(), pytest.raises(UsageError, match=f"^cannot write {path}: File too large$"):
+        top(duration_s=20.0, csv_to=str(path))
+
+
 def test_rows_on_stdout_stand_alone_and_outlive_a_card(
     top, make_sample: Make, record: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
