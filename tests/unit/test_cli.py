@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,6 +19,7 @@ from flatout.remedy.found import Attempt, Found
 
 Run = Callable[..., tuple[int, str, str]]
 FLATOUT = [sys.executable, "-m", "flatout"]
+TRACE = Path(__file__).parents[1] / "traces" / "cpu-compute.saturated-plain.tgz"
 
 
 def test_version(flatout_says: Run) -> None:
@@ -316,3 +318,19 @@ def test_a_full_disk_leaves_the_older_summary_of_top(flatout_says: Run, tmp_path
         code, _, err = flatout_says("top", "--once", "--json", path)
     assert (code, err) == (2, f"flatout: cannot write {path}: File too large\n")
     assert path.read_text() == "older"
+
+
+def test_a_name_that_is_no_utf_8_does_not_cost_the_report(
+    flatout_says: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file name is bytes; Python holds those that are no text as surrogates, which no file in UTF-8 can."""
+    monkeypatch.chdir(tmp_path)
+    with tarfile.open(TRACE) as packed:
+        packed.extractall("tr\udcffain", filter="data")
+    for part in Path("tr\udcffain").glob("*.jsonl"):
+        part.write_text(part.read_text().replace("record.py", "tr\\udcffain.py"))  # as json writes it
+    Path("page.html").write_text("older")
+    code, _, err = flatout_says("report", "tr\udcffain", "--html", "page.html", "--json", "page.json")
+    assert (code, err) == (0, "")
+    assert "tr?ain.py" in Path("page.html").read_text(encoding="utf-8")
+    assert "tr\udcffain" in json.loads(Path("page.json").read_text(encoding="utf-8"))["trace"]
