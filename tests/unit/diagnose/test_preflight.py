@@ -381,7 +381,7 @@ import lightning
 from torch.utils.data import DataLoader, DistributedSampler
 sampler = DistributedSampler(train_set)
 """,
-    "nothing at all": "",
+    "nothing but an import": "import torch",
 }
 
 

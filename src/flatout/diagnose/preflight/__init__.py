@@ -70,7 +70,11 @@ def check(
     command = _command(script, flags)
     ranks = {} if command is None or command.ranks is None else {"LOCAL_WORLD_SIZE": str(command.ranks)}
     machine = Machine(budget=budget.measure(environ={**os.environ, **ranks}), gpus=gpus, environ=os.environ)
-    return inspect(open_study(machine, command, config), read_folder(data) if data is not None else None)
+    try:
+        return inspect(open_study(machine, command, config), read_folder(data) if data is not None else None)
+    except RecursionError:
+        named = " or ".join(str(path) for path in (script, config) if path is not None)
+        raise UsageError(f"{named} cannot be looked over: it is nested too deeply") from None
 
 
 def inspect(study: Study, folder: DataFolder | None = None) -> Checklist:
@@ -78,7 +82,8 @@ def inspect(study: Study, folder: DataFolder | None = None) -> Checklist:
     files = [module.name for module in study.program.modules]
     if study.settings.config is not None:
         files.append(shown(study.settings.config))
-    lines = {subject: look(study) for subject, look in _CHECKS.items()}
+    lines = {} if study.command is None or study.trains() else {"training": _no_training(study)}
+    lines |= {subject: look(study) for subject, look in _CHECKS.items()}
     for subject, look in _CHECKS_OF_THE_SCRIPT.items():
         lines[subject] = look(study) if study.command is not None else unknown("needs the script")
     lines |= {subject: look(study) for subject, look in _CHECKS_OF_THE_MACHINE.items()}
@@ -94,6 +99,12 @@ def _told(subject: str, line: Line) -> Line:
     return dataclasses.replace(line, subject=subject, reason=redact_text(line.reason), fix=fix)
 
 
+def _no_training(study: Study) -> Line:
+    unseen = f"; not looked at: {', '.join(study.program.missing[:3])}" if study.program.missing else ""
+    reason = f"no PyTorch training was found in {study.program.modules[0].name}{unseen}"
+    return Line(status=WARN, reason=reason, fix="name the script that holds the training loop")
+
+
 def _on_cpu(line: Line) -> Line:
     """What costs a GPU time costs none where no GPU is used."""
     of_a_gpu = str(line.code).startswith(("compute", "sync", "copy", "pause"))
@@ -107,6 +118,8 @@ def _command(script: Path | None, flags: tuple[str, ...]) -> Command | None:
         return None
     if script.is_dir():
         raise UsageError(f"{script} is a folder; name the training script")
+    if script.suffix in (".json", ".yaml", ".yml"):
+        raise UsageError(f"{script} is no training script; a config goes with --config")
     if script.suffix in (".sh", ".bash"):
         command = read_command(script)
         return dataclasses.replace(command, flags=(*flags, *command.flags))

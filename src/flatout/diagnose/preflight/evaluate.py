@@ -34,6 +34,7 @@ _CARRIER = re.compile(
 # A condition that holds on one rank holds there every time.
 _ON_ONE_RANK = re.compile(r"rank|main_process|is_main|is_master|master_process|is_primary", re.IGNORECASE)
 _TOO_DEEP = 60
+_MOST_BITS, _MOST_LETTERS = 1000, 10_000
 
 
 class Evaluator:
@@ -310,10 +311,20 @@ def _computed(function: Callable[..., Any] | None, *values: Value) -> Value:
     """A function of known values."""
     if function is None or not all(value.known for value in values):
         return Value()
+    if function in (operator.mul, operator.mod) and any(isinstance(value.what, str | tuple) for value in values):
+        return Value()  # "x" * 10**9 is no setting
     try:
-        return Value(function(*(value.what for value in values)))
+        found = function(*(value.what for value in values))
     except Exception:  # whatever the user's arithmetic may raise: it is not ours to run into
         return Value()
+    return Value(found) if _is_small(found) else Value()
+
+
+def _is_small(what: Any) -> bool:
+    """Whether it is no larger than a setting: what is doubled line by line would not end."""
+    if isinstance(what, int):
+        return what.bit_length() < _MOST_BITS
+    return not isinstance(what, str | tuple) or len(what) < _MOST_LETTERS
 
 
 def _on_one_rank(test: str) -> bool:

@@ -371,7 +371,7 @@ def check_loader_in_loop(study: Study, loader: Loader) -> Line:
     if loop is None or loop not in [region.epochs for region in study.regions] or not study.always(call, loop):
         return ok("built once", loader.where())
     reason = "the DataLoader is built again every epoch, and its workers with it"
-    fix = f"build it once, above the loop at line {loop.lineno}"
+    fix = f"build it once, above the loop at {tree.lines([loop])}"
     return warn(reason, loader.where(), fix=fix, code="data.worker-start")
 
 

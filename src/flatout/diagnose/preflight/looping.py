@@ -31,9 +31,9 @@ def check_host_waits(study: Study) -> Line:
         if not found:
             continue
         words = " and ".join(dict.fromkeys(word for word, _ in found))
-        lines = ", ".join(str(line) for line in sorted({call.lineno for _, call in found}))
+        lines = tree.lines(call for _, call in found)
         count = f"{len(found)} times " if len(found) > 1 else ""
-        reason = f"{words} {count}every batch (line {lines}): the host waits until the GPU has nothing left to do"
+        reason = f"{words} {count}every batch ({lines}): the host waits until the GPU has nothing left to do"
         fix = "add up on the GPU (total += loss.detach()), and fetch only when you log"
         return warn(reason, tree.where(found[0][1]), fix=fix, code="sync.item")
     return ok("nothing is fetched from the GPU every batch", study.regions[0].where)

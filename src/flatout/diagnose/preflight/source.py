@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flatout.diagnose.preflight import tree
+from flatout.diagnose.preflight.notebook import Cells, read_notebook
 from flatout.diagnose.preflight.settings import shown
 from flatout.errors import UsageError
 from flatout.inputs import text_of
@@ -27,10 +28,10 @@ class Binding(NamedTuple):
 
 
 class Module:
-    """One file."""
+    """One file; of a notebook, with its cells."""
 
-    def __init__(self, path: Path, root: ast.Module) -> None:
-        self.path, self.root, self.name = path, root, shown(path)
+    def __init__(self, path: Path, root: ast.Module, cells: Cells | None = None) -> None:
+        self.path, self.root, self.name, self._cells = path, root, shown(path), cells
         self.imports: dict[str, str] = {}
         self.starred: list[str] = []  # modules imported with *
         self.functions: dict[str, list[ast.FunctionDef]] = defaultdict(list)
@@ -94,6 +95,21 @@ class Module:
                 if isinstance(target, ast.Attribute) and tree.dotted(target.value) == "self" and owner is not None:
                     self.bindings[owner, f"self.{target.attr}"].append(Binding(target, value))
 
+    def line(self, number: int) -> str:
+        """A line as it is said: `12`, or `cell 3:12` of a notebook."""
+        return _line(number, self._cells)
+
+    def place(self, number: int) -> str:
+        """`train.py:12`, or `train.ipynb cell 3:12`."""
+        return f"{self.name}{':' if self._cells is None else ' '}{self.line(number)}"
+
+    def is_code(self) -> bool:
+        """Whether it does anything: a word or a JSON text is Python too."""
+        doing = ast.Call | ast.NamedExpr | ast.Await
+        return any(not isinstance(one, ast.Expr) for one in self.root.body) or any(
+            isinstance(node, doing) for node in self.nodes
+        )
+
     def imported(self) -> list[str]:
         """Everything it imports, in full."""
         return list(dict.fromkeys((*self.imports.values(), *self.starred)))
@@ -146,12 +162,23 @@ class Program:
 
 def parse(path: Path) -> Module:
     """One file as a Module; a mistake in it is one line."""
+    text, cells = read_notebook(path) if path.suffix == ".ipynb" else (text_of(path), None)
     try:
-        return Module(path, ast.parse(text_of(path)))
+        return Module(path, ast.parse(text), cells)
     except SyntaxError as problem:
-        raise UsageError(f"{path}:{problem.lineno}: not Python: {problem.msg}") from None
-    except (RecursionError, ValueError) as problem:
+        place = f"{':' if cells is None else ' '}{_line(problem.lineno or 1, cells)}"
+        raise UsageError(f"{path}{place}: not Python: {problem.msg}") from None
+    except (RecursionError, MemoryError):  # of Python's parser, which has a stack of its own
+        raise UsageError(f"{path} cannot be read as Python: it is nested too deeply") from None
+    except ValueError as problem:
         raise UsageError(f"{path} cannot be read as Python: {problem}") from None
+
+
+def _line(number: int, cells: Cells | None) -> str:
+    if cells is None:
+        return str(number)
+    before, cell = next(((before, cell) for before, cell in reversed(cells) if before < number), (0, 1))
+    return f"cell {cell}:{number - before}"
 
 
 def read_program(script: Path) -> Program:

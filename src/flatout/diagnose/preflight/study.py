@@ -17,6 +17,7 @@ from flatout.diagnose.preflight.settings import Command, Settings
 from flatout.diagnose.preflight.source import Program, read_program
 from flatout.diagnose.preflight.training import find_regions
 from flatout.diagnose.preflight.values import Table, Value
+from flatout.errors import UsageError
 from flatout.trace import GpuSample
 
 # Those that run the loop themselves: what they switch on cannot be seen in the script.
@@ -105,6 +106,10 @@ class Study(Evaluator):
         """The framework that may do what the script does not."""
         return self.program.uses(*FRAMEWORKS)
 
+    def trains(self) -> bool:
+        """Whether anything of PyTorch is in what was looked at."""
+        return bool(self.regions) or self.program.uses("torch", "torchvision", "flatout", *FRAMEWORKS) is not None
+
     def whole(self) -> bool:
         """Whether all of the training is seen: its loop, every module of its own, and no framework around it."""
         return bool(self.regions) and not self.program.missing and self.framework() is None
@@ -119,4 +124,6 @@ class Study(Evaluator):
 def open_study(machine: Machine, command: Command | None, config: Path | None) -> Study:
     """Read the script and the config file, whichever were named."""
     program = read_program(command.script) if command is not None else Program()
+    if command is not None and not program.modules[0].is_code():
+        raise UsageError(f"{command.script} is not a Python script: there is no code in it")
     return Study(machine, command, program, read_settings(program, command, config, machine.answers()))

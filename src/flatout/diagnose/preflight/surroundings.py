@@ -122,7 +122,7 @@ def check_gpus(study: Study) -> Line:
 
 
 def _many_cards(study: Study, command: Command, many: int) -> Line:
-    start, ranks = f"torchrun --nproc-per-node {many} {command.script.name}", command.ranks
+    start, ranks = f"torchrun --nproc-per-node {many} {command.script.with_suffix('.py').name}", command.ranks
     wrappers = ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard", "DDP", "FSDP")
     can_share = any(study.program.calls(*wrappers)) or command.launcher
     if ranks is not None and command.launcher:

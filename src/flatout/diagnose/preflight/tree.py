@@ -6,7 +6,7 @@ A node knows the node around it and the file it is of (source.py tells it), so a
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,7 +24,14 @@ def module_of(node: ast.AST) -> Module:
 
 def where(node: ast.AST) -> str:
     """file:line of a node."""
-    return f"{module_of(node).name}:{getattr(node, 'lineno', 1)}"
+    return module_of(node).place(getattr(node, "lineno", 1))
+
+
+def lines(nodes: Iterable[ast.expr | ast.stmt]) -> str:
+    """The lines of some nodes of one file: `line 3, 5`, or `cell 3:12, cell 4:1`."""
+    found = {node.lineno: module_of(node).line(node.lineno) for node in nodes}
+    words = ", ".join(found[number] for number in sorted(found))
+    return words if words.startswith("cell") else f"line {words}"
 
 
 def parent(node: ast.AST) -> ast.AST | None:
