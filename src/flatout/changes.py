@@ -78,7 +78,7 @@ def check(plan: Plan, where: str) -> None:
             continue
         kind = KNOWN.get(change.name)
         if kind is None:
-            near = difflib.get_close_matches(change.name[:100], KNOWN, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(change.name, KNOWN, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(KNOWN)} and {SETTING}KEY"
             raise PlanError(f"{place}: flatout knows no such change ({hint})")
         if change.knob:

@@ -17,12 +17,13 @@ from typing import Any
 
 from flatout.errors import UsageError
 
-__all__ = ["first_yaml_node", "load_json", "load_yaml", "short", "text_of", "yaml_loader"]
+__all__ = ["first_yaml_node", "is_file", "load_json", "load_yaml", "short", "text_of", "yaml_loader"]
 
 MOST_BYTES = 1_000_000
 MOST_NODES = 100_000  # of a YAML text, each counted as often as aliases repeat it
 DEEPEST = 100
 LONGEST_NUMBER = 100  # digits
+LONGEST_KEY = 200  # letters
 _LETTERS_A_NODE = 100  # a long text counts as so many nodes: aliases can repeat that too
 _SHORT = 60
 
@@ -42,6 +43,14 @@ def text_of(path: Path, most_bytes: int = MOST_BYTES) -> str:
         return io.StringIO(data.decode("utf-8-sig"), newline=None).read()
     except UnicodeDecodeError:
         raise UsageError(f"{path} is not text in UTF-8") from None
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a file of a name that somebody wrote, which may be none at all."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # too long, a NUL in it
+        return False
 
 
 def short(value: Any) -> str:
@@ -155,8 +164,10 @@ def yaml_loader() -> Any:
         def _check_keys(self, keys: list[Any]) -> None:
             seen = set()
             for key in keys if self.keys_once else ():
+                if len(key.value) > LONGEST_KEY:
+                    raise refusal(f"a key of {len(key.value)} letters", key)
                 if key.value in seen and key.value != "<<":
-                    raise refusal(f"{key.value[:_SHORT]} is there twice", key)
+                    raise refusal(f"{key.value} is there twice", key)
                 seen.add(key.value)
 
         def construct_object(self, node: Any, deep: bool = False) -> Any:

@@ -21,7 +21,7 @@ __all__ = ["Change", "Figure", "Outcome", "Plan", "Safety", "Verdict"]
 
 VERSION = 1
 _OPTIONAL = ("note", "knob")
-_LONGEST_NAME = 100  # that is looked for among those there are
+_LONGEST_NAME = 200
 Safety = Literal["identical", "reseeded", "equivalent", "semantic"]
 Verdict = Literal["kept", "undone", "unsafe", "not applicable"]
 
@@ -127,7 +127,7 @@ def _plan(data: Any, where: str) -> Plan:
         raise PlanError(f"{where}: changes must be a list, each entry beginning with '- name:'")
     changes = tuple(_change(entry, f"{where}: change {number}") for number, entry in enumerate(entries, 1))
     names = [change.name for change in changes]
-    twice = next((name for name in names if names.count(name) > 1), None)
+    twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
     if twice is not None:
         raise PlanError(f"{where}: {twice} is changed more than once")
     return Plan(changes=changes, tried=_tried(data.get("tried") or [], where))
@@ -152,8 +152,8 @@ def _change(entry: Any, where: str, more: tuple[str, ...] = ()) -> Change:
     if not isinstance(entry, dict):
         raise PlanError(f"{where} must have a name, a value and a safety (got {short(entry)})")
     _check_keys(entry, ("name", "value", "safety"), (*_OPTIONAL, *more), where)
-    if not isinstance(entry["name"], str):
-        raise PlanError(f"{where}: name must be text (got {short(entry['name'])})")
+    if not isinstance(entry["name"], str) or len(entry["name"]) > _LONGEST_NAME:
+        raise PlanError(f"{where}: name must be text, {_LONGEST_NAME} letters at most (got {short(entry['name'])})")
     where = f"{where} ({entry['name']})"
     classes = get_args(Safety)
     if entry["safety"] not in classes:

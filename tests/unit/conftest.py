@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import resource
 import sys
@@ -36,6 +37,26 @@ def flatout_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         return Said(int(ended.value.code or 0), *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture
+def mutated() -> Callable[[str, list[str], int], Iterator[str]]:
+    """`mutated(text, tokens, 100)`: so many texts made from one, pieces cut out or doubled and tokens put in."""
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    chance = random.Random(seed)
+
+    def texts(text: str, tokens: list[str], count: int) -> Iterator[str]:
+        for _ in range(count):
+            made = text
+            for _ in range(chance.choice((1, 1, 2, 4))):
+                start = chance.randrange(len(made) + 1)
+                end = min(len(made), start + chance.choice((0, 1, 3, 20)))
+                put = chance.choice(("", chance.choice(tokens), chance.choice(tokens) * 300, made[start:end] * 2))
+                made = made[:start] + put + made[end:]
+            yield made
+
+    return texts
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ BAD = {
     "braces": ("\na: " + "{b: " * 5000, "line 2: it is nested deeper than 100 levels"),
     "a long number": (f"a: {'9' * 5000}\n", "line 1: a number of 5000 digits"),
     "a long number to another base": (f"a: 0x{'f' * 5000}\n", "line 1: a number of 5002 digits"),
+    "a long key": (f"? {'k' * 5000}\n: 1\n", "line 1: a key of 5000 letters"),
     "a date that is none": ("a: 1\nb: 2001-99-99\n", "line 2: '2001-99-99' is not a valid timestamp"),
     "a tag on what it is not for": ("a: !!timestamp soon\n", "line 1: 'soon' is not a valid timestamp"),
     "a tag with nothing": ("a: !!int ''\n", "line 1: '' is not a valid int"),

@@ -14,9 +14,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from flatout.errors import UsageError
+from flatout.inputs import short
 
 
 class Section(BaseModel):
@@ -25,6 +35,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
 
 
+_LONGEST_PATH = 200  # letters
 Count = Annotated[int, Field(ge=1, le=2**53)]
 
 
@@ -68,7 +79,9 @@ class Part(Section):
     @field_validator("factory")
     @classmethod
     def _is_path(cls, value: str) -> str:
-        if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", value):
+        if len(value) > _LONGEST_PATH or not re.fullmatch(
+            r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", value
+        ):
             raise ValueError("an import path such as package.module:name")
         return value
 
@@ -137,7 +150,14 @@ def _made(value: Any, where: str) -> Any:
     """An argument, with every `{factory: …}` inside it made."""
     if isinstance(value, dict):
         if "factory" in value and set(value) <= {"factory", "args"}:
-            return build(Part.model_validate(value), where)
+            try:
+                part = Part.model_validate(value)
+            except ValidationError as problem:
+                wrong = problem.errors()[0]
+                key = ".".join(map(str, (where, *wrong["loc"])))
+                words = wrong["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+                raise UsageError(f"{key} must be {words} (got {short(wrong['input'])})") from None
+            return build(part, where)
         return {key: _made(inner, f"{where}.{key}") for key, inner in value.items()}
     if isinstance(value, list):
         return [_made(inner, f"{where}[{place}]") for place, inner in enumerate(value)]

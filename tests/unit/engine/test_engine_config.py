@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -19,7 +19,7 @@ from flatout import cli
 from flatout.engine.assemble import main
 from flatout.engine.config import PRESETS, Config, effective, load, shown, without_effect
 from flatout.engine.section import Every
-from flatout.errors import UsageError
+from flatout.errors import FlatoutError, UsageError
 
 
 @pytest.mark.parametrize(
@@ -313,3 +313,40 @@ def test_explain_says_what_is_in_force_and_trains_nothing(
     assert "train.channels_last: off  (there is no 2-d convolution)" in out
     assert yaml.safe_load(out[out.index("\ntrain:") :])["train"]["batch_size"] == 8
     assert not (tmp_path / "runs").exists()
+
+
+TOKENS = [
+    "[", "]", "{", "}", ":", "\n", "  ", "&a ", "*a", "!!int ", "!!set ", "<<: ", "2001-99-99", "1e999", ".nan", "-1",
+    "true", "null", "'", "engine_toy:Stream", "engine_toy:nothing", "engine_toy:a_number", "torch.nn:Linear", "auto",
+    "{factory: 3}", "{factory: engine_toy:Net, args: {hidden: {factory: a b}}}", "epochs: 0", "{steps}", "é", "0",
+]  # fmt: skip
+
+
+def test_whatever_is_in_a_config_explain_prints_it_or_one_clear_line(
+    config: Path, tmp_path: Path, mutated: Callable[[str, list[str], int], Iterator[str]]
+) -> None:
+    explained = 0
+    for text in mutated(CONFIG, TOKENS, 250):
+        config.write_text(text.replace("batch_size: auto", ""))
+        try:
+            main(config, ["train.device=cpu"], preset=None, resume=False, explain=True, record=False)
+            explained += 1
+        except FlatoutError as problem:
+            refused = problem
+            words = " ".join(str(refused).split())
+            assert (refused.exit_code, 10 < len(words) < 1500) == (2, True), words[:300]
+    assert 10 < explained < 240
+
+
+@pytest.mark.parametrize(
+    ("part", "complaint"),
+    [
+        ("{factory: a b}", "model.args.hidden.factory must be an import path such as package.module:name (got 'a b')"),
+        ("{factory: 3}", "model.args.hidden.factory must be a valid string (got 3)"),
+        ("{factory: 'builtins:int', args: 3}", "model.args.hidden.args must be a valid dictionary (got 3)"),
+    ],
+)
+def test_a_part_among_the_arguments_is_checked_as_any_other(config: Path, part: str, complaint: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        main(config, [f"model.args.hidden={part}"], preset=None, resume=False, explain=True, record=False)
+    assert str(raised.value) == complaint

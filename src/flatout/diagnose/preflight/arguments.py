@@ -13,6 +13,7 @@ from flatout.diagnose.preflight.settings import Command, Leaves, Settings, as_da
 from flatout.diagnose.preflight.source import Program, read_program
 from flatout.diagnose.preflight.values import UNKNOWN, Table, Value, merged
 from flatout.errors import UsageError
+from flatout.inputs import is_file
 
 _WANTS_A_GPU = ("cuda", "usecuda", "gpu", "usegpu", "accel", "useaccel")
 _CONFIGS = (".yaml", ".yml", ".json", ".py")
@@ -140,7 +141,7 @@ def _config_by_default(evaluator: Evaluator, command: Command) -> Path | None:
         words = [str(node.value) for node in sorted(parts, key=lambda node: (node.lineno, node.col_offset))]
         path = Path(text) if isinstance(text, str) else Path(*words)
         for base in (Path(), tree.module_of(call).path.parent):
-            if path.suffix in _CONFIGS and (base / path).is_file():
+            if path.suffix in _CONFIGS and is_file(base / path):
                 return base / path
     return None
 

@@ -16,7 +16,7 @@ from typing import Any
 from flatout.diagnose.names import pattern_of
 from flatout.diagnose.preflight.values import UNKNOWN, Value, merged
 from flatout.errors import UsageError
-from flatout.inputs import first_yaml_node, load_json, text_of
+from flatout.inputs import first_yaml_node, is_file, load_json, text_of
 
 Leaves = list[tuple[tuple[str, ...], Value]]
 
@@ -128,7 +128,8 @@ def _leaves(mapping: Any, file: str, above: tuple[str, ...]) -> dict[tuple[str, 
     for key, node in mapping.value:
         if key.tag == "tag:yaml.org,2002:merge":  # <<: *defaults
             for source in node.value if isinstance(node, yaml.SequenceNode) else [node]:
-                found = _leaves(source, file, above) | found
+                if isinstance(source, yaml.MappingNode):  # else their loader will refuse it
+                    found = _leaves(source, file, above) | found
             continue
         path = (*above, str(key.value))
         if isinstance(node, yaml.MappingNode):
@@ -183,4 +184,4 @@ def _script(words: list[str], position: int, folder: Path) -> Path | None:
         word = word.replace(".", "/") + ".py"
     if not word.endswith(".py"):
         return None
-    return next((base / word for base in (Path(), folder, folder.parent) if (base / word).is_file()), None)
+    return next((base / word for base in (Path(), folder, folder.parent) if is_file(base / word)), None)

@@ -7,6 +7,7 @@ of it is ever run. What the names are worth is evaluate.py's business.
 from __future__ import annotations
 
 import ast
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from flatout.diagnose.preflight import tree
 from flatout.diagnose.preflight.notebook import Cells, read_notebook
 from flatout.diagnose.preflight.settings import shown
 from flatout.errors import UsageError
-from flatout.inputs import text_of
+from flatout.inputs import is_file, text_of
 
 
 class Binding(NamedTuple):
@@ -164,7 +165,10 @@ def parse(path: Path) -> Module:
     """One file as a Module; a mistake in it is one line."""
     text, cells = read_notebook(path) if path.suffix == ".ipynb" else (text_of(path), None)
     try:
-        return Module(path, ast.parse(text), cells)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what Python has to say of the text is for those who run it
+            root = ast.parse(text)
+        return Module(path, root, cells)
     except SyntaxError as problem:
         place = f"{':' if cells is None else ' '}{_line(problem.lineno or 1, cells)}"
         raise UsageError(f"{path}{place}: not Python: {problem.msg}") from None
@@ -214,6 +218,6 @@ def _own_file(full: str, roots: list[Path], importer: Path) -> Path | None:
         for root in roots if some else ():
             stem = root.joinpath(*some)
             for path in (stem.with_suffix(".py"), stem / "__init__.py"):
-                if path.is_file() and path != importer.resolve():
+                if is_file(path) and path != importer.resolve():
                     return path
     return None
