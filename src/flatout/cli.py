@@ -24,6 +24,7 @@ from typer.core import TyperCommand, TyperGroup
 from flatout import __version__
 from flatout.errors import FlatoutError, GateFailed, NotSavedError, PlanError, RealWriteError, TraceError, UsageError
 from flatout.files import write_whole
+from flatout.inputs import is_file, is_folder
 from flatout.redact import redact_text
 
 if TYPE_CHECKING:
@@ -531,8 +532,8 @@ def train(
         return
     from flatout import budget, launch
 
-    if not config.is_file():  # a mistake that need not wait for torch
-        why = "it is a folder" if config.is_dir() else "there is no such file"
+    if not is_file(config):  # a mistake that need not wait for torch
+        why = "it is a folder" if is_folder(config) else "there is no such file"
         raise UsageError(f"cannot read {config}: {why}")
     options = [*(["--preset", preset] if preset is not None else []), *(["--resume"] if resume else [])]
     options += [*(["--explain"] if explain else []), "--gpus", str(gpus)]
@@ -683,11 +684,15 @@ def _can_be_told(json_to: str | None, html_to: str | None) -> None:
 
 def _can_be_written(target: Path, *, folder: bool = False) -> None:
     above = target.absolute().parent
-    if not above.is_dir():
+    if not is_folder(above):
         raise UsageError(f"cannot write {target}: there is no folder {above}")
-    if target.is_dir() and not folder:
+    if is_folder(target) and not folder:
         raise UsageError(f"cannot write {target}: it is a folder")
-    if not os.access(target if target.exists() else above, os.W_OK):
+    try:
+        there = target.exists()
+    except OSError as problem:
+        raise UsageError(f"cannot write {target}: {problem.strerror}") from None
+    if not os.access(target if there else above, os.W_OK):
         raise UsageError(f"cannot write {target}: no permission, or a read-only disk")
 
 

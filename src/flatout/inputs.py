@@ -17,7 +17,7 @@ from typing import Any
 
 from flatout.errors import UsageError
 
-__all__ = ["first_yaml_node", "is_file", "load_json", "load_yaml", "short", "text_of", "yaml_loader"]
+__all__ = ["first_yaml_node", "is_file", "is_folder", "load_json", "load_yaml", "short", "text_of", "yaml_loader"]
 
 MOST_BYTES = 1_000_000
 MOST_NODES = 100_000  # of a YAML text, each counted as often as aliases repeat it
@@ -50,6 +50,14 @@ def is_file(path: Path) -> bool:
     try:
         return path.is_file()
     except (OSError, ValueError):  # too long, a NUL in it
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is a folder of a name that somebody wrote."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
         return False
 
 

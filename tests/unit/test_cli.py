@@ -84,6 +84,10 @@ def test_a_flag_is_shown_without_a_value(flatout_says: Run, verb: tuple[str, ...
         (("top", "--replay", "/nowhere"), "no trace at /nowhere"),
         (("report", "/nowhere"), "no trace at /nowhere"),
         (("top", "--replay", "/dev"), "/dev is not a trace"),
+        (("check", "a" * 300), "File name too long"),
+        (("fix", "--out", "a" * 300, "true"), "File name too long"),
+        (("run", "--html", "a" * 300, "true"), "File name too long"),
+        (("top", "--once", "--csv", "a" * 300), "File name too long"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(flatout_says: Run, arguments: tuple[str, ...], complaint: str) -> None:

@@ -282,9 +282,10 @@ def _claimed(wanted: Path) -> Iterator[Path]:
         try:
             out.mkdir(parents=True)
             break
-        except OSError as problem:
+        except (OSError, ValueError) as problem:  # a NUL in its name
             if not isinstance(problem, FileExistsError) or not out.is_dir():
-                raise UsageError(f"out: cannot make the folder {out}: {problem.strerror}") from None
+                why = getattr(problem, "strerror", None) or problem
+                raise UsageError(f"out: cannot make the folder {out}: {why}") from None
             out = _folder(wanted, resume=False)
     try:
         yield out

@@ -212,7 +212,10 @@ def _wants_view(options: TopOptions, terminal: os.terminal_size | None) -> bool:
 
 def _must_be_writable(path: Path) -> None:
     """Find out now, not after an hour of measuring; leave nothing behind."""
-    is_new = not path.exists()
+    try:
+        is_new = not path.exists()
+    except OSError as problem:
+        raise UsageError(f"cannot write {path}: {problem.strerror}") from None
     with _opened(str(path), "a"):
         pass
     if is_new:

@@ -20,6 +20,7 @@ from flatout.diagnose.preflight.settings import Command, read_command, shown
 from flatout.diagnose.preflight.study import Machine, Study, open_study
 from flatout.diagnose.preflight.surroundings import DataFolder, read_folder
 from flatout.errors import UsageError
+from flatout.inputs import is_folder
 from flatout.redact import redact_text
 from flatout.trace import GpuSample
 
@@ -116,7 +117,7 @@ def _command(script: Path | None, flags: tuple[str, ...]) -> Command | None:
         if flags:
             raise UsageError("flags of a script were given, but no script")
         return None
-    if script.is_dir():
+    if is_folder(script):
         raise UsageError(f"{script} is a folder; name the training script")
     if script.suffix in (".json", ".yaml", ".yml"):
         raise UsageError(f"{script} is no training script; a config goes with --config")
