@@ -504,7 +504,7 @@ def train(
     overrides: list[str] | None = _argument("KEY=VALUE", "Settings that go before the file's."),
     preset: str | None = _option("NAME", "fastest, small-memory or debug; goes before the file."),
     resume: bool = _flag("--resume", "Go on from the last run's newest whole checkpoint."),
-    explain: bool = _flag("--explain", "Print what would be in force, and why; no training."),
+    explain: bool = _flag("--explain", "Make the parts, print what would be in force, and why; no training."),
     gpus: int = _option("N", "Train on so many GPUs of this machine.", min=1, default=1),
     quiet: bool = _flag("--quiet", "Only what matters, for logs; no summary at the end."),
     here: bool = typer.Option(False, "--here", hidden=True),

@@ -87,3 +87,31 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+REDIRECTED = """
+import os, sys
+from pathlib import Path
+from flatout.files import write_whole
+from flatout.inject import redirect
+from flatout.sandbox import Sandbox
+
+here = Path(sys.argv[1])
+redirect.install(Sandbox(cover=[str(here)], keep=[str(here / "kept")], scratch=str(here / "scratch")))
+for folder in (here, here / "kept"):
+    for text in ("one", "two"):
+        write_whole(folder / "x.json", text)
+    assert (folder / "x.json").read_text() == "two", folder
+    assert [name for name in os.listdir(folder) if name.endswith((".json", ".part"))] == ["x.json"], folder
+"""
+
+
+def test_it_writes_where_a_trial_redirects_what_is_written(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "scratch").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", REDIRECTED, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not (tmp_path / "x.json").exists()
+    assert (tmp_path / "kept" / "x.json").read_text() == "two"
