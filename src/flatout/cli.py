@@ -474,8 +474,8 @@ def _save_beside_older(plan: Plan, out: Path) -> None:
     except (OSError, PlanError) as problem:
         if older is not None:
             older.unlink(missing_ok=True)
-        why = getattr(problem, "strerror", None) or problem
-        raise PlanError(f"the plan is not saved, and {out} is as it was: {why}") from None
+        why = problem if isinstance(problem, PlanError) else f"cannot write {older}: {problem.strerror}"
+        raise PlanError(f"the plan is not saved, and what was there stays: {why}") from None
     if not plan.changes:
         print(f"flatout: there is no change in {out}: with it the command runs as it is", file=sys.stderr)
     if older is not None:

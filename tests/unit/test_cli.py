@@ -300,7 +300,9 @@ def test_a_full_disk_leaves_the_older_plan_and_shows_what_was_found(
     assert list(tmp_path.iterdir()) == [path]
     assert code == 2
     assert "- name: pin_memory\n  value: true" in err
-    assert err.splitlines()[-1] == f"flatout: the plan is not saved, and {path} is as it was: File too large"
+    assert err.splitlines()[-1] == (
+        f"flatout: the plan is not saved, and what was there stays: cannot write {path}: File too large"
+    )
     assert out  # the report
 
 
