@@ -88,7 +88,7 @@ def first_yaml_node(text: str, where: str) -> Any:
     """The first document of a YAML text as nodes that know their lines; None where there is none."""
 
     def read(reader: Any) -> Any:
-        reader.keys_once = False  # whose file it is may read it so
+        reader.keys_once = False  # the program it was written for takes the last one
         return reader.get_node() if reader.check_node() else None
 
     return _read(text, where, yaml_loader(), read)

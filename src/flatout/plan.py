@@ -152,8 +152,10 @@ def _change(entry: Any, where: str, more: tuple[str, ...] = ()) -> Change:
     if not isinstance(entry, dict):
         raise PlanError(f"{where} must have a name, a value and a safety (got {short(entry)})")
     _check_keys(entry, ("name", "value", "safety"), (*_OPTIONAL, *more), where)
-    if not isinstance(entry["name"], str) or len(entry["name"]) > _LONGEST_NAME:
-        raise PlanError(f"{where}: name must be text, {_LONGEST_NAME} letters at most (got {short(entry['name'])})")
+    if not isinstance(entry["name"], str):
+        raise PlanError(f"{where}: name must be text (got {short(entry['name'])})")
+    if len(entry["name"]) > _LONGEST_NAME:
+        raise PlanError(f"{where}: name is longer than {_LONGEST_NAME} letters")
     where = f"{where} ({entry['name']})"
     classes = get_args(Safety)
     if entry["safety"] not in classes:
