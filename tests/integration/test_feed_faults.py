@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader as Stock
 from torch.utils.data import Dataset, IterableDataset
 
 from flatout.feed import BadSampleError, DataLoader
+from flatout.feed.loader import Auto
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -56,12 +57,13 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 # --- killed -----------------------------------------------------------------------------------------------------------
 
 
-def test_five_hundred_kills_while_scaling_lose_repeat_and_reorder_nothing() -> None:
-    """GIVEN a loader that goes 1 → 8 → 2 → 6 workers, WHEN random children (workers, nursery) are killed after every
-    batch, 500 in all, THEN each batch is bit for bit what it is without."""
+@pytest.mark.parametrize(("workers", "most"), [(Auto(1), 500), (3, 60)], ids=["while scaling", "of three declared"])
+def test_five_hundred_kills_lose_repeat_and_reorder_nothing(workers: int, most: int) -> None:
+    """GIVEN a loader that goes 1 → 8 → 2 → 6 workers, or has three, WHEN random children (workers, nursery) are killed
+    after every batch, THEN each batch is bit for bit what it is without."""
     dataset = Numbers(19200)
     expected = batches(DataLoader(dataset, 16, shuffle=True, num_workers=2))
-    loader = DataLoader(dataset, 16, shuffle=True, num_workers=1)
+    loader = DataLoader(dataset, 16, shuffle=True, num_workers=workers, persistent_workers=True)
     pick = random.Random(7)
     me = psutil.Process()
     found, kills = [], 0
@@ -71,8 +73,8 @@ def test_five_hundred_kills_while_scaling_lose_repeat_and_reorder_nothing() -> N
         assert loader.feed is not None
         if number in (20, 150, 300):
             loader.feed.resize({20: 8, 150: 2, 300: 6}[number])
-        kills += kill_some(me.children(recursive=True), pick, most=min(3, 500 - kills))
-    assert kills == 500
+        kills += kill_some(me.children(recursive=True), pick, most=min(3, most - kills))
+    assert kills == most
     assert loader.feed is not None
     assert loader.feed.account.redone > 0
     assert_same(found, expected)
@@ -284,7 +286,7 @@ def test_a_sample_that_always_kills_is_named() -> None:
 
 
 def test_a_sample_that_kills_is_named_too_where_many_batches_travel_together() -> None:
-    loader = DataLoader(Lethal(2000, lethal=901), 4, num_workers=2)
+    loader = DataLoader(Lethal(2000, lethal=901), 4, num_workers=Auto(2), persistent_workers=True)
     found: list[int] = []
     with pytest.raises(BadSampleError, match=r"sample 901 \(images/901.jpg\)"):
         found.extend(row for _, index, _ in loader for row in index.tolist())
@@ -339,7 +341,7 @@ class WaitsForTheOthers(Numbers):
 def test_a_slow_sample_does_not_hold_up_what_lies_behind_it(tmp_path: Path) -> None:
     """GIVEN two workers and batches of 4, WHEN sample 0 is not ready until 15 samples are begun, THEN the other worker
     takes over what lay behind it; without that this test would not end."""
-    loader = DataLoader(WaitsForTheOthers(40, tmp_path), 4, num_workers=2)
+    loader = DataLoader(WaitsForTheOthers(40, tmp_path), 4, num_workers=Auto(2))
     assert torch.cat([index for _, index, _ in loader]).tolist() == list(range(40))
 
 

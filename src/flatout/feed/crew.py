@@ -5,6 +5,7 @@ A worker's death is the end of its wire, whatever the cause. Its board then says
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import select
@@ -151,7 +152,9 @@ class Crew:
                     heard.append((hand, named(fields), fds))
                 except BlockingIOError:
                     pass
-                except (EOFError, OSError):
+                except (EOFError, OSError) as problem:
+                    if isinstance(problem, OSError) and problem.errno == errno.EMFILE:
+                        raise  # it is alive: this process may open no more files
                     heard.append((hand, None, []))
                     self._part_with(hand)
             ready = self._poll.poll(0)

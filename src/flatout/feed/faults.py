@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from flatout.feed.account import Account, BadSample, name_of
@@ -12,6 +15,20 @@ from flatout.feed.table import Part
 
 LETHAL = 4  # workers that have to die over a sample before it is blamed
 STILLBORN, STILLBORN_S = 50, 30.0  # so many workers in a row, for so long, that die without having answered at all
+
+
+@contextlib.contextmanager
+def at_the_file_limit() -> Iterator[None]:
+    """Say what to do where this process may open no more files."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno != errno.EMFILE:
+            raise
+        raise RuntimeError(
+            "Too many open files. Each batch that is kept holds up to two: raise the limit with `ulimit -n`, or keep "
+            "copies (`.clone()`). `torch.multiprocessing.set_sharing_strategy('file_system')` helps PyTorch's loader only"
+        ) from None
 
 
 class Faults:

@@ -60,8 +60,10 @@ class Feed:
         self.account = Account()
         self.made: deque[Any] = deque()  # batches that are ready, and not asked for yet
         self.pid = os.getpid()
-        alone = may_do_without and not recipe.streams
+        alone = may_do_without and not recipe.numbered
         self._tuning = Tuning(workers, budget, may_do_without=alone, like=recipe.kind)
+        if self.posts:
+            self._tuning.hold(len(self.posts), for_good=True)
         self._here: Here | None = None
         self._faults = Faults(recipe, self.crew, self.account, hang_timeout)
         self._epoch: Epoch | None = None
@@ -76,7 +78,7 @@ class Feed:
         self._batch_bytes = 0
         self._mishaps = 0
         self._cuttable = (
-            not recipe.streams
+            not recipe.numbered
             and recipe.auto_collation
             and recipe.collate_fn is default_collate
             and not getattr(recipe.dataset, "__getitems__", None)
@@ -93,7 +95,7 @@ class Feed:
     @property
     def why(self) -> str:
         """Why that many."""
-        return "as declared: their number has a meaning" if self.posts else self._tuning.why
+        return "as declared" if self.posts else self._tuning.why
 
     def serves(self, recipe: Recipe, *, page_locked: bool) -> bool:
         """Whether batches by this recipe are what is made here."""
@@ -101,7 +103,12 @@ class Feed:
         return same and page_locked == self.slots.page_locked
 
     def resize(self, workers: int, *, hold: bool = False) -> None:
-        """Change the number of workers now; the controller goes on from there, unless it is to `hold`."""
+        """Change the number of workers now; the controller goes on from there, unless it is to `hold`.
+
+        As many as were declared stay as many.
+        """
+        if self.posts:
+            return
         self._tuning.hold(workers, for_good=hold)
         if self._epoch is not None:
             self._scale()
@@ -109,7 +116,7 @@ class Feed:
     # --- epochs -----------------------------------------------------------------------------------------------------
 
     def begin(self, epoch: Epoch, births: list[Birth] | None = None, *, turn: int = 0) -> None:
-        """Start a pass. `births` tells numbered workers where to begin; without it those of the last pass go on."""
+        """Start a pass. `births` tells workers with streams where to begin; without it those of the last pass go on."""
         self.leave()
         self._epoch = epoch
         self._faults.answered()
@@ -154,7 +161,7 @@ class Feed:
 
     def _drop(self, batch: Batch) -> None:
         batch.dropped = True
-        if not self.posts:  # stock's workers finish what they were sent, and their random streams with it
+        if not self.recipe.streams:  # PyTorch's workers finish what they were sent, and their random streams with it
             self._call_off(batch)
         batch.release()
         self._release_slot(batch)
@@ -302,8 +309,8 @@ class Feed:
         if not self.workers:
             epoch.pull_ahead(0, self._under_way())
             return
-        while self._under_way() < epoch.limit(self._depth(self._together(epoch))):
-            post = self.posts.next()
+        while self._under_way() < epoch.limit(epoch.ahead if self.posts else self._depth(self._together(epoch))):
+            post = self.posts.next(self._has_room)
             batches = epoch.begin(self._together(epoch)) if post is not None or not self.posts else []
             if not batches:
                 break
@@ -320,13 +327,20 @@ class Feed:
                 self._waiting.appendleft(part)
                 break
 
+    def _has_room(self, post: Post, among: int) -> bool:
+        """Whether a numbered worker is given the next batch: in order it is its turn, else as PyTorch's has room."""
+        epoch = self._epoch
+        assert epoch is not None
+        mine = sum(batch.post == post.number and not batch.finished for batch in self._table)
+        return epoch.in_order or mine < epoch.ahead // among
+
     def _under_way(self) -> int:
         return sum(map(len, self._table))
 
     def _together(self, epoch: Epoch) -> int:
         """How many of the next batches travel together: to hand over many takes the training process little longer than
         to hand over one. Few at the start of a pass, so that they come soon, and at its end, so that nobody is idle."""
-        free = epoch.free() // self._tuning.workers
+        free = 0 if self.posts else epoch.free() // self._tuning.workers
         if self._batch_s > QUICK_S or free < 2 or self._mishaps >= MISHAPS:
             return 1
         fit = max(1, min(TOGETHER, TOGETHER_BYTES // max(1, self._batch_bytes)))
@@ -439,7 +453,7 @@ class Feed:
             part = assignment.part
             if isinstance(message, Done):
                 self._tuning.had_work(hand.had_work(message.ended_s))
-            if self.posts:
+            if self.recipe.streams:
                 self.posts.track(hand, part.batch, message)
             wanted = self._still_wanted(part)
             part.given -= 1

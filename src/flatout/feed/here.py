@@ -7,20 +7,26 @@ are the same: random numbers go by position here too, the main process's own str
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import _DatasetKind
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import _DatasetKind, default_collate
+from torch.utils.data._utils import collate as stock_collate
 from torch.utils.data._utils import worker as stock_worker
 
-from flatout.feed import randomness
+from flatout.feed import packing, randomness
 from flatout.feed.messages import Recipe
 from flatout.feed.randomness import Key
 from flatout.feed.rows import Rows, renumbered, worker_info
 from flatout.feed.table import Batch
 
+_one_thread = threading.RLock()  # random generators and get_worker_info() belong to the whole process
 AT_ONCE_S = 8e-3  # batches are made this long at a stretch: looking after the random numbers takes 45 µs
 
 
@@ -42,21 +48,25 @@ class Here:
 
         A batch that is more than its data (there is something to raise, or to count) comes last and is returned.
         """
-        if not self._by_position:
-            before = randomness.whole_snapshot()
-            batches, odd = self._stretch(coming, key, lambda _, indices: self._plain.fetch(indices))
-            if before[:-1] != randomness.snapshot():
-                self._by_position = True  # it draws after all: as if nothing had happened
-                randomness.put_back(before)
-        if self._by_position:
-            with randomness.untouched():
-                batches, odd = self._stretch(coming, key, lambda number, indices: self._rows.load(key, number, indices))
+        with _one_thread:
+            batches, odd = self._make(coming, key)
         for _ in range(len(batches) + (odd is not None)):
             coming.popleft()
         made.extend(batches)
         # Indices pulled too early leave the caches. Without any left it was not time that ended the stretch.
         self.at_once = len(batches) * 5 // 4 + 1 if coming else max(self.at_once, min(64, 2 * len(batches)))
         return odd
+
+    def _make(self, coming: deque[tuple[int, Any]], key: Key) -> tuple[list[Any], Batch | None]:
+        if not self._by_position:
+            before = randomness.whole_snapshot()
+            batches, odd = self._stretch(coming, key, lambda _, indices: self._plain.fetch(indices))
+            if before[:-1] == randomness.snapshot():
+                return batches, odd
+            self._by_position = True  # it draws after all: as if nothing had happened
+            randomness.put_back(before)
+        with randomness.untouched():
+            return self._stretch(coming, key, lambda number, indices: self._rows.load(key, number, indices))
 
     def _stretch(
         self, coming: deque[tuple[int, Any]], key: Key, load: Callable[[int, Any], Any]
@@ -68,8 +78,9 @@ class Here:
                 stock_worker._worker_info = renumbered(self._info, number % self._recipe.declared, key[0])
                 try:
                     made.append(load(number, indices))
-                except Exception as problem:
-                    return made, Batch.made_here(number, indices, problem=problem)
+                except Exception:
+                    where = f"in DataLoader worker process {self._info.id}"
+                    return made, Batch.made_here(number, indices, problem=ExceptionWrapper(where=where))
                 if self._rows.bad:
                     return made, Batch.made_here(number, indices, data=made.pop(), bad=self._rows.bad)
                 if time.monotonic() > until:
@@ -79,5 +90,29 @@ class Here:
         return made, None
 
     def _collate(self, samples: Any) -> Any:
-        stock_worker._worker_info = None  # default_collate would see a worker, and stack into /dev/shm
-        return self._recipe.collate_fn(samples)
+        collate, functions = self._recipe.collate_fn, stock_collate.default_collate_fn_map
+        if collate is default_collate:
+            with _no_worker():
+                return collate(samples)
+        stack = functions[torch.Tensor]
+        if stack is packing._stock_tensor:  # where the script's own collate_fn ends in default_collate
+            functions[torch.Tensor] = _stack_in_process
+        try:
+            return collate(samples)
+        finally:
+            functions[torch.Tensor] = stack
+
+
+@contextlib.contextmanager
+def _no_worker() -> Iterator[None]:
+    """PyTorch's collation sees no worker, or it would stack into /dev/shm."""
+    info, stock_worker._worker_info = stock_worker._worker_info, None
+    try:
+        yield
+    finally:
+        stock_worker._worker_info = info
+
+
+def _stack_in_process(batch: Any, **options: Any) -> Any:
+    with _no_worker():
+        return packing._stock_tensor(batch, **options)

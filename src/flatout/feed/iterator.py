@@ -31,6 +31,7 @@ from flatout.feed import randomness
 from flatout.feed.account import BadSample, BadSampleError, name_of
 from flatout.feed.endless import EpochAfterEpoch
 from flatout.feed.epoch import Epoch
+from flatout.feed.faults import at_the_file_limit
 from flatout.feed.feed import Feed
 from flatout.feed.messages import Birth
 from flatout.feed.slots import Slots
@@ -78,7 +79,7 @@ class FeedIterator(_BaseDataLoaderIter):
         self._made = feed.made
         self._seed = int(self._base_seed)
         self._epoch_number = 0
-        self._generators = _generators_of(loader)
+        self._generators = generators_of(loader)
         self._pure_sampler = is_pure(loader)
         if resume is not None:
             self._seed = resume["base_seed"]
@@ -121,7 +122,7 @@ class FeedIterator(_BaseDataLoaderIter):
         # A sampler of torch's own draws when it is started and when it has ended, not in between; a last batch that is
         # not full ends it.
         batches = endless.in_all if endless is not None else len(self._index_sampler) if self._pure_sampler else 0
-        free = batches - 1 if self._pure_sampler and not self._feed.posts else 0
+        free = batches - 1 if self._pure_sampler and not self._feed.recipe.streams else 0
         self._epoch = Epoch(
             key=(self._seed, self._epoch_number),
             indices=self._sampler_iter,
@@ -130,10 +131,11 @@ class FeedIterator(_BaseDataLoaderIter):
             in_order=getattr(loader, "in_order", True),
             next_number=skip,
         )
-        self._feed.begin(self._epoch, births, turn=turn)
+        with at_the_file_limit():
+            self._feed.begin(self._epoch, births, turn=turn if self._feed.recipe.streams else skip)
 
     def _births(self, resume: dict[str, Any] | None) -> list[Birth] | None:
-        if not self._feed.posts:
+        if not self._feed.recipe.streams:
             return None
         fresh = [Birth(post.number, self._seed) for post in self._feed.posts]
         if resume is None or resume["workers"] is None:
@@ -184,8 +186,8 @@ class FeedIterator(_BaseDataLoaderIter):
     def _made_alone(self, alone: _Alone) -> Any:
         """As stock does: asked for now, made now."""
         if not self.position.finished:
-            self.position.finished = True  # as far as the feed is concerned
             self._feed.leave(self._epoch)
+            self.position.finished = True  # another pass may have the feed from here on
             if self._given_back is not None and alone.why:
                 self._given_back(alone.why)
         data = alone.next()
@@ -201,7 +203,8 @@ class FeedIterator(_BaseDataLoaderIter):
                 if not self._pure_sampler:
                     self._epoch.pull()  # stock asks for another batch whenever it hands one over
                 return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
-            batch = self._feed.next(self._timeout, heard=heard)
+            with at_the_file_limit():
+                batch = self._feed.next(self._timeout, heard=heard)
             if batch is None:
                 position.finished = True
                 break
@@ -320,7 +323,7 @@ class _Alone:
         return self._fetcher.fetch(indices)
 
 
-def _generators_of(loader: StockLoader[Any]) -> list[torch.Generator]:
+def generators_of(loader: StockLoader[Any]) -> list[torch.Generator]:
     """The generators a pass draws from, each once."""
     found: list[torch.Generator] = []
     for owner in (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)):

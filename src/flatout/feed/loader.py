@@ -6,9 +6,10 @@ import functools
 import importlib.metadata
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from flatout import budget
 from flatout.feed import randomness
 from flatout.feed.feed import Feed
 from flatout.feed.fingerprint import Known, fingerprint
-from flatout.feed.iterator import FeedIterator, Position
+from flatout.feed.iterator import FeedIterator, Position, generators_of
 from flatout.feed.messages import Recipe
 from flatout.sense.variables import Globals
 
@@ -35,7 +36,7 @@ T_co = TypeVar("T_co", covariant=True)
 class Options:
     """What our loader can do that stock's arguments do not say."""
 
-    workers: Literal["auto"] | None = None  # None: as many as the loader declares, to begin with
+    workers: Literal["auto"] | None = None  # None: as many as the loader declares
     rng: Literal["position", "stock"] = "position"
     on_bad_sample: Literal["raise", "skip"] = "raise"
     hang_timeout: float = 600.0
@@ -43,12 +44,21 @@ class Options:
     defer: bool = False  # leave to the card what samples do to their pictures
 
 
-class DataLoader(StockLoader[T_co]):
-    """`torch.utils.data.DataLoader`, with workers that tune themselves, keep order and survive each other.
+class Auto(int):
+    """`num_workers="auto"` as it stands in a loader: a number of workers to begin with, which may change.
 
-    Takes the same arguments. `num_workers` is where the number of workers starts, "auto" leaves it to us; 0 loads in
-    the training process, as in stock. `rng="stock"` keeps stock's random stream a worker. `on_bad_sample="skip"` leaves
-    samples out that raise or kill. A worker that stands still for `hang_timeout` seconds is replaced.
+    Who makes another loader from this one's attributes, as Lightning does, hands it on.
+    """
+
+    __slots__ = ()
+
+
+class DataLoader(StockLoader[T_co]):
+    """`torch.utils.data.DataLoader`, with workers that are replaced when they die, and that tune themselves if asked.
+
+    Takes the same arguments, which mean the same. `num_workers="auto"` leaves their number to us. `rng="stock"` keeps
+    PyTorch's random stream of a worker. `on_bad_sample="skip"` leaves samples out that raise or kill. A worker that
+    stands still for `hang_timeout` seconds is replaced.
     """
 
     def __init__(
@@ -58,7 +68,7 @@ class DataLoader(StockLoader[T_co]):
         shuffle: bool | None = None,
         sampler: Any = None,
         batch_sampler: Any = None,
-        num_workers: int | Literal["auto"] = "auto",
+        num_workers: int | Literal["auto"] = 0,
         collate_fn: Callable[[Any], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -79,20 +89,29 @@ class DataLoader(StockLoader[T_co]):
                 raise ValueError(f"{name} must be one of {', '.join(known)} (got {value!r})")
         if isinstance(num_workers, str) and num_workers != "auto":
             raise ValueError(f'num_workers must be a number or "auto" (got {num_workers!r})')
-        self._options = Options(
-            workers="auto" if num_workers == "auto" else None,
-            rng=rng,
-            on_bad_sample=on_bad_sample,
-            hang_timeout=hang_timeout,
-        )
+        # By their names, as PyTorch keeps its own: that is where Lightning looks when it makes another such loader.
+        self.rng: Literal["position", "stock"] = rng
+        self.on_bad_sample: Literal["raise", "skip"] = on_bad_sample
+        self.hang_timeout = hang_timeout
+        self._page_locked: bool | None = None
         self._position: Position | None = None
         self._said = ""
         self._resume: dict[str, Any] | None = None
         super().__init__(
             dataset, batch_size, shuffle, sampler, batch_sampler,
-            _workers_to_start_with(dataset) if num_workers == "auto" else num_workers,
+            Auto(_workers_to_start_with(dataset)) if num_workers == "auto" else num_workers,
             collate_fn, pin_memory, drop_last, timeout, worker_init_fn, multiprocessing_context, generator, **stock,
         )  # fmt: skip
+
+    @property
+    def _options(self) -> Options:
+        return Options(
+            workers="auto" if isinstance(self.num_workers, Auto) else None,
+            rng=self.rng,
+            on_bad_sample=self.on_bad_sample,
+            hang_timeout=self.hang_timeout,
+            page_locked=self._page_locked,
+        )
 
     def _get_iterator(self) -> Any:
         resume, self._resume = self._resume, None
@@ -100,7 +119,7 @@ class DataLoader(StockLoader[T_co]):
         iterator, reason = iterator_for(self, self._options, resume)
         if iterator is None:
             if reason != self._said:
-                log.info("stock loader: %s", reason)
+                log.info("PyTorch's loader: %s", reason)
             self._said = reason
             iterator = self._stock_iterator(reason, resume)
         if users_random is not None:
@@ -111,9 +130,6 @@ class DataLoader(StockLoader[T_co]):
         iterator = super().__iter__()
         self._position = getattr(iterator, "position", None)
         return iterator
-
-    def check_worker_number_rationality(self) -> None:
-        """No warning of too many workers: they are brought down to what the cores can do."""
 
     def _stock_iterator(self, reason: str, resume: dict[str, Any] | None) -> Any:
         if resume is not None:
@@ -126,7 +142,7 @@ class DataLoader(StockLoader[T_co]):
         if position is None and self._said:
             log.warning("this loader cannot resume in mid-epoch, only at the start of one: %s", self._said)
         if position is None or (position.finished and not behind):
-            return {"version": 1, "yielded": 0}
+            return self._state_between_passes(position)
         yielded = max(0, position.yielded - behind)
         states = reversed(position.workers)
         turn, workers = next(((turn, births) for at, turn, births in states if at <= yielded), (0, None))
@@ -141,16 +157,27 @@ class DataLoader(StockLoader[T_co]):
             "workers": workers and [birth and birth._asdict() for birth in workers],
         }
 
+    def _state_between_passes(self, position: Position | None) -> dict[str, Any]:
+        """The next pass draws from the loader's own generators, which go along."""
+        state = {"version": 1, "yielded": 0, "generators": [one.get_state() for one in generators_of(self)]}
+        if position is not None and self.persistent_workers and state["generators"]:
+            # An iterator that stays draws its base seed once: the next one is not to draw another.
+            seeds = {"base_seed": position.base_seed, "epoch": position.epoch + 1, "random": randomness.capture()}
+            state |= seeds | {"turn": 0, "workers": None}
+        return state
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next `iter()` go on from there; the number of workers may be another."""
         if state.get("version") != 1:
             raise ValueError(f"not a state of this DataLoader (version {state.get('version')!r}, expected 1)")
         self._resume = state if "base_seed" in state else None
+        for generator, its_state in zip(generators_of(self), state.get("generators", ()), strict=False):
+            generator.set_state(its_state)
         self._iterator = None  # or persistent workers would just begin the next pass
 
     def page_lock(self) -> None:
         """Make batches in page-locked memory from the next pass on, whatever `pin_memory` says."""
-        self._options = replace(self._options, page_locked=True)
+        self._page_locked = True
 
     @property
     def feed(self) -> Feed | None:
@@ -161,6 +188,15 @@ class DataLoader(StockLoader[T_co]):
 # --- building a feed from any stock loader ----------------------------------------------------------------------------
 
 _kept: weakref.WeakKeyDictionary[StockLoader[Any], _Kept] = weakref.WeakKeyDictionary()
+_one_thread = threading.RLock()  # begins a pass at a time; then each has a feed of its own
+
+
+def _new_lock() -> None:
+    global _one_thread
+    _one_thread = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_new_lock)  # the thread that held it may not be there
 
 
 @dataclass(slots=True)
@@ -185,13 +221,25 @@ def iterator_for(
     `given_back`: who is told why a loop without workers of its own goes on without ours: what is written to its dataset
     they would not see.
     """
-    options = options or Options()
+    with _one_thread:
+        return _iterator_for(loader, options or Options(), resume, given_back)
+
+
+def _iterator_for(
+    loader: StockLoader[Any],
+    options: Options,
+    resume: dict[str, Any] | None,
+    given_back: Callable[[str], None] | None,
+) -> tuple[FeedIterator | None, str]:
     reason = _why_not(loader, options)
     if reason:
         return None, reason
     kept = _kept.get(loader)
     if kept is not None and kept.feed.pid != os.getpid():  # a forked process has workers of its own
         kept = None
+    declared = int(loader.num_workers)
+    if not declared:
+        declared = kept.feed.recipe.declared if kept else _workers_to_start_with(loader.dataset)
     recipe = Recipe(
         dataset=loader.dataset,
         collate_fn=loader.collate_fn,
@@ -200,8 +248,9 @@ def iterator_for(
         drop_last=loader.drop_last,
         worker_init_fn=_init_fn(loader),
         batch_size=loader.batch_size or _whole_number(getattr(loader.batch_sampler, "batch_size", None)),
-        declared=loader.num_workers or (kept.feed.recipe.declared if kept else _workers(loader, options)),
-        streams=_numbered(loader, options),
+        declared=declared,
+        numbered=_numbered(loader, options),
+        streams=_streams(loader, options),
         skip_bad=options.on_bad_sample == "skip",
         defer=options.defer and not why_not_deferred(loader),
     )
@@ -212,8 +261,8 @@ def iterator_for(
             recipe,
             loader.multiprocessing_context,
             budget.measure(),
-            workers=_workers(loader, options),
-            may_do_without=options.workers == "auto" and _may_do_without(loader),
+            workers=declared,
+            may_do_without=_may_do_without(loader),
             page_locked=page_locked,
             hang_timeout=options.hang_timeout,
         )
@@ -258,10 +307,6 @@ def _whole_number(value: Any) -> int | None:
     return value if type(value) is int else None
 
 
-def _workers(loader: StockLoader[Any], options: Options) -> int:
-    return loader.num_workers if options.workers is None else _workers_to_start_with(loader.dataset)
-
-
 def _workers_to_start_with(dataset: Any) -> int:
     """All cores we may use; one where every worker would give all of the data."""
     return 1 if isinstance(dataset, IterableDataset) else budget.measure().cores
@@ -278,7 +323,7 @@ def _why_not(loader: StockLoader[Any], options: Options) -> str:
         return "this system has no memfd or pidfd"
     if loader.num_workers == 0 and options.workers is None:
         return "num_workers=0"
-    if loader.num_workers == 0 and _numbered(loader, options):
+    if loader.num_workers == 0 and _streams(loader, options):
         meant = (
             f"its worker_init_fn, {_named(loader.worker_init_fn)}, may make workers what they have to be"
             if _init_fn(loader) is not None
@@ -309,7 +354,12 @@ def _has_what_workers_need() -> bool:
 
 
 def _numbered(loader: StockLoader[Any], options: Options) -> bool:
-    """Whether user code can tell workers apart, so that their number and stock's order of tasks are kept."""
+    """Whether there are as many workers as declared, and batches go round them: not only where it is left to us."""
+    return options.workers is None or _streams(loader, options)
+
+
+def _streams(loader: StockLoader[Any], options: Options) -> bool:
+    """Whether user code can tell workers apart: each has a random stream, or one of data."""
     return options.rng == "stock" or _init_fn(loader) is not None or loader._dataset_kind == _DatasetKind.Iterable
 
 
@@ -338,6 +388,9 @@ def _in_use(iterator: FeedIterator | None) -> bool:
 
 
 def _may_do_without(loader: StockLoader[Any]) -> bool:
-    """Whether the training process may touch the dataset: workers stay as they are, and later ones can be started."""
+    """Whether the training process may touch the dataset: the script has asked for no number of workers, they stay as
+    they are, and later ones can be started."""
+    if loader.num_workers and not isinstance(loader.num_workers, Auto):
+        return False
     context = loader.multiprocessing_context or multiprocessing
     return not loader.persistent_workers and context.get_start_method() == "fork"

@@ -29,7 +29,8 @@ class Recipe:
     worker_init_fn: Callable[[int], None] | None
     batch_size: int | None
     declared: int  # the number of workers that user code is told
-    streams: bool  # stock's random stream a worker, instead of seeds by position; workers have numbers
+    numbered: bool  # as many workers as declared, and batches go round them; else they are interchangeable
+    streams: bool  # of numbered workers: each has PyTorch's random stream, instead of seeds by position
     skip_bad: bool
     defer: bool = False  # what samples do to their pictures is noted, and done to whole batches on the card
 

@@ -1,12 +1,12 @@
-"""Workers whose number has a meaning: `worker_init_fn`, `rng="stock"`, iterable datasets.
+"""Workers that have a number: as many as declared, and batches go round them in PyTorch's order.
 
-Their count is the declared one, batches go round them in stock's order, and each has a stream (of random numbers, or
-of data) that a successor has to take up where it was left.
+With a `worker_init_fn`, with `rng="stock"` and for an iterable dataset each also has a stream (of random numbers, or of
+data) that a successor has to take up where it was left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ class Posts:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._posts = [Post(number) for number in range(recipe.declared if recipe.streams else 0)]
+        self._posts = [Post(number) for number in range(recipe.declared if recipe.numbered else 0)]
         self._turn = 0
 
     def __len__(self) -> int:
@@ -62,15 +62,15 @@ class Posts:
     def man(self, crew: Crew, post: Post) -> None:
         """See that somebody holds a number."""
         if post.hand is None:
-            assert post.birth is not None
-            post.hand = crew.hire(post.birth)
+            post.hand = crew.hire(post.birth or Birth(post.number, 0))
 
-    def next(self) -> Post | None:
-        """Whose turn it is: round and round those that have data left."""
+    def next(self, has_room: Callable[[Post, int], bool]) -> Post | None:
+        """Whose turn it is: round and round those that have data left, and room among so many of them."""
+        active = sum(post.active for post in self._posts)
         for _ in self._posts:
             post = self._posts[self._turn % len(self._posts)]
             self._turn += 1
-            if post.active:
+            if post.active and has_room(post, active):
                 return post
         return None
 
@@ -82,9 +82,9 @@ class Posts:
         if message.random_state is not None:
             post.random_state = message.random_state
         if isinstance(message, Done) and not batch.dropped:
-            if self._recipe.iterable and message.data_state is None:  # replayed from the beginning of the pass
-                post.birth = post.birth._replace(replay=post.birth.replay + 1, checksum=message.checksum)
-            else:
-                state = post.random_state or post.birth.random_state
-                post.birth = post.birth._replace(random_state=state, data_state=message.data_state)
+            # Counted even while the dataset keeps its state: it may stop to, and is then repeated from the beginning.
+            replay = post.birth.replay + self._recipe.iterable
+            post.birth = post.birth._replace(replay=replay, checksum=message.checksum, data_state=message.data_state)
+            if not self._recipe.iterable or message.data_state is not None:
+                post.birth = post.birth._replace(random_state=post.random_state or post.birth.random_state)
             batch.after = post.birth

@@ -23,6 +23,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from pickle import PicklingError
 from typing import Any, NamedTuple
 
 import psutil
@@ -35,6 +36,11 @@ from flatout.feed.messages import Recipe
 _GRACE_S = 0.2  # for workers to end by themselves: who measures them writes down a last time what was seen
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_CANNOT_TRAVEL = (
+    "Got pickle error when attempting to start a worker process: the start method {!r} sends it the dataset, "
+    "collate_fn and worker_init_fn, which have to be picklable (no lambda, no function within a function). "
+    "multiprocessing_context='fork' does without."
+)
 _fork_lock = threading.Lock()  # a fork between the making of a wire and its hand-over would keep the wire's far end
 
 
@@ -129,8 +135,10 @@ class ContextStarter:
             process = self._context.Process(target=_spawned_main, args=(self._recipe, far, os.getpid()), daemon=True)
             try:
                 process.start()
-            except BaseException:
+            except BaseException as problem:
                 near.close()
+                if isinstance(problem, (TypeError, AttributeError, PicklingError)):
+                    warnings.warn(_CANNOT_TRAVEL.format(self._context.get_start_method()), stacklevel=2)
                 raise
             finally:
                 far.close()

@@ -277,6 +277,8 @@ class _Packer(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Deferred and obj.itself() is None:
             return Deferred.of, obj.taken_apart()
+        if isinstance(obj, np.ndarray) and not obj.flags.writeable:  # PyTorch's workers hand over one that is
+            return obj.copy(order="K").__reduce_ex__(5)
         if type(obj) is not torch.Tensor or obj.requires_grad or obj.device.type != "cpu":
             return NotImplemented
         if obj.layout != torch.strided or obj.is_quantized or obj.is_nested or obj.is_conj() or obj.is_neg():

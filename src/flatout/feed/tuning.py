@@ -21,7 +21,7 @@ log = logging.getLogger("flatout.feed")
 WINDOW_BATCHES = 8
 LATELY_S = 5.0
 
-_all: weakref.WeakSet[Tuning] = weakref.WeakSet()
+_all: list[weakref.ref[Tuning]] = []  # replaced, never changed: several threads may go through it
 _latest_end = -math.inf  # of any pass
 _found: dict[Hashable, int] = {}  # workers, by what a loader is like
 
@@ -30,6 +30,7 @@ class Tuning:
     """The number of workers and of batches ahead that one loader should have; `like` is what it is like."""
 
     def __init__(self, workers: int, budget: Budget, *, may_do_without: bool, like: Hashable = None) -> None:
+        global _all
         self._controller = Controller(workers, cores=budget.cores_allowed, may_do_without=may_do_without)
         self._like = like
         if like is not None and _found.get(like):
@@ -41,7 +42,7 @@ class Tuning:
         self._last_pass = (-math.inf, -math.inf)  # from its first batch asked for to its end
         self._kills = out_of_memory_kills()
         self._held = False
-        _all.add(self)
+        _all = [*(one for one in _all if one() is not None), weakref.ref(self)]
 
     @property
     def workers(self) -> int:
@@ -107,7 +108,7 @@ class Tuning:
         total = 0.0
         if _latest_end <= since:
             return total
-        for begin, end in sorted(other._last_pass for other in _all if other is not self):
+        for begin, end in sorted(other._last_pass for other in self._others()):
             if end > since:  # two that were used together took their time only once
                 total += end - max(begin, since)
                 since = end
@@ -125,9 +126,15 @@ class Tuning:
             log.info("%d → %d workers: %s", before, self.workers, self.why)
         return self.workers != before
 
+    def _others(self) -> list[Tuning]:
+        return [other for one in _all if (other := one()) is not None and other is not self]
+
     def _cores(self) -> float:
         """A fair share of them."""
         assert self._asked_at is not None
-        asked = (other._asked_at for other in _all if other is not self)
-        others = sum(1 for at in asked if at is not None and self._asked_at - at < LATELY_S)
+        others = sum(
+            1
+            for at in [other._asked_at for other in self._others()]
+            if at is not None and self._asked_at - at < LATELY_S
+        )
         return max(1.0, self._budget.cores_allowed / (1 + others))

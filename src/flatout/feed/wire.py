@@ -8,6 +8,7 @@ own, so neither side ever blocks on the size of an index list or a traceback.
 from __future__ import annotations
 
 import array
+import errno
 import mmap
 import os
 import pickle
@@ -55,13 +56,18 @@ def send(wire: socket.socket, message: object, fds: Sequence[int] = ()) -> None:
 
 
 def receive(wire: socket.socket, *, wait: bool = True) -> tuple[Any, list[int]]:
-    """The next message and its descriptors; `EOFError` once the other side is gone and everything was read."""
+    """The next message and its descriptors; `EOFError` once the other side is gone and everything was read.
+
+    `OSError` (EMFILE) where this process may open no more files: the descriptors are lost.
+    """
     try:
-        data, ancillary, _, _ = wire.recvmsg(INLINE_BYTES + 1, _ANCILLARY_BYTES, _WAIT if wait else _DO_NOT_WAIT)
+        data, ancillary, flags, _ = wire.recvmsg(INLINE_BYTES + 1, _ANCILLARY_BYTES, _WAIT if wait else _DO_NOT_WAIT)
     except ConnectionResetError:  # said once, when the other side died with unread messages; its own may be queued
         return receive(wire, wait=wait)
     if not data:
         raise EOFError
+    if flags & socket.MSG_CTRUNC:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     if not ancillary and data[0] == _INLINE[0]:
         return pickle.loads(memoryview(data)[1:]), []
     fds = array.array("i")

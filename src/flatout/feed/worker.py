@@ -77,6 +77,7 @@ class _Worker:
         self._spare_normal = False
         self._init_error: ExceptionWrapper | None = None
         self._fetcher: Any = None  # of an iterable dataset
+        self._keeps_state = True  # it, or its iterator, as long as that works
         # First: who measures asks it whether this is a worker when the fetcher is made.
         self._info = stock_worker._worker_info = renumbered(worker_info(recipe), birth.number, birth.base_seed)
         self._rows = Rows(recipe, self._board, self._collate)
@@ -203,7 +204,7 @@ class _Worker:
         if self._recipe.streams:
             state, drew = self._state_if_drawn()
         if self._recipe.iterable:
-            data_state = _data_state(self._recipe.dataset, self._fetcher.dataset_iter)
+            data_state = self._data_state()
             if data_state is None:
                 self._sum_up(packed, memory)
         loaded = [indices for _, indices in task.indices] if task.several else [task.indices]
@@ -219,8 +220,9 @@ class _Worker:
         )  # fmt: skip
 
     def _load(self, task: Task, number: int, indices: Any) -> Any:
-        if not self._recipe.streams:  # the worker that stock would have asked
-            renumbered(self._info, number % self._recipe.declared, task.key[0])
+        if not self._recipe.streams:  # the worker that PyTorch would have asked
+            own = self._birth.number if self._recipe.numbered else number % self._recipe.declared
+            renumbered(self._info, own, task.key[0])
         batch = self._rows.load(task.key, number, indices, task.first_row, task.leave_out)
         self._drew = self._drew or self._rows.drew
         if task.several and self._rows.bad:
@@ -248,6 +250,20 @@ class _Worker:
         self._spare_normal = bool(state["numpy"][3])  # which can be used up without a trace in a snapshot
         return state
 
+    def _data_state(self) -> Any:
+        """Where the stream is. None where that cannot be told: it is repeated then, should this worker die."""
+        dataset, iterator = self._recipe.dataset, self._fetcher.dataset_iter
+        keeper = dataset if _keeps_state(dataset) else iterator
+        if not self._keeps_state or not _keeps_state(keeper):
+            return None
+        try:
+            state = keeper.state_dict()
+            pickle.dumps(state)
+        except Exception:  # it takes arguments (litdata's, MosaicML's), or what it gives cannot travel
+            self._keeps_state = False
+            return None
+        return state
+
     def _sum_up(self, packed: packing.Packed, memory: packing.Bytes | None) -> None:
         if packed.file is not None:
             memory = packing.map_file(os.dup(packed.file))
@@ -256,11 +272,6 @@ class _Worker:
 
 def _keeps_state(thing: Any) -> bool:
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
-
-
-def _data_state(dataset: Any, iterator: Any) -> Any:
-    keeper = dataset if _keeps_state(dataset) else iterator
-    return keeper.state_dict() if _keeps_state(keeper) else None
 
 
 def _checksum(so_far: int, skeleton: bytes, spans: Sequence[packing.Span], memory: packing.Bytes | None) -> int:

@@ -17,6 +17,7 @@ from torch.utils.data import DistributedSampler, IterableDataset
 
 from flatout.feed import DataLoader, packing, to_device
 from flatout.feed.feed import Feed
+from flatout.feed.loader import Auto
 from flatout.feed.nursery import ContextStarter
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -50,7 +51,7 @@ class Slow(Drawing):
 
 def test_a_divided_batch_is_the_batch() -> None:
     expected = one_pass(DataLoader(Slow(600), 40, shuffle=True, num_workers=1))
-    divided = DataLoader(Slow(600), 40, shuffle=True, num_workers=1)
+    divided = DataLoader(Slow(600), 40, shuffle=True, num_workers=Auto(1))
     torch.manual_seed(4)
     found = []
     for batch in divided:
@@ -79,7 +80,7 @@ def test_workers_that_differ_leave_divided_batches_in_their_slots(monkeypatch: p
     joined: list[int] = []
     copied = packing._copied
     monkeypatch.setattr(packing, "_copied", lambda pieces: joined.append(len(pieces)) or copied(pieces))
-    loader = DataLoader(Uneven(128 * 200), 128, num_workers=16)
+    loader = DataLoader(Uneven(128 * 200), 128, num_workers=Auto(16))
     for _ in loader:
         feed(loader).resize(16, hold=True)
     assert feed(loader).account.parts > 400, "hardly a batch was divided"
@@ -108,7 +109,7 @@ class WaitsForTheNext(Slow):
 
 def test_a_slow_sample_does_not_hold_up_the_parts_behind_it(tmp_path: Path) -> None:
     """... of which its worker has some: without others taking them over this test would not end."""
-    loader = DataLoader(WaitsForTheNext(1600, tmp_path), 80, num_workers=3, timeout=20)
+    loader = DataLoader(WaitsForTheNext(1600, tmp_path), 80, num_workers=Auto(3), timeout=20)
     indices = []
     for _, _, index in loader:
         feed(loader).resize(3, hold=True)
@@ -119,7 +120,7 @@ def test_a_slow_sample_does_not_hold_up_the_parts_behind_it(tmp_path: Path) -> N
 
 def test_slots_go_round() -> None:
     """GIVEN batches that are divided and dropped, THEN a hundred of them need no more slots than are under way."""
-    loader = DataLoader(Slow(4000), 40, num_workers=3)
+    loader = DataLoader(Slow(4000), 40, num_workers=Auto(3))
     for _ in loader:
         pass
     assert feed(loader).account.parts > 100
@@ -131,7 +132,7 @@ def test_only_the_first_batch_of_a_worker_travels_by_itself(monkeypatch: pytest.
     travelled: list[int] = []
     map_file = packing.map_file
     monkeypatch.setattr(packing, "map_file", lambda file, **how: travelled.append(file) or map_file(file, **how))
-    for _ in DataLoader(Slow(400), 8, num_workers=2):
+    for _ in DataLoader(Slow(400), 8, num_workers=Auto(2)):
         pass
     assert 1 <= len(travelled) <= 2
 

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader as Stock
 from flatout.feed import DataLoader, controller, feed, feed_of, iterator_for, to_device, tuning
 from flatout.feed.controller import Controller, Observation
 from flatout.feed.iterator import is_pure
-from flatout.feed.loader import Options
+from flatout.feed.loader import Auto, Options
 from flatout.feed.messages import Done
 from flatout.feed.table import Batch
 from flatout.feed.tuning import Tuning
@@ -242,7 +242,7 @@ def test_iterable_datasets_are_read_by_the_declared_workers_in_stocks_order(argu
 
 
 def test_auto_does_not_multiply_an_iterable_dataset() -> None:
-    assert len(list(DataLoader(Counting(), batch_size=None))) == 5
+    assert len(list(DataLoader(Counting(), batch_size=None, num_workers="auto"))) == 5
 
 
 def test_batches_of_uneven_size_from_a_custom_collate() -> None:
@@ -557,7 +557,7 @@ def test_small_batches_of_slow_samples_are_divided_too(batch_size: int, monkeypa
     monkeypatch.setattr(feed, "cut", counting)
     data = Slow(8 * batch_size)
     torch.manual_seed(0)
-    divided = list(DataLoader(data, batch_size, num_workers=2))
+    divided = list(DataLoader(data, batch_size, num_workers=Auto(2)))
     assert pieces
     assert set(pieces) == {2}
     torch.manual_seed(0)
@@ -574,7 +574,7 @@ def test_a_pass_begins_with_small_pieces_as_all_wait_for_it(monkeypatch: pytest.
         pieces[batch.number] = len(batch.parts)
 
     monkeypatch.setattr(feed.Feed, "_cut", noting)
-    loader = DataLoader(Slow(48), 2, num_workers=2)  # 60 ms a batch
+    loader = DataLoader(Slow(48), 2, num_workers=Auto(2))  # 60 ms a batch
     for _ in range(2):  # the first to learn how long they take
         assert len(list(loader)) == 24
     assert [pieces[number] for number in range(3)] == [2] * 3
@@ -679,7 +679,7 @@ def test_a_pause_after_a_break_does_not_pass_for_work(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Controller, "observe", lambda self, window: seen.append(window))
     monkeypatch.setattr(tuning, "WINDOW_BATCHES", 2)
     monkeypatch.setattr(controller, "WINDOW_S", 0.1)
-    loader = DataLoader(Sleeping(64), 1, num_workers=2, collate_fn=as_list)
+    loader = DataLoader(Sleeping(64), 1, num_workers=Auto(2), collate_fn=as_list)
     for _ in range(3):
         for number, _batch in enumerate(loader):
             time.sleep(0.02)
@@ -702,7 +702,7 @@ def test_the_pace_of_workers_is_known_though_batches_come_in_bursts(monkeypatch:
     monkeypatch.setattr(Controller, "observe", lambda self, window: seen.append(window))
     monkeypatch.setattr(tuning, "WINDOW_BATCHES", 2)
     monkeypatch.setattr(controller, "WINDOW_S", 0.1)
-    loader = DataLoader(Sleeping(8 * 24), 8, num_workers=2, collate_fn=as_list)
+    loader = DataLoader(Sleeping(8 * 24), 8, num_workers=Auto(2), collate_fn=as_list)
     began = time.monotonic()
     assert len(list(loader)) == 24
     each_s = (time.monotonic() - began) / 24
@@ -716,7 +716,7 @@ def test_the_pace_of_workers_is_known_though_batches_come_in_bursts(monkeypatch:
 def test_spare_memory_is_given_back_when_workers_leave_and_not_when_more_come(
     monkeypatch: pytest.MonkeyPatch, workers: int, given_back: bool
 ) -> None:
-    loader = DataLoader(Things(64), 4, num_workers=2)
+    loader = DataLoader(Things(64), 4, num_workers=Auto(2))
     passing = iter(loader)
     next(passing)
     feed = feed_of(loader)

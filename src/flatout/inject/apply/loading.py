@@ -191,7 +191,7 @@ class Loading:
         if loader.num_workers == 0 and (sampler := _sampler_of_its_own(loader)):
             return None, f"num_workers=0, and the sampler is the script's own, {sampler}: it may go by what was learned"
         options = FeedOptions(
-            workers="auto" if loader.num_workers == 0 else None,
+            workers="auto",
             rng="stock" if strict else "position",
             page_locked=True if page_locked else None,
             defer=bool(self._ledger.wanted("gpu_transforms")) and self._may_defer(loader),
