@@ -27,7 +27,8 @@ def at_the_file_limit() -> Iterator[None]:
             raise
         raise RuntimeError(
             "Too many open files. Each batch that is kept holds up to two: raise the limit with `ulimit -n`, or keep "
-            "copies (`.clone()`). `torch.multiprocessing.set_sharing_strategy('file_system')` helps PyTorch's loader only"
+            "copies (`.clone()`). `torch.multiprocessing.set_sharing_strategy('file_system')` helps with PyTorch's own "
+            "loader only"
         ) from None
 
 

@@ -132,9 +132,6 @@ class Tuning:
     def _cores(self) -> float:
         """A fair share of them."""
         assert self._asked_at is not None
-        others = sum(
-            1
-            for at in [other._asked_at for other in self._others()]
-            if at is not None and self._asked_at - at < LATELY_S
-        )
+        asked = (other._asked_at for other in self._others())
+        others = sum(1 for at in asked if at is not None and self._asked_at - at < LATELY_S)
         return max(1.0, self._budget.cores_allowed / (1 + others))

@@ -1,0 +1,314 @@
+"""What scripts that were written for PyTorch's loader rely on, beside its batches."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import pickle
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from feed_samples import Drawing, Things, as_list, same
+from torch.utils.data import DataLoader as Stock
+from torch.utils.data import Dataset, IterableDataset, SequentialSampler, default_collate, get_worker_info
+
+from flatout.feed import DataLoader
+from flatout.feed.loader import Auto
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+# --- how many workers -------------------------------------------------------------------------------------------------
+
+
+def test_without_a_number_samples_are_loaded_in_the_training_process() -> None:
+    """... and need not be picklable."""
+    loader = DataLoader(Things(6), 2, collate_fn=lambda samples: (samples, lambda: None))
+    assert loader.num_workers == 0
+    assert len(list(loader)) == 3
+    assert loader.feed is None
+
+
+class MeetsOthers(Dataset[Any]):
+    """No sample is ready before as many are begun as there are workers."""
+
+    def __init__(self, workers: int) -> None:
+        self.barrier = get_context("fork").Barrier(workers)
+
+    def __len__(self) -> int:
+        return self.barrier.parties
+
+    def __getitem__(self, index: int) -> Any:
+        self.barrier.wait(timeout=60)
+        return index
+
+
+def test_as_many_workers_run_as_are_declared() -> None:
+    """... however few cores there are."""
+    loader = DataLoader(MeetsOthers(6), 1, num_workers=6)
+    assert torch.cat(list(loader)).tolist() == list(range(6))
+    assert loader.feed is not None
+    assert (loader.feed.workers, loader.feed.why) == (6, "as declared")
+    loader.feed.resize(2, hold=True)
+    assert loader.feed.workers == 6
+
+
+class Remembers(Dataset[Any]):
+    """Who made the sample, as its process got to know when it was first asked."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.worker: int | None = None
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        if self.worker is None:
+            info = get_worker_info()
+            assert info is not None
+            self.worker = info.id
+        return index, self.worker
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_number_belongs_to_one_process_and_batches_go_round_them(persistent: bool) -> None:
+    loader = DataLoader(Remembers(20), 2, num_workers=3, persistent_workers=persistent)
+    for _ in range(2):
+        assert [set(worker.tolist()) for _, worker in loader] == [{number % 3} for number in range(10)]
+    passing = iter(loader)
+    next(passing)
+    other = DataLoader(Remembers(20), 2, num_workers=3)
+    other.load_state_dict(loader.state_dict())
+    assert [set(worker.tolist()) for _, worker in other] == [{number % 3} for number in range(1, 10)]
+
+
+class OneIsSlow(Remembers):
+    """Sample 0 takes until all others but the one behind it were made."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.others = get_context("fork").Semaphore(0)
+
+    def __getitem__(self, index: int) -> Any:
+        for _ in range(self.length - 2 if index == 0 else 0):
+            self.others.acquire(timeout=60)
+        self.others.release()
+        return super().__getitem__(index)
+
+
+def test_out_of_order_the_worker_that_has_room_is_given_the_next_batch() -> None:
+    found = [(int(index), int(worker)) for index, worker in DataLoader(OneIsSlow(10), 1, num_workers=2, in_order=False)]
+    assert dict(found) == {index: int(index not in (0, 2)) for index in range(10)}
+    assert [index for index, _ in found[:7]] == [1, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.filterwarnings("default:This DataLoader will create")
+def test_more_workers_than_cores_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match="excessive worker creation"):
+        DataLoader(Things(4), num_workers=1000)
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError("there is no state")
+
+
+class TakesArguments(Stream):
+    """As those of litdata and MosaicML do."""
+
+    def state_dict(self, num_samples_yielded: int, num_workers: int, batch_size: int) -> dict[str, int]:
+        return {"n": num_samples_yielded}
+
+
+class CannotTravel(Stream):
+    def state_dict(self) -> Any:
+        return {"then": lambda: None}
+
+
+class StopsKeepingIt(Stream):
+    """Has a state for three batches."""
+
+    asked = 0
+
+    def state_dict(self) -> Any:
+        self.asked += 1
+        if self.asked > 3:
+            raise RuntimeError("not now")
+        return {"n": self.asked}
+
+
+@pytest.mark.parametrize("stream", [TakesArguments, CannotTravel, StopsKeepingIt])
+def test_a_stream_whose_state_cannot_be_had_is_loaded_and_resumed_by_repeating_it(stream: type[Stream]) -> None:
+    loader = DataLoader(stream(), 2, num_workers=1)
+    passing = iter(loader)
+    found = [next(passing).tolist(), next(passing).tolist()]
+    if stream is not StopsKeepingIt:
+        other = DataLoader(stream(), 2, num_workers=1)
+        other.load_state_dict(loader.state_dict())
+        assert [batch.tolist() for batch in other] == [[4, 5], [6, 7]]
+    assert found + [batch.tolist() for batch in passing] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+# --- between passes, and beside each other ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_state_between_two_passes_brings_back_the_next_ones_order(workers: int, persistent: bool) -> None:
+    def make() -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(15)
+        keep = persistent and workers > 0
+        return DataLoader(
+            Things(12), 4, shuffle=True, num_workers=workers, generator=generator, persistent_workers=keep
+        )
+
+    loader = make()
+    first, state, second, third = list(loader), loader.state_dict(), list(loader), list(loader)
+    assert not same(first, second)
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert same([list(resumed), list(resumed)], [second, third])
+
+
+@pytest.mark.parametrize("workers", [2, Auto(2)], ids=["declared", "auto"])
+def test_several_threads_go_through_one_loader(workers: int) -> None:
+    expected = [list(range(first, first + 4)) for first in range(0, 40, 4)]
+    for _ in range(3):
+        loader = DataLoader(list(range(40)), 4, num_workers=workers)  # type: ignore[arg-type]
+        found: list[Any] = [None] * 4
+
+        def go(number: int, loader: Any = loader, found: list[Any] = found) -> None:
+            try:
+                found[number] = [[batch.tolist() for batch in loader] for _ in range(2)]
+            except Exception as problem:
+                found[number] = problem
+
+        threads = [threading.Thread(target=go, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [[expected] * 2] * 4
+
+
+# --- in a worker ------------------------------------------------------------------------------------------------------
+
+
+def with_its_worker(samples: list[Any]) -> Any:
+    info = get_worker_info()
+    assert info is not None
+    return default_collate(samples), info.id, info.num_workers
+
+
+def test_a_collate_fn_sees_its_worker_where_there_is_none_any_more() -> None:
+    """... and what it stacks lies in ordinary memory."""
+    loader = DataLoader(Things(12, "tensor"), 2, num_workers=Auto(2), collate_fn=with_its_worker)
+    passing = iter(loader)
+    seen = [next(passing)[1:]]
+    assert loader.feed is not None
+    loader.feed.resize(0, hold=True)
+    for images, *worker in passing:
+        assert not images.is_shared()
+        seen.append(tuple(worker))
+    assert seen == [(number % 2, 2) for number in range(6)]
+    assert get_worker_info() is None
+
+
+class ReadOnly(Things):
+    def __getitem__(self, index: int) -> Any:
+        array = np.full((2, 3), index)
+        array.flags.writeable = False
+        return array, {"turned": np.asfortranarray(array)}
+
+
+def test_read_only_arrays_may_be_written_to() -> None:
+    for (array, more), *_ in DataLoader(ReadOnly(4), 1, num_workers=1, collate_fn=as_list):
+        array += 1
+        more["turned"] += 1
+        assert (array == more["turned"]).all()
+
+
+class Raises(Things):
+    def __getitem__(self, index: int) -> Any:
+        raise KeyError(f"no such thing as {index}")
+
+
+@pytest.mark.parametrize("way", ["declared", "auto", "without workers"])
+def test_an_exception_says_which_worker_raised_it(way: str) -> None:
+    loader = DataLoader(Raises(4), 2, num_workers=1 if way == "declared" else Auto(1))
+    passing = iter(loader)
+    if way == "without workers":
+        assert loader.feed is not None
+        loader.feed.resize(0, hold=True)
+    with pytest.raises(KeyError, match=r"Caught KeyError in DataLoader worker process 0\.(.|\n)*no such thing as 0"):
+        next(passing)
+    del passing, loader
+    gc.collect()
+
+
+def test_what_spawned_workers_cannot_be_sent_is_said() -> None:
+    told = pytest.warns(UserWarning, match=r"Got pickle error when.*'spawn'.*collate_fn")
+    with told, pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        iter(DataLoader(Things(4), 2, num_workers=1, collate_fn=lambda one: one, multiprocessing_context="spawn"))
+
+
+# --- the machine's limits, and other libraries ------------------------------------------------------------------------
+
+
+def _keep_all(limit: int, say: Callable[[str], None]) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    kept = []
+    try:
+        for batch in DataLoader(Things(400, "tensor"), 1, num_workers=1):
+            kept.append(batch)
+        say("there was room for all")
+    except RuntimeError as problem:
+        say(str(problem))
+
+
+def test_at_the_limit_of_open_files_there_is_advice() -> None:
+    context = get_context("fork")
+    here, there = context.Pipe()
+    child = context.Process(target=_keep_all, args=(80, there.send))
+    child.start()
+    assert here.poll(60)
+    said = here.recv()
+    child.join()
+    assert "ulimit -n" in said
+    assert "set_sharing_strategy" in said
+
+
+def test_another_loader_made_from_its_attributes_has_its_options() -> None:
+    """As Lightning does, to put a sampler of its own in: by the names of the arguments."""
+    loader = DataLoader(
+        Things(10), 2, shuffle=True, num_workers="auto", rng="stock", on_bad_sample="skip", hang_timeout=5
+    )
+    arguments = inspect.signature(DataLoader).parameters.keys() & vars(loader).keys()
+    given = {name: vars(loader)[name] for name in arguments - {"sampler", "batch_sampler"}}
+    other: DataLoader[Any] = DataLoader(**given, sampler=SequentialSampler(range(10)))
+    assert other._options == loader._options
+    assert other._options.workers == "auto"
+    assert isinstance(pickle.loads(pickle.dumps(other.num_workers)), Auto)
+
+
+def test_draws_are_by_position_with_declared_workers_and_with_any_other_number() -> None:
+    found = []
+    for workers in (1, 3, Auto(2)):
+        torch.manual_seed(1)
+        found.append(list(DataLoader(Drawing(24), 4, num_workers=workers)))
+    assert same(found[0], found[1])
+    assert same(found[0], found[2])
+    assert len(list(Stock(Drawing(24), 4))) == len(found[0])
