@@ -38,6 +38,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from benchmarks.machine import describe, figure, headline
 from flatout.feed import DataLoader, feed_of, to_device
+from flatout.feed.loader import Auto
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CORES = len(os.sched_getaffinity(0))
@@ -239,7 +240,7 @@ def bytes_into_gpu(measured: Measurements) -> None:
     gigabytes = batch_size * 3 * 512 * 512 / 1e9
 
     def ours(workers: int) -> float:
-        loader = DataLoader(dataset, batch_size, num_workers=workers, pin_memory=DEVICE == "cuda")
+        loader = DataLoader(dataset, batch_size, num_workers=Auto(workers), pin_memory=DEVICE == "cuda")
         batches = held(loader, workers, to_device(loader, DEVICE))
         return rate(batches, lambda _: gigabytes, measured.seconds, warm_up_s=PAGE_LOCKED_S)
 
@@ -266,7 +267,7 @@ def jpeg(measured: Measurements) -> None:
         dataset, batch_size = Photos(Path(folder), 100_000_000), 256
 
         def ours() -> float:
-            loader = DataLoader(dataset, batch_size, pin_memory=DEVICE == "cuda")
+            loader = DataLoader(dataset, batch_size, num_workers="auto", pin_memory=DEVICE == "cuda")
             on_device = to_device(loader, DEVICE, convert=normalized)
             # Let it settle: that is how it is used.
             return rate(iter(on_device), lambda batch: len(batch[1]), measured.seconds, warm_up_s=SETTLE_S)
@@ -340,12 +341,12 @@ def controller(measured: Measurements, step_s: float = 0.0) -> None:
                 yield batch
 
         def fixed(workers: int) -> float:
-            loader = DataLoader(dataset, batch_size, num_workers=workers)
+            loader = DataLoader(dataset, batch_size, num_workers=Auto(workers))
             batches = consumed(held(loader, workers, loader))
             return rate(batches, lambda batch: len(batch[1]), measured.seconds, warm_up_s=3.0)
 
         def from_start(declared: int) -> float:
-            loader = DataLoader(dataset, batch_size, num_workers=declared)
+            loader = DataLoader(dataset, batch_size, num_workers=Auto(declared))
             batches = consumed(iter(loader))
             value = rate(batches, lambda batch: len(batch[1]), measured.seconds, warm_up_s=starts[declared])
             feed = feed_of(loader)
@@ -400,7 +401,7 @@ def tiny(measured: Measurements) -> None:
         spent = measured.median(f"{ours}: CPU of next()")
         notes.append(f"{workers} declared: {times:.3f} times stock's time (wanted: at most 1.02)")
         notes.append(f"{workers} declared: the parent spends {spent:.0f} µs a batch (wanted: at most 40)")
-    auto = DataLoader(dataset, 64, shuffle=True)
+    auto = DataLoader(dataset, 64, shuffle=True, num_workers="auto")
     for clock, ratios in in_turns(measured, Stock(dataset, 64, shuffle=True), auto).items():
         notes.append(f"auto: {ratios['median']:.3f} times the {clock} time of stock without workers, in turns, "
                      f"spread {ratios['spread']:.3f}, n {ratios['n']} (wanted: at most 1.02)")  # fmt: skip
