@@ -441,6 +441,7 @@ def by_batch_sampler() -> DataLoader[Any]:
     ],
     ids=["iterable", "iterable-worker", "sampler", "batch-sampler", "workers", "persistent", "ours"],
 )
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_any_loader_is_seen(tmp_path: Path, make: Callable[[], DataLoader[Any]]) -> None:
     def train() -> None:
         model = Net()
