@@ -103,7 +103,7 @@ WRITES = re.compile(
 )
 MAY_WRITE_OTHERWISE = {  # how often at most, and why
     "files.py": (2, "it is how all others write"),
-    "trace/writer.py": (1, "a stream: a recording grows while the training runs"),
+    "trace/writer.py": (2, "a stream: a recording grows while the training runs, and ends with how that ended"),
     "sense/worker.py": (1, "a stream: each loader worker appends to it"),
     "engine/progress.py": (2, "streams: a row each time the losses are read"),
     "engine/checkpoint.py": (1, "into the file that files.py has opened"),

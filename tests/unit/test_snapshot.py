@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,7 @@ def test_what_an_older_process_is_writing_is_its_own(project: Path) -> None:
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "open\n"
+        until_its_age_shows(other.pid)
         before = Snapshot([str(project)])
         (project / "other" / "events.log").write_text("a line")
         (project / "other" / "checkpoint.pt").touch()
@@ -81,6 +83,13 @@ def test_what_an_older_process_is_writing_is_its_own(project: Path) -> None:
         found = before.changed()
         other.communicate("\n")
     assert names(found, project) == ["log.txt"]
+
+
+def until_its_age_shows(pid: int) -> None:
+    """Until a process is older than the tick in which the kernel tells when it began."""
+    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    while time.clock_gettime(time.CLOCK_BOOTTIME) <= (ticks + 1) / os.sysconf("SC_CLK_TCK"):
+        os.sched_yield()
 
 
 def test_a_process_that_a_trial_has_left_running_is_no_excuse(project: Path) -> None:
