@@ -86,7 +86,9 @@ note = st.builds(Note, time_s=rounded(0, 1e7), text=text)
 summary = st.builds(
     Summary, info=info, wall_ms=sketch, notes=st.lists(note, max_size=2).map(tuple), ended=st.booleans()
 )
-facts = st.builds(Facts, time_s=rounded(0, 1e7), values=st.dictionaries(text, text | st.integers(-(10**18), 10**18) | st.none()))
+facts = st.builds(
+    Facts, time_s=rounded(0, 1e7), values=st.dictionaries(text, text | st.integers(-(10**18), 10**18) | st.none())
+)
 xray = st.builds(Xray, steps=st.integers(1, 9), wall_ms=rounded(0, 1e4), busy_ms=rounded(0, 1e4), kernel_us=sketch)
 pairs = st.lists(st.tuples(rounded(0, 1e4), rounded(0, 1e4)), max_size=3).map(tuple)
 clock = rounded(0, 1e7)
