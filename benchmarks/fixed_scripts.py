@@ -47,14 +47,14 @@ CHECKED_STEPS = 400
 SETUP = {"OMP_NUM_THREADS": "1"}  # one core for the model, one for its data
 
 
-def mnist(where: str) -> Callable[[Path], None]:
+def mnist(where: str, train: int = 60_000, test: int = 10_000) -> Callable[[Path], None]:
     """The four files of MNIST, with made-up digits, in a folder beside the script."""
 
     def make(folder: Path) -> None:
         raw, random = folder / where / "MNIST/raw", np.random.default_rng(0)
         raw.mkdir(parents=True)
         digits = random.integers(0, 160, (10, 28, 28))
-        for part, count in (("train", 60_000), ("t10k", 10_000)):
+        for part, count in (("train", train), ("t10k", test)):
             labels = random.integers(0, 10, count, dtype=np.uint8)
             pictures = (digits[labels] + random.integers(0, 96, (count, 28, 28))).astype(np.uint8)
             (raw / f"{part}-images-idx3-ubyte").write_bytes(struct.pack(">4I", 2051, count, 28, 28) + pictures.data)
