@@ -542,7 +542,7 @@ def train(
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(budget.measure().cores_allowed / gpus))))
         command = [sys.executable, "-m", "flatout.together", str(gpus), *command]
     folder = launch.default_folder([f"{config.stem}.py"])
-    code = launch.run(command, folder=folder)
+    code = launch.run(command, folder=folder, ends_with_us=True)
     if os.environ.get("FLATOUT") != "off":
         with _keeping_the_exit_code():
             for recording in launch.recordings(folder):

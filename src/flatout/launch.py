@@ -31,6 +31,7 @@ from flatout.sense.hardware import PULSE_EVERY_S, Sampler
 from flatout.sense.heard import Heard
 from flatout.sense.options import VARIABLE, Options, Trial, new_folder
 from flatout.snapshot import SharedMemory, Snapshot
+from flatout.together import end_with_parent
 from flatout.trace import End, Note, RunInfo, TraceWriter, note_end
 
 _SAMPLE_EVERY_S = 1.0
@@ -52,9 +53,11 @@ def run(
     xray: bool = True,
     plan: Plan | None = None,
     trial: Trial | None = None,
+    ends_with_us: bool = False,
 ) -> int:
     """Run `command`, recording into `folder`; its exit code (128 + n when signal n ended it).
 
+    A command lives on when we are killed, unless it `ends_with_us`: then it gets SIGTERM.
     With a `plan` its changes are made inside. In a `trial` the command's output goes to `output.txt` in the folder,
     and the exit code is `TIMED_OUT` where it had to be ended.
     """
@@ -82,7 +85,12 @@ def run(
     with closing(Heard()) as heard:
         if measured:
             environment |= heard.environment
-        process = _started(words, env=environment, pass_fds=(heard.write_end,) if measured else ())
+        process = _started(
+            words,
+            env=environment,
+            pass_fds=(heard.write_end,) if measured else (),
+            preexec_fn=end_with_parent if ends_with_us else None,
+        )
         if isinstance(process, int):
             return process
         with _watching(process.pid, options if measured else None):

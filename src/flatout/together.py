@@ -42,7 +42,7 @@ def main(count: int, command: Sequence[str]) -> int:
     for rank in range(count):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
         env = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, WATCHED: "1"}
-        ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, preexec_fn=_end_with_parent))
+        ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, preexec_fn=end_with_parent))
     told: dict[bytes, tuple[int, float]] = {}
     shown = [
         threading.Thread(target=_show, args=(number, rank.stderr, told), daemon=True)
@@ -93,7 +93,8 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Ask the system to tell this process when its parent is killed: a training then saves its state and ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -76,10 +76,10 @@ def test_two_ranks_learn_what_one_would_and_come_back_when_one_has_died(ready: R
 
 
 @contextlib.contextmanager
-def by_ourselves(config: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+def by_ourselves(config: Path, *words: str, gpus: int = 2) -> Iterator[subprocess.Popen[str]]:
     """`flatout train --gpus 2`, which starts its ranks without torchrun."""
     here = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[3] / "src")])}
-    command = [sys.executable, "-m", "flatout", "train", "--gpus", "2", str(config), *words]
+    command = [sys.executable, "-m", "flatout", "train", "--gpus", str(gpus), str(config), *words]
     env = {**os.environ, **here}
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=config.parent, env=env, stdout=pipe, stderr=pipe, text=True) as process:
@@ -91,6 +91,22 @@ def test_our_own_ranks_end_with_one_line_and_the_code_it_deserves(config: Path) 
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (2, "")
     assert err == f"flatout: {config}: there is no setting train.epoch; did you mean train.epochs?\n"
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_training_saves_its_state_and_ends_when_its_launcher_is_killed(config: Path, gpus: int) -> None:
+    """GIVEN a training that would go on for long, WHEN `kill -9` hits the command, THEN nobody trains on behind the
+    back of the `--resume` that follows."""
+    long = ["train.epochs=3000", "log.quiet=false", "checkpoint.every=100000 steps"]
+    with by_ourselves(config, *long, gpus=gpus) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("epoch 2"):
+                process.kill()
+                break
+        rest = process.stdout.read()  # until the last process of it has ended
+    assert re.search(r"^SIGTERM: stopped at step \d+; go on with --resume$", rest, re.M)
+    assert list(config.parent.rglob("step-*.pt"))
 
 
 def test_our_own_ranks_stop_in_good_order_when_told_to(config: Path) -> None:
