@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.diagnosis import Edit, Script, instead, prepare_words
 from benchmarks.fixed_scripts import COMMITS as FIXED_COMMITS
-from benchmarks.fixed_scripts import characters, electricity, mnist, ratings
+from benchmarks.fixed_scripts import characters, electricity, mnist
 
 COMMITS = FIXED_COMMITS | {
     "huggingface/accelerate": "16cb6eb80dd9aa8b4df1a63ef57863e455d53b83",
@@ -321,9 +321,6 @@ EXAMPLES = (
             prepare=all_of(electricity, edited("utils/tools.py", instead(r"np\.Inf", "np.inf"))),
             flags=("--is_training", "1", "--model_id", "etth1", "--model", "DLinear", "--data", "ETTh1", "--root_path",
                    "./dataset/", "--train_epochs", "1", "--itr", "1", "--num_workers", "2", "--batch_size", "64")),
-    Example(repo="rixwew/pytorch-fm", kind="plain loop", name="fm", path="examples/main.py", prepare=ratings,
-            flags=("--dataset_name", "movielens1M", "--dataset_path", "ratings.dat", "--model_name", "fm", "--device",
-                   "cpu", "--epoch", "1")),
     Example(repo="tkipf/pygcn", kind="GNN", name="pygcn", path="pygcn/train.py", loader=False,
             prepare=citations("../data/cora"), flags=("--epochs", "100")),
     Example(repo="vwxyzjn/cleanrl", kind="RL", name="ppo", path="cleanrl/ppo.py", loader=False,
@@ -367,9 +364,6 @@ EXAMPLES = (
             flags=("--cpu", "--checkpointing_steps", "epoch", "--output_dir", "out")),
     Example(repo="huggingface/pytorch-image-models", kind="timm", name="timm train", path="train.py",
             prepare=_IMAGENET, flags=_TIMM),
-    Example(repo="huggingface/pytorch-image-models", kind="DDP (timm)", name="timm train, 2 ranks", path="train.py",
-            prepare=_IMAGENET, flags=_TIMM, launcher=TORCHRUN, unordered=True,
-            edits=(instead(r"device_ids=\[device\]", "device_ids=None"),)),
     Example(**_EXAMPLES, kind="DDP", name="ddp tutorial, 2 ranks", launcher=TORCHRUN, unordered=True,
             path="distributed/ddp-tutorial-series/multigpu_torchrun.py", flags=("20", "5"),
             edits=(instead(r'torch\.cuda\.set_device.*', "pass"), instead('backend="nccl"', 'backend="gloo"'),

@@ -1,0 +1,81 @@
+"""The comparison of harmless.py: what differs between runs of the same command is no difference; anything else is."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.examples import EXAMPLES, Example  # noqa: E402
+from benchmarks.harmless import Run, differences, lines_of  # noqa: E402
+
+EXAMPLE = EXAMPLES[0]
+SEEN = {"rank-0": {"steps": 3, "weights": "a", "optimizer state": "b", "random numbers": "c"}}
+BARE = Run(
+    exit=0,
+    lines=["step 1 loss 0.5 after 1.25", "step 2 loss 0.25 after 2.5"],
+    files={"repo/model.pt": "1234", "repo/runs/events.17": "12", "repo/input.txt": None},
+    seen=SEEN,
+    left=[],
+    seconds=1.0,
+)
+AGAIN = replace(
+    BARE,
+    lines=["step 1 loss 0.5 after 1.5", "step 2 loss 0.25 after 2.25"],
+    files={"repo/model.pt": "1234", "repo/runs/events.18": "13", "repo/input.txt": None},
+)
+
+
+def test_what_differs_between_bare_runs_is_no_difference() -> None:
+    """GIVEN bare runs with other times and another date in a name, THEN a third of the kind differs in nothing."""
+    third = replace(
+        BARE,
+        lines=["step 1 loss 0.5 after 9.0", "step 2 loss 0.25 after 9.5"],
+        files={"repo/model.pt": "1234", "repo/runs/events.19": "14", "repo/input.txt": None},
+        seconds=9.0,
+    )
+    assert differences(third, [BARE, AGAIN]) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"exit": 1}, "exit code 1"),
+        ({"exit": None}, "exit code None"),
+        ({"lines": ["step 1 loss 0.5 after 1.25", "step 2 loss 0.26 after 2.5"]}, "output: line 2: step 2 loss 0.26"),
+        ({"lines": ["step 1 loss 0.5 after 1.25"]}, "output: 1 lines, not 2"),
+        ({"lines": [*BARE.lines, "a warning"]}, "output: 3 lines, not 2"),
+        ({"files": BARE.files | {"repo/model.pt": "9999"}}, "files: repo/model.pt"),
+        ({"files": BARE.files | {"repo/extra": "1"}}, "files: repo/extra"),
+        ({"files": {"repo/model.pt": "1234", "repo/runs/events.17": "12"}}, "files: repo/input.txt"),
+        ({"seen": {"rank-0": SEEN["rank-0"] | {"weights": "z"}}}, "weights"),
+        ({"seen": {"rank-0": SEEN["rank-0"] | {"random numbers": "z"}}}, "random numbers"),
+        ({"seen": {}}, "steps"),
+        ({"left": ["python worker.py"]}, "left running: python worker.py"),
+    ],
+)
+def test_anything_else_is_a_difference(change: dict[str, Any], told: str) -> None:
+    found = differences(replace(BARE, **change), [BARE, AGAIN])
+    assert any(difference.startswith(told) for difference in found)
+
+
+def test_weights_that_bare_runs_do_not_agree_on_are_not_compared() -> None:
+    other = replace(AGAIN, seen={"rank-0": SEEN["rank-0"] | {"weights": "z"}})
+    assert differences(replace(BARE, seen={"rank-0": SEEN["rank-0"] | {"weights": "y"}}), [BARE, other]) == []
+
+
+def test_times_are_hidden_and_losses_are_not() -> None:
+    """GIVEN a line with a time of day, durations and a loss, THEN only the loss is left to be compared."""
+    (line,) = lines_of(EXAMPLE, "12:30:05 epoch 1 took 3.2 s, 14 ms a step, loss 0.125")
+    assert line == "<time> epoch 1 took <time> s, <time> ms a step, loss 0.125"
+
+
+def test_the_order_counts_only_where_one_process_writes() -> None:
+    ranks = Example(kind="DDP", name="two", repo=EXAMPLE.repo, path="train.py", unordered=True)
+    assert lines_of(ranks, "rank 1\nrank 0") == ["rank 0", "rank 1"]
+    assert lines_of(EXAMPLE, "rank 1\nrank 0") == ["rank 1", "rank 0"]
