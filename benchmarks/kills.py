@@ -42,7 +42,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 from benchmarks.machine import describe, headline  # noqa: E402
 
 SHARES = {"run": 110, "run --auto": 110, "fix": 60, "train": 110, "top --record": 110, "bare": 60}  # bare: no flatout
-CHAINS = {"fix": 10, "train": 11}  # kills one after the other in the same place
+CHAINS = {"fix": 10, "train": 5}  # kills one after the other in the same place
+WITHIN = {"train": 0.4}  # of the time it takes to its end: it is to be killed five times before that
 VICTIMS = {"top --record": ("command",), "bare": ("training", "worker", "all")}
 EVERYONE = ("command", "training", "worker", "all")
 CACHES = ("torchinductor_",)  # PyTorch's, and meant to stay
@@ -295,7 +296,7 @@ class Bench:
     def kill_one(self, chain: Chain, number: int, folder: Path, draw: random.Random) -> Case:
         """Start, kill at a random moment, and look around. Earlier, where it was over by then."""
         wanted = draw.choice(VICTIMS.get(chain.verb, EVERYONE))
-        after_s = draw.uniform(0.1, self.seconds[chain.verb])
+        after_s = draw.uniform(0.1, self.seconds[chain.verb] * WITHIN.get(chain.verb, 1.0))
         for sooner in (1.0, 0.7, 0.5, 0.3):
             case = Case(verb=chain.verb, wanted=wanted, after_s=round(after_s * sooner, 2))
             for old in folder.glob(f"trace-{number}*"):

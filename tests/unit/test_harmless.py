@@ -11,8 +11,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.examples import EXAMPLES, Example  # noqa: E402
-from benchmarks.harmless import Run, differences, lines_of  # noqa: E402
+from benchmarks.examples import EXAMPLES, Example
+from benchmarks.harmless import Run, differences, lines_of
 
 EXAMPLE = EXAMPLES[0]
 SEEN = {"rank-0": {"steps": 3, "weights": "a", "optimizer state": "b", "random numbers": "c"}}
@@ -67,6 +67,14 @@ def test_anything_else_is_a_difference(change: dict[str, Any], told: str) -> Non
 def test_weights_that_bare_runs_do_not_agree_on_are_not_compared() -> None:
     other = replace(AGAIN, seen={"rank-0": SEEN["rank-0"] | {"weights": "z"}})
     assert differences(replace(BARE, seen={"rank-0": SEEN["rank-0"] | {"weights": "y"}}), [BARE, other]) == []
+
+
+def test_other_random_numbers_may_change_what_is_learned_and_nothing_else() -> None:
+    """GIVEN a run that said it draws others, THEN its weights and losses may differ, its steps and its end may not."""
+    learned = replace(BARE, seen={"rank-0": SEEN["rank-0"] | {"weights": "z"}}, lines=["step 1 loss 0.75"])
+    assert differences(learned, [BARE, AGAIN], reseeded=True) == []
+    ended = replace(learned, exit=1, seen={"rank-0": SEEN["rank-0"] | {"steps": 2}})
+    assert differences(ended, [BARE, AGAIN], reseeded=True) == ["exit code 1", "steps"]
 
 
 def test_times_are_hidden_and_losses_are_not() -> None:
