@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,8 +103,7 @@ def main() -> None:
                 known = [results[one.name] for one in EXAMPLES if one.name in results]
                 figures = {"benchmark": "harmless", "machine": machine, "environment": SETUP, "results": known}
                 options.out.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    same = sum(is_same(result) for result in results.values())
-    print(f"the same with and without flatout: {same} of {len(results)} scripts")
+    print("\n".join(table(list(results.values()))))
 
 
 def line_of(result: dict[str, Any]) -> str:
@@ -114,6 +113,22 @@ def line_of(result: dict[str, Any]) -> str:
         same = "same" if run["same_bits"] else "reseeded"
         said.append(f"{how}: {', '.join(run['differs']) or same}")
     return f"{'✓' if is_same(result) else '✗'} {result['script']} ({result['kind']}), {'; '.join(said)}"
+
+
+def table(results: list[dict[str, Any]]) -> Iterator[str]:
+    """For the documentation: how many scripts of each kind stay as they are, under each form of `flatout run`."""
+    yield "| kind | scripts | `run` | `run --auto --strict` | `run --auto` |"
+    yield "|---|---|---|---|---|"
+    for kind in [*dict.fromkeys(result["kind"] for result in results), None]:
+        of_kind = [result for result in results if kind in (result["kind"], None)]
+        cells = []
+        for how in UNDER:
+            runs = [result["runs"][how] for result in of_kind if how in result["runs"]]
+            other = sum(run["reseeded"] and not run["same_bits"] for run in runs)
+            note = f", {other} of them reseeded" if other else ""
+            cells.append(f"{sum(not run['differs'] for run in runs)} of {len(runs)}{note}" if runs else "")
+        names = ", ".join(result["script"] for result in of_kind) if kind else f"{len(of_kind)}"
+        yield f"| {kind or 'all'} | {names} | {' | '.join(cells)} |"
 
 
 def is_same(result: dict[str, Any]) -> bool:

@@ -359,6 +359,18 @@ def test_auto_puts_in_what_is_safe_and_says_which(tmp_path: Path, plain: dict[tu
     assert all(report.worker is not None for report in loaded), "not the training process"
 
 
+def test_auto_says_that_random_samples_draw_others_with_workers_too(
+    tmp_path: Path, plain: dict[tuple[str, ...], list[str]]
+) -> None:
+    """GIVEN two workers and samples that draw random numbers, THEN --auto says what --strict would have kept."""
+    write(tmp_path, train=TRAIN)
+    flags = ("--workers", "2", "--random")
+    run = flatout_run(tmp_path, sys.executable, "train.py", *flags, options=("--auto", "--no-xray", "--quiet"))
+    assert run.code == 0, run.err
+    assert "(batches come from flatout's own workers; samples that draw random numbers draw others, t" in run.err
+    assert losses(run) != plain[flags]
+
+
 WRITES = """
     import random, sys, torch
     from torch import nn

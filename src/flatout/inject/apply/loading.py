@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.utils.data.dataloader as stock
+from torch.utils.data import IterableDataset
 from torch.utils.data._utils import worker as stock_worker
 
 from flatout.changes import STRICT
@@ -175,11 +176,19 @@ class Loading:
         if iterator is None:
             self._ledger.refused("loader", why_not)
         else:
-            others = (
-                "" if loader.num_workers else "; samples that draw random numbers draw others, and so do later shuffles"
-            )
-            self._ledger.made("loader", f"batches come from flatout's own workers{others}", self._built.get(loader))
+            how = f"batches come from flatout's own workers{self._draws(loader)}"
+            self._ledger.made("loader", how, self._built.get(loader))
         return iterator
+
+    def _draws(self, loader: Any) -> str:
+        """What our workers do to random numbers. Where user code can tell workers apart they draw what PyTorch's do."""
+        if not loader.num_workers:
+            return "; samples that draw random numbers draw others, and so do later shuffles"
+        change = self._ledger.wanted("loader")
+        strict = change is not None and change.value == STRICT
+        if strict or loader.worker_init_fn is not None or isinstance(loader.dataset, IterableDataset):
+            return ""
+        return "; samples that draw random numbers draw others"
 
     def _elastic(self, loader: Any, *, page_locked: bool) -> tuple[Any, str]:
         change = self._ledger.wanted("loader")
