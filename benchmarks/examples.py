@@ -265,7 +265,7 @@ EXAMPLES = (
             flags=("--epochs", "3")),
     Example(**_EXAMPLES, kind="GAN", name="dcgan", path="dcgan/main.py",
             flags=("--dataset", "fake", "--imageSize", "64", "--batchSize", "16", "--ngf", "8", "--ndf", "8", "--niter",
-                   "1", "--dry-run")),
+                   "1")),
     Example(**_EXAMPLES, kind="GNN", name="gat", path="gat/main.py", loader=False,
             prepare=citations("cora", papers=1_620), flags=("--epochs", "15", "--val-every", "5", "--hidden-dim", "8",
                                                             "--num-heads", "2")),

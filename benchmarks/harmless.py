@@ -18,8 +18,10 @@ samples then draw other random numbers: of such a run only the exit code and the
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
+import operator
 import os
 import re
 import shutil
@@ -27,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,7 +161,8 @@ def try_out(example: Example, scripts: Path, keep: Path | None) -> dict[str, Any
 
 def told(example: Example, bare: list[Run]) -> dict[str, Any]:
     """What is to be known of a script and of its bare runs: what could be compared, and what not."""
-    one, lines = bare[0], template([run.lines for run in bare])
+    one, lines = bare[0], template(bare)
+    left_out = lines.count(None) if lines is not None else len(one.lines) - in_all(bare).total()
     return {
         "script": example.name,
         "kind": example.kind,
@@ -173,7 +176,7 @@ def told(example: Example, bare: list[Run]) -> dict[str, Any]:
         "optimizer_steps": sum(rank["steps"] for rank in one.seen.values()),
         "compared": [key for key in HASHES if one.seen and len({run.hashes(key) for run in bare}) == 1],
         "lines": len(one.lines),
-        "lines_left_out": len(one.lines) if lines is None else lines.count(None),
+        "lines_left_out": left_out,
         "files": sorted(settled(bare)),
         "files_left_out": sorted(one.files.keys() - settled(bare).keys()),
     }
@@ -188,7 +191,8 @@ class Run:
 
     exit: int | None  # None: not done in time
     lines: list[str]  # of its output, times hidden
-    files: dict[str, str | None]  # written or, None, deleted
+    unordered: bool = False  # those are words, in any order
+    files: dict[str, list[str]]  # written, by a hash of their bytes, or "deleted"; names without numbers
     seen: dict[str, dict[str, Any]]  # by the witness, a rank each
     left: list[str]  # processes still there afterwards
     seconds: float
@@ -240,6 +244,7 @@ def run(example: Example, place: Path, name: str, options: Sequence[str] | None 
     return Run(
         exit=code,
         lines=lines_of(example, (place / f"{name}.out").read_text(encoding="utf-8", errors="replace")),
+        unordered=example.unordered,
         files=changed(world, before),
         seen={path.stem: json.loads(path.read_text(encoding="utf-8")) for path in witness.iterdir()},
         left=ended(witness, patience_s=10 if code is not None else 0),
@@ -329,30 +334,30 @@ def differences(run: Run, bare: list[Run], *, reseeded: bool = False) -> list[st
             found.append(key)
     if reseeded:
         return found
-    line = differing_line(run.lines, [one.lines for one in bare])
+    line = differing_line(run.lines, bare)
     if line is not None:
         found.append(f"output: {line}")
-    names = [name for name, digest in settled(bare).items() if run.files.get(name, "absent") != digest]
-    if not names and loosely(run.files) not in [loosely(one.files) for one in bare]:
-        names = sorted(run.files.keys() ^ bare[0].files.keys())
+    names = [name for name, digests in settled(bare).items() if run.files.get(name) != digests]
+    if not names and how_many(run.files) not in [how_many(one.files) for one in bare]:
+        names = sorted(name for name, _ in how_many(run.files) ^ how_many(bare[0].files))
     if names:
         found.append(f"files: {', '.join(names[:5])}")
     return found
 
 
 def lines_of(example: Example, text: str) -> list[str]:
-    """An output without times; sorted, where several processes write to it."""
+    """An output without times; its words, where several processes write to it and their lines run into each other."""
     lines = [_TIMES.sub("<time>", re.sub(example.times, "<time>", line)) for line in text.splitlines()]
-    return sorted(lines) if example.unordered else lines
+    return re.findall(rf"{_NUMBER}|[^\W\d]+|\S", "\n".join(lines)) if example.unordered else lines
 
 
-def template(outputs: list[list[str]]) -> list[list[str | None] | None] | None:
+def template(bare: list[Run]) -> list[list[str | None] | None] | None:
     """What the bare outputs have in common: words and numbers, None for what differs; None as a whole where not even
     the number of lines is the same."""
-    if len({len(lines) for lines in outputs}) > 1:
+    if bare[0].unordered or len({len(run.lines) for run in bare}) > 1:
         return None
     common: list[list[str | None] | None] = []
-    for versions in zip(*outputs, strict=True):
+    for versions in zip(*(run.lines for run in bare), strict=True):
         split = [re.split(f"({_NUMBER})", line) for line in versions]
         same_words = len({len(parts) for parts in split}) == 1 and len({tuple(parts[::2]) for parts in split}) == 1
         columns = zip(*split, strict=True) if same_words else ()
@@ -360,11 +365,12 @@ def template(outputs: list[list[str]]) -> list[list[str | None] | None] | None:
     return common
 
 
-def differing_line(lines: list[str], outputs: list[list[str]]) -> str | None:
+def differing_line(lines: list[str], bare: list[Run]) -> str | None:
     """The first line that is not as in the bare outputs."""
-    common = template(outputs)
+    common = template(bare)
     if common is None:
-        return None
+        missing = in_all(bare) - Counter(lines)
+        return f"without {next(iter(missing))[:200]}" if missing else None
     for number, (line, expected) in enumerate(zip(lines, common, strict=False), 1):
         parts = re.split(f"({_NUMBER})", line)
         if expected is not None and (
@@ -372,6 +378,11 @@ def differing_line(lines: list[str], outputs: list[list[str]]) -> str | None:
         ):
             return f"line {number}: {line[:200]}"
     return f"{len(lines)} lines, not {len(common)}" if len(lines) != len(common) else None
+
+
+def in_all(bare: list[Run]) -> Counter[str]:
+    """The lines that every output has, where they have not as many or not in the same order."""
+    return functools.reduce(operator.and_, (Counter(run.lines) for run in bare))
 
 
 def look(world: Path) -> dict[str, tuple[int, int]]:
@@ -384,12 +395,15 @@ def look(world: Path) -> dict[str, tuple[int, int]]:
     return found
 
 
-def changed(world: Path, before: dict[str, tuple[int, int]]) -> dict[str, str | None]:
-    """The files that were written, by a hash of their bytes, and those that are gone."""
-    after = look(world)
-    written = sorted(name for name, status in after.items() if before.get(name) != status)
-    hashes: dict[str, str | None] = {name: digest(world / name) for name in written}
-    return hashes | dict.fromkeys(before.keys() - after.keys())
+def changed(world: Path, before: dict[str, tuple[int, int]]) -> dict[str, list[str]]:
+    """The files that were written and those that are gone, under their names without dates and numbers of processes."""
+    after, found = look(world), defaultdict[str, list[str]](list)
+    for name in sorted(before.keys() | after.keys()):
+        if name not in after:
+            found[loosely(name)].append("deleted")
+        elif before.get(name) != after[name]:
+            found[loosely(name)].append(digest(world / name))
+    return {name: sorted(digests) for name, digests in found.items()}
 
 
 def digest(path: Path) -> str:
@@ -398,15 +412,20 @@ def digest(path: Path) -> str:
     return hashlib.sha256(held).hexdigest()
 
 
-def settled(bare: list[Run]) -> dict[str, str | None]:
+def settled(bare: list[Run]) -> dict[str, list[str]]:
     """The files that every bare run leaves with the same bytes."""
-    return {name: value for name, value in bare[0].files.items()
-            if all(run.files.get(name, "absent") == value for run in bare)}  # fmt: skip
+    return {name: digests for name, digests in bare[0].files.items()
+            if all(run.files.get(name) == digests for run in bare)}  # fmt: skip
 
 
-def loosely(files: dict[str, str | None]) -> Counter[str]:
-    """How many files there are of each name, numbers (dates, processes) and random words of tempfile aside."""
-    return Counter(re.sub(r"\d+", "#", re.sub(r"(?<=tmp)\w{6,10}", "#", name)) for name in files)
+def how_many(files: dict[str, list[str]]) -> set[tuple[str, int]]:
+    """Names, and how many files there are of each."""
+    return {(name, len(digests)) for name, digests in files.items()}
+
+
+def loosely(name: str) -> str:
+    """A name without its numbers, and without the random words of tempfile."""
+    return re.sub(r"\d+", "#", re.sub(r"(?<=tmp)\w{6,10}", "#", name))
 
 
 if __name__ == "__main__":

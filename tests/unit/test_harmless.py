@@ -19,7 +19,7 @@ SEEN = {"rank-0": {"steps": 3, "weights": "a", "optimizer state": "b", "random n
 BARE = Run(
     exit=0,
     lines=["step 1 loss 0.5 after 1.25", "step 2 loss 0.25 after 2.5"],
-    files={"repo/model.pt": "1234", "repo/runs/events.17": "12", "repo/input.txt": None},
+    files={"repo/model.pt": ["1234"], "repo/runs/events.#": ["12"], "repo/input.txt": ["deleted"]},
     seen=SEEN,
     left=[],
     seconds=1.0,
@@ -27,7 +27,7 @@ BARE = Run(
 AGAIN = replace(
     BARE,
     lines=["step 1 loss 0.5 after 1.5", "step 2 loss 0.25 after 2.25"],
-    files={"repo/model.pt": "1234", "repo/runs/events.18": "13", "repo/input.txt": None},
+    files=BARE.files | {"repo/runs/events.#": ["13"]},
 )
 
 
@@ -36,7 +36,7 @@ def test_what_differs_between_bare_runs_is_no_difference() -> None:
     third = replace(
         BARE,
         lines=["step 1 loss 0.5 after 9.0", "step 2 loss 0.25 after 9.5"],
-        files={"repo/model.pt": "1234", "repo/runs/events.19": "14", "repo/input.txt": None},
+        files=BARE.files | {"repo/runs/events.#": ["14"]},
         seconds=9.0,
     )
     assert differences(third, [BARE, AGAIN]) == []
@@ -50,9 +50,10 @@ def test_what_differs_between_bare_runs_is_no_difference() -> None:
         ({"lines": ["step 1 loss 0.5 after 1.25", "step 2 loss 0.26 after 2.5"]}, "output: line 2: step 2 loss 0.26"),
         ({"lines": ["step 1 loss 0.5 after 1.25"]}, "output: 1 lines, not 2"),
         ({"lines": [*BARE.lines, "a warning"]}, "output: 3 lines, not 2"),
-        ({"files": BARE.files | {"repo/model.pt": "9999"}}, "files: repo/model.pt"),
-        ({"files": BARE.files | {"repo/extra": "1"}}, "files: repo/extra"),
-        ({"files": {"repo/model.pt": "1234", "repo/runs/events.17": "12"}}, "files: repo/input.txt"),
+        ({"files": BARE.files | {"repo/model.pt": ["9999"]}}, "files: repo/model.pt"),
+        ({"files": BARE.files | {"repo/extra": ["1"]}}, "files: repo/extra"),
+        ({"files": {"repo/model.pt": ["1234"], "repo/runs/events.#": ["12"]}}, "files: repo/input.txt"),
+        ({"files": BARE.files | {"repo/runs/events.#": ["12", "13"]}}, "files: repo/runs/events.#"),
         ({"seen": {"rank-0": SEEN["rank-0"] | {"weights": "z"}}}, "weights"),
         ({"seen": {"rank-0": SEEN["rank-0"] | {"random numbers": "z"}}}, "random numbers"),
         ({"seen": {}}, "steps"),
@@ -83,7 +84,20 @@ def test_times_are_hidden_and_losses_are_not() -> None:
     assert line == "<time> epoch 1 took <time> s, <time> ms a step, loss 0.125"
 
 
-def test_the_order_counts_only_where_one_process_writes() -> None:
+def test_of_outputs_of_unequal_length_what_they_share_is_compared() -> None:
+    bare = [replace(BARE, lines=["loss 0.5", "waiting"]), replace(BARE, lines=["loss 0.5", "waiting", "waiting"])]
+    assert differences(replace(BARE, lines=["waiting", "loss 0.5"]), bare) == []
+    assert differences(replace(BARE, lines=["waiting", "loss 0.6"]), bare) == ["output: without loss 0.5"]
+
+
+def test_where_several_processes_write_the_words_count_in_any_order() -> None:
+    """GIVEN ranks whose lines run into each other, THEN only a word that is not there is a difference."""
     ranks = Example(kind="DDP", name="two", repo=EXAMPLE.repo, path="train.py", unordered=True)
-    assert lines_of(ranks, "rank 1\nrank 0") == ["rank 0", "rank 1"]
-    assert lines_of(EXAMPLE, "rank 1\nrank 0") == ["rank 1", "rank 0"]
+    bare = [
+        replace(BARE, unordered=True, lines=lines_of(ranks, text))
+        for text in ("rank 0 loss 0.5\nrank 1 loss 0.25\n", "rank 1 loss 0.25rank 0 loss 0.5\n\n")
+    ]
+    assert differences(replace(bare[0], lines=lines_of(ranks, "rank 0 rank 1loss 0.25\nloss 0.5")), bare) == []
+    assert differences(replace(bare[0], lines=lines_of(ranks, "rank 0 rank 1loss 0.25\nloss 0.6")), bare) == [
+        "output: without 0.5"
+    ]
