@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from flatout import sandbox
+from flatout.launch import sandbox
 
 ROOT = Path(__file__).resolve().parents[1]
 # A network so narrow that a CPU trains it quickly: decoding is what takes the time, as it does on a GPU.

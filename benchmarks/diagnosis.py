@@ -389,9 +389,9 @@ def run(script: Script, path: Path, scratch: Path) -> str:
 def verdict(script: Script, folder: Path, problem: str) -> dict[str, Any]:
     """What the diagnosis says, and whether it is right."""
     from flatout import trace
-    from flatout.diagnose.case import cases
+    from flatout.diagnose.rank_metrics import cases
     from flatout.diagnose.rules import diagnose
-    from flatout.errors import TraceError
+    from flatout.model.errors import TraceError
 
     try:
         recorded = trace.read(folder)

@@ -226,7 +226,7 @@ def try_out(script: Script, options: argparse.Namespace, setup: dict[str, str]) 
 def checked(command: list[str], folder: Path, environment: dict[str, str], repeats: int) -> dict[str, Any]:
     """Samples a second as it was and with the plan, in turns, by runs that had no part in the fix."""
     from flatout import trace
-    from flatout.remedy.speed import measure
+    from flatout.fix.speed import measure
 
     speeds: dict[str, list[float]] = {"before": [], "after": []}
     for turn in range(repeats):

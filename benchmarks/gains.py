@@ -36,9 +36,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 from benchmarks import workloads  # noqa: E402
 from benchmarks.mended import MISTAKES, WHOLE_EPOCH, Edit, Flags, Mistake  # noqa: E402
 from flatout import trace  # noqa: E402
-from flatout.diagnose.finding import Finding  # noqa: E402
 from flatout.diagnose.rules import diagnose  # noqa: E402
-from flatout.remedy.speed import USUAL_NOISE  # noqa: E402
+from flatout.fix.speed import USUAL_NOISE  # noqa: E402
+from flatout.model.finding import Finding  # noqa: E402
 
 STEPS = {"gray": 200, "segment": 200, "captcha": 120, "video": 130, "stock": 500}  # outlast what is prefetched
 EPOCHS = 5  # what `gray` mended evaluates every

@@ -303,9 +303,10 @@ def is_of(process: psutil.Process, witness: Path) -> bool:
 
 def recorded(place: Path, name: str) -> dict[str, Any]:
     """What flatout had to do with the run: without a recording it would be no wonder that nothing differs."""
-    from flatout import launch, trace
+    from flatout import trace
+    from flatout.launch import launcher
 
-    ranks = [rank for folder in launch.recordings(place / f"trace-{name}") for rank in trace.read(folder).ranks]
+    ranks = [rank for folder in launcher.recordings(place / f"trace-{name}") for rank in trace.read(folder).ranks]
     errors = (place / f"{name}.err").read_text(encoding="utf-8", errors="replace").splitlines()
     return {
         "steps_recorded": sum(window.wall_ms.count for rank in ranks for window in rank.windows),

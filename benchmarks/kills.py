@@ -371,8 +371,8 @@ def _trained(run: Path) -> str:
 def _readable(trace_folder: Path, plan: Path) -> str:
     """How a recording, and a plan, can be read: whole, or one clear line."""
     from flatout import trace
-    from flatout.errors import FlatoutError
-    from flatout.plan import Plan
+    from flatout.model.errors import FlatoutError
+    from flatout.model.plan import Plan
 
     try:
         if plan.exists():

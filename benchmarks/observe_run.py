@@ -44,7 +44,7 @@ import flatout  # noqa: E402
 from benchmarks.machine import describe, headline  # noqa: E402
 from flatout import trace  # noqa: E402
 from flatout.diagnose.breakdown import Breakdown, breakdown  # noqa: E402
-from flatout.trace.thin import RAW_STEPS  # noqa: E402
+from flatout.trace.downsample import RAW_STEPS  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DELAY_S = 0.010

@@ -22,10 +22,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from benchmarks.machine import describe  # noqa: E402
 from benchmarks.trainings import TRAININGS  # noqa: E402
-from flatout.plan import Change  # noqa: E402
-from flatout.remedy.proof import same_loss  # noqa: E402
-from flatout.remedy.proving import PARITY_STEPS  # noqa: E402
-from flatout.remedy.running import Launcher, ProofRun  # noqa: E402
+from flatout.fix.proof import same_loss  # noqa: E402
+from flatout.fix.proof_runs import PARITY_STEPS  # noqa: E402
+from flatout.fix.running import Launcher, ProofRun  # noqa: E402
+from flatout.model.plan import Change  # noqa: E402
 
 RIGHT: dict[str, tuple[Change, ...]] = {
     "bf16": (Change(name="precision", value="bf16", safety="equivalent"),),

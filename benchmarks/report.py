@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from benchmarks.machine import describe, figure, headline  # noqa: E402
+from flatout.model.records import encode  # noqa: E402
 from flatout.trace import (  # noqa: E402
     DiskSample,
     Facts,
@@ -36,8 +37,7 @@ from flatout.trace import (  # noqa: E402
     Step,
     TraceWriter,
 )
-from flatout.trace.records import encode  # noqa: E402
-from flatout.trace.thin import SampleThinner, StepThinner  # noqa: E402
+from flatout.trace.downsample import SampleThinner, StepThinner  # noqa: E402
 
 REPEATS = 3
 MOST_S = 10.0

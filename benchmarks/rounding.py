@@ -3,7 +3,7 @@
     python benchmarks/rounding.py captcha --data DIR --out FILE [--steps 160] [-- FLAGS]
 
 One run of the workload leads; the others, each with some changes more, go on from its weights every five steps
-(src/flatout/inject/weights.py), all of them side by side. Told of each: whether the same bytes reached the model; how
+(src/flatout/inside/weights.py), all of them side by side. Told of each: whether the same bytes reached the model; how
 far its loss is off in the second half of the steps, by the number of steps since it had the leader's weights; and how
 far its own had come in five steps, in which direction. "as torch has it": the compiler rounds as it is built to, not as
 flatout asks it to (src/flatout/compiling.py).
@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from benchmarks.workloads import copied, environment, machine, make_data, split_at_dashes, start  # noqa: E402
-from flatout.plan import Change  # noqa: E402
-from flatout.remedy.running import Launcher, ProofRun, Run  # noqa: E402
-from flatout.sense.options import WEIGHTS_EVERY as EVERY  # noqa: E402
+from flatout.fix.running import Launcher, ProofRun, Run  # noqa: E402
+from flatout.launch.protocol import WEIGHTS_EVERY as EVERY  # noqa: E402
+from flatout.model.plan import Change  # noqa: E402
 
 BF16 = {"precision": "bf16"}
 PLANS: dict[str, dict[str, Any]] = {

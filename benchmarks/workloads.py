@@ -54,7 +54,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from benchmarks.machine import describe  # noqa: E402
 from benchmarks.mended import MENDED, WHOLE_EPOCH, Edit, Flags  # noqa: E402
-from flatout.sense.hardware import Sampler  # noqa: E402
+from flatout.sample.hardware import Sampler  # noqa: E402
 from flatout.trace import Sample  # noqa: E402
 
 CORES = len(os.sched_getaffinity(0))

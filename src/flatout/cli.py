@@ -22,15 +22,23 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from flatout import __version__
-from flatout.errors import FlatoutError, GateFailed, NotSavedError, PlanError, RealWriteError, TraceError, UsageError
 from flatout.files import write_whole
-from flatout.inputs import is_file, is_folder
+from flatout.model.errors import (
+    FlatoutError,
+    GateFailed,
+    NotSavedError,
+    PlanError,
+    RealWriteError,
+    TraceError,
+    UsageError,
+)
+from flatout.model.inputs import is_file, is_folder
 from flatout.redact import redact_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from flatout.plan import Plan
+    from flatout.model.plan import Plan
     from flatout.report.fixed import Price
 
 INTERRUPTED = 130
@@ -268,9 +276,9 @@ def check(
     `flatout check train.py -- --num-workers 40`. Exit code 1 when a line failed.
     """
     _linux_only("check")
-    from flatout.diagnose.preflight import check as look_over
+    from flatout.check import check as look_over
     from flatout.report.checklist import show
-    from flatout.sense.hardware import Sampler
+    from flatout.sample.hardware import Sampler
 
     with Sampler() as sampler:
         gpus = sampler.read().gpus
@@ -306,16 +314,16 @@ def run(
     Output, signals and exit code are the command's own; the summary comes after it. FLATOUT=off switches it all off.
     """
     _linux_only("run")
-    from flatout import launch
+    from flatout.launch import launcher
 
     changes = _changes(plan, auto=auto, strict=strict)
     command = _command(context)
     _can_be_told(json, html)
-    folder = trace or launch.default_folder(command or ["run"])
-    code = launch.run(command, folder=folder, max_steps=max_steps, xray=xray, plan=changes)
+    folder = trace or launcher.default_folder(command or ["run"])
+    code = launcher.run(command, folder=folder, max_steps=max_steps, xray=xray, plan=changes)
     if os.environ.get("FLATOUT") != "off":
         with _keeping_the_exit_code():
-            for recording in launch.recordings(folder):
+            for recording in launcher.recordings(folder):
                 if changes is not None:
                     _say_what_was_changed(recording)
                 if _never_stepped(recording):
@@ -329,8 +337,8 @@ def run(
 
 def _say_that_it_never_stepped(recording: Path, code: int, *, keep: bool) -> None:
     """One that failed has said why: what it lacks is no question then."""
+    from flatout.model.formatting import exit_in_words
     from flatout.report.account import WHAT_IS_COUNTED
-    from flatout.written import exit_in_words
 
     why = f"no optimizer step was seen: nothing to account for. {WHAT_IS_COUNTED}"
     if code:
@@ -353,8 +361,8 @@ def _leave_no_empty(runs: Path) -> None:
 
 def _changes(path: Path | None, *, auto: bool, strict: bool) -> Plan | None:
     """What to change in a run, from --plan or --auto."""
-    from flatout import changes
-    from flatout.plan import Plan
+    from flatout.model import changes
+    from flatout.model.plan import Plan
 
     if strict and not auto:
         raise UsageError("--strict goes with --auto")
@@ -406,9 +414,9 @@ def fix(
     `flatout run --plan flatout-plan.yaml -- python train.py --epochs 90`. Ctrl-C leaves the plan so far.
     """
     _linux_only("fix")
-    from flatout import launch
-    from flatout.remedy.candidates import Wishes
-    from flatout.remedy.fix import fix as search
+    from flatout.fix.candidates import Wishes
+    from flatout.fix.fix import fix as search
+    from flatout.launch import launcher
     from flatout.report import fix_views
     from flatout.report.fixed import report as report_of
 
@@ -419,7 +427,7 @@ def fix(
         raise UsageError(f"{command[0]}: command not found")
     wishes, budget_s = Wishes.of(allow, only, skip), _seconds(budget)
     an_hour = _price(price) if price is not None else None
-    runs = out.parent / launch.default_folder([*command[:1], "fix.py"])  # the folder we are in may be read-only
+    runs = out.parent / launcher.default_folder([*command[:1], "fix.py"])  # the folder we are in may be read-only
     _can_be_told(json, html)
     for target in (out, runs.parent):
         _can_be_written(target, folder=target == runs.parent)
@@ -454,7 +462,7 @@ def _kept_plan(plan: Plan, out: Path, *, worth_it: bool) -> PlanError | None:
 
 def _holds_changes(out: Path) -> bool:
     """Whether a plan is there that is worth more than one without any change."""
-    from flatout.plan import Plan
+    from flatout.model.plan import Plan
 
     try:
         return out.exists() and bool(Plan.load(out).changes)
@@ -530,7 +538,8 @@ def train(
         if recorded is not None and os.environ.get("RANK") == "0":
             _account_for(recorded, quiet=quiet)
         return
-    from flatout import budget, launch
+    from flatout.launch import launcher
+    from flatout.sample import budget
 
     if not is_file(config):  # a mistake that need not wait for torch
         why = "it is a folder" if is_folder(config) else "there is no such file"
@@ -540,12 +549,12 @@ def train(
     command = [sys.executable, "-m", "flatout", "train", "--here", *options, "--", str(config), *words]
     if gpus > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(budget.measure().cores_allowed / gpus))))
-        command = [sys.executable, "-m", "flatout.together", str(gpus), *command]
-    folder = launch.default_folder([f"{config.stem}.py"])
-    code = launch.run(command, folder=folder, ends_with_us=True)
+        command = [sys.executable, "-m", "flatout.launch.launch_ranks", str(gpus), *command]
+    folder = launcher.default_folder([f"{config.stem}.py"])
+    code = launcher.run(command, folder=folder, ends_with_us=True)
     if os.environ.get("FLATOUT") != "off":
         with _keeping_the_exit_code():
-            for recording in launch.recordings(folder):
+            for recording in launcher.recordings(folder):
                 if _never_stepped(recording):  # and has said why
                     shutil.rmtree(recording, ignore_errors=True)
                 else:
@@ -601,7 +610,7 @@ def _report(folders: list[Path], console: Console | None, *, json_to: str | None
 def _say_what_was_changed(folder: Path) -> None:
     """A paragraph on stderr; where there is no trace to read, the account says so."""
     from flatout import trace
-    from flatout.report.made import paragraph
+    from flatout.report.applied_changes import paragraph
 
     with contextlib.suppress(FlatoutError):
         if text := paragraph(trace.read(folder)):

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flatout import __version__, budget
-from flatout.budget import Budget, CgroupFiles
+from flatout import __version__
+from flatout.sample import budget
+from flatout.sample.budget import Budget, CgroupFiles
 
 __all__ = ["Card", "Examination", "Torch", "examine", "probe_torch", "report_lines"]
 

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integration" / "run"))
 
 from observing import Run, flatout_run, write
 
-from flatout.plan import Change, Plan
+from flatout.model.plan import Change, Plan
 
 TRAIN = """
     import sys, torch

@@ -19,8 +19,8 @@ from flatout.engine.checkpoint import newest
 from flatout.engine.precision import decide
 from flatout.engine.ranks import Ranks
 from flatout.engine.step import Step, TrainConfig, uncompiled
-from flatout.errors import UsageError
 from flatout.feed import DataLoader
+from flatout.model.errors import UsageError
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.loads import running
 from benchmarks.observe import PERIOD_S, true_fluctuation, watch
 from flatout.doctor import Card, examine
-from flatout.sense.hardware import Sampler
+from flatout.sample.hardware import Sampler
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from flatout.plan import Change
-from flatout.remedy.proof import same_loss
-from flatout.remedy.running import Launcher, ProofRun, Run
+from flatout.fix.proof import same_loss
+from flatout.fix.running import Launcher, ProofRun, Run
+from flatout.model.plan import Change
 
 # Where a bright column is, by the mean column under a softmax: gradients are differences of large numbers, and a
 # compiler that rounds in other places than eager kernels do goes another way here. Not so bright that its loss comes to

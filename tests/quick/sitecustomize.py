@@ -5,6 +5,6 @@ import sys
 if any("train" in word for word in sys.orig_argv):
     import torch
 
-    from flatout.inject import compiler_later
+    from flatout.inside import lazy_dynamo
 
-    compiler_later.install(torch)
+    lazy_dynamo.install(torch)

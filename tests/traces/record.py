@@ -312,7 +312,7 @@ def has_company() -> None:
 @training("memory.host", memory_bytes=1 << 30)
 def fills_the_memory() -> None:
     """The dataset keeps more and more in memory, until the container's limit is near."""
-    from flatout.budget import CgroupFiles
+    from flatout.sample.budget import CgroupFiles
 
     hoard: list[bytearray] = []
     group = CgroupFiles()
@@ -798,7 +798,7 @@ def look_at(folder: Path) -> tuple[float, float, list[tuple[str, float, float]]]
     """How many cores were busy with something else, how much the training waited for one, and what is found in it."""
     sys.path.insert(0, str(ROOT / "src"))
     from flatout import trace
-    from flatout.diagnose.case import cases
+    from flatout.diagnose.rank_metrics import cases
     from flatout.diagnose.rules import diagnose
 
     recorded = trace.read(folder)

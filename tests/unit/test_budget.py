@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flatout import budget
+from flatout.sample import budget
 
 GIB = 2**30
 Machine = Callable[[str], Path]

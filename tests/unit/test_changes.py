@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from flatout import changes
-from flatout.errors import PlanError
-from flatout.plan import Change, Plan
+from flatout.model import changes
+from flatout.model.errors import PlanError
+from flatout.model.plan import Change, Plan
 
 
 def plan(name: str, value: Any, knob: str = "") -> Plan:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from flatout import __version__, cli, launch
-from flatout.plan import Change, Outcome, Plan
-from flatout.remedy.found import Attempt, Found
+from flatout import __version__, cli
+from flatout.fix.result import Attempt, FixResult
+from flatout.launch import launcher
+from flatout.model.plan import Change, Outcome, Plan
 
 Run = Callable[..., tuple[int, str, str]]
 FLATOUT = [sys.executable, "-m", "flatout"]
@@ -118,7 +119,7 @@ def test_a_complaint_does_not_repeat_a_secret(
 
 
 def test_no_folder_is_called_like_a_secret() -> None:
-    assert launch.default_folder(["bash", "-c", "HF_TOKEN=LEAK python train.py"]).name.endswith("-train")
+    assert launcher.default_folder(["bash", "-c", "HF_TOKEN=LEAK python train.py"]).name.endswith("-train")
 
 
 def test_a_page_that_cannot_be_drawn_is_told_before_the_trials(
@@ -138,7 +139,7 @@ def test_the_runs_of_a_fix_are_kept_beside_its_plan(
     def search(*_: object, keep_in: Path, **__: object) -> None:
         raise Kept(keep_in)
 
-    monkeypatch.setattr("flatout.remedy.fix.fix", search)
+    monkeypatch.setattr("flatout.fix.fix.fix", search)
     for plan, folder in ((tmp_path / "plan.yaml", tmp_path / "flatout-runs"), ("plan.yaml", "flatout-runs")):
         with pytest.raises(Kept) as kept:
             flatout_says("fix", "--out", str(plan), "true")
@@ -293,7 +294,7 @@ def test_a_full_disk_leaves_the_older_plan_and_shows_what_was_found(
     path.write_text(before := "plan: 1\nchanges:\n- {name: num_workers, value: 3, safety: reseeded}  # mine\n")
     change = Change(name="pin_memory", value=True, safety="identical")
     tried = Attempt(outcome=Outcome(change=change, verdict="kept"))
-    monkeypatch.setattr("flatout.remedy.fix.fix", lambda *_, **__: Found(kept=(change,), attempts=[tried]))
+    monkeypatch.setattr("flatout.fix.fix.fix", lambda *_, **__: FixResult(kept=(change,), attempts=[tried]))
     with full_disk():
         code, out, err = flatout_says("fix", "--out", path, "true")
     assert path.read_text() == before

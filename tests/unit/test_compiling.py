@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch._inductor.config as config
 
-from flatout.compiling import AS_CODE, draw_as_this, round_as_eager
+from flatout.inside.inductor_rounding import AS_CODE, draw_as_this, round_as_eager
 
 # A column's place under softmax, from scores that were rounded: its gradients are differences of large numbers.
 SCRIPT = """
 import json, sys, torch
-from flatout.compiling import round_as_eager
+from flatout.inside.inductor_rounding import round_as_eager
 
 torch.manual_seed(0)
 pictures, weights = torch.randn(256, 32).bfloat16(), torch.randn(32, 40).mul(4).bfloat16()

@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, Dataset
 
 import flatout
 from flatout.feed.deferred.batch import StandIn
-from flatout.feed.feed import Feed
 from flatout.feed.iterator import FeedIterator
 from flatout.feed.loader import Options, iterator_for
-from flatout.inject.apply import ahead as copying
+from flatout.feed.scheduler import BatchScheduler
+from flatout.inside.changes import device_prefetch as copying
 
 PATCHED = ("to", "cuda", "numpy", "__array__", "__dlpack__")
 
@@ -47,7 +47,7 @@ def test_memory_that_is_given_out_is_copied_anew(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     made = [torch.ones(3, device="meta") for _ in range(2)]
     for tensor, copy in zip((host, other), made, strict=True):
-        copies.put(tensor, copy, None, stream, copying.Habit())
+        copies.put(tensor, copy, None, stream, copying.CopyPattern())
     look(other)
     assert host.to("meta") is made[0]
     assert other.to("meta") is not made[1]
@@ -58,7 +58,7 @@ def test_a_copy_stays_while_it_is_made_though_its_tensor_comes_again(
 ) -> None:
     host, first, second = torch.ones(3), torch.ones(3, device="meta"), torch.ones(3, device="meta")
     for copy in (first, second):
-        copies.put(host, copy, f"done {id(copy)}", None, copying.Habit())
+        copies.put(host, copy, f"done {id(copy)}", None, copying.CopyPattern())
     ((kept, done),) = copying._copying
     assert kept is first
     assert done == f"done {id(first)}"
@@ -109,7 +109,7 @@ def test_copies_are_made_in_room_that_fits_and_what_is_made_by_copying_is_not_ma
     card: Card, copies: copying._Copies
 ) -> None:
     failed: list[Exception] = []
-    ahead = copying.Ahead(None, torch.device("meta"), failed.append)
+    ahead = copying.DevicePrefetcher(None, torch.device("meta"), failed.append)
 
     def batch(samples: int) -> tuple[Any, Any]:
         return NotMade((samples, 3), torch.float32), torch.arange(samples)
@@ -130,7 +130,7 @@ def test_what_goes_wrong_with_a_copy_is_over_before_its_memory_is_given_back(
     card: Card, copies: copying._Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed: list[Exception] = []
-    ahead = copying.Ahead(None, torch.device("meta"), failed.append)
+    ahead = copying.DevicePrefetcher(None, torch.device("meta"), failed.append)
 
     def fails(*_: Any) -> None:
         raise RuntimeError("no version")
@@ -143,7 +143,7 @@ def test_what_goes_wrong_with_a_copy_is_over_before_its_memory_is_given_back(
 
 def test_nothing_is_copied_of_tensors_of_inference_mode(card: Card, copies: copying._Copies) -> None:
     failed: list[Exception] = []
-    ahead = copying.Ahead(None, torch.device("meta"), failed.append)
+    ahead = copying.DevicePrefetcher(None, torch.device("meta"), failed.append)
     with torch.inference_mode():
         batch = [torch.ones(3)]
     ahead._fetched(lambda: batch)
@@ -173,10 +173,10 @@ def test_a_script_that_copies_small_page_locked_batches_without_waiting_is_left_
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
     told: list[str] = []
-    habit = copying.Habit(lambda: told.append("good"))
+    habit = copying.CopyPattern(lambda: told.append("good"))
     copied = 0
     for _ in range(3):  # passes
-        ahead = copying.Ahead(None, torch.device("meta"), told.append, habit)  # type: ignore[arg-type]
+        ahead = copying.DevicePrefetcher(None, torch.device("meta"), told.append, habit)  # type: ignore[arg-type]
         for _ in range(10):
             batch = [torch.ones(3), torch.ones(2)]
             ahead._fetched(lambda batch=batch: batch)
@@ -193,7 +193,7 @@ def test_batches_that_become_large_are_copied_again(
     card: Card, copies: copying._Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
-    ahead = copying.Ahead(None, torch.device("meta"), pytest.fail)
+    ahead = copying.DevicePrefetcher(None, torch.device("meta"), pytest.fail)
     copied = []
     for number in range(4 * copying._EVERY):
         host = torch.empty(3 if number < copying._EVERY else copying.SMALL_BYTES)
@@ -232,7 +232,7 @@ def test_else_it_gets_its_copies(
     move: Callable[[Any], Any],
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: pinned)
-    ahead = copying.Ahead(None, torch.device("meta"), pytest.fail)
+    ahead = copying.DevicePrefetcher(None, torch.device("meta"), pytest.fail)
     for _ in range(3 * copying._SURE):
         ahead._fetched(lambda: batch)
         assert copies
@@ -270,12 +270,12 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> Callable[[DataLoader[Any]], tuple[
     def made(loader: DataLoader[Any]) -> tuple[Any, list[str]]:
         did: list[str] = []
         monkeypatch.setattr(copying, "_side_stream", lambda device: None)
-        monkeypatch.setattr(copying.Ahead, "_make_room", lambda _, batch: None)
+        monkeypatch.setattr(copying.DevicePrefetcher, "_make_room", lambda _, batch: None)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(copying, "_look_ahead_after_steps", lambda: None)
-        monkeypatch.setattr(copying.Ahead, "_copy", lambda _, batch: did.append(f"fetched {batch.item()}"))
+        monkeypatch.setattr(copying.DevicePrefetcher, "_copy", lambda _, batch: did.append(f"fetched {batch.item()}"))
         inner = iter(loader) if isinstance(loader, DataLoader) else loader
-        return copying.Ahead(inner, torch.device("cuda"), did.append), did  # type: ignore[arg-type]
+        return copying.DevicePrefetcher(inner, torch.device("cuda"), did.append), did  # type: ignore[arg-type]
 
     return made
 
@@ -316,7 +316,7 @@ def test_what_is_not_there_at_the_end_of_a_step_is_waited_for_when_it_is_asked_f
     ahead: Callable[..., tuple[Any, list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     iterator, did = ahead(flatout.DataLoader(Numbers(), batch_size=1, num_workers=1))
-    monkeypatch.setattr(Feed, "is_ready", lambda _: False)
+    monkeypatch.setattr(BatchScheduler, "is_ready", lambda _: False)
     train(iterator, did, batches_a_step=1)
     assert [line for line in did if line.startswith("got")] == [f"got {n}" for n in range(12)]
 
@@ -367,7 +367,7 @@ def test_what_goes_wrong_at_the_end_of_a_step_is_raised_by_the_next_batch(
     next(iterator)
     copying._stepped()
     next(iterator)
-    monkeypatch.setattr(Feed, "is_ready", fails)
+    monkeypatch.setattr(BatchScheduler, "is_ready", fails)
     copying._stepped()
     with pytest.raises(BlockingIOError, match="no more processes"):
         next(iterator)
@@ -442,7 +442,7 @@ def test_a_batch_that_is_none_is_a_batch(
     ahead: Callable[..., tuple[Any, list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     iterator, _ = ahead(flatout.DataLoader(Numbers(), batch_size=1, num_workers=1, collate_fn=nothing_of_odd))
-    monkeypatch.setattr(copying.Ahead, "_copy", lambda _, batch: None)
+    monkeypatch.setattr(copying.DevicePrefetcher, "_copy", lambda _, batch: None)
     got = []
     for batch in iterator:
         got.append(batch if batch is None else batch.item())

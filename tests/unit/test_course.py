@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from flatout.inject import course as room
-from flatout.inject.course import Course
-from flatout.sense.facts import batches_ahead
-from flatout.sense.options import MOST_STEPS, Options, Trial
+from flatout.inside import trial_progress as room
+from flatout.inside.facts import batches_ahead
+from flatout.inside.trial_progress import TrialProgress
+from flatout.launch.protocol import MOST_STEPS, Options, Trial
 
 
 class Clock:
@@ -29,11 +29,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def course(alone: bool = True, **trial: Any) -> Course:
-    return Course(Options(folder=Path(), name="train", max_steps=4, trial=Trial(**trial)), alone=lambda: alone)
+def course(alone: bool = True, **trial: Any) -> TrialProgress:
+    return TrialProgress(Options(folder=Path(), name="train", max_steps=4, trial=Trial(**trial)), alone=lambda: alone)
 
 
-def steps(course: Course, clock: Clock, count: int, step_s: float, *, measured: int) -> int:
+def steps(course: TrialProgress, clock: Clock, count: int, step_s: float, *, measured: int) -> int:
     """So many steps; how many are measured by then."""
     for _ in range(count):
         course.step_begins()

@@ -93,8 +93,8 @@ REDIRECTED = """
 import os, sys
 from pathlib import Path
 from flatout.files import write_whole
-from flatout.inject import redirect
-from flatout.sandbox import Sandbox
+from flatout.inside import redirect
+from flatout.launch.sandbox import Sandbox
 
 here = Path(sys.argv[1])
 redirect.install(Sandbox(cover=[str(here)], keep=[str(here / "kept")], scratch=str(here / "scratch")))

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 import flatout
-from flatout import cli, errors
+from flatout import cli
+from flatout.model import errors
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "workloads" / "README.md"]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-READ_SIDE = ("cli", "trace", "plan", "budget", "top", "doctor", "diagnose", "remedy", "report", "launch")
+READ_SIDE = ("cli", "trace", "model", "top", "doctor", "diagnose", "check", "fix", "report", "launch.launcher")
 
 
 def test_the_public_names_are_these() -> None:
@@ -104,15 +105,15 @@ WRITES = re.compile(
 MAY_WRITE_OTHERWISE = {  # how often at most, and why
     "files.py": (2, "it is how all others write"),
     "trace/writer.py": (2, "a stream: a recording grows while the training runs, and ends with how that ended"),
-    "sense/worker.py": (1, "a stream: each loader worker appends to it"),
+    "inside/loader_workers.py": (1, "a stream: each loader worker appends to it"),
     "engine/progress.py": (2, "streams: a row each time the losses are read"),
     "engine/checkpoint.py": (1, "into the file that files.py has opened"),
     "top/session.py": (1, "a stream: a row a sample; whether it can be written is tried before anything is measured"),
-    "launch.py": (1, "a stream: what the command of a trial prints"),
-    "inject/weights.py": (1, "renamed when it is whole; it goes with the proof, and the disk would hold training up"),
-    "remedy/fix.py": (2, "a lock; and a folder, copied under another name and then renamed"),
-    "inject/redirect.py": (99, "what a script writes in a trial, on its way to elsewhere"),
-    "sandbox.py": (99, "the kernel's files of a new user namespace"),
+    "launch/launcher.py": (1, "a stream: what the command of a trial prints"),
+    "inside/weights.py": (1, "renamed when it is whole; it goes with the proof, and the disk would hold training up"),
+    "fix/fix.py": (2, "a lock; and a folder, copied under another name and then renamed"),
+    "inside/redirect.py": (99, "what a script writes in a trial, on its way to elsewhere"),
+    "launch/sandbox.py": (99, "the kernel's files of a new user namespace"),
 }
 
 
@@ -126,3 +127,17 @@ def test_every_file_is_written_whole_or_not_at_all() -> None:
     }
     assert not {name: n for name, n in found.items() if n > MAY_WRITE_OTHERWISE.get(name, (0, ""))[0]}
     assert set(MAY_WRITE_OTHERWISE) <= set(found)  # a reason that is none any more goes
+
+
+def test_the_tree_of_the_architecture_is_the_tree() -> None:
+    """GIVEN the drawing in docs/ARCHITECTURE.md THEN all that it names is there, and all that is there it names."""
+    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+    drawn = text[text.index("src/flatout/\n") : text.index("workloads/  ")]
+    rooms = dict(re.findall(r"^  (\w+)(?:/|\.py) +((?:.*\n)(?: {10,}.*\n)*)", drawn, re.MULTILINE))
+    package = ROOT / "src" / "flatout"
+    here = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert rooms.keys() | {"__main__"} == here
+    for room in filter(lambda name: (package / name).is_dir(), rooms):
+        files = {path.stem for path in (package / room).rglob("*.py")} | {path.name for path in package.rglob("*/")}
+        outside = set(re.findall(r"\b([a-z_]+_[a-z_]+)\b", rooms[room])) - files
+        assert not outside, f"ARCHITECTURE.md names {outside} in {room}/"

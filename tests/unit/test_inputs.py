@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from flatout.diagnose.preflight.settings import read_data
+from flatout.check.settings import read_data
 from flatout.engine import load as load_config
-from flatout.errors import PlanError, UsageError
-from flatout.inputs import MOST_NODES, load_json, load_yaml, text_of
-from flatout.plan import Plan
+from flatout.model.errors import PlanError, UsageError
+from flatout.model.inputs import MOST_NODES, load_json, load_yaml, text_of
+from flatout.model.plan import Plan
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)

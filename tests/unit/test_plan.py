@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.errors import PlanError
-from flatout.plan import Change, Figure, Outcome, Plan, Safety
+from flatout.model.errors import PlanError
+from flatout.model.plan import Change, Figure, Outcome, Plan, Safety
 
 PLAN = Plan(
     changes=(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flatout import sandbox
-from flatout.sandbox import Sandbox
+from flatout.launch import sandbox
+from flatout.launch.sandbox import Sandbox
 
 Make = Callable[..., Sandbox]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flatout import snapshot
-from flatout.snapshot import SharedMemory, Snapshot
+from flatout.launch import snapshot
+from flatout.launch.snapshot import SharedMemory, Snapshot
 
 # Opens a file for writing, says so, and holds it until it is told to end.
 HOLD = "import sys; file = open(sys.argv[1], 'a'); print('open', flush=True); input()"

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.inject.weights import Moved, Weights
-from flatout.sense.options import WEIGHTS_EVERY as EVERY
-from flatout.sense.options import WEIGHTS_OVER, Trial
+from flatout.inside.weights import Moved, Weights
+from flatout.launch.protocol import WEIGHTS_EVERY as EVERY
+from flatout.launch.protocol import WEIGHTS_OVER, Trial
 
 
 def weights(

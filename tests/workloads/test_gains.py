@@ -11,8 +11,8 @@ from running import ROOT
 from benchmarks import gains, workloads
 from benchmarks.mended import MISTAKES, Edit, Flags, Mistake
 from flatout import trace
-from flatout.diagnose.finding import Finding
 from flatout.diagnose.rules import diagnose
+from flatout.model.finding import Finding
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -7,7 +7,7 @@ from pathlib import Path
 from running import run
 
 from flatout import trace
-from flatout.plan import Change, Plan
+from flatout.model.plan import Change, Plan
 
 CHANGES = (
     Change(name="loader", value="elastic", safety="reseeded"),

@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from flatout.diagnose.case import LAUNCHES_LATE, LAUNCHING, Case
-from flatout.diagnose.finding import Finding
 from flatout.diagnose.gains import KERNELS, WORTH, computed, data_saved, rounded
+from flatout.diagnose.rank_metrics import LAUNCHES_LATE, LAUNCHING, RankMetrics
+from flatout.model.finding import Finding
 from flatout.trace import Xray
 
 _MUCH_FOR_AN_OPTIMIZER = 0.05  # of the step
@@ -24,7 +24,7 @@ _NORMS = re.compile("batch_?norm|bn_[fb]w")
 _JOINABLE = re.compile(f"elementwise|reduce_kernel|layer_norm|softmax|dropout|{_NORMS.pattern}")
 
 
-def launch_bound(case: Case) -> Finding | None:
+def launch_bound(case: RankMetrics) -> Finding | None:
     xray = case.xray
     if xray is None or not xray.steps or not case.mean_ms:
         return None
@@ -50,7 +50,7 @@ def launch_bound(case: Case) -> Finding | None:
     )
 
 
-def precision(case: Case) -> Finding | None:
+def precision(case: RankMetrics) -> Finding | None:
     xray = case.xray
     if xray is None or not xray.busy_ms or any(name != "None" for name in case.facts.get("autocast", ())):
         return None
@@ -76,13 +76,13 @@ def precision(case: Case) -> Finding | None:
     )
 
 
-def with_tf32(case: Case) -> dict[str, Any]:
+def with_tf32(case: RankMetrics) -> dict[str, Any]:
     """What TF32 would give: matrix work outside the tensor cores moves in, and is eight times as fast at best."""
     outside_ms = _outside_ms(case.xray) if case.xray is not None else 0.0
     return computed(case, 0.0, _share(case, outside_ms) * 7 / 8 * case.card_bound)
 
 
-def with_benchmark(case: Case) -> dict[str, Any]:
+def with_benchmark(case: RankMetrics) -> dict[str, Any]:
     """What cuDNN's search for faster kernels would give, if it makes none more than twice as fast."""
     matrix_ms = min(case.xray.matrix_ms, case.xray.busy_ms) if case.xray is not None else 0.0
     return computed(case, 0.0, _share(case, matrix_ms) / 2 * case.card_bound)
@@ -93,19 +93,19 @@ def _outside_ms(xray: Xray) -> float:
     return max(0.0, xray.matrix_ms - xray.tensor_core_ms)
 
 
-def _share(case: Case, ms: float) -> float:
+def _share(case: RankMetrics, ms: float) -> float:
     """The share of the time that so much of the X-ray's kernels takes."""
     xray = case.xray
     return ms / xray.busy_ms * (case.busy_share or 1.0) if xray is not None and xray.busy_ms else 0.0
 
 
-def _kernel_share(case: Case, pattern: re.Pattern[str]) -> float:
+def _kernel_share(case: RankMetrics, pattern: re.Pattern[str]) -> float:
     """The same for kernels of these names, by those that take the most."""
     top_ms = case.xray.top_ms if case.xray is not None else {}
     return _share(case, sum(ms for name, ms in top_ms.items() if pattern.search(name)))
 
 
-def layout(case: Case) -> Finding | None:
+def layout(case: RankMetrics) -> Finding | None:
     share = _kernel_share(case, _TURNING)
     if case.facts.get("channels_last") is not False or share < WORTH:
         return None
@@ -124,11 +124,11 @@ def layout(case: Case) -> Finding | None:
     )
 
 
-def optimizer(case: Case) -> Finding | None:
+def optimizer(case: RankMetrics) -> Finding | None:
     return _not_fused(case, at_least=_MUCH_FOR_AN_OPTIMIZER)
 
 
-def _not_fused(case: Case, *, at_least: float) -> Finding | None:
+def _not_fused(case: RankMetrics, *, at_least: float) -> Finding | None:
     xray = case.xray
     if xray is None or case.facts.get("optimizer_fused") or not case.step_ms:
         return None
@@ -152,7 +152,7 @@ def _not_fused(case: Case, *, at_least: float) -> Finding | None:
     )
 
 
-def eager(case: Case) -> Finding | None:
+def eager(case: RankMetrics) -> Finding | None:
     share = max(0.0, _kernel_share(case, _JOINABLE) - _looping_optimizer(case))
     if case.facts.get("compiled") or share < 0.20:
         return None
@@ -169,7 +169,7 @@ def eager(case: Case) -> Finding | None:
     )
 
 
-def _looping_optimizer(case: Case) -> float:
+def _looping_optimizer(case: RankMetrics) -> float:
     """The share of the time that an optimizer's elementwise kernels take: compiling the model joins none of them."""
     xray = case.xray
     if xray is None or any("multi_tensor" in name for name in xray.top_ms):
@@ -177,7 +177,7 @@ def _looping_optimizer(case: Case) -> float:
     return _share(case, xray.busy_by_phase_ms.get("optimizer", 0.0))
 
 
-def underused(case: Case) -> Finding | None:
+def underused(case: RankMetrics) -> Finding | None:
     small, active = _small_batch(case), case.card("sm_active_pct").mean
     if small is None or active is None or active > 40:
         return None
@@ -197,7 +197,7 @@ def underused(case: Case) -> Finding | None:
     )
 
 
-def _small_batch(case: Case) -> tuple[int, float] | None:
+def _small_batch(case: RankMetrics) -> tuple[int, float] | None:
     """The batch and the share of the card's memory that it uses, where there is room for a larger one."""
     total, peak = case.card("memory_total_bytes").high, case.facts.get("memory_reserved_bytes")
     if not peak or not math.isfinite(total) or peak / total > 0.3 or data_saved(case) > 0.2:
@@ -205,7 +205,7 @@ def _small_batch(case: Case) -> tuple[int, float] | None:
     return (int(case.loader["batch_size"]), peak / total) if case.loader.get("batch_size") else None
 
 
-def uncovered(case: Case, found: Iterable[Finding]) -> list[Finding]:
+def uncovered(case: RankMetrics, found: Iterable[Finding]) -> list[Finding]:
     """What will be worth a word when the card has less to do, by as much as these findings promise (of each range the
     middle). Their own ranges are for mending them alone: small, and never the verdict."""
     shorter = math.prod(
@@ -220,7 +220,7 @@ def uncovered(case: Case, found: Iterable[Finding]) -> list[Finding]:
     return [finding for finding in then if finding is not None and finding.code not in named]
 
 
-def _gaps(case: Case, *, at_least: float) -> Finding | None:
+def _gaps(case: RankMetrics, *, at_least: float) -> Finding | None:
     """Gaps between kernels come with each step: for as many samples twice the batch has half of them."""
     small, lost = _small_batch(case), case.waits_for_launches()
     if small is None or lost / 2 < at_least:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from flatout.diagnose.case import Case
-from flatout.diagnose.finding import Finding
 from flatout.diagnose.gains import WORTH, computed, data_saved, fed, removed, rounded, spare_cores, spared
-from flatout.diagnose.names import pattern_of
+from flatout.diagnose.rank_metrics import RankMetrics
+from flatout.model.finding import Finding
+from flatout.model.setting_aliases import pattern_of
 from flatout.trace import Sketch
 
 _BUSY = 0.85
@@ -33,7 +33,7 @@ _OTHERS_HAVE_IT = 0.2  # of a core, of the time that it wants one: less, and it 
 _CROWDED = 0.5  # what a worker more brings at least: hyperthreads share a core, all share caches and memory
 
 
-def main_thread(case: Case) -> Finding | None:
+def main_thread(case: RankMetrics) -> Finding | None:
     saved = data_saved(case)
     if case.loader.get("num_workers") != 0 or case.elastic or saved < _HANDED_OVER:
         return None
@@ -65,7 +65,7 @@ def main_thread(case: Case) -> Finding | None:
     )
 
 
-def workers_behind(case: Case) -> Finding | None:
+def workers_behind(case: RankMetrics) -> Finding | None:
     """Which of the reasons why workers do not keep up, if they do not."""
     saved = data_saved(case) - (case.start_share - case.share("loader start"))
     found_by_itself = case.elastic and any(report.worker is not None for report in case.reports)
@@ -159,7 +159,7 @@ def workers_behind(case: Case) -> Finding | None:
     return None
 
 
-def _asked_for_few(case: Case, saved: float, common: dict[str, Any]) -> Finding | None:
+def _asked_for_few(case: RankMetrics, saved: float, common: dict[str, Any]) -> Finding | None:
     """A sampler of the script's own may notice when it is asked: the elastic loader asks as early as stock would."""
     loader, on_core = case.loader, case.worker_on_core or 1.0
     named = loader.get("sampler", _SAMPLERS[0]), loader.get("batch_sampler", _BATCH_SAMPLERS[0])
@@ -180,7 +180,7 @@ def _asked_for_few(case: Case, saved: float, common: dict[str, Any]) -> Finding 
     )
 
 
-def _cpu_bound(case: Case, saved: float, common: dict[str, Any]) -> Finding:
+def _cpu_bound(case: RankMetrics, saved: float, common: dict[str, Any]) -> Finding:
     transforms, mean = _transforms(case), case.sample_ms.mean or 0.0
     slowest = max(transforms.items(), key=lambda item: item[1], default=None)
     doing = f"; {slowest[0]} takes {slowest[1]:.1f} ms of them" if slowest else ""
@@ -203,7 +203,7 @@ def _cpu_bound(case: Case, saved: float, common: dict[str, Any]) -> Finding:
     )
 
 
-def work_for_the_card(case: Case) -> Finding | None:
+def work_for_the_card(case: RankMetrics) -> Finding | None:
     """Augmentation that the script itself can do on the card, while the workers are behind for other reasons too."""
     setting, behind = _setting(case, "augment_on", "cpu"), workers_behind(case)
     on_core = (case.worker_on_core or 0.0) + (case.worker_delay or 0.0)
@@ -223,7 +223,7 @@ def work_for_the_card(case: Case) -> Finding | None:
     )
 
 
-def threads_of_workers(case: Case) -> Finding | None:
+def threads_of_workers(case: RankMetrics) -> Finding | None:
     """Workers that each have threads of their own, all together far more than cores."""
     counts = [p.threads for p in case.worker_samples if p.threads is not None]
     workers, cores, saved = case.workers, case.cores, data_saved(case)
@@ -256,7 +256,7 @@ def threads_of_workers(case: Case) -> Finding | None:
     )
 
 
-def idle_workers(case: Case) -> Finding | None:
+def idle_workers(case: RankMetrics) -> Finding | None:
     """More workers than cores, and training does not even wait for them: what they cost is memory."""
     workers, cores, busy = case.workers, case.cores, case.worker_busy
     if cores is None or workers <= cores or busy is None or case.elastic or workers_behind(case) is not None:
@@ -277,7 +277,7 @@ def idle_workers(case: Case) -> Finding | None:
     )
 
 
-def worker_start(case: Case) -> Finding | None:
+def worker_start(case: RankMetrics) -> Finding | None:
     loader, started, share = case.loader, case.share("loader start"), case.start_share
     if not loader or case.elastic:  # which keeps its workers
         return None
@@ -307,7 +307,7 @@ def worker_start(case: Case) -> Finding | None:
     )
 
 
-def _first_start(case: Case) -> tuple[float, float]:
+def _first_start(case: RankMetrics) -> tuple[float, float]:
     """What starting workers anew takes of an epoch, by the one start that was seen: without and with the wait for a
     first batch, beyond what a worker takes to make one. The trace ends before the next epoch."""
     loader, rate, steps = case.loader, case.samples_a_worker_s, case.steps_an_epoch
@@ -321,7 +321,7 @@ def _first_start(case: Case) -> tuple[float, float]:
     return start_ms / (epoch_ms + start_ms), with_ms / (epoch_ms + with_ms)
 
 
-def copies(case: Case) -> Finding | None:
+def copies(case: RankMetrics) -> Finding | None:
     xray = case.xray
     if xray is None or not case.step_ms:
         return None
@@ -370,7 +370,7 @@ def copies(case: Case) -> Finding | None:
     return None
 
 
-def waits_for_card(case: Case) -> Finding | None:
+def waits_for_card(case: RankMetrics) -> Finding | None:
     saved = case.saved_without("sync") if case.on_gpu else None
     if saved is not None and case.busy_share is not None:
         saved = min(saved, 1 - case.busy_share)  # a wait for useful work costs nothing
@@ -390,7 +390,7 @@ def waits_for_card(case: Case) -> Finding | None:
     )
 
 
-def _loading(case: Case) -> dict[str, Any]:
+def _loading(case: RankMetrics) -> dict[str, Any]:
     slowest = sorted(((ms, int(i)) for r in case.reports for ms, i in r.slowest), reverse=True)[:5]
     return {
         "data_share": rounded(case.share("data")),
@@ -408,7 +408,7 @@ def _loading(case: Case) -> dict[str, Any]:
     }
 
 
-def _transforms(case: Case) -> dict[str, float]:
+def _transforms(case: RankMetrics) -> dict[str, float]:
     samples = sum(r.samples for r in case.reports) or 1
     spent: dict[str, float] = {}
     for report in case.reports:
@@ -417,14 +417,14 @@ def _transforms(case: Case) -> dict[str, float]:
     return spent
 
 
-def _setting(case: Case, subject: str, value: str | None = None) -> str | None:
+def _setting(case: RankMetrics, subject: str, value: str | None = None) -> str | None:
     """What the script calls its setting for this, if it read one; with `value`, only where it says so."""
     pattern = pattern_of(subject)
     named = (key for _, _, key, read in case.settings if pattern.fullmatch(key) and value in (None, str(read).lower()))
     return next(named, None)
 
 
-def _room(case: Case) -> int:
+def _room(case: RankMetrics) -> int:
     """How many more workers the free cores would carry, each with as much of a core as one takes now."""
     if case.cpu_share is None or case.cores is None:
         return spare_cores(case)
@@ -433,7 +433,7 @@ def _room(case: Case) -> int:
     return round(case.cores * (1 - case.cpu_share) / max(0.05, takes))
 
 
-def _slow_tail(case: Case) -> float | None:
+def _slow_tail(case: RankMetrics) -> float | None:
     """How far the slowest hundredth lies above the median, where that hundredth takes a tenth of all loading time.
 
     A worker that had to wait for a core is no slower sample: what that explains of the tail does not count.

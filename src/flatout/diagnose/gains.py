@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from flatout.diagnose.case import Case
+from flatout.diagnose.rank_metrics import RankMetrics
 
 WORTH = 0.03  # a cause below this share of the step is not worth a word
 KERNELS = "model of the kernels"
@@ -24,7 +24,7 @@ _KNOWN_TO = 1.05  # how fast workers can deliver, as seen while they share the c
 BOUNDED = ("measured ceiling", "model of the step")  # gains that share what the ceiling leaves
 
 
-def fed(case: Case, saved: float, least: float = 1.0, most: float = math.inf) -> dict[str, Any]:
+def fed(case: RankMetrics, saved: float, least: float = 1.0, most: float = math.inf) -> dict[str, Any]:
     """Waiting for batches takes a share `saved` less; the loader delivers `least` to `most` times what is eaten now."""
     replayed = _factor(saved)
     if not case.on_gpu:  # who trains needs the cores that load: nothing is sure, and more than all of them nobody has
@@ -33,12 +33,12 @@ def fed(case: Case, saved: float, least: float = 1.0, most: float = math.inf) ->
     return _range(min(replayed, least), most, ceiling, _by(case))
 
 
-def spared(case: Case, low: float, high: float) -> dict[str, Any]:
+def spared(case: RankMetrics, low: float, high: float) -> dict[str, Any]:
     """The host needs these shares of the step less."""
     return _range(_factor(low), _factor(high), case.headroom, _by(case))
 
 
-def computed(case: Case, low: float, high: float) -> dict[str, Any]:
+def computed(case: RankMetrics, low: float, high: float) -> dict[str, Any]:
     """The card needs these shares of the time less."""
     sure, most, derived = min(_factor(low), case.supply), _factor(high), KERNELS
     if most > case.supply:
@@ -60,17 +60,17 @@ def _factor(saved: float) -> float:
     return 1 / (1 - min(0.99, max(0.0, saved)))
 
 
-def _by(case: Case) -> str:
+def _by(case: RankMetrics) -> str:
     return BOUNDED[0] if case.has_ceiling else BOUNDED[1]
 
 
-def data_saved(case: Case) -> float:
+def data_saved(case: RankMetrics) -> float:
     """The share of a step that would be saved if batches were there when asked for."""
     saved = case.saved_without("data")
     return saved if saved is not None else 0.0
 
 
-def spare_cores(case: Case) -> int:
+def spare_cores(case: RankMetrics) -> int:
     """Cores left for loading beside training itself and the system."""
     cores = case.cores or 1.0
     return max(1, int(cores - 1 - cores / 16))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.diagnose.names import NAMES, pattern_of
+from flatout.model.setting_aliases import NAMES, pattern_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

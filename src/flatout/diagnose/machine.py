@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from flatout.diagnose.case import Case
-from flatout.diagnose.finding import Finding
 from flatout.diagnose.gains import removed, rounded
+from flatout.diagnose.rank_metrics import RankMetrics
+from flatout.model.finding import Finding
 from flatout.trace import GpuProcess
 
 
-def host_memory(case: Case) -> Finding | None:
+def host_memory(case: RankMetrics) -> Finding | None:
     hosts = [sample.host for sample in case.samples]
     shares = [h.memory_used_bytes / h.memory_total_bytes for h in hosts if h.memory_used_bytes and h.memory_total_bytes]
     used = max(shares, default=None)
@@ -32,7 +32,7 @@ def host_memory(case: Case) -> Finding | None:
     )
 
 
-def pressure(case: Case) -> Finding | None:
+def pressure(case: RankMetrics) -> Finding | None:
     """Each retry of the allocator empties its cache and waits for the card."""
     retries, steps = int(case.facts.get("memory_retries") or 0), case.breakdown.steps
     if retries < max(2, 0.01 * steps):
@@ -55,7 +55,7 @@ def pressure(case: Case) -> Finding | None:
     )
 
 
-def throttled(case: Case) -> Finding | None:
+def throttled(case: RankMetrics) -> Finding | None:
     words = [gpu.throttle or () for gpu in case.card_samples]
     bad = [w for w in words if any(r.startswith(("heat", "hardware", "power brake")) for r in w)]
     if not words or len(bad) / len(words) < 0.1:
@@ -73,7 +73,7 @@ def throttled(case: Case) -> Finding | None:
     )
 
 
-def shared_cores(case: Case) -> Finding | None:
+def shared_cores(case: RankMetrics) -> Finding | None:
     others, cores, delay = case.cores_others, case.cores_of_machine, case.trainer_delay
     if others is None or not cores or delay is None or others / cores < 0.2 or delay < 0.05:
         return None
@@ -88,7 +88,7 @@ def shared_cores(case: Case) -> Finding | None:
     )
 
 
-def shared_card(case: Case) -> Finding | None:
+def shared_card(case: RankMetrics) -> Finding | None:
     ours = {p.pid for s in case.samples for p in s.processes} | {r.info.pid for r in case.trace.ranks}
     held: dict[int, list[GpuProcess]] = {}
     for process in [p for gpu in case.card_samples for p in gpu.processes or () if p.pid not in ours]:
@@ -114,7 +114,7 @@ def shared_card(case: Case) -> Finding | None:
     )
 
 
-def idle_gpus(case: Case) -> Finding | None:
+def idle_gpus(case: RankMetrics) -> Finding | None:
     visible, world = int(case.facts.get("gpus_visible") or 0), case.rank.info.world_size
     if visible <= 1 or world > 1 or len(case.facts.get("devices", ())) > 1:
         return None
@@ -132,7 +132,7 @@ def idle_gpus(case: Case) -> Finding | None:
     )
 
 
-def straggler(every: tuple[Case, ...]) -> Finding | None:
+def straggler(every: tuple[RankMetrics, ...]) -> Finding | None:
     """The culprit waits least where the collectives are, and is slow somewhere else.
 
     They are in backward; in a model with buffers (batch norms) before forward too, where DDP hands those on.
@@ -157,7 +157,7 @@ def straggler(every: tuple[Case, ...]) -> Finding | None:
 
 
 def _slowest(
-    every: tuple[Case, ...], waiting: tuple[str, ...], working: tuple[str, ...]
+    every: tuple[RankMetrics, ...], waiting: tuple[str, ...], working: tuple[str, ...]
 ) -> tuple[int, float, str] | None:
     """Which of them waits least and works longest, what share of the time others wait for it, and its phase."""
     waits, works = ([sum(map(case.share, phases)) for case in every] for phases in (waiting, working))
@@ -168,7 +168,7 @@ def _slowest(
     return slow, lost, max(working, key=lambda phase: every[slow].share(phase) - every[slow - 1].share(phase))
 
 
-def collectives(every: tuple[Case, ...]) -> Finding | None:
+def collectives(every: tuple[RankMetrics, ...]) -> Finding | None:
     """What the rank waits that waits least: it waits for no other, so for the network. Or else what the X-ray saw."""
     xray, exchanges = every[0].xray, [case.facts.get("gradient_exchange") for case in every]
     if len(every) < 2:

@@ -12,13 +12,13 @@ from collections.abc import Callable
 
 from flatout.diagnose import compute, data, machine
 from flatout.diagnose.breakdown import REST
-from flatout.diagnose.case import Case, cases
-from flatout.diagnose.configured import ignored_settings
-from flatout.diagnose.finding import Finding
 from flatout.diagnose.gains import BOUNDED, WORTH, data_saved, removed, rounded
+from flatout.diagnose.ignored_settings import ignored_settings
+from flatout.diagnose.rank_metrics import RankMetrics, cases
+from flatout.model.finding import Finding
 from flatout.trace import Trace
 
-Rule = Callable[[Case], Finding | None]
+Rule = Callable[[RankMetrics], Finding | None]
 
 _SATURATED = 0.90
 _ELSEWHERE = 0.20  # of the time between the phases: a framework's own bookkeeping takes less
@@ -75,7 +75,7 @@ def _within(ranked: list[Finding], headroom: float) -> list[Finding]:
 
 
 def _pause(phase: str, code: str, change: str | None, advice: str) -> Rule:
-    def rule(case: Case) -> Finding | None:
+    def rule(case: RankMetrics) -> Finding | None:
         share = case.share(phase)
         if share < WORTH:
             return None
@@ -95,7 +95,7 @@ def _pause(phase: str, code: str, change: str | None, advice: str) -> Rule:
     return rule
 
 
-def _saturated(case: Case) -> Finding | None:
+def _saturated(case: RankMetrics) -> Finding | None:
     """That all is well, where it is seen to be: on a card by the X-ray alone; without one, where neither waits for data
     nor the script's own code between the phases (a simulator, batches made by hand) take the time."""
     busy = case.busy_share
@@ -142,4 +142,4 @@ RULES: tuple[Rule, ...] = (
     machine.shared_cores,
     machine.idle_gpus,
 )
-RANK_RULES: tuple[Callable[[tuple[Case, ...]], Finding | None], ...] = (machine.straggler, machine.collectives)
+RANK_RULES: tuple[Callable[[tuple[RankMetrics, ...]], Finding | None], ...] = (machine.straggler, machine.collectives)

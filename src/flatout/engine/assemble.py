@@ -28,12 +28,12 @@ from flatout.engine.ranks import Ranks
 from flatout.engine.section import Part, build, found
 from flatout.engine.step import Step
 from flatout.engine.trainer import Trainer
-from flatout.errors import NotSavedError, UsageError
 from flatout.feed import to_device
 from flatout.files import PRIVATE, write_whole
-from flatout.inject.attach import attach
-from flatout.inputs import load_yaml, text_of
-from flatout.sense.options import new_folder
+from flatout.inside.attach import attach
+from flatout.launch.protocol import new_folder
+from flatout.model.errors import NotSavedError, UsageError
+from flatout.model.inputs import load_yaml, text_of
 
 
 def main(

@@ -16,8 +16,8 @@ import torch
 from flatout.engine.checkpoint import random_state, set_random_state
 from flatout.engine.ranks import Ranks
 from flatout.engine.step import Step, TrainConfig, batch_rows, out_of_memory, taken
-from flatout.errors import UsageError
-from flatout.written import in_full
+from flatout.model.errors import UsageError
+from flatout.model.formatting import in_full
 
 FIRST = 32
 _ABOUT_AS_FAST = 0.97

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader as StockLoader
 
 from flatout.engine.checkpoint import random_state, set_random_state
 from flatout.feed import DataLoader, feed_of, to_device
-from flatout.feed.endless import EpochAfterEpoch
+from flatout.feed.chained_epochs import ChainedEpochs
 
 _END = object()
 
@@ -35,7 +35,7 @@ class Batches:
         self.waited_s = 0.0
         self._device, self._say = device, say
         self._on_device = to_device(loader, device, convert=convert)
-        self._endless = isinstance(getattr(loader, "batch_sampler", None), EpochAfterEpoch)
+        self._endless = isinstance(getattr(loader, "batch_sampler", None), ChainedEpochs)
         self._pass: Iterator[Any] | None = None  # over all epochs
         self._epoch_random: dict[str, Any] = {}
         self._resumed: dict[str, Any] | None = None

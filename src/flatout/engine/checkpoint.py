@@ -26,9 +26,9 @@ from pydantic import Field
 from torch import Tensor
 
 from flatout.engine.section import Count, Every, Often, Section
-from flatout.errors import FlatoutError, UsageError
 from flatout.feed import randomness
 from flatout.files import sync_folder, write_whole_by
+from flatout.model.errors import FlatoutError, UsageError
 
 VERSION = 1
 _LONGEST = 200  # letters of what somebody else says went wrong

@@ -22,8 +22,8 @@ from flatout.engine.evaluation import EvaluateConfig
 from flatout.engine.progress import LogConfig
 from flatout.engine.section import Part, Section, nearest
 from flatout.engine.step import TrainConfig
-from flatout.errors import UsageError
-from flatout.inputs import load_yaml, short, text_of, yaml_loader
+from flatout.model.errors import UsageError
+from flatout.model.inputs import load_yaml, short, text_of, yaml_loader
 from flatout.redact import redact_setting
 
 Kind = TypeVar("Kind", bound=BaseModel)

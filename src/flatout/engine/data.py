@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader as StockLoader
 from flatout.engine.ranks import Ranks
 from flatout.engine.section import Part, Section, build, found
 from flatout.engine.step import TrainConfig
-from flatout.errors import UsageError
 from flatout.feed import DataLoader
-from flatout.feed.endless import EpochAfterEpoch
+from flatout.feed.chained_epochs import ChainedEpochs
+from flatout.model.errors import UsageError
 
 
 class DataConfig(Section):
@@ -58,7 +58,7 @@ def train_loader(
     )
     batches = BatchSampler(sampler, batch_size, config.drop_last)
     if config.workers != 0:
-        batches = EpochAfterEpoch(sampler, batch_size, config.drop_last, epochs)
+        batches = ChainedEpochs(sampler, batch_size, config.drop_last, epochs)
     return DataLoader(dataset, batch_sampler=batches, **options)
 
 

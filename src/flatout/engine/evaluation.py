@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from flatout.engine.ranks import Ranks
 from flatout.engine.section import Count, Every, Often, Section
 from flatout.engine.step import Step, batch_rows
-from flatout.errors import UsageError
+from flatout.model.errors import UsageError
 
 
 class EvaluateConfig(Section):

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatout.compiling import round_as_eager
 from flatout.engine.precision import Decision
 from flatout.engine.section import nearest
 from flatout.engine.step import TrainConfig
-from flatout.errors import UsageError
+from flatout.inside.inductor_rounding import round_as_eager
+from flatout.model.errors import UsageError
 
 
 def device_for(wanted: str, local_rank: int) -> torch.device:

@@ -16,7 +16,7 @@ import torch
 from pydantic import BeforeValidator
 
 from flatout.engine.section import nearest
-from flatout.errors import UsageError
+from flatout.model.errors import UsageError
 
 _MEANS = {
     "auto": ("auto",),

@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from flatout.engine.section import Count, Section
-from flatout.errors import UsageError
 from flatout.files import write_whole
+from flatout.model.errors import UsageError
+from flatout.model.formatting import in_full
 from flatout.redact import redact_setting, redact_text
-from flatout.sense.gpu import Cards
-from flatout.written import in_full
+from flatout.sample.gpu import Cards
 
 Row = Mapping[str, float | int | None]
 # What matters most comes first: beside the bar of a narrow terminal there is no room for all of it.

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flatout import budget
-from flatout.together import WATCHED
+from flatout.launch.launch_ranks import WATCHED
+from flatout.sample import budget
 
 _GRACE_S = 20.0  # torchrun kills after 30
 _AT_ONCE_S = 1.0

@@ -25,8 +25,8 @@ from pydantic import (
     model_validator,
 )
 
-from flatout.errors import UsageError
-from flatout.inputs import short
+from flatout.model.errors import UsageError
+from flatout.model.inputs import short
 
 
 class Section(BaseModel):

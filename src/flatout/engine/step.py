@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flatout.engine.form import WORTH, Form, Shapes
 from flatout.engine.precision import Precision, PrecisionName
 from flatout.engine.section import Count, Section
-from flatout.errors import FlatoutError, UsageError
+from flatout.model.errors import FlatoutError, UsageError
 
 COMPILE_MODES = ("auto", True, False, "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _UNDER_SCALING = 65536.0  # torch's own start

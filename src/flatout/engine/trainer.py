@@ -41,8 +41,8 @@ from flatout.engine.progress import Reporter
 from flatout.engine.ranks import Interrupts, Ranks, lost_contact
 from flatout.engine.section import nearest
 from flatout.engine.step import Step, batch_rows, is_compiled
-from flatout.errors import FlatoutError, UsageError
 from flatout.feed import to_device
+from flatout.model.errors import FlatoutError, UsageError
 
 VALIDATION_AHEAD = 16  # steps before an evaluation, its data are begun to be read
 

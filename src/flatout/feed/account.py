@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flatout.errors import FlatoutError
+from flatout.model.errors import FlatoutError
 
 # Attributes under which datasets keep their files, as people call them.
 _PATH_LISTS = ("samples", "imgs", "paths", "files", "image_paths", "filenames", "image_files", "items")

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from flatout.feed.account import Account, BadSample, name_of
-from flatout.feed.crew import Crew, Hand
 from flatout.feed.messages import Recipe
 from flatout.feed.table import Part
+from flatout.feed.worker_pool import WorkerHandle, WorkerPool
 
 LETHAL = 4  # workers that have to die over a sample before it is blamed
 STILLBORN, STILLBORN_S = 50, 30.0  # so many workers in a row, for so long, that die without having answered at all
@@ -35,7 +35,7 @@ def at_the_file_limit() -> Iterator[None]:
 class Faults:
     """What is known of one loader's deaths."""
 
-    def __init__(self, recipe: Recipe, crew: Crew, account: Account, hang_timeout: float) -> None:
+    def __init__(self, recipe: Recipe, crew: WorkerPool, account: Account, hang_timeout: float) -> None:
         self._recipe = recipe
         self._crew = crew
         self._account = account
@@ -48,7 +48,7 @@ class Faults:
         """Somebody is alive and well."""
         self._stillborn, self._answered_at = 0, time.monotonic()
 
-    def died(self, hand: Hand) -> None:
+    def died(self, hand: WorkerHandle) -> None:
         """Count a death against the sample the worker was at; `RuntimeError` when workers do nothing but die."""
         self._account.deaths += 1
         self._blame(hand)
@@ -78,7 +78,7 @@ class Faults:
                 hand.hung = True
                 self._crew.kill(hand)
 
-    def _blame(self, hand: Hand) -> None:
+    def _blame(self, hand: WorkerHandle) -> None:
         ticket, row = hand.at()
         assignment = hand.tasks.get(ticket)
         if assignment is None:
@@ -100,5 +100,5 @@ class Faults:
         else:
             part.fail(bad)
 
-    def _cause(self, hand: Hand) -> str:
+    def _cause(self, hand: WorkerHandle) -> str:
         return f"stood still for over {self._hang_timeout:g} s" if hand.hung else self._crew.cause_of_death(hand)

@@ -29,14 +29,14 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.feed import randomness
 from flatout.feed.account import BadSample, BadSampleError, name_of
-from flatout.feed.endless import EpochAfterEpoch
+from flatout.feed.chained_epochs import ChainedEpochs
 from flatout.feed.epoch import Epoch
 from flatout.feed.faults import at_the_file_limit
-from flatout.feed.feed import Feed
-from flatout.feed.messages import Birth
+from flatout.feed.messages import StartWorker
+from flatout.feed.scheduler import BatchScheduler
 from flatout.feed.slots import Slots
 from flatout.feed.table import Batch
-from flatout.sense.watch import Watch
+from flatout.feed.watch import Watch
 
 NOT_YET = object()
 
@@ -52,7 +52,7 @@ class Position:
     yielded: int = 0
     finished: bool = False
     # Of numbered workers, after each of the last batches: how many there were, whose turn is next, where each is.
-    workers: collections.deque[tuple[int, int, list[Birth | None]]] = field(
+    workers: collections.deque[tuple[int, int, list[StartWorker | None]]] = field(
         default_factory=lambda: collections.deque(maxlen=16)
     )
 
@@ -67,7 +67,7 @@ class FeedIterator(_BaseDataLoaderIter):
     def __init__(
         self,
         loader: StockLoader[Any],
-        feed: Feed,
+        feed: BatchScheduler,
         resume: dict[str, Any] | None = None,
         *,
         given_back: Callable[[str], None] | None = None,
@@ -102,13 +102,13 @@ class FeedIterator(_BaseDataLoaderIter):
         self._begin(loader, first=False, births=None, skip=0, turn=0)
 
     def _begin(
-        self, loader: StockLoader[Any], *, first: bool, births: list[Birth] | None, skip: int, turn: int
+        self, loader: StockLoader[Any], *, first: bool, births: list[StartWorker] | None, skip: int, turn: int
     ) -> None:
         before = {"torch": torch.default_generator.get_state()} if self._pure_sampler else randomness.capture()
         self.position = Position(self._seed, self._epoch_number, before, [g.get_state() for g in self._generators])
         if loader.num_workers > 0 or not first:  # stock with workers asks the sampler twice at the start
             super()._reset(loader, first)
-        endless = self._index_sampler if isinstance(self._index_sampler, EpochAfterEpoch) else None
+        endless = self._index_sampler if isinstance(self._index_sampler, ChainedEpochs) else None
         if endless is not None:
             skip = skip or endless.first
             self._sampler_iter = endless.beginning_at(skip)
@@ -134,10 +134,10 @@ class FeedIterator(_BaseDataLoaderIter):
         with at_the_file_limit():
             self._feed.begin(self._epoch, births, turn=turn if self._feed.recipe.streams else skip)
 
-    def _births(self, resume: dict[str, Any] | None) -> list[Birth] | None:
+    def _births(self, resume: dict[str, Any] | None) -> list[StartWorker] | None:
         if not self._feed.recipe.streams:
             return None
-        fresh = [Birth(post.number, self._seed) for post in self._feed.posts]
+        fresh = [StartWorker(post.number, self._seed) for post in self._feed.posts]
         if resume is None or resume["workers"] is None:
             return fresh
         if len(resume["workers"]) != len(fresh):
@@ -349,7 +349,7 @@ def is_pure(loader: StockLoader[Any]) -> bool:
     def pure(sampler: Any) -> bool:
         kind = type(sampler)
         name = f"{kind.__module__}.{kind.__qualname__}"
-        if kind in (BatchSampler, EpochAfterEpoch):
+        if kind in (BatchSampler, ChainedEpochs):
             return pure(sampler.sampler)
         if name in _PARTS_OF_ANOTHER:
             return pure(sampler.batch_sampler)

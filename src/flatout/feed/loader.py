@@ -17,13 +17,13 @@ from torch import multiprocessing
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, _DatasetKind, default_collate
 from torch.utils.data.dataloader import DataLoader as StockLoader
 
-from flatout import budget
 from flatout.feed import randomness
-from flatout.feed.feed import Feed
 from flatout.feed.fingerprint import Known, fingerprint
 from flatout.feed.iterator import FeedIterator, Position, generators_of
 from flatout.feed.messages import Recipe
-from flatout.sense.variables import Globals
+from flatout.feed.scheduler import BatchScheduler
+from flatout.feed.variables import Globals
+from flatout.sample import budget
 
 log = logging.getLogger("flatout.feed")
 _LEAST_PILLOW = 11
@@ -180,7 +180,7 @@ class DataLoader(StockLoader[T_co]):
         self._page_locked = True
 
     @property
-    def feed(self) -> Feed | None:
+    def feed(self) -> BatchScheduler | None:
         """The workers behind this loader, once it was iterated: how many, why, and what happened to them."""
         return feed_of(self)
 
@@ -203,7 +203,7 @@ os.register_at_fork(after_in_child=_new_lock)  # the thread that held it may not
 class _Kept:
     """A loader's feed from epoch to epoch, and what it was built from."""
 
-    feed: Feed
+    feed: BatchScheduler
     shipped: int | None = None  # fingerprint of the dataset, and of what goes with it, that the workers have
     known: Known = field(default_factory=dict)
     user: weakref.ref[FeedIterator] | None = None
@@ -257,7 +257,7 @@ def _iterator_for(
     page_locked = _page_locked(loader, options)
     lone = kept is not None and kept.user is not None and _in_use(kept.user())
     if lone or kept is None or kept.feed.closed or not kept.feed.serves(recipe, page_locked=page_locked):
-        feed = Feed(
+        feed = BatchScheduler(
             recipe,
             loader.multiprocessing_context,
             budget.measure(),
@@ -312,7 +312,7 @@ def _workers_to_start_with(dataset: Any) -> int:
     return 1 if isinstance(dataset, IterableDataset) else budget.measure().cores
 
 
-def feed_of(loader: StockLoader[Any]) -> Feed | None:
+def feed_of(loader: StockLoader[Any]) -> BatchScheduler | None:
     """The feed a loader has, if it was iterated through ours."""
     kept = _kept.get(loader)
     return kept.feed if kept is not None else None

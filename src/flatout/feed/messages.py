@@ -14,7 +14,7 @@ from torch._utils import ExceptionWrapper
 
 from flatout.feed.packing import Span
 from flatout.feed.randomness import Key
-from flatout.sense.facts import length_of
+from flatout.model.sizes import length_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Recipe:
         return max(1, min(16, (self.batch_size or 64) // 4))
 
 
-class Birth(NamedTuple):
+class StartWorker(NamedTuple):
     """First message to a worker; its board comes along. The last four let it go on where a dead one stopped."""
 
     number: int
@@ -67,7 +67,7 @@ class NewSlot(NamedTuple):
     slot: int
 
 
-class OldSlot(NamedTuple):
+class DropSlot(NamedTuple):
     slot: int
 
 
@@ -128,8 +128,8 @@ class Ended(NamedTuple):
     random_state: dict[str, Any] | None
 
 
-Message = Birth | NewEpoch | NewSlot | OldSlot | Task | Cancel | Done | Failed | Skipped | Ended
-_KINDS: tuple[Any, ...] = (Birth, NewEpoch, NewSlot, OldSlot, Task, Cancel, Done, Failed, Skipped, Ended)
+Message = StartWorker | NewEpoch | NewSlot | DropSlot | Task | Cancel | Done | Failed | Skipped | Ended
+_KINDS: tuple[Any, ...] = (StartWorker, NewEpoch, NewSlot, DropSlot, Task, Cancel, Done, Failed, Skipped, Ended)
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
 

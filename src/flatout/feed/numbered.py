@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.feed.crew import Crew, Hand
-from flatout.feed.messages import Birth, Done, Ended, Failed, NewEpoch, Recipe, Skipped
+from flatout.feed.messages import Done, Ended, Failed, NewEpoch, Recipe, Skipped, StartWorker
 from flatout.feed.table import Batch
+from flatout.feed.worker_pool import WorkerHandle, WorkerPool
 
 
 @dataclass(slots=True, eq=False)
@@ -20,9 +20,9 @@ class Post:
     """One number, who holds it, and what a successor is told."""
 
     number: int
-    hand: Hand | None = None
+    hand: WorkerHandle | None = None
     active: bool = True
-    birth: Birth | None = None
+    birth: StartWorker | None = None
     random_state: Any = None  # the latest known
 
 
@@ -43,7 +43,7 @@ class Posts:
     def __getitem__(self, number: int) -> Post:
         return self._posts[number]
 
-    def begin(self, crew: Crew, births: list[Birth] | None, turn: int) -> None:
+    def begin(self, crew: WorkerPool, births: list[StartWorker] | None, turn: int) -> None:
         """Start a pass: with new workers, born as told, or (persistent ones) with those that are there."""
         self._turn = turn
         for post in self._posts:
@@ -54,15 +54,15 @@ class Posts:
                     post.hand = None
                 post.birth = births[post.number]
             elif self._recipe.iterable and post.hand is not None and post.birth is not None:
-                post.birth = Birth(post.number, post.birth.base_seed, post.random_state)
+                post.birth = StartWorker(post.number, post.birth.base_seed, post.random_state)
                 crew.tell(post.hand, NewEpoch())
         for post in self._posts:
             self.man(crew, post)
 
-    def man(self, crew: Crew, post: Post) -> None:
+    def man(self, crew: WorkerPool, post: Post) -> None:
         """See that somebody holds a number."""
         if post.hand is None:
-            post.hand = crew.hire(post.birth or Birth(post.number, 0))
+            post.hand = crew.hire(post.birth or StartWorker(post.number, 0))
 
     def next(self, has_room: Callable[[Post, int], bool]) -> Post | None:
         """Whose turn it is: round and round those that have data left, and room among so many of them."""
@@ -74,7 +74,7 @@ class Posts:
                 return post
         return None
 
-    def track(self, hand: Hand, batch: Batch, message: Done | Failed | Skipped | Ended) -> None:
+    def track(self, hand: WorkerHandle, batch: Batch, message: Done | Failed | Skipped | Ended) -> None:
         """Keep what a successor of this worker has to be told."""
         post = self._posts[hand.post]
         if post.hand is not hand or post.birth is None or isinstance(message, (Failed, Skipped)):

@@ -17,7 +17,7 @@ from torch._utils import ExceptionWrapper
 
 from flatout.feed import packing
 from flatout.feed.account import BadSample
-from flatout.feed.messages import Birth, Done
+from flatout.feed.messages import Done, StartWorker
 from flatout.feed.packing import Bytes, Span
 from flatout.feed.slots import Slot
 
@@ -66,7 +66,7 @@ class Batch:
     slot: Slot | None = None
     regions: Sequence[tuple[int, int]] | None = None  # of its slot, where each part writes its rows
     memory: Bytes | None = None
-    after: Birth | None = None  # where its numbered worker has got to with it
+    after: StartWorker | None = None  # where its numbered worker has got to with it
     dropped: bool = False  # its epoch was left, or its worker had nothing more
     deaths: dict[int, int] = field(default_factory=dict)  # row: workers that died over it
 

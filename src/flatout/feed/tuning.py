@@ -11,10 +11,10 @@ import math
 import weakref
 from collections.abc import Hashable
 
-from flatout.budget import Budget
 from flatout.feed.account import out_of_memory_kills
 from flatout.feed.controller import Controller, Observation
 from flatout.feed.messages import Done
+from flatout.sample.budget import Budget
 
 log = logging.getLogger("flatout.feed")
 

@@ -25,22 +25,22 @@ from torch.utils.data._utils import worker as stock_worker
 
 from flatout.feed import packing, randomness, wire
 from flatout.feed.messages import (
-    Birth,
     Cancel,
     Done,
+    DropSlot,
     Ended,
     Failed,
     NewEpoch,
     NewSlot,
-    OldSlot,
     Recipe,
     Skipped,
+    StartWorker,
     Task,
     named,
     plain,
 )
-from flatout.feed.rows import NOT_IN_A_ROW, Rows, renumbered, worker_info
-from flatout.sense.watch import Filling
+from flatout.feed.seeded_dataset import NOT_IN_A_ROW, SeededDataset, renumbered, worker_info
+from flatout.feed.watch import Filling
 
 
 class ReplayDiffers(RuntimeError):
@@ -59,7 +59,7 @@ def main(recipe: Recipe, connection: socket) -> None:
 
 
 class _Worker:
-    def __init__(self, recipe: Recipe, birth: Birth, connection: socket, board: int) -> None:
+    def __init__(self, recipe: Recipe, birth: StartWorker, connection: socket, board: int) -> None:
         self._recipe = recipe
         self._birth = birth
         self._wire = connection
@@ -80,7 +80,7 @@ class _Worker:
         self._keeps_state = True  # it, or its iterator, as long as that works
         # First: who measures asks it whether this is a worker when the fetcher is made.
         self._info = stock_worker._worker_info = renumbered(worker_info(recipe), birth.number, birth.base_seed)
-        self._rows = Rows(recipe, self._board, self._collate)
+        self._rows = SeededDataset(recipe, self._board, self._collate)
         if recipe.defer:
             self._rows.defer()
         self._arena = packing.Arena(None)
@@ -164,7 +164,7 @@ class _Worker:
                     self._cancelled.add(message.ticket)
             elif isinstance(message, NewSlot):
                 self._slots[message.slot] = packing.map_file(fds[0], populate=True)
-            elif isinstance(message, OldSlot):
+            elif isinstance(message, DropSlot):
                 self._slots.pop(message.slot, None)
 
     # --- working --------------------------------------------------------------------------------------------------

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flatout.diagnose.breakdown import Breakdown, breakdown
-from flatout.diagnose.case import is_card_of
-from flatout.errors import TraceError
+from flatout.diagnose.rank_metrics import is_card_of
+from flatout.model.errors import TraceError
+from flatout.model.formatting import count_of
+from flatout.model.records import SPANS_A_STEP
 from flatout.redact import redact_command, redact_setting, redact_text
 from flatout.report.ended import how_it_ended
 from flatout.report.gather import RankFigures, of_breakdown
 from flatout.trace import GpuSample, Note, RankTrace, Sample, Sketch, Trace, WorkerReport, Xray
-from flatout.trace.records import SPANS_A_STEP
-from flatout.written import count_of
 
 SCHEMA = 1
 STOOD_STILL_S = 10.0  # in a wait that was a run's last …

@@ -7,7 +7,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.text import Text
 
-from flatout.diagnose.preflight.checklist import FAIL, NOT_APPLICABLE, OK, WARN, Checklist, Line
+from flatout.check.checklist import FAIL, NOT_APPLICABLE, OK, WARN, Checklist, Line
 from flatout.report.terminal import WIDTH, wrapped
 
 _NARROWEST, _INDENT = 50, 27

@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.diagnose.breakdown import Breakdown
-from flatout.diagnose.resample import INTERVAL, RESAMPLES, Floats, resampled_means
 from flatout.diagnose.rules import diagnose
-from flatout.remedy.speed import Gain
+from flatout.fix.speed import Gain
+from flatout.model.formatting import count_of, in_full
+from flatout.model.stats import INTERVAL, RESAMPLES, Floats, resampled_means
 from flatout.report.account import Account, account
-from flatout.report.picture import grouped
+from flatout.report.chart_data import grouped
 from flatout.trace import RankTrace, Sketch, Trace
-from flatout.written import count_of, in_full
 
 SCHEMA = 1
 FEWEST_STEPS = 40

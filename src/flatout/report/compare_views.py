@@ -5,12 +5,12 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from flatout.report import drawing
+from flatout.report import chart_html
 from flatout.report.account import Account
+from flatout.report.chart_data import Panel, Series, grouped, line, words
 from flatout.report.compare import Comparison, Steady, phases
 from flatout.report.html import Section, document
 from flatout.report.markup import Html, figures, join, shown, table, tag
-from flatout.report.picture import Panel, Series, grouped, line, words
 from flatout.report.terminal import duration, ms, print_table, print_unpadded
 from flatout.trace import RankTrace, Sketch, Trace
 
@@ -115,7 +115,7 @@ def page(comparison: Comparison, first: Trace, second: Trace) -> str:
             "Where a step's time goes",
             table("A step, those that changed most first", ("phase", "A", "B", "change"), phase_rows(comparison)),
         ),
-        ("steps", "Step by step", join(drawing.plot(panel, place) for place, panel in enumerate(drawn))),
+        ("steps", "Step by step", join(chart_html.plot(panel, place) for place, panel in enumerate(drawn))),
         ("losses", "Losses", tag("p", _losses(comparison)) if comparison.losses is not None else None),
         ("differences", "What differs", table("Settings and facts", ("what", "A", "B"), differences, numbers_from=9)),
     ]

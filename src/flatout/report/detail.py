@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from flatout.report import drawing
+from flatout.report import chart_html
 from flatout.report.account import Account, cards_of
+from flatout.report.chart_data import WORKING, Lane, lanes, words
 from flatout.report.gather import RankFigures
 from flatout.report.markup import Html, figures, folded, join, shown, spoken, table, tag
-from flatout.report.picture import WORKING, Lane, lanes, words
 from flatout.report.terminal import duration, ms
 from flatout.trace import GpuSample, RankTrace, Sketch, Trace
 
@@ -37,7 +37,7 @@ def loading(account: Account, first: RankTrace) -> Html | None:
             slow = table(f"The slowest samples of {workers}", ("index", "took", "of the median"), rows)
             parts.append(slow)
     shown = drawn[:MOST_LANES]
-    legend = drawing.legend((kind, name) for name, kind in WORKING.items())
+    legend = chart_html.legend((kind, name) for name, kind in WORKING.items())
     parts += [tag("h3", "Each worker's life"), *(_lane(lane) for lane in shown), legend]
     if len(drawn) > len(shown):
         parts.append(tag("p", f"{len(drawn) - len(shown):,} more workers did the like.", class_="meta"))
@@ -51,7 +51,7 @@ def _lane_name(lane: Lane) -> str:
 
 def _lane(lane: Lane) -> Html:
     label = f"{_lane_name(lane)}: " + ", ".join(f"{bar.label} {bar.width:.0%}" for bar in lane.bars)
-    return drawing.lane(_lane_name(lane), (drawing.block(bar) for bar in lane.bars), label, class_="lane thin")
+    return chart_html.lane(_lane_name(lane), (chart_html.block(bar) for bar in lane.bars), label, class_="lane thin")
 
 
 def _lane_table(drawn: Sequence[Lane]) -> Html:

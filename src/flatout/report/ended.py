@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from flatout.model.formatting import exit_in_words
 from flatout.trace import End, RankTrace, Trace
-from flatout.written import exit_in_words
 
 _NOT_TRAINING = ("setup", "tail", "replay", "resident")
 

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.text import Text
 
 from flatout.diagnose.breakdown import REST
-from flatout.diagnose.finding import Finding
 from flatout.diagnose.gains import HELD_BACK
 from flatout.diagnose.knobs import knob_for
+from flatout.model.finding import Finding
 from flatout.report.account import Account
-from flatout.report.permanent import as_code, by_knob
-from flatout.report.picture import waterfall, words
+from flatout.report.chart_data import waterfall, words
+from flatout.report.source_edits import as_code, by_knob
 from flatout.report.terminal import WIDTH, wrapped
 
 _INDENT = "   "

@@ -12,19 +12,19 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from flatout.remedy.candidates import all_in_words, in_words
-from flatout.remedy.found import Attempt, Story
-from flatout.report import drawing
+from flatout.fix.candidates import all_in_words, in_words
+from flatout.fix.result import Attempt, Story
+from flatout.model.formatting import in_full
+from flatout.report import chart_html
 from flatout.report.account import account
+from flatout.report.chart_data import Bar, Panel
 from flatout.report.compare import compare
 from flatout.report.compare_views import panels_of, phase_rows
 from flatout.report.findings import told
 from flatout.report.fixed import FixReport, Price, bundles
 from flatout.report.html import Section, document, finding_list, time_spent
 from flatout.report.markup import Html, copyable, figures, folded, join, table, tag
-from flatout.report.picture import Bar, Panel
 from flatout.report.terminal import WIDTH, duration, ms, print_table, wrapped
-from flatout.written import in_full
 
 _BAR = 24
 _SAFETY = {
@@ -202,7 +202,7 @@ def page(fixed: FixReport) -> str:
             ("before", "Where the time went before", time_spent(both.a)),
             ("after", "Where it goes now", time_spent(both.b)),
             ("phases", "Phase by phase", table("A step", ("phase", "before", "after", "change"), phase_rows(both))),
-            ("steps", "Step by step (A: before, B: after)", join(drawing.plot(p, n) for n, p in enumerate(drawn))),
+            ("steps", "Step by step (A: before, B: after)", join(chart_html.plot(p, n) for n, p in enumerate(drawn))),
         ]
     elif first is not None:
         sections.append(("before", "Where the time goes", time_spent(account(first, "before"))))
@@ -282,7 +282,7 @@ def _runs(fixed: FixReport) -> Html:
         speed, took = in_full(trial.speed.value) if trial.speed is not None else "", duration(1e3 * trial.seconds)
         width = trial.speed.value / fastest if trial.speed is not None else 0.0
         bar = Bar(label=trial.what, family="compute", left=0.0, width=width, ms=1e3 * trial.seconds)
-        rows.append(drawing.row(trial.what, [drawing.block(bar) if width else None], speed, took))
+        rows.append(chart_html.row(trial.what, [chart_html.block(bar) if width else None], speed, took))
         listed.append((trial.what, speed, took))
     noise = fixed.found.noise
     seen = ""

@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.diagnose.case import cases
-from flatout.diagnose.finding import Finding
+from flatout.diagnose.rank_metrics import cases
 from flatout.diagnose.rules import diagnose
-from flatout.plan import Figure
+from flatout.fix.candidates import PAUSES, SAFETIES, Offer, in_words
+from flatout.fix.result import Attempt, FixResult
+from flatout.fix.running import Run
+from flatout.fix.speed import WORTH, Gain, Noise, Speed
+from flatout.model.finding import Finding
+from flatout.model.formatting import in_full
+from flatout.model.plan import Figure
 from flatout.redact import redact_command, redact_text
-from flatout.remedy.candidates import PAUSES, SAFETIES, Offer, in_words
-from flatout.remedy.found import Attempt, Found
-from flatout.remedy.running import Run
-from flatout.remedy.speed import WORTH, Gain, Noise, Speed
 from flatout.report.findings import as_json
-from flatout.report.permanent import permanently
-from flatout.written import in_full
+from flatout.report.source_edits import permanently
 
 SCHEMA = 1
 
@@ -74,7 +74,7 @@ class FixReport:
 
     command: tuple[str, ...]
     plan_file: str
-    found: Found
+    found: FixResult
     before: Side | None
     after: Side | None
     left: tuple[Finding, ...] = ()  # what only a person can mend
@@ -175,7 +175,7 @@ def bundles(attempts: Sequence[Attempt]) -> list[list[Attempt]]:
     return list(together.values())
 
 
-def report(found: Found, command: Sequence[str], plan_file: str, price: Price | None = None) -> FixReport:
+def report(found: FixResult, command: Sequence[str], plan_file: str, price: Price | None = None) -> FixReport:
     """Before and after, side by side: their speeds over all their runs where the gain is, all else of the last one."""
     last = (found.before, found.measured)
     speeds = found.speeds if found.speeds is not None and found.gain is not None else (None, None)
@@ -194,7 +194,7 @@ def report(found: Found, command: Sequence[str], plan_file: str, price: Price | 
     )
 
 
-def _left(found: Found) -> tuple[Finding, ...]:
+def _left(found: FixResult) -> tuple[Finding, ...]:
     """What holds training up as it is now, and no change of ours has mended: it has none, the script has no knob, or
     data is still waited for though something was tried that might have helped."""
     run = found.measured if found.kept else found.before

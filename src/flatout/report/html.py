@@ -15,12 +15,12 @@ from datetime import datetime, timezone
 from importlib.resources import files
 
 from flatout import __version__
-from flatout.diagnose.finding import Finding
-from flatout.report import detail, drawing, picture
+from flatout.model.finding import Finding
+from flatout.report import chart_data, chart_html, detail
 from flatout.report.account import Account
+from flatout.report.chart_data import Bar, Mark, Panel, timelines, waterfall, whole_run
 from flatout.report.findings import GUIDE, change_as_typed, gain, headline, sentence
 from flatout.report.markup import Html, copyable, figures, folded, join, shown, spoken, table, tag
-from flatout.report.picture import Bar, Mark, Panel, timelines, waterfall, whole_run
 from flatout.report.terminal import ceiling, duration, ms
 from flatout.trace import RankTrace, Trace
 
@@ -37,12 +37,12 @@ Section = tuple[str, str, Html | None]  # its key, its title, and what stands in
 def page(trace: Trace, account: Account, findings: Sequence[Finding] = ()) -> str:
     """The report of one run."""
     first = trace.ranks[0]
-    drawn, marked = picture.panels(trace, first), picture.marks(trace, first)
+    drawn, marked = chart_data.panels(trace, first), chart_data.marks(trace, first)
     sections: list[Section] = [
         ("findings", "What to change", finding_list(account, findings)),
         ("time", "Where the time went", time_spent(account)),
-        ("steps", "Two steps, looked at closely", join(drawing.step_figure(t) for t in timelines(first))),
-        ("run", "Over the run", drawing.over_time(drawn, marked)),
+        ("steps", "Two steps, looked at closely", join(chart_html.step_figure(t) for t in timelines(first))),
+        ("run", "Over the run", chart_html.over_time(drawn, marked)),
         ("loading", "Loading", detail.loading(account, first)),
         ("sync", "Synchronizing calls", detail.sync(account, first)),
         ("xray", "X-ray: kernel by kernel", detail.xray(account)),
@@ -198,12 +198,12 @@ def time_spent(account: Account) -> Html:
     return join(
         [
             tag("h3", f"The whole run: {duration(b.wall_ms)}"),
-            drawing.strip(whole_run(b), "The whole run"),
+            chart_html.strip(whole_run(b), "The whole run"),
             tag(
                 "h3",
                 f"Training: {b.steps:,} steps in {duration(b.training_ms)}, from all of it down to the work itself",
             ),
-            drawing.falls(bars, b.steps, account.xray) if bars else tag("p", "No training step was recorded."),
+            chart_html.falls(bars, b.steps, account.xray) if bars else tag("p", "No training step was recorded."),
             tag("p", key, class_="meta") if key else None,
             folded("The figures", hidden) if bars else None,
         ]

@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.diagnose.breakdown import Breakdown, Part
-from flatout.diagnose.case import DISTURBED
+from flatout.diagnose.rank_metrics import DISTURBED
 from flatout.report.account import Account, Workers
-from flatout.report.picture import words
+from flatout.report.chart_data import words
 from flatout.trace import Xray
 
 WIDTH = 80

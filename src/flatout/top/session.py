@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from flatout import budget
-from flatout.errors import GateFailed, UsageError
 from flatout.files import write_whole
-from flatout.sense.hardware import Sampler
+from flatout.model.errors import GateFailed, UsageError
+from flatout.model.records import SCHEMA, to_json
+from flatout.sample import budget
+from flatout.sample.hardware import Sampler
 from flatout.top.figures import FigureBuilder
 from flatout.top.source import Source, Stop, live, replay
 from flatout.top.summary import TopSummary, sum_up
@@ -30,7 +31,6 @@ from flatout.top.table import CsvTable
 from flatout.top.targets import DEFAULT_TARGETS, Target, parse_targets
 from flatout.top.text import line_of, paint, reading_lines, summary_lines
 from flatout.trace import Note, Sample, TraceWriter
-from flatout.trace.records import SCHEMA, to_json
 
 FASTEST_S, SLOWEST_S = 0.05, 60.0
 USUAL_INTERVAL_S = 1.0

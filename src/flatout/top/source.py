@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.errors import TraceError, UsageError
-from flatout.sense.hardware import PULSE_EVERY_S, Sampler
+from flatout.model.errors import TraceError, UsageError
+from flatout.sample.hardware import PULSE_EVERY_S, Sampler
 from flatout.trace import RunInfo, Sample, read
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from flatout.model.records import to_json
 from flatout.top.figures import FigureBuilder, GpuFigures, HostFigures
 from flatout.top.targets import DEFAULT_TARGETS, Target, TargetResult, check_targets
 from flatout.top.verdict import Verdict, judge, judge_all
-from flatout.trace.records import to_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.errors import UsageError
+from flatout.model.errors import UsageError
 from flatout.top.figures import GpuFigures, HostFigures
 
 

@@ -10,13 +10,13 @@ import textwrap
 import time
 from collections.abc import Iterator
 
+from flatout.model.formatting import count_of
 from flatout.top.figures import GpuFigures, HostFigures, Stats
 from flatout.top.readings import host_readings, work_pct
 from flatout.top.summary import GpuSummary, TopSummary
 from flatout.top.targets import TargetResult
 from flatout.top.verdict import tone
 from flatout.trace import GpuSample, Sample
-from flatout.written import count_of
 
 _WIDTH = 80
 _MARKS = {True: "✓", False: "✗", None: "–"}

@@ -13,8 +13,7 @@ another schema version is refused. A trace of any length stays below 64 MB a fil
     writer   a run → a folder       reader  a folder → a Trace
 """
 
-from flatout.trace.reader import RankTrace, Trace, merge, read, read_summaries
-from flatout.trace.records import (
+from flatout.model.records import (
     SCHEMA,
     DiskSample,
     End,
@@ -33,7 +32,8 @@ from flatout.trace.records import (
     WorkerReport,
     Xray,
 )
-from flatout.trace.sketch import Sketch
+from flatout.model.sketch import Sketch
+from flatout.trace.reader import RankTrace, Trace, merge, read, read_summaries
 from flatout.trace.writer import TraceWriter, note_end
 
 __all__ = [

@@ -13,8 +13,8 @@ import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, Union
 
-from flatout.trace.records import Facts, RunInfo
-from flatout.trace.sketch import Sketch
+from flatout.model.records import Facts, RunInfo
+from flatout.model.sketch import Sketch
 
 R = TypeVar("R")
 Check = Callable[[Any], Any]  # gives back what stands in the record

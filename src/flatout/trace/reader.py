@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from flatout.errors import TraceError
-from flatout.trace.checked import from_json
-from flatout.trace.records import (
+from flatout.model.errors import TraceError
+from flatout.model.records import (
     KINDS,
     SCHEMA,
     End,
@@ -31,7 +30,8 @@ from flatout.trace.records import (
     WorkerReport,
     Xray,
 )
-from flatout.trace.thin import window_of
+from flatout.trace.checked import from_json
+from flatout.trace.downsample import window_of
 
 R = TypeVar("R", bound=RunInfo | Summary)
 MOST_IN_MEMORY = 400_000_000  # bytes, about: no run of less than some hundred million steps takes so much

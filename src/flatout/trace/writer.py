@@ -15,13 +15,13 @@ import time
 from collections import deque
 from pathlib import Path
 
-from flatout.errors import UsageError
 from flatout.files import open_clear, write_whole
+from flatout.model.errors import UsageError
+from flatout.model.records import End, Note, Record, RunInfo, Sample, Step, Summary, Window, encode
+from flatout.model.sketch import Sketch
 from flatout.redact import redact_command, redact_text
-from flatout.trace.plain import PlainSteps
-from flatout.trace.records import End, Note, Record, RunInfo, Sample, Step, Summary, Window, encode
-from flatout.trace.sketch import Sketch
-from flatout.trace.thin import SampleThinner, StepThinner, name_within
+from flatout.trace.downsample import SampleThinner, StepThinner, name_within
+from flatout.trace.light_steps import PlainSteps
 
 MAX_BYTES = 64_000_000
 MAX_PENDING = 20_000

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from flatout.plan import Change
-from flatout.remedy.proof import same_batches, same_loss
-from flatout.remedy.running import Launcher, ProofRun, Run
-from flatout.sense.options import WEIGHTS_EVERY as EVERY
+from flatout.fix.proof import same_batches, same_loss
+from flatout.fix.running import Launcher, ProofRun, Run
+from flatout.launch.protocol import WEIGHTS_EVERY as EVERY
+from flatout.model.plan import Change
 
 SCRIPT = """
     import argparse

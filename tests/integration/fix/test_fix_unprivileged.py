@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout import sandbox
+from flatout.launch import sandbox
 
 # Becomes user 1000, who is us outside: all files of other users and groups are nobody's.
 AS_A_USER = """
@@ -25,7 +25,11 @@ open("/proc/self/uid_map", "w").write(f"1000 {uid} 1")
 open("/proc/self/gid_map", "w").write(f"1000 {gid} 1")
 os.execvp(sys.argv[1], sys.argv[1:])
 """
-LOOK = "from pathlib import Path; from flatout import sandbox; print(sandbox.why_no_overlay(['python'], Path('.')))"
+LOOK = """
+from pathlib import Path
+from flatout.launch import sandbox
+print(sandbox.why_no_overlay(["python"], Path(".")))
+"""
 SOMEBODY = 54_321
 
 
@@ -129,7 +133,7 @@ def test_what_an_overlay_leaves_of_a_killed_fix_goes_with_the_next(tmp_path: Pat
     (left / "overlay" / "link").symlink_to(mine)
     (left / "in-use").touch()
     (left / "overlay" / "work" / "work").chmod(0)
-    clean = "import tempfile; from flatout.remedy.fix import own_folder\nwith own_folder(): pass"
+    clean = "import tempfile; from flatout.fix.fix import own_folder\nwith own_folder(): pass"
     done = as_a_user("-c", f"import os; os.environ['TMPDIR'] = {str(tmp_path)!r}\n{clean}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
@@ -159,7 +163,7 @@ def test_single_files_and_sockets_that_are_mounted_or_listen_are_there(tmp_path:
 UNDER_AN_OVERLAY = """
 import os, socket, subprocess, sys
 from pathlib import Path
-from flatout import sandbox
+from flatout.launch import sandbox
 folder, scratch = sys.argv[1:]
 subprocess.run(["mount", "--bind", f"{folder}/source", f"{folder}/mounted"], check=True)
 server = socket.socket(socket.AF_UNIX)

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import flatout
 from flatout import trace
 from flatout.diagnose.breakdown import Breakdown, breakdown
-from flatout.sense import recorder
+from flatout.inside import recorder
 from flatout.trace import RankTrace, Step
 
 FLATOUT = (sys.executable, "-m", "flatout")

@@ -18,8 +18,8 @@ from flatout.report.account import account
 
 PLAIN = """
     import sys, torch
-    from flatout.inject import compiler_later
-    compiler_later.install(torch)  # an optimizer's first step would load the compiler, for seconds
+    from flatout.inside import lazy_dynamo
+    lazy_dynamo.install(torch)  # an optimizer's first step would load the compiler, for seconds
     torch.set_num_threads(1)
     weight = torch.ones(3, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from observing import write
 
-from flatout import launch, trace
-from flatout.sense.options import Trial
+from flatout import trace
+from flatout.launch import launcher
+from flatout.launch.protocol import Trial
 
 TRAINING = """
     import sys
@@ -44,8 +45,8 @@ def output_of(folder: Path, text: str) -> str:
     write(folder, train=text)
     trial = Trial(seed=1, timeout_s=120)
     command = [sys.executable, str(folder / "train.py")]
-    code = launch.run(command, folder=folder / "trace", max_steps=100, trial=trial)
-    said = (folder / "trace" / launch.OUTPUT).read_text()
+    code = launcher.run(command, folder=folder / "trace", max_steps=100, trial=trial)
+    said = (folder / "trace" / launcher.OUTPUT).read_text()
     assert code == 0, said
     assert trace.read(folder / "trace").ranks[0].steps
     return said

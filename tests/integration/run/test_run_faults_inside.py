@@ -13,8 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
-from flatout.inject import session
-from flatout.sense import clock, facts, hooks, recorder, roots
+from flatout.inside import clock, facts, hooks, recorder, root_modules, session
 from flatout.trace import TraceWriter
 
 
@@ -51,7 +50,7 @@ EVERY_HOOK = [
     *methods(recorder.Recorder, "optimizer_begins", "optimizer_ended", "set_kind", "finish", "_cut", "_send", "_close"),
     *methods(session.Session, "loader_seen", "fetched", "replayed_batch", "backward_begins", "step_ended"),
     *methods(session.Session, "_open_trace", "_write_facts", "_emit", "_own_cost"),
-    *methods(roots.Roots, "find", "_wrap", "_note"),
+    *methods(root_modules.Roots, "find", "_wrap", "_note"),
     *methods(hooks._Numbers, "of"),
     *methods(hooks._Optimizers, "versions"),
     *methods(clock.LossReader, "take", "read"),

@@ -76,7 +76,7 @@ def test_the_wheel_brings_a_start_up_line_that_is_inert_by_itself(tmp_path: Path
         assert "flatout/TROUBLESHOOTING.md" in archive.namelist()  # which summaries name
         archive.extractall(tmp_path / "site")
     site = str(tmp_path / "site")
-    look = f"import site, sys; site.addsitedir({site!r}); print('flatout.inject.startup' in sys.modules)"
+    look = f"import site, sys; site.addsitedir({site!r}); print('flatout.inside.start' in sys.modules)"
     said = []
     for options in ("", '{"folder": "/nowhere", "name": "train", "command": []}'):
         done = subprocess.run(

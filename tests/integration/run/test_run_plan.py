@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from observing import Run, flatout_run, write
 
-from flatout.plan import Change, Plan, Safety
+from flatout.model.plan import Change, Plan, Safety
 
 TRAIN = """
     import argparse, random, torch
     from torch import nn
     from torch.utils.data import DataLoader, Dataset
-    from flatout.inject import compiler_later
-    compiler_later.install(torch)  # an optimizer's first step would load the compiler, for seconds
+    from flatout.inside import lazy_dynamo
+    lazy_dynamo.install(torch)  # an optimizer's first step would load the compiler, for seconds
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch-size", type=int, default=4)
@@ -257,8 +257,8 @@ CONFIGURED = """
     from pathlib import Path
     import torch
     import config
-    from flatout.inject import compiler_later
-    compiler_later.install(torch)
+    from flatout.inside import lazy_dynamo
+    lazy_dynamo.install(torch)
     parser = argparse.ArgumentParser()
     parser.add_argument("--lr", type=float, default=0.1)
     args = parser.parse_args()
@@ -323,7 +323,7 @@ def test_every_place_is_told_where_a_change_was_made(tmp_path: Path) -> None:
 
 HEARD = """
     import torch
-    from flatout.inject.session import Session
+    from flatout.inside.session import Session
 
     heard, step_ended = [], Session.step_ended
     Session.step_ended = lambda session, optimizer: heard.append(1) or step_ended(session, optimizer)
@@ -375,8 +375,8 @@ WRITES = """
     import random, sys, torch
     from torch import nn
     from torch.utils.data import DataLoader, Dataset, Sampler
-    from flatout.inject import compiler_later
-    compiler_later.install(torch)
+    from flatout.inside import lazy_dynamo
+    lazy_dynamo.install(torch)
 
     added = 0
 
@@ -457,8 +457,8 @@ RAISES = """
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, Dataset
-    from flatout.inject import compiler_later
-    compiler_later.install(torch)
+    from flatout.inside import lazy_dynamo
+    lazy_dynamo.install(torch)
 
     class Broken(Exception):
         def __init__(self, path, code):

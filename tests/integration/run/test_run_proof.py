@@ -12,13 +12,13 @@ import pytest
 import torch
 from observing import write
 
-from flatout import launch
-from flatout.inject.apply.computing import LossScale
-from flatout.inject.apply.seed import impose_seed
-from flatout.inject.proof import Proof, _Asked, checksum
-from flatout.plan import Change, Plan
-from flatout.sense.options import Trial
-from flatout.sense.roots import Alive
+from flatout.inside.changes.computing import LossScale
+from flatout.inside.changes.seed import impose_seed
+from flatout.inside.fingerprints import FingerprintLog, _Asked, checksum
+from flatout.inside.root_modules import Alive
+from flatout.launch import launcher
+from flatout.launch.protocol import Trial
+from flatout.model.plan import Change, Plan
 
 UNSEEDED = """
     import random, sys, torch
@@ -40,8 +40,8 @@ UNSEEDED = """
 def proof(folder: Path, name: str, *flags: str, plan: Plan | None = None) -> list[dict[str, Any]]:
     command = [sys.executable, str(folder / "train.py"), *flags]
     trial = Trial(seed=1, fingerprints=True)
-    code = launch.run(command, folder=folder / name, max_steps=10, xray=False, plan=plan, trial=trial)
-    assert code == 0, (folder / name / launch.OUTPUT).read_text()
+    code = launcher.run(command, folder=folder / name, max_steps=10, xray=False, plan=plan, trial=trial)
+    assert code == 0, (folder / name / launcher.OUTPUT).read_text()
     return [json.loads(line) for line in (folder / name / "proof-00000.jsonl").read_text().splitlines()]
 
 
@@ -165,7 +165,7 @@ def test_what_is_trained_only_later_gets_true_gradients_too(monkeypatch: pytest.
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_what_sparse_tensors_are_made_of_is_summed_up(layout: Any) -> None:
     def sums(dense: torch.Tensor) -> list[int]:
-        proof = Proof()
+        proof = FingerprintLog()
         proof.inputs((dense.to_sparse(layout=layout),), {})
         proof.outputs(dense.to_sparse(layout=layout), (), {})
         return [int(value) for value in proof._open["inputs"]]

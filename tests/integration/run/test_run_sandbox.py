@@ -17,9 +17,10 @@ import pytest
 from observing import write
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from flatout import launch, sandbox, trace
-from flatout.errors import RealWriteError
-from flatout.sense.options import Trial
+from flatout import trace
+from flatout.launch import launcher, sandbox
+from flatout.launch.protocol import Trial
+from flatout.model.errors import RealWriteError
 
 # A script with bad manners: wipes its output folder, appends to a file, writes and reads back all it can.
 RUDE = """
@@ -109,13 +110,13 @@ def test_a_trial_writes_nothing_of_the_users(
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     before = tree(user_folder)
-    code = launch.run(
+    code = launcher.run(
         [sys.executable, "train.py", str(user_folder / "data")],
         folder=tmp_path / "trace",
         xray=False,
         trial=Trial(protect=scratch, overlay=overlay),
     )
-    output = (tmp_path / "trace" / launch.OUTPUT).read_text()
+    output = (tmp_path / "trace" / launcher.OUTPUT).read_text()
     assert (code, "to the end" in output) == (0, True), output
     assert tree(user_folder) == before
     assert len(trace.read(tmp_path / "trace").ranks[0].steps) > 8
@@ -134,8 +135,8 @@ def test_what_one_trial_compiled_the_next_one_finds(
     for number in ("first", "second"):
         (tmp_path / number).mkdir()
         trial = Trial(protect=tmp_path / number, overlay=overlay)
-        launch.run([sys.executable, "train.py"], folder=tmp_path / f"trace-{number}", trial=trial)
-    said = [(tmp_path / f"trace-{number}" / launch.OUTPUT).read_text() for number in ("first", "second")]
+        launcher.run([sys.executable, "train.py"], folder=tmp_path / f"trace-{number}", trial=trial)
+    said = [(tmp_path / f"trace-{number}" / launcher.OUTPUT).read_text() for number in ("first", "second")]
     assert [text.split() for text in said] == [["nothing"], ["compiled"]]
 
 
@@ -164,7 +165,7 @@ def test_what_gets_past_the_redirection_ends_it_and_is_named(user_folder: Path, 
     write(user_folder, train=f"import subprocess; subprocess.run({past!r}, shell=True)")
     trial = Trial(protect=tmp_path / "scratch", overlay=False)
     with pytest.raises(RealWriteError) as told:
-        launch.run([sys.executable, "train.py"], folder=tmp_path / "trace", trial=trial)
+        launcher.run([sys.executable, "train.py"], folder=tmp_path / "trace", trial=trial)
     names = ["by-touch.txt", "new/deep/file", "results.csv", "stale.txt"]
     assert told.value.files == tuple(str(user_folder / name) for name in names)
     assert all(name in str(told.value) for name in names)
@@ -232,8 +233,8 @@ def test_side_doors_are_redirected_too(user_folder: Path, tmp_path: Path) -> Non
     write(user_folder, train=SIDE_DOORS)
     before, far, times = tree(user_folder), tree(tmp_path / "far"), (user_folder / "data" / "numbers").stat()
     trial = Trial(protect=tmp_path / "scratch", overlay=False)
-    code = launch.run([sys.executable, "train.py"], folder=tmp_path / "trace", trial=trial)  # and compares
-    output = (tmp_path / "trace" / launch.OUTPUT).read_text()
+    code = launcher.run([sys.executable, "train.py"], folder=tmp_path / "trace", trial=trial)  # and compares
+    output = (tmp_path / "trace" / launcher.OUTPUT).read_text()
     assert (code, "to the end" in output) == (0, True), output
     assert (tree(user_folder), tree(tmp_path / "far")) == (before, far)
     assert (user_folder / "data" / "numbers").stat() == times
@@ -249,7 +250,7 @@ def test_no_variable_opens_the_sandbox(
     monkeypatch.setenv(name, str(user_folder if here else tmp_path))
     (tmp_path / "scratch").mkdir()
     write(user_folder, train="open('stale.txt', 'w').write('overwritten by a trial')")
-    launch.run(
+    launcher.run(
         [sys.executable, "train.py"],
         folder=tmp_path / "trace",
         trial=Trial(protect=tmp_path / "scratch", overlay=overlay),
@@ -264,7 +265,7 @@ def test_what_links_of_the_project_lead_to_is_covered(user_folder: Path, tmp_pat
         Path(far, "kept.txt").write_text("kept")
         (user_folder / "far").symlink_to(far)
         write(user_folder, train="open('far/kept.txt', 'w').write('overwritten by a trial')")
-        launch.run(
+        launcher.run(
             [sys.executable, "train.py"],
             folder=tmp_path / "trace",
             trial=Trial(protect=tmp_path / "scratch", overlay=overlay),
@@ -284,7 +285,7 @@ def test_what_overlays_do_not_cover_is_compared(user_folder: Path, tmp_path: Pat
         trial = Trial(protect=tmp_path / "scratch", overlay=overlay)
         try:
             with pytest.raises(RealWriteError) as told:
-                launch.run([sys.executable, "train.py"], folder=tmp_path / "trace", trial=trial)
+                launcher.run([sys.executable, "train.py"], folder=tmp_path / "trace", trial=trial)
         finally:
             file.unlink()
         assert (told.value.files, Path(folder, "kept.txt").read_text()) == ((str(file),), "kept")
@@ -300,9 +301,9 @@ def test_a_trial_that_hangs_is_ended_with_its_tree(user_folder: Path, tmp_path: 
     write(user_folder, train=train)
     before = set(Path("/dev/shm").iterdir())
     trial = Trial(timeout_s=2.0)
-    code = launch.run([sys.executable, "train.py"], folder=tmp_path / "trace", trial=trial)
-    assert code == launch.TIMED_OUT
-    assert (tmp_path / "trace" / launch.OUTPUT).read_text() == "up\n"
+    code = launcher.run([sys.executable, "train.py"], folder=tmp_path / "trace", trial=trial)
+    assert code == launcher.TIMED_OUT
+    assert (tmp_path / "trace" / launcher.OUTPUT).read_text() == "up\n"
     assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "1000"]]
     assert not [path for path in set(Path("/dev/shm").iterdir()) - before if path.name.endswith("_1_0")]
 
@@ -312,11 +313,12 @@ def test_a_trial_that_hangs_does_not_outlive_who_started_it(user_folder: Path, t
     (tmp_path / "scratch").mkdir()
     write(user_folder, train="import os, time; print(os.getpid(), flush=True); time.sleep(1000)")
     start = (
-        "import sys; from pathlib import Path; from flatout import launch; from flatout.sense.options import Trial;"
+        "import sys; from pathlib import Path; from flatout.launch import launcher;"
+        "from flatout.launch.protocol import Trial;"
         "trial = Trial(protect=Path(sys.argv[2]), timeout_s=600.0);"
-        "launch.run([sys.executable, 'train.py'], folder=Path(sys.argv[1]), trial=trial)"
+        "launcher.run([sys.executable, 'train.py'], folder=Path(sys.argv[1]), trial=trial)"
     )
-    output = tmp_path / "trace" / launch.OUTPUT
+    output = tmp_path / "trace" / launcher.OUTPUT
     fix = subprocess.Popen([sys.executable, "-c", start, str(tmp_path / "trace"), str(tmp_path / "scratch")])
     while not (output.exists() and output.read_text().endswith("\n")):
         assert fix.poll() is None
@@ -329,7 +331,7 @@ def test_a_trial_that_hangs_does_not_outlive_who_started_it(user_folder: Path, t
 
 def test_ctrl_c_ends_the_trial_and_comes_back_to_us(user_folder: Path, tmp_path: Path) -> None:
     write(user_folder, train="import time; print('up', flush=True); time.sleep(1000)")
-    output = tmp_path / "trace" / launch.OUTPUT
+    output = tmp_path / "trace" / launcher.OUTPUT
 
     def interrupt_when_up() -> None:
         while not (output.exists() and output.read_text()):
@@ -339,7 +341,7 @@ def test_ctrl_c_ends_the_trial_and_comes_back_to_us(user_folder: Path, tmp_path:
     thread = threading.Thread(target=interrupt_when_up)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        launch.run([sys.executable, "train.py"], folder=tmp_path / "trace", trial=Trial(timeout_s=60.0))
+        launcher.run([sys.executable, "train.py"], folder=tmp_path / "trace", trial=Trial(timeout_s=60.0))
     thread.join()
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from flatout.sense import hooks
+from flatout.inside import hooks
 
 STEPS = 10
 DELAY_MS = 10.0
@@ -39,7 +39,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     frozen = SimpleNamespace(
         monotonic=lambda: clock.now_s, time=time.time, perf_counter=time.perf_counter, sleep=time.sleep
     )
-    monkeypatch.setattr("flatout.inject.session.time", frozen)
+    monkeypatch.setattr("flatout.inside.session.time", frozen)
     return clock
 
 

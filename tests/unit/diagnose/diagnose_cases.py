@@ -17,7 +17,7 @@ from flatout.trace import (
     WorkerReport,
     Xray,
 )
-from flatout.trace.thin import window_of
+from flatout.trace.downsample import window_of
 
 CORES = 16
 STEPS = 60

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flatout.budget import Budget
-from flatout.diagnose.preflight import Checklist, Machine, inspect
-from flatout.diagnose.preflight.checklist import Line
-from flatout.diagnose.preflight.settings import Command
-from flatout.diagnose.preflight.study import open_study
+from flatout.check import Checklist, Machine, inspect
+from flatout.check.checklist import Line
+from flatout.check.settings import Command
+from flatout.check.study import open_study
+from flatout.sample.budget import Budget
 from flatout.trace import GpuSample
 
 SCRIPTS = Path(__file__).parents[2] / "data" / "scripts"

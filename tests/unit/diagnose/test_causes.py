@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.finding import CODES
+from flatout.model.finding import CODES
 from flatout.report.findings import GUIDE
 
 

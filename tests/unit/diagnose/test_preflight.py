@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from preflight_cases import SCRIPTS, budget, line, look_over, machine
 
-from flatout.diagnose.preflight import Checklist
-from flatout.diagnose.preflight.checklist import FAIL, NOT_APPLICABLE, OK, WARN
-from flatout.diagnose.preflight.settings import read_command
-from flatout.errors import UsageError
+from flatout.check import Checklist
+from flatout.check.checklist import FAIL, NOT_APPLICABLE, OK, WARN
+from flatout.check.settings import read_command
+from flatout.model.errors import UsageError
 
 WORKLOADS = Path(__file__).parents[3] / "workloads"
 

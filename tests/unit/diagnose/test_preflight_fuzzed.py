@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from preflight_cases import SCRIPTS
 
-from flatout import changes
-from flatout.diagnose.preflight import check
-from flatout.diagnose.preflight.settings import read_command
-from flatout.errors import FlatoutError
-from flatout.plan import Plan
+from flatout.check import check
+from flatout.check.settings import read_command
+from flatout.model import changes
+from flatout.model.errors import FlatoutError
+from flatout.model.plan import Plan
 
 PLAN = """\
 plan: 1

@@ -12,11 +12,11 @@ from preflight_cases import GIB, SCRIPTS, budget, card, line, look_over, machine
 from rich.console import Console
 
 from flatout import cli
-from flatout.diagnose.preflight import Checklist, DataFolder, inspect, read_folder
-from flatout.diagnose.preflight.checklist import FAIL, NOT_APPLICABLE, OK, WARN
-from flatout.diagnose.preflight.settings import Command
-from flatout.diagnose.preflight.study import open_study
-from flatout.errors import UsageError
+from flatout.check import Checklist, DataFolder, inspect, read_folder
+from flatout.check.checklist import FAIL, NOT_APPLICABLE, OK, WARN
+from flatout.check.settings import Command
+from flatout.check.study import open_study
+from flatout.model.errors import UsageError
 from flatout.report.checklist import show
 from flatout.trace import GpuProcess
 

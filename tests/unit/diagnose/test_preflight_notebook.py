@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from preflight_cases import line, look_over
 
-from flatout.diagnose.preflight.notebook import python_of
-from flatout.errors import UsageError
+from flatout.check.notebook import python_of
+from flatout.model.errors import UsageError
 
 BUILD = """\
 %matplotlib inline

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from preflight_cases import SCRIPTS, line, look_over
 
-from flatout.diagnose.preflight.checklist import WARN
-from flatout.diagnose.preflight.settings import read_command, read_data
+from flatout.check.checklist import WARN
+from flatout.check.settings import read_command, read_data
 
 LOADER = "from torch.utils.data import DataLoader\nloader = DataLoader(train_set, 32, num_workers=workers)\n"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from flatout import trace
-from flatout.diagnose.finding import CODES
 from flatout.diagnose.rules import diagnose
+from flatout.model.finding import CODES
 
 TRACES = Path(__file__).parents[2] / "traces"
 HEALTHY = "compute.saturated"

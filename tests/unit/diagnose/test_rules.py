@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 from diagnose_cases import CORES, FACTS, HEALTHY, LOADER, hardware, steps, trace, workers, xray
 
-from flatout.diagnose.case import cases
-from flatout.diagnose.finding import CODES, Finding
+from flatout.diagnose.rank_metrics import cases
 from flatout.diagnose.rules import diagnose
+from flatout.model.finding import CODES, Finding
 from flatout.report.findings import gain
 from flatout.trace import GpuProcess, ProcessSample, RankTrace, RunInfo, Sketch, Span, Step, Trace
-from flatout.trace.thin import window_of
+from flatout.trace.downsample import window_of
 
 STARVED = (("data", 60.0, 55.0, None), *HEALTHY[1:])
 

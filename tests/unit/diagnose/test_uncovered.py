@@ -7,8 +7,8 @@ from pathlib import Path
 from diagnose_cases import HEALTHY, hardware, trace, xray
 from test_recorded import TRACES, unpacked
 
-from flatout.diagnose.finding import Finding
 from flatout.diagnose.rules import diagnose
+from flatout.model.finding import Finding
 
 # In each step 0.5 ms for an optimizer that is not fused, and 1 ms of gaps in which the card waits for launches.
 GAPS = xray(

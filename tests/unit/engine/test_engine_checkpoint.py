@@ -18,7 +18,7 @@ import torch
 from engine_toy import Ready
 
 from flatout.engine.checkpoint import CheckpointConfig, Checkpoints, newest
-from flatout.errors import UsageError
+from flatout.model.errors import UsageError
 
 
 def state(step: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from flatout import cli
 from flatout.engine.assemble import main
 from flatout.engine.config import PRESETS, Config, effective, load, shown, without_effect
 from flatout.engine.section import Every
-from flatout.errors import FlatoutError, UsageError
+from flatout.model.errors import FlatoutError, UsageError
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 
 def ranks(script: str, *, count: int = 2, **how: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "flatout.together", str(count), "sh", "-c", script]
+    command = [sys.executable, "-m", "flatout.launch.launch_ranks", str(count), "sh", "-c", script]
     return subprocess.run(command, text=True, timeout=60, **({"stderr": subprocess.PIPE} | how))
 
 

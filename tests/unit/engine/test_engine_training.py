@@ -36,10 +36,10 @@ from flatout.engine.assemble import main
 from flatout.engine.config import load
 from flatout.engine.model import _compiled
 from flatout.engine.progress import LogConfig, Reporter
-from flatout.errors import FlatoutError, NotSavedError, UsageError
 from flatout.feed import DataLoader
 from flatout.feed.epoch import Epoch
-from flatout.feed.feed import Feed
+from flatout.feed.scheduler import BatchScheduler
+from flatout.model.errors import FlatoutError, NotSavedError, UsageError
 
 
 def weights(trainer: Trainer) -> list[torch.Tensor]:
@@ -392,13 +392,13 @@ def test_workers_go_on_from_one_epoch_to_the_next(ready: Ready, monkeypatch: pyt
     """GIVEN three epochs of eight batches WHEN they are trained on THEN workers got them as one pass, each epoch in the
     order that torch's sampler has for it."""
     passes = []
-    begin = Feed.begin
+    begin = BatchScheduler.begin
 
-    def counted(feed: Feed, epoch: Epoch, *args: Any, **more: Any) -> None:
+    def counted(feed: BatchScheduler, epoch: Epoch, *args: Any, **more: Any) -> None:
         passes.append(epoch)
         begin(feed, epoch, *args, **more)
 
-    monkeypatch.setattr(Feed, "begin", counted)
+    monkeypatch.setattr(BatchScheduler, "begin", counted)
     trainer = ready("data.workers=2", "data.val=null", "metrics={}")
     trainer.fit()
     assert len(passes) == 1
@@ -931,14 +931,14 @@ def test_flatout_train_has_the_last_word_on_weights_that_are_not_saved(
     config: Path, monkeypatch: pytest.MonkeyPatch, flatout_says: Callable[..., Any], code: int
 ) -> None:
     """GIVEN a training that ended so WHEN its account has been given THEN the last line says so, and the code is 1."""
-    from flatout import launch
+    from flatout.launch import launcher
 
     def ran(command: list[str], *, folder: Path) -> int:
         print("the account of the run", file=sys.stderr)
         return code
 
     monkeypatch.chdir(config.parent)
-    monkeypatch.setattr(launch, "run", ran)
+    monkeypatch.setattr(launcher, "run", ran)
     ended, _, err = flatout_says("train", config)
     assert ended == (1 if code else 0)
     assert ("the final weights are not saved" in err.splitlines()[-1]) is bool(code)

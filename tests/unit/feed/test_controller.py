@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from flatout import budget
 from flatout.feed import tuning
 from flatout.feed.controller import Controller, Observation
 from flatout.feed.messages import Done
+from flatout.sample import budget
 
 
 def run(

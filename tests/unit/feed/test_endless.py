@@ -7,7 +7,7 @@ import itertools
 import pytest
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from flatout.feed.endless import EpochAfterEpoch
+from flatout.feed.chained_epochs import ChainedEpochs
 
 
 def one_by_one(epochs: range, drop_last: bool) -> list[list[int]]:
@@ -21,7 +21,7 @@ def one_by_one(epochs: range, drop_last: bool) -> list[list[int]]:
 
 @pytest.mark.parametrize(("drop_last", "length"), [(True, 5), (False, 6)])
 def test_all_epochs_in_the_order_of_each(drop_last: bool, length: int) -> None:
-    batches = EpochAfterEpoch(DistributedSampler(range(21), 1, 0, seed=3), 4, drop_last, epochs=3)
+    batches = ChainedEpochs(DistributedSampler(range(21), 1, 0, seed=3), 4, drop_last, epochs=3)
     assert (len(batches), batches.in_all) == (length, 3 * length)
     assert list(batches) == one_by_one(range(3), drop_last)
     batches.set_epoch(1)
@@ -30,5 +30,5 @@ def test_all_epochs_in_the_order_of_each(drop_last: bool, length: int) -> None:
 
 @pytest.mark.parametrize("number", [0, 3, 6, 13, 18])
 def test_a_pass_may_begin_anywhere(number: int) -> None:
-    batches = EpochAfterEpoch(DistributedSampler(range(21), 1, 0, seed=3), 4, False, epochs=3)
+    batches = ChainedEpochs(DistributedSampler(range(21), 1, 0, seed=3), 4, False, epochs=3)
     assert list(batches.beginning_at(number)) == list(itertools.islice(batches, number, None))

@@ -18,16 +18,16 @@ from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 from flatout.feed import DataLoader, Options, iterator_for, randomness
 from flatout.feed import loader as loader_module
-from flatout.feed.feed import Feed
 from flatout.feed.loader import Auto, feed_of
 from flatout.feed.messages import Recipe
-from flatout.feed.rows import Rows
-from flatout.sense.worker import Meter
+from flatout.feed.scheduler import BatchScheduler
+from flatout.feed.seeded_dataset import SeededDataset
+from flatout.inside.loader_workers import Meter
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
-def feed(loader: DataLoader[Any]) -> Feed:
+def feed(loader: DataLoader[Any]) -> BatchScheduler:
     assert loader.feed is not None
     return loader.feed
 
@@ -310,7 +310,7 @@ def test_batches_made_in_the_training_process_are_measured_under_the_name_of_the
         streams=False,
         skip_bad=False,
     )
-    meter = Meter(Rows(recipe, memoryview(bytearray(16)).cast("q"), recipe.collate_fn), None, None)
+    meter = Meter(SeededDataset(recipe, memoryview(bytearray(16)).cast("q"), recipe.collate_fn), None, None)
     report = meter.report()
     assert (report.dataset, report.length) == ("TensorDataset", 6)
 

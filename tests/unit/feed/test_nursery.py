@@ -7,7 +7,7 @@ import sys
 
 FAULTS = """
 import resource
-from flatout.feed import nursery
+from flatout.feed import fork_server
 
 def faults(rounds=4):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -17,7 +17,7 @@ def faults(rounds=4):
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 given_back = faults()
-nursery._keep_freed_memory()
+fork_server._keep_freed_memory()
 faults(1)
 print(given_back, faults())
 """

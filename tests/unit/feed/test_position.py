@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader as Stock
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from flatout.feed import DataLoader, packing, to_device
-from flatout.feed.feed import Feed
+from flatout.feed.fork_server import ContextStarter
 from flatout.feed.loader import Auto
-from flatout.feed.nursery import ContextStarter
+from flatout.feed.scheduler import BatchScheduler
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -28,7 +28,7 @@ def one_pass(loader: Any, seed: int = 4) -> list[Any]:
     return list(loader)
 
 
-def feed(loader: DataLoader[Any]) -> Feed:
+def feed(loader: DataLoader[Any]) -> BatchScheduler:
     assert loader.feed is not None
     return loader.feed
 

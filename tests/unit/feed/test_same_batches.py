@@ -30,7 +30,7 @@ from torch.utils.data import (
 )
 from torch.utils.data import DataLoader as Stock
 
-from flatout.feed import DataLoader, controller, feed, feed_of, iterator_for, to_device, tuning
+from flatout.feed import DataLoader, controller, feed_of, iterator_for, scheduler, to_device, tuning
 from flatout.feed.controller import Controller, Observation
 from flatout.feed.iterator import is_pure
 from flatout.feed.loader import Auto, Options
@@ -175,7 +175,7 @@ def test_batches_that_are_there_are_handed_over_together_and_the_generator_is_le
             together += [len(ours.made)] if (ours := feed_of(loader)) is not None else []
         results.append((batches, loader.generator.get_state()))
     assert same(*results)
-    assert 0 < max(together) < feed.AT_ONCE
+    assert 0 < max(together) < scheduler.AT_ONCE
 
 
 class Torn:
@@ -548,13 +548,13 @@ def test_a_pass_that_is_over_leaves_its_cores_to_others(batches: int) -> None:
 @pytest.mark.parametrize("batch_size", [4, 16])
 def test_small_batches_of_slow_samples_are_divided_too(batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces: list[int] = []
-    divide = feed.cut
+    divide = scheduler.cut
 
     def counting(batch: Batch, wanted: int, chunk: int) -> None:
         divide(batch, wanted, chunk)
         pieces.append(len(batch.parts))
 
-    monkeypatch.setattr(feed, "cut", counting)
+    monkeypatch.setattr(scheduler, "cut", counting)
     data = Slow(8 * batch_size)
     torch.manual_seed(0)
     divided = list(DataLoader(data, batch_size, num_workers=Auto(2)))
@@ -567,13 +567,13 @@ def test_small_batches_of_slow_samples_are_divided_too(batch_size: int, monkeypa
 
 def test_a_pass_begins_with_small_pieces_as_all_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces: dict[int, int] = {}
-    divide = feed.Feed._cut
+    divide = scheduler.BatchScheduler._cut
 
-    def noting(self: feed.Feed, batch: Batch) -> None:
+    def noting(self: scheduler.BatchScheduler, batch: Batch) -> None:
         divide(self, batch)
         pieces[batch.number] = len(batch.parts)
 
-    monkeypatch.setattr(feed.Feed, "_cut", noting)
+    monkeypatch.setattr(scheduler.BatchScheduler, "_cut", noting)
     loader = DataLoader(Slow(48), 2, num_workers=Auto(2))  # 60 ms a batch
     for _ in range(2):  # the first to learn how long they take
         assert len(list(loader)) == 24

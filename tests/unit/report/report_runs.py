@@ -9,6 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
+from flatout.model.records import DiskSample
+from flatout.model.sketch import Sketch
 from flatout.trace import (
     GpuSample,
     HostSample,
@@ -23,9 +25,7 @@ from flatout.trace import (
     WorkerReport,
     Xray,
 )
-from flatout.trace.records import DiskSample
-from flatout.trace.sketch import Sketch
-from flatout.trace.thin import window_of
+from flatout.trace.downsample import window_of
 
 BATCH = 32
 

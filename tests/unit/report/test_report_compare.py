@@ -16,7 +16,7 @@ from test_report_html import Page
 from flatout.report import compare_views
 from flatout.report.compare import Comparison, Ratio, compare
 from flatout.trace import Facts, HostSample, ProcessSample, RankTrace, RunInfo, Sample, Step, Trace, TraceWriter
-from flatout.trace.thin import window_of
+from flatout.trace.downsample import window_of
 
 
 def noisy(seed: int, count: int = 200, around_ms: float = 100.0, spread: float = 0.1) -> list[float]:

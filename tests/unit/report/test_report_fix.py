@@ -16,15 +16,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "remedy"))
 from remedy_world import Machine, World, flag
 from report_runs import printed
 
-from flatout.plan import Change, Outcome
-from flatout.remedy.candidates import Wishes
-from flatout.remedy.found import Attempt
-from flatout.remedy.speed import Gain
-from flatout.remedy.trial import Search
+from flatout.fix.candidates import Wishes
+from flatout.fix.result import Attempt
+from flatout.fix.search import Search
+from flatout.fix.speed import Gain
+from flatout.model.formatting import in_full
+from flatout.model.plan import Change, Outcome
 from flatout.report import fix_views
 from flatout.report.fixed import FixReport, Price, report
-from flatout.report.permanent import _with_argument, permanently
-from flatout.written import in_full
+from flatout.report.source_edits import _with_argument, permanently
 
 
 def fixed(

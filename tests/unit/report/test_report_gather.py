@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from report_runs import rank_of, steps_of
 
-from flatout.errors import TraceError
+from flatout.model.errors import TraceError
 from flatout.report import gather
 from flatout.trace import TraceWriter
 

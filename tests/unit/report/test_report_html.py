@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from report_runs import facts, rank_of, step, steps_of, trace_of, whole_run
 
-from flatout.diagnose.finding import Finding
+from flatout.model.finding import Finding
 from flatout.report.account import account
 from flatout.report.html import page
 from flatout.trace import Note, Trace
-from flatout.trace.thin import window_of
+from flatout.trace.downsample import window_of
 
 VOID = {"meta", "br"}
 FINDING = Finding(

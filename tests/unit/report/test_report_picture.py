@@ -9,15 +9,15 @@ import pytest
 from report_runs import rank_of, sample, step, steps_of, trace_of, whole_run, worker
 
 from flatout.diagnose.breakdown import breakdown
-from flatout.diagnose.case import Case
-from flatout.report import picture
+from flatout.diagnose.rank_metrics import RankMetrics
+from flatout.report import chart_data
 from flatout.report.account import account, card_of
 from flatout.trace import Span, Step
-from flatout.trace.thin import window_of
+from flatout.trace.downsample import window_of
 
 
 def test_the_waterfall_falls_from_all_to_nothing_with_the_work_last() -> None:
-    bars = picture.waterfall(breakdown(whole_run().ranks[0]))
+    bars = chart_data.waterfall(breakdown(whole_run().ranks[0]))
 
     assert bars[0].left + bars[0].width == pytest.approx(1.0)
     for above, below in itertools.pairwise(bars):
@@ -31,7 +31,7 @@ def test_the_waterfall_falls_from_all_to_nothing_with_the_work_last() -> None:
 
 def test_the_whole_run_is_training_and_what_is_not() -> None:
     b = breakdown(whole_run().ranks[0])
-    bars = picture.whole_run(b)
+    bars = chart_data.whole_run(b)
 
     assert sum(bar.ms for bar in bars) == pytest.approx(b.wall_ms)
     assert {bar.label for bar in bars} == {"set-up", "X-ray", "training"}
@@ -43,7 +43,7 @@ def test_a_phase_after_the_last_step_is_not_training() -> None:
     late = (Span(name="data", start_ms=0, host_ms=300.0),)
     tail = Step(index=50, start_s=20.0, wall_ms=300.0, kind="tail", spans=late)
     b = breakdown(rank_of((*steps_of([100.0] * 50), tail)))
-    bars = picture.whole_run(b)
+    bars = chart_data.whole_run(b)
 
     assert [(bar.label, round(bar.ms)) for bar in bars] == [
         ("waiting for data after the last step", 300),
@@ -53,7 +53,7 @@ def test_a_phase_after_the_last_step_is_not_training() -> None:
 
 def test_the_typical_step_is_the_median_and_the_bad_one_the_99th_percentile() -> None:
     times = [100.0] * 97 + [300.0, 310.0, 900.0]
-    typical, bad = picture.timelines(rank_of(steps_of(times)))
+    typical, bad = chart_data.timelines(rank_of(steps_of(times)))
 
     assert typical.step.wall_ms == 100.0
     assert bad.step.wall_ms == pytest.approx(305.0, abs=10.0)
@@ -61,31 +61,31 @@ def test_the_typical_step_is_the_median_and_the_bad_one_the_99th_percentile() ->
 
 def test_a_step_that_knows_the_gpu_is_taken_before_one_that_does_not() -> None:
     blind = [step(index, 100.0, gpu=False) for index in range(20)]
-    (drawn,) = picture.timelines(rank_of([*blind, step(20, 98.0)]))
+    (drawn,) = chart_data.timelines(rank_of([*blind, step(20, 98.0)]))
 
     assert drawn.step.index == 20
 
 
 def test_one_step_is_drawn_once_and_none_not_at_all() -> None:
-    assert len(picture.timelines(rank_of(steps_of([100.0])))) == 1
-    assert picture.timelines(rank_of(())) == ()
+    assert len(chart_data.timelines(rank_of(steps_of([100.0])))) == 1
+    assert chart_data.timelines(rank_of(())) == ()
 
 
 def test_the_gpus_row_is_tied_to_the_hosts_where_the_host_woke_it() -> None:
     """GIVEN a host that waits 60 ms for data WHEN the GPU idles for 54 of them THEN both go on at the same moment."""
-    drawn = picture.timeline("a step", step(0, 100.0))
+    drawn = chart_data.timeline("a step", step(0, 100.0))
 
     data = next(bar for bar in drawn.host if bar.label == "waiting for data")
     idle = next(bar for bar in drawn.gpu if bar.idle == 1.0)
     assert drawn.anchored
     assert idle.left + idle.width == pytest.approx(data.left + data.width)
-    assert drawn.gpu[0].label == picture.EARLIER
+    assert drawn.gpu[0].label == chart_data.EARLIER
     assert drawn.gpu[0].width == pytest.approx(0.06)
 
 
 def test_a_gpu_that_never_waited_is_drawn_from_the_start_and_said_to_be_untied() -> None:
     spans = (Span(name="forward", start_ms=0.0, host_ms=10.0, gpu_busy_ms=90.0),)
-    drawn = picture.timeline("a step", Step(index=0, start_s=0.0, wall_ms=10.0, spans=spans))
+    drawn = chart_data.timeline("a step", Step(index=0, start_s=0.0, wall_ms=10.0, spans=spans))
 
     assert not drawn.anchored
     assert drawn.gpu[0].left == 0.0
@@ -96,7 +96,7 @@ def test_a_hundred_tiny_copies_are_one_bar() -> None:
     copies = [Span(name="copy", start_ms=n * 0.1, host_ms=0.08) for n in range(100)]
     gaps = [Span(name="rest", start_ms=n * 0.1 + 0.08, host_ms=0.02) for n in range(100)]
     spans = sorted((*copies, *gaps), key=lambda span: span.start_ms)
-    drawn = picture.timeline("a step", Step(index=0, start_s=0.0, wall_ms=30.0, spans=tuple(spans)))
+    drawn = chart_data.timeline("a step", Step(index=0, start_s=0.0, wall_ms=30.0, spans=tuple(spans)))
 
     assert [bar.label for bar in drawn.host] == ["copying to the GPU"]
     assert drawn.host[0].ms == pytest.approx(10.0)
@@ -104,11 +104,11 @@ def test_a_hundred_tiny_copies_are_one_bar() -> None:
 
 def test_every_panel_has_what_was_measured_and_those_without_are_left_out() -> None:
     run = whole_run()
-    titles = [panel.title for panel in picture.panels(run, run.ranks[0])]
+    titles = [panel.title for panel in chart_data.panels(run, run.ranks[0])]
     assert titles == ["Step time", "Waiting for data", "Loss", "GPU", "Power", "CPU", "Disk"]
 
     bare = trace_of(rank_of(steps_of([100.0] * 5)))
-    assert [panel.title for panel in picture.panels(bare, bare.ranks[0])] == ["Step time", "Waiting for data"]
+    assert [panel.title for panel in chart_data.panels(bare, bare.ranks[0])] == ["Step time", "Waiting for data"]
 
 
 def test_long_runs_are_drawn_from_windows_in_2000_points_at_most() -> None:
@@ -118,9 +118,9 @@ def test_long_runs_are_drawn_from_windows_in_2000_points_at_most() -> None:
     rank = rank_of(steps, windows=windows)
     samples = [sample(float(n)) for n in range(9_000)]
 
-    panels = picture.panels(trace_of(rank, samples=samples), rank)
+    panels = chart_data.panels(trace_of(rank, samples=samples), rank)
 
-    assert max(len(series.x) for panel in panels for series in panel.series) <= picture.MOST_POINTS
+    assert max(len(series.x) for panel in panels for series in panel.series) <= chart_data.MOST_POINTS
     times = panels[0].series
     assert [series.name for series in times] == ["median", "95th percentile"]
     assert times[0].y[0] == pytest.approx(100.0, rel=0.011)
@@ -129,20 +129,20 @@ def test_long_runs_are_drawn_from_windows_in_2000_points_at_most() -> None:
 
 def test_a_thinned_series_keeps_its_mean() -> None:
     values = [float(n % 10) for n in range(20_000)]
-    series = picture.line("load", "data", list(range(20_000)), values)
+    series = chart_data.line("load", "data", list(range(20_000)), values)
 
-    assert len(series.y) == picture.MOST_POINTS
+    assert len(series.y) == chart_data.MOST_POINTS
     assert sum(series.y) / len(series.y) == pytest.approx(4.5)
 
 
 def test_what_was_not_measured_is_no_point() -> None:
-    series = picture.line("load", "data", [1.0, 2.0, 3.0], [None, float("nan"), 5.0])
+    series = chart_data.line("load", "data", [1.0, 2.0, 3.0], [None, float("nan"), 5.0])
     assert (series.x, series.y) == ((3.0,), (5.0,))
 
 
 def test_pauses_and_what_is_not_training_are_marked() -> None:
     run = whole_run()
-    marked = picture.marks(run, run.ranks[0])
+    marked = chart_data.marks(run, run.ranks[0])
 
     assert [mark.name for mark in marked] == ["set-up", "evaluation", "X-ray"]
     assert marked[1].length_s == pytest.approx(0.8)
@@ -160,7 +160,7 @@ def test_a_pause_whose_step_was_not_kept_is_marked_at_its_window() -> None:
     )
     rank = rank_of(steps, windows=windows)
 
-    marked = picture.marks(trace_of(rank), rank)
+    marked = chart_data.marks(trace_of(rank), rank)
 
     assert [(mark.name, round(mark.length_s, 2)) for mark in marked] == [("checkpoint", 0.5)] * 3
     assert [round(mark.start_s) for mark in marked] == [3, 60, 120]
@@ -185,11 +185,11 @@ def test_a_rank_that_may_see_one_card_of_two_is_not_shown_the_other() -> None:
     run = trace_of(rank, samples=[dataclasses.replace(sample, gpus=gpus)])
     assert card_of(rank, run.samples["box"]) == "GPU-5e7a-11"
     assert account(run, "folder").gpu["power_w"] == 90.0
-    assert {gpu.index for gpu in Case(run, rank).card_samples} == {1}
+    assert {gpu.index for gpu in RankMetrics(run, rank).card_samples} == {1}
 
 
 def test_a_workers_life_adds_up() -> None:
-    (lane,) = picture.lanes([worker(0), dataclasses.replace(worker(1), samples=0)])
+    (lane,) = chart_data.lanes([worker(0), dataclasses.replace(worker(1), samples=0)])
 
     shares = {bar.label: bar.width for bar in lane.bars}
     assert sum(shares.values()) == pytest.approx(1.0)

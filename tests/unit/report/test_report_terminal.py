@@ -12,7 +12,7 @@ from flatout.diagnose.breakdown import Breakdown
 from flatout.report.account import account
 from flatout.report.terminal import ceiling, duration, ms, show, wrapped
 from flatout.trace import Note, RankTrace, RunInfo, Sketch, Span, Step, Trace, Xray
-from flatout.trace.thin import window_of
+from flatout.trace.downsample import window_of
 
 LONG = "a/very/long/way/down/into/the/package/of/somebody/else/train_model.py:1234"
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from flatout.errors import FlatoutError, GateFailed, UsageError
+from flatout.model.errors import FlatoutError, GateFailed, UsageError
 from flatout.top.session import TopOptions, run
 from flatout.top.summary import TopSummary
 from flatout.top.table import GPU_COLUMNS, HOST_COLUMNS

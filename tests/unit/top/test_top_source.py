@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.errors import FlatoutError
+from flatout.model.errors import FlatoutError
 from flatout.top.figures import FigureBuilder
 from flatout.top.source import Source, Stop, live, replay
 from flatout.trace import Sample

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from flatout.errors import UsageError
+from flatout.model.errors import UsageError
 from flatout.top.figures import FigureBuilder
 from flatout.top.summary import sum_up
 from flatout.top.targets import DEFAULT_TARGETS, Target, TargetResult, parse_targets

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flatout.sense.gpu import THROTTLE_REASONS
+from flatout.sample.gpu import THROTTLE_REASONS
 from flatout.top.figures import FigureBuilder
 from flatout.top.summary import TopSummary, sum_up
 from flatout.top.verdict import HARMFUL_THROTTLES, WORDS, Verdict

@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from benchmarks.damage import end_of, shown, unpacked
-from flatout.errors import TraceError
+from flatout.model.errors import TraceError
 from flatout.report import terminal
 from flatout.trace import Facts, RankTrace, RunInfo, Step, TraceWriter, reader
 

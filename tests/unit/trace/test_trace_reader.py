@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.errors import TraceError
+from flatout.model.errors import TraceError
 from flatout.trace import SCHEMA, RunInfo, Sample, Step, TraceWriter, merge, read, read_summaries
 
 

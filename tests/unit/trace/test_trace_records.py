@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flatout.model.records import KINDS, encode, to_json
 from flatout.trace import (
     Facts,
     GpuSample,
@@ -28,7 +29,6 @@ from flatout.trace import (
     Xray,
 )
 from flatout.trace.checked import from_json
-from flatout.trace.records import KINDS, encode, to_json
 
 
 def rounded(low: float, high: float) -> st.SearchStrategy[float]:

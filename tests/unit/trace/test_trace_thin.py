@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import pytest
 
-from flatout.trace import DiskSample, HostSample, ProcessSample, Sample, Span, Step, Window, thin
-from flatout.trace.plain import Event, PlainSteps
-from flatout.trace.records import Record, encode
-from flatout.trace.thin import SampleThinner, StepThinner, mean_of, window_of
+from flatout.model.records import Record, encode
+from flatout.trace import DiskSample, HostSample, ProcessSample, Sample, Span, Step, Window, downsample
+from flatout.trace.downsample import SampleThinner, StepThinner, mean_of, window_of
+from flatout.trace.light_steps import Event, PlainSteps
 from flatout.trace.writer import MAX_BYTES
 
 SCALE = 50  # the bounds shrunk by this, so that 100,000 steps are as long to them as 5 million
@@ -44,7 +44,7 @@ def size_of(record: Record) -> int:
 @pytest.fixture
 def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RAW_STEP_BYTES", "BYTES_A_LENGTH", "RAW_SAMPLE_BYTES", "BYTES_A_STRIDE"):
-        monkeypatch.setattr(thin, name, getattr(thin, name) // SCALE)
+        monkeypatch.setattr(downsample, name, getattr(downsample, name) // SCALE)
 
 
 @pytest.mark.usefixtures("small_bounds")
@@ -58,9 +58,9 @@ def test_millions_of_steps_fit_and_every_one_is_counted() -> None:
     assert sum(window.wall_ms.count for window in windows) == len(steps)
     assert sum(window.samples or 0 for window in windows) == 32 * len(steps)
     lengths = [window.wall_ms.count for window in windows]
-    assert lengths[0] == thin.WINDOW_STEPS
+    assert lengths[0] == downsample.WINDOW_STEPS
     assert lengths[-2] >= 4 * lengths[0]
-    assert [step.index for step in raw[: thin.RAW_STEPS]] == list(range(thin.RAW_STEPS))
+    assert [step.index for step in raw[: downsample.RAW_STEPS]] == list(range(downsample.RAW_STEPS))
     assert sum(window.spans_ms["data"].total for window in windows) == pytest.approx(4.0 * len(steps))
 
 
@@ -77,7 +77,7 @@ def plain_steps(walls_ms: list[float], first_index: int = 0) -> PlainSteps:
 
 
 def test_plain_steps_count_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thin, "RAW_STEPS", 500)
+    monkeypatch.setattr(downsample, "RAW_STEPS", 500)
     usual = [10.0 + i % 3 for i in range(100)]
     slow = {8: [*usual[:90], 50.0, *usual[91:]], 15: [50.0, *usual[1:]]}  # neighbours within, and in the bulk before
     for n in range(16, 20):  # and wherever they may come
@@ -112,23 +112,23 @@ def test_steps_full_of_spans_leave_room_for_windows() -> None:
     assert total < MAX_BYTES / SCALE
     assert len(raw) < 100
     assert sum(window.wall_ms.count for window in windows) == 1_000
-    assert max(len(window.spans_ms) for window in windows) <= thin.NAMES_A_WINDOW + 1
+    assert max(len(window.spans_ms) for window in windows) <= downsample.NAMES_A_WINDOW + 1
 
 
 def test_an_outlier_is_kept_with_its_neighbours() -> None:
-    steps = [a_step(i) for i in range(thin.RAW_STEPS + 500)]
-    slow = thin.RAW_STEPS + 200
+    steps = [a_step(i) for i in range(downsample.RAW_STEPS + 500)]
+    slow = downsample.RAW_STEPS + 200
     steps[slow] = a_step(slow, wall_ms=100.0)
     raw, _, _ = feed(StepThinner(), steps)
-    assert [step.index for step in raw[thin.RAW_STEPS :]] == [slow - 2, slow - 1, slow, slow + 1, slow + 2]
+    assert [step.index for step in raw[downsample.RAW_STEPS :]] == [slow - 2, slow - 1, slow, slow + 1, slow + 2]
 
 
 def test_outliers_without_end_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thin, "RAW_OUTLIERS", 50)
-    monkeypatch.setattr(thin, "RAW_STEPS", 100)
+    monkeypatch.setattr(downsample, "RAW_OUTLIERS", 50)
+    monkeypatch.setattr(downsample, "RAW_STEPS", 100)
     steps = [a_step(i, wall_ms=10.0 if i % 10 else 100.0) for i in range(5_000)]
     raw, _, _ = feed(StepThinner(), steps)
-    assert 100 < len(raw) <= 100 + 50 + thin.NEIGHBOURS
+    assert 100 < len(raw) <= 100 + 50 + downsample.NEIGHBOURS
 
 
 def test_a_restless_start_leaves_outliers_to_be_kept_later() -> None:
@@ -139,7 +139,8 @@ def test_a_restless_start_leaves_outliers_to_be_kept_later() -> None:
     bulks = [plain_steps(walls, first) for walls, first in ((slow[n : n + 100], n) for n in range(0, 20_000, 100))]
     bulks += [plain_steps(later[n : n + 100], 20_000 + n) for n in range(0, 150_000, 100)]
     kept = [record.index for bulk in bulks for record in thinner.push_many(bulk) if isinstance(record, Step)]
-    assert sum(thin.RAW_STEPS <= index < 20_000 for index in kept) <= thin.OUTLIERS_AT_FIRST + 0.02 * 20_000 + 100
+    outliers = sum(downsample.RAW_STEPS <= index < 20_000 for index in kept)
+    assert outliers <= downsample.OUTLIERS_AT_FIRST + 0.02 * 20_000 + 100
     assert kept[-5:] == list(range(169_988, 169_993))
     assert kept == sorted(set(kept))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.errors import UsageError
+from flatout.model.errors import UsageError
 from flatout.trace import Note, RunInfo, Sample, Span, Step, TraceWriter, read, read_summaries
 from flatout.trace import writer as writer_module
 

@@ -1,0 +1,144 @@
+"""`flatout fix`: a search over real runs of the user's command."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from flatout.files import PRIVATE, write_whole
+from flatout.fix.candidates import Wishes, not_offered
+from flatout.fix.result import FixResult, Story
+from flatout.fix.running import Launcher, end_of
+from flatout.fix.search import Search
+from flatout.launch import sandbox
+from flatout.launch.launcher import OUTPUT
+from flatout.model.errors import OverlayError, UsageError
+
+_FOLDER = "flatout-fix-"
+_MOST_OUTPUT = 2 << 20  # bytes
+_IN_USE = "in-use"  # locked as long as its owner lives, whatever way that ends
+
+
+_REPEATED = (
+    "Each trial runs your command again, and so repeats the requests that the script itself sends (uploads, pushes, "
+    "databases). Trackers are off."
+)
+_ONLY_REDIRECTED = (
+    "not covered are other programs and shell commands, libraries that open files in C (sqlite, HDF5, OpenCV, Arrow) "
+    "and Pythons started without this environment"
+)
+
+
+def fix(
+    command: Sequence[str],
+    wishes: Wishes,
+    *,
+    budget_s: float,
+    steps: int | None = None,
+    story: Story | None = None,
+    keep_in: Path | None = None,
+    unprotected: bool = False,
+) -> FixResult:
+    """Try, keep, prove. The recordings of before and after go into `keep_in`; those of the trials are thrown away.
+
+    Where no overlay can be mounted, it is refused, or if `unprotected` done with redirection alone.
+    """
+    story = story or Story()
+    with own_folder() as folder:
+
+        def search(*, overlay: bool) -> FixResult:
+            launcher = Launcher(command, folder / ("overlay" if overlay else "redirection"), overlay=overlay)
+            return Search(launcher, wishes, budget_s=budget_s, steps=steps, story=story).go()
+
+        found = _in_a_sandbox(search, sandbox.why_no_overlay(command, folder), story, unprotected=unprotected)
+        if found.before is not None and not found.interrupted:
+            found.remarks += not_offered(wishes, found.known, on_gpu=found.before.case.on_gpu)
+        if keep_in is not None:
+            for name, run in (("before", found.before), ("after", found.measured)):
+                if run is not None and run.folder is not None and run.folder.is_dir():
+                    found.remarks += copied(run.folder, keep_in / name)
+        return found
+
+
+class _ASearch(Protocol):
+    def __call__(self, *, overlay: bool) -> FixResult: ...
+
+
+def _in_a_sandbox(search: _ASearch, why_not: str, story: Story, *, unprotected: bool) -> FixResult:
+    """Search on overlays; where there is a reason why not, say so before the first trial, and go on only if allowed."""
+    if why_not and not unprotected:
+        raise _refused(f"{why_not}; in a container it takes root and --cap-add SYS_ADMIN, elsewhere user namespaces")
+    story.said(_REPEATED)
+    if not why_not:
+        try:
+            return search(overlay=True)
+        except OverlayError as problem:
+            if not unprotected:
+                raise _refused(str(problem)) from None
+            why_not = str(problem)
+    story.said(
+        f"Your files are protected in part only ({why_not}): {_ONLY_REDIRECTED}. Your folders are compared after each "
+        "trial, and the first real write ends the fix."
+    )
+    return search(overlay=False)
+
+
+def _refused(why_not: str) -> UsageError:
+    return UsageError(
+        f"trials cannot be kept from all your files: no overlay ({why_not}). --unprotected goes on with redirection "
+        f"alone, and ends at the first file that a trial really writes: {_ONLY_REDIRECTED}"
+    )
+
+
+def _keep_output(printed: Path, kept: Path) -> None:
+    """Keep the end of what a command has printed, without the secrets that can be told, for its owner alone."""
+    if printed.is_file():
+        write_whole(kept, end_of(printed, _MOST_OUTPUT), mode=PRIVATE)
+
+
+def copied(folder: Path, to: Path) -> list[str]:
+    """Copy a recording, whole or not at all; what there is to say of that."""
+    part = to.with_name(f"{to.name}.part")
+    try:
+        shutil.copytree(folder, part, ignore=shutil.ignore_patterns(OUTPUT))
+        _keep_output(folder / OUTPUT, part / OUTPUT)
+        part.rename(to)
+    except OSError as problem:  # the plan and the report matter more
+        shutil.rmtree(part, ignore_errors=True)
+        first = problem.args[0][0][2] if isinstance(problem, shutil.Error) else str(problem)
+        why, _, _ = first.partition(": '")  # without the names of the files
+        return [f"the recording {to} is not kept: {why}"]
+    return []
+
+
+@contextmanager
+def own_folder() -> Iterator[Path]:
+    """A folder for all that runs record and write. Those of a fix that was killed go: a trial may have filled them."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        try:
+            with (left / _IN_USE).open("r+b") as owner:
+                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(left)
+        except OSError:  # in use, or another's
+            pass
+    with tempfile.TemporaryDirectory(prefix=_FOLDER, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        with (folder / "lock").open("wb") as owner:
+            fcntl.flock(owner, fcntl.LOCK_EX)
+            (folder / "lock").rename(folder / _IN_USE)  # nobody sees it before it is locked
+            yield folder
+
+
+def _remove(folder: Path) -> None:
+    """An overlay leaves folders that their owner may not look into."""
+    for place, inside, _ in os.walk(folder):
+        for path in (Path(place, name) for name in inside):
+            if not path.is_symlink():
+                path.chmod(0o700)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,151 @@
+"""What a fix has found: every run, every change that was tried and what became of it, and the plan that comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from flatout.fix.candidates import Offer, in_words
+from flatout.fix.running import Run
+from flatout.fix.speed import Gain, Noise, Speed
+from flatout.model.plan import Change, Figure, Outcome, Plan, Verdict
+
+
+class Story:
+    """Who is told what goes on. This one keeps it to itself."""
+
+    def trying(self, what: str, left_s: float) -> None:
+        """A run begins."""
+
+    def said(self, line: str) -> None:
+        """Something is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """A change that was tried. `together`: the others it was measured with; `made`, `where` and `also`: how it got in,
+    and at which places."""
+
+    outcome: Outcome
+    gain: Gain | None = None
+    together: tuple[str, ...] = ()
+    made: str = ""
+    where: str = ""  # file:line
+    also: tuple[str, ...] = ()
+
+    @property
+    def change(self) -> Change:
+        return self.outcome.change
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One run, for the record. Runs for a proof are not timed: they have no speed."""
+
+    what: str
+    seconds: float
+    speed: Speed | None
+
+
+@dataclass(slots=True, kw_only=True)
+class FixResult:
+    """What a fix has come to."""
+
+    attempts: list[Attempt] = field(default_factory=list)
+    kept: tuple[Change, ...] = ()
+    before: Run | None = None
+    after: Run | None = None
+    gain: Gain | None = None
+    speeds: tuple[Speed, Speed] | None = None  # behind that gain: before and after, each over all its runs
+    paused: bool = False  # whether the gain counts evaluation and checkpoints too
+    noise: Noise | None = None
+    trials: list[Trial] = field(default_factory=list)
+    withheld: list[Offer] = field(default_factory=list)
+    untried: list[Offer] = field(default_factory=list)  # for want of time
+    remarks: list[str] = field(default_factory=list)
+    stopped: str = ""
+    interrupted: bool = False
+    written: tuple[str, ...] = ()  # files of the person's that a trial has written to, which ended it all
+    seconds: float = 0.0
+
+    @property
+    def tried(self) -> dict[tuple[str, str], str]:
+        """What became of each change, by its name and its value as text."""
+        return {(a.change.name, str(a.change.value)): a.outcome.verdict for a in self.attempts}
+
+    @property
+    def known(self) -> set[str]:
+        """The names of what was tried, or would have been with more time or leave."""
+        return {attempt.change.name for attempt in self.attempts} | self.offered
+
+    @property
+    def offered(self) -> set[str]:
+        """The names of what would have been tried with more time or leave."""
+        return {change.name for offer in (*self.withheld, *self.untried) for change in offer.changes}
+
+    def kept_as(self, safety: str) -> tuple[Change, ...]:
+        """What was kept of one class."""
+        return tuple(change for change in self.kept if change.safety == safety)
+
+    def attempt_at(self, change: Change) -> Attempt:
+        """What became of this one."""
+        return next(a for a in self.attempts if (a.change.name, a.change.value) == (change.name, change.value))
+
+    def write_down(
+        self,
+        changes: Sequence[Change],
+        verdict: Verdict,
+        gained: Gain | None,
+        *,
+        note: str = "",
+        run: Run | None = None,
+        before: Figure | None = None,
+    ) -> None:
+        """What became of some changes that were tried together, by which run."""
+        after = run.speed.figure if run is not None and run.speed is not None else None
+        for change in changes:
+            together = tuple(in_words(other) for other in changes if other is not change)
+            outcome = Outcome(change=change, verdict=verdict, before=before, after=after, note=note)
+            made, where = (d.get(change.name, "") for d in (run.made, run.where)) if run is not None else ("", "")
+            also = run.also.get(change.name, ()) if run is not None else ()
+            same = (change.name, change.value)
+            self.attempts = [a for a in self.attempts if (a.change.name, a.change.value) != same]
+            attempt = Attempt(outcome=outcome, gain=gained, together=together, made=made, where=where, also=also)
+            self.attempts.append(attempt)
+
+    def amend(self, attempt: Attempt, **parts: Any) -> None:
+        """More is known of it."""
+        self.attempts[self.attempts.index(attempt)] = replace(attempt, **parts)
+
+    def let_go(self, change: Change, why: str) -> None:
+        """It is kept no longer."""
+        attempt = self.attempt_at(change)
+        verdict: Verdict = "unsafe" if why.startswith("failed") else "undone"
+        self.amend(attempt, outcome=replace(attempt.outcome, verdict=verdict, note=why))
+        self.kept = tuple(kept for kept in self.kept if kept.name != change.name)
+        for earlier in [a for a in self.attempts if a.change.name == change.name and a.outcome.verdict == "kept"]:
+            note = f"{in_words(change)} had taken its place, and was let go"
+            self.amend(earlier, outcome=replace(earlier.outcome, verdict="undone", note=note))
+
+    @property
+    def measured(self) -> Run | None:
+        """The last run of what was kept, and of nothing else; None where something was let go since, or all."""
+        run, kept = self.after, {change.name: change.value for change in self.kept}
+        if run is None or not kept or not kept.items() <= {c.name: c.value for c in run.changes}.items():
+            return None
+        others = [change for change in run.changes if change.name not in kept]
+        return run if all(run.why_not_made(change) for change in others) else None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan to train with; what was tried and not kept stands in it too."""
+        kept = {a.change.name: a for a in self.attempts if a.outcome.verdict == "kept"}
+        changes = tuple(replace(change, note=_note(kept[change.name])) for change in self.kept)
+        return Plan(changes=changes, tried=tuple(a.outcome for a in self.attempts if a.outcome.verdict != "kept"))
+
+
+def _note(attempt: Attempt) -> str:
+    gained = f"{attempt.gain}" if attempt.gain is not None else ""
+    beside = f" together with {', '.join(attempt.together)}" if attempt.together else ""
+    return "; ".join(filter(None, (f"{gained}{beside}", attempt.outcome.proof, attempt.outcome.note)))

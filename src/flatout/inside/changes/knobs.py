@@ -1,0 +1,154 @@
+"""Values changed as the script reads them: nothing of the user's is rewritten, and every launcher passes them on.
+
+A knob is `--batch-size` (argparse), `configs/train.yaml:train.batch_size` (YAML, JSON), `yaml:train.batch_size` where
+text without a file was read, or `config.py:BATCH_SIZE`: there the assignment itself is changed, so that what is
+computed from it follows. Standard library only: it is at work before torch is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.machinery
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flatout.inside.changes.ledger import Ledger
+from flatout.redact import redact_setting
+
+if TYPE_CHECKING:
+    from flatout.model.plan import Change
+
+_NOTHING = object()
+
+
+class Knobs:
+    """The changes of a plan that are made by a knob."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        turned = [change for change in ledger.changes.values() if change.knob]
+        self._options = [change for change in turned if change.knob.startswith("-")]
+        self._keys = [(change, *change.knob.rpartition(":")[::2]) for change in turned if change not in self._options]
+        if any(file.endswith(".py") for _, file, _ in self._keys):
+            self._change_modules()
+
+    def arguments(self, parser: Any, namespace: Any) -> None:
+        """The command line has been parsed."""
+        for change in self._options:
+            for action in parser._actions:
+                if change.knob in action.option_strings and hasattr(namespace, action.dest):
+                    self._say(change, getattr(namespace, action.dest))
+                    setattr(namespace, action.dest, change.value)
+
+    def loaded(self, source: str, file: Any, values: Any) -> None:
+        """A YAML or JSON text has been read; `file` is its name, if it has one."""
+        for change, named, key in self._keys:
+            if named == source if file is None else _same_file(named, file):
+                self._put(change, values, key.split("."))
+
+    def _put(self, change: Change, values: Any, path: list[str]) -> None:
+        holder = values
+        for part in path[:-1]:
+            holder = _inside(holder, part)
+        before = _inside(holder, path[-1])
+        if before is _NOTHING:
+            self._ledger.refused(change.name, f"there is no {change.knob}")
+            return
+        _set_inside(holder, path[-1], change.value)
+        self._say(change, before)
+
+    def _say(self, change: Change, before: Any) -> None:
+        new, old = (redact_setting(change.knob, value) for value in (change.value, before))
+        self._ledger.made_by_knob(change.name, f"{change.knob} read as {new!r} instead of {old!r}")
+
+    # -- Python config modules --------------------------------------------------------------------------------------
+
+    def _change_modules(self) -> None:
+        """Compile the config modules with other values in their assignments."""
+        loader: Any = importlib.machinery.SourceFileLoader
+        get_code = loader.get_code
+
+        @functools.wraps(get_code)
+        def get_changed_code(self_: Any, fullname: str) -> Any:
+            path = self_.get_filename(fullname)
+            ours = [
+                (change, key) for change, file, key in self._keys if file.endswith(".py") and _same_file(file, path)
+            ]
+            if not ours:
+                return get_code(self_, fullname)
+            tree = ast.parse(self_.get_data(path), path)
+            for change, key in ours:
+                self._ledger.attempt(change.name, self._assign, tree, change, key)
+            return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
+
+        loader.get_code = get_changed_code
+
+    def _assign(self, tree: ast.Module, change: Change, key: str) -> None:
+        """Put the value where the module, a class in it or a dict in it says what `key` is."""
+        places = list(_assignments(tree.body, key.split(".")))
+        for statement in places:
+            before = ast.unparse(statement.value)
+            statement.value = ast.copy_location(ast.parse(repr(change.value), mode="eval").body, statement.value)
+            new, old = (redact_setting(change.knob, value) for value in (change.value, before))
+            self._ledger.made_by_knob(change.name, f"{change.knob} set to {new!r} instead of {old}")
+        if not places:
+            self._ledger.refused(change.name, f"nothing is assigned to {key} in {change.knob.rpartition(':')[0]}")
+
+
+class _Entry:
+    """One entry of a dict display, as something with a value that can be set."""
+
+    def __init__(self, owner: ast.Dict, at: int) -> None:
+        self._owner, self._at = owner, at
+
+    @property
+    def value(self) -> ast.expr:
+        return self._owner.values[self._at]
+
+    @value.setter
+    def value(self, new: ast.expr) -> None:
+        self._owner.values[self._at] = new
+
+
+def _assignments(body: list[ast.stmt], path: list[str]) -> Iterator[Any]:
+    """Where the thing called `path` gets its value."""
+    name, rest = path[0], path[1:]
+    for statement in body:
+        if isinstance(statement, ast.ClassDef) and statement.name == name and rest:
+            yield from _assignments(statement.body, rest)
+        elif isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                yield from _entries(statement, rest)
+
+
+def _entries(holder: Any, path: list[str]) -> Iterator[Any]:
+    if not path:
+        yield holder
+    elif isinstance(holder.value, ast.Dict):
+        for at, key in enumerate(holder.value.keys):
+            if isinstance(key, ast.Constant) and str(key.value) == path[0]:
+                yield from _entries(_Entry(holder.value, at), path[1:])
+
+
+def _inside(holder: Any, key: str) -> Any:
+    """What lies under a key, whatever type of key that is; _NOTHING where nothing does."""
+    if isinstance(holder, dict):
+        return next((value for known, value in holder.items() if str(known) == key), _NOTHING)
+    if isinstance(holder, list) and key.isdigit() and int(key) < len(holder):
+        return holder[int(key)]
+    return _NOTHING
+
+
+def _set_inside(holder: Any, key: str, value: Any) -> None:
+    place = int(key) if isinstance(holder, list) else next(known for known in holder if str(known) == key)
+    holder[place] = value
+
+
+def _same_file(one: str, other: Any) -> bool:
+    try:
+        return Path(one).resolve() == Path(str(other)).resolve()
+    except OSError:
+        return False

@@ -1,0 +1,93 @@
+"""What became of each change of the plan: made, and how and where; or not, and why. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from flatout.redact import redact_setting, redact_text
+
+if TYPE_CHECKING:
+    from flatout.model.plan import Change
+
+KNOBS = "FLATOUT_KNOBS"  # what a process tells the ones it starts: values it has changed as they were read
+T = TypeVar("T")
+
+
+class Ledger:
+    """The changes to make in this process, and an entry for each."""
+
+    def __init__(self, changes: Iterable[Change] = ()) -> None:
+        self.changes = {change.name: change for change in changes}
+        self._made: dict[str, tuple[str, list[str]]] = {}  # how, and where: the first time and others
+        self._refused: dict[str, str] = {}
+        self._off: set[str] = set()
+        for name, how in json.loads(os.environ.get(KNOBS, "{}")).items():
+            self._made[name] = (how, [])
+
+    def wanted(self, name: str) -> Change | None:
+        """The change to make where things are built; None where it is not asked for, made by a knob, or off."""
+        change = self.changes.get(name)
+        return change if change is not None and not change.knob and name not in self._off else None
+
+    def made(self, name: str, how: str, where: str | None = None) -> None:
+        """It has been made; how it was the first time counts."""
+        _, places = self._made.setdefault(name, (redact_text(how), []))
+        if where is not None and where not in places:
+            places.append(where)
+
+    def made_after_all(self, name: str, how: str) -> None:
+        """It turned out that it is better made like this."""
+        if name in self._made:
+            self._made[name] = (how, self._made[name][1])
+
+    def made_by_knob(self, name: str, how: str) -> None:
+        """It has been made as the script read its setting; processes started from here are told."""
+        how = redact_text(how)
+        self.made(name, how)
+        told = json.loads(os.environ.get(KNOBS, "{}"))
+        os.environ[KNOBS] = json.dumps({**told, name: how})
+
+    def refused(self, name: str, why: str) -> None:
+        """It cannot be made here; what it says first counts, unless it is made elsewhere."""
+        self._refused.setdefault(name, redact_text(why))
+
+    def failed(self, name: str, problem: BaseException) -> None:
+        """Something of ours went wrong: the change is off from now on."""
+        self.withdraw(name, f"{type(problem).__name__}: {problem}")
+
+    def withdraw(self, name: str, why: str) -> None:
+        """It should not have been made: it is off from now on."""
+        if name in self._off:
+            return
+        self._off.add(name)
+        self._made.pop(name, None)
+        self._refused[name] = redact_text(why)
+        print(f"flatout: {name} is switched off ({self._refused[name]}); training goes on", file=sys.stderr)
+
+    def attempt(self, name: str, function: Callable[..., T], *args: Any) -> T | None:
+        """Call something of ours; what it raises ends that change, not the run."""
+        try:
+            return function(*args)
+        except Exception as problem:
+            self.failed(name, problem)
+            return None
+
+    def entries(self) -> list[dict[str, Any]]:
+        """For the trace: one entry a change, in the plan's order."""
+        return [self._entry(change) for change in self.changes.values()]
+
+    def _entry(self, change: Change) -> dict[str, Any]:
+        how, places = self._made.get(change.name, (None, []))
+        no_occasion = f"the script did not read {change.knob}" if change.knob else "there was no occasion for it"
+        return {
+            "name": change.name,
+            "value": redact_setting(change.knob, change.value),
+            "applied": how is not None,
+            "how": how or self._refused.get(change.name, no_occasion),
+            "where": places[0] if places else None,
+            "also": places[1:],
+        }

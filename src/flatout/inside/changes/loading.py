@@ -1,0 +1,295 @@
+"""Changes to the script's DataLoaders: their arguments at construction, and what feeds them when a pass begins.
+
+    DataLoader.__init__ ── num_workers, prefetch_factor, pin_memory, persistent_workers
+    DataLoader._get_iterator ── loader: ours instead of stock's ── device_prefetch: one batch ahead, its copy under way
+                                gpu_transforms: ours, whose samples note what the card is to do to them
+    a worker's main loop ── worker_threads
+
+All of it sits on the classes, so that earlier imports, subclasses and isinstance keep working.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.data.dataloader as stock
+from torch.utils.data import IterableDataset
+from torch.utils.data._utils import worker as stock_worker
+
+from flatout.feed import DataLoader as OurLoader
+from flatout.feed import Options as FeedOptions
+from flatout.feed import iterator_for, randomness
+from flatout.feed.deferred.batch import make_on_card_by, tell_of_first
+from flatout.feed.deferred.kernels import Kernels
+from flatout.feed.fork_server import limit_threads
+from flatout.feed.iterator import is_pure
+from flatout.feed.loader import why_not_deferred
+from flatout.inside.calls import caller
+from flatout.inside.changes.device_prefetch import (
+    CopyPattern,
+    DevicePrefetcher,
+    answer_with_copies,
+    fetch_without_a_span,
+)
+from flatout.inside.changes.ledger import Ledger
+from flatout.inside.root_modules import Alive
+from flatout.model.changes import STRICT
+
+_Loader: Any = stock.DataLoader
+_FRAMEWORKS = ("lightning/", "pytorch_lightning/", "accelerate/", "transformers/")  # nobody is to edit these
+_KNOWN_SAMPLERS = ("torch", "builtins", "accelerate", "transformers", "lightning", "pytorch_lightning")
+_ARGUMENTS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+
+
+class Loading:
+    """The plan's changes to loaders. `device` says where the model is trained (None: not known yet)."""
+
+    def __init__(self, ledger: Ledger, device: Callable[[], torch.device | None]) -> None:
+        self._ledger = ledger
+        self._device = device
+        self._built = Alive()  # the loaders and their datasets, and where each loader was made
+        self._habits = Alive()  # of the loaders
+        self._kernels = Kernels()
+
+    def install(self) -> None:
+        """Put the patches in place that the plan needs."""
+        wanted = self._ledger.wanted
+        if any(wanted(name) for name in _ARGUMENTS) or wanted("loader") or wanted("device_prefetch"):
+            self._construction()
+        if wanted("loader") or wanted("device_prefetch"):
+            self._passes()
+            fetch_without_a_span()
+        if wanted("device_prefetch"):
+            answer_with_copies()
+        if wanted("gpu_transforms") and not wanted("loader"):
+            self._ledger.refused("gpu_transforms", "needs the elastic loader in the same plan")
+        if wanted("gpu_transforms") and wanted("compile"):
+            make_on_card_by(self._kernels)
+        if wanted("worker_threads"):
+            self._worker_threads()
+
+    @property
+    def compile_s(self) -> float:
+        """What compiling the samples' transforms took."""
+        return self._kernels.compile_s
+
+    # -- at construction --------------------------------------------------------------------------------------------
+
+    def _construction(self) -> None:
+        init = _Loader.__init__
+        signature = inspect.signature(init)
+
+        @functools.wraps(init)
+        def build(loader: Any, *args: Any, **kwargs: Any) -> None:
+            called, where = caller(), caller(beyond=_FRAMEWORKS)
+            try:
+                bound = signature.bind(loader, *args, **kwargs)
+            except TypeError:
+                init(loader, *args, **kwargs)  # raises: a mistake of the script's
+                return
+            dataset = bound.arguments["dataset"]
+            if called != where:  # a framework that makes another loader of what the script has made one of
+                where = self._built.get(dataset) or where
+            self._built.put(loader, where)
+            with contextlib.suppress(TypeError):  # a list cannot be referred to weakly
+                self._built.put(dataset, where)
+            changed = {} if isinstance(loader, OurLoader) else self._changed(bound)
+            if changed:
+                given = {name: value for name, value in bound.arguments.items() if name != "self"}
+                try:
+                    init(loader, **{**given, **changed})
+                except Exception as problem:  # stock will not have it
+                    for name in changed:
+                        self._ledger.refused(name, str(problem))
+                else:
+                    for name in filter(self._ledger.wanted, changed):
+                        self._ledger.made(name, f"DataLoader(…, {name}={changed[name]!r})", where)
+                    return
+            init(loader, *args, **kwargs)
+
+        _Loader.__init__ = build
+
+    def _changed(self, bound: inspect.BoundArguments) -> dict[str, Any]:
+        """The arguments that are to be others, with those that have to follow."""
+        given: dict[str, Any] = {
+            "num_workers": 0,
+            "prefetch_factor": None,
+            "pin_memory": False,
+            "persistent_workers": False,
+        }
+        given |= bound.arguments
+        changed: dict[str, Any] = {}
+        for name in _ARGUMENTS:
+            change = self._ledger.wanted(name)
+            if change is None:
+                continue
+            why_not = _why_not(name, given["dataset"], changed.get("num_workers", given["num_workers"]))
+            if why_not or given[name] == change.value:
+                self._ledger.refused(name, why_not or f"it is {change.value!r} already")
+            else:
+                changed[name] = change.value
+        if changed.get("num_workers") == 0:
+            changed |= {"prefetch_factor": None, "persistent_workers": False, "timeout": 0}
+        return changed
+
+    # -- when a pass begins -----------------------------------------------------------------------------------------
+
+    def _passes(self) -> None:
+        build = _Loader._get_iterator
+
+        @functools.wraps(build)
+        def get_iterator(loader: Any) -> Any:
+            device = None
+            if self._ledger.wanted("device_prefetch"):
+                device = self._ledger.attempt("device_prefetch", self._prefetch_to, loader)
+            iterator = self._ours(loader, page_locked=device is not None) if self._ledger.wanted("loader") else None
+            if iterator is None:
+                loader.pin_memory = loader.pin_memory or device is not None
+                iterator = build(loader)
+            if device is None or not self._workers_behind(iterator):
+                return iterator
+            ahead = self._ledger.attempt("device_prefetch", self._ahead, loader, iterator, device)
+            return ahead if ahead is not None else iterator
+
+        _Loader._get_iterator = get_iterator
+
+    def _ahead(self, loader: Any, iterator: Any, device: torch.device) -> DevicePrefetcher:
+        how = f"batches are copied to {device} one step ahead"
+        left = "batches are fetched early, and copied by the script: these are small, and it does not wait for them"
+        habit = self._habits.get(loader)
+        if habit is None:
+            habit = CopyPattern(functools.partial(self._ledger.made_after_all, "device_prefetch", left))
+            self._habits.put(loader, habit)
+        ahead = DevicePrefetcher(iterator, device, functools.partial(self._ledger.failed, "device_prefetch"), habit)
+        self._ledger.made("device_prefetch", left if habit.good else how, self._built.get(loader))
+        return ahead
+
+    def _ours(self, loader: Any, *, page_locked: bool) -> Any:
+        """Our iterator, or None. What has been drawn in vain is put back."""
+        before = randomness.capture()
+        try:
+            iterator, why_not = self._elastic(loader, page_locked=page_locked)
+        except Exception as problem:
+            randomness.restore(before)
+            self._ledger.failed("loader", problem)
+            return None
+        if iterator is None:
+            self._ledger.refused("loader", why_not)
+        else:
+            how = f"batches come from flatout's own workers{self._draws(loader)}"
+            self._ledger.made("loader", how, self._built.get(loader))
+        return iterator
+
+    def _draws(self, loader: Any) -> str:
+        """What our workers do to random numbers. Where user code can tell workers apart they draw what PyTorch's do."""
+        if not loader.num_workers:
+            return "; samples that draw random numbers draw others, and so do later shuffles"
+        change = self._ledger.wanted("loader")
+        strict = change is not None and change.value == STRICT
+        if strict or loader.worker_init_fn is not None or isinstance(loader.dataset, IterableDataset):
+            return ""
+        return "; samples that draw random numbers draw others"
+
+    def _elastic(self, loader: Any, *, page_locked: bool) -> tuple[Any, str]:
+        change = self._ledger.wanted("loader")
+        strict = change is not None and change.value == STRICT
+        if loader.num_workers == 0 and strict:
+            return None, "num_workers=0: workers of any kind could change what random samples draw"
+        if loader.num_workers == 0 and _holds_card_memory(loader.dataset):
+            return None, "the dataset holds tensors on the GPU, which no worker may touch"
+        if loader.num_workers == 0 and (sampler := _sampler_of_its_own(loader)):
+            return None, f"num_workers=0, and the sampler is the script's own, {sampler}: it may go by what was learned"
+        options = FeedOptions(
+            workers="auto",
+            rng="stock" if strict else "position",
+            page_locked=True if page_locked else None,
+            defer=bool(self._ledger.wanted("gpu_transforms")) and self._may_defer(loader),
+        )
+        return iterator_for(loader, options, given_back=self._given_back)
+
+    def _given_back(self, why: str) -> None:
+        """Without workers, what is written to the dataset is there for the next batch."""
+        self._ledger.withdraw("loader", why)
+
+    def _may_defer(self, loader: Any) -> bool:
+        """Whether this loader's samples may leave their transforms to the card; if they do, its first batch says so."""
+        device = self._device()
+        away = "" if device is not None and device.type == "cuda" else "the model is not trained on a GPU"
+        why_not = away or why_not_deferred(loader)
+        made = functools.partial(
+            self._ledger.made, "gpu_transforms", f"{device} makes what samples do to pictures", self._built.get(loader)
+        )
+        if not why_not:
+            tell_of_first(made)
+        self._ledger.refused("gpu_transforms", why_not or "samples do nothing to pictures that a card is taught here")
+        return not why_not
+
+    def _prefetch_to(self, loader: Any) -> torch.device | None:
+        """Where this pass's batches should go ahead of time; None where that is not for us to do."""
+        device = self._device()
+        if device is None or device.type != "cuda":
+            self._ledger.refused("device_prefetch", "the model is not trained on a GPU")
+        elif not torch.is_grad_enabled():
+            self._ledger.refused("device_prefetch", "no training loader was seen")
+        elif not is_pure(loader):
+            self._ledger.refused("device_prefetch", "the sampler is the script's own: asking it early could be noticed")
+        else:
+            return device
+        return None
+
+    def _workers_behind(self, iterator: Any) -> bool:
+        """Whether asking for the next batch early draws nothing in this process."""
+        if isinstance(iterator, stock._SingleProcessDataLoaderIter):
+            self._ledger.refused("device_prefetch", "samples are loaded in the training process itself")
+            return False
+        return True
+
+    # -- in the workers ---------------------------------------------------------------------------------------------
+
+    def _worker_threads(self) -> None:
+        change = self._ledger.wanted("worker_threads")
+        assert change is not None
+        main = stock_worker._worker_loop
+
+        @functools.wraps(main)
+        def with_few_threads(*args: Any, **kwargs: Any) -> Any:
+            self._ledger.attempt("worker_threads", limit_threads, change.value)
+            return main(*args, **kwargs)
+
+        stock_worker._worker_loop = with_few_threads
+        self._ledger.made("worker_threads", f"{change.value} threads for BLAS, OpenMP and OpenCV in each worker")
+
+
+def _why_not(name: str, dataset: Any, workers: int) -> str:
+    if isinstance(dataset, torch.utils.data.IterableDataset) and name == "num_workers":
+        return "the dataset is an IterableDataset: the number of workers decides what is in the data"
+    if name in ("prefetch_factor", "persistent_workers") and workers == 0:
+        return "num_workers=0: there are no workers"
+    if name == "pin_memory" and not torch.cuda.is_available():
+        return "there is no GPU to copy to"
+    return ""
+
+
+def _sampler_of_its_own(loader: Any) -> str:
+    """The name of the script's own sampler, if it has one: it may say only when it is asked what comes next."""
+    for sampler in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", loader.sampler)):
+        kind = type(sampler)
+        if kind.__module__.partition(".")[0] not in _KNOWN_SAMPLERS:
+            return kind.__name__
+    return ""
+
+
+def _holds_card_memory(thing: Any, depth: int = 3) -> bool:
+    """Whether a dataset keeps tensors on a card, as far as a look into its attributes can tell."""
+    if isinstance(thing, torch.Tensor):
+        return thing.is_cuda
+    if depth == 0:
+        return False
+    inner = thing if isinstance(thing, list | tuple) else getattr(thing, "__dict__", thing)
+    values = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list | tuple) else ()
+    return any(_holds_card_memory(value, depth - 1) for value in list(values)[:64])

@@ -1,0 +1,188 @@
+"""What reached the model, step by step: the run of a proof, which is not timed.
+
+    loaders ── the indices of each training batch     roots ── a checksum of each tensor, made where it is
+    backward ── the loss                              weights ── how they moved, beside another run's
+                                                      ──► proof-<rank>.jsonl, a line a step, when the run ends
+
+What a model itself has made (a critic is fed what its generator made, a recurrent net its last state) is no data: on a
+card it never comes out the same twice. The losses and the weights are to say whether it is right.
+
+A checksum is a sum over all 8-byte words, each times an odd number that depends on its place, modulo 2^64: integers,
+so it comes out the same on any device and in any order of adding, and says so when two words change places.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data.dataloader as stock
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from flatout.files import write_whole_by
+from flatout.inside.ceiling import tensors_in
+from flatout.inside.root_modules import Alive
+from flatout.inside.weights import Moved
+
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+_MASK = (1 << 64) - 1
+_MADE_HERE = 0
+
+
+class FingerprintLog:
+    """Collects what the steps are made of; nothing is read from the device before the end."""
+
+    def __init__(self) -> None:
+        self._steps: list[dict[str, Any]] = []
+        self._open = _step()
+        self._made: list[StorageWeakRef] = []
+        self.roots = Alive()  # the modules that tell of themselves
+
+    def install(self) -> None:
+        """Watch loaders and losses (root modules tell `inputs` themselves)."""
+        loader_class: Any = stock.DataLoader
+        iterator_class: Any = stock._BaseDataLoaderIter
+        index_sampler = loader_class._index_sampler.fget
+        fetch, backward = iterator_class.__next__, torch.autograd.backward
+
+        @functools.wraps(fetch)
+        def fetch_and_note(iterator: Any) -> Any:
+            batch = fetch(iterator)
+            asked = iterator._index_sampler
+            if torch.is_grad_enabled() and isinstance(asked, _Asked) and asked.taken:
+                here = isinstance(iterator, stock._SingleProcessDataLoaderIter)
+                indices = asked.taken.popleft()
+                if indices is not None:
+                    self._open["indices"].append(indices)
+                    self._open["begins"].append(("here" if here else "elsewhere") if asked.begins else None)
+                asked.begins = False
+            return batch
+
+        @functools.wraps(backward)
+        def backward_and_note(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
+            if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+                self._open["losses"].append(loss.detach().double().clone())
+            return backward(tensors, *args, **kwargs)
+
+        loader_class._index_sampler = property(lambda loader: _Asked(index_sampler(loader)))
+        iterator_class.__next__ = fetch_and_note
+        torch.autograd.backward = backward_and_note
+
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """These reach a root module in training."""
+        given = _strided([args, kwargs])
+        self._open["inputs"] += [checksum(t) if _memory(t) not in self._made else _MADE_HERE for t in given]
+
+    def outputs(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """This was made of them; what is only handed through stays data."""
+        given = list(map(_memory, _strided([args, kwargs])))
+        alive = [memory for memory in self._made if not memory.expired()]
+        self._made = [*alive, *(memory for memory in map(_memory, _strided([result])) if memory not in given)]
+
+    def step_ended(self, moved: Moved | None) -> None:
+        """A training step is over."""
+        self._steps.append({**self._open, "moved": moved})
+        self._open = _step()
+
+    def write(self, path: Path) -> None:
+        """Bring it all to the host, into a file."""
+        lines = (self._line(number, step) for number, step in enumerate(self._steps))
+        write_whole_by(path, lambda file: file.writelines(line.encode() for line in lines))
+
+    def _line(self, number: int, step: dict[str, Any]) -> str:
+        losses = [float(loss) for loss in step["losses"]]
+        line = {
+            "step": number,
+            "inputs": [f"{int(value) & _MASK:016x}" for value in step["inputs"]],
+            "indices": step["indices"],
+            "begins": step["begins"],
+            "loss": sum(losses) / len(losses) if losses else None,
+            "losses": losses,
+            "moved": step["moved"],
+        }
+        return json.dumps(line, default=str) + "\n"
+
+
+def _strided(things: Any) -> list[Any]:
+    """The tensors in these, and of those that have no memory of their own (sparse, ragged), what they are made of."""
+    return [part for tensor in tensors_in(things) for part in _made_of(tensor)]
+
+
+def _made_of(tensor: Any) -> tuple[Any, ...]:
+    if tensor.layout == torch.strided:
+        return (tensor,)
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout == torch.jagged:
+        return tensor.offsets(), tensor.values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor.to_dense(),)  # such as mkldnn
+
+
+def _memory(tensor: Any) -> StorageWeakRef:
+    """What a tensor lies in, whoever else looks at it, for as long as it is there."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def checksum(tensor: Any) -> Any:
+    """A tensor's checksum, as a number on its own device. Layout does not count; shape and type do."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    short = -data.numel() % 8
+    words = torch.cat([data, data.new_zeros(short)]).view(torch.int64) if short else data.view(torch.int64)
+    places = torch.arange(1, words.numel() + 1, dtype=torch.int64, device=words.device)
+    kind = sum((at + 2) * size for at, size in enumerate(tensor.shape)) * 31 + tensor.element_size()
+    return (words * (places * _ODD | 1)).sum() + kind
+
+
+def _step() -> dict[str, Any]:
+    return {"inputs": [], "indices": [], "begins": [], "losses": []}
+
+
+class _Asked:
+    """A sampler that remembers what it was asked for in the present pass."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self.taken: deque[Any] = deque()
+        self.begins = True
+
+    def __iter__(self) -> Iterator[Any]:
+        taken = self.taken = deque()
+        self.begins = True
+        for indices in self._sampler:
+            taken.append(_plain(indices))
+            yield indices
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_sampler"], name)
+
+
+def _plain(indices: Any) -> list[Any] | None:
+    """The samples of a batch as JSON can hold them; None where they have no numbers: those of a stream, say."""
+    try:
+        plain = indices.tolist() if isinstance(indices, torch.Tensor | np.ndarray) else indices
+        numbers = [_number(index) for index in (plain if isinstance(plain, list | tuple) else [plain])]
+    except Exception:  # a sampler's own kind of thing: its samples are not known, and training goes on
+        return None
+    return None if all(number is None for number in numbers) else numbers
+
+
+def _number(index: Any) -> Any:
+    if isinstance(index, torch.Tensor | np.ndarray):
+        index = index.tolist()
+    if isinstance(index, list | tuple):
+        return _plain(index)
+    return int(index) if hasattr(index, "__index__") else index

@@ -1,0 +1,582 @@
+"""Turns what the training thread does into Steps whose spans tile the wall time.
+
+The thread is in one phase at a time: `push` and `pop` cut the time line, and each piece belongs to the innermost
+phase, so that the pieces add up by construction. What lies between phases has a name too: `loss` behind a forward
+pass, `rest` elsewhere. Some steps are looked at closely, as often as that costs little: there every cut also drops an
+event into the GPU's queue (`GpuClock`); between two of them with no launch in between, GPU time is idle time. In the
+others (`light`) waits and pauses are cut as ever, and what the step computes is one piece: `unsplit`. There the
+commonest events are only put on a tape, which is played when something else happens or when a few steps are on it: the
+processor has forgotten our code from one step to the next, and all of it costs ten times what it costs in a loop.
+Nothing here imports torch, waits for the GPU, or does I/O.
+
+    hooks ──push/pop/fetched/stepped──► Recorder ──Step──► emit
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from threading import get_ident
+from typing import Any, Protocol
+
+from flatout.model.records import SPANS_A_STEP
+from flatout.trace import Span, Step
+from flatout.trace.light_steps import Event, PlainSteps
+
+DATA, START, COPY, FORWARD, LOSS, BACKWARD = "data", "loader start", "copy", "forward", "loss", "backward"
+OPTIMIZER, SYNC, EVALUATION, CHECKPOINT, LOGGING = "optimizer", "sync", "evaluation", "checkpoint", "logging"
+GC, HELD, OWN, REST, UNSPLIT = "gc", "held", "flatout", "rest", "unsplit"
+
+# In these nothing is launched, so what the GPU spends between their two events is idleness.
+QUIET = frozenset({DATA, START, SYNC, CHECKPOINT, LOGGING, GC, HELD, OWN})
+# What training, or an evaluation, begins with.
+_BEGINS = frozenset({START, DATA, FORWARD, BACKWARD})
+
+# What evaluation takes in; a checkpoint or a log line in the midst of it keeps its own name.
+_PART_OF_EVALUATION = frozenset({DATA, START, COPY, FORWARD, LOSS, SYNC, REST, UNSPLIT})
+
+_SLIVER_S = 20e-6  # less than this before a phase is counted with it
+_STEPS_IN_FLIGHT = 64
+_ON_TAPE = 512  # events
+_ON_TAPE_S = 1.0
+_CLOSELY_AT_FIRST = 16  # steps
+_CLOSELY_EVERY = (1, 256)  # steps, at most and at least as often
+_CLOSELY_SHARE = (0.001, 0.0002)  # of the time may go into close looks, at first and …
+_CLOSELY_KNOWN = 200  # … after so many: what a phase takes is known by then
+
+
+class GpuClock(Protocol):
+    """Marks in the GPU's queue, read later without waiting."""
+
+    def mark(self, *, begins: bool) -> Any:
+        """Drop a mark, the first of a step or not; None where none can be had now (no GPU in use, a graph captured)."""
+
+    def between(self, marks: list[Any]) -> list[float] | None:
+        """Milliseconds between neighbours, or None while the GPU has not come to the last of them."""
+
+
+class Losses(Protocol):
+    """Loss values on their way to the host."""
+
+    def read(self, ticket: Any) -> float | None:
+        """The value, once it has arrived."""
+
+
+@dataclass(slots=True)
+class _Piece:
+    name: str
+    where: str | None
+    start_s: float
+    end_s: float
+    mark: int | None  # index of the event at its end
+    quiet: bool  # nothing was launched in it, whatever it will be called
+    loader: int | None  # whose batch it waited for
+
+
+@dataclass(slots=True)
+class _OpenStep:
+    start_s: float
+    kind: str = "train"
+    closely: bool = True  # looked at so from its beginning
+    pieces: list[_Piece] = field(default_factory=list)
+    marks: list[Any] = field(default_factory=list)
+    crowd_s: dict[str, float] = field(default_factory=dict)  # phases beyond the first many, by name
+    samples: int | None = None
+    loss: Any = None
+    micro_steps: int = 0
+
+
+class Recorder:
+    """One training thread's account. `emit` gets every finished Step, in order."""
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float],
+        emit: Callable[[Step | PlainSteps], None],
+        gpu: GpuClock | None = None,
+        losses: Losses | None = None,
+    ) -> None:
+        self.clock = clock
+        self._emit = emit
+        self._gpu = gpu
+        self._losses = losses
+        self._stack: list[tuple[str, str | None, int | None]] = []
+        self._between = REST
+        self._cut_s = clock()
+        self._open = _OpenStep(self._cut_s, kind="setup")
+        self._waiting: deque[tuple[_OpenStep, int, float] | PlainSteps] = deque()
+        self.thread = get_ident()  # the one that trains
+        self._optimizers = _Cycle()
+        self._evaluation = _Evaluation()
+        self.train_loaders = self._evaluation.train_loaders
+        self.light = False  # this step is not looked at closely, and nothing but training has been seen in it
+        self.tape: list[Event] = []  # in light steps the hooks write here
+        self.waiting = False  # for a batch, in a light step
+        self._whole = 0  # events on the tape up to the end of a step
+        self._closed = 0  # steps that ended, without those on the tape
+        self.marking = False  # the open step carries marks in the GPU's queue
+        self._closely_every = _CLOSELY_EVERY[0]
+        self._closely_at = 0
+        self._close_looks = 0
+        self._closely_s = 1.0  # what a close look takes at best: the first ones take far longer
+        self.steps = 0  # all that ended, of whatever kind
+        self.measured = 0  # those of kind train
+        self.own_s = 0.0  # what all this took
+        self._own_before_s = 0.0
+
+    def move_here(self) -> None:
+        """Training turns out to happen in this thread: follow it from now on."""
+        self._play()
+        self.thread = get_ident()
+        self._stack.clear()
+
+    @property
+    def loaders_side_by_side(self) -> int:
+        """How many loaders training reads from at the same time."""
+        return self._evaluation.side_by_side
+
+    @property
+    def busy(self) -> bool:
+        """Whether the thread is in a named phase, or in a wait that goes on the tape."""
+        return self.waiting or bool(self._stack)
+
+    def push(self, name: str, where: str | None = None, loader: int | None = None) -> None:
+        """The thread enters a phase; the first that belongs to training ends the set-up."""
+        if self.tape:
+            self._play()
+        now_s = self.clock()
+        if self._open.kind == "setup" and name in _BEGINS:
+            self._begin_training()
+        if now_s - self._cut_s > _SLIVER_S:  # what lies between two phases may be no more than our own work
+            self._cut(now_s)
+        self._stack.append((name, where, loader))
+        self.own_s += self.clock() - now_s
+
+    def leave(self, depth: int) -> None:
+        """The thread leaves the phase at this depth, and whatever an exception has left open above it."""
+        while len(self._stack) >= depth:
+            self.pop()
+        self._between = REST
+
+    def pop(self) -> None:
+        """The thread leaves the phase it entered last."""
+        now_s = self.clock()
+        self._cut(now_s)
+        name = self._stack.pop()[0] if self._stack else REST
+        if not self._stack:
+            self._between = LOSS if name == FORWARD and not self._evaluation.suspected else REST
+        self.own_s += self.clock() - now_s
+
+    # -- what is training, and what is evaluation -------------------------------------------------------------------
+
+    def fetching(self, loader: int, learns: bool = True) -> None:
+        """A batch is being asked of `loader`, with gradients switched on or off."""
+        self.push(DATA, None, loader)
+        if self._evaluation.shown_by_fetch(loader, learns=learns):
+            self._call_it_evaluation()
+        self._evaluation.asked(loader, learns=learns)
+
+    def fetched(self, samples: int | None) -> None:
+        """The batch has come, or the loader is at its end (None)."""
+        loader = self._stack[-1][2] if self._stack else None
+        self.pop()
+        if samples is not None and loader is not None:
+            self._evaluation.took(loader, samples)
+
+    def look_closely(self) -> None:
+        """Something other than plain training begins: the rest of this step is split as well as can be."""
+        self._play()
+        self._cut(self.clock())
+        self.light = False
+        self._between = REST
+
+    def _play(self) -> None:
+        """Make up for what is on the tape."""
+        now_s = self.clock()
+        tape, whole = self.tape, self._whole
+        self.tape, self._whole = [], 0
+        begun = 0  # events of a step of which something is known already
+        if whole and (self._open.pieces or self._open.micro_steps or not self._evaluation.undisturbed):
+            begun = next(place for place, event in enumerate(tape, 1) if type(event) is float)
+        self._play_one_by_one(tape[:begun])
+        if begun < whole:
+            self._hand_on(tape[begun:whole])
+        self._play_one_by_one(tape[whole:])
+        self.own_s += self.clock() - now_s
+
+    def _play_one_by_one(self, events: list[Event]) -> None:
+        for event in events:
+            if event is None:
+                self._open.micro_steps += 1
+            elif type(event) is float:
+                self._settle()
+                self._cut(max(event, self._cut_s))
+                self._close()
+            else:
+                loader, start_s, end_s, samples = event  # type: ignore[misc]
+                if start_s - self._cut_s > _SLIVER_S:
+                    self._cut(start_s)
+                self._stack.append((DATA, None, loader))
+                self._cut(max(end_s, self._cut_s))  # a collection may have come in between
+                self._stack.pop()
+                if samples is not None:
+                    self._evaluation.took(loader, samples)
+
+    def _hand_on(self, events: list[Event]) -> None:
+        """Whole steps in which nothing else happened need no pieces."""
+        plain = PlainSteps(
+            first_index=self._closed,
+            start_s=self._open.start_s,
+            events=events,
+            waiting=DATA,
+            computing=UNSPLIT,
+        )
+        self._waiting.append(plain)
+        self._closed += sum(type(event) is float for event in events)
+        self._cut_s = events[-1]  # type: ignore[assignment]
+        self._open = _OpenStep(self._cut_s, closely=False)
+        self._evaluation.since = 0
+
+    def forward(self, *, learns: bool, training: bool, trained: bool = True) -> None:
+        """A root module is called: with gradients or without, in training mode or not, one that an optimizer trains."""
+        alone = not self._stack
+        self._between = REST
+        self.push(FORWARD)
+        if learns and training:
+            self._settle()
+        elif alone:
+            self._evaluation.suspect(surely=trained and not training and not learns)
+
+    def backward(self, loss: Any = None) -> None:
+        """A backward pass begins; `loss` is a ticket for its value."""
+        self.push(BACKWARD)
+        self._settle()
+        self._open.micro_steps += 1
+        if loss is not None:
+            self._open.loss = loss
+
+    def _settle(self) -> None:
+        """What has been going on is training: its batches count."""
+        if self._evaluation.undisturbed:
+            self._evaluation.since = len(self._open.pieces)
+            return
+        if self._evaluation.shown_by_training():
+            self._call_it_evaluation()
+        samples = self._evaluation.settle(len(self._open.pieces))
+        if samples:
+            self._open.samples = (self._open.samples or 0) + samples
+
+    def _call_it_evaluation(self) -> None:
+        """It began with its first batch or forward pass after training's last phase."""
+        pieces, since = self._open.pieces, self._evaluation.since
+        begun = False
+        for piece in pieces[since:]:
+            spared = self._evaluation.spares(piece.loader)
+            begun = begun or (piece.name in _BEGINS and not spared)
+            if begun and not spared and piece.name in _PART_OF_EVALUATION:
+                piece.name, piece.where = EVALUATION, None
+        pieces[max(0, since - 1) :] = _joined(pieces[max(0, since - 1) :])
+        self._evaluation.called(len(pieces))
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def optimizer_begins(self) -> int:
+        """An optimizer's step begins; its depth among the phases, for `leave`."""
+        self.push(OPTIMIZER)
+        self._settle()
+        return len(self._stack)
+
+    def optimizer_ended(self, optimizer: int) -> bool:
+        """An optimizer's step is over (or was skipped); True when that ended a training step."""
+        closes = optimizer == self._optimizers.only or self._optimizers.closes(optimizer)
+        if self.light and closes:
+            now_s = self.clock()
+            self.tape.append(now_s)
+            self._whole = len(self.tape)
+            self.steps += 1
+            self.measured += 1
+            if self.steps >= self._closely_at or self._whole >= _ON_TAPE or now_s - self._open.start_s >= _ON_TAPE_S:
+                self._play()
+                now_s = self.clock()
+                self._begin_step()
+                self.own_s += self.clock() - now_s
+        elif closes:
+            self._end_step()
+        elif not self.light:
+            self._evaluation.since = len(self._open.pieces)
+        return closes
+
+    def _end_step(self) -> None:
+        now_s = self.clock()
+        self._cut(now_s)
+        if self._open.kind == "train" and not self._optimizers.settled:
+            self._open.kind = "warmup"
+        self.measured += self._open.kind == "train"
+        self._close()
+        self.steps += 1
+        self._begin_step()
+        self.own_s += self.clock() - now_s
+
+    def _begin_step(self) -> None:
+        self.light = self.steps < self._closely_at and self._evaluation.undisturbed
+        self._open.closely = not self.light
+        self.marking = self._gpu is not None and not self.light
+        if not self.light and self.steps >= _CLOSELY_AT_FIRST:
+            # Not every n-th: waits that come round with the workers would be met always, or never.
+            self._closely_at = self.steps + 1 + self.steps * 7919 % (2 * self._closely_every - 1)
+        if self.marking:
+            self._mark()
+        self._send()
+
+    def set_kind(self, kind: str) -> None:
+        """Say what the open step is, when it is not plain training: xray, replay, resident …"""
+        if self.light:
+            self.look_closely()
+        self._open.kind = kind
+
+    def finish(self) -> None:
+        """Close the books: what came after the last step becomes a step of kind `tail`."""
+        self._play()
+        self.marking = self.light = False
+        self._cut(self.clock())
+        if self._evaluation.suspected:  # and no training came to say otherwise
+            self._call_it_evaluation()
+        self._open.kind = "tail"
+        self._close()
+        self._send(all_of_them=True)
+
+    def _cut(self, now_s: float) -> None:
+        start_s, self._cut_s = self._cut_s, now_s
+        between = UNSPLIT if self.light else self._between
+        name, where, loader = self._stack[-1] if self._stack else (between, None, None)
+        quiet = name in QUIET
+        evaluation, pieces = self._evaluation, self._open.pieces
+        if evaluation.on and name in _PART_OF_EVALUATION:
+            name, where = EVALUATION, None
+        mark = self._mark() if self.marking else None
+        if len(pieces) > evaluation.since and mark is None:
+            last = pieces[-1]
+            if (
+                last.name == name
+                and last.end_s == start_s  # not so where a collection or a signal handler came in between
+                and last.where == where
+                and last.loader == loader
+                and last.mark is None
+            ):
+                last.end_s = now_s
+                return
+        if len(pieces) < SPANS_A_STEP:
+            pieces.append(_Piece(name, where, start_s, now_s, mark, quiet, loader))
+        else:
+            self._open.crowd_s[name] = self._open.crowd_s.get(name, 0.0) + now_s - start_s
+
+    def _mark(self) -> int | None:
+        """Drop an event; its index, or None when there are enough of them or none can be had now."""
+        marks = self._open.marks
+        if self._gpu is None or len(marks) >= SPANS_A_STEP:
+            self.marking = False
+            return None
+        mark = self._gpu.mark(begins=not marks)
+        if mark is None:
+            self.marking = False
+            return None
+        marks.append(mark)
+        return len(marks) - 1
+
+    def _begin_training(self) -> None:
+        """What came before is the set-up; the first step, with all that happens in it only once, is the warm-up."""
+        self._cut(self.clock())
+        self._closed = -1
+        self._close()
+        self._open.kind = "warmup"
+
+    def _close(self) -> None:
+        step = self._open
+        self._open = _OpenStep(self._cut_s, closely=not self.light)
+        self._evaluation.since = 0
+        self._waiting.append((step, self._closed, self._cut_s))
+        self._closed += 1
+        wall_s, own_s = self._cut_s - step.start_s, self.own_s - self._own_before_s
+        self._own_before_s = self.own_s
+        if step.kind == "train" and step.closely and wall_s > 0:
+            self._closely_s = min(self._closely_s, own_s)
+            self._close_looks += 1
+            share = _CLOSELY_SHARE[self._close_looks > _CLOSELY_KNOWN]
+            often, seldom = _CLOSELY_EVERY
+            self._closely_every = max(often, min(seldom, round(self._closely_s / (share * wall_s))))
+
+    def _send(self, all_of_them: bool = False) -> None:
+        while self._waiting:
+            first = self._waiting[0]
+            if isinstance(first, PlainSteps):
+                self._emit(first)
+                self._waiting.popleft()
+                continue
+            step, index, end_s = first
+            times = self._gpu.between(step.marks) if self._gpu is not None and len(step.marks) > 1 else []
+            if times is None and not all_of_them and len(self._waiting) < _STEPS_IN_FLIGHT:
+                return
+            self._waiting.popleft()
+            loss = self._losses.read(step.loss) if self._losses is not None and step.loss is not None else None
+            self._emit(_as_step(step, index, end_s, times or [], loss))
+
+
+class _Evaluation:
+    """Tells evaluation from training by what follows.
+
+    A forward pass without gradients may be either: a teacher inside a step, or a look at the validation set. So it
+    is only suspected at first. A training forward or a backward pass says that it was part of training; that the
+    same loader is asked for its next batch, or training's loader comes back, says that it was evaluation.
+    """
+
+    def __init__(self) -> None:
+        self.on = False
+        self.since = 0  # pieces of the open step before this one are settled
+        self.suspected = False
+        self.train_loaders: set[int] = set()
+        self.side_by_side = 1  # of them, that training reads from at the same time
+        self._in_hand: dict[int, int] = {}  # samples that came, by loader, not yet known to be for training
+        self._last: int | None = None
+        self._fed_by: int | None = None  # the loader behind the suspected forward pass
+        self._surely = False
+        self._evaluated: int | None = None  # the loader of the evaluation that is going on
+
+    @property
+    def undisturbed(self) -> bool:
+        """Whether nothing has come or happened since training was last seen."""
+        return not (self._in_hand or self.on or self.suspected)
+
+    def took(self, loader: int, samples: int) -> None:
+        """A batch has come."""
+        self._last = loader
+        if not self.on:
+            self._in_hand[loader] = self._in_hand.get(loader, 0) + samples
+
+    def suspect(self, *, surely: bool) -> None:
+        """A forward pass that may be evaluation; `surely` where only a batch in hand would make it training."""
+        self.suspected = True
+        self._surely = self._surely or (surely and not self._in_hand)
+        self._fed_by = self._last if self._in_hand else None
+
+    def shown_by_fetch(self, loader: int, *, learns: bool) -> bool:
+        """Whether asking `loader` for a batch shows that what came before, or begins here, is evaluation."""
+        if self.suspected:
+            return self._fed_by is None or self._fed_by == loader or self._fed_by not in self.train_loaders
+        return not self.on and not learns and loader not in self.train_loaders
+
+    def shown_by_training(self) -> bool:
+        """Whether training that goes on shows that what came before was evaluation."""
+        return self.suspected and self._surely
+
+    def spares(self, loader: int | None) -> bool:
+        """Whether a batch waited for was training's all the same."""
+        return loader is not None and loader != self._fed_by and loader in self.train_loaders
+
+    def called(self, pieces: int) -> None:
+        """What came before has been called evaluation; it goes on until training shows itself."""
+        self._in_hand = {k: n for k, n in self._in_hand.items() if k in self.train_loaders and k != self._fed_by}
+        self.on, self.since, self._evaluated = True, pieces, self._fed_by
+        self.suspected, self._surely, self._fed_by = False, False, None
+
+    def asked(self, loader: int, *, learns: bool) -> None:
+        """A batch is being asked of `loader`; of training's own, or of one yet unknown, that may be training again."""
+        if learns and (loader in self.train_loaders or self._evaluated not in (None, loader)):
+            self.on = False
+        elif self.on:
+            self._evaluated = loader
+
+    def settle(self, pieces: int) -> int:
+        """It is training now; how many samples have come for it."""
+        samples = sum(self._in_hand.values())
+        self.side_by_side = max(self.side_by_side, len(self._in_hand))
+        self.train_loaders.update(self._in_hand)
+        if self.on and self._last is not None:
+            self.train_loaders.add(self._last)
+        self._in_hand.clear()
+        self.on, self.since, self._evaluated = False, pieces, None
+        self.suspected, self._surely, self._fed_by = False, False, None
+        return samples
+
+
+class _Cycle:
+    """Which optimizer ends a step, where several take turns: the last one before the first comes round again."""
+
+    def __init__(self) -> None:
+        self._order: list[int] = []
+        self._closer: int | None = None
+        self._others: set[int] = set()
+        self.only: int | None = None  # where there is but one, and it is known to end a step
+
+    @property
+    def settled(self) -> bool:
+        """Whether the turns are known. Until then a step may be only a part of one."""
+        return self._closer is not None
+
+    def closes(self, optimizer: int) -> bool:
+        if self._closer == optimizer:
+            self.only = optimizer if len(self._order) == 1 and not self._others else None
+            self._others.clear()
+            return True
+        self.only = None
+        if self._closer is not None and optimizer not in self._others:
+            self._others.add(optimizer)
+            return False
+        if self._closer is not None:  # twice without the one that used to end a step: it is gone
+            self._order, self._closer = [], None
+            self._others.clear()
+        if optimizer in self._order:
+            self._closer = self._order[-1]
+            return optimizer == self._closer
+        self._order.append(optimizer)
+        return True
+
+
+def _as_step(step: _OpenStep, index: int, end_s: float, gpu_ms: list[float], loss: float | None) -> Step:
+    spans: list[Span] = []
+    for piece in step.pieces:
+        elapsed = None
+        if piece.mark is not None and 0 < piece.mark <= len(gpu_ms):
+            elapsed = gpu_ms[piece.mark - 1]
+        spans.append(
+            Span(
+                name=piece.name,
+                start_ms=(piece.start_s - step.start_s) * 1e3,
+                host_ms=(piece.end_s - piece.start_s) * 1e3,
+                gpu_idle_ms=elapsed if piece.quiet else None,
+                gpu_busy_ms=elapsed if not piece.quiet else None,
+                where=piece.where,
+            )
+        )
+    crowd_ms = (step.pieces[-1].end_s - step.start_s) * 1e3 if step.pieces else 0.0
+    for name, s in step.crowd_s.items():  # one behind the other, as they first came
+        spans.append(Span(name=name, start_ms=crowd_ms, host_ms=s * 1e3))
+        crowd_ms += s * 1e3
+    return Step(
+        index=index,
+        start_s=step.start_s,
+        wall_ms=(end_s - step.start_s) * 1e3,
+        spans=tuple(spans),
+        samples=step.samples,
+        loss=loss,
+        micro_steps=max(1, step.micro_steps),
+        kind=step.kind,
+    )
+
+
+def _joined(pieces: list[_Piece]) -> list[_Piece]:
+    """Neighbours of one name as one, where no mark stands between them."""
+    joined: list[_Piece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.mark is piece.mark is None
+            and last.end_s == piece.start_s
+            and (last.name, last.where) == (piece.name, piece.where)
+        ):
+            joined[-1] = replace(last, end_s=piece.end_s)
+        else:
+            joined.append(piece)
+    return joined

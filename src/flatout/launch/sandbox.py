@@ -1,0 +1,419 @@
+"""A trial writes nothing of the user's: what it writes goes to a scratch folder, and it reads back what it wrote.
+
+    overlay       where the system permits: a mount namespace in which everything that can be written to is an overlay
+    redirection   elsewhere: Python's ways of writing go to a copy (inside/redirect.py); this says which folders
+
+Run as a program this file makes the namespace and becomes the command: standard library only, nothing of flatout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+REDIRECT = "FLATOUT_REDIRECT"  # to the processes inside: a Sandbox as JSON
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+_ENTRIES_LOOKED_AT = 20_000
+_LINKS_FOLLOWED = 100
+_TRACKERS_OFF = {
+    "WANDB_MODE": "disabled", "COMET_MODE": "disabled", "NEPTUNE_MODE": "debug", "CLEARML_OFFLINE_MODE": "1",
+    "SWANLAB_MODE": "disabled", "DVC_STUDIO_OFFLINE": "true", "DVC_EXP_AUTO_PUSH": "false", "DVC_NO_ANALYTICS": "true",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}  # fmt: skip
+BUSY = ("/tmp", "/var/tmp", "/var/log", "/var/lib", "/var/cache", "/var/spool")  # programs of all kinds write there
+_SHARED_MEMORY = Path("/dev/shm")
+_LIVE = {"proc", "sys", "dev", "run"}  # of the running system: sockets, devices and memory, no files that stay
+_SYSTEM = {
+    "usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc", "boot", "snap", "lost+found",
+}  # fmt: skip
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
+_CAP_SYS_ADMIN = 1 << 21
+_PR_SET_PDEATHSIG = 1
+_MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
+_MS_OF_ST = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}  # flags of a mount that a remount has to repeat
+_NOT_DISKS = {
+    "proc", "sysfs", "devtmpfs", "devpts", "mqueue", "cgroup", "cgroup2", "securityfs", "debugfs", "tracefs", "nsfs",
+    "autofs",
+}  # fmt: skip
+_REFUSED = "refused"  # a file in the scratch folder: why the command was not started
+# Whether the working folder can be written to, seen from inside.
+_TOUCH = "import sys; sys.argv[1:] and open(sys.argv[1], 'x').close()"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sandbox:
+    """`cover`: folders in which nothing may be written; `keep`: folders in them that may; `scratch` takes the rest.
+
+    `near` are the folders that the command is most likely to write to, `beyond` the others in which people keep files.
+    `compiled` is where torch's compiler keeps what it made.
+    """
+
+    scratch: str
+    cover: Sequence[str]
+    keep: Sequence[str]
+    near: Sequence[str] = ()
+    beyond: Sequence[str] = ()
+    compiled: str = ""
+
+    def to_json(self) -> str:
+        """For another process."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Sandbox:
+        """What `to_json` gave."""
+        return cls(**json.loads(text))
+
+
+def sandbox_for(command: Sequence[str], scratch: Path, ours: Sequence[Path]) -> Sandbox:
+    """What to keep a command from writing to: everything that can be written to, but `ours` and compilers' caches.
+
+    What was compiled changes no result, and the first trial that compiles spares the others that time. All other
+    caches are covered: a trial reads what is there, and what it adds is thrown away.
+    """
+    near = _near(command[1:])
+    tops = [path.resolve() for path in Path("/").iterdir() if _can_hold_files(path)]
+    beside = [path for path in near if not any(top == path or top in path.parents for top in tops)]
+    memory = [path for path in _SHARED_MEMORY.glob("*") if path.is_dir() and not path.is_symlink()]
+    precious = [*near, Path.home().resolve()]
+    compiled = _compiled(precious, instead=scratch.absolute().parent / "compiled")
+    caches = [compiled, *(path for path in _compiler_caches() if _is_private(path, precious))]
+    return Sandbox(
+        scratch=str(scratch.resolve()),
+        cover=tuple(sorted({str(path) for path in (*tops, *beside, *memory, *_first_of_ours(near))})),
+        keep=tuple(str(path.resolve()) for path in (*ours, *caches)),
+        near=tuple(str(path) for path in near if not _is_for_all(path)),
+        beyond=tuple(str(path) for path in (Path.home().resolve(), *memory, *tops) if not _is_for_all(path)),
+        compiled=str(compiled),
+    )
+
+
+def why_no_overlay(command: Sequence[str], scratch: Path) -> str:
+    """Why a command cannot be run on overlays here, in a few words: tried out on the very folders. Empty where it can.
+
+    `scratch` is a folder of ours, in which what is needed for that is made.
+    """
+    here, name = Path.cwd(), f".flatout-{os.urandom(6).hex()}"
+    with tempfile.TemporaryDirectory(prefix="probe-", dir=scratch, ignore_cleanup_errors=True) as own:
+        box = sandbox_for(command, Path(own), ())
+        touch = [sys.executable, "-I", "-S", "-c", _TOUCH, *([name] if os.access(here, os.W_OK) else [])]
+        done = subprocess.run([*entrance(box), *touch], capture_output=True, text=True, check=False)
+        if why := refusal(box):
+            return why
+    if (here / name).exists():
+        (here / name).unlink()
+        return f"what is written over {here} comes through"
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        return f"nothing can be written to {here} in one ({said[0]})"
+    return ""
+
+
+def entrance(sandbox: Sandbox) -> list[str]:
+    """What to put before a command, so that everything that can be written to is an overlay for it."""
+    return [sys.executable, "-I", "-S", __file__, sandbox.to_json()]
+
+
+def refusal(sandbox: Sandbox) -> str:
+    """Why a command was not started in its sandbox; empty where it was."""
+    with contextlib.suppress(OSError):
+        return Path(sandbox.scratch, _REFUSED).read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def of_others(command: Sequence[str]) -> str:
+    """A file or folder that the command may write to, but not in an overlay of a user who `may_mount` nothing; empty
+    where there is none.
+
+    Without the right to mount, an overlay has one owner and one group. What belongs to others, such as the files of a
+    shared group, cannot be copied into it (EOVERFLOW).
+    """
+    for entry in _walk(_near(command[1:])):
+        with contextlib.suppress(OSError):
+            writable = not entry.is_symlink() and os.access(entry.path, os.W_OK)
+            if writable and not _is_ours(entry.stat(follow_symlinks=False)):
+                return entry.path
+    return ""
+
+
+def may_mount() -> bool:
+    """Whether we are root, and not only by name, as in most containers."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
+    capabilities = int(status.partition("CapEff:")[2].split()[0], 16)
+    return os.geteuid() == 0 and bool(capabilities & _CAP_SYS_ADMIN)
+
+
+def environment(sandbox: Sandbox, *, redirected: bool) -> dict[str, str]:
+    """What a trial's environment has beside the user's: trackers off; without an overlay, the word to redirect."""
+    scratch = Path(sandbox.scratch)
+    set_ = {**_TRACKERS_OFF, "MLFLOW_TRACKING_URI": (scratch / "mlruns").as_uri(), _COMPILED: sandbox.compiled}
+    if redirected:
+        (scratch / "tmp").mkdir(exist_ok=True)
+        set_ |= {REDIRECT: sandbox.to_json(), "TMPDIR": str(scratch / "tmp"), "PYTHONDONTWRITEBYTECODE": "1"}
+    return set_
+
+
+# --- which folders ----------------------------------------------------------------------------------------------------
+
+
+def _can_hold_files(top: Path) -> bool:
+    """Whether this top-level folder is to be covered. One of the system's is, if we can write to something in it."""
+    if top.name in _LIVE or top.is_symlink() or not top.is_dir():
+        return False
+    if top.name not in _SYSTEM:
+        return True
+    return any(os.access(path, os.W_OK) for path in (top, *top.glob("*"), *top.glob("*/*")) if not path.is_symlink())
+
+
+def _is_for_all(folder: Path) -> bool:
+    """Whether what changes there says nothing about the trial."""
+    return str(folder) in (*BUSY, tempfile.gettempdir()) or folder in (Path("/", name) for name in _SYSTEM)
+
+
+def _near(words: Sequence[str]) -> list[Path]:
+    """The working folder, the folders that the command names, and those that links in the working folder lead to."""
+    here = Path.cwd()
+    named = [Path(word.partition("=")[2] or word) for word in words]
+    found = [here]
+    for path in (*named, *_linked_to(here)):
+        with contextlib.suppress(OSError, RuntimeError, ValueError):  # too long for a name, a loop of links
+            place = path.resolve()
+            if place.exists() or path.is_absolute():
+                found.append(place if place.is_dir() else place.parent)
+    return sorted({path for path in found if path.is_dir() and not _is_live(path)})
+
+
+def _is_live(place: Path) -> bool:
+    return place.parts[1:2] == () or (place.parts[1] in _LIVE and _SHARED_MEMORY not in place.parents)
+
+
+def _linked_to(folder: Path) -> list[Path]:
+    """Where links in a folder lead to, those that lead out of it; each folder once."""
+    found: dict[str, None] = {}
+    for entry in _walk([folder]):
+        with contextlib.suppress(OSError):
+            if entry.is_symlink():
+                target = os.path.join(os.path.dirname(entry.path), os.readlink(entry.path))  # noqa: PTH115, PTH118, PTH120
+                found[target if entry.is_dir() else os.path.dirname(target)] = None  # noqa: PTH120
+        if len(found) >= _LINKS_FOLLOWED:
+            break
+    return [Path(path) for path in found]
+
+
+def _walk(folders: Sequence[Path]) -> Iterator[os.DirEntry[str]]:
+    """What lies in folders, what is near their tops first, up to a good many."""
+    waiting, seen = deque(map(str, folders)), 0
+    while waiting and seen < _ENTRIES_LOOKED_AT:
+        with contextlib.suppress(OSError), os.scandir(waiting.popleft()) as entries:
+            for entry in entries:
+                yield entry
+                seen += 1
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
+
+
+def _first_of_ours(near: Sequence[Path]) -> Iterator[Path]:
+    """Where overlays are needed beside those of the top-level folders.
+
+    What is written in a folder brings all folders above it into the overlay, but for the overlay's own top. Those of
+    others cannot be brought (see `of_others`): so an overlay begins below the last of them.
+    """
+    for place in near:
+        path = [place, *place.parents][:-2]  # without the top-level folder
+        if may_mount() or not os.access(place, os.W_OK):
+            continue
+        with contextlib.suppress(OSError):
+            others = next((depth for depth, folder in enumerate(path) if not _is_ours(folder.stat())), None)
+            if others is not None:
+                yield path[max(0, others - 1)]
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    return (found.st_uid, found.st_gid) == (os.geteuid(), os.getegid())
+
+
+# --- caches that show through -----------------------------------------------------------------------------------------
+
+
+def _compiled(precious: Collection[Path], *, instead: Path) -> Path:
+    """Where torch's compiler keeps what it made; a folder of our own where that one is not to be written to."""
+    user = re.sub(r'[\\/:*?"<>|]', "_", _user())  # as torch names it
+    usual = Path(os.environ.get(_COMPILED) or f"{tempfile.gettempdir()}/torchinductor_{user}").absolute()
+    with contextlib.suppress(OSError):
+        usual.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if _is_private(usual, precious):
+        return usual
+    instead.mkdir(mode=0o700, exist_ok=True)
+    return instead
+
+
+def _compiler_caches() -> list[Path]:
+    home = Path.home()
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    return [home / ".triton", home / ".nv", caches / "torch_extensions"]
+
+
+def _is_private(folder: Path, precious: Collection[Path]) -> bool:
+    """Whether this is a real folder of the user's, in which nobody else can write, and nothing that is to be protected.
+
+    What shows through is really written: neither a variable nor a link by another user may make that the project.
+    """
+    try:
+        found, place = folder.lstat(), folder.resolve()
+    except (OSError, RuntimeError):
+        return False
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        return False
+    return not any(place == path or place in path.parents for path in precious)
+
+
+def _user() -> str:
+    import getpass
+
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid_{os.getuid()}"
+
+
+# --- inside the program that becomes the command ----------------------------------------------------------------------
+
+
+def main(sandbox: Sandbox, command: Sequence[str]) -> None:
+    """Make the namespace, and become the command; or leave word why not."""
+    here = Path.cwd()
+    refused = os.open(f"{sandbox.scratch}/{_REFUSED}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        privileged = may_mount()
+        _leave_the_users_mounts(privileged=privileged)
+        _cover(sandbox, privileged=privileged)
+        os.chdir(here)  # the same path, seen through the overlay
+    except OSError as problem:
+        os.write(refused, str(problem.strerror or problem).encode())
+        sys.exit(1)
+    _call("prctl", _PR_SET_PDEATHSIG, signal.SIGTERM)  # a trial that hangs is not to outlive who would end it
+    os.execvp(command[0], list(command))
+
+
+def _leave_the_users_mounts(*, privileged: bool) -> None:
+    """A mount namespace; of a user namespace of our own where we may not mount."""
+    uid, gid = os.getuid(), os.getgid()
+    if privileged:
+        _call("unshare", _CLONE_NEWNS)
+    else:
+        _call("unshare", _CLONE_NEWUSER | _CLONE_NEWNS)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
+
+
+def _cover(sandbox: Sandbox, *, privileged: bool) -> None:
+    """An overlay upon each folder and upon each disk mounted in one; what is to be kept shows through."""
+    inside = tuple(top.rstrip("/") + "/" for top in sandbox.cover)
+    mounted = [path for path in _mounted() if path.startswith(inside)]
+    disks = [path for path in mounted if os.path.isdir(path)]  # noqa: PTH112
+    places = _handles(sorted({*sandbox.cover, *disks}, key=lambda path: path.count("/")))
+    kept = _handles([*sandbox.keep, sandbox.scratch])
+    single = _handles([*(path for path in mounted if path not in disks), *_sockets(inside)])
+    layers, memory = kept[sandbox.scratch], None
+    for number, (path, seen) in enumerate(places.items()):
+        try:
+            _overlay(seen, f"{layers}/overlay/{number}", path, privileged=privileged)
+            continue
+        except OSError:  # the scratch folder lies in what it would cover, or on a disk that cannot: memory then
+            memory = memory or _memory_disk(f"{layers}/memory")
+        try:
+            _overlay(seen, f"{memory}/overlay/{number}", path, privileged=privileged)
+        except OSError:
+            _read_only(seen, path)  # to be looked at, then, not to be written to
+    for path, seen in single.items():
+        with contextlib.suppress(OSError):  # hidden, then
+            _read_only(seen, path)
+    for path, seen in kept.items():
+        _mount(seen, path, "", _MS_BIND | _MS_REC)
+
+
+def _handles(paths: Sequence[str]) -> dict[str, str]:
+    """Files and folders by names that hold when something else is mounted upon them; those that have not gone."""
+    found = {}
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            found[path] = f"/proc/self/fd/{os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)}"
+    return found
+
+
+def _overlay(lower: str, layer: str, path: str, *, privileged: bool) -> None:
+    upper, work = f"{layer}/upper", f"{layer}/work"
+    for folder in (upper, work):
+        os.makedirs(folder, exist_ok=True)  # noqa: PTH103
+    there = os.stat(lower)  # noqa: PTH116
+    os.chmod(upper, there.st_mode & 0o7777)  # noqa: PTH101 - the top of an overlay looks as its upper folder does,
+    if privileged:
+        os.chown(upper, there.st_uid, there.st_gid)  # and a /tmp has to stay open to all
+    options = f"lowerdir={lower},upperdir={upper},workdir={work}{'' if privileged else ',userxattr'}"
+    _mount("overlay", path, "overlay", 0, options)
+
+
+def _read_only(source: str, path: str) -> None:
+    """What is there, but not to be written to; where that cannot be had either, no trial."""
+    there = os.statvfs(source).f_flag
+    flags = sum(flag for seen, flag in _MS_OF_ST.items() if there & seen)
+    _mount(source, path, "", _MS_BIND | _MS_REC)
+    _mount("none", path, "", _MS_REMOUNT | _MS_BIND | _MS_RDONLY | flags)
+
+
+def _memory_disk(place: str) -> str:
+    os.makedirs(place, exist_ok=True)  # noqa: PTH103
+    _mount("tmpfs", place, "tmpfs", 0)
+    return _handles([place])[place]
+
+
+def _mounted() -> Iterator[str]:
+    """Where file systems are mounted that hold files of people; a container mounts single files too."""
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+        fields, _, rest = line.partition(" - ")
+        place = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4])
+        if rest.split()[0] not in _NOT_DISKS and os.path.exists(place):  # noqa: PTH110
+            yield place
+
+
+def _sockets(inside: tuple[str, ...]) -> list[str]:
+    """Sockets that programs listen on: through an overlay they cannot be reached, and who a user is may be asked so."""
+    lines = Path("/proc/net/unix").read_text(encoding="utf-8", errors="surrogateescape").splitlines()[1:]
+    paths = {line.split(maxsplit=7)[7] for line in lines if len(line.split(maxsplit=7)) == 8}
+    return [path for path in sorted(paths) if path.startswith(inside) and _is_socket(path)]
+
+
+def _is_socket(path: str) -> bool:
+    try:
+        return stat.S_ISSOCK(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    _call("mount", source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
+
+
+def _call(name: str, *args: object) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*args) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+if __name__ == "__main__":
+    main(Sandbox.from_json(sys.argv[1]), sys.argv[2:])

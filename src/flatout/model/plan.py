@@ -1,0 +1,176 @@
+"""What to change in a run, and what became of each change. Data only: it is found, tried and applied elsewhere.
+
+A `Plan` is a small YAML file that a person can read and edit; inside a process it travels as JSON. A key that is
+misspelt is refused with its place and the nearest right one: a change that is silently not made would be believed in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from flatout.files import write_whole
+from flatout.model.errors import PlanError, UsageError
+from flatout.model.inputs import load_yaml, short, text_of
+
+__all__ = ["Change", "Figure", "Outcome", "Plan", "Safety", "Verdict"]
+
+VERSION = 1
+_OPTIONAL = ("note", "knob")
+_LONGEST_NAME = 200
+Safety = Literal["identical", "reseeded", "equivalent", "semantic"]
+Verdict = Literal["kept", "undone", "unsafe", "not applicable"]
+
+HEADER = """\
+# What flatout changes in a training; each entry is one change. Delete an entry and it is not made; edit a value freely.
+# safety says what a change does to the result:
+#   identical   the same batches and arithmetic, bit for bit
+#   reseeded    the same samples in the same order; random augmentation draws other numbers
+#   equivalent  the same mathematics, other rounding
+#   semantic    changes what is learned
+# What stands under `tried` is not made: it was tried and not kept, and why.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One reversible alteration of a run. `note` says in words why it is there.
+
+    `knob` is where the script reads the value, and then it is put there as it is read: `--batch-size`,
+    `configs/train.yaml:train.batch_size`, `config.py:BATCH_SIZE`. Without one it is made where things are built.
+    """
+
+    name: str
+    value: Any
+    safety: Safety
+    note: str = ""
+    knob: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A measured quantity: the median of `n` measurements, and how far they spread."""
+
+    median: float
+    spread: float
+    n: int
+    unit: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A change that was tried: before and after, what proves it harmless, and what was decided."""
+
+    change: Change
+    verdict: Verdict
+    before: Figure | None = None
+    after: Figure | None = None
+    proof: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The changes to apply, in this order; and those that were tried and not kept, for the reader."""
+
+    changes: tuple[Change, ...] = ()
+    tried: tuple[Outcome, ...] = ()
+
+    def save(self, path: Path) -> None:
+        """Write it for people."""
+        try:
+            write_whole(path, self.text())
+        except OSError as problem:
+            raise PlanError(f"cannot write {path}: {problem.strerror}") from None
+
+    def text(self) -> str:
+        """As `save` writes it."""
+        import yaml  # not above: a plan also travels into a Python that may lack it
+
+        return HEADER + yaml.safe_dump(self._data(), sort_keys=False, allow_unicode=True, width=120)
+
+    @classmethod
+    def load(cls, path: Path) -> Plan:
+        """Read what `save` wrote, or a person."""
+        try:
+            data = load_yaml(text_of(path), str(path))
+        except UsageError as problem:
+            raise PlanError(str(problem)) from None
+        return _plan(data, str(path))
+
+    def _data(self) -> dict[str, Any]:
+        data: dict[str, Any] = {"plan": VERSION, "changes": [_entry(change) for change in self.changes]}
+        if self.tried:
+            data["tried"] = [
+                {**_entry(dataclasses.replace(o.change, note="")), "verdict": o.verdict, "why": o.note}
+                for o in self.tried
+            ]
+        return data
+
+
+def _entry(change: Change) -> dict[str, Any]:
+    return {k: v for k, v in dataclasses.asdict(change).items() if v or k not in _OPTIONAL}
+
+
+def _plan(data: Any, where: str) -> Plan:
+    if not isinstance(data, dict):
+        raise PlanError(f"{where} is not a plan: it should begin with 'plan: {VERSION}' and 'changes:'")
+    _check_keys(data, ("plan", "changes"), ("tried",), where)
+    if data["plan"] != VERSION:
+        raise PlanError(f"{where}: plan version {short(data['plan'])}, this flatout reads version {VERSION}")
+    entries = data["changes"] or []
+    if not isinstance(entries, list):
+        raise PlanError(f"{where}: changes must be a list, each entry beginning with '- name:'")
+    changes = tuple(_change(entry, f"{where}: change {number}") for number, entry in enumerate(entries, 1))
+    names = [change.name for change in changes]
+    twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
+    if twice is not None:
+        raise PlanError(f"{where}: {twice} is changed more than once")
+    return Plan(changes=changes, tried=_tried(data.get("tried") or [], where))
+
+
+def _tried(entries: Any, where: str) -> tuple[Outcome, ...]:
+    if not isinstance(entries, list):
+        raise PlanError(f"{where}: tried must be a list")
+    outcomes = []
+    for number, entry in enumerate(entries, 1):
+        place = f"{where}: tried {number}"
+        change = _change(entry, place, ("verdict", "why"))
+        verdicts = get_args(Verdict)
+        verdict = entry.get("verdict")
+        if verdict not in verdicts:
+            raise PlanError(f"{place}: verdict must be one of {', '.join(verdicts)} (got {short(verdict)})")
+        outcomes.append(Outcome(change=change, verdict=verdict, note=str(entry.get("why") or "")))
+    return tuple(outcomes)
+
+
+def _change(entry: Any, where: str, more: tuple[str, ...] = ()) -> Change:
+    if not isinstance(entry, dict):
+        raise PlanError(f"{where} must have a name, a value and a safety (got {short(entry)})")
+    _check_keys(entry, ("name", "value", "safety"), (*_OPTIONAL, *more), where)
+    if not isinstance(entry["name"], str):
+        raise PlanError(f"{where}: name must be text (got {short(entry['name'])})")
+    if len(entry["name"]) > _LONGEST_NAME:
+        raise PlanError(f"{where}: name is longer than {_LONGEST_NAME} letters")
+    where = f"{where} ({entry['name']})"
+    classes = get_args(Safety)
+    if entry["safety"] not in classes:
+        raise PlanError(f"{where}: safety must be one of {', '.join(classes)} (got {short(entry['safety'])})")
+    words = {key: str(entry.get(key) or "") for key in _OPTIONAL}
+    return Change(name=entry["name"], value=entry["value"], safety=entry["safety"], **words)
+
+
+def _check_keys(data: dict[Any, Any], needed: Iterable[str], other: Iterable[str], where: str) -> None:
+    known = [*needed, *other]
+    for key in data:
+        if key not in known:
+            near = difflib.get_close_matches(str(key)[:_LONGEST_NAME], known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise PlanError(f"{where}: unknown key {short(key)} ({hint})")
+    missing = next((key for key in needed if key not in data), None)
+    if missing is not None:
+        raise PlanError(f"{where}: {missing!r} is missing")

@@ -1,0 +1,366 @@
+"""What a trace is made of: plain values, and how they become JSON (`checked` has the way back).
+
+Every record is frozen. Units stand in the names. What was not measured is None and is not written at all: a number
+that is not finite counts as not measured, an empty tuple as measured ("no throttling" is not "throttling unknown").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from dataclasses import dataclass, field
+from typing import Any
+
+from flatout.model.sketch import Sketch
+
+SCHEMA = 1
+SPANS_A_STEP = 64  # one by one; beyond that they are summed up by name
+_MS_DIGITS = 5  # of a span: a hundredth of a microsecond
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """Who wrote a file of the trace: one rank of a training, or the hardware sampler of one machine."""
+
+    name: str
+    command: tuple[str, ...] = ()
+    host: str = ""
+    rank: int | None = None
+    world_size: int = 1
+    pid: int = 0
+    started_unix_s: float = 0.0
+    started_s: float = 0.0
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)  # made in the training thread: a frozen one takes three times as long to make
+class Span:
+    """One stretch of a step: what the host did, and what the GPU did meanwhile.
+
+    Where nothing is launched the GPU's time is idleness (`gpu_idle_ms`). Where kernels are launched it is their work
+    and the gaps between them (`gpu_busy_ms`); the X-ray tells the two apart.
+    """
+
+    name: str
+    start_ms: float
+    host_ms: float
+    gpu_idle_ms: float | None = None
+    gpu_busy_ms: float | None = None
+    where: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)  # not frozen for the same reason
+class Step:
+    """One optimizer step, from the end of the one before to its own end."""
+
+    index: int
+    start_s: float
+    wall_ms: float
+    spans: tuple[Span, ...] = ()
+    samples: int | None = None
+    loss: float | None = None
+    micro_steps: int = 1
+    kind: str = "train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Many steps in one record: a sketch of their wall times, and of their spans by name.
+
+    The GPU's milliseconds are sums over the `gpu_steps` of them that carried events.
+    """
+
+    first_index: int
+    last_index: int
+    start_s: float
+    wall_ms: Sketch
+    spans_ms: dict[str, Sketch] = field(default_factory=dict)
+    gpu_steps: int = 0
+    gpu_idle_ms: dict[str, float] = field(default_factory=dict)
+    gpu_busy_ms: dict[str, float] = field(default_factory=dict)
+    samples: int | None = None
+    loss: Sketch = field(default_factory=Sketch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Something a person should know about the run, said once."""
+
+    time_s: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What was in force in a rank: settings read, switches, loaders, optimizer, versions. The last one counts."""
+
+    time_s: float
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Xray:
+    """A few steps kernel by kernel. Idle time is by what the host was doing meanwhile, busy time by who launched it."""
+
+    steps: int
+    wall_ms: float
+    busy_ms: float
+    busy_by_phase_ms: dict[str, float] = field(default_factory=dict)
+    idle_by_phase_ms: dict[str, float] = field(default_factory=dict)
+    launched_late_ms: float = 0.0
+    kernels: int = 0
+    kernel_us: Sketch = field(default_factory=Sketch)
+    matrix_ms: float = 0.0
+    tensor_core_ms: float = 0.0
+    collective_ms: float = 0.0
+    copies_ms: dict[str, float] = field(default_factory=dict)
+    top_ms: dict[str, float] = field(default_factory=dict)
+    recovered: bool | None = None
+
+    def with_recovery(self, recovered: bool | None) -> Xray:
+        """The same, knowing whether the step time came back afterwards."""
+        return dataclasses.replace(self, recovered=recovered)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReport:
+    """What one loader worker has done so far (totals since its start; the last report counts)."""
+
+    time_s: float
+    pid: int
+    born_s: float
+    dataset: str
+    length: int | None = None
+    worker: int | None = None  # None: the training process itself (num_workers=0)
+    batches: int = 0
+    samples: int = 0
+    sample_wall_s: float = 0.0
+    sample_cpu_s: float = 0.0
+    run_delay_s: float | None = None
+    collate_s: float = 0.0
+    waiting_s: float = 0.0
+    sample_ms: Sketch = field(default_factory=Sketch)
+    slowest: tuple[tuple[float, float], ...] = ()
+    transforms_s: dict[str, float] = field(default_factory=dict)
+    random_used: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How it ended. In a rank's file: it closed its recording, because of an `error` (its type) that nobody caught if
+    there was one; a process that was killed has no such record. In a machine's: the command's `exit_code`.
+    """
+
+    time_s: float
+    exit_code: int | None = None
+    error: str | None = None
+    where: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Totals of one file, small enough to read a thousand of them."""
+
+    info: RunInfo
+    steps: int = 0
+    wall_ms: Sketch = field(default_factory=Sketch)
+    spans_ms: dict[str, Sketch] = field(default_factory=dict)
+    gpu_idle_ms: dict[str, float] = field(default_factory=dict)
+    samples: int | None = None
+    hardware_samples: int = 0
+    dropped: int = 0
+    notes: tuple[Note, ...] = ()
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuProcess:
+    """A process that holds memory on a card. `sm_pct`: how much of the time it had work there."""
+
+    pid: int
+    used_bytes: int | None = None
+    name: str | None = None
+    sm_pct: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSample:
+    """One card over one interval. `pulses`: what `activity` says, at up to 8 Hz, since the sample before."""
+
+    index: int
+    uuid: str
+    name: str
+    gpu_util_pct: float | None = None
+    sm_active_pct: float | None = None
+    sm_occupancy_pct: float | None = None
+    tensor_active_pct: float | None = None
+    dram_active_pct: float | None = None
+    pcie_rx_bytes_s: float | None = None
+    pcie_tx_bytes_s: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    energy_j: float | None = None
+    temperature_c: float | None = None
+    sm_clock_mhz: float | None = None
+    sm_clock_max_mhz: float | None = None
+    memory_clock_mhz: float | None = None
+    throttle: tuple[str, ...] | None = None
+    decoder_util_pct: float | None = None
+    jpeg_util_pct: float | None = None
+    processes: tuple[GpuProcess, ...] | None = None
+    pulses: tuple[float, ...] = ()
+
+    @property
+    def power_share_pct(self) -> float | None:
+        """Power drawn, in per cent of the limit."""
+        if self.power_w is None or not self.power_limit_w:
+            return None
+        return 100 * self.power_w / self.power_limit_w
+
+    @property
+    def memory_pct(self) -> float | None:
+        """Memory in use, in per cent of the card's."""
+        if self.memory_used_bytes is None or not self.memory_total_bytes:
+            return None
+        return 100 * self.memory_used_bytes / self.memory_total_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSample:
+    """One process of a training over one interval. `role`: trainer, worker (of its loader) or other."""
+
+    pid: int
+    role: str
+    name: str
+    cpu_pct: float | None = None
+    run_delay_pct: float | None = None
+    rss_bytes: int | None = None
+    pss_bytes: int | None = None
+    read_bytes_s: float | None = None
+    switches_s: float | None = None
+    threads: int | None = None
+    state: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskSample:
+    """One disk over one interval."""
+
+    name: str
+    read_bytes_s: float
+    write_bytes_s: float
+    busy_pct: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSample:
+    """The machine over one interval; the memory figures are the cgroup's where it has a limit."""
+
+    cpu_pct: float | None = None
+    cores_pct: tuple[float, ...] | None = None
+    iowait_pct: float | None = None
+    run_queue: int | None = None
+    switches_s: float | None = None
+    pressure_cpu_pct: float | None = None
+    pressure_io_pct: float | None = None
+    pressure_memory_pct: float | None = None
+    throttled_pct: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    page_cache_bytes: int | None = None
+    swap_used_bytes: int | None = None
+    shm_used_bytes: int | None = None
+    shm_total_bytes: int | None = None
+    disks: tuple[DiskSample, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Everything the sampler saw between two ticks: the machine, its cards, the training's processes."""
+
+    time_s: float
+    interval_s: float
+    host: HostSample
+    gpus: tuple[GpuSample, ...] = ()
+    processes: tuple[ProcessSample, ...] = ()
+
+
+Record = RunInfo | Step | Window | Note | Sample | Summary | Facts | Xray | WorkerReport | End
+
+KINDS: dict[str, type[Any]] = {
+    "run": RunInfo,
+    "step": Step,
+    "window": Window,
+    "note": Note,
+    "sample": Sample,
+    "summary": Summary,
+    "facts": Facts,
+    "xray": Xray,
+    "worker": WorkerReport,
+    "end": End,
+}
+_NAMES = {record: kind for kind, record in KINDS.items()}
+
+
+def encode(record: Record) -> dict[str, Any]:
+    """A record as JSON-ready data, tagged with what it is; what opens a file carries the schema version too."""
+    data = {"record": _NAMES[type(record)], **to_json(record)}
+    if isinstance(record, RunInfo | Summary):
+        data["schema"] = SCHEMA
+    return data
+
+
+def to_json(value: Any) -> Any:
+    """Any value as JSON-ready data: None left out, floats cut to what they mean, what JSON does not know in words."""
+    if isinstance(value, float):
+        return _shortened(value)
+    if value is None or isinstance(value, str | int):
+        return value
+    if type(value) is Span:
+        return _span_to_json(value)
+    if isinstance(value, Sketch):
+        return value.to_json()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _fields_to_json(value)
+    if isinstance(value, dict):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [to_json(item) for item in value]
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return _shortened(float(value)) if isinstance(value, numbers.Real) else str(value)
+
+
+def _fields_to_json(record: Any) -> dict[str, Any]:
+    data = {}
+    for known in dataclasses.fields(record):
+        plain = to_json(getattr(record, known.name))
+        if plain is not None and not (plain == [] and known.default == ()):
+            data[known.name] = plain
+    return data
+
+
+def _span_to_json(span: Span) -> dict[str, Any]:
+    """By hand, for a dozen of them are written with each step, beside a training that wants the interpreter too."""
+    data: dict[str, Any] = {
+        "name": span.name,
+        "start_ms": round(span.start_ms, _MS_DIGITS),
+        "host_ms": round(span.host_ms, _MS_DIGITS),
+    }
+    if span.gpu_idle_ms is not None:
+        data["gpu_idle_ms"] = round(span.gpu_idle_ms, _MS_DIGITS)
+    if span.gpu_busy_ms is not None:
+        data["gpu_busy_ms"] = round(span.gpu_busy_ms, _MS_DIGITS)
+    if span.where is not None:
+        data["where"] = span.where
+    return data
+
+
+def _shortened(value: float) -> float | None:
+    """Six digits behind the point; for small numbers, six that count: a loss of 1e-7 is not 0."""
+    if not math.isfinite(value):
+        return None
+    return round(value, 6) if abs(value) >= 1 else float(f"{value:.6g}")

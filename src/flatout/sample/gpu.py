@@ -1,0 +1,363 @@
+"""The cards, through NVML; and what their SMs really do, through its GPM where the card has it (Hopper on).
+
+GPU-Util says that a kernel was resident. GPM's counters say what share of the SMs, the tensor cores and the memory
+had work; two readings of them, at least 100 ms apart, give the mean between. Nothing here changes a card's settings.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flatout.model.errors import UsageError
+from flatout.trace import GpuProcess, GpuSample
+
+_PULSE_EVERY_S = 0.12  # GPM wants 100 ms between samples
+_SLOW_EVERY_S = 5.0
+_COSTLY_EVERY_S = 30.0  # energy and the highest clock: the driver takes 4 ms and 1 ms of CPU time to answer
+
+# NVML's reasons for holding the clocks down, in words. The bits are fixed by its header.
+THROTTLE_REASONS = {
+    0x1: "idle",
+    0x2: "clocks set by an application",
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "heat (software slowdown)",
+    0x40: "heat (hardware slowdown)",
+    0x80: "power brake",
+    0x100: "display clocks",
+}
+
+# What we ask each card, as a person would call it when there is no answer.
+_WORDS = {
+    "nvmlDeviceGetName": "the name",
+    "nvmlDeviceGetUUID": "the UUID",
+    "nvmlDeviceGetUtilizationRates": "GPU-Util",
+    "nvmlDeviceGetMemoryInfo": "memory in use",
+    "nvmlDeviceGetPowerUsage": "power",
+    "nvmlDeviceGetEnforcedPowerLimit": "the power limit",
+    "nvmlDeviceGetTotalEnergyConsumption": "energy",
+    "nvmlDeviceGetTemperature": "temperature",
+    "nvmlDeviceGetClockInfo": "a clock",
+    "nvmlDeviceGetMaxClockInfo": "the highest clock",
+    "nvmlDeviceGetCurrentClocksThrottleReasons": "what holds the clocks down",
+    "nvmlDeviceGetDecoderUtilization": "use of the video decoder",
+    "nvmlDeviceGetJpgUtilization": "use of the JPEG engine",
+    "nvmlDeviceGetComputeRunningProcesses": "its processes",
+    "nvmlDeviceGetProcessUtilization": "which process uses its SMs",
+    "nvmlDeviceGetSamples": "the history of GPU-Util",
+}
+
+# NVML's error numbers, by what they mean for us. Any other error may pass: one asks again the next time.
+_NEVER = (2, 3, 4, 13, 26)  # bad argument, not supported, no permission, no such function, deprecated
+_NOTHING_NEW = (6, 21, 27)  # not found, no data, not ready
+_LOST = (1, 9, 15, 16, 28)  # driver gone, card lost, reset required, no such card
+
+# The field that each GPM metric fills, and the factor to our unit. The numbers are fixed by NVML's header.
+_SM_ACTIVE = 2
+_GPM_METRICS = {
+    _SM_ACTIVE: ("sm_active_pct", 1.0),
+    3: ("sm_occupancy_pct", 1.0),
+    5: ("tensor_active_pct", 1.0),
+    10: ("dram_active_pct", 1.0),
+    20: ("pcie_tx_bytes_s", 2.0**20),
+    21: ("pcie_rx_bytes_s", 2.0**20),
+}
+
+
+class Cards:
+    """The cards one asked for (all of them by default)."""
+
+    def __init__(self, indices: Sequence[int] | None, note: Callable[[str], None], nvml: Any = None) -> None:
+        self._cards: list[_Card] = []
+        self._nvml = nvml or importlib.import_module("pynvml")
+        try:
+            self._nvml.nvmlInit()
+            count = int(self._nvml.nvmlDeviceGetCount())
+        except self._nvml.NVMLError as problem:
+            self._nvml = None
+            if indices:
+                raise UsageError(f"there is no GPU {indices[0]}: no NVIDIA driver answers ({problem})") from None
+            note(f"no NVIDIA driver answers ({problem}): only the host is shown")
+            return
+        for index in dict.fromkeys(range(count) if indices is None else indices):
+            if not 0 <= index < count:
+                self.close()
+                there = "there is none" if count == 0 else f"there are 0 to {count - 1}" if count > 1 else "only 0"
+                raise UsageError(f"there is no GPU {index}: {there}")
+            try:
+                self._cards.append(_Card(self._nvml, index, note))
+            except self._nvml.NVMLError as problem:
+                note(f"GPU {index} does not answer ({problem}): it is left out")
+
+    def pulse(self, now_s: float) -> None:
+        """Note how busy each card has been since the last pulse."""
+        for card in self._cards:
+            card.pulse(now_s)
+
+    def read(self, now_s: float) -> tuple[GpuSample, ...]:
+        """Each card since the last read."""
+        return tuple(card.read(now_s) for card in self._cards)
+
+    def close(self) -> None:
+        """Let go of the driver."""
+        if self._nvml is None:
+            return
+        for card in self._cards:
+            card.close()
+        self._cards.clear()
+        try:
+            self._nvml.nvmlShutdown()
+        except self._nvml.NVMLError:
+            pass  # it is gone already
+        self._nvml = None
+
+
+class _Card:
+    def __init__(self, nvml: Any, index: int, note: Callable[[str], None]) -> None:
+        self._nvml = nvml
+        self._index = index
+        self._note = note
+        self._never: set[tuple[object, ...]] = set()
+        self._lost = False
+        self._handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        self._name = str(self._ask("nvmlDeviceGetName") or "unknown card")
+        self._uuid = str(self._ask("nvmlDeviceGetUUID") or f"index-{index}")
+        self._slow: dict[str, float | None] = {}
+        self._engines: dict[str, float | None] = {}
+        self._processes: tuple[GpuProcess, ...] | None = None
+        self._slow_s = -_SLOW_EVERY_S
+        self._energy_j: float | None = None
+        self._costly_s = -_COSTLY_EVERY_S
+        self._pulses: list[float] = []
+        self._last_util_us = 0
+        self._last_use_us = 0
+        self._gpm = _Gpm.on(nvml, self._handle)
+        if self._gpm is None:
+            note(f"GPU {index} ({self._name}) has no GPM counters: power share and clocks stand in for SM active")
+
+    def pulse(self, now_s: float) -> None:
+        if self._gpm is None or self._lost:
+            return
+        try:
+            self._pulses += self._gpm.pulse(now_s)
+        except self._nvml.NVMLError as problem:
+            self._explain("its GPM counters are not known", problem)
+
+    def read(self, now_s: float) -> GpuSample:
+        if now_s - self._slow_s >= _SLOW_EVERY_S:
+            self._slow_s = now_s
+            self._read_slow()
+        if now_s - self._costly_s >= _COSTLY_EVERY_S:
+            self._costly_s = now_s
+            self._energy_j = _scaled(self._ask("nvmlDeviceGetTotalEnergyConsumption"), 1e-3)
+            self._slow["sm_clock_max_mhz"] = _scaled(self._ask("nvmlDeviceGetMaxClockInfo", 1), 1)
+        self.pulse(now_s)
+        activity = self._gpm.since_last_read() if self._gpm is not None else {}
+        if self._gpm is None:
+            self._pulses += self._util_history()
+        pulses, self._pulses = tuple(self._pulses), []
+        util, memory = self._ask("nvmlDeviceGetUtilizationRates"), self._ask("nvmlDeviceGetMemoryInfo")
+        reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")
+        if any(self._engines.values()):
+            self._read_engines()
+        sample = GpuSample(
+            index=self._index,
+            uuid=self._uuid,
+            name=self._name,
+            gpu_util_pct=float(util.gpu) if util is not None else None,
+            memory_used_bytes=int(memory.used) if memory is not None else None,
+            memory_total_bytes=int(memory.total) if memory is not None else None,
+            power_w=_scaled(self._ask("nvmlDeviceGetPowerUsage"), 1e-3),
+            energy_j=self._energy_j,
+            temperature_c=_scaled(self._ask("nvmlDeviceGetTemperature", 0), 1),
+            sm_clock_mhz=_scaled(self._ask("nvmlDeviceGetClockInfo", 1), 1),
+            throttle=throttle_words(reasons) if reasons is not None else None,
+            processes=self._processes,
+            pulses=pulses,
+            **self._slow,
+            **self._engines,
+            **activity,
+        )
+        # Half a reading of a card that went away meanwhile is worth nothing.
+        return GpuSample(index=self._index, uuid=self._uuid, name=self._name) if self._lost else sample
+
+    def close(self) -> None:
+        if self._gpm is not None:
+            self._gpm.close()
+
+    def _read_slow(self) -> None:
+        """What hardly changes, or costs much to ask."""
+        self._slow["power_limit_w"] = _scaled(self._ask("nvmlDeviceGetEnforcedPowerLimit"), 1e-3)
+        self._slow["memory_clock_mhz"] = _scaled(self._ask("nvmlDeviceGetClockInfo", 2), 1)
+        self._read_engines()
+        found = self._ask("nvmlDeviceGetComputeRunningProcesses")
+        if found is None:
+            self._processes = None
+        else:
+            use = self._use_by_process()
+            self._processes = tuple(
+                GpuProcess(
+                    pid=p.pid,
+                    used_bytes=p.usedGpuMemory,
+                    name=self._process_name(p.pid),
+                    sm_pct=use.get(p.pid, 0.0) if use is not None else None,
+                )
+                for p in found
+            )
+
+    def _read_engines(self) -> None:
+        """The decoders: asked now and then while they are idle, and at every read while they are not."""
+        decoder, jpeg = self._ask("nvmlDeviceGetDecoderUtilization"), self._ask("nvmlDeviceGetJpgUtilization")
+        self._engines["decoder_util_pct"] = float(decoder[0]) if decoder is not None else None
+        self._engines["jpeg_util_pct"] = float(jpeg[0]) if jpeg is not None else None
+
+    def _process_name(self, pid: int) -> str | None:
+        try:
+            return str(self._nvml.nvmlSystemGetProcessName(pid)).rsplit("/", 1)[-1] or None
+        except self._nvml.NVMLError:
+            return None  # it has ended, or a container hides it
+
+    def _use_by_process(self) -> dict[int, float] | None:
+        """How much of the time each process had work on the card of late; None where the driver does not tell."""
+        # Silence at first may be for good; of a driver that has answered before it says that nobody used the card.
+        silence: list[Any] | None = [] if self._last_use_us else None
+        answer = self._ask("nvmlDeviceGetProcessUtilization", self._last_use_us, nothing_new=silence)
+        if answer is None:
+            return None
+        told = [s for s in answer if s.smUtil <= 100]  # some drivers hand out memory they never wrote to
+        self._last_use_us = max((s.timeStamp for s in told), default=self._last_use_us)
+        return {s.pid: float(s.smUtil) for s in told}
+
+    def _util_history(self) -> list[float]:
+        """GPU-Util at the driver's own pace (a few a second), for cards without GPM."""
+        answer = self._ask("nvmlDeviceGetSamples", 1, self._last_util_us)
+        if answer is None:
+            return []
+        new = [s for s in answer[1] if s.timeStamp > self._last_util_us]
+        first_read = self._last_util_us == 0
+        if new:
+            self._last_util_us = new[-1].timeStamp
+        return [] if first_read else [float(s.sampleValue.uiVal) for s in new]
+
+    def _ask(self, function: str, *arguments: object, nothing_new: Any = None) -> Any:
+        """What NVML answers, or None (or `nothing_new`); what it will never answer is not asked again."""
+        if self._lost or (function, *arguments) in self._never:
+            return None
+        try:
+            return getattr(self._nvml, function)(self._handle, *arguments)
+        except AttributeError:
+            self._never.add((function, *arguments))
+            self._note(f"GPU {self._index}: {_WORDS[function]} is not known (this nvidia-ml-py is too old)")
+        except self._nvml.NVMLError as problem:
+            if problem.value in _NEVER:
+                self._never.add((function, *arguments))
+            if problem.value in _NOTHING_NEW:
+                return nothing_new
+            self._explain(f"{_WORDS[function]} is not known", problem)
+        return None
+
+    def _explain(self, loss: str, problem: Any) -> None:
+        if problem.value in _LOST:
+            self._lost = True
+            self._note(f"GPU {self._index} is gone ({problem}): its figures end here")
+        else:
+            self._note(f"GPU {self._index}: {loss} ({problem})")
+
+
+class _Gpm:
+    """GPM counters of one card. Three buffers turn: the last read's, the last pulse's, and one to fill next."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml = nvml
+        self._handle = handle
+        self._buffers = [nvml.nvmlGpmSampleAlloc() for _ in range(3)]
+        self._pulse_query = _query(nvml, (_SM_ACTIVE,))
+        self._read_query = _query(nvml, tuple(_GPM_METRICS))
+        self._latest = self._at_read = self._buffers[0]
+        self._latest_s: float | None = None
+        self._values: dict[str, float] = {}
+
+    @classmethod
+    def on(cls, nvml: Any, handle: Any) -> _Gpm | None:
+        """GPM where the card has it and lets us."""
+        try:
+            if not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
+                return None
+            gpm = cls(nvml, handle)
+        except (nvml.NVMLError, AttributeError):
+            return None
+        try:
+            nvml.nvmlGpmSampleGet(handle, gpm._latest)
+        except nvml.NVMLError:
+            gpm.close()
+            return None
+        return gpm
+
+    def pulse(self, now_s: float) -> list[float]:
+        """SM active since the last pulse: a list of one, or empty when it is too soon to say."""
+        before_s = self._latest_s
+        if before_s is not None and now_s - before_s < _PULSE_EVERY_S:
+            return []
+        before, free = self._latest, next(b for b in self._buffers if b is not self._latest and b is not self._at_read)
+        try:
+            self._nvml.nvmlGpmSampleGet(self._handle, free)
+        except self._nvml.NVMLError:
+            self._values = {}  # yesterday's activity is not today's
+            self._latest_s = None
+            raise
+        self._latest, self._latest_s = free, now_s
+        if before_s is None:
+            self._at_read = free
+            return []
+        return list(self._between(before, free, self._pulse_query).values())
+
+    def since_last_read(self) -> dict[str, float]:
+        """All metrics from the last read to the last pulse; those of the read before while no new pulse came."""
+        if self._latest is not self._at_read:
+            self._values = self._between(self._at_read, self._latest, self._read_query)
+            self._at_read = self._latest
+        return self._values
+
+    def close(self) -> None:
+        for buffer in self._buffers:
+            try:
+                self._nvml.nvmlGpmSampleFree(buffer)
+            except self._nvml.NVMLError:
+                pass  # it goes with the card
+        self._buffers = []
+
+    def _between(self, start: Any, end: Any, query: Any) -> dict[str, float]:
+        query.sample1, query.sample2 = start, end
+        try:
+            self._nvml.nvmlGpmMetricsGet(query)
+        except self._nvml.NVMLError:
+            return {}
+        found = {}
+        for slot in range(query.numMetrics):
+            answer = query.metrics[slot]
+            if answer.nvmlReturn == 0 and math.isfinite(answer.value):
+                name, factor = _GPM_METRICS[answer.metricId]
+                found[name] = answer.value * factor
+        return found
+
+
+def _query(nvml: Any, metrics: tuple[int, ...]) -> Any:
+    query = nvml.c_nvmlGpmMetricsGet_t()
+    query.version = nvml.NVML_GPM_METRICS_GET_VERSION
+    query.numMetrics = len(metrics)
+    for slot, number in enumerate(metrics):
+        query.metrics[slot].metricId = number
+    return query
+
+
+def throttle_words(bits: int) -> tuple[str, ...]:
+    """NVML's bit mask of clock reasons in words."""
+    return tuple(word for bit, word in THROTTLE_REASONS.items() if bits & bit)
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return float(value) * factor if value is not None else None

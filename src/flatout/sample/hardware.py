@@ -1,0 +1,109 @@
+"""One sampler for everything outside the training process: the cards, the machine, the training's processes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from flatout.model.errors import UsageError
+from flatout.sample.gpu import Cards
+from flatout.sample.host import Host
+from flatout.sample.process import Tree, find_trainings
+from flatout.trace import Sample
+
+_FIND_TRAININGS_EVERY_S = 10.0
+PULSE_EVERY_S = 0.25  # GPM allows 8 Hz; at 4 a load switched every 2 s is still seen within a few per cent
+
+
+class Sampler:
+    """Call `read` at the pace you want, and `pulse` every PULSE_EVERY_S in between; `close` when done.
+
+    Without `pids` it follows whoever holds memory on the cards, or else has loader workers.
+    `root` and `nvml` are for tests with recorded data.
+    """
+
+    def __init__(
+        self,
+        *,
+        gpus: Sequence[int] | None = None,
+        pids: Sequence[int] = (),
+        clock: Callable[[], float] = time.monotonic,
+        root: Path = Path("/"),
+        nvml: Any = None,
+    ) -> None:
+        for pid in pids:
+            if not _is_there(root, pid):
+                raise UsageError(f"there is no process {pid}")
+        self.notes: list[str] = []
+        self._clock = clock
+        self._root = root
+        self._pids = tuple(pids)
+        self._found: tuple[int, ...] = ()
+        self._found_s = float("-inf")
+        self._read_s: float | None = None
+        self._cards = Cards(gpus, self._note, nvml)
+        self._host = Host(root)
+        self._tree = Tree(root)
+
+    def pulse(self) -> None:
+        """Look at the cards' activity only; it comes out as `GpuSample.pulses` of the next read."""
+        self._cards.pulse(self._clock())
+
+    def due(self, interval_s: float) -> bool:
+        """Whether a read is due, when one wants them `interval_s` apart."""
+        return self._read_s is None or self._clock() - self._read_s >= interval_s - 0.01
+
+    def read(self) -> Sample:
+        """Everything since the last read. The first one has levels, but no rates yet."""
+        now_s = self._clock()
+        gpus = self._cards.read(now_s)
+        holders = {process.pid for gpu in gpus for process in gpu.processes or ()}
+        sample = Sample(
+            time_s=now_s,
+            interval_s=now_s - self._read_s if self._read_s is not None else 0.0,
+            host=self._host.read(now_s),
+            gpus=gpus,
+            processes=self._tree.read(now_s, self._followed(now_s, holders), holders),
+        )
+        self._read_s = now_s
+        return sample
+
+    def close(self) -> None:
+        """Let go of the driver and of every open file."""
+        self._cards.close()
+        self._host.close()
+        self._tree.close()
+
+    def __enter__(self) -> Sampler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _followed(self, now_s: float, holders: set[int]) -> tuple[int, ...]:
+        if self._pids:
+            return self._pids
+        seen = sorted(pid for pid in holders if _is_there(self._root, pid))
+        if seen:
+            return tuple(seen)
+        if holders:
+            self._note(
+                "this container does not show the processes that use the cards: looking for loader workers instead"
+            )
+        if now_s - self._found_s >= _FIND_TRAININGS_EVERY_S:
+            self._found_s = now_s
+            self._found = find_trainings(self._root)
+        return self._found
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def _is_there(root: Path, pid: int) -> bool:
+    return (root / "proc" / str(pid)).exists() if sys.platform == "linux" else psutil.pid_exists(pid)

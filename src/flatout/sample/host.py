@@ -1,0 +1,235 @@
+"""The machine: cores, pressure, memory, disks. /proc and cgroup on Linux; what psutil has elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from flatout.sample.budget import CgroupFiles
+from flatout.trace import DiskSample, HostSample
+
+_LONG_BYTES = 1 << 18  # /proc/stat lists every interrupt of a large machine
+_SECTOR_BYTES = 512
+_NOT_DISKS = ("loop", "ram", "zram", "sr", "fd")
+
+
+class ProcFile:
+    """A /proc file kept open: reading it again costs a third of opening it again."""
+
+    __slots__ = ("_fd",)
+
+    def __init__(self, path: Path | str) -> None:
+        try:
+            self._fd = os.open(path, os.O_RDONLY)
+        except OSError:
+            self._fd = -1
+
+    def read(self, longest: int = 4096) -> bytes:
+        """What the file says now, up to `longest` bytes; empty when it cannot be read."""
+        try:
+            return os.pread(self._fd, longest, 0)
+        except OSError:
+            return b""
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Host:
+    """Reads the machine; rates are over the time since the read before."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._files = {name: ProcFile(root / "proc" / name) for name in ("stat", "meminfo", "diskstats")}
+        self._pressure = {name: ProcFile(root / "proc/pressure" / name) for name in ("cpu", "io", "memory")}
+        self._disks = _whole_disks(root)
+        self._cgroup = CgroupFiles(root)
+        self._has_quota = self._cgroup.cpu_quota() is not None
+        self._has_limit = self._cgroup.memory() is not None
+        self._before: _Counters | None = None
+        self._elsewhere = _Elsewhere() if sys.platform != "linux" else None
+
+    def read(self, now_s: float) -> HostSample:
+        """The machine since the last read; what is a rate is None the first time."""
+        if self._elsewhere is not None:
+            return self._elsewhere.read(now_s)
+        now = _Counters(
+            now_s=now_s,
+            cores=_cpu_ticks(stat := self._files["stat"].read(_LONG_BYTES)),
+            switches=_counter(stat, b"\nctxt "),
+            pressure_us={name: _counter(file.read(), b"total=") for name, file in self._pressure.items()},
+            quota_periods=self._cgroup.quota_periods() if self._has_quota else None,
+            disks=_disk_counters(self._files["diskstats"].read(_LONG_BYTES), self._disks),
+        )
+        before, self._before = self._before, now
+        rates = now.since(before) if before is not None and now_s > before.now_s else {}
+        return HostSample(run_queue=_counter(stat, b"\nprocs_running "), **self._levels(), **rates)
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        for file in (*self._files.values(), *self._pressure.values()):
+            file.close()
+
+    def _levels(self) -> dict[str, Any]:
+        info = self._files["meminfo"].read()
+        total, available = _kibibytes(info, b"MemTotal:"), _kibibytes(info, b"MemAvailable:")
+        used = total - available if total is not None and available is not None else None
+        limited = self._cgroup.memory() if self._has_limit else None
+        if limited is not None and (total is None or limited[0] < total):
+            total, used = limited
+        swap_total, swap_free = _kibibytes(info, b"SwapTotal:"), _kibibytes(info, b"SwapFree:")
+        levels: dict[str, Any] = {
+            "memory_total_bytes": total,
+            "memory_used_bytes": used,
+            "page_cache_bytes": _kibibytes(info, b"\nCached:"),
+            "swap_used_bytes": swap_total - swap_free if swap_total is not None and swap_free is not None else None,
+        }
+        try:
+            shm = os.statvfs(self._root / "dev/shm")
+        except OSError:
+            return levels
+        return levels | {
+            "shm_total_bytes": shm.f_frsize * shm.f_blocks,
+            "shm_used_bytes": shm.f_frsize * (shm.f_blocks - shm.f_bfree),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Counters:
+    """What only counts up, at one moment."""
+
+    now_s: float
+    cores: list[tuple[int, int, int]]
+    switches: int | None
+    pressure_us: dict[str, int | None]
+    quota_periods: tuple[int, int] | None
+    disks: dict[str, tuple[int, int, int]]
+
+    def since(self, before: _Counters) -> dict[str, Any]:
+        seconds = self.now_s - before.now_s
+        pairs = zip(self.cores, before.cores, strict=False)
+        spent = [(now[0] - was[0], now[1] - was[1], now[2] - was[2]) for now, was in pairs]
+        busy = [_pct(ticks - idle - waiting, ticks) for ticks, idle, waiting in spent]
+
+        def stalled_pct(name: str) -> float | None:
+            now_us, before_us = self.pressure_us[name], before.pressure_us[name]
+            return _pct(now_us - before_us, seconds * 1e6) if now_us is not None and before_us is not None else None
+
+        return {
+            "cpu_pct": busy[0] if busy else None,
+            "cores_pct": tuple(busy[1:]),
+            "iowait_pct": _pct(spent[0][2], spent[0][0]) if spent else None,
+            "switches_s": rate(self.switches, before.switches, seconds),
+            "pressure_cpu_pct": stalled_pct("cpu"),
+            "pressure_io_pct": stalled_pct("io"),
+            "pressure_memory_pct": stalled_pct("memory"),
+            "throttled_pct": _held_back_pct(self.quota_periods, before.quota_periods),
+            "disks": tuple(
+                DiskSample(
+                    name=name,
+                    read_bytes_s=(now[0] - before.disks[name][0]) * _SECTOR_BYTES / seconds,
+                    write_bytes_s=(now[1] - before.disks[name][1]) * _SECTOR_BYTES / seconds,
+                    busy_pct=min(100.0, (now[2] - before.disks[name][2]) / seconds / 10),
+                )
+                for name, now in self.disks.items()
+                if name in before.disks
+            ),
+        }
+
+
+def _cpu_ticks(stat: bytes) -> list[tuple[int, int, int]]:
+    """(all, idle, waiting for disks) ticks: first of the whole machine, then of each core."""
+    found = []
+    for line in stat.split(b"\n"):
+        if not line.startswith(b"cpu"):
+            break
+        ticks = [int(word) for word in line.split()[1:9]]  # guest time is part of user time already
+        found.append((sum(ticks), ticks[3], ticks[4]))
+    return found
+
+
+def rate(now: int | None, before: int | None, divisor: float) -> float | None:
+    """How much a counter has grown, by the divisor; None where it is not known."""
+    return (now - before) / divisor if now is not None and before is not None else None
+
+
+def _pct(part: float, whole: float) -> float:
+    return min(100.0, max(0.0, 100 * part / whole)) if whole > 0 else 0.0
+
+
+def _held_back_pct(now: tuple[int, int] | None, before: tuple[int, int] | None) -> float | None:
+    """In what share of its periods the quota held the group back; 0 when the group did not run at all."""
+    if now is None or before is None:
+        return None
+    return _pct(now[0] - before[0], now[1] - before[1])
+
+
+def _counter(text: bytes, label: bytes) -> int | None:
+    """The whole number right behind the first `label`."""
+    at = text.find(label)
+    if at < 0:
+        return None
+    return int(text[at + len(label) :].split(None, 1)[0])
+
+
+def _kibibytes(meminfo: bytes, label: bytes) -> int | None:
+    value = _counter(meminfo, label)
+    return value * 1024 if value is not None else None
+
+
+def _whole_disks(root: Path) -> set[str]:
+    """Disks; not their partitions, and not what is built upon other disks (RAID, LVM): nothing counts twice."""
+    try:
+        blocks = [path for path in (root / "sys/block").iterdir() if not path.name.startswith(_NOT_DISKS)]
+        return {path.name for path in blocks if not any((path / "slaves").glob("*"))}
+    except OSError:
+        return set()
+
+
+def _disk_counters(diskstats: bytes, disks: set[str]) -> dict[str, tuple[int, int, int]]:
+    """(sectors read, sectors written, milliseconds busy) by disk."""
+    rows = (line.split() for line in diskstats.decode("ascii", "replace").splitlines())
+    return {row[2]: (int(row[5]), int(row[9]), int(row[12])) for row in rows if len(row) > 12 and row[2] in disks}
+
+
+class _Elsewhere:
+    """Other systems, through psutil."""
+
+    def __init__(self) -> None:
+        self._before: tuple[float, dict[str, Any]] | None = None
+
+    def read(self, now_s: float) -> HostSample:
+        memory = psutil.virtual_memory()
+        cores = tuple(psutil.cpu_percent(percpu=True))  # since the call before; the first says nothing
+        counters = psutil.disk_io_counters(perdisk=True) or {}
+        before, self._before = self._before, (now_s, counters)
+        rates: dict[str, Any] = {}
+        if before is not None and now_s > before[0]:
+            seconds = now_s - before[0]
+            rates = {
+                "cpu_pct": sum(cores) / len(cores) if cores else None,
+                "cores_pct": cores,
+                "disks": tuple(
+                    DiskSample(
+                        name=name,
+                        read_bytes_s=(now.read_bytes - before[1][name].read_bytes) / seconds,
+                        write_bytes_s=(now.write_bytes - before[1][name].write_bytes) / seconds,
+                    )
+                    for name, now in counters.items()
+                    if name in before[1]
+                ),
+            }
+        return HostSample(
+            memory_total_bytes=memory.total,
+            memory_used_bytes=memory.total - memory.available,
+            swap_used_bytes=psutil.swap_memory().used,
+            **rates,
+        )

@@ -1,0 +1,366 @@
+"""The processes of a training: the trainers, their loader workers, and the rest of the tree.
+
+A loader worker is known by the name torch gives it. Where nothing in the tree bears that name (an older torch), it is
+a fork of its parent (the same command line) or a child that multiprocessing spawned, unless it holds memory on a card
+or has such children itself. A trainer holds memory on a card, or has workers of its own; init, a shell and whoever else
+has adopted one whose trainer died is none. Read from /proc on Linux, else by psutil.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from flatout.redact import redact_text
+from flatout.sample.host import ProcFile, rate
+from flatout.trace import ProcessSample
+
+_LOOK_FOR_NEW_S = 5.0
+_WAITS_EVERY_S = 1.9  # waiting for a core and reading are read at every other read of one a second
+_PSS_AT_ONCE = 8  # the kernel walks all pages of a process for its PSS: milliseconds each
+_PSS_PAUSE_S = 4.0  # so a tree of seven comes round every 30 s, a larger one less often
+_WORKER_NAMES = ("pt_data_worker", "flatout-worker")
+_SPAWN_MARKS = ("multiprocessing.spawn", "--multiprocessing-fork")
+_FORK_SERVER = "multiprocessing.forkserver"
+_NURSERY = "flatout-nursery"
+_NOT_LOADERS = ("multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
+
+T = TypeVar("T")
+
+
+class Tree:
+    """The process trees below `roots`; processes come and go between reads."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._system = _system(root)
+        self._known: dict[int, _Process] = {}
+        self._roots: frozenset[int] = frozenset()
+        self._holders: frozenset[int] = frozenset()
+        self._looked_s = -_LOOK_FOR_NEW_S
+        self._pss_s = -_PSS_PAUSE_S
+
+    def read(self, now_s: float, roots: Iterable[int], card_holders: Iterable[int] = ()) -> tuple[ProcessSample, ...]:
+        """Every process in the trees now. `card_holders` are the processes known to use a GPU."""
+        asked, holders = frozenset(roots), frozenset(card_holders)
+        if asked != self._roots or holders != self._holders or now_s - self._looked_s >= _LOOK_FOR_NEW_S:
+            self._roots, self._holders, self._looked_s = asked, holders, now_s
+            self._look_for_new()
+        self._measure_some_pss(now_s)
+        samples = []
+        for pid, process in list(self._known.items()):
+            sample = process.read(now_s)
+            if sample is None:
+                process.close()
+                del self._known[pid]
+            else:
+                samples.append(sample)
+        return tuple(samples)
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        for process in self._known.values():
+            process.close()
+        self._known.clear()
+
+    def _measure_some_pss(self, now_s: float) -> None:
+        """A few at first, then one now and then: whoever has waited longest, the trainers before their workers."""
+        if now_s - self._pss_s < _PSS_PAUSE_S or not self._known:
+            return
+        at_first = all(process.pss_s is None for process in self._known.values())
+        waiting = sorted(self._known.values(), key=lambda p: (p.pss_s is not None, p.pss_s or 0.0, p.role != "trainer"))
+        for process in waiting[: _PSS_AT_ONCE if at_first else 1]:
+            process.measure_pss(now_s)
+        self._pss_s = now_s
+
+    def _look_for_new(self) -> None:
+        tree = _below(self._system, self._roots) if self._roots else {}
+        for pid in self._known.keys() - tree.keys():
+            self._known.pop(pid).close()
+        for pid, role in _roles(self._system, tree, self._roots, self._holders).items():
+            if pid in self._known:
+                self._known[pid].role = role
+            else:
+                self._known[pid] = self._system.process(pid, role)
+
+
+def find_trainings(root: Path = Path("/")) -> tuple[int, ...]:
+    """Processes that have loader workers: the trainings one can see without asking a card."""
+    system = _system(root)
+    workers = [pid for pid in system.pids() if system.name(pid) in _WORKER_NAMES]
+    return tuple(sorted(_owners(system, {pid: system.parent(pid) for pid in workers})))
+
+
+def _below(system: _System, roots: frozenset[int]) -> dict[int, int]:
+    """The processes in the trees below `roots`, each with its parent."""
+    parents = {pid: parent for pid in system.pids() if (parent := system.parent(pid)) is not None}
+    children: dict[int, list[int]] = {}
+    for pid, parent in parents.items():
+        children.setdefault(parent, []).append(pid)
+    tree: dict[int, int] = {}
+    todo = sorted(roots & parents.keys(), reverse=True)
+    while todo:
+        pid = todo.pop()
+        if pid not in tree:
+            tree[pid] = parents[pid]
+            todo += sorted(children.get(pid, ()), reverse=True)
+    return tree
+
+
+def _roles(system: _System, tree: dict[int, int], roots: frozenset[int], holders: frozenset[int]) -> dict[int, str]:
+    workers = {pid for pid in tree if pid not in roots and system.name(pid) in _WORKER_NAMES}
+    if not workers:
+        alike = {pid for pid in tree.keys() - roots - holders if _looks_like_worker(system, pid, tree[pid])}
+        workers = alike - {tree[pid] for pid in alike}
+    owners = _owners(system, {pid: tree[pid] for pid in workers})
+    trainers = (holders | owners) & tree.keys() - workers
+    trainers = trainers or roots & tree.keys()
+    return {pid: "worker" if pid in workers else "trainer" if pid in trainers else "other" for pid in tree}
+
+
+def _looks_like_worker(system: _System, pid: int, parent: int) -> bool:
+    command = system.command(pid)
+    if "python" not in command or any(mark in command for mark in _NOT_LOADERS):
+        return False
+    return any(mark in command for mark in _SPAWN_MARKS) or command == system.command(parent)
+
+
+def _owners(system: _System, parents: Mapping[int, int | None]) -> set[int]:
+    """Whose the workers are, by their parents; who has adopted an orphan is not among them."""
+    behind = {parent: _behind_fork_server(system, parent) for parent in set(parents.values()) if parent is not None}
+    pairs = ((worker, behind[parent]) for worker, parent in parents.items() if parent is not None)
+    found: set[int] = set()
+    for worker, owner in pairs:
+        if owner not in found and _has_started(system, owner, worker):
+            found.add(owner)
+    return found
+
+
+def _has_started(system: _System, owner: int, worker: int) -> bool:
+    """Whether it is its worker: a fork bears the same command line, unless one has changed its own since; any is a
+    Python of the same session."""
+    command = system.command(owner)
+    if command == system.command(worker):
+        return bool(command)
+    return system.is_python(owner) and system.session(owner) == system.session(worker)
+
+
+def _behind_fork_server(system: _System, owner: int) -> int:
+    """Whose a worker is: its parent, or if that is multiprocessing's fork server or our nursery, who started it."""
+    while _FORK_SERVER in system.command(owner) or system.name(owner) == _NURSERY:
+        owner = system.parent(owner) or 0
+    return owner
+
+
+def _system(root: Path) -> _System:
+    return _Proc(root / "proc") if sys.platform == "linux" else _Elsewhere()
+
+
+class _Proc:
+    """Linux: what /proc tells of a process; None or empty when it is not to be seen."""
+
+    def __init__(self, proc: Path) -> None:
+        self._proc = proc
+        self._parents: dict[int, int] = {}  # a parent changes only when it ends: asked for once
+
+    def pids(self) -> list[int]:
+        there = [int(name) for name in os.listdir(self._proc) if name.isdigit()]  # noqa: PTH208 - Paths are slow
+        for gone in self._parents.keys() - set(there):
+            del self._parents[gone]
+        return there
+
+    def parent(self, pid: int) -> int | None:
+        if pid not in self._parents:
+            fields = _after_name(_text(f"{self._proc}/{pid}/stat"))
+            if not fields:
+                return None
+            self._parents[pid] = int(fields[1])
+        return self._parents[pid]
+
+    def name(self, pid: int) -> str:
+        return _text(f"{self._proc}/{pid}/comm").strip()
+
+    def command(self, pid: int) -> str:
+        return _text(f"{self._proc}/{pid}/cmdline")
+
+    def is_python(self, pid: int) -> bool:
+        try:
+            return "python" in os.readlink(f"{self._proc}/{pid}/exe")  # noqa: PTH115 - Paths are slow
+        except OSError:  # somebody else's
+            return "python" in self.command(pid)
+
+    def session(self, pid: int) -> str | None:
+        fields = _after_name(_text(f"{self._proc}/{pid}/stat"))
+        return fields[3] if len(fields) > 3 else None
+
+    def process(self, pid: int, role: str) -> _ProcProcess:
+        return _ProcProcess(self._proc / str(pid), pid, role)
+
+
+class _ProcProcess:
+    """One process on Linux, its files kept open between reads."""
+
+    __slots__ = (
+        "_before", "_folder", "_io", "_pid", "_pss", "_schedstat", "_stat", "_waits", "_waits_before", "pss_s", "role",
+    )  # fmt: skip
+
+    def __init__(self, folder: Path, pid: int, role: str) -> None:
+        self.role = role
+        self._pid = pid
+        self._folder = folder
+        self._stat = ProcFile(folder / "stat")
+        self._schedstat = ProcFile(folder / "schedstat")
+        self._io = ProcFile(folder / "io")
+        self._before: tuple[float, int] | None = None
+        self._waits_before: tuple[float, int | None, int | None, int | None] | None = None
+        self._waits: dict[str, float | None] = {}
+        self._pss: int | None = None
+        self.pss_s: float | None = None
+
+    def measure_pss(self, now_s: float) -> None:
+        """Ask for its share of memory, pages shared with others counted once: costly."""
+        self.pss_s = now_s
+        self._pss = _pss_bytes(_text(f"{self._folder}/smaps_rollup"))
+
+    def read(self, now_s: float) -> ProcessSample | None:
+        """What it did since the last read; None when it has ended."""
+        stat = self._stat.read()
+        name_end = stat.rfind(b")")
+        fields = stat[name_end + 2 :].split(None, 22)
+        if len(fields) < 22 or fields[0] in b"ZX":
+            return None
+        ticks = int(fields[11]) + int(fields[12])
+        before, self._before = self._before, (now_s, ticks)
+        self._read_waits(now_s)
+        cpu_pct = None
+        if before is not None and now_s > before[0]:
+            cpu_pct = 100 * (ticks - before[1]) / _TICKS_S / (now_s - before[0])
+        return ProcessSample(
+            pid=self._pid,
+            role=self.role,
+            name=redact_text(stat[stat.find(b"(") + 1 : name_end].decode("utf-8", "replace")),
+            state=fields[0].decode("ascii"),
+            threads=int(fields[17]),
+            rss_bytes=int(fields[21]) * _PAGE_BYTES,
+            pss_bytes=self._pss,
+            cpu_pct=cpu_pct,
+            **self._waits,
+        )
+
+    def _read_waits(self, now_s: float) -> None:
+        """How long it waited for a core and how much it read: two more files, at half the pace."""
+        before = self._waits_before
+        if before is not None and self._waits and now_s - before[0] < _WAITS_EVERY_S:
+            return
+        waits = self._schedstat.read().split()  # of the main thread alone: the one that trains, or loads
+        delay_ns, switches = (int(waits[1]), int(waits[2])) if len(waits) == 3 else (None, None)
+        read_bytes = _read_counter(self._io.read())
+        self._waits_before = (now_s, delay_ns, switches, read_bytes)
+        if before is not None and now_s > before[0]:
+            seconds = now_s - before[0]
+            self._waits = {
+                "run_delay_pct": rate(delay_ns, before[1], seconds * 1e7),
+                "switches_s": rate(switches, before[2], seconds),
+                "read_bytes_s": rate(read_bytes, before[3], seconds),
+            }
+
+    def close(self) -> None:
+        for file in (self._stat, self._schedstat, self._io):
+            file.close()
+
+
+_TICKS_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - read a thousand times a look, and this is the fast way
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _after_name(stat: str) -> list[str]:
+    """The fields of /proc/PID/stat behind the name, which may itself hold spaces and brackets."""
+    return stat[stat.rfind(")") + 2 :].split() if ")" in stat else []
+
+
+def _read_counter(io: bytes) -> int | None:
+    """Bytes read, by the process's own count: network file systems do not show up among the disks."""
+    return int(io[7 : io.index(b"\n")]) if io.startswith(b"rchar: ") else None
+
+
+def _pss_bytes(rollup: str) -> int | None:
+    lines = (line.split() for line in rollup.splitlines() if line.startswith("Pss:"))
+    return next((int(words[1]) * 1024 for words in lines), None)
+
+
+class _Elsewhere:
+    """The same of other systems, through psutil."""
+
+    def pids(self) -> list[int]:
+        return psutil.pids()
+
+    def parent(self, pid: int) -> int | None:
+        return self._ask(pid, psutil.Process.ppid, None)
+
+    def name(self, pid: int) -> str:
+        return self._ask(pid, psutil.Process.name, "")
+
+    def command(self, pid: int) -> str:
+        return "\0".join(self._ask(pid, psutil.Process.cmdline, []))
+
+    def is_python(self, pid: int) -> bool:
+        return "python" in self.command(pid).lower()
+
+    def session(self, pid: int) -> str | None:
+        return None  # psutil does not say
+
+    def _ask(self, pid: int, question: Callable[[psutil.Process], T], otherwise: T) -> T:
+        try:
+            return question(psutil.Process(pid))
+        except psutil.Error:
+            return otherwise
+
+    def process(self, pid: int, role: str) -> _PsutilProcess:
+        return _PsutilProcess(pid, role)
+
+
+class _PsutilProcess:
+    """One process elsewhere."""
+
+    def __init__(self, pid: int, role: str) -> None:
+        self.role = role
+        self._pid = pid
+        self._process: psutil.Process | None = None
+        self._before: tuple[float, float] | None = None
+        self.pss_s: float | None = None
+
+    def measure_pss(self, now_s: float) -> None:
+        self.pss_s = now_s  # psutil has it on Linux only
+
+    def read(self, now_s: float) -> ProcessSample | None:
+        try:
+            self._process = self._process or psutil.Process(self._pid)
+            with self._process.oneshot():
+                times, name = self._process.cpu_times(), redact_text(self._process.name())
+                rss, threads = self._process.memory_info().rss, self._process.num_threads()
+        except psutil.Error:
+            return None
+        before, self._before = self._before, (now_s, times.user + times.system)
+        cpu_pct = None
+        if before is not None and now_s > before[0]:
+            cpu_pct = 100 * (self._before[1] - before[1]) / (now_s - before[0])
+        return ProcessSample(pid=self._pid, role=self.role, name=name, rss_bytes=rss, threads=threads, cpu_pct=cpu_pct)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+_System = _Proc | _Elsewhere
+_Process = _ProcProcess | _PsutilProcess

@@ -1,0 +1,348 @@
+"""How a trace of any length stays small.
+
+Steps: raw ones at first and around outliers, and windows over all of them. Hardware samples: all of them at first,
+then means of several. Each time another few megabytes have been written, windows and means become twice as long, so
+a file grows with the logarithm of the run. What is held back in memory does not grow at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from typing import Any, TypeVar
+
+from flatout.model.records import GpuSample, HostSample, Sample, Step, Window
+from flatout.model.sketch import Sketch
+from flatout.trace.light_steps import PlainSteps
+
+T = TypeVar("T")
+
+# 24 MB for raw steps and 2.5 MB for each of 16 lengths of window; 16 MB and 3 MB for each of 16 strides of samples:
+# both fill the 64 MB of a file, after hundreds of millions of steps, or months of sampling.
+RAW_STEPS = 2_000  # more than a trial has
+RAW_OUTLIERS = 4_000
+OUTLIERS_AT_FIRST, OUTLIERS_SHARE = 100, 0.02  # a restless run does not use them up in its first minute
+RAW_STEP_BYTES = 24_000_000
+OUTLIER = 2.0  # times the median step
+NEIGHBOURS = 2
+WINDOW_STEPS, WINDOW_MS = 50, 500.0  # at least, both
+BYTES_A_LENGTH = 2_500_000
+NAMES_A_WINDOW = 100
+RAW_SAMPLE_BYTES = 16_000_000
+BYTES_A_STRIDE = 3_000_000
+
+_NOT_AVERAGED = ("index", "pid", "energy_j")
+
+
+class StepThinner:
+    """Takes every step; gives back what to write, and wants to hear how long that was."""
+
+    def __init__(self) -> None:
+        self._outliers = _Outliers()
+        self._seen = 0
+        self._raw_bytes_left = RAW_STEP_BYTES
+        self._window = WindowBuilder()
+        self._length = WINDOW_STEPS
+        self._window_bytes_left = BYTES_A_LENGTH
+
+    def push(self, step: Step) -> list[Step | Window]:
+        """Count one step in. What is not plain training (set-up, X-ray, the tail) stays raw and out of the windows."""
+        if step.kind != "train":
+            return [step] if self._raw_bytes_left > 0 else []
+        self._seen += 1
+        kept = [step] if self._seen <= RAW_STEPS else self._outliers.among(step)
+        out: list[Step | Window] = [*kept] if self._raw_bytes_left > 0 else []
+        self._window.add(step)
+        return out + self.flush() if self._window.is_full(self._length) else out
+
+    def push_many(self, plain: PlainSteps) -> list[Step | Window]:
+        """Count plain steps in, all at once; one by one at the beginning of a run."""
+        if self._seen < RAW_STEPS:
+            return [record for step in plain.steps() for record in self.push(step)]
+        self._seen += len(plain.walls_ms)
+        kept = self._outliers.among_many(plain)
+        out: list[Step | Window] = [*kept] if self._raw_bytes_left > 0 else []
+        self._window.add_many(plain)
+        return out + self.flush() if self._window.is_full(self._length) else out
+
+    def flush(self) -> list[Step | Window]:
+        """Close the window that is open, if any."""
+        if not self._window.steps:
+            return []
+        window = self._window.window()
+        self._window = WindowBuilder()
+        self._outliers.learn(window.wall_ms)
+        return [window]
+
+    def wrote(self, record: Step | Window, size: int) -> None:
+        """Told of each write, so that a long run is thinned out."""
+        if isinstance(record, Step):
+            self._raw_bytes_left -= size
+            return
+        self._window_bytes_left -= size
+        if self._window_bytes_left <= 0:
+            self._length *= 2
+            self._window_bytes_left = BYTES_A_LENGTH
+
+
+class _Outliers:
+    """Steps far slower than the median so far, with their neighbours; a limited number of them at any time of a run."""
+
+    def __init__(self) -> None:
+        self._wall_ms = Sketch()
+        self._median_ms: float | None = None
+        self._before: deque[Step] = deque(maxlen=NEIGHBOURS)
+        self._after = 0
+        self._kept = 0
+
+    @property
+    def _left(self) -> int:
+        allowed = OUTLIERS_AT_FIRST + OUTLIERS_SHARE * self._wall_ms.count
+        return int(min(RAW_OUTLIERS, allowed)) - self._kept
+
+    def learn(self, walls_ms: Sketch) -> None:
+        """How long steps usually take."""
+        self._wall_ms.merge(walls_ms)
+        self._median_ms = self._wall_ms.quantile(0.5)
+
+    def among(self, step: Step) -> list[Step]:
+        """What this step shows to be worth keeping: nothing, itself, or itself and the ones before."""
+        if self._left <= 0:
+            self._before.clear()
+            self._after = 0
+            return []
+        if self._median_ms is not None and step.wall_ms > OUTLIER * self._median_ms:
+            kept = [*self._before, step]
+            self._before.clear()
+            self._after = NEIGHBOURS
+        elif self._after:
+            kept = [step]
+            self._after -= 1
+        else:
+            self._before.append(step)
+            return []
+        self._kept += len(kept)
+        return kept
+
+    def among_many(self, plain: PlainSteps) -> list[Step]:
+        """The same of many steps at once: only those worth keeping are made."""
+        walls_ms, limit_ms = plain.walls_ms, OUTLIER * (self._median_ms or math.inf)
+        kept: list[Step] = []
+        kept_to, left = 0, self._left  # places
+        for place, wall_ms in enumerate(walls_ms) if self._after or max(walls_ms) > limit_ms else ():
+            if len(kept) >= left:
+                self._after = 0
+                break
+            if wall_ms > limit_ms:
+                before = list(self._before)
+                kept += before[max(0, len(before) + place - NEIGHBOURS) :]
+                self._before.clear()
+                kept += plain.part(max(kept_to, place - NEIGHBOURS), place + 1)
+                kept_to, self._after = place + 1, NEIGHBOURS
+            elif self._after:
+                kept += plain.part(place, place + 1)
+                kept_to, self._after = place + 1, self._after - 1
+        self._before.extend(plain.part(max(kept_to, len(walls_ms) - NEIGHBOURS), len(walls_ms)))
+        self._kept += len(kept)
+        return kept
+
+
+class WindowBuilder:
+    """Sums steps up, one at a time."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None  # index, and when it began
+        self._last_index = 0
+        self._wall_ms = Sketch()
+        self._total_ms = 0.0
+        self._plain_ms: dict[tuple[str, str], tuple[list[float], list[float]]] = {}  # walls and waits, by their names
+        self._spans_ms: dict[str, Sketch] = {}
+        self._idle_ms: dict[str, float] = {}
+        self._busy_ms: dict[str, float] = {}
+        self._gpu_steps = 0
+        self._samples: int | None = None
+        self._loss = Sketch()
+        self.steps = 0
+
+    def add(self, step: Step) -> None:
+        """Count one step in."""
+        self._first = self._first or (step.index, step.start_s)
+        self._last_index = step.index
+        self.steps += 1
+        self._total_ms += step.wall_ms
+        self._wall_ms.add(step.wall_ms)
+        if step.samples is not None:
+            self._samples = (self._samples or 0) + step.samples
+        if step.loss is not None:
+            self._loss.add(step.loss)
+        on_gpu = False
+        for name, (host_ms, idle_ms, busy_ms) in span_totals(step).items():
+            key = name_within(self._spans_ms, name)
+            self._spans_ms.setdefault(key, Sketch()).add(host_ms)
+            for sums, ms in ((self._idle_ms, idle_ms), (self._busy_ms, busy_ms)):
+                if ms is not None:
+                    on_gpu = True
+                    sums[key] = sums.get(key, 0.0) + ms
+        self._gpu_steps += on_gpu
+
+    def add_many(self, plain: PlainSteps) -> None:
+        """Count plain steps in. What they took is only noted here; `window` makes sense of all of them at once."""
+        walls = plain.walls_ms
+        self._first = self._first or (plain.first_index, plain.start_s)
+        self._last_index = plain.first_index + len(walls) - 1
+        self.steps += len(walls)
+        self._total_ms += sum(walls)
+        self._samples = (self._samples or 0) + plain.samples if plain.samples else self._samples
+        noted = self._plain_ms.setdefault((plain.waiting, plain.computing), ([], []))
+        noted[0].extend(walls)
+        noted[1].extend(plain.waits_ms)
+
+    def is_full(self, steps: int) -> bool:
+        return self.steps >= steps and self._total_ms >= WINDOW_MS
+
+    def _sum_up_the_plain(self) -> None:
+        for (waiting, computing), (walls, waits) in self._plain_ms.items():
+            self._wall_ms.merge(Sketch.of(walls))
+            worked = [wall - wait for wall, wait in zip(walls, waits, strict=True)]
+            for name, values in ((waiting, waits), (computing, worked)):
+                self._spans_ms.setdefault(name_within(self._spans_ms, name), Sketch()).merge(Sketch.of(values))
+        self._plain_ms.clear()
+
+    def window(self) -> Window:
+        """What was counted in, as one record."""
+        assert self._first is not None
+        self._sum_up_the_plain()
+        return Window(
+            first_index=self._first[0],
+            last_index=self._last_index,
+            start_s=self._first[1],
+            wall_ms=self._wall_ms,
+            spans_ms=self._spans_ms,
+            gpu_steps=self._gpu_steps,
+            gpu_idle_ms=self._idle_ms,
+            gpu_busy_ms=self._busy_ms,
+            samples=self._samples,
+            loss=self._loss,
+        )
+
+
+def window_of(steps: list[Step]) -> Window:
+    """One record for many steps."""
+    builder = WindowBuilder()
+    for step in steps:
+        builder.add(step)
+    return builder.window()
+
+
+def name_within(known: dict[str, Sketch], name: str) -> str:
+    """`name`, or without its line once there are too many names to keep apart."""
+    return name if name in known or len(known) < NAMES_A_WINDOW else name.partition("@")[0]
+
+
+def span_totals(step: Step) -> dict[str, tuple[float, float | None, float | None]]:
+    """Host, GPU-idle and GPU-busy milliseconds of a step by span name, so that twenty small copies count as one.
+
+    Synchronizing calls are told apart by their line.
+    """
+    totals: dict[str, tuple[float, float | None, float | None]] = {}
+    for span in step.spans:
+        key = f"{span.name}@{span.where}" if span.where else span.name
+        host_ms, idle_ms, busy_ms = totals.get(key, (0.0, None, None))
+        if span.gpu_idle_ms is not None:
+            idle_ms = (idle_ms or 0.0) + span.gpu_idle_ms
+        if span.gpu_busy_ms is not None:
+            busy_ms = (busy_ms or 0.0) + span.gpu_busy_ms
+        totals[key] = (host_ms + span.host_ms, idle_ms, busy_ms)
+    return totals
+
+
+class SampleThinner:
+    """Takes every hardware sample; gives back what to write, and wants to hear how long that was."""
+
+    def __init__(self) -> None:
+        self._doublings = 0
+        self._bytes_left = RAW_SAMPLE_BYTES
+        self._held: dict[int, Sample] = {}  # by how many doublings it stands for, as the ones of a binary number
+
+    def push(self, sample: Sample) -> list[Sample]:
+        """Count one sample in."""
+        for doubling in range(self._doublings):
+            earlier = self._held.pop(doubling, None)
+            if earlier is None:
+                self._held[doubling] = sample
+                return []
+            sample = mean_of([earlier, sample])
+        return [sample]
+
+    def flush(self) -> list[Sample]:
+        """The mean of what is held back, if anything."""
+        earliest_first = [self._held[doubling] for doubling in sorted(self._held, reverse=True)]
+        self._held.clear()
+        return [mean_of(earliest_first)] if earliest_first else []
+
+    def wrote(self, size: int) -> None:
+        """Told of each write, so that a long recording is thinned out."""
+        self._bytes_left -= size
+        if self._bytes_left <= 0:
+            self._doublings += 1
+            self._bytes_left = BYTES_A_STRIDE
+
+
+def mean_of(samples: list[Sample]) -> Sample:
+    """One sample for several: rates and levels as means over the time, all else as it was last; pulses thinned."""
+    last = samples[-1]
+    if len(samples) == 1:
+        return last
+    cards = [(card, s.interval_s) for s in samples for card in s.gpus]
+    processes = [(process, s.interval_s) for s in samples for process in s.processes]
+    return Sample(
+        time_s=last.time_s,
+        interval_s=sum(s.interval_s for s in samples),
+        host=_mean_host([(s.host, s.interval_s) for s in samples]),
+        gpus=tuple(_mean_card([c for c in cards if c[0].uuid == card.uuid], len(samples)) for card in last.gpus),
+        processes=tuple(_mean([p for p in processes if p[0].pid == process.pid]) for process in last.processes),
+    )
+
+
+def _mean_card(weighted: list[tuple[GpuSample, float]], samples: int) -> GpuSample:
+    pulses = tuple(pulse for card, _ in weighted for pulse in card.pulses)
+    return dataclasses.replace(_mean(weighted), pulses=pulses[::samples])
+
+
+def _mean_host(weighted: list[tuple[HostSample, float]]) -> HostSample:
+    """Cores and disks are means too, each with its like."""
+    last = weighted[-1][0]
+    cores = [(host.cores_pct, length) for host, length in weighted if host.cores_pct is not None]
+    disks = [(disk, length) for host, length in weighted for disk in host.disks or ()]
+    changes: dict[str, Any] = {}
+    if last.cores_pct is not None:
+        changes["cores_pct"] = tuple(
+            _over_time([(core[i], length) for core, length in cores if i < len(core)])
+            for i in range(len(last.cores_pct))
+        )
+    if last.disks is not None:
+        changes["disks"] = tuple(_mean([d for d in disks if d[0].name == disk.name]) for disk in last.disks)
+    return dataclasses.replace(_mean(weighted), **changes)
+
+
+def _mean(weighted: list[tuple[T, float]]) -> T:
+    """A record with the mean of every field that is a number, and of the last record what is not."""
+    last: Any = weighted[-1][0]
+    means: dict[str, Any] = {}
+    for field in dataclasses.fields(last):
+        values = [(getattr(record, field.name), length) for record, length in weighted]
+        numbers = [(value, length) for value, length in values if isinstance(value, int | float)]
+        if numbers and field.name not in _NOT_AVERAGED:
+            mean = _over_time(numbers)
+            means[field.name] = round(mean) if all(isinstance(value, int) for value, _ in numbers) else mean
+    result: T = dataclasses.replace(last, **means)
+    return result
+
+
+def _over_time(weighted: list[tuple[float, float]]) -> float:
+    """The mean over time. The first sample of all took none, and counts only where there is no other."""
+    total_s = sum(length for _, length in weighted)
+    if total_s <= 0:
+        return sum(value for value, _ in weighted) / len(weighted)
+    return sum(value * length for value, length in weighted) / total_s

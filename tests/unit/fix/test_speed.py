@@ -1,0 +1,110 @@
+"""How fast a recorded run trained."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.fix.speed import Speed, gain, measure, noise_between_runs, slower_pauses
+from flatout.trace import RankTrace, RunInfo, Span, Step, Trace, Window
+from flatout.trace.downsample import StepThinner
+
+
+def run_of(taken: list[int | None]) -> Trace:
+    """Steps of 10 ms, each of which took so many samples from the loader."""
+    steps = tuple(
+        Step(
+            index=n,
+            start_s=n / 100,
+            wall_ms=10.0,
+            spans=(Span(name="forward", start_ms=0.0, host_ms=10.0),),
+            samples=samples,
+        )
+        for n, samples in enumerate(taken)
+    )
+    return Trace(ranks=(RankTrace(info=RunInfo(name="train"), steps=steps),), samples={})
+
+
+@pytest.mark.parametrize(
+    ("epoch", "speed", "unit"),
+    [
+        pytest.param([16] * 20, 1600.0, "samples/s", id="a batch a step"),
+        pytest.param([32, *[16] * 18, None], 1600.0, "samples/s", id="a batch in hand"),
+        pytest.param([None] * 20, 100.0, "steps/s", id="no loader"),
+        pytest.param([256, *[None] * 19], 100.0, "steps/s", id="many steps of a batch"),
+    ],
+)
+def test_a_loader_that_is_a_batch_ahead_does_not_change_what_speed_is_measured_in(
+    epoch: list[int | None], speed: float, unit: str
+) -> None:
+    """Else a run that saw the end of an epoch would be compared in steps with one in samples that did not."""
+    measured = measure(run_of(epoch * 5))
+    assert measured is not None
+    assert (measured.value, measured.unit) == (pytest.approx(speed, rel=0.03), unit)
+
+
+def test_a_third_more_is_a_gain_though_two_runs_as_it_was_are_a_seventh_apart() -> None:
+    """`segment` on an H200: sixteen workers on sixteen cores. A fourth run like the others' mean is still no gain."""
+
+    def ran(value: float) -> Speed:
+        return Speed(value=value, with_pauses=value, sd=0.035, steps=120)
+
+    before = [ran(479.0), ran(416.0)]
+    noise = noise_between_runs([before])
+    assert gain(before, [ran(592.0)], noise).low > 1
+    assert gain(before, [ran(500.0)], noise).low < 1
+    assert gain([ran(447.0)], [ran(592.0)], noise_between_runs([])).low > 1.15  # nothing seen yet: a usual machine
+
+
+def test_runs_that_agree_are_believed_though_their_steps_come_in_a_pattern() -> None:
+    """`stock` on an H200: forty workers fill their queues at first, so that early steps take twice as long as later
+    ones, in every run alike."""
+
+    def ran(*speeds: float) -> list[Speed]:
+        return [Speed(value=value, with_pauses=value, sd=0.4, steps=120) for value in speeds]
+
+    before, after = ran(60_519, 59_341, 50_144), ran(81_108, 88_484, 94_609)
+    gained = gain(before, after, noise_between_runs([before, after]))
+    assert gained.low > 1.2
+    assert gain(before[:1], after[:1], noise_between_runs([])).low < 1
+    assert gain(before, ran(60_519, 49_341, 70_144), noise_between_runs([])).low < 1
+    assert gain(ran(100, 100), ran(103, 103), noise_between_runs([])).low < 1  # two may be alike by luck
+
+
+def epoch_of(steps: int, evaluation_ms: float, *, elastic: bool = False) -> Trace:
+    """Steps of 10 ms as a recorder writes them down, and an evaluation at the end."""
+    thinner, raw, windows = StepThinner(), [], []
+    for index in range(steps):
+        pause_ms = evaluation_ms if index == steps - 1 else 0.0
+        spans = (Span(name="evaluation", start_ms=10.0, host_ms=pause_ms),) if pause_ms else ()
+        step = Step(index=index, start_s=0.0, wall_ms=10.0 + pause_ms, spans=spans, samples=64)
+        for record in thinner.push(step):
+            (raw if isinstance(record, Step) else windows).append(record)  # type: ignore[arg-type]
+    windows += [record for record in thinner.flush() if isinstance(record, Window)]
+    changes = [{"name": "loader", "applied": True}] if elastic else []
+    rank = RankTrace(info=RunInfo(name="train"), steps=tuple(raw), windows=tuple(windows), facts={"changes": changes})
+    return Trace(ranks=(rank,), samples={})
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize("steps", [500, 9000])
+def test_an_evaluation_counts_once_however_long_its_epoch_is(steps: int, elastic: bool) -> None:
+    """A long run keeps only its odd steps one by one; and half of it may be the loader's search for workers."""
+    speed = measure(epoch_of(steps, steps * 2.0, elastic=elastic))
+    assert speed is not None
+    assert speed.value == pytest.approx(6400)
+    assert speed.with_pauses == pytest.approx(6400 / 1.2)
+
+
+def test_pauses_that_only_the_faster_run_came_to_are_no_slower_ones() -> None:
+    """GIVEN a run that is three times as fast, and so comes to its first evaluation THEN only checkpoints, which both
+    had, are compared."""
+
+    def speed(value: float, **pauses_s: float) -> Speed:
+        with_pauses = 1 / (1 / value + sum(pauses_s.values()))
+        return Speed(value=value, with_pauses=with_pauses, sd=0.01, steps=200, pauses_s=pauses_s)
+
+    before = speed(100.0, checkpoint=1e-4)
+    assert slower_pauses(before, speed(300.0, checkpoint=1e-4, evaluation=1e-3)) == ""
+    assert slower_pauses(before, speed(300.0, checkpoint=1e-3)).startswith(
+        "evaluation and checkpoints take 10.0× as long as before: counted in, 2.33× as fast"
+    )

@@ -1,0 +1,48 @@
+"""What the launcher tells the processes inside comes through the environment whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flatout.launch import launcher
+from flatout.launch import protocol as sense_options
+from flatout.launch.protocol import VARIABLE, Options, Trial
+from flatout.model.plan import Change, Plan
+
+
+def test_options_come_back_from_the_environment() -> None:
+    change = Change(name="batch_size", value=128, safety="semantic", knob="--batch-size")
+    options = Options(
+        folder=Path("/traces/one"),
+        name="train",
+        command=("python", "train.py"),
+        max_steps=50,
+        plan=Plan(changes=(change,)),
+        trial=Trial(seed=7, fingerprints=True, follows=Path("/weights"), timeout_s=90.0, protect=Path("/scratch")),
+    )
+    assert Options.from_environment({VARIABLE: options.to_environment()}) == options
+
+
+def test_options_of_a_plain_run_come_back_too() -> None:
+    options = Options(folder=Path("/traces/one"), name="train", command=("train.sh",), xray=False)
+    assert Options.from_environment({VARIABLE: options.to_environment()}) == options
+
+
+def test_switched_off_there_are_no_options() -> None:
+    assert Options.from_environment({VARIABLE: "{}", "FLATOUT": "off"}) is None
+    assert Options.from_environment({}) is None
+
+
+def test_trainings_begun_in_the_same_second_are_not_taken_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sense_options.time, "strftime", lambda _: "now")
+    folders = []
+    for _ in range(3):
+        folders.append(sense_options.new_folder("train"))
+        folders[-1].mkdir(parents=True)
+    assert len(set(folders)) == 3
+    assert [launcher.recordings(folder) for folder in folders] == [[folder] for folder in folders]

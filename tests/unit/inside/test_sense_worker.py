@@ -1,0 +1,103 @@
+"""What a worker's meter adds up, by a clock of our own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils.data import Subset, default_collate
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
+from flatout.feed.watch import Filling
+from flatout.inside import loader_workers
+from flatout.inside.loader_workers import Meter, measure_fetcher
+
+SAMPLE_S = 20e-6
+
+
+class Clock:
+    """Time that passes only when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        monkeypatch.setattr(
+            loader_workers,
+            "time",
+            SimpleNamespace(monotonic=self.read, perf_counter=self.read, thread_time=self.read),
+        )
+
+    def read(self) -> float:
+        return self.now_s
+
+
+class Slow:
+    """Samples that take 20 µs each, the first of all a hundred times that: it imports."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.loaded = 0
+
+    def __len__(self) -> int:
+        return 800
+
+    def __getitem__(self, index: int) -> int:
+        self.clock.now_s += SAMPLE_S if self.loaded else 100 * SAMPLE_S
+        self.loaded += 1
+        return index
+
+
+def test_what_goes_by_unmeasured_counts_like_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = Slow(Clock(monkeypatch))
+    meter = Meter(dataset, None, None)
+    fetcher = _MapDatasetFetcher(dataset, True, default_collate, False)
+    measure_fetcher(fetcher, meter)
+    for first in range(0, 800, 4):
+        assert fetcher.fetch([first, first + 1, first + 2, first + 3]).tolist()[0] == first
+
+    report = meter.report()
+    assert (report.batches, report.samples) == (200, 800)
+    assert 0 < report.sample_ms.count < 400
+    assert report.sample_ms.high == pytest.approx(SAMPLE_S * 1e3, rel=0.02), "its first sample is a worker's start"
+    assert report.sample_wall_s == pytest.approx(899 * SAMPLE_S), "but its time counts, once"
+
+
+@pytest.mark.parametrize(("holds", "filled"), [("cache", "Caching, cache"), ("rows", "Caching, rows"), ("", None)])
+def test_samples_that_fill_their_dataset_are_seen(holds: str, filled: str | None) -> None:
+    class Caching:
+        def __init__(self) -> None:
+            self.cache: dict[int, int] = {}
+            self.rows: list[Any] = [None] * 400
+            self.opened: list[str] = []
+            self.tables = [np.arange(3)] * 5  # which do not compare as numbers do
+            self.asked = 0
+
+        def __getitem__(self, index: int) -> int:
+            self.asked += 1
+            if index % 3 == 0:
+                self.opened.append(f"shard {index // 3}")
+            if holds:
+                getattr(self, holds)[index] = index
+            return index
+
+    dataset = Caching()
+    filling = Filling(Subset(dataset, range(400)))  # type: ignore[arg-type]
+    said = []
+    for batch in range(20):
+        for index in range(4):
+            dataset[4 * batch + index]
+        said.append(filling.after_batch(4))
+    assert next((one for one in said if one), None) == filled
+    assert said[:3] == [None] * 3
+
+
+def test_a_container_that_cannot_be_counted_is_no_trouble() -> None:
+    class Odd(dict[int, int]):
+        def __len__(self) -> int:
+            raise RuntimeError("not now")
+
+    dataset = type("Data", (), {})()
+    dataset.odd = Odd()
+    filling = Filling(dataset)
+    assert [filling.after_batch(4) for _ in range(3)] == [None] * 3
