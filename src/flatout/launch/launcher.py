@@ -139,7 +139,7 @@ def _overlaid(box: sandbox.Sandbox) -> Callable[[], None]:
     What changes in a folder under an overlay was not changed by the trial: a person, another program, or a service that
     the script has asked to. That is told, and is no reason to end.
     """
-    memory, near = SharedMemory(), Snapshot(box.near, but=box.keep)
+    memory, near = SharedMemory(), Snapshot(box.near, but=[*box.keep, box.scratch])
 
     def look_again() -> None:
         if why := sandbox.refusal(box):

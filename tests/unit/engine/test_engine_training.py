@@ -933,7 +933,8 @@ def test_flatout_train_has_the_last_word_on_weights_that_are_not_saved(
     """GIVEN a training that ended so WHEN its account has been given THEN the last line says so, and the code is 1."""
     from flatout.launch import launcher
 
-    def ran(command: list[str], *, folder: Path) -> int:
+    def ran(command: list[str], *, folder: Path, ends_with_us: bool) -> int:
+        assert ends_with_us
         print("the account of the run", file=sys.stderr)
         return code
 
