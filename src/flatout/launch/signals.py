@@ -7,7 +7,9 @@ another (asyncio does). Standard library only: it is at work before torch is imp
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import select
 import signal
 import stat
@@ -67,15 +69,28 @@ class SignalsReceived:
 
 
 def tell(environ: Mapping[str, str]) -> None:
-    """In a Python process of the command: have what it hears written down."""
+    """In a Python process of the command: have what it hears written down, and nothing said when nobody reads that any
+    more: Python would complain of a broken pipe at each signal, so this process keeps a reading end itself."""
     descriptor, _, inode = environ.get(_VARIABLE, "").partition(" ")
     try:
         status = os.fstat(int(descriptor))
         if stat.S_ISFIFO(status.st_mode) and status.st_ino == int(inode):  # and not what has its number by now
-            before = signal.set_wakeup_fd(int(descriptor), warn_on_full_buffer=False)
+            ours = _out_of_the_way(int(descriptor))
+            before = signal.set_wakeup_fd(ours, warn_on_full_buffer=False)
             if before != -1:
                 signal.set_wakeup_fd(before)
+                os.close(ours)
             else:
-                os.write(int(descriptor), bytes([_HERE]))
+                reading = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                _out_of_the_way(reading)
+                os.close(reading)
+                os.write(ours, bytes([_HERE]))
     except (OSError, ValueError):  # not inherited, or not the main thread
         return
+
+
+def _out_of_the_way(descriptor: int) -> int:
+    """The same under a high number: a script that closes what it has inherited gets the low ones for its own files, and
+    signals would be written into those."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(0, min(most, 1024) - 16))
