@@ -43,7 +43,7 @@ from benchmarks.machine import describe, headline  # noqa: E402
 
 SHARES = {"run": 110, "run --auto": 110, "fix": 60, "train": 110, "top --record": 110, "bare": 60}  # bare: no flatout
 CHAINS = {"fix": 10, "train": 5}  # kills one after the other in the same place
-WITHIN = {"train": 0.4}  # of the time it takes to its end: it is to be killed five times before that
+WITHIN = {"train": 0.6}  # of the time it takes to its end alone: it is to be killed five times before that
 VICTIMS = {"top --record": ("command",), "bare": ("training", "worker", "all")}
 EVERYONE = ("command", "training", "worker", "all")
 CACHES = ("torchinductor_",)  # PyTorch's, and meant to stay
@@ -54,14 +54,16 @@ PATIENCE_S = 90
 SEED = 33
 
 SCRIPT = """
-    import hashlib, torch
+    import hashlib, sys, torch
+
+    WORKERS, WORK = (int(word) for word in sys.argv[1:])
 
     class Samples(torch.utils.data.Dataset):
         def __len__(self):
             return 1024
         def __getitem__(self, index):
             x = torch.full((64,), index / 1024.0)
-            for _ in range(12):
+            for _ in range(WORK):
                 x = torch.sin(x * 3 + 1)
             return x, index % 10
 
@@ -70,7 +72,7 @@ SCRIPT = """
         torch.set_num_threads(1)
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        loader = torch.utils.data.DataLoader(Samples(), 8, shuffle=True, num_workers=2)
+        loader = torch.utils.data.DataLoader(Samples(), 8, shuffle=True, num_workers=WORKERS)
         for epoch in range(2):
             for x, y in loader:
                 loss = torch.nn.functional.cross_entropy(model(x), y)
@@ -97,7 +99,7 @@ model: parts:net
 data: {train: parts:Samples, workers: 2}
 criterion: torch.nn:CrossEntropyLoss
 optimizer: {factory: torch.optim:AdamW, args: {lr: 1e-3}}
-train: {epochs: 30, batch_size: 8, device: cpu}
+train: {epochs: 45, batch_size: 8, device: cpu}
 checkpoint: {every: 24 steps, best: null}
 log: {quiet: true}
 out: runs/killed
@@ -252,7 +254,7 @@ class Bench:
 
     def command(self, verb: str, number: int, *, resume: bool) -> list[str]:
         """The words of a verb."""
-        flatout, script = [sys.executable, "-m", "flatout"], [sys.executable, "loop.py"]
+        flatout, script = [sys.executable, "-m", "flatout"], [sys.executable, "loop.py", "2", "12"]
         trace = ["--trace", f"trace-{number}"]
         match verb:
             case "run":
@@ -260,7 +262,7 @@ class Bench:
             case "run --auto":
                 return [*flatout, "run", "--auto", *trace, "--", *script]
             case "fix":
-                return [*flatout, "fix", "--budget", "15s", "--steps", "40", "--", *script]
+                return [*flatout, "fix", "--budget", "30s", "--steps", "40", "--", *script[:-2], "0", "300"]
             case "train":
                 return [*flatout, "train", "train.yaml", *(["--resume"] if resume else [])]
             case "top --record":
@@ -271,8 +273,8 @@ class Bench:
         """A hash of what was trained; "" where nothing says."""
         if verb == "train":
             return _trained(folder / "runs/killed")
-        last = (running.output.read_text(errors="replace").splitlines() or [""])[0 if verb != "bare" else -1]
-        return last if re.fullmatch(r"[0-9a-f]{64}", last) else ""
+        said = re.search(r"^[0-9a-f]{64}", running.output.read_text(errors="replace"), re.MULTILINE)
+        return said[0] if said else ""
 
     def go(self, chain: Chain) -> dict[str, Any]:
         """Kill, and kill again; then, of those that can go on, see them through."""
@@ -281,7 +283,7 @@ class Bench:
         cases = [self.kill_one(chain, number, folder, draw) for number in range(chain.kills)]
         result = {"chain": chain.name, "cases": [vars(case) for case in cases]}
         if chain.verb in CHAINS:
-            running = Running(self.command(chain.verb, chain.kills, resume=True), folder, chain.name)
+            running = Running(self.command(chain.verb, chain.kills, resume=_goes_on(folder)), folder, chain.name)
             running.wait()
             result["seen_through"] = {
                 "exit": running.process.returncode,
@@ -296,12 +298,12 @@ class Bench:
     def kill_one(self, chain: Chain, number: int, folder: Path, draw: random.Random) -> Case:
         """Start, kill at a random moment, and look around. Earlier, where it was over by then."""
         wanted = draw.choice(VICTIMS.get(chain.verb, EVERYONE))
-        after_s = draw.uniform(0.1, self.seconds[chain.verb] * WITHIN.get(chain.verb, 1.0))
+        after_s = draw.uniform(0.1, self.seconds[chain.verb] * WITHIN.get(chain.verb, 1.6))
         for sooner in (1.0, 0.7, 0.5, 0.3):
             case = Case(verb=chain.verb, wanted=wanted, after_s=round(after_s * sooner, 2))
             for old in folder.glob(f"trace-{number}*"):
                 shutil.rmtree(old)
-            running = Running(self.command(chain.verb, number, resume=number > 0), folder, chain.name)
+            running = Running(self.command(chain.verb, number, resume=_goes_on(folder)), folder, chain.name)
             case.killed = self.killed(running, case, draw)
             killed_s = time.monotonic()
             running.wait()
@@ -310,6 +312,8 @@ class Bench:
                 break
         case.exit = running.process.returncode
         case.left = self.left(running, folder, ours_too=chain.verb not in CHAINS)
+        if case.wanted == "command" and "Traceback" in running.output.read_text(errors="replace"):
+            case.left["noise"] = ["what lived on wrote a traceback"]
         case.recording = _readable(folder / f"trace-{number}", folder / "flatout-plan.yaml")
         trained = self.trained(chain.verb, folder, running) if chain.verb not in CHAINS else ""
         case.same_weights = trained == self.expected[chain.verb] if trained else None
@@ -348,6 +352,14 @@ class Bench:
             "of PyTorch": [name for name in (*segments, *names) if name.startswith(PYTORCHS)],
         }
         return {kind: things for kind, things in found.items() if things}
+
+
+def _goes_on(folder: Path) -> bool:
+    """Whether a training can be resumed; what was killed before its first checkpoint begins again."""
+    if any(folder.glob("runs/killed/checkpoints/step-*.pt")):
+        return True
+    shutil.rmtree(folder / "runs", ignore_errors=True)
+    return False
 
 
 def _mounts() -> set[str]:
@@ -455,7 +467,7 @@ def summary(done: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             "processes_killed": sum(len(case["killed"]) for case in cases),
             "over_before_the_kill": sum(not case["killed"] for case in cases),
             **{f"left_{kind}": sum(kind in one["left"] for one in (*cases, *ends))
-               for kind in ("processes", "mounts", "shm", "tmp", "of PyTorch")},
+               for kind in ("processes", "mounts", "shm", "tmp", "noise", "of PyTorch")},
             "recordings_refused": sum(case["recording"].startswith("refused") for case in cases),
             "came_to_the_end_with_the_same_weights": sum(case["same_weights"] is True for case in cases),
             "with_others": sum(case["same_weights"] is False for case in cases),
