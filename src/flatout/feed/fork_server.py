@@ -353,7 +353,11 @@ os.register_at_fork(before=_stop_collecting, after_in_parent=_collect_again, aft
 
 @contextlib.contextmanager
 def _quiet_fork() -> Iterator[None]:
-    """Python 3.12 warns of forking with threads about; the nursery never touches what they hold."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
+    """Python 3.12 warns of forking with threads about; the nursery never touches what they hold. Older ones do not, and
+    are left alone: after a change of filters Python shows the script's own warnings a second time."""
+    if sys.version_info >= (3, 12):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
+            yield
+    else:
         yield

@@ -1,9 +1,14 @@
-"""What a worker does to its process before it loads anything."""
+"""What a worker does to its process before it loads anything, and what starting one does to the training's."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
+
+import pytest
+
+from flatout.feed import DataLoader
 
 FAULTS = """
 import resource
@@ -27,3 +32,18 @@ def test_memory_of_a_batch_serves_the_next_one() -> None:
     done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
     given_back, kept = map(int, done.stdout.split())
     assert kept < given_back / 20, (given_back, kept)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python warns of the fork itself there")
+def test_a_warning_of_the_script_is_not_shown_again_because_workers_were_started() -> None:
+    """GIVEN a warning that Python shows once for its line, WHEN a loader starts workers, THEN it stays at once."""
+
+    def warn() -> None:
+        warnings.warn("told once", UserWarning, stacklevel=1)
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        warn()
+        assert len(list(DataLoader(range(8), 4, num_workers=1))) == 2  # type: ignore[arg-type]
+        warn()
+    assert [str(warning.message) for warning in shown].count("told once") == 1
