@@ -43,7 +43,11 @@ def loader(samples: int = 24, **settings: Any) -> DataLoader[Any]:
 
 def learn(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
     optimizer.zero_grad()
-    cross_entropy(model(x), y).backward()
+    loss = cross_entropy(model(x), y)
+    until_s = time.perf_counter() + 1e-4  # on a quick machine a loss is too short to be a phase of its own
+    while time.perf_counter() < until_s:
+        pass
+    loss.backward()
     optimizer.step()
 
 

@@ -318,7 +318,7 @@ def test_every_place_is_told_where_a_change_was_made(tmp_path: Path) -> None:
     assert run.code == 0, run.err
     first, last = (entries(run)["loader"]["where"], *entries(run)["loader"]["also"])
     assert (first, last) == ("train.py:37", "train.py:51")
-    assert f"flatout's own workers, {first}, {last})" in run.err
+    assert f", {first}, {last})" in run.err
 
 
 HEARD = """
