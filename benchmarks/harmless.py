@@ -56,7 +56,7 @@ _TIMES = re.compile(
     r"\d+:\d\d(?::\d\d)?(?:\.\d+)?"  # of day, or left
     r"|\d+(?:\.\d+)?(?= ?(?:s|ms|sec|secs|seconds|min|it/s|s/it|samples/s)\b)"
     r"|(?<=SPS: )\d+|(?<=ms/batch )\s*\d+\.\d+"
-    r"|(?<=runtime': )'?[\d.]+'?|(?<=per_second': )'?[\d.]+'?"
+    r"|(?<=runtime)['\"]?\s*[=:]\s*\S+|(?<=per_second)['\"]?\s*[=:]\s*\S+"
 )
 
 
