@@ -188,6 +188,7 @@ def _end(process: Any, patience_s: float = 5) -> None:
 
 def _nursery_main(recipe: Recipe, far: socket.socket, parent: int) -> None:
     wire.close_inherited(but=[far.fileno()])
+    _in_a_group_of_its_own()
     _behave("flatout-nursery")
     limit_threads()
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # or no children
@@ -245,11 +246,19 @@ def _forked_main(recipe: Recipe, end: socket.socket, nursery_wire: socket.socket
 
 
 def _spawned_main(recipe: Recipe, end: socket.socket, parent: int) -> None:
+    _in_a_group_of_its_own()
     _behave("flatout-worker")
     limit_threads()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     _keep_freed_memory()
     worker.main(recipe, end)
+
+
+def _in_a_group_of_its_own() -> None:
+    """A Jupyter kernel that shuts down ends the children in its process group and waits for them, zombies too, until
+    it is killed itself. What the group is told reaches the training process, and us through its end."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # samples may still print to the terminal
 
 
 def _end_with(parent: int) -> None:

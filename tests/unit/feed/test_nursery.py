@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import warnings
 
+import psutil
 import pytest
 
 from flatout.feed import DataLoader
@@ -47,3 +49,16 @@ def test_a_warning_of_the_script_is_not_shown_again_because_workers_were_started
         assert len(list(DataLoader(range(8), 4, num_workers=1))) == 2  # type: ignore[arg-type]
         warn()
     assert [str(warning.message) for warning in shown].count("told once") == 1
+
+
+def test_workers_are_not_in_the_process_group_of_the_training() -> None:
+    """GIVEN a loader's workers, THEN a Jupyter kernel, which at its end waits for the children in its group to be gone
+    and reaps none, finds none of them there."""
+    loader = DataLoader(range(64), 4, num_workers=1)  # type: ignore[arg-type]
+    batches = iter(loader)
+    next(batches)
+    named = {child.name(): os.getpgid(child.pid) for child in psutil.Process().children(recursive=True)}
+    ours = {name: group for name, group in named.items() if name.startswith("flatout-")}
+    assert "flatout-worker" in ours
+    assert os.getpgrp() not in ours.values()
+    assert len(list(batches)) == 15
