@@ -50,6 +50,14 @@ _MOMENT_S = 0.05
 _STEPS_TO_FOLLOW = 3  # so many optimizer steps in another thread, and we follow training there
 
 
+def _unseen_by_warnings(function: Any) -> Any:
+    """PyTorch warns in the name of whoever calls it. Python passes its import machinery over when it looks for them,
+    and knows that by the name of the file: by such a name a warning still names PyTorch's own line, not one of ours."""
+    code = function.__code__
+    function.__code__ = code.replace(co_filename=f"{code.co_filename} (like importlib._bootstrap)")
+    return function
+
+
 class Hooks:
     """Installs the patches around one Recorder, and takes them off again."""
 
@@ -187,6 +195,7 @@ class Hooks:
                 self.guarded(seen, loader)
             return iterate(loader)
 
+        @_unseen_by_warnings
         @functools.wraps(build)
         def numbered(iterator: Any, loader: Any) -> None:
             # Whoever builds it, stock or flatout.feed: what a loader's iterators have in common is this class.

@@ -83,6 +83,16 @@ def test_a_forked_process_that_trains_gets_its_own_recording(tmp_path: Path) -> 
     assert [sum(s.kind in ("warmup", "train") for s in rank.steps) for rank in (mine, theirs)] == [3, 6]
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="PyTorch has no reason to warn")
+def test_what_pytorch_warns_of_names_the_line_that_it_names_without_us(tmp_path: Path) -> None:
+    """GIVEN a recording, WHEN a loader is to pin memory for a GPU that is not there, THEN the warning is PyTorch's."""
+    attachment = flatout.attach(tmp_path)
+    with pytest.warns(UserWarning, match="no accelerator is found") as told:
+        iter(torch.utils.data.DataLoader([0.0], pin_memory=True))
+    attachment.close()
+    assert [Path(warning.filename).name for warning in told] == ["dataloader.py"]
+
+
 def test_importing_flatout_leaves_torch_alone() -> None:
     look = "import sys, flatout; assert 'torch' not in sys.modules; flatout.attach; assert 'torch' in sys.modules"
     subprocess.run([sys.executable, "-c", look], check=True)
