@@ -1,8 +1,9 @@
 """The figures of the house: how large src/flatout is, and how dense its lines are. Before and after a clean-up.
 
-    python benchmarks/house.py [--against REV] [--out FILE]
+    python benchmarks/house.py [PART…] [--against REV] [--out FILE]
 
-With --against, the same figures of that commit stand beside those of the working tree.
+A PART is a package or file in src/flatout, such as feed or cli.py; without one, all of it is counted. With
+--against, the same figures of that commit stand beside those of the working tree.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import statistics
 import subprocess
 import tarfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,22 @@ WIDE, LONG_FUNCTION, LONG_FILE = 110, 60, 600
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help="packages or files to count alone")
     parser.add_argument("--against", metavar="REV", help="a commit to compare with")
     parser.add_argument("--out", type=Path, metavar="FILE")
     options = parser.parse_args()
-    columns = {"now": figures(working_tree())}
+    columns = {"now": figures(only(options.parts, working_tree()))}
     if options.against:
-        columns = {options.against: figures(commit(options.against)), **columns}
+        columns = {options.against: figures(only(options.parts, commit(options.against))), **columns}
     for name in columns["now"]:
         print(f"{name:45}" + "".join(f"{column[name]:>14,}" for column in columns.values()))
     if options.out:
         options.out.write_text(json.dumps(columns, indent=2) + "\n", encoding="utf-8")
+
+
+def only(parts: Sequence[str], sources: dict[str, str]) -> dict[str, str]:
+    """The sources of these packages or files; all of them if none is named."""
+    return {path: text for path, text in sources.items() if not parts or set(parts) & {path, path.split("/")[0]}}
 
 
 def working_tree() -> dict[str, str]:
