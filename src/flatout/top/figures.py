@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from flatout.model.readings import GPU_READINGS, HOST_READINGS, shown_in
 from flatout.top.readings import host_readings, work_pct
 from flatout.trace import GpuSample, Sample, Sketch
 
@@ -17,18 +18,8 @@ IDLE_BELOW_PCT = 5.0  # a pulse below this is an idle moment
 AT_WORK_PCT = 20.0  # of a core: a training process that uses this much is at work
 _LONGEST_CARRY_S = 0.25  # faster than GPM can be read, a pulse stands for the samples without one before it
 
-# What is followed over time: of a card these fields of its samples, of the host these readings.
-_GPU_LEVELS = (
-    "gpu_util_pct", "sm_active_pct", "sm_occupancy_pct", "tensor_active_pct", "dram_active_pct",
-    "pcie_rx_bytes_s", "pcie_tx_bytes_s", "memory_used_bytes", "memory_pct", "power_w", "power_share_pct",
-    "temperature_c", "sm_clock_mhz", "decoder_util_pct", "jpeg_util_pct",
-)  # fmt: skip
-_HOST_LEVELS = (
-    "cpu_pct", "memory_pct", "shm_pct", "disk_busy_pct", "disk_read_bytes_s", "disk_write_bytes_s",
-    "training_cpu_pct", "trainer_cpu_pct", "training_read_bytes_s", "workers", "worker_cpu_pct",
-    "iowait_pct", "run_queue", "switches_s", "pressure_cpu_pct", "pressure_io_pct", "pressure_memory_pct",
-    "throttled_pct", "memory_used_bytes", "page_cache_bytes", "swap_used_bytes", "shm_used_bytes",
-)  # fmt: skip
+_GPU_LEVELS = tuple(reading.name for reading in shown_in("over time", GPU_READINGS))
+_HOST_LEVELS = tuple(reading.name for reading in shown_in("over time", HOST_READINGS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

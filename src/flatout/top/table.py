@@ -5,21 +5,12 @@ from __future__ import annotations
 import csv
 from typing import IO, Any
 
+from flatout.model.readings import GPU_READINGS, HOST_READINGS, shown_in
 from flatout.top.readings import host_readings
 from flatout.trace import GpuSample, Sample
 
-HOST_COLUMNS = (
-    "time_unix_s", "interval_s", "cpu_pct", "iowait_pct", "run_queue", "pressure_cpu_pct", "pressure_io_pct",
-    "pressure_memory_pct", "memory_used_bytes", "memory_total_bytes", "swap_used_bytes", "shm_used_bytes",
-    "disk_read_bytes_s", "disk_write_bytes_s", "disk_busy_pct", "trainer_cpu_pct", "workers", "workers_cpu_pct",
-    "training_rss_bytes", "training_read_bytes_s",
-)  # fmt: skip
-GPU_COLUMNS = (
-    "gpu_util_pct", "sm_active_pct", "sm_occupancy_pct", "tensor_active_pct", "dram_active_pct", "pcie_rx_bytes_s",
-    "pcie_tx_bytes_s", "memory_used_bytes", "memory_total_bytes", "power_w", "power_limit_w", "energy_j",
-    "temperature_c", "sm_clock_mhz", "memory_clock_mhz", "decoder_util_pct", "jpeg_util_pct", "throttle",
-    "pulse_low_pct", "pulse_high_pct",
-)  # fmt: skip
+HOST_COLUMNS = ("time_unix_s", "interval_s", *(reading.name for reading in shown_in("csv", HOST_READINGS)))
+GPU_COLUMNS = tuple(reading.name for reading in shown_in("csv", GPU_READINGS))
 
 
 class CsvTable:
