@@ -414,8 +414,8 @@ def fix(
     `flatout run --plan flatout-plan.yaml -- python train.py --epochs 90`. Ctrl-C leaves the plan so far.
     """
     _linux_only("fix")
-    from flatout.fix.candidates import Wishes
     from flatout.fix.fix import fix as search
+    from flatout.fix.offers import Wishes
     from flatout.launch import launcher
     from flatout.report import fix_views
     from flatout.report.fixed import report as report_of

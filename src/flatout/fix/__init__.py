@@ -1,6 +1,6 @@
 """FIX: from findings to changes that were measured, kept or undone, and proven.
 
-    Trace ──candidates (knobs)──► Offers ──trial──► runs of the user's command ──speed──► kept or undone
+    Trace ──offers (knobs)──► Offers ──trial──► runs of the user's command ──speed──► kept or undone
                                                          │
                                                          └─ with fingerprints ──proof──► identical, reseeded, equivalent
                                                                                             │

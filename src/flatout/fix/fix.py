@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from flatout.files import PRIVATE, write_whole
-from flatout.fix.candidates import Wishes, not_offered
+from flatout.fix.offers import Wishes, not_offered
 from flatout.fix.result import FixResult, Story
 from flatout.fix.running import Launcher, end_of
 from flatout.fix.search import Search

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from flatout.diagnose.knobs import knobs
-from flatout.fix.candidates import PAUSES, Wishes
+from flatout.fix.offers import PAUSES, Wishes
 from flatout.fix.running import Run
 from flatout.fix.speed import EVALUATION_AND_CHECKPOINT
 from flatout.model.plan import Change

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from flatout.fix.candidates import all_in_words, with_changes
+from flatout.fix.offers import all_in_words, with_changes
 from flatout.fix.proof import FEWEST_LOSSES, Proof, same_batches, same_loss
 from flatout.fix.running import ProofRun, Run
 from flatout.model.plan import Change

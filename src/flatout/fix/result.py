@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flatout.fix.candidates import Offer, in_words
+from flatout.fix.offers import Offer, in_words
 from flatout.fix.running import Run
 from flatout.fix.speed import Gain, Noise, Speed
 from flatout.model.plan import Change, Figure, Outcome, Plan, Verdict

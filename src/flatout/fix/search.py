@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from flatout.diagnose.rules import diagnose
-from flatout.fix.candidates import (
+from flatout.fix.offers import (
     LOADED_BY_HAND,
     PAUSES,
     Offer,

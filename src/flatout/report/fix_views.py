@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from flatout.fix.candidates import all_in_words, in_words
+from flatout.fix.offers import all_in_words, in_words
 from flatout.fix.result import Attempt, Story
 from flatout.model.formatting import in_full
 from flatout.report import chart_html

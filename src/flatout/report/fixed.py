@@ -11,7 +11,7 @@ from typing import Any
 
 from flatout.diagnose.rank_metrics import cases
 from flatout.diagnose.rules import diagnose
-from flatout.fix.candidates import PAUSES, SAFETIES, Offer, in_words
+from flatout.fix.offers import PAUSES, SAFETIES, Offer, in_words
 from flatout.fix.result import Attempt, FixResult
 from flatout.fix.running import Run
 from flatout.fix.speed import WORTH, Gain, Noise, Speed

@@ -15,7 +15,7 @@ import pytest
 import remedy_world
 from remedy_world import EFFECTS, START_S, Machine, World, flag
 
-from flatout.fix.candidates import Wishes
+from flatout.fix.offers import Wishes
 from flatout.fix.result import FixResult
 from flatout.fix.running import ProofRun, ProofStep, Run
 from flatout.fix.search import Search

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "remedy"))
 from remedy_world import Machine, World, flag
 from report_runs import printed
 
-from flatout.fix.candidates import Wishes
+from flatout.fix.offers import Wishes
 from flatout.fix.result import Attempt
 from flatout.fix.search import Search
 from flatout.fix.speed import Gain

@@ -13,7 +13,7 @@ import pytest
 from remedy_world import Machine, World, flag
 
 from flatout.diagnose.knobs import knobs
-from flatout.fix.candidates import View, Wishes, not_offered, offers, scaled_twice
+from flatout.fix.offers import View, Wishes, not_offered, offers, scaled_twice
 from flatout.model.errors import UsageError
 from flatout.model.plan import Change
 from flatout.trace import Sketch
