@@ -2,7 +2,7 @@
 
     python benchmarks/house.py [PART…] [--against REV] [--out FILE]
 
-A PART is a package or file in src/flatout, such as feed or cli.py; without one, all of it is counted. With
+A PART is a package or file in src/flatout, such as feed or redact.py; without one, all of it is counted. With
 --against, the same figures of that commit stand beside those of the working tree.
 """
 

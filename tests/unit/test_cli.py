@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from flatout import __version__, cli
+from flatout import __version__
+from flatout.cli.fix import save_plan
 from flatout.fix.result import Attempt, FixResult
 from flatout.launch import launcher
 from flatout.model.plan import Change, Outcome, Plan
@@ -66,10 +67,10 @@ def test_a_flag_is_shown_without_a_value(flatout_says: Run, verb: tuple[str, ...
         (("run", "--html", "/no/such/page.html", "--", "true"), "cannot write /no/such/page.html: there is no folder"),
         (("fix",), "no command given: flatout fix -- python train.py …"),
         (("fix", "--", "no-such-program"), "no-such-program: command not found"),
-        (("fix", "--budget", "soon", "train.py"), "--budget soon: a time such as 90s, 10m or 1h is wanted"),
+        (("fix", "--budget", "soon", "train.py"), "--budget soon: expected a time such as 90s, 10m or 1h"),
         (
             ("fix", "--price", "much", "train.py"),
-            "--price much: give a price an hour, such as 2.5/h, $2.5/h or 2.5EUR/h",
+            "--price much: expected a price an hour, such as 2.5/h, $2.5/h or 2.5EUR/h",
         ),
         (("fix", "--allow", "batchsize", "train.py"), "no change or class called batchsize (did you mean batch-size?)"),
         (("fix", "--out", "/no/such/plan.yaml", "train.py"), "there is no folder /no/such"),
@@ -252,7 +253,7 @@ def test_a_reading_needs_neither_torch_nor_textual() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "holds"),
+    ("text", "stays"),
     [
         ("plan: 1\nchanges: []\n", False),
         ("plan: 1\nchanges:\n- {name: gc_freeze, value: true, safety: identical}\n", True),
@@ -260,25 +261,26 @@ def test_a_reading_needs_neither_torch_nor_textual() -> None:
         (None, False),
     ],
 )
-def test_a_plan_with_changes_is_not_replaced_by_one_without(tmp_path: Path, text: str | None, holds: bool) -> None:
+def test_a_plan_with_changes_is_not_replaced_by_one_without(tmp_path: Path, text: str | None, stays: bool) -> None:
     path = tmp_path / "flatout-plan.yaml"
     if text is not None:
         path.write_text(text)
-    assert cli._holds_changes(path) == holds
+    save_plan(Plan(), path, has_gains=False)
+    assert (path.read_text() == text) == stays
 
 
-def test_an_older_plan_is_kept_where_there_is_something_in_it(
+def test_an_older_plan_with_changes_is_kept_under_another_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, older = tmp_path / "plan.yaml", tmp_path / "plan-1.yaml"
     one = Change(name="loader", value="elastic", safety="identical")
     undone = Plan(tried=(Outcome(change=one, verdict="undone", note="no gain"),))
     for plan in (Plan(), undone):
-        cli._save_beside_older(plan, path)
+        save_plan(plan, path, has_gains=True)
         assert capsys.readouterr().err == f"flatout: there is no change in {path}: with it the command runs as it is\n"
-    cli._save_beside_older(Plan(changes=(one,)), path)
+    save_plan(Plan(changes=(one,)), path, has_gains=True)
     assert not older.exists()
-    cli._save_beside_older(Plan(changes=(Change(name="pin_memory", value=True, safety="identical"),)), path)
+    save_plan(Plan(changes=(Change(name="pin_memory", value=True, safety="identical"),)), path, has_gains=True)
     assert [change.name for change in Plan.load(older).changes] == ["loader"]
     assert capsys.readouterr().err == f"flatout: the plan that was in {path} is in {older} now\n"
 

@@ -1,0 +1,13 @@
+"""CLI: the command line, one file a verb.
+
+entry    the app; an error becomes one line on stderr and an exit code
+options  how options, arguments and the command behind -- are declared
+output   where results go: the terminal, --json, --html
+
+A verb imports what it needs inside its function, so that --help is quick. The docstring of that function is its help.
+"""
+
+from flatout.cli import check, compare, doctor, fix, report, run, top, train
+from flatout.cli.entry import app, main
+
+__all__ = ["app", "check", "compare", "doctor", "fix", "main", "report", "run", "top", "train"]

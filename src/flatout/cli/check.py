@@ -1,0 +1,39 @@
+"""`flatout check`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from flatout.cli.entry import verb
+from flatout.cli.options import argument, flag, option, output_file, require_linux
+from flatout.cli.output import console, write_results
+
+
+@verb()
+def check(
+    script: Path | None = argument("SCRIPT", "The training script, or the .sh that starts it."),
+    flags: list[str] | None = argument("-- FLAGS", "The script's own flags."),
+    config: Path | None = option("FILE", "Its config: YAML, JSON, or a Python file of constants."),
+    data: Path | None = option("DIR", "Measure how fast this folder can be read (two seconds)."),
+    strict: bool = flag("--strict", "Exit with 1 on a warning too."),
+    json: str | None = output_file("the list as JSON"),
+) -> None:
+    """Look over script, config and machine before a training starts. Runs none of your code.
+
+    `flatout check train.py`, with its config: `flatout check train.py --config train.yaml`, with its flags:
+    `flatout check train.py -- --num-workers 40`. Exit code 1 when a line failed.
+    """
+    require_linux("check")
+    from flatout.check import check as check_script
+    from flatout.report.checklist import show
+    from flatout.sample.hardware import Sampler
+
+    with Sampler() as sampler:
+        gpus = sampler.read().gpus
+    result = check_script(script, flags=tuple(flags or ()), config=config, data=data, gpus=gpus or None)
+    if write_results(json, result.to_json):
+        show(result, console())
+    if not result.passed(strict=strict):
+        raise typer.Exit(1)

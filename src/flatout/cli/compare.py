@@ -1,0 +1,40 @@
+"""`flatout compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flatout.cli.entry import verb
+from flatout.cli.options import argument, option, output_file
+from flatout.cli.output import console, damage_in_one_line, write_results
+from flatout.model.errors import GateFailed, UsageError
+
+
+@verb()
+def compare(
+    a: Path = argument("A", "The run before.", default=...),
+    b: Path = argument("B", "The run after.", default=...),
+    json: str | None = output_file("the comparison as JSON"),
+    html: str | None = output_file("the comparison as one HTML file"),
+    fail_if_slower: float | None = option(
+        "PCT", "Exit with 1 when B is shown to be slower by more than this.", min=0.0
+    ),
+) -> None:
+    """Compare two recorded runs: is B faster than A, beyond the noise of both?
+
+    "No difference shown" is an answer. Runs that cannot be compared are shown side by side, with the reason.
+    """
+    from flatout import trace
+    from flatout.report import compare_views
+    from flatout.report.compare import compare as compare_runs
+
+    with damage_in_one_line(a, b):
+        first, second = trace.read(a), trace.read(b)
+        result = compare_runs(first, second, (str(a), str(b)))
+        if write_results(json, result.to_json, html, lambda: compare_views.page(result, first, second)):
+            compare_views.show(result, console())
+    if fail_if_slower is not None:
+        if result.typical is None:
+            raise UsageError(f"cannot tell whether {b} is slower than {a}: {'; '.join(result.reasons)}")
+        if result.slower_than(fail_if_slower):
+            raise GateFailed(f"{b} is shown to be more than {fail_if_slower:g}% slower than {a}")

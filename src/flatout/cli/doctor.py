@@ -1,0 +1,20 @@
+"""`flatout doctor`."""
+
+from __future__ import annotations
+
+from flatout.cli.entry import verb
+from flatout.cli.options import output_file
+from flatout.cli.output import console, write_results
+
+
+@verb()
+def doctor(json: str | None = output_file("the list as JSON")) -> None:
+    """See what flatout finds on this machine, what is missing, and what that costs.
+
+    GPUs and their counters, driver, torch, the cores and memory a training may really use here, optional packages.
+    """
+    from flatout.doctor import examine, report_lines
+
+    result = examine()
+    if write_results(json, result.to_json):
+        print("\n".join(report_lines(result, console().width)))

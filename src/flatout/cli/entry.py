@@ -1,0 +1,133 @@
+"""The `flatout` command: its verbs are found here, and whatever goes wrong becomes one line and an exit code.
+
+0: done. 1: a gate such as --fail-below said no. 2: a mistake in the command. `flatout run` and `flatout train` end with
+the exit code of what they ran.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from functools import partial
+from typing import Any, cast
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from flatout import __version__
+from flatout.cli.output import send_to_devnull
+from flatout.model.errors import FlatoutError, UsageError
+from flatout.redact import redact_text
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+VERBS = ("run", "fix", "report", "compare", "check", "top", "train", "doctor")  # in the order of --help
+
+# What typer raises for a mistake in the arguments. typer keeps its base class private, under changing names.
+_ArgumentError: type[Exception] = cast("type[Exception]", typer.BadParameter.__mro__[2])
+
+
+def _hide_flag_values(options: list[Any]) -> list[Any]:
+    """A flag takes no value; typer would show `<bool>` behind each."""
+    for option in options:
+        if getattr(option, "is_flag", False):
+            option.metavar = ""
+    return options
+
+
+class _Verbs(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _hide_flag_values(super().get_params(ctx))
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+
+class _Verb(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _hide_flag_values(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Complain of an option without a value in front of --, which typer would take for the value."""
+        with_value = {name for option in self.params if not getattr(option, "is_flag", True) for name in option.opts}
+        words = iter(args)
+        for word in words:
+            if word == "--" or not word.startswith("-"):  # the command to run starts here
+                break
+            if word in with_value and next(words, "") == "--":
+                raise UsageError(f"{word} needs a value before the --")
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_Verbs,
+    name="flatout",
+    invoke_without_command=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Finds out why a GPU sits idle during PyTorch training, fixes it, and proves it.",
+    epilog="Exit codes: 0 done, 1 a gate such as --fail-below said no, 2 a mistake in the command.",
+)
+verb = partial(app.command, cls=_Verb)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"flatout {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    context: typer.Context,
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def main() -> None:
+    """The `flatout` command."""
+    _open_closed_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that knows no × shows ? instead of a traceback
+    try:
+        code = app(prog_name="flatout", standalone_mode=False)
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit) as ended:
+        # `flatout top | head` is no error. typer and rich would exit with 1, which means that a gate said no.
+        if not isinstance(ended, BrokenPipeError) and not isinstance(ended.__context__, BrokenPipeError):
+            raise
+        send_to_devnull(1)
+        sys.exit(BROKEN_PIPE)
+    except FlatoutError as problem:
+        if problem.__cause__ is not None:  # raised by the user's own code: show where
+            print(redact_text("".join(traceback.format_exception(problem.__cause__))), end="", file=sys.stderr)
+        _exit_with_message(str(problem), problem.exit_code)
+    except _ArgumentError as problem:
+        _exit_with_message(getattr(problem, "format_message", problem.__str__)(), 2)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(INTERRUPTED)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _open_closed_streams() -> None:
+    """Open stdin, stdout and stderr on /dev/null where they are closed; else files we open would get their numbers."""
+    for handle in range(3):
+        try:
+            os.fstat(handle)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+    open_devnull = partial(open, os.devnull, "w", encoding="utf-8")
+    sys.stdout = sys.stdout or open_devnull()
+    sys.stderr = sys.stderr or open_devnull()
+
+
+def _exit_with_message(text: str, code: int) -> None:
+    print(f"flatout: {' '.join(redact_text(text).split())}", file=sys.stderr)
+    sys.exit(code)

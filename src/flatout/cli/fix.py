@@ -1,0 +1,149 @@
+"""`flatout fix`, and how its plan is saved."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from flatout.cli.entry import INTERRUPTED, verb
+from flatout.cli.options import TAKES_A_COMMAND, command_of, flag, option, output_file, require_linux
+from flatout.cli.output import check_outputs, check_writable, console, write_results
+from flatout.files import write_whole
+from flatout.model.errors import PlanError, RealWriteError, UsageError
+
+if TYPE_CHECKING:
+    from flatout.model.plan import Plan
+    from flatout.report.fixed import Price
+
+SECONDS_IN = {"s": 1, "m": 60, "min": 60, "h": 3600, None: 1}
+
+
+@verb(options_metavar="[OPTIONS] -- COMMAND…", context_settings=TAKES_A_COMMAND)
+def fix(
+    context: typer.Context,
+    budget: str = option("TIME", "How long to try: 90s, 10m, 1h.", default="10m"),
+    allow: str = option(
+        "NAME,…",
+        "Also try changes that affect learning: batch-size, eval-interval, checkpoint-interval; all.",
+        default="",
+    ),
+    only: str = option("NAME,…", "Try only these changes or classes.", default=""),
+    skip: str = option("NAME,…", "Do not try these changes or classes.", default=""),
+    steps: int | None = option("N", "Training steps a trial. Default: chosen for the training.", min=20),
+    out: Path = option("PLAN", "Where to write the plan.", default=Path("flatout-plan.yaml")),
+    price: str | None = option(
+        "MONEY/h", "What an hour costs, such as 2.5/h, $2.5/h or 2.5EUR/h: shows what an epoch costs."
+    ),
+    json: str | None = output_file("the result as JSON"),
+    html: str | None = output_file("before and after as one HTML file"),
+    unprotected: bool = flag("--unprotected", "Go on where trials cannot be kept from all your files (docs/FIX.md)."),
+) -> None:
+    """Make a training faster: try changes on your command, keep those that pay, prove that training stays the same.
+
+    `flatout fix -- python train.py --epochs 90`. The command is run again and again for a few seconds, each time with
+    one more change; none of your files is written. The plan of what was kept is flatout-plan.yaml: train with it by
+    `flatout run --plan flatout-plan.yaml -- python train.py --epochs 90`. Ctrl-C leaves the plan so far.
+    """
+    require_linux("fix")
+    from flatout.fix.fix import fix as search
+    from flatout.fix.offers import Wishes
+    from flatout.launch import launcher
+    from flatout.report import fix_views
+    from flatout.report.fixed import report as report_of
+
+    command = command_of(context)
+    if not command:
+        raise UsageError("no command given: flatout fix -- python train.py …")
+    if shutil.which(command[0]) is None:
+        raise UsageError(f"{command[0]}: command not found")
+    wishes, budget_s = Wishes.of(allow, only, skip), _seconds(budget)
+    hourly_price = _price(price) if price is not None else None
+    runs = out.parent / launcher.default_folder([*command[:1], "fix.py"])  # the current folder may be read-only
+    check_outputs(json, html)
+    check_writable(out)
+    check_writable(runs.parent, folder=True)
+    with fix_views.Progress(console(stderr=True), budget_s) as story:
+        result = search(
+            command, wishes, budget_s=budget_s, steps=steps, story=story, keep_in=runs, unprotected=unprotected
+        )
+    not_saved = save_plan(result.plan, out, has_gains=bool(result.kept))
+    fixed = report_of(result, command, str(out), hourly_price)
+    if write_results(json, fixed.to_json, html, lambda: fix_views.page(fixed)):
+        fix_views.show(fixed, console())
+    if result.written:
+        raise RealWriteError(result.written)
+    if not_saved is not None:
+        raise not_saved
+    if result.interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def save_plan(plan: Plan, out: Path, *, has_gains: bool) -> PlanError | None:
+    """Save the plan, unless it has no gains and an earlier one has.
+
+    Where it cannot be saved, it is printed, and the error is returned: it waits until the report is shown.
+    """
+    if not has_gains and _has_changes(out):
+        print(f"flatout: {out} is the plan of an earlier fix, and stays as it is", file=sys.stderr)
+        return None
+    try:
+        _replace(plan, out)
+    except PlanError as problem:
+        print(plan.text(), file=sys.stderr)  # an hour of trials is not lost with a full disk
+        return problem
+    return None
+
+
+def _has_changes(path: Path) -> bool:
+    from flatout.model.plan import Plan
+
+    try:
+        return path.exists() and bool(Plan.load(path).changes)
+    except PlanError:
+        return True  # somebody is editing it
+
+
+def _replace(plan: Plan, out: Path) -> None:
+    """Write the plan; an older one with changes in it, which may have been edited, is kept under another name."""
+    before = out.read_bytes() if _has_changes(out) else b""
+    older = _free_name(out) if before not in (b"", plan.text().encode()) else None
+    try:
+        if older is not None:
+            write_whole(older, before)
+        plan.save(out)
+    except (OSError, PlanError) as problem:
+        if older is not None:
+            older.unlink(missing_ok=True)
+        why = problem if isinstance(problem, PlanError) else f"cannot write {older}: {problem.strerror}"
+        raise PlanError(f"the plan is not saved, and what was there stays: {why}") from None
+    if not plan.changes:
+        print(f"flatout: there is no change in {out}: with it the command runs as it is", file=sys.stderr)
+    if older is not None:
+        print(f"flatout: the plan that was in {out} is in {older} now", file=sys.stderr)
+
+
+def _free_name(path: Path) -> Path:
+    names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h)?", text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise UsageError(f"--budget {text}: expected a time such as 90s, 10m or 1h")
+    return float(match[1]) * SECONDS_IN[match[2]]
+
+
+def _price(text: str) -> Price:
+    from flatout.report.fixed import Price
+
+    try:
+        return Price.of(text)
+    except ValueError:
+        raise UsageError(f"--price {text}: expected a price an hour, such as 2.5/h, $2.5/h or 2.5EUR/h") from None

@@ -1,0 +1,114 @@
+"""Where a verb's results go: the terminal, and the files of --json and --html."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flatout.files import write_whole
+from flatout.model.errors import TraceError, UsageError
+from flatout.model.inputs import is_folder
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def console(*, stderr: bool = False) -> Console:
+    """The terminal, for tables and text."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False)
+
+
+def write_results(
+    json_to: str | None, data: Callable[[], Any], html_to: str | None = None, page: Callable[[], str] = str
+) -> bool:
+    """Write a result to the files asked for. Returns whether stdout is still free for text."""
+    import json
+
+    if json_to is not None:
+        _write_text(json_to, json.dumps(data(), indent=2, default=str) + "\n")
+    if html_to is not None:
+        _write_text(html_to, page())
+    return "-" not in (json_to, html_to)
+
+
+def check_outputs(json_to: str | None, html_to: str | None) -> None:
+    """Complain of files that cannot be written before the training starts, not after it."""
+    if json_to == html_to == "-":
+        raise UsageError("--json - and --html - would both go to stdout: name a file for one of them")
+    for name in filter(None, (json_to, html_to)):
+        if name != "-":
+            check_writable(Path(name))
+    if html_to is not None and importlib.util.find_spec("plotly") is None:
+        raise UsageError("--html needs plotly, which is not installed here: pip install plotly")
+
+
+def check_writable(target: Path, *, folder: bool = False) -> None:
+    """Raise UsageError with the reason where a file, or a folder, cannot be written."""
+    parent = target.absolute().parent
+    if not is_folder(parent):
+        raise UsageError(f"cannot write {target}: there is no folder {parent}")
+    if is_folder(target) and not folder:
+        raise UsageError(f"cannot write {target}: it is a folder")
+    try:
+        exists = target.exists()
+    except OSError as problem:
+        raise UsageError(f"cannot write {target}: {problem.strerror}") from None
+    if not os.access(target if exists else parent, os.W_OK):
+        raise UsageError(f"cannot write {target}: no permission, or a read-only disk")
+
+
+def _write_text(target: str, text: str) -> None:
+    if target == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        write_whole(Path(target), text)
+    except OSError as problem:
+        raise UsageError(f"cannot write {target}: {problem.strerror}") from None
+
+
+@contextlib.contextmanager
+def damage_in_one_line(*folders: Path) -> Iterator[None]:
+    """Turn what a damaged trace makes our code raise into one line.
+
+    A trace's values are checked as they are read; whether they fit together is not.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as problem:
+        place = traceback.extract_tb(problem.__traceback__)[-1]
+        why = f"{type(problem).__name__}: {problem}, at {Path(place.filename).name}:{place.lineno}"
+        names = " or ".join(map(str, folders))
+        raise TraceError(f"{names} cannot be shown: this trace is damaged ({why})") from None
+
+
+@contextlib.contextmanager
+def keep_exit_code() -> Iterator[None]:
+    """For what is printed after the user's command: nothing that happens to it may change the exit code.
+
+    rich raises SystemExit when the reader of a pipe has left.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, SystemExit, KeyboardInterrupt):
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        send_to_devnull(1, 2)
+
+
+def send_to_devnull(*handles: int) -> None:
+    """After the reader of a pipe has left: else Python would complain again when it flushes at exit."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    for handle in handles:
+        os.dup2(devnull, handle)
+    os.close(devnull)

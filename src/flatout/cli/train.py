@@ -1,0 +1,98 @@
+"""`flatout train`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import typer
+
+from flatout.cli.entry import verb
+from flatout.cli.options import argument, flag, option, require_linux
+from flatout.cli.output import keep_exit_code
+from flatout.cli.report import summarize_run
+from flatout.cli.run import has_steps, remove_if_empty
+from flatout.model.errors import NotSavedError, UsageError
+from flatout.model.inputs import is_file, is_folder
+
+NOT_SAVED = 74  # from the trainer to the command that started it, which prints the last line and ends with 1
+
+
+@verb()
+def train(
+    config: Path = argument("CONFIG", "The YAML file that describes the training.", default=...),
+    overrides: list[str] | None = argument("KEY=VALUE", "Settings that override the file's."),
+    preset: str | None = option("NAME", "fastest, small-memory or debug; overrides the file."),
+    resume: bool = flag("--resume", "Continue from the last run's newest whole checkpoint."),
+    explain: bool = flag("--explain", "Build the parts, print the settings in force, and why; no training."),
+    gpus: int = option("N", "Train on this many GPUs of this machine.", min=1, default=1),
+    quiet: bool = flag("--quiet", "Only what matters, for logs; no summary at the end."),
+    here: bool = typer.Option(False, "--here", hidden=True),
+) -> None:
+    """Train what a YAML file describes: fast by default, or an error that says why not.
+
+    `flatout train config.yaml train.batch_size=256 train.precision=bf16`; on several GPUs `--gpus 2`, or your own
+    `torchrun --nproc-per-node 2 -m flatout train config.yaml`. It is recorded as by `flatout run`, with the same
+    summary at the end.
+    """
+    require_linux("train")
+    words = [*(overrides or ()), *(["log.quiet=true"] if quiet else [])]
+    if here or "RANK" in os.environ or (explain and gpus == 1):
+        _train_in_process(
+            config, words, preset=preset, resume=resume, explain=explain, here=here, gpus=gpus, quiet=quiet
+        )
+        return
+    if not is_file(config):  # a mistake that need not wait for torch
+        why = "it is a folder" if is_folder(config) else "there is no such file"
+        raise UsageError(f"cannot read {config}: {why}")
+    options = [*(["--preset", preset] if preset is not None else []), *(["--resume"] if resume else [])]
+    options += [*(["--explain"] if explain else []), "--gpus", str(gpus)]
+    command = [sys.executable, "-m", "flatout", "train", "--here", *options, "--", str(config), *words]
+    _launch(command, config.stem, gpus=gpus, quiet=quiet)
+
+
+def _train_in_process(
+    config: Path,
+    words: list[str],
+    *,
+    preset: str | None,
+    resume: bool,
+    explain: bool,
+    here: bool,
+    gpus: int,
+    quiet: bool,
+) -> None:
+    from flatout.engine.assemble import main as train_here
+
+    record = not (explain or here)  # under torchrun each rank records itself; with --here the launcher does
+    try:
+        recorded = train_here(config, words, preset=preset, resume=resume, explain=explain, record=record, gpus=gpus)
+    except NotSavedError as problem:
+        problem.exit_code = NOT_SAVED if here else problem.exit_code
+        raise
+    if recorded is not None and os.environ.get("RANK") == "0":
+        summarize_run(recorded, quiet=quiet)
+
+
+def _launch(command: list[str], name: str, *, gpus: int, quiet: bool) -> None:
+    from flatout.launch import launcher
+    from flatout.sample import budget
+
+    if gpus > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(budget.measure().cores_allowed / gpus))))
+        command = [sys.executable, "-m", "flatout.launch.launch_ranks", str(gpus), *command]
+    folder = launcher.default_folder([f"{name}.py"])
+    code = launcher.run(command, folder=folder, ends_with_us=True)
+    if os.environ.get("FLATOUT") != "off":
+        with keep_exit_code():
+            for recording in launcher.recordings(folder):
+                if has_steps(recording):
+                    summarize_run(recording, quiet=quiet)
+                else:  # the trainer has said why
+                    shutil.rmtree(recording, ignore_errors=True)
+            remove_if_empty(folder.parent)
+    if code == NOT_SAVED:
+        raise NotSavedError("the final weights are not saved, for the reason given at the end of the training")
+    raise typer.Exit(code)
