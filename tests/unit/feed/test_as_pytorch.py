@@ -106,7 +106,7 @@ class OneIsSlow(Remembers):
 def test_out_of_order_the_worker_that_has_room_is_given_the_next_batch() -> None:
     found = [(int(index), int(worker)) for index, worker in DataLoader(OneIsSlow(10), 1, num_workers=2, in_order=False)]
     assert dict(found) == {index: int(index not in (0, 2)) for index in range(10)}
-    assert [index for index, _ in found[:7]] == [1, 3, 4, 5, 6, 7, 8]
+    assert [index for index, _ in found[:6]] == [1, 3, 4, 5, 6, 7]  # 0 is ready no sooner than 8 has been sent
 
 
 @pytest.mark.filterwarnings("default:This DataLoader will create")
