@@ -1,0 +1,34 @@
+"""How values are written for people."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.model.formatting import as_typed, count_of, exit_in_words, in_full
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0 samples"), (1, "1 sample"), (2, "2 samples"), (1200, "1,200 samples")],
+)
+def test_one_thing_has_no_plural(number: int, text: str) -> None:
+    assert count_of(number, "sample") == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(14134.6, "14,130"), (0.371249, "0.3712"), (1_413_000, "1,413,000"), (9.5, "9.5"), (0, "0")]
+)
+def test_numbers_are_written_to_four_digits_without_exponents(value: float, text: str) -> None:
+    assert in_full(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(True, "true"), (False, "false"), (8, "8"), ("bf16", "bf16")])
+def test_settings_are_written_as_one_types_them(value: object, text: str) -> None:
+    assert as_typed(value) == text
+
+
+@pytest.mark.parametrize(
+    ("code", "text"), [(3, "exit code 3"), (139, "SIGSEGV"), (137, "SIGKILL"), (255, "exit code 255")]
+)
+def test_an_exit_code_of_a_signal_is_named_by_the_signal(code: int, text: str) -> None:
+    assert exit_in_words(code) == text
