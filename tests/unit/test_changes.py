@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from flatout.model import changes
+from flatout.model.changes import CHANGES, ChangeSpec
 from flatout.model.errors import PlanError
-from flatout.model.plan import Change, Plan
+from flatout.model.plan import Change, Plan, Safety
+
+ROOT = Path(__file__).parents[2]
 
 
 def plan(name: str, value: Any, knob: str = "") -> Plan:
@@ -42,12 +46,41 @@ def test_a_wrong_change_is_named(wrong: Plan, complaint: str) -> None:
     assert str(raised.value).startswith("plan.yaml: change 1")
 
 
-def test_every_change_takes_what_it_says_it_takes() -> None:
-    good = {"loader": "elastic", "precision": "tf32", "compile": "max-autotune", "learning_rate": 0.1}
-    for name, kind in changes.KNOWN.items():
-        value = good.get(name, True if kind.takes.startswith("true") else 4)
-        changes.check(plan(name, value, knob="--knob" if kind.by_knob_only else ""), "plan.yaml")
+def value_of(spec: ChangeSpec) -> Any:
+    """A value the change takes."""
+    return next(value for value in (True, "elastic", "tf32", "default", 4) if spec.fits(value))
+
+
+@pytest.mark.parametrize("spec", CHANGES, ids=lambda spec: spec.name)
+def test_a_change_takes_the_values_it_says_and_no_others(spec: ChangeSpec) -> None:
+    value = value_of(spec)
+    changes.check(plan(spec.name, value, knob="--knob" if spec.knob_only else ""), "plan.yaml")
+    assert not any(spec.fits(wrong) for wrong in ("nonsense", -1, None))
+    assert str(value).lower() in spec.takes or spec.takes.startswith("a ")
+
+
+@pytest.mark.parametrize("spec", CHANGES, ids=lambda spec: spec.name)
+def test_a_definition_is_complete(spec: ChangeSpec) -> None:
+    assert spec.does.endswith(".")
+    assert spec.safety in get_args(Safety)
+    assert (ROOT / "src/flatout/inside/changes" / f"{spec.module}.py").is_file()
+    assert spec.as_code(value_of(spec))
+    assert "{" not in spec.as_code(value_of(spec))
+    assert all(spec.fits(value) for value in spec.code_for)
+    if spec.settings:
+        re.compile(spec.settings)
+
+
+def test_a_change_has_one_definition() -> None:
+    names = [spec.name for spec in CHANGES]
+    assert len(names) == len(set(names))
+
+
+def test_a_knob_decides_which_values_it_takes() -> None:
     changes.check(plan("num_workers", "as the script likes it", knob="--workers"), "plan.yaml")
+
+
+def test_auto_is_a_plan_that_is_carried_out() -> None:
     for strict in (False, True):
         changes.check(changes.auto(strict=strict), "--auto")
     assert {change.safety for change in changes.auto(strict=True).changes} == {"identical"}

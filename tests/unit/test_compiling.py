@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch._inductor.config as config
 
-from flatout.inside.inductor_rounding import AS_CODE, draw_as_this, round_as_eager
+from flatout.inside.inductor_rounding import draw_as_this, round_as_eager
+from flatout.model.changes import ROUND_AS_EAGER
 
 # A column's place under softmax, from scores that were rounded: its gradients are differences of large numbers.
 SCRIPT = """
@@ -81,5 +82,5 @@ def test_what_the_person_says_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("put_back")
 def test_the_line_to_write_is_the_switch() -> None:
-    exec(AS_CODE, {"torch": torch})
+    exec(ROUND_AS_EAGER, {"torch": torch})
     assert config.emulate_precision_casts is True

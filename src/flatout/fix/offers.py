@@ -28,36 +28,14 @@ from flatout.diagnose.gains import spare_cores
 from flatout.diagnose.knobs import Knob, knobs
 from flatout.diagnose.rank_metrics import LAUNCHES_LATE, RankMetrics, cases
 from flatout.diagnose.rules import diagnose
+from flatout.model.changes import BY_NAME, CHANGES, named, safety_of
 from flatout.model.errors import UsageError
 from flatout.model.finding import Finding
 from flatout.model.plan import Change, Safety
 from flatout.trace import Trace
 
-SAFETIES: dict[str, Safety] = {
-    "loader": "reseeded",
-    "num_workers": "reseeded",
-    "prefetch_factor": "identical",
-    "pin_memory": "identical",
-    "persistent_workers": "semantic",  # another shuffle from the second epoch on
-    "worker_threads": "identical",
-    "device_prefetch": "identical",
-    "gc_freeze": "identical",
-    "gpu_transforms": "equivalent",
-    "precision": "equivalent",
-    "fused_optimizer": "equivalent",
-    "channels_last": "equivalent",
-    "cudnn_benchmark": "equivalent",
-    "compile": "equivalent",
-    "batch_size": "semantic",
-    "learning_rate": "semantic",
-    "eval_interval": "semantic",
-    "checkpoint_interval": "semantic",
-    "setting": "semantic",
-}
-PAUSES = ("eval_interval", "checkpoint_interval")
-FEEDING = {"loader", "num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "worker_threads"}
-FEEDING |= {"device_prefetch", "gc_freeze"}
-LOADED_BY_HAND = {"num_workers", "prefetch_factor", "persistent_workers"}  # what the elastic loader finds by itself
+PAUSES = named(family="pauses")
+LOADED_BY_HAND = {spec.name for spec in CHANGES if not spec.with_elastic_loader}
 EVALUATE_LESS = 5
 _MUCH = 1.1  # times as fast: what is hoped for is worth its turn, and one of a bundle may hide what another brings
 _SHOWS = 0.05  # of the step: what one run more can show, where runs differ by 2%
@@ -84,7 +62,7 @@ class Offer:
     @property
     def computes_alike(self) -> bool:
         """Whether the card is given the same work: its X-ray and its ceiling are known already."""
-        return self.pauses or all(change.name in FEEDING for change in self.changes)
+        return self.pauses or _only_loading(self.changes)
 
     @property
     def splits(self) -> bool:
@@ -125,6 +103,11 @@ def with_changes(kept: Sequence[Change], changes: Sequence[Change]) -> tuple[Cha
     return (*(change for change in kept if change.name not in names), *changes)
 
 
+def _only_loading(changes: Iterable[Change]) -> bool:
+    """Whether the GPU is given the same work with these changes."""
+    return all(change.name in named(family="data path") for change in changes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
     """What the person allows: names of changes (`batch_size`), classes (`semantic`), or `all`."""
@@ -158,7 +141,7 @@ class Wishes:
 
 def not_offered(wishes: Wishes, known: Iterable[str], *, on_gpu: bool) -> list[str]:
     """What a person has asked for by its name and nothing came of, and why."""
-    asked = ((wishes.allow | wishes.only) & SAFETIES.keys()) - set(known) - {"setting", "learning_rate"}
+    asked = ((wishes.allow | wishes.only) & BY_NAME.keys()) - set(known) - {"learning_rate"}
     why = dict.fromkeys(asked, "nothing that was found asks for it")
     if not on_gpu and "batch_size" in why:
         why["batch_size"] = "there is no GPU that it would keep busier"
@@ -166,7 +149,7 @@ def not_offered(wishes: Wishes, known: Iterable[str], *, on_gpu: bool) -> list[s
 
 
 def _words(option: str, text: str) -> frozenset[str]:
-    known = [*SAFETIES, *get_args(Safety), "all"]
+    known = [*BY_NAME, "setting", *get_args(Safety), "all"]
     given = [word.strip().replace("-", "_") for word in text.split(",") if word.strip()]
     for word in given:
         if word not in known and not word.startswith("setting:"):
@@ -245,7 +228,7 @@ def offers(view: View, wishes: Wishes) -> tuple[list[Offer], list[Offer]]:
 def _with_riders(wanted: list[Offer]) -> list[Offer]:
     """A data path that promises little goes along with a larger batch that promises much: the batch needs its samples
     as fast, and workers that disturb nobody now may do so then."""
-    rider = next((o for o in wanted if o.promise < _MUCH and FEEDING.issuperset(c.name for c in o.changes)), None)
+    rider = next((o for o in wanted if o.promise < _MUCH and _only_loading(o.changes)), None)
     larger = next((o for o in wanted if o.promise >= _MUCH and o.changes[0].name == "batch_size"), None)
     if rider is None or larger is None:
         return wanted
@@ -268,8 +251,7 @@ def _is_new(change: Change, view: View) -> bool:
 
 
 def _made(name: str, value: Any, why: str, *, safety: Safety | None = None, knob: str = "") -> Change:
-    known = safety or SAFETIES[name.partition(":")[0]]
-    return Change(name=name, value=value, safety=known, note=why, knob=knob)
+    return Change(name=name, value=value, safety=safety or safety_of(name), note=why, knob=knob)
 
 
 def _offer(changes: Iterable[Change], findings: Sequence[Finding], **more: Any) -> Offer | None:
@@ -295,8 +277,8 @@ def _data_path(view: View) -> Offer | None:
             changes.append(_made("pin_memory", True, why))
         if case.on_gpu:
             changes.append(_made("device_prefetch", True, why))
-        changes += _fewer_threads(view, why)
         elastic = any(change.name == "loader" for change in changes)
+        changes += _fewer_threads(view, why, elastic=elastic or case.elastic)
         if elastic and view.found("data.cpu-bound") and _transforms_here(view):
             changes.append(_made("gpu_transforms", True, view.found("data.cpu-bound")[0].title))
     if frozen:
@@ -339,11 +321,17 @@ def _elastic(view: View, why: str) -> Change:
     return _made("loader", "elastic", why, safety="reseeded" if draws else "identical")
 
 
-def _fewer_threads(view: View, why: str) -> list[Change]:
-    """Decoder threads of the script's own, where workers and threads together outnumber the cores."""
+def _fewer_threads(view: View, why: str, *, elastic: bool) -> list[Change]:
+    """One thread a worker, where workers and threads together outnumber the cores: by the script's own setting for
+    them, else by limiting the libraries. The elastic loader's workers have one thread of these anyway."""
     workers, cores = view.case.workers, view.case.cores or math.inf
     many = [k for k in knobs(view.settings, "threads", _is_count) if k.value > 1 and workers * k.value > cores]
-    return [_made(f"setting:{_key(k)}", 1, why, safety="identical", knob=k.text) for k in many[:1]]
+    if many:
+        return [_made(f"setting:{_key(many[0])}", 1, why, safety="identical", knob=many[0].text)]
+    named_by_finding = any(finding.change == "worker_threads" for finding in view.found("data."))
+    if named_by_finding and not elastic:
+        return [_made("worker_threads", 1, why)]
+    return []
 
 
 def _augment_elsewhere(view: View) -> Offer | None:

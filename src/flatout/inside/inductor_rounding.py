@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 _VARIABLE = "TORCHINDUCTOR_EMULATE_PRECISION_CASTS"
-AS_CODE = "torch._inductor.config.emulate_precision_casts = True"
 
 
 def round_as_eager() -> None:

@@ -1,104 +1,378 @@
-"""The changes flatout knows how to make, and the values each takes. A plan that names another is refused before a run.
+"""The changes flatout can make: one `ChangeSpec` each, with everything the rest of flatout has to know about it.
 
-What each does, how it gets in and what it cannot do is in docs/CHANGES.md; `inside/changes` makes them.
+A plan is checked against these before a run, `fix` offers them, `inside/changes` applies them, the report says how to
+make them permanent, and the tables in docs/CHANGES.md are written from them.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from flatout.model.errors import PlanError
 from flatout.model.inputs import short
-from flatout.model.plan import Change, Plan
+from flatout.model.plan import Change, Plan, Safety
 
-__all__ = ["KNOWN", "SETTING", "auto", "check"]
-
-SETTING = "setting:"  # any value the script reads, by its knob
+SETTING = "setting:"  # in front of a key: any value the script reads, by its knob
 STRICT = "elastic-strict"
 
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What a change takes: whether a value will do, in words, and whether it can only be made by a knob."""
-
-    fits: Callable[[Any], bool]
-    takes: str
-    by_knob_only: bool = False
+# What is tried together by `fix`.
+Family = Literal["data path", "transforms", "compute", "compile", "batch size", "pauses"]
+# When a change gets in.
+Moment = Literal[
+    "DataLoader()", "pass begins", "worker starts", "Optimizer()", "model call", "step ends", "setting read"
+]
 
 
-def _one_of(*names: str) -> Kind:
-    return Kind(lambda value: isinstance(value, str) and value in names, " or ".join(names))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeSpec:
+    """One change. `code` has {} where the value goes; a value in `code_for` has a line of its own."""
+
+    name: str
+    does: str  # one sentence for people
+    takes: str  # the values, in words
+    fits: Callable[[Any], bool]  # whether a value is one of them
+    safety: Safety
+    safety_note: str = ""  # when it is of another class
+    family: Family
+    module: str  # in inside/changes, which applies it
+    moment: Moment
+    live: bool = False  # can be switched on and off between two steps
+    knob_only: bool = False  # only the script can make it, so it needs a knob
+    advice_only: bool = False  # named by findings, and never tried by `fix`
+    with_elastic_loader: bool = True  # False: the elastic loader decides this, so the two are not combined
+    code: str  # how a person writes it
+    code_for: Mapping[Any, str] = field(default_factory=dict)
+    argument: str = ""  # what to add to the call that the change was made at
+    framework_code: Mapping[str, str] = field(default_factory=dict)  # the same where a framework makes the call
+    settings: str = ""  # a pattern of what people call it in flags and config files
+
+    def as_code(self, value: Any, framework: str = "") -> str:
+        """The line to write for a value; `framework` is the one that makes the call, if it is not the script."""
+        line = self.framework_code.get(framework) or self.code_for.get(value, self.code)
+        return line.format(value)
 
 
-def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _one_of(*names: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and value in names
 
 
-_SWITCH = Kind(lambda value: value is True or value is False, "true or false")
-_ON = Kind(lambda value: value is True, "true")
-_COUNT = Kind(lambda value: _is_count(value, 1), "a whole number from 1")
-_INTERVAL = Kind(lambda value: _is_count(value, 1), "a whole number from 1", by_knob_only=True)
+def _count_from(least: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
 
-KNOWN: dict[str, Kind] = {
-    "loader": _one_of("elastic", STRICT),
-    "num_workers": Kind(lambda value: _is_count(value, 0), "a whole number from 0"),
-    "prefetch_factor": _COUNT,
-    "pin_memory": _SWITCH,
-    "persistent_workers": _SWITCH,
-    "worker_threads": _COUNT,
-    "device_prefetch": _ON,
-    "gpu_transforms": _ON,
-    "precision": _one_of("tf32", "bf16", "fp16"),
-    "fused_optimizer": _ON,
-    "channels_last": _ON,
-    "compile": _one_of("default", "reduce-overhead", "max-autotune"),
-    "cudnn_benchmark": _ON,
-    "gc_freeze": _ON,
-    "batch_size": _INTERVAL,
-    "eval_interval": _INTERVAL,
-    "checkpoint_interval": _INTERVAL,
-    "learning_rate": Kind(
-        lambda value: isinstance(value, int | float) and value is not True and value > 0,
-        "a number above 0",
-        by_knob_only=True,
+
+def _is_on(value: Any) -> bool:
+    return value is True
+
+
+def _is_switch(value: Any) -> bool:
+    return value is True or value is False
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, int | float) and value is not True and value > 0
+
+
+_TRAINER_LOADER = "nothing to edit, the Trainer makes its loader itself: train with the plan"
+ROUND_AS_EAGER = "torch._inductor.config.emulate_precision_casts = True"  # for compiled kernels
+_EVERY = r"_?(every|interval|freq|frequency|period|each)(_?n)?(_?(epochs?|steps?|iters?))?"
+
+CHANGES = (
+    ChangeSpec(
+        name="loader",
+        does="Batches come from flatout's own workers, which are started and stopped as training needs them.",
+        takes="elastic or elastic-strict",
+        fits=_one_of("elastic", STRICT),
+        safety="reseeded",
+        safety_note="identical where samples draw no random numbers, and for elastic-strict",
+        family="data path",
+        module="loading",
+        moment="pass begins",
+        code="flatout.DataLoader(...) in place of this one, after import flatout; "
+        'num_workers="auto" (as it is for a stream, or with a worker_init_fn)',
+        framework_code={"transformers": _TRAINER_LOADER},
     ),
-}
+    ChangeSpec(
+        name="num_workers",
+        does="So many worker processes load samples.",
+        takes="a whole number from 0",
+        fits=_count_from(0),
+        safety="reseeded",
+        safety_note="identical where samples draw no random numbers",
+        family="data path",
+        module="loading",
+        moment="DataLoader()",
+        with_elastic_loader=False,
+        code="DataLoader(..., num_workers={})",
+        argument="num_workers={}",
+        framework_code={"transformers": "TrainingArguments(..., dataloader_num_workers={})"},
+        settings=r"(num_?|n_?)?(data_?(loader)?_?|loader_?|train_?)?(num_?)?workers|workers_per_gpu|nw",
+    ),
+    ChangeSpec(
+        name="prefetch_factor",
+        does="Each worker prepares so many batches ahead.",
+        takes="a whole number from 1",
+        fits=_count_from(1),
+        safety="identical",
+        family="data path",
+        module="loading",
+        moment="DataLoader()",
+        with_elastic_loader=False,
+        code="DataLoader(..., prefetch_factor={})",
+        argument="prefetch_factor={}",
+        framework_code={"transformers": "TrainingArguments(..., dataloader_prefetch_factor={})"},
+        settings=r"(dataloader_?)?prefetch(_?factor)?",
+    ),
+    ChangeSpec(
+        name="pin_memory",
+        does="Batches lie in page-locked memory, from which the GPU copies faster and in the background.",
+        takes="true or false",
+        fits=_is_switch,
+        safety="identical",
+        family="data path",
+        module="loading",
+        moment="DataLoader()",
+        code="DataLoader(..., pin_memory={})",
+        argument="pin_memory={}",
+        framework_code={"transformers": "TrainingArguments(..., dataloader_pin_memory={})"},
+        settings=r"(dataloader_?)?pin(_?mem(ory)?)?|pinned(_?memory)?",
+    ),
+    ChangeSpec(
+        name="persistent_workers",
+        does="Workers stay from one epoch to the next.",
+        takes="true or false",
+        fits=_is_switch,
+        safety="semantic",  # another shuffle from the second epoch on
+        safety_note="the shuffle differs from the second epoch on",
+        family="data path",
+        module="loading",
+        moment="DataLoader()",
+        with_elastic_loader=False,
+        code="DataLoader(..., persistent_workers={})",
+        argument="persistent_workers={}",
+        framework_code={"transformers": "TrainingArguments(..., dataloader_persistent_workers={})"},
+        settings=r"(dataloader_?)?persistent(_?workers)?",
+    ),
+    ChangeSpec(
+        name="worker_threads",
+        does="BLAS, OpenMP and OpenCV use so many threads in each worker.",
+        takes="a whole number from 1",
+        fits=_count_from(1),
+        safety="identical",
+        safety_note="as far as a library gives the same result with any number of threads",
+        family="data path",
+        module="loading",
+        moment="worker starts",
+        code="torch.set_num_threads({})  # in worker_init_fn",
+    ),
+    ChangeSpec(
+        name="device_prefetch",
+        does="The next batch is copied to the GPU while this one is computed.",
+        takes="true",
+        fits=_is_on,
+        safety="identical",
+        family="data path",
+        module="loading",
+        moment="pass begins",
+        code='for batch in flatout.feed.to_device(loader, "cuda"):',
+        framework_code={"transformers": _TRAINER_LOADER},
+    ),
+    ChangeSpec(
+        name="gc_freeze",
+        does="Python's garbage collector leaves out what lives after the first step.",
+        takes="true",
+        fits=_is_on,
+        safety="identical",
+        family="data path",
+        module="computing",
+        moment="step ends",
+        live=True,
+        code="gc.collect(); gc.freeze()  # once, before the loop",
+    ),
+    ChangeSpec(
+        name="gpu_transforms",
+        does="What samples do to their pictures is done to whole batches on the GPU.",
+        takes="true",
+        fits=_is_on,
+        safety="equivalent",
+        family="transforms",
+        module="loading",
+        moment="pass begins",
+        code="flatout.augment on the batch, on the GPU  # instead of the transforms in __getitem__",
+    ),
+    ChangeSpec(
+        name="precision",
+        does="The model computes in TF32, bfloat16 or float16.",
+        takes="tf32 or bf16 or fp16",
+        fits=_one_of("tf32", "bf16", "fp16"),
+        safety="equivalent",
+        family="compute",
+        module="computing",
+        moment="model call",
+        live=True,
+        code='with torch.autocast("cuda", dtype=torch.bfloat16):  # around the forward pass and the loss',
+        code_for={
+            "tf32": 'torch.set_float32_matmul_precision("high"); torch.backends.cudnn.allow_tf32 = True',
+            "fp16": 'torch.autocast("cuda", dtype=torch.float16) around the forward pass, and a GradScaler',
+        },
+        settings=r"(use_?)?(amp|bf16|mixed_?precision|autocast)(_?dtype)?",
+    ),
+    ChangeSpec(
+        name="channels_last",
+        does="The model and its 4-d inputs lie in channels_last memory format.",
+        takes="true",
+        fits=_is_on,
+        safety="equivalent",
+        family="compute",
+        module="computing",
+        moment="model call",
+        live=True,
+        code="model = model.to(memory_format=torch.channels_last)",
+        settings=r"(use_?)?channels_?last",
+    ),
+    ChangeSpec(
+        name="cudnn_benchmark",
+        does="cuDNN looks for the fastest kernel for each shape.",
+        takes="true",
+        fits=_is_on,
+        safety="equivalent",
+        family="compute",
+        module="computing",
+        moment="model call",
+        live=True,
+        code="torch.backends.cudnn.benchmark = True",
+        settings=r"(cudnn[_.]?)?benchmark(_?cudnn)?",
+    ),
+    ChangeSpec(
+        name="fused_optimizer",
+        does="Adam, AdamW, SGD and Adagrad step in one kernel.",
+        takes="true",
+        fits=_is_on,
+        safety="equivalent",
+        family="compute",
+        module="computing",
+        moment="Optimizer()",
+        code="torch.optim.AdamW(..., fused=True)  # whichever optimizer it is",
+        argument="fused=True",
+        settings=r"(use_?)?fused(_?adamw?|_?optimizer)?",
+    ),
+    ChangeSpec(
+        name="compile",
+        does="torch.compile makes fewer and larger kernels of the model, or CUDA graphs.",
+        takes="default or reduce-overhead or max-autotune",
+        fits=_one_of("default", "reduce-overhead", "max-autotune"),
+        safety="equivalent",
+        family="compile",
+        module="computing",
+        moment="model call",
+        live=True,
+        code=f"model.compile()  # and {ROUND_AS_EAGER}",
+        code_for={
+            "reduce-overhead": f'model.compile(mode="reduce-overhead")  # and {ROUND_AS_EAGER}',
+            "max-autotune": f'model.compile(mode="max-autotune")  # and {ROUND_AS_EAGER}',
+        },
+        settings=r"(use_?|enable_?)?(torch_?)?compiled?(_?model)?",
+    ),
+    ChangeSpec(
+        name="batch_size",
+        does="A batch holds so many samples.",
+        takes="a whole number from 1",
+        fits=_count_from(1),
+        safety="semantic",
+        family="batch size",
+        module="knobs",
+        moment="setting read",
+        knob_only=True,
+        code="DataLoader(..., batch_size={})",
+        framework_code={"transformers": "TrainingArguments(..., per_device_train_batch_size={})"},
+        settings=r"(train_?|micro_?|per_device_?|per_gpu_?|local_?)*batch(_?size)?(_per_(gpu|device))?|bs",
+    ),
+    ChangeSpec(
+        name="learning_rate",
+        does="The learning rate that goes with a larger batch.",
+        takes="a number above 0",
+        fits=_is_rate,
+        safety="semantic",
+        family="batch size",
+        module="knobs",
+        moment="setting read",
+        knob_only=True,
+        code="lr={}",
+        settings=r"(base_?|max_?|init_?|peak_?)?(lr|learning_?rate)(_?init)?",
+    ),
+    ChangeSpec(
+        name="eval_interval",
+        does="Training is evaluated less often.",
+        takes="a whole number from 1",
+        fits=_count_from(1),
+        safety="semantic",
+        family="pauses",
+        module="knobs",
+        moment="setting read",
+        knob_only=True,
+        code="evaluate every {} epochs or steps",
+        settings=rf"(eval(uat(e|ion))?|val(id(at(e|ion))?)?|test){_EVERY}|check_val_every_n_epoch|eval_steps",
+    ),
+    ChangeSpec(
+        name="checkpoint_interval",
+        does="Checkpoints are saved less often.",
+        takes="a whole number from 1",
+        fits=_count_from(1),
+        safety="semantic",
+        family="pauses",
+        module="knobs",
+        moment="setting read",
+        knob_only=True,
+        code="save every {} epochs or steps",
+        settings=rf"(save|checkpoint|ckpt){_EVERY}|(save|checkpointing)_steps",
+    ),
+)  # fmt: skip
+BY_NAME = {spec.name: spec for spec in CHANGES}
+
+
+def safety_of(name: str) -> Safety:
+    """The safety class of a change where nothing more is known; changing any setting may change what is learned."""
+    spec = BY_NAME.get(name)
+    return spec.safety if spec is not None else "semantic"
+
+
+def named(*, family: Family | None = None, moment: Moment | None = None) -> tuple[str, ...]:
+    """The names of the changes of a family, or of those that get in at one moment."""
+    return tuple(spec.name for spec in CHANGES if family in (None, spec.family) and moment in (None, spec.moment))
 
 
 def check(plan: Plan, where: str) -> None:
     """Refuse a plan that could not be carried out as it says; `where` is what to call it."""
     for number, change in enumerate(plan.changes, 1):
-        place = f"{where}: change {number} ({change.name})"
-        if change.name.startswith(SETTING):
-            if not change.knob:
-                raise PlanError(f"{place}: needs a knob, such as --amp or train.yaml:amp")
-            continue
-        kind = KNOWN.get(change.name)
-        if kind is None:
-            near = difflib.get_close_matches(change.name, KNOWN, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(KNOWN)} and {SETTING}KEY"
-            raise PlanError(f"{place}: flatout knows no such change ({hint})")
-        if change.knob:
-            continue  # the script says what it takes there
-        if kind.by_knob_only:
-            raise PlanError(
-                f"{place}: needs a knob, such as --{change.name.replace('_', '-')}: nothing else can set it"
-            )
-        if not kind.fits(change.value):
-            raise PlanError(f"{place}: value must be {kind.takes} (got {short(change.value)})")
+        _check_change(change, f"{where}: change {number} ({change.name})")
+
+
+def _check_change(change: Change, place: str) -> None:
+    if change.name.startswith(SETTING):
+        if not change.knob:
+            raise PlanError(f"{place}: needs a knob, such as --amp or train.yaml:amp")
+        return
+    spec = BY_NAME.get(change.name)
+    if spec is None:
+        near = difflib.get_close_matches(change.name, BY_NAME, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(BY_NAME)} and {SETTING}KEY"
+        raise PlanError(f"{place}: flatout knows no such change ({hint})")
+    if change.knob:
+        return  # the script knows which values it takes there
+    if spec.knob_only:
+        option = f"--{change.name.replace('_', '-')}"
+        raise PlanError(f"{place}: needs a knob, such as {option}: nothing else can set it")
+    if not spec.fits(change.value):
+        raise PlanError(f"{place}: value must be {spec.takes} (got {short(change.value)})")
 
 
 def auto(*, strict: bool) -> Plan:
     """What `flatout run --auto` does without any trial: loader-side changes that are safe wherever they apply."""
-    return Plan(
-        changes=(
-            Change(name="loader", value=STRICT, safety="identical")
-            if strict
-            else Change(name="loader", value="elastic", safety="reseeded"),
-            Change(name="pin_memory", value=True, safety="identical"),
-            Change(name="device_prefetch", value=True, safety="identical"),
-        )
-    )
+    loader = Change(name="loader", value="elastic", safety="reseeded")
+    if strict:
+        loader = Change(name="loader", value=STRICT, safety="identical")
+    pinned = Change(name="pin_memory", value=True, safety="identical")
+    prefetched = Change(name="device_prefetch", value=True, safety="identical")
+    return Plan(changes=(loader, pinned, prefetched))

@@ -11,10 +11,11 @@ from typing import Any
 
 from flatout.diagnose.rank_metrics import cases
 from flatout.diagnose.rules import diagnose
-from flatout.fix.offers import PAUSES, SAFETIES, Offer, in_words
+from flatout.fix.offers import Offer, in_words
 from flatout.fix.result import Attempt, FixResult
 from flatout.fix.running import Run
 from flatout.fix.speed import WORTH, Gain, Noise, Speed
+from flatout.model.changes import CHANGES
 from flatout.model.finding import Finding
 from flatout.model.formatting import in_full
 from flatout.model.plan import Figure
@@ -200,7 +201,7 @@ def _left(found: FixResult) -> tuple[Finding, ...]:
     run = found.measured if found.kept else found.before
     if run is None or run.trace is None:
         return ()
-    ours = {name for name in SAFETIES if name not in PAUSES} | found.known
+    ours = {spec.name for spec in CHANGES if spec.family != "pauses"} | found.known
     in_vain = {a.change.name for a in found.attempts if a.gain is None or a.gain.value > WORTH} - found.offered
     in_vain -= {change.name for change in found.kept}
     left = []

@@ -8,56 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from flatout.fix.result import Attempt
-from flatout.inside import inductor_rounding
+from flatout.model.changes import BY_NAME
 from flatout.model.formatting import as_typed
 
-# What a person would write. {} is the value.
-CODE = {
-    "loader": "flatout.DataLoader(...) in place of this one, after import flatout; "
-    'num_workers="auto" (as it is for a stream, or with a worker_init_fn)',
-    "num_workers": "DataLoader(..., num_workers={})",
-    "prefetch_factor": "DataLoader(..., prefetch_factor={})",
-    "persistent_workers": "DataLoader(..., persistent_workers={})",
-    "pin_memory": "DataLoader(..., pin_memory={})",
-    "batch_size": "DataLoader(..., batch_size={})",
-    "device_prefetch": 'for batch in flatout.feed.to_device(loader, "cuda"):',
-    "gpu_transforms": "flatout.augment on the batch, on the GPU  # instead of the transforms in __getitem__",
-    "worker_threads": "torch.set_num_threads({})  # in worker_init_fn",
-    "precision": 'with torch.autocast("cuda", dtype=torch.bfloat16):  # around the forward pass and the loss',
-    "fused_optimizer": "torch.optim.AdamW(..., fused=True)  # whichever optimizer it is",
-    "channels_last": "model = model.to(memory_format=torch.channels_last)",
-    "compile": f"model.compile()  # and {inductor_rounding.AS_CODE}",
-    "cudnn_benchmark": "torch.backends.cudnn.benchmark = True",
-    "gc_freeze": "gc.collect(); gc.freeze()  # once, before the loop",
-}
-_AS_ARGUMENT = {"fused_optimizer": "fused=True"} | {
-    name: f"{name}={{}}" for name in ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
-}
-# Of the loader that transformers' Trainer makes itself: its TrainingArguments, or nothing.
-_OF_TRAINER = {
-    name: f"TrainingArguments(..., dataloader_{name}={{}})"
-    for name in ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
-}
-_OF_TRAINER |= {
-    "batch_size": "TrainingArguments(..., per_device_train_batch_size={})",
-    "loader": "nothing to edit, the Trainer makes its loader itself: train with the plan",
-    "device_prefetch": "nothing to edit, the Trainer makes its loader itself: train with the plan",
-}
 _LOADER, _OPTIMIZER = re.compile(r"Loader$"), re.compile(r"(Adam|AdamW|SGD|Adagrad)$")
-_OTHERWISE: dict[tuple[str, Any], str] = {
-    ("precision", "tf32"): 'torch.set_float32_matmul_precision("high"); torch.backends.cudnn.allow_tf32 = True',
-    ("precision", "fp16"): 'torch.autocast("cuda", dtype=torch.float16) around the forward pass, and a GradScaler',
-    ("compile", "reduce-overhead"): f'model.compile(mode="reduce-overhead")  # and {inductor_rounding.AS_CODE}',
-    ("compile", "max-autotune"): f'model.compile(mode="max-autotune")  # and {inductor_rounding.AS_CODE}',
-}
 
 
 def as_code(name: str, value: Any, *, by_trainer: bool = False) -> str | None:
     """A change as a line of Python, where there is one; also where the Trainer of transformers makes the loader."""
-    line = _OTHERWISE.get((name, value), CODE.get(name))
-    if by_trainer:
-        line = _OF_TRAINER.get(name, line)
-    return line.format(value) if line is not None else None
+    spec = BY_NAME.get(name)
+    return spec.as_code(value, "transformers" if by_trainer else "") if spec is not None else None
 
 
 def permanently(attempt: Attempt, *, by_trainer: bool = False) -> str:
@@ -66,7 +26,8 @@ def permanently(attempt: Attempt, *, by_trainer: bool = False) -> str:
     if change.knob:
         return ("pass " if change.knob.startswith("-") else "") + by_knob(change.knob, change.value)
     code = as_code(change.name, change.value, by_trainer=by_trainer) or f"{change.name} = {change.value!r}"
-    if not attempt.where or (by_trainer and change.name in _OF_TRAINER):
+    made_by_trainer = by_trainer and change.name in BY_NAME and "transformers" in BY_NAME[change.name].framework_code
+    if not attempt.where or made_by_trainer:
         return code
     elsewhere = f"; the same at {', '.join(attempt.also)}" if attempt.also else ""
     return f"{attempt.where}: {_edited(attempt) or code}{elsewhere}"
@@ -83,15 +44,15 @@ def by_knob(knob: str, value: Any) -> str:
 
 def _edited(attempt: Attempt) -> str | None:
     """The source line with the argument put in, where that can be told."""
-    argument = _AS_ARGUMENT.get(attempt.change.name)
+    spec = BY_NAME.get(attempt.change.name)
     file, _, number = attempt.where.rpartition(":")
-    if argument is None or not number.isdigit():
+    if spec is None or not spec.argument or not number.isdigit():
         return None
     try:
         line = Path(file).read_text(encoding="utf-8").splitlines()[int(number) - 1].strip()
     except (OSError, IndexError, UnicodeDecodeError):
         return None
-    return _with_argument(line, argument.format(attempt.change.value))
+    return _with_argument(line, spec.argument.format(attempt.change.value))
 
 
 def _with_argument(line: str, argument: str) -> str | None:

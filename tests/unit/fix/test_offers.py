@@ -16,7 +16,7 @@ from flatout.diagnose.knobs import knobs
 from flatout.fix.offers import View, Wishes, not_offered, offers, scaled_twice
 from flatout.model.errors import UsageError
 from flatout.model.plan import Change
-from flatout.trace import Sketch
+from flatout.trace import ProcessSample, Sketch
 from flatout.trace.reader import read as read_trace
 
 LAUNCHES = {"idle_by_phase_ms": {"forward": 60.0}, "kernel_us": Sketch.of([3.0] * 100)}
@@ -92,6 +92,25 @@ def test_there_is_an_evaluation_left(settings: dict[str, int], value: int | None
     seen = View(trace=(made := world((), steps=330, timeout_s=60).trace), first=made)
     changes = [change for offer in offers(seen, Wishes.of(allow="all"))[0] for change in offer.changes]
     assert [change.value for change in changes if change.name == "eval_interval"] == ([value] if value else [])
+
+
+def test_threads_of_workers_are_limited_where_the_loader_is_not_replaced() -> None:
+    # GIVEN workers that have 18 threads each on 16 cores, and a script without a setting for them
+    crowded = view(World(machine=Machine(data_ms=80.0)))
+    worker = ProcessSample(pid=7, role="worker", name="python", cpu_pct=50.0, threads=18)
+    samples = {
+        host: tuple(replace(s, processes=(worker,)) for s in seen) for host, seen in crowded.trace.samples.items()
+    }
+    crowded = replace(crowded, trace=replace(crowded.trace, samples=samples))
+    assert "worker_threads" in [finding.change for finding in crowded.findings]
+    # THEN they are limited if the person wants that alone; the elastic loader limits them itself
+    names = {
+        only: [change.name for offer in offers(crowded, Wishes.of(only=only))[0] for change in offer.changes]
+        for only in ("worker-threads", "", "loader,worker-threads")
+    }
+    assert names["worker-threads"] == ["worker_threads"]
+    assert "loader" in names[""]
+    assert "worker_threads" not in names[""] + names["loader,worker-threads"]
 
 
 def test_no_worker_is_offered_where_the_loop_writes_to_its_dataset() -> None:

@@ -22,8 +22,9 @@ from flatout.inside.changes.root_calls import Call, RootCalls
 from flatout.inside.fingerprints import FingerprintLog
 from flatout.inside.inductor_rounding import draw_as_this, round_as_eager
 from flatout.inside.root_modules import Alive
+from flatout.model.changes import named
 
-_AT_ROOTS = ("precision", "channels_last", "compile", "cudnn_benchmark")
+_AT_ROOTS = named(moment="model call")
 _HAVE_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _CAPTURING = ("reduce-overhead", "max-autotune")  # ways to compile that make CUDA graphs
 _compile = torch.compile  # before anything times it: a root's call is timed as such

@@ -38,12 +38,12 @@ from flatout.inside.changes.device_prefetch import (
 )
 from flatout.inside.changes.ledger import Ledger
 from flatout.inside.root_modules import Alive
-from flatout.model.changes import STRICT
+from flatout.model.changes import STRICT, named
 
 _Loader: Any = stock.DataLoader
 _FRAMEWORKS = ("lightning/", "pytorch_lightning/", "accelerate/", "transformers/")  # nobody is to edit these
 _KNOWN_SAMPLERS = ("torch", "builtins", "accelerate", "transformers", "lightning", "pytorch_lightning")
-_ARGUMENTS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+_ARGUMENTS = named(moment="DataLoader()")
 
 
 class Loading:
