@@ -37,8 +37,8 @@ from benchmarks import workloads  # noqa: E402
 from benchmarks.mended import MISTAKES, WHOLE_EPOCH, Edit, Flags, Mistake  # noqa: E402
 from flatout import trace  # noqa: E402
 from flatout.diagnose.rules import diagnose  # noqa: E402
-from flatout.fix.speed import USUAL_NOISE  # noqa: E402
 from flatout.model.finding import Finding  # noqa: E402
+from flatout.model.stats import USUAL_RUN_NOISE  # noqa: E402
 
 STEPS = {"gray": 200, "segment": 200, "captcha": 120, "video": 130, "stock": 500}  # outlast what is prefetched
 EPOCHS = 5  # what `gray` mended evaluates every
@@ -198,7 +198,7 @@ def row(mistake: Mistake, found: Sequence[Finding], speeds: dict[str, list[float
     """What was promised for mending it, what it gave, and how that fits."""
     names = [finding for finding in found if (finding.code, finding.change) in mistake.named_by]
     promised = [math.prod(getattr(f, end) for f in names) for end in ("gain_low", "gain_high")] if names else None
-    noise = 1 + max(USUAL_NOISE, runs_differ_by(speeds))
+    noise = 1 + max(USUAL_RUN_NOISE, runs_differ_by(speeds))
     gain = statistics.geometric_mean(speeds[mistake.what]) / statistics.geometric_mean(speeds[BEFORE])
     low, high = promised or (0.0, 1.0)
     fits = low / noise <= gain <= high * noise

@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from flatout.fix.running import Moved, ProofStep, Run
-from flatout.model.stats import INTERVAL, Floats, resampled_means
 
 FEWEST_BATCHES = 20
 FEWEST_LOSSES = 200
@@ -39,8 +39,10 @@ _DRIFT, _COHERENCE = 0.05, 1.4  # of a tensor's way; times what chance would mak
 _STANDS_STILL, _NEVER_MOVES = 0.5, 0.01  # of the leader's way
 _USUAL_PACE = 0.2  # of what is usual; what nothing but rounding moves is often slower
 _FEW_PASSES = 3  # in a step; more are parts of a batch
+_RESAMPLES = 2_000
 _REPEATS_APART = 3.0  # times what two runs of the same plan differ by, others may
 
+Floats = npt.NDArray[np.float64]
 Batches = list[tuple[Any, ...]]
 Standing = Literal["identical", "reseeded", "equivalent", "failed", "not proven"]
 
@@ -321,8 +323,17 @@ def _steps(a: Run, b: Run) -> Iterator[tuple[ProofStep, ProofStep]]:
 
 def _interval(a: Floats, b: Floats) -> tuple[float, float, float]:
     """Of the mean difference, and the size of the loss it is measured against."""
-    low, high = np.percentile(resampled_means(b - a), INTERVAL)
+    low, high = np.percentile(_resampled_means(b - a), (2.5, 97.5))
     return float(low), float(high), max(float(np.abs(a).mean()), 1e-12)
+
+
+def _resampled_means(values: Floats) -> Floats:
+    """A bootstrap: means of resamples by blocks of neighbours, which are alike; blocks wrap round the end."""
+    draw, length = np.random.default_rng(0), max(1, round(len(values) ** (1 / 3)))
+    starts = draw.integers(len(values), size=(_RESAMPLES, -(-len(values) // length), 1))
+    places = (starts + np.arange(length)) % len(values)
+    means: Floats = values[places.reshape(_RESAMPLES, -1)].mean(axis=1)
+    return means
 
 
 def _first_difference(a: Sequence[Any], b: Sequence[Any]) -> int | None:

@@ -8,8 +8,9 @@ from typing import Any
 
 from flatout.fix.offers import Offer, in_words
 from flatout.fix.running import Run
-from flatout.fix.speed import Gain, Noise, Speed
+from flatout.fix.speed import Speed
 from flatout.model.plan import Change, Figure, Outcome, Plan, Verdict
+from flatout.model.stats import Gain, RunNoise
 
 
 class Story:
@@ -59,7 +60,7 @@ class FixResult:
     gain: Gain | None = None
     speeds: tuple[Speed, Speed] | None = None  # behind that gain: before and after, each over all its runs
     paused: bool = False  # whether the gain counts evaluation and checkpoints too
-    noise: Noise | None = None
+    noise: RunNoise | None = None
     trials: list[Trial] = field(default_factory=list)
     withheld: list[Offer] = field(default_factory=list)
     untried: list[Offer] = field(default_factory=list)  # for want of time

@@ -37,13 +37,7 @@ from flatout.fix.proof_runs import Proving
 from flatout.fix.result import FixResult, Story, Trial
 from flatout.fix.running import ProofRun, Run, Runner, seen_like
 from flatout.fix.speed import (
-    STEADY_NOISE,
-    USUAL_NOISE,
-    WORTH,
-    Gain,
-    Noise,
     Speed,
-    gain,
     gain_of_rarer_pauses,
     pooled,
     slower_pauses,
@@ -54,9 +48,11 @@ from flatout.fix.time_budget import TimeBudget, compiling
 from flatout.launch.protocol import MOST_STEPS
 from flatout.model.errors import RealWriteError, UsageError
 from flatout.model.plan import Change, Figure, Verdict
+from flatout.model.stats import MIN_GAIN, ONE_RUN, USUAL_RUN_NOISE, Gain, gain
 from flatout.trace import Trace
 
 FIRST_STEPS = 48
+STEADY_NOISE = 0.01  # from run to run, of a GPU that waits for nothing
 KNOWN_TO = 0.02  # how well the baseline is to be known …
 HARDLY_KNOWN_TO = 0.05  # … and when it is measured once more
 MEASURE_S = 6.0  # of training in a trial
@@ -169,7 +165,7 @@ class Search:
         while True:
             view = self._view()
             wanted, self.found.withheld = offers(view, self._wishes)
-            wanted = [offer for offer in wanted if offer.promise >= WORTH]
+            wanted = [offer for offer in wanted if offer.promise >= MIN_GAIN]
             affordable = [offer for offer in map(self._with_time_to_prove, wanted) if self._has_time_for(offer)]
             if not affordable and self._may_look_at_an_epoch(view):
                 self._look_at_an_epoch()
@@ -264,7 +260,7 @@ class Search:
                 self._decide(changes, "undone", gained, note=too_dear)
             else:
                 self._keep(changes, run, gained, long=offer.pauses)
-        elif gained.value > 1 and not gained.hopeless and not again:
+        elif gained.value > 1 and gained.high >= MIN_GAIN and not again:
             self._undecided.append(replace(offer, changes=changes))
             self._decide(changes, "undone", gained, note=self._not_shown(gained, changes))
         elif len(changes) > 1 and offer.worth_splitting and self._purse.affords(changes, runs=len(offer.parts)):
@@ -274,8 +270,8 @@ class Search:
             self._decide(changes, "undone", gained, note=self._not_shown(gained, changes))
 
     def _not_shown(self, gained: Gain, changes: tuple[Change, ...]) -> str:
-        again = gained.value > WORTH and not self._purse.affords(changes)
-        return gained.shortfall + (", and what time is left is for proof and comparison" if again else "")
+        again = gained.value > MIN_GAIN and not self._purse.affords(changes)
+        return _shortfall(gained) + (", and what time is left is for proof and comparison" if again else "")
 
     def _one_by_one(self, offer: Offer) -> None:
         for part in offer.parts:
@@ -305,7 +301,9 @@ class Search:
         limited = (c.on_gpu and c.has_ceiling and c.headroom < AT_CEILING for c in (view.case, run.case))
         if self._clear != CLEAR or not all(limited):
             return False
-        others = [one for one in offers(view, self._wishes)[0] if one.promise >= WORTH and one.changes != offer.changes]
+        others = [
+            one for one in offers(view, self._wishes)[0] if one.promise >= MIN_GAIN and one.changes != offer.changes
+        ]
         later = [one for one in others if self._has_time_for(one)]
         each_s = [self._trying_s(one) for one in (offer, *later)]
         later_s = sum(each_s[1:]) + 2 * max(each_s)  # and what is compiled once is compiled in every run after it
@@ -319,14 +317,15 @@ class Search:
         repeats = 0
         while True:
             before, after = (self._speeds.of(plan, long=offer.pauses) for plan in (old, new))
-            noise = self._speeds.noise_near(before, after, usual=STEADY_NOISE if steady else USUAL_NOISE)
-            gained = (gain_of_rarer_pauses if offer.pauses else gain)(before, after, noise)
-            shown = gained.low > 1 and gained.value > WORTH
+            noise = self._speeds.noise_near(before, after, usual=STEADY_NOISE if steady else USUAL_RUN_NOISE)
+            compared = gain_of_rarer_pauses if offer.pauses else gain
+            gained = compared(before, after, noise)
+            shown = gained.low > 1 and gained.value > MIN_GAIN
             # How long evaluation and checkpoints take was measured: that they are rarer is arithmetic.
             believed = shown and (steady or noise.repeats > 0 or offer.pauses or gained.value > self._clear)
-            if gained.hopeless or repeats >= CLOSE_CALLS or not self._purse.affords(changes):
+            if gained.high < MIN_GAIN or repeats >= CLOSE_CALLS or not self._purse.affords(changes):
                 return gained, shown
-            if (believed and gained.low > WORTH) or (not patient and (believed or gained.value < PROMISING)):
+            if (believed and gained.low > MIN_GAIN) or (not patient and (believed or gained.value < PROMISING)):
                 return gained, believed
             repeats += 1
             steps = self._epoch_steps() if offer.pauses else None
@@ -433,7 +432,7 @@ class Search:
             self._speeds.note(without, run)
             pair = self._speeds.of(without), self._speeds.of(self.found.kept)
             alone = gain(*pair, self._speeds.noise_near(*pair))
-            if alone.value >= WORTH:
+            if alone.value >= MIN_GAIN:
                 self.found.amend(attempt, gain=alone, together=())
                 self._story.said(f"{in_words(change)} by itself: {alone}")
             else:
@@ -519,7 +518,7 @@ class Search:
             if not cut_off and not self._failed(old) and old.speed is not None and new.speed is not None:
                 self.found.before, self.found.after = old.seen_like(self.before.trace), new.seen_like(self._sight)
                 both = with_equal_steps([old.speed], [new.speed]) if rarer else ([old.speed], [new.speed])
-                fresh = gain(both[0], both[1], Noise(sd=0.0, repeats=0), pauses=long).value
+                fresh = gain(_counting(long, both[0]), _counting(long, both[1]), ONE_RUN).value
                 drift = old.speed.value / first.value
                 if abs(math.log(drift)) > (DRIFT_OF_AN_EPOCH if long else DRIFT):
                     self._remark(f"the machine drifted: the command as it was ran at {drift:.2f}× its first speed")
@@ -537,12 +536,13 @@ class Search:
                 self._remark(mind)
         before, after = with_equal_steps(before, after) if rarer else (before, after)
         # Both were measured early and late: a machine that drifts treats them alike.
-        self.found.gain = gain(before, after, self._speeds.noise_near(before, after), pauses=long)
+        noise = self._speeds.noise_near(before, after)
+        self.found.gain = gain(_counting(long, before), _counting(long, after), noise)
         self.found.speeds, self.found.paused = (pooled(before), pooled(after)), long
         self._story.said(f"before → after: {self.found.gain}")
         # What was kept was picked for how fast it looked: the last runs have to say so too, or all of them be sure.
         unconfirmed = self.found.gain.low <= 1 if fresh is None else fresh < 1
-        if self.found.gain.value < WORTH or unconfirmed:
+        if self.found.gain.value < MIN_GAIN or unconfirmed:
             self._let_go_of_all(kept, f"not confirmed: {self.found.gain} in the end, with all that was kept")
 
     def _let_go_of_all(self, kept: Sequence[Change], why: str) -> None:
@@ -600,3 +600,17 @@ class Search:
     def _remark(self, text: str) -> None:
         self.found.remarks.append(text)
         self._story.said(text)
+
+
+def _shortfall(gained: Gain) -> str:
+    """Why it does not count."""
+    if gained.high < 1:
+        return f"{gained}: slower"
+    if gained.low > 1:
+        return f"{gained}: too little to be believed of so few runs"
+    return f"{gained}: no gain over 2% was shown"
+
+
+def _counting(pauses: bool, runs: Sequence[Speed]) -> list[Speed]:
+    """The runs with or without evaluation and checkpoints in their time."""
+    return [run.counting_pauses for run in runs] if pauses else list(runs)

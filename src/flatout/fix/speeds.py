@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flatout.fix.running import Run
-from flatout.fix.speed import USUAL_NOISE, Noise, Speed, noise_between_runs, pooled
+from flatout.fix.speed import Speed, pooled
 from flatout.model.plan import Change, Figure
+from flatout.model.stats import USUAL_RUN_NOISE, RunNoise
 
 ALIKE = 1.5  # times as fast: likely to be held up by the same things
 
@@ -37,15 +38,15 @@ class Speeds:
         self._runs.clear()
 
     @property
-    def noise(self) -> Noise:
-        return noise_between_runs(self._runs.values())
+    def noise(self) -> RunNoise:
+        return RunNoise.seen_in(self._runs.values())
 
-    def noise_near(self, *plans: Sequence[Speed], usual: float = USUAL_NOISE) -> Noise:
+    def noise_near(self, *plans: Sequence[Speed], usual: float = USUAL_RUN_NOISE) -> RunNoise:
         """From plans about as fast as these: what is far slower waits for something else, with noise of its own."""
         known = [(pooled(runs).value, runs) for runs in self._runs.values()]
         speeds = [pooled(runs).value for runs in plans]
         near = (runs for value, runs in known if any(1 / ALIKE < value / speed < ALIKE for speed in speeds))
-        return noise_between_runs(near, usual)
+        return RunNoise.seen_in(near, usual)
 
 
 def _key(changes: Sequence[Change], long: bool) -> tuple[str, bool]:

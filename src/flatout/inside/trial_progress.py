@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 
 from flatout.launch.protocol import MOST_STEPS, Options
+from flatout.model.stats import BLOCKS, blocks_of, error_of, half_width, mean_of
 
 _WARM_UP_S = 9.0  # of a trial, at most
-_BLOCKS, _SIGMAS = 8, 2.36  # Student's, for so many
 _SHORT_S = 0.05  # a step
 _STEADY = 0.005  # what the mean step is known to, of a card that waits for nothing: half the time will do
 
@@ -55,20 +55,18 @@ class TrialProgress:
         if self._measured >= MOST_STEPS or self._trained_s >= 2 * wanted_s:
             return True
         short = not self._took_s or self._took_s[-1] < _SHORT_S  # beside which a look counts
-        if self._trained_s < wanted_s / 2 or (short and self._measured % _BLOCKS):
+        if self._trained_s < wanted_s / 2 or (short and self._measured % BLOCKS):
             return False
         unsure = self._unsure()
         return unsure <= _STEADY or (self._trained_s >= wanted_s and unsure <= wanted)
 
     def _unsure(self) -> float:
-        """Half the 95% interval of the mean step, as a share; neighbours are alike, so that blocks of them count."""
-        size = len(self._took_s) // _BLOCKS
-        if not size:
+        """Half the 95% interval of the mean step, as a share of it."""
+        count = len(self._took_s)
+        if count < BLOCKS:
             return math.inf
-        means = [sum(self._took_s[start : start + size]) / size for start in range(0, size * _BLOCKS, size)]
-        mean = sum(means) / _BLOCKS
-        deviation = math.sqrt(sum((one - mean) ** 2 for one in means) / (_BLOCKS - 1))
-        return _SIGMAS * deviation / math.sqrt(_BLOCKS) / mean
+        error = error_of([mean_of(self._took_s[block]) for block in blocks_of(count)])
+        return half_width([(error**2, BLOCKS - 1)])
 
     @functools.cached_property
     def worth_a_look(self) -> bool:

@@ -1,55 +1,33 @@
 """Two traces → Comparison: is the second run faster, beyond what its own noise could explain?
 
-Steps are not independent (a slow disk, a garbage collection, the beat of sixteen workers), so the intervals come from
-a bootstrap over blocks of neighbouring steps. They hold the noise within the two runs; what differs between any two
-runs of the same training (page cache, clocks, neighbours) only more runs can show.
+The statistic is that of `flatout fix` (`model.stats`). The intervals hold the noise within the two runs; what differs
+between any two runs of the same training (page cache, clocks, neighbours) only more runs can show.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean, median, variance
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from flatout.diagnose.breakdown import Breakdown
 from flatout.diagnose.rules import diagnose
-from flatout.fix.speed import Gain
 from flatout.model.formatting import count_of, in_full
-from flatout.model.stats import INTERVAL, RESAMPLES, Floats, resampled_means
+from flatout.model.stats import BLOCKS, ONE_RUN, Gain, Measured, blocks_of, error_of, gain, half_width, warm_up
 from flatout.report.account import Account, account
-from flatout.report.chart_data import grouped
 from flatout.trace import RankTrace, Sketch, Trace
 
 SCHEMA = 1
 FEWEST_STEPS = 40
 FEWEST_LOSSES = 8
-MOST_BLOCKS = 250
-VALUES_A_BLOCK = 16  # quantiles that stand for the steps of a window
 MOST_DIFFERENCES = 100
 _NO_DIFFERENCE = "no difference shown"
 _SHORT_BATCHES = 0.02  # of the samples: what last short batches may take away
 
 # Facts that differ between any two runs, or follow from the others.
 _VOLATILE = ("learning_rate", "memory_peak_bytes", "memory_reserved_bytes", "own_cost", "settings", "loaders")
-
-
-class Ratio(Gain):
-    """How many times as fast B is as A, with the interval in which 95% of the resamples lie."""
-
-    __slots__ = ()
-
-    @property
-    def verdict(self) -> str:
-        """faster, slower or no difference shown."""
-        return "faster" if self.low > 1 else "slower" if self.high < 1 else _NO_DIFFERENCE
-
-    def slower_than(self, pct: float) -> bool:
-        """Whether B is shown to take more than `pct` per cent longer."""
-        return self.high < 1 / (1 + pct / 100)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +52,12 @@ class Losses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steady:
-    """One side of the ratios: a run without its first steps."""
+    """One side of the ratios: a run without its first steps, and its speeds, of which they are the ratios."""
 
     median_ms: float
     samples_per_s: float | None
+    typical: Measured  # by the median step
+    overall: Measured  # by all steps, slow ones included
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +67,8 @@ class Comparison:
     a: Account
     b: Account
     per: str
-    typical: Ratio | None
-    overall: Ratio | None
+    typical: Gain | None
+    overall: Gain | None
     reasons: tuple[str, ...]  # why they cannot be compared; then there are no ratios
     cautions: tuple[str, ...]
     differences: tuple[tuple[str, Any, Any], ...]
@@ -97,7 +77,7 @@ class Comparison:
     steady_b: Steady | None = None
 
     @property
-    def leading(self) -> Ratio | None:
+    def leading(self) -> Gain | None:
         """What the verdict is of: the median step; all steps where they differ and the median does not say the same."""
         if self.typical is None or self.overall is None:
             return None
@@ -159,16 +139,17 @@ class Comparison:
 def compare(first: Trace, second: Trace, folders: tuple[str, str] = ("A", "B")) -> Comparison:
     """Compare two runs: how much faster is the second?"""
     a, b = account(first, folders[0]), account(second, folders[1])
-    steps_a, steps_b = _blocks(first.ranks[0]), _blocks(second.ranks[0])
-    reasons = [*_reasons(a, b), *_too_short("A", a, steps_a), *_too_short("B", b, steps_b)]
     size_a, size_b = _samples_a_step(a), _samples_a_step(b)
+    steady_a, steady_b = _steady(first.ranks[0], size_a), _steady(second.ranks[0], size_b)
+    reasons = [*_reasons(a, b), *_too_short("A", a, steady_a), *_too_short("B", b, steady_b)]
     per = "step" if _alike(size_a, size_b) else "sample"
     if per == "sample" and (size_a is None or size_b is None):
         reasons.append("one of them does not say how many samples a step has")
     typical = overall = None
-    if not reasons and steps_a is not None and steps_b is not None:
-        unit = (size_b or 1.0) / (size_a or 1.0) if per == "sample" else 1.0
-        typical, overall = _ratio(steps_a, steps_b, unit, _medians), _ratio(steps_a, steps_b, unit, _means)
+    if not reasons and steady_a is not None and steady_b is not None:
+        samples = (size_b or 1.0) / (size_a or 1.0) if per == "sample" else 1.0
+        typical = _ratio(steady_a.typical, steady_b.typical, samples)
+        overall = _ratio(steady_a.overall, steady_b.overall, samples)
     return Comparison(
         a=a,
         b=b,
@@ -179,8 +160,8 @@ def compare(first: Trace, second: Trace, folders: tuple[str, str] = ("A", "B")) 
         cautions=(*_ended(a, b), *_cautions(a, b, per), *_in_company("A", first), *_in_company("B", second)),
         differences=tuple(_differences(a, b))[:MOST_DIFFERENCES],
         losses=_losses(first.ranks[0], second.ranks[0], (size_a, size_b) if per == "sample" else None),
-        steady_a=_steady(steps_a, size_a),
-        steady_b=_steady(steps_b, size_b),
+        steady_a=steady_a,
+        steady_b=steady_b,
     )
 
 
@@ -205,8 +186,8 @@ def _described(dataset: tuple[str, Any]) -> str:
     return f"{dataset[0]} of {count_of(dataset[1], 'sample')}" if isinstance(dataset[1], int) else dataset[0]
 
 
-def _too_short(name: str, one: Account, blocks: _Blocks | None) -> Iterator[str]:
-    if blocks is None:
+def _too_short(name: str, one: Account, steady: Steady | None) -> Iterator[str]:
+    if steady is None:
         yield f"{name} has {one.breakdown.steps:,} training steps, and fewer than {FEWEST_STEPS} say too little"
 
 
@@ -259,65 +240,35 @@ def _samples_a_step(one: Account) -> float | None:
 # How sure one can be
 
 
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    """Neighbouring steps in a row: values that stand for their times, and their mean."""
-
-    step_ms: Floats  # blocks × values
-    mean_ms: Floats  # blocks
-    weights: Floats  # blocks: steps in each
-
-
-def _blocks(rank: RankTrace) -> _Blocks | None:
-    """The steps of a run in blocks, its first ones left out; None of too few."""
+def _steady(rank: RankTrace, samples: float | None) -> Steady | None:
+    """A run without its first steps, with so many samples a step; None of too few steps."""
     steps = rank.every_step()
     if steps is not None:
+        times_ms = [step.wall_ms for step in steps][warm_up(len(steps)) :]
         if len(steps) < FEWEST_STEPS:
             return None
-        warm = min(20, len(steps) // 6)
-        steady = np.asarray([step.wall_ms for step in steps[warm:]], dtype=np.float64)
-        length = max(5, round(1.5 * len(steady) ** (1 / 3)))
-        rows = steady[: len(steady) // length * length].reshape(-1, length)
-        return _Blocks(rows, rows.mean(axis=1), np.full(len(rows), float(length)))
-    sketches = [Sketch.merged(w.wall_ms for w in group) for group in grouped(rank.windows[1:], MOST_BLOCKS)]
-    if len(sketches) < 5:
-        return None
-    places = [(n + 0.5) / VALUES_A_BLOCK for n in range(VALUES_A_BLOCK)]
-    values = np.asarray([[sketch.quantile(q) or 0.0 for q in places] for sketch in sketches])
-    return _Blocks(
-        values,
-        np.asarray([sketch.mean or 0.0 for sketch in sketches]),
-        np.asarray([float(sketch.count) for sketch in sketches]),
+        blocks = [times_ms[block] for block in blocks_of(len(times_ms))]
+        mean_ms, median_ms = fmean(times_ms), median(times_ms)
+        means_ms, medians_ms = [fmean(block) for block in blocks], [median(block) for block in blocks]
+    else:
+        sketches = [window.wall_ms for window in rank.windows[1:]]
+        if len(sketches) < BLOCKS:
+            return None
+        every = Sketch.merged(sketches)
+        merged = [Sketch.merged(sketches[block]) for block in blocks_of(len(sketches))]
+        mean_ms, median_ms = every.mean or 0.0, every.quantile(0.5) or 0.0
+        means_ms, medians_ms = [one.mean or 0.0 for one in merged], [one.quantile(0.5) or 0.0 for one in merged]
+    return Steady(
+        median_ms=median_ms,
+        samples_per_s=samples / mean_ms * 1e3 if samples is not None else None,
+        typical=Measured(value=1e3 / median_ms, error=error_of(medians_ms)),
+        overall=Measured(value=1e3 / mean_ms, error=error_of(means_ms)),
     )
 
 
-def _medians(blocks: _Blocks, chosen: npt.NDArray[np.intp]) -> Floats:
-    some = (chosen[at : at + 100] for at in range(0, len(chosen), 100))  # all at once would take 60 MB and more
-    return np.concatenate([np.median(blocks.step_ms[rows].reshape(len(rows), -1), axis=1) for rows in some])
-
-
-def _means(blocks: _Blocks, chosen: npt.NDArray[np.intp]) -> Floats:
-    weights = blocks.weights[chosen]
-    means: Floats = (blocks.mean_ms[chosen] * weights).sum(axis=1) / weights.sum(axis=1)
-    return means
-
-
-def _steady(blocks: _Blocks | None, samples: float | None) -> Steady | None:
-    if blocks is None:
-        return None
-    every = np.arange(len(blocks.mean_ms))[None, :]
-    speed = samples / float(_means(blocks, every)[0]) * 1e3 if samples is not None else None
-    return Steady(median_ms=float(_medians(blocks, every)[0]), samples_per_s=speed)
-
-
-def _ratio(a: _Blocks, b: _Blocks, unit: float, of: Callable[[_Blocks, npt.NDArray[np.intp]], Floats]) -> Ratio:
-    """The speed of B over A's; `unit`: samples in a step of B for each of A."""
-    draw = np.random.default_rng(0)
-    all_a, all_b = (np.arange(len(x.mean_ms))[None, :] for x in (a, b))
-    some_a, some_b = (draw.integers(len(x.mean_ms), size=(RESAMPLES, len(x.mean_ms))) for x in (a, b))
-    value = float(of(a, all_a)[0] / of(b, all_b)[0]) * unit
-    low, high = np.percentile(of(a, some_a) / of(b, some_b) * unit, INTERVAL)
-    return Ratio(value=value, low=min(float(low), value), high=max(float(high), value))
+def _ratio(a: Measured, b: Measured, samples: float) -> Gain:
+    """The speed of B over A's; `samples`: those in a step of B for each of A."""
+    return gain([a], [dataclasses.replace(b, value=b.value * samples)], ONE_RUN)
 
 
 # What else differs
@@ -363,23 +314,18 @@ def _losses(a: RankTrace, b: RankTrace, sizes: tuple[float | None, float | None]
         return None
     axis = "sample" if sizes is not None else "step"
     end = min(curve_a[-1][0], curve_b[-1][0])
-    last_a, last_b = (
-        np.asarray([y for x, y in curve if 0.75 * end <= x <= end], dtype=np.float64) for curve in (curve_a, curve_b)
-    )
+    last_a, last_b = ([y for x, y in curve if 0.75 * end <= x <= end] for curve in (curve_a, curve_b))
     if min(len(last_a), len(last_b)) < FEWEST_LOSSES:
         return Losses(axis=axis, a=curve_a, b=curve_b)
-    draw = np.random.default_rng(0)
-    apart = resampled_means(last_b, draw) - resampled_means(last_a, draw)
-    low, high = np.percentile(apart, INTERVAL)
-    return Losses(
-        axis=axis,
-        a=curve_a,
-        b=curve_b,
-        end_a=float(last_a.mean()),
-        end_b=float(last_b.mean()),
-        low=float(low),
-        high=float(high),
-    )
+    end_a, end_b = fmean(last_a), fmean(last_b)
+    sure = half_width([(_variance_of_mean(last), BLOCKS - 1) for last in (last_a, last_b)])
+    low, high = end_b - end_a - sure, end_b - end_a + sure
+    return Losses(axis=axis, a=curve_a, b=curve_b, end_a=end_a, end_b=end_b, low=low, high=high)
+
+
+def _variance_of_mean(values: Sequence[float]) -> float:
+    means = [fmean(values[block]) for block in blocks_of(len(values))]
+    return variance(means) / len(means)
 
 
 def _curve(rank: RankTrace, unit: float) -> tuple[tuple[float, float], ...]:

@@ -135,7 +135,7 @@ def page(comparison: Comparison, first: Trace, second: Trace) -> str:
 
 def _runs(comparison: Comparison) -> Html:
     note = (
-        "Intervals hold 95% of the resamples of blocks of neighbouring steps: the noise within the two runs. "
+        "The 95% intervals come from the means of eight blocks of steps: they hold the noise within the two runs. "
         "What differs between any two runs of the same training only more runs can show."
     )
     return join(

@@ -14,11 +14,12 @@ from flatout.diagnose.rules import diagnose
 from flatout.fix.offers import Offer, in_words
 from flatout.fix.result import Attempt, FixResult
 from flatout.fix.running import Run
-from flatout.fix.speed import WORTH, Gain, Noise, Speed
+from flatout.fix.speed import Speed
 from flatout.model.changes import CHANGES
 from flatout.model.finding import Finding
 from flatout.model.formatting import in_full
 from flatout.model.plan import Figure
+from flatout.model.stats import MIN_GAIN, Gain, RunNoise
 from flatout.redact import redact_command, redact_text
 from flatout.report.findings import as_json
 from flatout.report.source_edits import permanently
@@ -122,7 +123,7 @@ class FixReport:
             if found.attempts:
                 names = dict.fromkeys(in_words(attempt.change) for attempt in found.attempts)
                 unsafe = any(a.outcome.verdict == "unsafe" for a in found.attempts)
-                unsure = any(a.gain is not None and not a.gain.hopeless for a in found.attempts)
+                unsure = any(a.gain is not None and a.gain.high >= MIN_GAIN for a in found.attempts)
                 why = "not safe, or not worth it" if unsafe else "no gain was sure" if unsure else "not worth it"
                 tried = f"tried, and {why}: {', '.join(names)}"
             return f"Nothing to change: {tried} ({found.stopped})."
@@ -202,10 +203,10 @@ def _left(found: FixResult) -> tuple[Finding, ...]:
     if run is None or run.trace is None:
         return ()
     ours = {spec.name for spec in CHANGES if spec.family != "pauses"} | found.known
-    in_vain = {a.change.name for a in found.attempts if a.gain is None or a.gain.value > WORTH} - found.offered
+    in_vain = {a.change.name for a in found.attempts if a.gain is None or a.gain.value > MIN_GAIN} - found.offered
     in_vain -= {change.name for change in found.kept}
     left = []
-    for finding in (finding for finding in diagnose(run.trace) if finding.gain_high >= WORTH):
+    for finding in (finding for finding in diagnose(run.trace) if finding.gain_high >= MIN_GAIN):
         if finding.change not in ours:
             left.append(finding)
         elif finding.code.startswith("data.") and finding.change in in_vain:
@@ -258,5 +259,5 @@ def _offer(offer: Offer) -> dict[str, Any]:
     return {"changes": changes, "why": offer.why, "promise": offer.promise}
 
 
-def _plain(record: Side | Gain | Noise | Figure | None) -> dict[str, Any] | None:
+def _plain(record: Side | Gain | RunNoise | Figure | None) -> dict[str, Any] | None:
     return dataclasses.asdict(record) if record is not None else None

@@ -13,8 +13,9 @@ import pytest
 from report_runs import facts, printed, rank_of, step, steps_of, trace_of
 from test_report_html import Page
 
+from flatout.model.stats import Gain
 from flatout.report import compare_views
-from flatout.report.compare import Comparison, Ratio, compare
+from flatout.report.compare import Comparison, compare
 from flatout.trace import Facts, HostSample, ProcessSample, RankTrace, RunInfo, Sample, Step, Trace, TraceWriter
 from flatout.trace.downsample import window_of
 
@@ -73,8 +74,8 @@ def test_a_slowdown_of_a_fifth_is_shown_and_its_size_is_in_the_interval() -> Non
 
 def test_a_slowdown_within_the_noise_does_not_fail_the_gate() -> None:
     """GIVEN 11% slower as measured WHEN it may as well be 1% THEN more than 5% is not shown."""
-    assert not Ratio(value=0.90, low=0.80, high=0.99).slower_than(5)
-    assert Ratio(value=0.90, low=0.85, high=0.94).slower_than(5)
+    assert not Gain(value=0.90, low=0.80, high=0.99).slower_than(5)
+    assert Gain(value=0.90, low=0.85, high=0.94).slower_than(5)
 
 
 def test_stalls_that_the_median_does_not_see_are_said_and_count_for_the_gate() -> None:
@@ -100,43 +101,43 @@ def test_a_faster_median_does_not_hide_that_all_steps_together_are_slower() -> N
     ("typical", "overall", "verdict", "fails", "said"),
     [
         (
-            Ratio(value=1.0, low=0.98, high=1.02),
-            Ratio(value=1.66, low=1.38, high=1.94),
+            Gain(value=1.0, low=0.98, high=1.02),
+            Gain(value=1.66, low=1.38, high=1.94),
             "faster",
             False,
             "Over all its steps, slow ones included, B is",
         ),
         (
-            Ratio(value=1.0, low=0.98, high=1.02),
-            Ratio(value=0.6, low=0.52, high=0.72),
+            Gain(value=1.0, low=0.98, high=1.02),
+            Gain(value=0.6, low=0.52, high=0.72),
             "slower",
             True,
             "Over all its steps, slow ones included, B is",
         ),
         (
-            Ratio(value=0.5, low=0.48, high=0.52),
-            Ratio(value=1.66, low=1.38, high=1.94),
+            Gain(value=0.5, low=0.48, high=0.52),
+            Gain(value=1.66, low=1.38, high=1.94),
             "faster",
             False,
             "Over all its steps, slow ones included, B is",
         ),
         (
-            Ratio(value=0.5, low=0.48, high=0.52),
-            Ratio(value=0.9, low=0.72, high=1.1),
+            Gain(value=0.5, low=0.48, high=0.52),
+            Gain(value=0.9, low=0.72, high=1.1),
             "slower",
             True,
             "B is slower: 0.50× the speed of A",
         ),
         (
-            Ratio(value=0.97, low=0.96, high=0.98),
-            Ratio(value=0.6, low=0.52, high=0.72),
+            Gain(value=0.97, low=0.96, high=0.98),
+            Gain(value=0.6, low=0.52, high=0.72),
             "slower",
             True,
             "B is slower: 0.97× the speed of A",
         ),
         (
-            Ratio(value=1.0, low=0.98, high=1.02),
-            Ratio(value=0.9, low=0.72, high=1.1),
+            Gain(value=1.0, low=0.98, high=1.02),
+            Gain(value=0.9, low=0.72, high=1.1),
             "no difference shown",
             False,
             "No difference shown: 1.00×",
@@ -144,7 +145,7 @@ def test_a_faster_median_does_not_hide_that_all_steps_together_are_slower() -> N
     ],
 )
 def test_the_headline_the_verdict_and_the_gate_say_the_same(
-    typical: Ratio, overall: Ratio, verdict: str, fails: bool, said: str
+    typical: Gain, overall: Gain, verdict: str, fails: bool, said: str
 ) -> None:
     result = dataclasses.replace(compare(run_of(noisy(1)), run_of(noisy(2))), typical=typical, overall=overall)
     assert result.verdict == verdict == result.to_json()["verdict"]
