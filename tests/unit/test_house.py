@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import subprocess
@@ -42,6 +43,43 @@ for name in {there!r}:
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+WITH_NUMPY = {"flatout.feed.fingerprint", "flatout.feed.variables", "flatout.feed.watch"}  # to be removed
+
+
+def test_what_runs_in_a_training_process_imports_torch_and_the_standard_library_alone() -> None:
+    """A script's environment may have neither numpy nor psutil. What is imported inside functions does not count."""
+    inside = sorted((ROOT / "src/flatout/inside").rglob("*.py"))
+    modules = [".".join(path.relative_to(ROOT / "src").with_suffix("").parts) for path in inside]
+    waiting, seen, foreign = {name.removesuffix(".__init__") for name in modules}, set(), []
+    while waiting:
+        name = waiting.pop()
+        seen.add(name)
+        imported = imports_of(name)
+        waiting |= {one for one in imported if one.startswith("flatout.")} - seen
+        tops = {one.partition(".")[0] for one in imported} - sys.stdlib_module_names - {"flatout", "torch"}
+        if name not in WITH_NUMPY:
+            foreign += [f"{name} imports {top}" for top in sorted(tops)]
+    assert "flatout.feed.packing" in seen
+    assert foreign == []
+
+
+def imports_of(name: str) -> set[str]:
+    """What a module imports as it is imported itself."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:  # a name in a module
+        return set()
+    found: set[str] = set()
+    for statement in ast.parse(Path(spec.origin).read_text()).body:
+        if isinstance(statement, ast.Import):
+            found |= {alias.name for alias in statement.names}
+        elif isinstance(statement, ast.ImportFrom) and statement.module is not None:
+            found.add(statement.module)
+            if statement.module.startswith("flatout"):
+                names = [f"{statement.module}.{alias.name}" for alias in statement.names]
+                found |= {one for one in names if (ROOT / "src" / one.replace(".", "/")).with_suffix(".py").exists()}
+    return found
 
 
 @pytest.fixture(params=["darwin", "win32"])

@@ -26,7 +26,6 @@ from pathlib import Path
 from pickle import PicklingError
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 from torch import multiprocessing
 
@@ -176,7 +175,7 @@ Starter = ForkServer | ContextStarter
 def _end(process: Any, patience_s: float = 5) -> None:
     """Wait for a process whose wire is closed, for a while; it may have been reaped by somebody else."""
     process.join(patience_s)
-    if process.is_alive() and psutil.pid_exists(process.pid):
+    if process.is_alive() and Path(f"/proc/{process.pid}").exists():
         process.kill()
         process.join(patience_s)
     if process.exitcode is not None:

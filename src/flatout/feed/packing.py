@@ -10,28 +10,30 @@ elsewhere is copied there once. What does not fit goes into a memory file of its
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import io
 import mmap
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data._utils import collate as stock
 
 from flatout.feed import wire
 from flatout.feed.deferred.batch import Deferred, StandIn, joined
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Bytes = memoryview
 Span = tuple[int, int]  # offset, length
 
 _ALIGN = 64
 _STOCK_TYPES = frozenset(stock.default_collate_fn_map)
 _stock_tensor = stock.default_collate_fn_map[torch.Tensor]
+_numpy: Any = sys.modules.get("numpy")  # PyTorch has imported it, where it is installed
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,7 +107,7 @@ class Arena:
 
     def holds(self, data: Bytes) -> int | None:
         """The offset of bytes that lie in this arena already."""
-        if self.memory is None:
+        if self.memory is None or data.readonly or not len(data):
             return None
         offset = address(data) - self.base
         return offset if 0 <= offset <= len(self.memory) - len(data) else None
@@ -137,7 +139,7 @@ def _map_into(arena: Arena) -> dict[Any, Callable[..., Any]]:
     for kind, function in functions.items():
         if kind is torch.Tensor:
             functions[kind] = arena.stack if function is _stock_tensor else function
-        elif kind is not np.ndarray:  # arrays come back here as tensors
+        elif _numpy is None or kind is not _numpy.ndarray:  # arrays come back here as tensors
             functions[kind] = placing(function)
     return functions
 
@@ -189,12 +191,25 @@ def _copied(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     if any(piece.dtype != first.dtype or piece.shape[1:] != first.shape[1:] for piece in pieces):
         return torch.cat(tuple(pieces))
     whole = torch.empty((sum(map(len, pieces)), *first.shape[1:]), dtype=first.dtype)
-    np.concatenate([_flat(piece) for piece in pieces], out=_flat(whole))
+    memory, start = _bytes_of(whole), 0
+    for piece in pieces:
+        plain = piece.contiguous()
+        end = start + plain.numel() * plain.element_size()
+        memory[start:end] = _bytes_of(plain)
+        start = end
     return whole
 
 
-def _flat(tensor: torch.Tensor) -> Bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
+_memory_at = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory_at.restype = ctypes.py_object
+_memory_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_WRITABLE = 0x200
+
+
+def _bytes_of(tensor: torch.Tensor) -> Bytes:
+    """The memory of a tensor whose elements fill it; the caller keeps the tensor alive."""
+    memory: Bytes = _memory_at(tensor.data_ptr(), tensor.numel() * tensor.element_size(), _WRITABLE)
+    return memory
 
 
 # --- packing --------------------------------------------------------------------------------------------------------
@@ -202,7 +217,7 @@ def _flat(tensor: torch.Tensor) -> Bytes:
 
 def pack(batch: Any, arena: Arena) -> Packed:
     """Take a batch apart; its bytes end up in the arena, or together in one file."""
-    skeleton, buffers = _take_apart(batch)
+    skeleton, buffers, _kept = _take_apart(batch)
     regions = _regions(buffers, arena)
     sizes = [len(buffer) for buffer in buffers]
     needs = max(sum(map(_aligned, sizes)), arena.used)
@@ -220,7 +235,7 @@ def pack_together(batches: Iterable[Any], arena: Arena) -> Packed:
     spans: list[Span] = []
     known: dict[bytes, bytes] = {}  # most are the same, and travel once
     for batch in batches:
-        skeleton, buffers = _take_apart(batch)
+        skeleton, buffers, _kept = _take_apart(batch)
         placed = _place(buffers, arena)
         if placed is None:
             raise ValueError("these batches do not fit into the slot together")
@@ -229,15 +244,17 @@ def pack_together(batches: Iterable[Any], arena: Arena) -> Packed:
     return Packed(skeleton=skeletons, spans=spans, file=None, needs=arena.used, regions=None)
 
 
-def _take_apart(batch: Any) -> tuple[bytes, list[Bytes]]:
+def _take_apart(batch: Any) -> tuple[bytes, list[Bytes], list[Any]]:
+    """A pickle without its large parts, the bytes of those, and what has to live as long as they are used."""
     buffers: list[Bytes] = []
 
     def keep(buffer: pickle.PickleBuffer) -> None:
-        buffers.append(np.frombuffer(buffer.raw(), dtype=np.uint8))
+        buffers.append(buffer.raw())
 
     body = io.BytesIO()
-    _Packer(body, protocol=5, buffer_callback=keep).dump(batch)
-    return body.getvalue(), buffers
+    packer = _Packer(body, protocol=5, buffer_callback=keep)
+    packer.dump(batch)
+    return body.getvalue(), buffers, packer.kept
 
 
 def unpack(skeleton: bytes, spans: Sequence[Span], memory: Bytes) -> Any:
@@ -253,12 +270,12 @@ def unpack_together(skeletons: Sequence[bytes], spans: Sequence[Span], memory: B
 
 def address(data: Bytes) -> int:
     """Where bytes lie in memory."""
-    return int(data.__array_interface__["data"][0])
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))
 
 
 def empty() -> Bytes:
     """No bytes at all."""
-    return np.empty(0, np.uint8)
+    return memoryview(b"")
 
 
 def map_file(fd: int, *, populate: bool = False) -> Bytes:
@@ -268,16 +285,21 @@ def map_file(fd: int, *, populate: bool = False) -> Bytes:
     """
     try:
         flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
-        return np.frombuffer(mmap.mmap(fd, 0, flags=flags), dtype=np.uint8)
+        return memoryview(mmap.mmap(fd, 0, flags=flags))
     finally:
         os.close(fd)
 
 
 class _Packer(pickle.Pickler):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kept: list[torch.Tensor] = []
+
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Deferred and obj.itself() is None:
             return Deferred.of, obj.taken_apart()
-        if isinstance(obj, np.ndarray) and not obj.flags.writeable:  # PyTorch's workers hand over one that is
+        if _numpy is not None and isinstance(obj, _numpy.ndarray) and not obj.flags.writeable:
+            # PyTorch's workers hand over one that is writable.
             return obj.copy(order="K").__reduce_ex__(5)
         if type(obj) is not torch.Tensor or obj.requires_grad or obj.device.type != "cpu":
             return NotImplemented
@@ -285,35 +307,15 @@ class _Packer(pickle.Pickler):
             return NotImplemented
         stride = None if obj.is_contiguous() else _dense_stride(obj)
         flat = obj.contiguous().view(-1) if stride is None else obj.as_strided((obj.numel(),), (1,))
-        buffer, shape = pickle.PickleBuffer(flat.view(torch.uint8).numpy().data), tuple(obj.shape)
-        if stride is None and obj.dtype in _NUMPY:
-            return _rebuild, (buffer, _NUMPY[obj.dtype], shape)
-        return _rebuild_other, (buffer, obj.dtype, shape, stride)
+        self.kept.append(flat)
+        return _rebuild, (pickle.PickleBuffer(_bytes_of(flat)), obj.dtype, tuple(obj.shape), stride)
 
 
-def _rebuild(data: Any, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.from_numpy(np.ndarray(shape, dtype, data))
-
-
-def _rebuild_other(data: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: Any) -> torch.Tensor:
-    """The same with strides, or of a type that numpy does not have: takes twice the time."""
+def _rebuild(data: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: Any) -> torch.Tensor:
     if len(data) == 0:
         return torch.empty(shape, dtype=dtype)
     flat = torch.frombuffer(data, dtype=dtype)
     return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
-
-
-_NUMPY = {
-    torch.bool: "?",
-    torch.uint8: "u1",
-    torch.int8: "i1",
-    torch.int16: "i2",
-    torch.int32: "i4",
-    torch.int64: "i8",
-    torch.float16: "f2",
-    torch.float32: "f4",
-    torch.float64: "f8",
-}
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
@@ -357,7 +359,7 @@ def _spill(buffers: Sequence[Bytes]) -> tuple[list[Span], int]:
     fd = wire.memory_file(max(end, 1))
     with mmap.mmap(fd, 0) as file:
         for buffer, (start, size) in zip(buffers, spans, strict=True):
-            file[start : start + size] = buffer.data
+            file[start : start + size] = buffer
     return spans, fd
 
 

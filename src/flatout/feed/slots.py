@@ -13,15 +13,16 @@ made first, in the training process, and a ring of large slots grown at once sto
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import mmap
 import os
+import pickle
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from flatout.feed import wire
@@ -29,6 +30,11 @@ from flatout.feed.packing import Bytes
 
 _PAGE = 4096
 _lingering: set[Slot] = set()
+
+
+def _array_class(size: int) -> Any:
+    """A class of arrays of bytes. Unlike ctypes' own, its objects can be referred to weakly."""
+    return type("SlotMemory", (ctypes.c_ubyte * size,), {})
 
 
 class Slot:
@@ -42,15 +48,16 @@ class Slot:
         self.writers = 0
         self.leased = False
         self.free = False
-        self._lease: weakref.ref[Bytes] | None = None
+        self._lease: weakref.ref[Any] | None = None
         self._map = mmap.mmap(self.fd, size)
-        self._address = np.frombuffer(self._map, np.uint8).ctypes.data
+        self._array = _array_class(size)
+        self._address = ctypes.addressof(self._array.from_buffer(self._map))
         self._to_be_locked = page_locked
         self.locked = False
 
     def lease(self, dropped: deque[Slot]) -> Bytes:
         """The slot's bytes for one batch; when the last tensor over them is gone, the slot appears in `dropped`."""
-        memory = np.frombuffer(self._map, np.uint8)
+        memory = self._array.from_buffer(self._map)
         self.leased = True
         if self._to_be_locked:
             self._to_be_locked, self.locked = False, _page_lock(self._address, self.size)
@@ -63,7 +70,7 @@ class Slot:
                 dropped.append(self)
 
         self._lease = weakref.ref(memory, on_drop)
-        return memory
+        return pickle.PickleBuffer(memory).raw()  # as plain bytes
 
     def close(self) -> None:
         """Give the memory back; a batch that still lies over it keeps it, page-locked, until it is dropped."""

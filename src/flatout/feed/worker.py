@@ -247,7 +247,9 @@ class _Worker:
 
     def _note_state(self) -> dict[str, Any]:
         self._drawn_to, state = randomness.snapshot(), randomness.capture()
-        self._spare_normal = bool(state["numpy"][3])  # which can be used up without a trace in a snapshot
+        self._spare_normal = "numpy" in state and bool(
+            state["numpy"][3]
+        )  # which can be used up without a trace in a snapshot
         return state
 
     def _data_state(self) -> Any:
@@ -280,7 +282,7 @@ def _checksum(so_far: int, skeleton: bytes, spans: Sequence[packing.Span], memor
     for start, size in spans:
         if memory is not None:
             for window in range(0, size, max(1024, size // 4)):
-                total = zlib.crc32(memory[start + window : start + min(window + 1024, size)].data, total)
+                total = zlib.crc32(memory[start + window : start + min(window + 1024, size)], total)
     return total
 
 

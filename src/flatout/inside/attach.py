@@ -44,5 +44,5 @@ def attach(trace: str | Path | None = None, *, xray: bool = True) -> Attachment:
     start.require_torch(torch)
     name = Path(sys.argv[0] or "notebook").stem or "notebook"
     options = Options(folder=Path(trace or new_folder(name)).absolute(), name=name, xray=xray)
-    start.watch_imports()
+    start.watch_settings()
     return Attachment(options.folder, session.begin(options, start.settings, made=session.modules_alive()))

@@ -117,7 +117,7 @@ def gradient_exchange(modules: Iterable[Any]) -> dict[str, float] | None:
 
 @functools.cache
 def _cores_allowed() -> float:
-    from flatout.sample import budget  # with psutil: not while torch is being imported
+    from flatout.sample import budget
 
     return budget.measure().cores_allowed
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.utils.data.dataloader as stock
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -173,16 +173,23 @@ class _Asked:
 def _plain(indices: Any) -> list[Any] | None:
     """The samples of a batch as JSON can hold them; None where they have no numbers: those of a stream, say."""
     try:
-        plain = indices.tolist() if isinstance(indices, torch.Tensor | np.ndarray) else indices
+        plain = _without_arrays(indices)
         numbers = [_number(index) for index in (plain if isinstance(plain, list | tuple) else [plain])]
     except Exception:  # a sampler's own kind of thing: its samples are not known, and training goes on
         return None
     return None if all(number is None for number in numbers) else numbers
 
 
+def _without_arrays(thing: Any) -> Any:
+    """Tensors and numpy's arrays as lists or numbers."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(thing, torch.Tensor) or (numpy is not None and isinstance(thing, numpy.ndarray)):
+        return thing.tolist()
+    return thing
+
+
 def _number(index: Any) -> Any:
-    if isinstance(index, torch.Tensor | np.ndarray):
-        index = index.tolist()
+    index = _without_arrays(index)
     if isinstance(index, list | tuple):
         return _plain(index)
     return int(index) if hasattr(index, "__index__") else index

@@ -7,16 +7,17 @@ its totals to a file of its own rank now and then: one short write, atomic, noth
 
 from __future__ import annotations
 
+import ctypes
 import heapq
 import json
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from flatout.model.records import encode
@@ -88,7 +89,8 @@ class Meter:
                 self._slow_s = self._slowest[0][0]
         if before is not None:
             self._random_checks += 1
-            self._random |= {name for name, state in _random_states().items() if state != before[name]}
+            after = _random_states()
+            self._random |= {name for name, state in before.items() if state != after[name]}
         return sample
 
     @property
@@ -286,12 +288,16 @@ def _named(dataset: Any) -> tuple[str, int | None]:
 
 
 def _random_states() -> dict[str, Any]:
-    numpy_state: Any = np.random.get_state()
-    return {
-        "torch": hash(torch.default_generator.get_state().numpy().tobytes()),
-        "numpy": (hash(numpy_state[1].tobytes()), numpy_state[2]),
+    torch_state = torch.default_generator.get_state()
+    states = {
+        "torch": hash(ctypes.string_at(torch_state.data_ptr(), torch_state.numel())),
         "random": hash(random.getstate()),
     }
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:  # without it, nobody draws from it
+        numpy_state = numpy.random.get_state()
+        states["numpy"] = hash((numpy_state[1].tobytes(), numpy_state[2]))
+    return states
 
 
 def _run_delay_s() -> float | None:

@@ -31,11 +31,11 @@ from flatout.inside.ceiling import Ceiling
 from flatout.inside.changes.ledger import Ledger
 from flatout.inside.clock import CudaClock, Leash, LossReader
 from flatout.inside.hooks import Hooks
+from flatout.inside.imports import when_imported
 from flatout.inside.listener import Listener
 from flatout.inside.loader_workers import Meter, measure_fetcher
 from flatout.inside.recorder import DATA, HELD, OWN, Recorder
 from flatout.inside.settings import Settings
-from flatout.inside.start import when_imported
 from flatout.inside.trial_progress import TrialProgress
 from flatout.inside.xray import Profiler, read_kernels
 from flatout.launch.protocol import RANK, Options

@@ -1,26 +1,23 @@
 """Runs in every Python process of a launched command, before the user's code. Standard library only until torch is in.
 
-A finder at the head of `sys.meta_path` waits for a few imports; nothing else happens in a process that never trains.
+It waits for a few imports; nothing else happens in a process that never trains.
 """
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from flatout.inside import imports
 from flatout.inside.changes.ledger import Ledger
+from flatout.inside.imports import not_measured, when_imported
 from flatout.inside.settings import Settings
 from flatout.launch import signals
 from flatout.launch.protocol import Options
-from flatout.model.errors import FlatoutError, UsageError
-from flatout.redact import redact_text
+from flatout.model.errors import UsageError
 
 if TYPE_CHECKING:
     from flatout.inside.changes.knobs import Knobs
@@ -31,22 +28,24 @@ OLDEST_TORCH = (2, 6)
 settings = Settings()
 ledger = Ledger()
 _knobs: Knobs | None = None
-_finder: _AfterImport | None = None
+_started = False
 
 
 def start() -> None:
     """Wait for torch (once a process). `FLATOUT=off` and processes not launched by flatout are left alone."""
+    global _started
     try:
         options = Options.from_environment(os.environ)
-        if _finder is None and options is not None:
+        if not _started and options is not None:
+            _started = True
             signals.tell(os.environ)
             _redirect()
             if options.plan is not None:
                 _turn_knobs(options.plan)
-            watch_imports()
+            watch_settings()
             when_imported("torch", lambda torch: _torch_is_here(torch, options))
     except Exception as problem:
-        _say_no(problem)
+        not_measured(problem)
 
 
 def _redirect() -> None:
@@ -62,7 +61,7 @@ def _redirect() -> None:
     except Exception as problem:  # better no trial than one that writes
         print(f"flatout: the trial cannot be kept from writing ({problem})", file=sys.stderr)
         os._exit(1)
-    watch_imports()
+    watch_settings()
     when_imported("torch", lambda torch: redirect.redirect_torch(torch, sandbox))
     when_imported("safetensors.torch", lambda module: redirect.redirect_safetensors(module, sandbox))
 
@@ -77,22 +76,12 @@ def _turn_knobs(plan: Plan) -> None:
         _knobs = Knobs(ledger)
 
 
-def watch_imports() -> None:
-    """Record the settings the script reads, and be told of imports."""
-    global _finder
-    if _finder is None:
-        _finder = _AfterImport()
-        _finder.when("argparse", _record_arguments)
-        _finder.when("yaml", _record_yaml)
-        _finder.when("json", _record_json)
-
-
-def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Call `action` once `name` has been imported, now if it has been already."""
-    if _finder is not None:
-        _finder.when(name, action)
-    elif name in sys.modules:
-        action(sys.modules[name])
+def watch_settings() -> None:
+    """Record the settings that the script reads."""
+    if imports.watch_imports():
+        when_imported("argparse", _record_arguments)
+        when_imported("yaml", _record_yaml)
+        when_imported("json", _record_json)
 
 
 def _torch_is_here(torch: Any, options: Options) -> None:
@@ -112,75 +101,6 @@ def require_torch(torch: Any) -> None:
     if (major, minor) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise UsageError(f"torch {torch.__version__} is older than {oldest}, the oldest that flatout knows")
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls actions right after certain modules have been executed."""
-
-    def __init__(self) -> None:
-        self._actions: dict[str, list[Callable[[ModuleType], None]]] = {}
-        self._finding = False
-        sys.meta_path.insert(0, self)
-
-    def when(self, name: str, action: Callable[[ModuleType], None]) -> None:
-        module = sys.modules.get(name)
-        if module is not None and not getattr(module.__spec__, "_initializing", False):
-            _safely(action, module)
-        else:
-            self._actions.setdefault(name, []).append(action)
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name not in self._actions or self._finding:
-            return None
-        self._finding = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._finding = False
-        if spec is not None and spec.loader is not None:
-            # Whoever asks may only want to know whether there is such a module, as transformers does of torch.
-            spec.loader = _Loader(spec.loader, lambda module: self._imported(name, module))
-        return spec
-
-    def _imported(self, name: str, module: ModuleType) -> None:
-        for action in self._actions.pop(name, ()):
-            _safely(action, module)
-
-
-class _Loader(importlib.abc.Loader):
-    """The real loader, and then what is to follow."""
-
-    def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
-        self._loader = loader
-        self._then = then
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        created: ModuleType | None = self._loader.create_module(spec)
-        return created
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        self._then(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-
-def _safely(action: Callable[[ModuleType], None], module: ModuleType) -> None:
-    try:
-        action(module)
-    except Exception as problem:
-        _say_no(problem)
-
-
-def _say_no(problem: Exception) -> None:
-    what = str(problem) if isinstance(problem, FlatoutError) else f"{type(problem).__name__}: {problem}"
-    print(f"flatout: not measuring this process ({redact_text(what)})", file=sys.stderr)
 
 
 def _record_arguments(argparse: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import select
 import shutil
 import signal
 import socket
@@ -15,13 +16,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from flatout.launch import sandbox
 from flatout.launch.launch_ranks import end_with_parent
@@ -32,6 +31,7 @@ from flatout.model.errors import OverlayError, RealWriteError, UsageError
 from flatout.model.plan import Plan
 from flatout.redact import redact_command, redact_text
 from flatout.sample.hardware import PULSE_EVERY_S, Sampler
+from flatout.sample.process import descendants, process_ids
 from flatout.trace import End, Note, RunInfo, TraceWriter, note_end
 
 _SAMPLE_EVERY_S = 1.0
@@ -354,37 +354,63 @@ def _watch(pid: int, options: Options, stop: threading.Event) -> None:
             for text in sampler.notes:
                 writer.write(Note(time_s=time.monotonic(), text=text))
     except Exception as problem:
-        if psutil.pid_exists(pid):  # of a command that is over already there is nothing to watch
+        if Path(f"/proc/{pid}").exists():  # of a command that is over already there is nothing to watch
             _say(f"the hardware is not watched ({redact_text(str(problem))})")
 
 
 def end(folder: Path, root: subprocess.Popen[bytes] | None = None) -> None:
     """End what a trial has left running: its tree, and processes that still carry our variable for this folder."""
-    ours = {process for process in psutil.process_iter() if process.pid != os.getpid() and _belongs(process, folder)}
+    ours = {pid for pid in process_ids() if pid != os.getpid() and _belongs(pid, folder)}
     if root is not None and root.poll() is None:
-        tree = psutil.Process(root.pid)
-        ours |= {tree, *tree.children(recursive=True)}
-    for process in ours:
-        _quietly(process.terminate)
-    _, alive = psutil.wait_procs(ours, timeout=_END_WITHIN_S)
-    for process in alive:
-        _quietly(process.kill)
+        ours |= {root.pid, *descendants(root.pid)}
+    handles = _open_processes(ours)
+    _signal_all(handles, signal.SIGTERM)
+    _signal_all(_wait_for_all(handles, _END_WITHIN_S), signal.SIGKILL)
     if root is not None:
         root.wait()
-    for process in ours:  # what a worker of torch's was about to hand over has a name, for a moment
-        for segment in Path("/dev/shm").glob(f"torch_{process.pid}_*"):
+    for handle in handles:
+        os.close(handle)
+    for pid in ours:  # what a worker of torch's was about to hand over has a name, for a moment
+        for segment in Path("/dev/shm").glob(f"torch_{pid}_*"):
             segment.unlink(missing_ok=True)
 
 
-def _belongs(process: psutil.Process, folder: Path) -> bool:
+def _belongs(pid: int, folder: Path) -> bool:
     try:
-        return f'"{folder}"' in process.environ().get(VARIABLE, "")
-    except (psutil.Error, OSError):
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
         return False
+    told = [os.fsdecode(one) for one in variables if one.startswith(f"{VARIABLE}=".encode())]
+    return any(f'"{folder}"' in one for one in told)
 
 
-def _quietly(action: Callable[[], None]) -> None:
-    try:
-        action()
-    except psutil.Error:
-        pass
+def _open_processes(pids: Iterable[int]) -> list[int]:
+    """A descriptor for each process, so that a signal cannot reach another one that has got its number since."""
+    handles = []
+    for pid in pids:
+        try:
+            handles.append(os.pidfd_open(pid))
+        except ProcessLookupError:  # it has ended
+            continue
+    return handles
+
+
+def _signal_all(handles: Iterable[int], number: signal.Signals) -> None:
+    for handle in handles:
+        try:
+            signal.pidfd_send_signal(handle, number)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+def _wait_for_all(handles: Iterable[int], timeout_s: float) -> set[int]:
+    """Wait until these processes have ended; those that have not."""
+    alive, end_s = set(handles), time.monotonic() + timeout_s
+    poll = select.poll()
+    for handle in alive:
+        poll.register(handle, select.POLLIN)
+    while alive and time.monotonic() < end_s:
+        for handle, _ in poll.poll(1000 * max(0.0, end_s - time.monotonic())):
+            alive.discard(handle)
+            poll.unregister(handle)
+    return alive

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
 
 __all__ = ["Budget", "CgroupFiles", "measure"]
 
@@ -83,6 +82,10 @@ def measure(root: Path = Path("/"), environ: Mapping[str, str] = os.environ, aff
         shm_free_bytes=shm[1] if shm else None,
         reasons=tuple(reasons),
     )
+
+
+def on_linux() -> bool:
+    return sys.platform == "linux"
 
 
 class CgroupFiles:
@@ -167,9 +170,13 @@ def _memory(root: Path, cgroup: CgroupFiles, reasons: list[str]) -> tuple[int, i
     info = _table(root / "proc/meminfo")
     if "MemTotal:" in info and "MemAvailable:" in info:
         total, available = info["MemTotal:"] * 1024, info["MemAvailable:"] * 1024
+    elif on_linux():  # /proc is hidden
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
-        machine = psutil.virtual_memory()
-        total, available = int(machine.total), int(machine.available)
+        from flatout.sample import elsewhere
+
+        total, available = elsewhere.memory()
     limited = cgroup.memory()
     if limited is not None and limited[0] < total:
         total = limited[0]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from flatout.model.errors import UsageError
 from flatout.sample.gpu import Cards
-from flatout.sample.host import Host
-from flatout.sample.process import Tree, find_trainings
+from flatout.sample.host import host_of
+from flatout.sample.process import Tree, find_trainings, processes_of
 from flatout.trace import Sample
 
 _FIND_TRAININGS_EVERY_S = 10.0
@@ -37,7 +34,7 @@ class Sampler:
         nvml: Any = None,
     ) -> None:
         for pid in pids:
-            if not _is_there(root, pid):
+            if not processes_of(root).has(pid):
                 raise UsageError(f"there is no process {pid}")
         self.notes: list[str] = []
         self._clock = clock
@@ -47,7 +44,7 @@ class Sampler:
         self._found_s = float("-inf")
         self._read_s: float | None = None
         self._cards = Cards(gpus, self._note, nvml)
-        self._host = Host(root)
+        self._host = host_of(root)
         self._tree = Tree(root)
 
     def pulse(self) -> None:
@@ -88,7 +85,7 @@ class Sampler:
     def _followed(self, now_s: float, holders: set[int]) -> tuple[int, ...]:
         if self._pids:
             return self._pids
-        seen = sorted(pid for pid in holders if _is_there(self._root, pid))
+        seen = sorted(filter(processes_of(self._root).has, holders))
         if seen:
             return tuple(seen)
         if holders:
@@ -103,7 +100,3 @@ class Sampler:
     def _note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
-
-
-def _is_there(root: Path, pid: int) -> bool:
-    return (root / "proc" / str(pid)).exists() if sys.platform == "linux" else psutil.pid_exists(pid)

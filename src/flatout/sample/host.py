@@ -1,21 +1,30 @@
-"""The machine: cores, pressure, memory, disks. /proc and cgroup on Linux; what psutil has elsewhere."""
+"""The machine: cores, pressure, memory and disks, from /proc, /sys and the control groups."""
 
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import psutil
-
-from flatout.sample.budget import CgroupFiles
+from flatout.sample.budget import CgroupFiles, on_linux
 from flatout.trace import DiskSample, HostSample
+
+if TYPE_CHECKING:
+    from flatout.sample.elsewhere import PsutilHost
 
 _LONG_BYTES = 1 << 18  # /proc/stat lists every interrupt of a large machine
 _SECTOR_BYTES = 512
 _NOT_DISKS = ("loop", "ram", "zram", "sr", "fd")
+
+
+def host_of(root: Path) -> Host | PsutilHost:
+    """What reads this machine."""
+    if on_linux():
+        return Host(root)
+    from flatout.sample.elsewhere import PsutilHost
+
+    return PsutilHost()
 
 
 class ProcFile:
@@ -55,12 +64,9 @@ class Host:
         self._has_quota = self._cgroup.cpu_quota() is not None
         self._has_limit = self._cgroup.memory() is not None
         self._before: _Counters | None = None
-        self._elsewhere = _Elsewhere() if sys.platform != "linux" else None
 
     def read(self, now_s: float) -> HostSample:
         """The machine since the last read; what is a rate is None the first time."""
-        if self._elsewhere is not None:
-            return self._elsewhere.read(now_s)
         now = _Counters(
             now_s=now_s,
             cores=_cpu_ticks(stat := self._files["stat"].read(_LONG_BYTES)),
@@ -198,38 +204,3 @@ def _disk_counters(diskstats: bytes, disks: set[str]) -> dict[str, tuple[int, in
     """(sectors read, sectors written, milliseconds busy) by disk."""
     rows = (line.split() for line in diskstats.decode("ascii", "replace").splitlines())
     return {row[2]: (int(row[5]), int(row[9]), int(row[12])) for row in rows if len(row) > 12 and row[2] in disks}
-
-
-class _Elsewhere:
-    """Other systems, through psutil."""
-
-    def __init__(self) -> None:
-        self._before: tuple[float, dict[str, Any]] | None = None
-
-    def read(self, now_s: float) -> HostSample:
-        memory = psutil.virtual_memory()
-        cores = tuple(psutil.cpu_percent(percpu=True))  # since the call before; the first says nothing
-        counters = psutil.disk_io_counters(perdisk=True) or {}
-        before, self._before = self._before, (now_s, counters)
-        rates: dict[str, Any] = {}
-        if before is not None and now_s > before[0]:
-            seconds = now_s - before[0]
-            rates = {
-                "cpu_pct": sum(cores) / len(cores) if cores else None,
-                "cores_pct": cores,
-                "disks": tuple(
-                    DiskSample(
-                        name=name,
-                        read_bytes_s=(now.read_bytes - before[1][name].read_bytes) / seconds,
-                        write_bytes_s=(now.write_bytes - before[1][name].write_bytes) / seconds,
-                    )
-                    for name, now in counters.items()
-                    if name in before[1]
-                ),
-            }
-        return HostSample(
-            memory_total_bytes=memory.total,
-            memory_used_bytes=memory.total - memory.available,
-            swap_used_bytes=psutil.swap_memory().used,
-            **rates,
-        )

@@ -3,23 +3,25 @@
 A loader worker is known by the name torch gives it. Where nothing in the tree bears that name (an older torch), it is
 a fork of its parent (the same command line) or a child that multiprocessing spawned, unless it holds memory on a card
 or has such children itself. A trainer holds memory on a card, or has workers of its own; init, a shell and whoever else
-has adopted one whose trainer died is none. Read from /proc on Linux, else by psutil.
+has adopted one whose trainer died is none. Read from /proc.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
-
-import psutil
+from typing import TYPE_CHECKING, TypeAlias, Union
 
 from flatout.redact import redact_text
+from flatout.sample.budget import on_linux
 from flatout.sample.host import ProcFile, rate
 from flatout.trace import ProcessSample
 
+if TYPE_CHECKING:
+    from flatout.sample.elsewhere import PsutilProcess, PsutilProcesses
+
+Processes: TypeAlias = Union["Proc", "PsutilProcesses"]
 _LOOK_FOR_NEW_S = 5.0
 _WAITS_EVERY_S = 1.9  # waiting for a core and reading are read at every other read of one a second
 _PSS_AT_ONCE = 8  # the kernel walks all pages of a process for its PSS: milliseconds each
@@ -30,15 +32,22 @@ _FORK_SERVER = "multiprocessing.forkserver"
 _NURSERY = "flatout-nursery"
 _NOT_LOADERS = ("multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
 
-T = TypeVar("T")
+
+def processes_of(root: Path) -> Processes:
+    """What reads the processes of this machine."""
+    if on_linux():
+        return Proc(root / "proc")
+    from flatout.sample.elsewhere import PsutilProcesses
+
+    return PsutilProcesses()
 
 
 class Tree:
     """The process trees below `roots`; processes come and go between reads."""
 
     def __init__(self, root: Path = Path("/")) -> None:
-        self._system = _system(root)
-        self._known: dict[int, _Process] = {}
+        self._system = processes_of(root)
+        self._known: dict[int, _ProcProcess | PsutilProcess] = {}
         self._roots: frozenset[int] = frozenset()
         self._holders: frozenset[int] = frozenset()
         self._looked_s = -_LOOK_FOR_NEW_S
@@ -90,12 +99,22 @@ class Tree:
 
 def find_trainings(root: Path = Path("/")) -> tuple[int, ...]:
     """Processes that have loader workers: the trainings one can see without asking a card."""
-    system = _system(root)
+    system = processes_of(root)
     workers = [pid for pid in system.pids() if system.name(pid) in _WORKER_NAMES]
     return tuple(sorted(_owners(system, {pid: system.parent(pid) for pid in workers})))
 
 
-def _below(system: _System, roots: frozenset[int]) -> dict[int, int]:
+def process_ids() -> list[int]:
+    """All processes that can be seen."""
+    return Proc(Path("/proc")).pids()
+
+
+def descendants(pid: int) -> set[int]:
+    """The children of a process, their children, and so on."""
+    return _below(Proc(Path("/proc")), frozenset((pid,))).keys() - {pid}
+
+
+def _below(system: Processes, roots: frozenset[int]) -> dict[int, int]:
     """The processes in the trees below `roots`, each with its parent."""
     parents = {pid: parent for pid in system.pids() if (parent := system.parent(pid)) is not None}
     children: dict[int, list[int]] = {}
@@ -111,7 +130,7 @@ def _below(system: _System, roots: frozenset[int]) -> dict[int, int]:
     return tree
 
 
-def _roles(system: _System, tree: dict[int, int], roots: frozenset[int], holders: frozenset[int]) -> dict[int, str]:
+def _roles(system: Processes, tree: dict[int, int], roots: frozenset[int], holders: frozenset[int]) -> dict[int, str]:
     workers = {pid for pid in tree if pid not in roots and system.name(pid) in _WORKER_NAMES}
     if not workers:
         alike = {pid for pid in tree.keys() - roots - holders if _looks_like_worker(system, pid, tree[pid])}
@@ -122,14 +141,14 @@ def _roles(system: _System, tree: dict[int, int], roots: frozenset[int], holders
     return {pid: "worker" if pid in workers else "trainer" if pid in trainers else "other" for pid in tree}
 
 
-def _looks_like_worker(system: _System, pid: int, parent: int) -> bool:
+def _looks_like_worker(system: Processes, pid: int, parent: int) -> bool:
     command = system.command(pid)
     if "python" not in command or any(mark in command for mark in _NOT_LOADERS):
         return False
     return any(mark in command for mark in _SPAWN_MARKS) or command == system.command(parent)
 
 
-def _owners(system: _System, parents: Mapping[int, int | None]) -> set[int]:
+def _owners(system: Processes, parents: Mapping[int, int | None]) -> set[int]:
     """Whose the workers are, by their parents; who has adopted an orphan is not among them."""
     behind = {parent: _behind_fork_server(system, parent) for parent in set(parents.values()) if parent is not None}
     pairs = ((worker, behind[parent]) for worker, parent in parents.items() if parent is not None)
@@ -140,7 +159,7 @@ def _owners(system: _System, parents: Mapping[int, int | None]) -> set[int]:
     return found
 
 
-def _has_started(system: _System, owner: int, worker: int) -> bool:
+def _has_started(system: Processes, owner: int, worker: int) -> bool:
     """Whether it is its worker: a fork bears the same command line, unless one has changed its own since; any is a
     Python of the same session."""
     command = system.command(owner)
@@ -149,23 +168,22 @@ def _has_started(system: _System, owner: int, worker: int) -> bool:
     return system.is_python(owner) and system.session(owner) == system.session(worker)
 
 
-def _behind_fork_server(system: _System, owner: int) -> int:
+def _behind_fork_server(system: Processes, owner: int) -> int:
     """Whose a worker is: its parent, or if that is multiprocessing's fork server or our nursery, who started it."""
     while _FORK_SERVER in system.command(owner) or system.name(owner) == _NURSERY:
         owner = system.parent(owner) or 0
     return owner
 
 
-def _system(root: Path) -> _System:
-    return _Proc(root / "proc") if sys.platform == "linux" else _Elsewhere()
-
-
-class _Proc:
-    """Linux: what /proc tells of a process; None or empty when it is not to be seen."""
+class Proc:
+    """What /proc says of a process; None or empty when it is not to be seen."""
 
     def __init__(self, proc: Path) -> None:
         self._proc = proc
         self._parents: dict[int, int] = {}  # a parent changes only when it ends: asked for once
+
+    def has(self, pid: int) -> bool:
+        return (self._proc / str(pid)).exists()
 
     def pids(self) -> list[int]:
         there = [int(name) for name in os.listdir(self._proc) if name.isdigit()]  # noqa: PTH208 - Paths are slow
@@ -202,7 +220,7 @@ class _Proc:
 
 
 class _ProcProcess:
-    """One process on Linux, its files kept open between reads."""
+    """One process, its files kept open between reads."""
 
     __slots__ = (
         "_before", "_folder", "_io", "_pid", "_pss", "_schedstat", "_stat", "_waits", "_waits_before", "pss_s", "role",
@@ -273,8 +291,8 @@ class _ProcProcess:
             file.close()
 
 
-_TICKS_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+_TICKS_S = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def _text(path: str) -> str:
@@ -298,69 +316,3 @@ def _read_counter(io: bytes) -> int | None:
 def _pss_bytes(rollup: str) -> int | None:
     lines = (line.split() for line in rollup.splitlines() if line.startswith("Pss:"))
     return next((int(words[1]) * 1024 for words in lines), None)
-
-
-class _Elsewhere:
-    """The same of other systems, through psutil."""
-
-    def pids(self) -> list[int]:
-        return psutil.pids()
-
-    def parent(self, pid: int) -> int | None:
-        return self._ask(pid, psutil.Process.ppid, None)
-
-    def name(self, pid: int) -> str:
-        return self._ask(pid, psutil.Process.name, "")
-
-    def command(self, pid: int) -> str:
-        return "\0".join(self._ask(pid, psutil.Process.cmdline, []))
-
-    def is_python(self, pid: int) -> bool:
-        return "python" in self.command(pid).lower()
-
-    def session(self, pid: int) -> str | None:
-        return None  # psutil does not say
-
-    def _ask(self, pid: int, question: Callable[[psutil.Process], T], otherwise: T) -> T:
-        try:
-            return question(psutil.Process(pid))
-        except psutil.Error:
-            return otherwise
-
-    def process(self, pid: int, role: str) -> _PsutilProcess:
-        return _PsutilProcess(pid, role)
-
-
-class _PsutilProcess:
-    """One process elsewhere."""
-
-    def __init__(self, pid: int, role: str) -> None:
-        self.role = role
-        self._pid = pid
-        self._process: psutil.Process | None = None
-        self._before: tuple[float, float] | None = None
-        self.pss_s: float | None = None
-
-    def measure_pss(self, now_s: float) -> None:
-        self.pss_s = now_s  # psutil has it on Linux only
-
-    def read(self, now_s: float) -> ProcessSample | None:
-        try:
-            self._process = self._process or psutil.Process(self._pid)
-            with self._process.oneshot():
-                times, name = self._process.cpu_times(), redact_text(self._process.name())
-                rss, threads = self._process.memory_info().rss, self._process.num_threads()
-        except psutil.Error:
-            return None
-        before, self._before = self._before, (now_s, times.user + times.system)
-        cpu_pct = None
-        if before is not None and now_s > before[0]:
-            cpu_pct = 100 * (self._before[1] - before[1]) / (now_s - before[0])
-        return ProcessSample(pid=self._pid, role=self.role, name=name, rss_bytes=rss, threads=threads, cpu_pct=cpu_pct)
-
-    def close(self) -> None:
-        """Nothing is held open."""
-
-
-_System = _Proc | _Elsewhere
-_Process = _ProcProcess | _PsutilProcess

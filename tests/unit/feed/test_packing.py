@@ -22,7 +22,7 @@ Odd = collections.namedtuple("Odd", ["tensor", "text"])
 
 
 def arena(size: int) -> packing.Arena:
-    return packing.Arena(np.zeros(size, np.uint8))
+    return packing.Arena(memoryview(bytearray(size)))
 
 
 def sent(batch: Any, room: packing.Arena) -> Any:
@@ -90,7 +90,7 @@ def test_a_batch_in_parts_is_joined_to_the_whole(shape: str) -> None:
     samples = [SHAPES[shape](index) for index in range(10)]
     learned = arena(1 << 16)
     regions = packing.pack(packing.collate_whole(samples, learned), learned).regions
-    memory = np.zeros(1 << 16, np.uint8)
+    memory = memoryview(bytearray(1 << 16))
     rows = [(offset, size // 10) for offset, size in regions] if regions else []
     parts = []
     for start, end in ((0, 4), (4, 8), (8, 10)):
@@ -104,13 +104,13 @@ def test_a_batch_in_parts_is_joined_to_the_whole(shape: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
 def test_a_part_that_lies_elsewhere_is_put_where_it_belongs(dtype: torch.dtype) -> None:
     rows = torch.randn(6, 3, 4).to(dtype)
-    joined = packing.join([rows[:2], rows[2:5].clone(), rows[5:]], np.zeros(64, np.uint8))
+    joined = packing.join([rows[:2], rows[2:5].clone(), rows[5:]], memoryview(bytearray(64)))
     assert joined.dtype == dtype
     assert torch.equal(joined, rows)
 
 
 def test_rows_of_another_size_are_noticed() -> None:
-    part = packing.Arena(np.zeros(4096, np.uint8), [(0, 8)], 0)
+    part = packing.Arena(memoryview(bytearray(4096)), [(0, 8)], 0)
     packing.collate_parts([torch.zeros(3), torch.zeros(3)], part)
     assert part.misfit
 
@@ -198,10 +198,10 @@ def test_a_slot_that_comes_back_too_small_is_closed_when_one_is_wanted() -> None
 def test_a_batch_outlives_its_slot() -> None:
     slot = Slot(1, 4096, page_locked=False)
     memory = slot.lease(deque())
-    memory[:] = 7
+    memory[:] = b"7" * len(memory)
     slot.close()
     gc.collect()
-    assert int(memory.sum()) == 7 * 4096
+    assert bytes(memory) == b"7" * 4096
 
 
 # --- wire -------------------------------------------------------------------------------------------------------------

@@ -148,7 +148,6 @@ def test_no_proc_at_all_is_none_everywhere(tmp_path: Path) -> None:
     assert (sample.cpu_pct, sample.run_queue, sample.memory_used_bytes) == (None, None, None)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux")
 def test_this_machine() -> None:
     host = Host()
     host.read(0.0)

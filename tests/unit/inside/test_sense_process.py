@@ -220,7 +220,6 @@ def live(pid: int) -> dict[int, ProcessSample]:
     return {sample.pid: sample for sample in samples}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux")
 def test_a_real_training_here(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAINING)
@@ -251,7 +250,6 @@ def test_a_process_that_ends_between_reads_is_gone() -> None:
     tree.close()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="zombies are left to others")
 def test_a_process_nobody_has_waited_for_yet_is_gone_too() -> None:
     tree = Tree()
     with subprocess.Popen([sys.executable, "-c", ""]) as child:

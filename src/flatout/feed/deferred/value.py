@@ -8,15 +8,17 @@ given out, somebody may write there, and it is the truth from then on: nothing t
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from flatout.feed.deferred.program import WARP_NUMBERS, Program, Step
+
+_numpy: Any = sys.modules.get("numpy")  # PyTorch has imported it, where it is installed
 
 Order = Literal["C", "other", "unknown"]
 DTYPES = {"uint8": torch.uint8, "int64": torch.int64, "float32": torch.float32, "float64": torch.float64}
@@ -79,9 +81,9 @@ def constant(thing: Any) -> Value | None:
     shape: tuple[int, ...] = ()
     if type(thing) in (int, float):
         numbers = (float(thing),)
-    elif isinstance(thing, torch.Tensor | np.ndarray | np.generic):
+    elif isinstance(thing, torch.Tensor) or hasattr(thing, "__array_interface__"):
         kept = thing.clone() if isinstance(thing, torch.Tensor) else thing.copy()
-        array = np.asarray(kept)
+        array = _numpy.asarray(kept)
         if array.size > SMALL or array.dtype.kind not in "iuf":
             return None
         numbers, shape = tuple(map(float, array.ravel())), array.shape
@@ -101,8 +103,8 @@ def together(op: str, values: Sequence[Value | None], call: Callable[..., Any], 
     if len(known) < len(values) or not one or dtype not in ("float32", "float64") or depth > _DEEPEST:
         return None
     try:
-        shape = np.broadcast_shapes(*(value.shape for value in known))
-    except ValueError:
+        shape = tuple(torch.broadcast_shapes(*(value.shape for value in known)))
+    except RuntimeError:
         return None
     orders = {value.order for value in known if value.picture is not None and value.shape}
     order: Order = orders.pop() if len(orders) == 1 else "C" if not orders else "unknown"
@@ -160,7 +162,8 @@ def _alias(made: Any) -> Any:
     """The same memory as another object, whose shape is its own."""
     if isinstance(made, torch.Tensor):
         return made.detach()
-    return made.view() if isinstance(made, np.ndarray) else made
+    is_array = _numpy is not None and isinstance(made, _numpy.ndarray)
+    return made.view() if is_array else made
 
 
 class Noted:

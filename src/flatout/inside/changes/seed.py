@@ -7,20 +7,26 @@ import random
 from itertools import count
 from typing import Any
 
-import numpy as np
 import torch
+
+from flatout.inside.imports import when_imported
 
 
 def impose_seed(imposed: int) -> None:
     """Seed torch, numpy and `random` before the script's first line; one that seeds later has the last word."""
     torch.manual_seed(imposed)
     random.seed(imposed)
-    np.random.seed(imposed % (1 << 32))
-    numpy_random: Any = np.random
-    new_generator, made = numpy_random.default_rng, count()
+    when_imported("numpy", functools.partial(_seed_numpy, imposed))
+
+
+def _seed_numpy(imposed: int, numpy: Any) -> None:
+    numpy.random.seed(imposed % (1 << 32))
+    new_generator, number = numpy.random.default_rng, count()
 
     @functools.wraps(new_generator)
     def default_rng(seed: Any = None) -> Any:
-        return new_generator(seed if seed is not None else [imposed, next(made)])
+        if seed is None:
+            seed = [imposed, next(number)]
+        return new_generator(seed)
 
-    numpy_random.default_rng = default_rng
+    numpy.random.default_rng = default_rng

@@ -1,0 +1,106 @@
+"""Actions that follow the import of a module: torch, argparse, numpy … A finder at the head of `sys.meta_path`."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from flatout.model.errors import FlatoutError
+from flatout.redact import redact_text
+
+_finder: _AfterImport | None = None
+
+
+def watch_imports() -> bool:
+    """Start watching imports; False where that has happened before."""
+    global _finder
+    if _finder is not None:
+        return False
+    _finder = _AfterImport()
+    return True
+
+
+def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
+    """Call `action` once `name` has been imported, now if it has been already."""
+    if _finder is not None:
+        _finder.when(name, action)
+    elif name in sys.modules:
+        action(sys.modules[name])
+
+
+def not_measured(problem: Exception) -> None:
+    """Say why nothing is recorded of this process."""
+    if isinstance(problem, FlatoutError):
+        reason = str(problem)
+    else:
+        reason = f"{type(problem).__name__}: {problem}"
+    print(f"flatout: not measuring this process ({redact_text(reason)})", file=sys.stderr)
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls actions right after certain modules have been executed."""
+
+    def __init__(self) -> None:
+        self._actions: dict[str, list[Callable[[ModuleType], None]]] = {}
+        self._finding = False
+        sys.meta_path.insert(0, self)
+
+    def when(self, name: str, action: Callable[[ModuleType], None]) -> None:
+        module = sys.modules.get(name)
+        if module is not None and not getattr(module.__spec__, "_initializing", False):
+            _safely(action, module)
+        else:
+            self._actions.setdefault(name, []).append(action)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in self._actions or self._finding:
+            return None
+        self._finding = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._finding = False
+        if spec is not None and spec.loader is not None:
+            # Not imported yet: transformers only asks whether there is a torch.
+            spec.loader = _Loader(spec.loader, lambda module: self._imported(name, module))
+        return spec
+
+    def _imported(self, name: str, module: ModuleType) -> None:
+        for action in self._actions.pop(name, ()):
+            _safely(action, module)
+
+
+class _Loader(importlib.abc.Loader):
+    """The real loader, and the actions after it."""
+
+    def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
+        self._loader = loader
+        self._then = then
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        created: ModuleType | None = self._loader.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._then(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def _safely(action: Callable[[ModuleType], None], module: ModuleType) -> None:
+    try:
+        action(module)
+    except Exception as problem:
+        not_measured(problem)
