@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flatout.sample.host import Host
+from flatout.sample.host import Host, host_of
 from flatout.trace import HostSample
 
 Machine = Callable[[str], Path]
@@ -149,7 +149,7 @@ def test_no_proc_at_all_is_none_everywhere(tmp_path: Path) -> None:
 
 
 def test_this_machine() -> None:
-    host = Host()
+    host = host_of(Path("/"))
     host.read(0.0)
     before = os.cpu_count()
     sample = host.read(1.0)
@@ -163,7 +163,7 @@ def test_this_machine() -> None:
 
 def test_elsewhere_psutil_gives_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    host = Host()
+    host = host_of(Path("/"))
     assert host.read(0.0).cpu_pct is None
     sample = host.read(1.0)
     host.close()
