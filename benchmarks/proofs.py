@@ -24,7 +24,7 @@ from benchmarks.machine import describe  # noqa: E402
 from benchmarks.trainings import TRAININGS  # noqa: E402
 from flatout.fix.proof import same_loss  # noqa: E402
 from flatout.fix.proof_runs import PARITY_STEPS  # noqa: E402
-from flatout.fix.running import Launcher, ProofRun  # noqa: E402
+from flatout.fix.runs import Launcher, ProofRun  # noqa: E402
 from flatout.model.plan import Change  # noqa: E402
 
 RIGHT: dict[str, tuple[Change, ...]] = {

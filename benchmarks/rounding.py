@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from benchmarks.workloads import copied, environment, machine, make_data, split_at_dashes, start  # noqa: E402
-from flatout.fix.running import Launcher, ProofRun, Run  # noqa: E402
+from flatout.fix.runs import Launcher, ProofRun, Run  # noqa: E402
 from flatout.launch.protocol import WEIGHTS_EVERY as EVERY  # noqa: E402
 from flatout.model.plan import Change  # noqa: E402
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flatout.fix.proof import same_loss
-from flatout.fix.running import Launcher, ProofRun, Run
+from flatout.fix.runs import Launcher, ProofRun, Run
 from flatout.model.plan import Change
 
 # Where a bright column is, by the mean column under a softmax: gradients are differences of large numbers, and a

@@ -140,7 +140,7 @@ def test_the_runs_of_a_fix_are_kept_beside_its_plan(
     def search(*_: object, keep_in: Path, **__: object) -> None:
         raise Kept(keep_in)
 
-    monkeypatch.setattr("flatout.fix.fix.fix", search)
+    monkeypatch.setattr("flatout.fix.fix_command.fix", search)
     for plan, folder in ((tmp_path / "plan.yaml", tmp_path / "flatout-runs"), ("plan.yaml", "flatout-runs")):
         with pytest.raises(Kept) as kept:
             flatout_says("fix", "--out", str(plan), "true")
@@ -296,7 +296,7 @@ def test_a_full_disk_leaves_the_older_plan_and_shows_what_was_found(
     path.write_text(before := "plan: 1\nchanges:\n- {name: num_workers, value: 3, safety: reseeded}  # mine\n")
     change = Change(name="pin_memory", value=True, safety="identical")
     tried = Attempt(outcome=Outcome(change=change, verdict="kept"))
-    monkeypatch.setattr("flatout.fix.fix.fix", lambda *_, **__: FixResult(kept=(change,), attempts=[tried]))
+    monkeypatch.setattr("flatout.fix.fix_command.fix", lambda *_, **__: FixResult(kept=(change,), attempts=[tried]))
     with full_disk():
         code, out, err = flatout_says("fix", "--out", path, "true")
     assert path.read_text() == before

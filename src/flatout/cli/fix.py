@@ -51,7 +51,7 @@ def fix(
     `flatout run --plan flatout-plan.yaml -- python train.py --epochs 90`. Ctrl-C leaves the plan so far.
     """
     require_linux("fix")
-    from flatout.fix.fix import fix as search
+    from flatout.fix.fix_command import fix as search
     from flatout.fix.offers import Wishes
     from flatout.launch import launcher
     from flatout.report import fix_views
@@ -68,9 +68,9 @@ def fix(
     check_outputs(json, html)
     check_writable(out)
     check_writable(runs.parent, folder=True)
-    with fix_views.Progress(console(stderr=True), budget_s) as story:
+    with fix_views.Progress(console(stderr=True), budget_s) as progress:
         result = search(
-            command, wishes, budget_s=budget_s, steps=steps, story=story, keep_in=runs, unprotected=unprotected
+            command, wishes, budget_s=budget_s, steps=steps, progress=progress, keep_in=runs, unprotected=unprotected
         )
     not_saved = save_plan(result.plan, out, has_gains=bool(result.kept))
     fixed = report_of(result, command, str(out), hourly_price)

@@ -13,7 +13,7 @@ from typing import Any
 
 from flatout.diagnose.knobs import knobs
 from flatout.fix.offers import PAUSES, Wishes
-from flatout.fix.running import Run
+from flatout.fix.runs import Run
 from flatout.fix.speed import EVALUATION_AND_CHECKPOINT
 from flatout.model.plan import Change
 

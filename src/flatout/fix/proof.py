@@ -27,7 +27,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from flatout.fix.running import Moved, ProofStep, Run
+from flatout.fix.runs import ProofStep, Run, WeightMove
 
 FEWEST_BATCHES = 20
 FEWEST_LOSSES = 200
@@ -264,20 +264,20 @@ def _margin(before: Run, alone: Run | None, scale: float) -> tuple[float, str]:
     return MARGIN * scale, f"{MARGIN:.0%}"
 
 
-def _moves(before: Run, after: Run) -> list[Moved]:
+def _moves(before: Run, after: Run) -> list[WeightMove]:
     """How the weights of all ranks went beside those they followed, in the steps that both runs have."""
     pairs = zip(before.proof, after.proof, strict=False)
     steps = (there for ours, theirs in pairs for _, there in zip(ours, theirs, strict=False))
     return [step.moved for step in steps if step.moved is not None]
 
 
-def _moved(before: Run, after: Run) -> Moved | None:
+def _moved(before: Run, after: Run) -> WeightMove | None:
     """How they went typically; None where they followed nobody."""
     moves = _moves(before, after)
     if not moves:
         return None
     length, direction = np.median(np.asarray(moves), axis=0)
-    return Moved(length=float(length), direction=float(direction))
+    return WeightMove(length=float(length), direction=float(direction))
 
 
 def _astray(before: Run, after: Run, within: float) -> str | None:
@@ -302,7 +302,7 @@ def _astray(before: Run, after: Run, within: float) -> str | None:
     return None
 
 
-def _in_words(moved: Moved) -> str:
+def _in_words(moved: WeightMove) -> str:
     return f"weights move {moved.length:.2f} as far, {moved.direction:.2f} in the same direction"
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 from flatout.fix.offers import all_in_words, with_changes
 from flatout.fix.proof import FEWEST_LOSSES, Proof, same_batches, same_loss
-from flatout.fix.running import ProofRun, Run
+from flatout.fix.runs import ProofRun, Run
 from flatout.model.plan import Change
 
 IDENTITY_STEPS = 60

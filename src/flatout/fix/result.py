@@ -7,20 +7,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flatout.fix.offers import Offer, in_words
-from flatout.fix.running import Run
+from flatout.fix.runs import Run
 from flatout.fix.speed import Speed
 from flatout.model.plan import Change, Figure, Outcome, Plan, Verdict
 from flatout.model.stats import Gain, RunNoise
 
 
-class Story:
-    """Who is told what goes on. This one keeps it to itself."""
+class ProgressListener:
+    """Hears how a fix goes. This one does nothing with it."""
 
-    def trying(self, what: str, left_s: float) -> None:
-        """A run begins."""
+    def run_begins(self, what: str, left_s: float) -> None:
+        """A run begins, with so much of the time budget left."""
 
-    def said(self, line: str) -> None:
-        """Something is known."""
+    def say(self, line: str) -> None:
+        """Something has become known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class RunRecord:
     """One run, for the record. Runs for a proof are not timed: they have no speed."""
 
     what: str
@@ -61,7 +61,7 @@ class FixResult:
     speeds: tuple[Speed, Speed] | None = None  # behind that gain: before and after, each over all its runs
     paused: bool = False  # whether the gain counts evaluation and checkpoints too
     noise: RunNoise | None = None
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[RunRecord] = field(default_factory=list)
     withheld: list[Offer] = field(default_factory=list)
     untried: list[Offer] = field(default_factory=list)  # for want of time
     remarks: list[str] = field(default_factory=list)

@@ -34,8 +34,8 @@ from flatout.fix.offers import (
 from flatout.fix.pauses import Pauses, may_be_changed
 from flatout.fix.proof import Proof
 from flatout.fix.proof_runs import Proving
-from flatout.fix.result import FixResult, Story, Trial
-from flatout.fix.running import ProofRun, Run, Runner, seen_like
+from flatout.fix.result import FixResult, ProgressListener, RunRecord
+from flatout.fix.runs import ProofRun, Run, Runner, seen_like
 from flatout.fix.speed import (
     Speed,
     gain_of_rarer_pauses,
@@ -77,13 +77,13 @@ class Search:
         *,
         budget_s: float,
         steps: int | None = None,
-        story: Story | None = None,
+        progress: ProgressListener | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._start = run
         self._wishes = wishes
         self._steps = steps
-        self._story = story or Story()
+        self._progress = progress or ProgressListener()
         self._speeds = Speeds()
         self._clear = CLEAR
         self._undecided: list[Offer] = []  # looked like a gain, and could not be told from noise: once more, at the end
@@ -146,7 +146,7 @@ class Search:
                 self.found.before = self.found.after = again
         self._sight = self.before.trace
         found = diagnose(self.before.trace) if self.before.trace is not None else ()
-        self._story.said(f"{self._incumbent}: {found[0].title if found else 'nothing wrong was found'}")
+        self._progress.say(f"{self._incumbent}: {found[0].title if found else 'nothing wrong was found'}")
 
     @property
     def before(self) -> Run:
@@ -241,7 +241,7 @@ class Search:
             run = self._in_a_second_epoch(offer, run)
         if self._failed(run):
             if offer.splits:
-                self._story.said(f"{offer.name}: {run.reason()}. One by one")
+                self._progress.say(f"{offer.name}: {run.reason()}. One by one")
                 self._one_by_one(offer)
             else:
                 self._decide(offer.changes, "unsafe", note=run.reason())
@@ -264,7 +264,7 @@ class Search:
             self._undecided.append(replace(offer, changes=changes))
             self._decide(changes, "undone", gained, note=self._not_shown(gained, changes))
         elif len(changes) > 1 and offer.worth_splitting and self._purse.affords(changes, runs=len(offer.parts)):
-            self._story.said(f"{offer.name}: {gained}. One by one")
+            self._progress.say(f"{offer.name}: {gained}. One by one")
             self._one_by_one(replace(offer, changes=changes))
         else:
             self._decide(changes, "undone", gained, note=self._not_shown(gained, changes))
@@ -368,7 +368,7 @@ class Search:
         """Write down what became of some changes, and tell it."""
         self.found.write_down(changes, verdict, gained, note=note, run=run, before=before)
         told = f": {note}" if note else f", {gained}" if gained else ""
-        self._story.said(f"{all_in_words(changes)}: {verdict}{told}")
+        self._progress.say(f"{all_in_words(changes)}: {verdict}{told}")
 
     def _too_dear(self, changes: Sequence[Change], run: Run, gained: Gain) -> str | None:
         """Why compiling does not pay in the training as planned; None when it does, or when that is not known."""
@@ -434,7 +434,7 @@ class Search:
             alone = gain(*pair, self._speeds.noise_near(*pair))
             if alone.value >= MIN_GAIN:
                 self.found.amend(attempt, gain=alone, together=())
-                self._story.said(f"{in_words(change)} by itself: {alone}")
+                self._progress.say(f"{in_words(change)} by itself: {alone}")
             else:
                 self.found.kept, self.found.after, self._long = without, run.seen_like(self._sight), None
                 self._decide((change,), "undone", alone, note=f"{alone}: brings nothing beside the others")
@@ -460,15 +460,15 @@ class Search:
         return self._purse.room
 
     def prove_with(self, what: str, wanted: Sequence[ProofRun]) -> list[Run]:
-        self._story.trying(f"proof: {what}", self._purse.left_s)
+        self._progress.run_begins(f"proof: {what}", self._purse.left_s)
         at_once, began_s = min(len(wanted), self.room), self._purse.spent_s
         runs = self._start.prove(wanted, timeout_s=self._purse.proof_timeout_s(wanted, at_once), at_once=at_once)
         took_s = self._purse.spent_s - began_s
-        self.found.trials.append(Trial(what=f"proof: {what}", seconds=took_s, speed=None))
+        self.found.trials.append(RunRecord(what=f"proof: {what}", seconds=took_s, speed=None))
         return runs
 
     def said(self, line: str) -> None:
-        self._story.said(line)
+        self._progress.say(line)
 
     def proven(self, changes: Sequence[Change], proof: Proof) -> None:
         """Write the proof down; what has none is let go."""
@@ -478,7 +478,7 @@ class Search:
                 self.found.amend(attempt, outcome=replace(attempt.outcome, proof=proof.text))
             else:
                 self.found.let_go(change, f"{proof.standing}: {proof.text}")
-        self._story.said(f"proof, {all_in_words(changes)}: {proof.standing} ({proof.text})")
+        self._progress.say(f"proof, {all_in_words(changes)}: {proof.standing} ({proof.text})")
 
     def _let_go_of_the_unproven(self, why: str) -> None:
         """Rounding that was not looked at is not kept; the rest stays, and says so."""
@@ -539,7 +539,7 @@ class Search:
         noise = self._speeds.noise_near(before, after)
         self.found.gain = gain(_counting(long, before), _counting(long, after), noise)
         self.found.speeds, self.found.paused = (pooled(before), pooled(after)), long
-        self._story.said(f"before → after: {self.found.gain}")
+        self._progress.say(f"before → after: {self.found.gain}")
         # What was kept was picked for how fast it looked: the last runs have to say so too, or all of them be sure.
         unconfirmed = self.found.gain.low <= 1 if fresh is None else fresh < 1
         if self.found.gain.value < MIN_GAIN or unconfirmed:
@@ -562,7 +562,7 @@ class Search:
         known_to: float = math.inf,
         look_below_s: float | None = None,
     ) -> Run:
-        self._story.trying(what, self._purse.left_s)
+        self._progress.run_begins(what, self._purse.left_s)
         wanted = steps or self._steps_for(self._now if changes else self.before)
         run = self._start(
             changes,
@@ -572,7 +572,7 @@ class Search:
             known_to=known_to,
             look_below_s=look_below_s,
         )
-        self.found.trials.append(Trial(what=what, seconds=run.seconds, speed=run.speed))
+        self.found.trials.append(RunRecord(what=what, seconds=run.seconds, speed=run.speed))
         if self._clear == CLEAR and run.in_company:
             self._clear = CLEAR_IN_COMPANY
             self._remark("others use this machine: a gain may not show, run it again when it is quiet")
@@ -599,7 +599,7 @@ class Search:
 
     def _remark(self, text: str) -> None:
         self.found.remarks.append(text)
-        self._story.said(text)
+        self._progress.say(text)
 
 
 def _shortfall(gained: Gain) -> str:

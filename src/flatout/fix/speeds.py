@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatout.fix.running import Run
+from flatout.fix.runs import Run
 from flatout.fix.speed import Speed, pooled
 from flatout.model.plan import Change, Figure
 from flatout.model.stats import USUAL_RUN_NOISE, RunNoise

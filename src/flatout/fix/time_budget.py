@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from flatout.fix.proof_runs import foreseen
 from flatout.fix.result import FixResult
-from flatout.fix.running import LOOKING, WEIGHTS_BYTES, ProofRun, Run
+from flatout.fix.runs import LOOKING, WEIGHTS_BYTES, ProofRun, Run
 from flatout.launch.protocol import WEIGHTS_EVERY
 from flatout.model.plan import Change
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.fix.offers import all_in_words, in_words
-from flatout.fix.result import Attempt, Story
+from flatout.fix.result import Attempt, ProgressListener
 from flatout.model.formatting import in_full
 from flatout.report import chart_html
 from flatout.report.account import account
@@ -35,8 +35,8 @@ _SAFETY = {
 }
 
 
-class Progress(Story):
-    """Tells the story on a terminal, with a bar for the budget; in a file or a pipe, by lines alone."""
+class Progress(ProgressListener):
+    """Shows it on a terminal, with a bar for the budget; in a file or a pipe, by lines alone."""
 
     def __init__(self, console: Console, budget_s: float) -> None:
         self._console = console
@@ -54,14 +54,14 @@ class Progress(Story):
         if self._live is not None:
             self._live.stop()
 
-    def trying(self, what: str, left_s: float) -> None:
+    def run_begins(self, what: str, left_s: float) -> None:
         self._what = what
         if self._live is None:
             self._console.print(
                 Text(f"… {what} ({duration(1e3 * max(0.0, left_s))} left)", style="dim"), soft_wrap=True
             )
 
-    def said(self, line: str) -> None:
+    def say(self, line: str) -> None:
         self._console.print(Text(wrapped(line, min(WIDTH, self._console.width), indent=2)), soft_wrap=True)
 
     def __rich__(self) -> Table:

@@ -13,7 +13,7 @@ from flatout.diagnose.rank_metrics import cases
 from flatout.diagnose.rules import diagnose
 from flatout.fix.offers import Offer, in_words
 from flatout.fix.result import Attempt, FixResult
-from flatout.fix.running import Run
+from flatout.fix.runs import Run
 from flatout.fix.speed import Speed
 from flatout.model.changes import CHANGES
 from flatout.model.finding import Finding

@@ -190,7 +190,7 @@ def test_what_ends_a_fix_ends_its_runs_side_by_side_too(tmp_path: Path, number: 
     start = """
         import signal, sys
         from pathlib import Path
-        from flatout.fix.running import Launcher, ProofRun
+        from flatout.fix.runs import Launcher, ProofRun
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         launcher = Launcher([sys.executable, "train.py"], Path("trials").resolve())
         Path("trials").mkdir()

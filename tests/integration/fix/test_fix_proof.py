@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from flatout.fix.proof import same_batches, same_loss
-from flatout.fix.running import Launcher, ProofRun, Run
+from flatout.fix.runs import Launcher, ProofRun, Run
 from flatout.launch.protocol import WEIGHTS_EVERY as EVERY
 from flatout.model.plan import Change
 

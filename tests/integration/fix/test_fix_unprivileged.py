@@ -133,7 +133,7 @@ def test_what_an_overlay_leaves_of_a_killed_fix_goes_with_the_next(tmp_path: Pat
     (left / "overlay" / "link").symlink_to(mine)
     (left / "in-use").touch()
     (left / "overlay" / "work" / "work").chmod(0)
-    clean = "import tempfile; from flatout.fix.fix import own_folder\nwith own_folder(): pass"
+    clean = "import tempfile; from flatout.fix.fix_command import own_folder\nwith own_folder(): pass"
     done = as_a_user("-c", f"import os; os.environ['TMPDIR'] = {str(tmp_path)!r}\n{clean}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]

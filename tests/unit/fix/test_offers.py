@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from remedy_world import Machine, World, flag
+from simulated_world import Machine, World, flag
 
 from flatout.diagnose.knobs import knobs
 from flatout.fix.offers import View, Wishes, not_offered, offers, scaled_twice

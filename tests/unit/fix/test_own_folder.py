@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from flatout.fix.fix import copied, own_folder
+from flatout.fix.fix_command import copied, own_folder
 
 HOLD = """
-from flatout.fix.fix import own_folder
+from flatout.fix.fix_command import own_folder
 with own_folder() as folder:
     (folder / "checkpoint.pt").write_bytes(bytes(1000))
     print(folder, flush=True)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flatout.fix.proof import _same_loss, same_batches, same_loss
-from flatout.fix.running import Drift, Moved, ProofStep, Run
+from flatout.fix.runs import Drift, ProofStep, Run, WeightMove
 
 BATCH = 4
 
@@ -246,7 +246,7 @@ def test_where_the_machine_itself_differs_from_run_to_run_its_noise_is_the_margi
 def moving(run: Run, *moved: tuple[float, float]) -> Run:
     """A run that has followed another, and how its weights went, every few steps."""
     (steps,) = run.proof
-    told = {11 + 10 * n: Moved(*move) for n, move in enumerate(moved)}
+    told = {11 + 10 * n: WeightMove(*move) for n, move in enumerate(moved)}
     return replace(run, proof=(tuple(replace(step, moved=told.get(n)) for n, step in enumerate(steps)),))
 
 

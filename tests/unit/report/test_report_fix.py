@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "remedy"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "fix"))
 
-from remedy_world import Machine, World, flag
 from report_runs import printed
+from simulated_world import Machine, World, flag
 
 from flatout.fix.offers import Wishes
 from flatout.fix.result import Attempt
@@ -180,7 +180,7 @@ def test_data_that_is_still_waited_for_is_told_though_its_remedies_were_tried() 
 def test_a_fix_is_told_within_the_width_of_the_terminal(starved: FixReport) -> None:
     console = Console(file=io.StringIO(), width=60)
     fix_views.show(starved, console)
-    fix_views.Progress(console, 60.0).said("a line that is longer than sixty columns, as those of a fix tend to be")
+    fix_views.Progress(console, 60.0).say("a line that is longer than sixty columns, as those of a fix tend to be")
     lines = console.file.getvalue().splitlines()
     commands = [line for line in lines if line.startswith("Train with it:")]  # to be copied: in one piece
     assert max(len(line) for line in lines if line not in commands) <= 60
@@ -258,8 +258,8 @@ def test_a_call_that_ends_on_its_line_is_shown_with_the_edit(tmp_path: Path) -> 
 def test_in_a_pipe_the_progress_is_lines() -> None:
     console = Console(file=io.StringIO(), width=80, highlight=False)
     world = World(machine=Machine(data_ms=80.0), workers=0)
-    with fix_views.Progress(console, 600) as story:
-        Search(world, Wishes(), budget_s=600, clock=world.clock, story=story).go()
+    with fix_views.Progress(console, 600) as progress:
+        Search(world, Wishes(), budget_s=600, clock=world.clock, progress=progress).go()
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert lines[0] == "… the command as it is (10 min 0 s left)"
     assert any(line.startswith("elastic loader + device_prefetch: kept, 4.") for line in lines)
@@ -267,9 +267,9 @@ def test_in_a_pipe_the_progress_is_lines() -> None:
 
 def test_on_a_terminal_there_is_a_bar_for_the_budget() -> None:
     console = Console(file=io.StringIO(), width=80, highlight=False, force_terminal=True)
-    with fix_views.Progress(console, 600) as story:
-        story.trying("elastic loader", 599)
-        console.print(story)
+    with fix_views.Progress(console, 600) as progress:
+        progress.run_begins("elastic loader", 599)
+        console.print(progress)
     assert "elastic loader" in console.file.getvalue()  # type: ignore[attr-defined]
     assert "left" in console.file.getvalue()  # type: ignore[attr-defined]
 

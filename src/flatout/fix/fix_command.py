@@ -13,8 +13,8 @@ from typing import Protocol
 
 from flatout.files import PRIVATE, write_whole
 from flatout.fix.offers import Wishes, not_offered
-from flatout.fix.result import FixResult, Story
-from flatout.fix.running import Launcher, end_of
+from flatout.fix.result import FixResult, ProgressListener
+from flatout.fix.runs import Launcher, end_of
 from flatout.fix.search import Search
 from flatout.launch import sandbox
 from flatout.launch.launcher import OUTPUT
@@ -41,7 +41,7 @@ def fix(
     *,
     budget_s: float,
     steps: int | None = None,
-    story: Story | None = None,
+    progress: ProgressListener | None = None,
     keep_in: Path | None = None,
     unprotected: bool = False,
 ) -> FixResult:
@@ -49,14 +49,14 @@ def fix(
 
     Where no overlay can be mounted, it is refused, or if `unprotected` done with redirection alone.
     """
-    story = story or Story()
+    progress = progress or ProgressListener()
     with own_folder() as folder:
 
         def search(*, overlay: bool) -> FixResult:
             launcher = Launcher(command, folder / ("overlay" if overlay else "redirection"), overlay=overlay)
-            return Search(launcher, wishes, budget_s=budget_s, steps=steps, story=story).go()
+            return Search(launcher, wishes, budget_s=budget_s, steps=steps, progress=progress).go()
 
-        found = _in_a_sandbox(search, sandbox.why_no_overlay(command, folder), story, unprotected=unprotected)
+        found = _in_a_sandbox(search, sandbox.why_no_overlay(command, folder), progress, unprotected=unprotected)
         if found.before is not None and not found.interrupted:
             found.remarks += not_offered(wishes, found.known, on_gpu=found.before.case.on_gpu)
         if keep_in is not None:
@@ -70,11 +70,11 @@ class _ASearch(Protocol):
     def __call__(self, *, overlay: bool) -> FixResult: ...
 
 
-def _in_a_sandbox(search: _ASearch, why_not: str, story: Story, *, unprotected: bool) -> FixResult:
+def _in_a_sandbox(search: _ASearch, why_not: str, progress: ProgressListener, *, unprotected: bool) -> FixResult:
     """Search on overlays; where there is a reason why not, say so before the first trial, and go on only if allowed."""
     if why_not and not unprotected:
         raise _refused(f"{why_not}; in a container it takes root and --cap-add SYS_ADMIN, elsewhere user namespaces")
-    story.said(_REPEATED)
+    progress.say(_REPEATED)
     if not why_not:
         try:
             return search(overlay=True)
@@ -82,7 +82,7 @@ def _in_a_sandbox(search: _ASearch, why_not: str, story: Story, *, unprotected: 
             if not unprotected:
                 raise _refused(str(problem)) from None
             why_not = str(problem)
-    story.said(
+    progress.say(
         f"Your files are protected in part only ({why_not}): {_ONLY_REDIRECTED}. Your folders are compared after each "
         "trial, and the first real write ends the fix."
     )

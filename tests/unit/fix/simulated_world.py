@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from flatout.fix.running import CEILING, ProofRun, ProofStep, Run
+from flatout.fix.runs import CEILING, ProofRun, ProofStep, Run
 from flatout.fix.speed import measure
 from flatout.launch import launcher
 from flatout.model.plan import Change

@@ -46,7 +46,7 @@ _READ_ONLY = re.compile(r"Errno 30\b|errno = 30\b|Read-only file system")  # ERO
 _NO_MEMORY = re.compile(r"CUDA (?:error: )?out of memory", re.I)
 
 
-class Moved(NamedTuple):
+class WeightMove(NamedTuple):
     """How far weights have come since they were those of another run, in terms of how far that one's have, and how much
     in the same direction (a cosine)."""
 
@@ -88,7 +88,7 @@ class ProofStep:
     begins: tuple[str | None, ...] = ()
     loss: float | None = None
     losses: tuple[float, ...] = ()
-    moved: Moved | None = None
+    moved: WeightMove | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -465,7 +465,7 @@ def _proof(path: Path) -> tuple[ProofStep, ...]:
                 begins=tuple(data.get("begins") or ()),
                 loss=data.get("loss"),
                 losses=tuple(data.get("losses") or ()),
-                moved=Moved(*data["moved"]) if data.get("moved") else None,
+                moved=WeightMove(*data["moved"]) if data.get("moved") else None,
             )
         )
     return tuple(steps)

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import remedy_world
-from remedy_world import EFFECTS, START_S, Machine, World, flag
+import simulated_world
+from simulated_world import EFFECTS, START_S, Machine, World, flag
 
 from flatout.fix.offers import Wishes
 from flatout.fix.result import FixResult
-from flatout.fix.running import ProofRun, ProofStep, Run
+from flatout.fix.runs import ProofRun, ProofStep, Run
 from flatout.fix.search import Search
 from flatout.launch import launcher
 from flatout.model.errors import UsageError
@@ -451,7 +451,7 @@ def test_a_budget_too_short_for_anything_says_what_would_do() -> None:
 
 
 def test_a_budget_that_would_do_has_time_to_tune_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("remedy_world.START_S", 3.0)
+    monkeypatch.setattr("simulated_world.START_S", 3.0)
     eager: dict[str, Any] = {"facts": {"compiled": False}, "xray": {"top_ms": {"elementwise_kernel": 100.0}}}
     found = fix(World(**eager), budget_s=150)
     enough = re.search(r"compile max-autotune: --budget (\d+)m would do", found.stopped)
@@ -940,7 +940,7 @@ def test_a_last_comparison_that_the_budget_cuts_off_says_nothing_against_what_wa
     def worse(changes: Sequence[Change], losses: np.ndarray) -> np.ndarray:
         return losses * 1.05 if any(change.name == "channels_last" for change in changes) else losses
 
-    monkeypatch.setattr(remedy_world, "START_S", 40)
+    monkeypatch.setattr(simulated_world, "START_S", 40)
     found = fix(CutOff(facts=IN_FP32 | {"channels_last": False}, effects=TURNED, teaches=worse), budget_s=315.0)
     assert kept(found) == {"precision": "bf16"}
     assert found.gain is None

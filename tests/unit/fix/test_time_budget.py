@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from remedy_world import START_S, Machine, World
+from simulated_world import START_S, Machine, World
 
 from flatout.fix.proof_runs import IDENTITY_STEPS, PARITY_STEPS
 from flatout.fix.result import FixResult
