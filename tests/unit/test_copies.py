@@ -18,7 +18,7 @@ import torch.utils.data.dataloader as stock
 from torch.utils.data import DataLoader, Dataset
 
 import flatout
-from flatout.feed.deferred.batch import StandIn
+from flatout.feed.deferred.batch import PlaceholderTensor
 from flatout.feed.iterator import FeedIterator
 from flatout.feed.loader import Options, iterator_for
 from flatout.feed.scheduler import BatchScheduler
@@ -64,17 +64,17 @@ def test_a_copy_stays_while_it_is_made_though_its_tensor_comes_again(
     assert done == f"done {id(first)}"
 
 
-class NotMade(StandIn):
+class NotMade(PlaceholderTensor):
     """What only its copying makes."""
 
-    def itself(self) -> None:
+    def materialized(self) -> None:
         return None
 
-    def made(self) -> torch.Tensor:
+    def materialize(self) -> torch.Tensor:
         pytest.fail("made on the host")
 
     @classmethod
-    def noted(cls, name: str, args: Any, kwargs: Any) -> Any:
+    def record(cls, name: str, args: Any, kwargs: Any) -> Any:
         return 0 if name == "_version" else NotImplemented
 
 

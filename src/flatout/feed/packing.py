@@ -25,7 +25,7 @@ import torch
 from torch.utils.data._utils import collate as stock
 
 from flatout.feed import wire
-from flatout.feed.deferred.batch import Deferred, StandIn, joined
+from flatout.feed.deferred.batch import DeferredBatch, PlaceholderTensor, join_batches
 
 Bytes = memoryview
 Span = tuple[int, int]  # offset, length
@@ -66,8 +66,8 @@ class Arena:
     def stack(self, batch: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
         """What torch's collation does with tensors, with the result in this arena."""
         first = batch[0]
-        if isinstance(first, StandIn):
-            later = first.stacked(batch, self.stack, self.place)
+        if isinstance(first, PlaceholderTensor):
+            later = first.stack_lazily(batch, self.stack, self.place)
             if later is not None:
                 return later  # type: ignore[no-any-return]
         if first.is_nested or first.layout != torch.strided:
@@ -162,8 +162,8 @@ def join(parts: Sequence[Any], memory: Bytes) -> Any:
 
     def rows(pieces: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> Any:
         behind_each_other = functools.partial(_behind_each_other, memory)
-        if any(isinstance(piece, StandIn) for piece in pieces):
-            return joined(pieces, behind_each_other)
+        if any(isinstance(piece, PlaceholderTensor) for piece in pieces):
+            return join_batches(pieces, behind_each_other)
         return behind_each_other(pieces)
 
     def strings(pieces: Sequence[Strings], *, collate_fn_map: Any = None) -> Any:
@@ -296,8 +296,8 @@ class _Packer(pickle.Pickler):
         self.kept: list[torch.Tensor] = []
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is Deferred and obj.itself() is None:
-            return Deferred.of, obj.taken_apart()
+        if type(obj) is DeferredBatch and obj.materialized() is None:
+            return DeferredBatch.of, obj.parts()
         if _numpy is not None and isinstance(obj, _numpy.ndarray) and not obj.flags.writeable:
             # PyTorch's workers hand over one that is writable.
             return obj.copy(order="K").__reduce_ex__(5)

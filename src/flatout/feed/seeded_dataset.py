@@ -48,10 +48,10 @@ class SeededDataset:
         self.drew: bool | None = None
 
     def defer(self) -> None:
-        """Leave to the card what samples do to their pictures."""
-        from flatout.feed.deferred.sample import Samples  # which takes Pillow
+        """Leave to the GPU what samples do to their pictures."""
+        from flatout.feed.deferred.samples import LazySamples  # which takes Pillow
 
-        self._samples = Samples(self._dataset)
+        self._samples = LazySamples(self._dataset)
 
     def load(
         self, key: randomness.Key, batch: int, indices: Any, first_row: int = 0, leave_out: frozenset[int] = frozenset()
@@ -87,7 +87,7 @@ class SeededDataset:
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._dataset, name)
         if name == "__getitems__" and self._samples is not self._dataset:
-            return self._samples.together
+            return self._samples.get_many
         return found
 
     def _unless_bad(self, row: int, index: Any) -> Any:

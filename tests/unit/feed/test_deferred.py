@@ -1,7 +1,7 @@
-"""Transforms that samples only note: what becomes of a batch is what the samples would have been.
+"""Transforms that samples only record: the batch is what it would have been without.
 
-Each sample of a test draws random numbers and does to a picture what scripts do. Where something cannot be noted it is
-made in the worker, to the last bit; where a card makes it, but for rounding.
+Each sample of a test draws random numbers and does to an image what scripts do. What cannot be recorded is computed in
+the worker, bit for bit; what the GPU computes may differ by rounding.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from flatout.feed import Options, iterator_for, randomness
 from flatout.feed.deferred import batch as batches
-from flatout.feed.deferred import kernels, sample
-from flatout.feed.deferred.batch import Deferred, joined, tell_of_first
-from flatout.feed.deferred.program import Step, run
-from flatout.feed.deferred.sample import Samples, alike
-from flatout.feed.deferred.tensors import LaterTensor, all_real, left_to_do
-from flatout.feed.deferred.value import noting, program
+from flatout.feed.deferred import program as programs
+from flatout.feed.deferred import samples as sampling
+from flatout.feed.deferred.batch import DeferredBatch, call_on_first_use, join_batches
+from flatout.feed.deferred.expression import as_program, recording_transforms
+from flatout.feed.deferred.program import TransformStep, run_program
+from flatout.feed.deferred.samples import LazySamples, same_sample
+from flatout.feed.deferred.tensors import LazyTensor, collatable, materialize_sample
 
 SIZE = (48, 32)  # width, height
 GREY_LEVEL = 1 / 255
@@ -107,18 +108,20 @@ MAKERS = [segmented, stamped, as_torchvision_does, by_channel]
 
 
 def twice(make: Callable[[int], Any], index: int) -> tuple[Any, Any]:
-    """A sample noted, with nobody watching, and the same made at once."""
+    """A sample made lazily, without the checks, and the same sample made at once."""
     dataset = Photos(make)
     randomness.seed_stream(index, 0)
     plain = dataset[index]
     randomness.seed_stream(index, 0)
-    with noting(), sample._noting_libraries():
-        return left_to_do(dataset[index]), plain
+    with recording_transforms(), sampling._libraries_replaced():
+        return collatable(dataset[index]), plain
 
 
-def on_a_card(tensor: LaterTensor) -> torch.Tensor:
-    steps, numbers = program(tensor.value)
-    return run(steps, sample.pixels_of(tensor.value).unsqueeze(0), torch.tensor([numbers], dtype=torch.float64))[0]
+def on_gpu(tensor: LazyTensor) -> torch.Tensor:
+    steps, numbers = as_program(tensor.expression)
+    return run_program(
+        steps, sampling.pixels_of(tensor.expression).unsqueeze(0), torch.tensor([numbers], dtype=torch.float64)
+    )[0]
 
 
 def leaves(thing: Any) -> list[Any]:
@@ -131,15 +134,15 @@ def leaves(thing: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_what_is_noted_is_what_would_have_been_made(make: Callable[[int], Any]) -> None:
+def test_lazy_samples_are_what_they_would_have_been(make: Callable[[int], Any]) -> None:
     for index in range(12):
-        noted, plain = twice(make, index)
-        assert isinstance(leaves(noted)[0], LaterTensor)
-        assert alike(noted, plain)
-        for later, made in zip(leaves(noted), leaves(plain), strict=True):
-            if isinstance(later, LaterTensor):
-                wanted, there = torch.as_tensor(made), on_a_card(later)
-                assert torch.equal(later.made(), wanted), "made here it is the same to the last bit"
+        lazy, plain = twice(make, index)
+        assert isinstance(leaves(lazy)[0], LazyTensor)
+        assert same_sample(lazy, plain)
+        for later, made in zip(leaves(lazy), leaves(plain), strict=True):
+            if isinstance(later, LazyTensor):
+                wanted, there = torch.as_tensor(made), on_gpu(later)
+                assert torch.equal(later.materialize(), wanted), "computed on the host it is the same bit for bit"
                 assert (there.shape, there.dtype) == (wanted.shape, wanted.dtype)
                 off = (there - wanted).abs() > (1.3 * GREY_LEVEL / 0.2 if wanted.is_floating_point() else 0)
                 assert off.float().mean() < (0.002 if make is not by_channel else 1), "pixels at an edge, no more"
@@ -148,7 +151,7 @@ def test_what_is_noted_is_what_would_have_been_made(make: Callable[[int], Any]) 
 @pytest.mark.parametrize("move", [Image.Resampling.NEAREST, Image.Resampling.BILINEAR])
 @pytest.mark.parametrize("mode", ["L", "RGB"])
 @pytest.mark.parametrize("colour", [None, 255, (9, 200, 77)])
-def test_pictures_are_turned_as_pillow_turns_them(move: Any, mode: str, colour: Any) -> None:
+def test_images_are_rotated_as_pillow_rotates_them(move: Any, mode: str, colour: Any) -> None:
     """Around any centre, mirrored before and after, with any colour outside: at most one grey level off."""
     if isinstance(colour, tuple) and mode == "L":
         colour = 77
@@ -159,11 +162,11 @@ def test_pictures_are_turned_as_pillow_turns_them(move: Any, mode: str, colour: 
         return torch.from_numpy(np.array(turned.transpose(Image.Transpose.FLIP_TOP_BOTTOM)))
 
     for index in range(12):
-        noted, plain = twice(make, index)
+        lazy, plain = twice(make, index)
         if mode == "RGB" and colour == 255:
-            assert torch.equal(noted.made() if isinstance(noted, LaterTensor) else noted, plain), "which is red"
+            assert torch.equal(lazy.materialize() if isinstance(lazy, LazyTensor) else lazy, plain), "which is red"
             continue
-        difference = (on_a_card(noted).int() - plain.int()).abs()
+        difference = (on_gpu(lazy).int() - plain.int()).abs()
         assert (difference > 1).float().mean() < 0.01
         assert (difference > 0).float().mean() < 0.03
 
@@ -195,12 +198,12 @@ def test_pictures_are_turned_as_pillow_turns_them(move: Any, mode: str, colour: 
         lambda image: torch.tensor(np.array(image.rotate(5)).astype(np.float64) ** 2),
     ],
 )
-def test_what_cannot_be_noted_is_made_at_once_and_is_the_same_to_the_last_bit(what: Callable[[Any], Any]) -> None:
-    noted, plain = twice(lambda index: what(picture(index)), 3)
-    if isinstance(noted, LaterTensor):  # a part of it was noted after all
-        assert np.allclose(on_a_card(noted), plain, rtol=1e-5)
-        noted = noted.made()
-    assert np.array_equal(np.asarray(noted), np.asarray(plain))
+def test_what_cannot_be_recorded_is_computed_at_once_bit_for_bit(what: Callable[[Any], Any]) -> None:
+    lazy, plain = twice(lambda index: what(picture(index)), 3)
+    if isinstance(lazy, LazyTensor):  # a part of it is lazy after all
+        assert np.allclose(on_gpu(lazy), plain, rtol=1e-5)
+        lazy = lazy.materialize()
+    assert np.array_equal(np.asarray(lazy), np.asarray(plain))
 
 
 @pytest.mark.parametrize(
@@ -211,12 +214,12 @@ def test_what_cannot_be_noted_is_made_at_once_and_is_the_same_to_the_last_bit(wh
         lambda image: np.array(image.rotate(5)) + np.uint8(200),
     ],
 )
-def test_whole_numbers_of_what_a_card_rounds_are_made_at_once(what: Callable[[Any], Any]) -> None:
-    noted, plain = twice(lambda index: what(picture(index)), 3)
-    assert type(noted) is type(plain)
+def test_whole_numbers_that_depend_on_rounding_are_computed_at_once(what: Callable[[Any], Any]) -> None:
+    lazy, plain = twice(lambda index: what(picture(index)), 3)
+    assert type(lazy) is type(plain)
 
 
-def test_changes_in_place_stay_with_what_was_changed() -> None:
+def test_a_change_in_place_is_recorded_for_that_array() -> None:
     def make(index: int) -> Any:
         pixels = np.array(picture(index).transpose(MIRRORED), dtype=np.float32)
         other = pixels.copy()
@@ -228,9 +231,9 @@ def test_changes_in_place_stay_with_what_was_changed() -> None:
         kept.add_(1.0)
         return [pixels, other, np.array(drawn), kept]
 
-    noted, plain = twice(make, 1)
-    assert alike(noted, plain)
-    made = [part.made() if isinstance(part, LaterTensor) else part for part in noted]
+    lazy, plain = twice(make, 1)
+    assert same_sample(lazy, plain)
+    made = [part.materialize() if isinstance(part, LazyTensor) else part for part in lazy]
     assert all(np.array_equal(np.asarray(one), np.asarray(other)) for one, other in zip(made, plain, strict=True))
 
 
@@ -255,15 +258,17 @@ def test_changes_in_place_stay_with_what_was_changed() -> None:
         "[row.fill(3) for row in a[:9]]", "a.shape = (48, 32, 3); a[0] = 1; a.shape = (32, 48, 3)",
     ],
 )  # fmt: skip
-def test_an_array_is_what_was_written_into_it_through_whatever_looks_at_it(change: str) -> None:
+def test_an_array_sees_writes_through_all_of_its_views(change: str) -> None:
     def make(index: int) -> Any:
         a = np.array(picture(index).transpose(MIRRORED), dtype=np.float32)
         exec(change, {"a": a, "np": np, "torch": torch})
         return [torch.from_numpy(a), np.array(a) * 2]
 
-    noted, plain = twice(make, 2)
-    assert alike(noted, plain)
-    assert all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in zip(all_real(noted), plain, strict=True))
+    lazy, plain = twice(make, 2)
+    assert same_sample(lazy, plain)
+    assert all(
+        np.array_equal(np.asarray(x), np.asarray(y)) for x, y in zip(materialize_sample(lazy), plain, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -278,15 +283,15 @@ def test_an_array_is_what_was_written_into_it_through_whatever_looks_at_it(chang
         "t.unsqueeze_(0); t.mul_(0.1); t.squeeze_(0)", "t.div_(t.max())", "torch.nn.functional.relu_(t.sub_(0.5))",
     ],
 )  # fmt: skip
-def test_a_tensor_is_what_was_written_into_it_through_whatever_looks_at_it(change: str) -> None:
+def test_a_tensor_sees_writes_through_all_of_its_views(change: str) -> None:
     def make(index: int) -> Any:
         t = torch.from_numpy(np.array(picture(index).transpose(MIRRORED))).permute(2, 0, 1).float().div(255)
         exec(change, {"t": t, "torch": torch, "np": np, "photo": picture(index)})
         return [t, t * 2]
 
-    noted, plain = twice(make, 2)
-    assert alike(noted, plain)
-    assert all(map(torch.equal, all_real(noted), plain))
+    lazy, plain = twice(make, 2)
+    assert same_sample(lazy, plain)
+    assert all(map(torch.equal, materialize_sample(lazy), plain))
 
 
 PICTURES = (
@@ -343,16 +348,16 @@ CODE = {"np": np, "torch": torch, "picture": picture, "MIRRORED": MIRRORED, "BIL
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seeds", [range(first, first + 100) for first in range(0, 600, 100)], ids=str)
-def test_any_code_ends_with_what_it_would_have_ended_with(seeds: range) -> None:
+def test_random_code_gives_the_same_result_as_without_recording(seeds: range) -> None:
     """Views, copies and writes of all kinds, one through the other."""
     for seed in seeds:
         lines = some_code(seed)
-        plain, noted = {**CODE}, {**CODE}
+        plain, lazy = {**CODE}, {**CODE}
         exec("\n".join(lines), plain)
-        with noting(), sample._noting_libraries():
-            exec("\n".join(lines), noted)
+        with recording_transforms(), sampling._libraries_replaced():
+            exec("\n".join(lines), lazy)
         for name in ("v0", "v1", "v2", "v3"):
-            one, other = plain.get(name), all_real(noted.get(name))
+            one, other = plain.get(name), materialize_sample(lazy.get(name))
             assert np.array_equal(np.asarray(one), np.asarray(other)), "\n".join([f"{name} of {seed}:", *lines])
 
 
@@ -364,11 +369,11 @@ def test_threads_of_a_sample_write_into_one_array() -> None:
         return pixels
 
     for index in range(10):
-        noted, plain = twice(make, index)
-        assert np.array_equal(noted, plain)
+        lazy, plain = twice(make, index)
+        assert np.array_equal(lazy, plain)
 
 
-def test_what_is_noted_stays_what_it_was_when_its_picture_and_constants_change() -> None:
+def test_lazy_values_keep_when_their_image_and_constants_change() -> None:
     """One canvas for all pictures, one array for all gains; a picture that is closed."""
     canvas, gains = Image.new("RGB", SIZE), np.ones(3, np.float32)
 
@@ -382,15 +387,15 @@ def test_what_is_noted_stays_what_it_was_when_its_picture_and_constants_change()
         return [part.copy() for part in make(index)]
 
     wanted = [keep(index) for index in range(4)]
-    with noting(), sample._noting_libraries():
-        noted = [left_to_do(make(index)) for index in range(4)]
-    for one, plain in zip(noted, wanted, strict=True):
-        assert all(isinstance(part, LaterTensor) for part in one)
-        assert alike(one, plain)
-        assert all(np.array_equal(real, part) for real, part in zip(all_real(one), plain, strict=True))
+    with recording_transforms(), sampling._libraries_replaced():
+        lazy = [collatable(make(index)) for index in range(4)]
+    for one, plain in zip(lazy, wanted, strict=True):
+        assert all(isinstance(part, LazyTensor) for part in one)
+        assert same_sample(one, plain)
+        assert all(np.array_equal(real, part) for real, part in zip(materialize_sample(one), plain, strict=True))
 
 
-def test_a_kept_array_can_be_used_again_when_nothing_is_noted_any_more() -> None:
+def test_a_kept_lazy_array_works_after_recording_has_ended() -> None:
     kept: dict[int, Any] = {}
 
     def make(index: int) -> Any:
@@ -398,31 +403,31 @@ def test_a_kept_array_can_be_used_again_when_nothing_is_noted_any_more() -> None
             kept[index] = np.asarray(picture(index), dtype=np.float32) / 255
         return collections.UserDict(pixels=kept[index], label=index)
 
-    samples = Samples(Photos(make))
+    samples = LazySamples(Photos(make))
     for index in (0, 0, 1, 1):
         pixels = samples[index]["pixels"]
         assert torch.equal(torch.as_tensor(pixels), torch.from_numpy(np.asarray(picture(index), np.float32) / 255))
-    assert samples.off, "what is made again is not made again"
+    assert samples.off, "a sample that cannot be repeated is not recorded"
 
 
 @pytest.mark.filterwarnings("ignore:Creating a tensor from a list of numpy.ndarrays")
-def test_noting_that_takes_longer_than_the_work_it_saves_ends() -> None:
+def test_recording_ends_where_it_takes_longer_than_it_saves() -> None:
     def make(index: int) -> Any:
         pixels = np.array(picture(index, "L", (400, 300)).transpose(MIRRORED), dtype=np.float32)
         return [torch.FloatTensor(pixels.copy()), pixels / 255]  # the first is made number by number
 
-    samples = Samples(Photos(make))
+    samples = LazySamples(Photos(make))
     wanted = [make(index) for index in range(4)]
-    assert all(alike(samples[index], wanted[index]) for index in range(4))
+    assert all(same_sample(samples[index], wanted[index]) for index in range(4))
     assert samples.off
 
 
-def test_other_threads_note_nothing() -> None:
-    with noting(), sample._noting_libraries(), ThreadPoolExecutor(1) as pool:
+def test_other_threads_record_nothing() -> None:
+    with recording_transforms(), sampling._libraries_replaced(), ThreadPoolExecutor(1) as pool:
         assert type(pool.submit(lambda: np.array(picture(1).rotate(5))).result()) is np.ndarray
 
 
-def test_what_is_computed_of_a_picture_that_comes_from_a_file_outlives_the_file(tmp_path: Any) -> None:
+def test_a_lazy_value_outlives_the_file_of_its_image(tmp_path: Any) -> None:
     picture(5).save(tmp_path / "5.png")
 
     def make(index: int) -> Any:
@@ -430,20 +435,20 @@ def test_what_is_computed_of_a_picture_that_comes_from_a_file_outlives_the_file(
             turned = file.transpose(MIRRORED)
         return torch.from_numpy(np.array(turned) / 255)
 
-    noted, plain = twice(make, 5)
-    assert isinstance(noted, LaterTensor)
-    assert alike(noted, plain)
+    lazy, plain = twice(make, 5)
+    assert isinstance(lazy, LazyTensor)
+    assert same_sample(lazy, plain)
 
 
 # --- doubts -------------------------------------------------------------------------------------------------------
 
 
-def test_code_that_goes_another_way_with_what_is_no_numpy_array_is_found_out() -> None:
+def test_code_that_branches_on_a_lazy_array_is_detected() -> None:
     def make(index: int) -> Any:
         pixels = np.array(picture(index).rotate(random.uniform(-5, 5)))
         return torch.from_numpy(pixels / 255 if type(pixels) is np.ndarray else pixels / 128)
 
-    samples = Samples(Photos(make))
+    samples = LazySamples(Photos(make))
     randomness.seed_stream(1, 0)
     found = samples[0]
     randomness.seed_stream(1, 0)
@@ -452,26 +457,26 @@ def test_code_that_goes_another_way_with_what_is_no_numpy_array_is_found_out() -
     assert samples.off
 
 
-def test_other_random_numbers_are_found_out() -> None:
+def test_other_random_numbers_are_detected() -> None:
     def make(index: int) -> Any:
         pixels = np.array(picture(index).rotate(5))
         if type(pixels) is not np.ndarray:
             random.random()
         return torch.from_numpy(pixels / 255)
 
-    samples = Samples(Photos(make))
+    samples = LazySamples(Photos(make))
     assert type(samples[0]) is torch.Tensor
     assert samples.off
 
 
-def test_a_sample_that_raises_for_the_noting_is_made_without_it_from_the_same_numbers() -> None:
+def test_a_sample_that_raises_while_recording_is_made_again_from_the_same_random_numbers() -> None:
     def make(index: int) -> Any:
         pixels = np.array(picture(index).rotate(random.uniform(-5, 5)))
         if type(pixels) is not np.ndarray:
             raise TypeError("an array, please")
         return torch.from_numpy(pixels / 255)
 
-    samples = Samples(Photos(make))
+    samples = LazySamples(Photos(make))
     randomness.seed_stream(4, 0)
     found = samples[4]
     randomness.seed_stream(4, 0)
@@ -479,33 +484,33 @@ def test_a_sample_that_raises_for_the_noting_is_made_without_it_from_the_same_nu
     assert torch.equal(found, make(4))
 
 
-def test_an_error_of_the_scripts_own_is_raised_and_is_no_reason_to_stop_noting() -> None:
+def test_an_error_of_the_script_is_raised() -> None:
     def make(index: int) -> Any:
         if index == 1:
             raise OSError("1.jpg is broken")
         return torch.from_numpy(np.array(picture(index).rotate(5)) / 255)
 
-    samples = Samples(Photos(make))
+    samples = LazySamples(Photos(make))
     with pytest.raises(OSError, match="is broken"):
         samples[1]
-    assert isinstance(samples[2], LaterTensor)
+    assert isinstance(samples[2], LazyTensor)
 
 
-def test_a_generator_of_the_datasets_own_cannot_be_asked_twice() -> None:
+def test_a_dataset_with_its_own_generator_is_not_recorded() -> None:
     dataset = Photos(segmented)
     dataset.generator = np.random.default_rng(0)  # type: ignore[attr-defined]
-    assert Samples(dataset).off
+    assert LazySamples(dataset).off
 
 
-def test_where_nothing_is_to_be_noted_the_noting_ends() -> None:
-    samples = Samples(Photos(lambda index: torch.ones(3) * index))
+def test_recording_ends_where_there_is_nothing_to_record() -> None:
+    samples = LazySamples(Photos(lambda index: torch.ones(3) * index))
     assert [samples[index].sum().item() for index in range(20)] == [3.0 * index for index in range(20)]
     assert samples.off
 
 
-def test_nothing_is_noted_outside_of_samples() -> None:
+def test_nothing_is_recorded_outside_of_samples() -> None:
     before = np.array, torch.tensor, Image.Image.transform
-    assert isinstance(Samples(Photos(segmented))[1][0], LaterTensor)
+    assert isinstance(LazySamples(Photos(segmented))[1][0], LazyTensor)
     assert (np.array, torch.tensor, Image.Image.transform) == before
     turned = picture(1).rotate(5)
     assert type(turned) is Image.Image
@@ -525,62 +530,62 @@ def passed(make: Callable[[int], Any], *, defer: bool, count: int = 24, batch: i
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("batch", [8, 24])
-def test_batches_are_those_of_the_loader_without_it(make: Callable[[int], Any], batch: int) -> None:
+def test_batches_are_those_of_the_loader_without_recording(make: Callable[[int], Any], batch: int) -> None:
     """The same samples in the same order with the same random numbers; also where workers share a batch."""
-    plain, noted = (passed(make, defer=defer, count=4 * batch, batch=batch) for defer in (False, True))
-    for one, other in zip(plain, noted, strict=True):
-        assert isinstance(leaves(other)[0], Deferred)
+    plain, lazy = (passed(make, defer=defer, count=4 * batch, batch=batch) for defer in (False, True))
+    for one, other in zip(plain, lazy, strict=True):
+        assert isinstance(leaves(other)[0], DeferredBatch)
         for wanted, found in zip(leaves(one), leaves(other), strict=True):
-            if isinstance(found, Deferred):
+            if isinstance(found, DeferredBatch):
                 assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
                 assert found.pixels.dtype == torch.uint8
-                assert sample._close(found.made(), wanted)
+                assert sampling._close(found.materialize(), wanted)
             else:
                 assert type(found) is type(wanted)
                 assert bool(np.all(np.asarray(found) == np.asarray(wanted)))
 
 
-def test_pictures_of_several_sizes_are_made_in_the_worker() -> None:
+def test_images_of_several_sizes_are_computed_in_the_worker() -> None:
     def make(index: int) -> Any:
         size = (48, 32) if index % 3 else (32, 48)
         pixels = np.array(picture(index, size=size).rotate(random.uniform(-5, 5))) / 255
         return torch.from_numpy(pixels).flatten()
 
-    plain, noted = (passed(make, defer=defer) for defer in (False, True))
-    assert all(type(batch) is torch.Tensor for batch in noted)
-    assert all(map(torch.equal, plain, noted))
+    plain, lazy = (passed(make, defer=defer) for defer in (False, True))
+    assert all(type(batch) is torch.Tensor for batch in lazy)
+    assert all(map(torch.equal, plain, lazy))
 
 
-def test_a_number_of_each_of_pictures_of_several_sizes_is_made_in_the_worker() -> None:
+def test_a_mean_over_images_of_several_sizes_is_computed_in_the_worker() -> None:
     def make(index: int) -> Any:
         size = (48, 32) if index % 3 else (32, 48)
         return np.array(picture(index, size=size).transpose(MIRRORED)).mean()
 
-    plain, noted = (passed(make, defer=defer) for defer in (False, True))
-    assert all(map(torch.equal, plain, noted))
+    plain, lazy = (passed(make, defer=defer) for defer in (False, True))
+    assert all(map(torch.equal, plain, lazy))
 
 
-def test_parts_of_a_batch_with_pictures_of_several_sizes_are_joined_made() -> None:
+def test_parts_of_a_batch_with_images_of_several_sizes_are_joined_computed() -> None:
     """Each worker's part is of one size."""
 
     def part(size: tuple[int, int]) -> Any:
-        with noting(), sample._noting_libraries():
-            mean = left_to_do(np.array(picture(1, size=size).transpose(MIRRORED)).mean())
-        return LaterTensor.stacked([mean] * 3, torch.stack, lambda numbers: numbers)
+        with recording_transforms(), sampling._libraries_replaced():
+            mean = collatable(np.array(picture(1, size=size).transpose(MIRRORED)).mean())
+        return LazyTensor.stack_lazily([mean] * 3, torch.stack, lambda numbers: numbers)
 
     parts = [part((48, 32)), part((32, 40))]
-    assert all(isinstance(one, Deferred) for one in parts)
-    whole = joined(parts, torch.cat)
+    assert all(isinstance(one, DeferredBatch) for one in parts)
+    whole = join_batches(parts, torch.cat)
     assert type(whole) is torch.Tensor
-    assert torch.equal(whole, torch.cat([one.made() for one in parts]))
+    assert torch.equal(whole, torch.cat([one.materialize() for one in parts]))
 
 
-def test_bytes_that_are_only_read_travel_as_ever() -> None:
-    noted = passed(lambda index: torch.from_numpy(np.array(picture(index))), defer=True)
-    assert all(type(batch) is torch.Tensor and batch.dtype == torch.uint8 for batch in noted)
+def test_images_that_are_only_decoded_travel_as_ordinary_tensors() -> None:
+    lazy = passed(lambda index: torch.from_numpy(np.array(picture(index))), defer=True)
+    assert all(type(batch) is torch.Tensor and batch.dtype == torch.uint8 for batch in lazy)
 
 
-def test_a_collate_function_of_the_scripts_own_gets_its_samples_made() -> None:
+def test_a_collate_function_of_the_script_gets_real_samples() -> None:
     loader = DataLoader(Photos(segmented), 8, num_workers=1, collate_fn=lambda samples: [s[0].numpy() for s in samples])
     iterator, _ = iterator_for(loader, Options(defer=True))
     assert iterator is not None
@@ -596,16 +601,16 @@ def erased(index: int) -> Any:
     return tensor, index
 
 
-def test_what_only_some_samples_do_is_done_to_them() -> None:
+def test_a_transform_of_some_samples_is_applied_to_those() -> None:
     """Hardly a batch of these has one program; none may lose what it was to be."""
-    plain, noted = (passed(erased, defer=defer, count=128) for defer in (False, True))
-    for (one, _), (other, _) in zip(plain, noted, strict=True):
-        assert torch.allclose(other.made() if isinstance(other, Deferred) else other, one, atol=1e-6)
-    assert any(isinstance(other, Deferred) for other, _ in noted)
+    plain, lazy = (passed(erased, defer=defer, count=128) for defer in (False, True))
+    for (one, _), (other, _) in zip(plain, lazy, strict=True):
+        assert torch.allclose(other.materialize() if isinstance(other, DeferredBatch) else other, one, atol=1e-6)
+    assert any(isinstance(other, DeferredBatch) for other, _ in lazy)
 
 
 @pytest.mark.parametrize("wrap", [lambda data: Subset(data, range(3, 24)), lambda data: ConcatDataset([data, data])])
-def test_datasets_of_datasets_are_noted_too(wrap: Any) -> None:
+def test_wrapped_datasets_are_recorded_too(wrap: Any) -> None:
     def passed_through(*, defer: bool) -> list[Any]:
         torch.manual_seed(3)
         iterator, _ = iterator_for(DataLoader(wrap(Photos(segmented)), 8, num_workers=2), Options(defer=defer))
@@ -613,8 +618,8 @@ def test_datasets_of_datasets_are_noted_too(wrap: Any) -> None:
         return list(iterator)
 
     for one, other in zip(passed_through(defer=False), passed_through(defer=True), strict=True):
-        assert isinstance(other[0], Deferred)
-        assert sample._close(other[0].made(), one[0])
+        assert isinstance(other[0], DeferredBatch)
+        assert sampling._close(other[0].materialize(), one[0])
 
 
 @pytest.fixture
@@ -622,8 +627,8 @@ def deferred() -> Any:
     return passed(segmented, defer=True)[0][0]
 
 
-def test_a_loop_that_looks_at_its_host_batch_sees_the_values(deferred: Any) -> None:
-    made = deferred.made().clone()
+def test_a_loop_that_reads_its_batch_on_the_host_sees_the_values(deferred: Any) -> None:
+    made = deferred.materialize().clone()
     assert torch.equal(deferred + 1, made + 1)
     assert torch.equal(deferred[2:4], made[2:4])
     assert torch.equal(torch.cat([deferred, made])[:8], made)
@@ -634,15 +639,15 @@ def test_a_loop_that_looks_at_its_host_batch_sees_the_values(deferred: Any) -> N
     assert repr(deferred) == repr(made)
 
 
-def test_what_is_changed_on_the_host_is_what_goes_to_the_card(deferred: Any) -> None:
+def test_changes_on_the_host_reach_the_gpu(deferred: Any) -> None:
     version = deferred._version
-    made = deferred.made().clone()
+    made = deferred.materialize().clone()
     deferred.mul_(0.5)
-    assert deferred._version != version, "a copy made before is worth nothing"
+    assert deferred._version != version, "an earlier copy is out of date"
     assert torch.equal(deferred.to("cpu"), made * 0.5)
 
 
-def test_a_look_in_inference_mode_leaves_a_batch_that_can_be_trained_on(deferred: Any) -> None:
+def test_reading_a_batch_in_inference_mode_leaves_it_trainable(deferred: Any) -> None:
     with torch.inference_mode():
         deferred.mean()
     assert deferred._version == 1
@@ -652,9 +657,9 @@ def test_a_look_in_inference_mode_leaves_a_batch_that_can_be_trained_on(deferred
     deferred.mul_(0.5)
 
 
-def test_on_its_way_to_a_device_it_becomes_what_it_is_to_be(deferred: Any) -> None:
+def test_moving_a_batch_to_a_device_computes_it_there(deferred: Any) -> None:
     told: list[bool] = []
-    tell_of_first(lambda: told.append(True))
+    call_on_first_use(lambda: told.append(True))
     for there in (
         deferred.to("meta"),
         deferred.to(device=torch.device("meta"), non_blocking=True),
@@ -664,64 +669,64 @@ def test_on_its_way_to_a_device_it_becomes_what_it_is_to_be(deferred: Any) -> No
         assert there.dtype == torch.float32
     assert deferred.to("meta", torch.float16).dtype == torch.float16
     assert deferred.to("meta", memory_format=torch.channels_last).is_contiguous(memory_format=torch.channels_last)
-    assert deferred._made is None, "and nothing of it was made here"
+    assert deferred._result is None, "and nothing was computed on the host"
     assert told == [True]
 
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """torch's compiler up to where it would write kernels; a card does the rest. Holds what it was asked to compile."""
+    """torch's compiler without code generation, which needs a GPU. Holds what it was asked to compile."""
     asked: list[Any] = []
 
     def compiled(function: Any, **options: Any) -> Any:
         asked.append(torch.compile(function, backend="eager", fullgraph=True, **options))
         return asked[-1]
 
-    monkeypatch.setattr(kernels, "_compile", compiled)
+    monkeypatch.setattr(programs, "_compile", compiled)
     return asked
 
 
 def parts(deferred: Any, count: int = 8) -> tuple[Any, Any, Any]:
-    whole, pixels, numbers = deferred.taken_apart()
+    whole, pixels, numbers = deferred.parts()
     return whole, pixels[:count], numbers[:count]
 
 
 def test_a_program_is_compiled_once_for_batches_of_its_first_size(deferred: Any, traced: list[Any]) -> None:
-    made, on_card = deferred.made(), kernels.Kernels()
+    made, on_gpu = deferred.materialize(), programs.CompiledPrograms()
     for count in (8, 8, 3, 8):
-        assert torch.equal(on_card(*parts(deferred, count)), made[:count])
+        assert torch.equal(on_gpu(*parts(deferred, count)), made[:count])
     assert len(traced) == 1
-    assert on_card.compile_s > 0
+    assert on_gpu.compile_s > 0
 
 
-def test_programs_without_end_are_not_compiled(deferred: Any, traced: list[Any]) -> None:
+def test_no_more_than_a_few_programs_are_compiled(deferred: Any, traced: list[Any]) -> None:
     whole, pixels, numbers = parts(deferred)
-    on_card = kernels.Kernels()
+    on_gpu = programs.CompiledPrograms()
     for number in range(8):
-        longer = replace(whole, steps=(*whole.steps, *[Step("tensor", (len(whole.steps) - 1,))] * number))
-        assert torch.equal(on_card(longer, pixels, numbers), deferred.made())
-    assert len(traced) == kernels._MOST
+        longer = replace(whole, steps=(*whole.steps, *[TransformStep("tensor", (len(whole.steps) - 1,))] * number))
+        assert torch.equal(on_gpu(longer, pixels, numbers), deferred.materialize())
+    assert len(traced) == programs._MAX_COMPILED
 
 
-def test_without_a_compiler_transforms_are_made_step_by_step(deferred: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_transforms_run_step_by_step(deferred: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no such compiler")
 
-    monkeypatch.setattr(kernels, "_compile", functools.partial(torch.compile, backend=broken))
-    on_card = kernels.Kernels()
+    monkeypatch.setattr(programs, "_compile", functools.partial(torch.compile, backend=broken))
+    on_gpu = programs.CompiledPrograms()
     for _ in range(2):
-        assert torch.equal(on_card(*parts(deferred)), deferred.made())
+        assert torch.equal(on_gpu(*parts(deferred)), deferred.materialize())
 
 
-def test_cards_are_given_what_makes_programs_there(deferred: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "_on_card", batches._on_card)
-    batches.make_on_card_by(lambda program, pixels, numbers: pixels)
+def test_another_function_can_run_programs_on_the_device(deferred: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "_run_on_device", batches._run_on_device)
+    batches.run_on_device_with(lambda program, pixels, numbers: pixels)
     assert deferred.to("meta").dtype == torch.uint8
 
 
-def test_it_can_be_sent_elsewhere_and_saved(deferred: Any, tmp_path: Path) -> None:
+def test_a_deferred_batch_can_be_pickled_and_saved(deferred: Any, tmp_path: Path) -> None:
     torch.save(deferred, tmp_path / "batch.pt")
-    made = deferred.made().clone()
+    made = deferred.materialize().clone()
     assert torch.equal(torch.load(tmp_path / "batch.pt", weights_only=True), made)
     deferred.mul_(2)
     assert torch.equal(pickle.loads(pickle.dumps(deferred)), made * 2)

@@ -1,14 +1,14 @@
-"""Transforms that a sample only notes, and the card makes: the script's own, with the script's own random numbers.
+"""Transforms that a worker only records and the GPU computes later: the script's own, with the script's random numbers.
 
-    worker    dataset[i] ─► pictures, arrays, tensors that note what is done to them ─► pixels, steps, numbers
-    parent    Deferred: a host tensor as far as the loop can tell ─ .to("cuda") ─► the steps, for the whole batch
+    worker    dataset[i] ─► lazy image, array, tensor ─► bytes of the decoded image, the operations, their numbers
+    parent    DeferredBatch: a host tensor to the loop ─ .to("cuda") ─► the operations, for the whole batch at once
 
-A dataset decodes, draws its random numbers, turns, lights and normalizes as ever; but of a turned picture it holds a
-`LaterImage` (`pictures`), of its pixels a `LaterArray` (`arrays`), of these as a tensor a `LaterTensor` (`tensors`).
-What is done to them becomes a `value`. Whatever cannot be noted is done here and now, with the library that was asked,
-and from then on the memory that was given out is the truth: nothing is lost but the saving. What is still only noted
-when a sample is done travels as bytes, with the steps (`program`) and the numbers in them (`batch`). `sample` keeps
-watch: some are made both ways.
+A dataset decodes, draws random numbers, rotates, brightens and normalizes as before. But what it gets back is lazy: a
+rotated picture is a `LazyImage` (`images`), its pixels a `LazyArray` (`arrays`), these as a tensor a `LazyTensor`
+(`tensors`). Each operation on them becomes an `Expression`. An operation that cannot be recorded computes the real
+thing at once, with the library that was called, and that memory is used from then on: only the saving is lost. What is
+still lazy at the end of a sample travels as bytes, with its operations (`program`) and their numbers (`batch`).
+`samples` checks: some samples are made both ways and compared.
 
-Only `batch` and `program` are needed where nothing is noted; the rest is for workers, and needs Pillow.
+Only `batch` and `program` are needed outside of workers; the rest needs Pillow.
 """

@@ -1,4 +1,4 @@
-"""A batch whose transforms are still to be made: a host tensor to the loop, on its way to a card what becomes of it."""
+"""A batch whose transforms are still to be computed: to the loop a host tensor, on its way to a GPU the result."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.feed.deferred.program import Program, agreed, run
-from flatout.feed.deferred.value import Noted
+from flatout.feed.deferred.expression import LazyObject
+from flatout.feed.deferred.program import TransformProgram, merge_programs, run_program
 
-# What a stand-in can say of itself without being made.
+# What a placeholder can answer without its values.
 _SHAPE = {"shape", "size", "dim", "ndim", "numel", "nelement", "__len__"}
 _TYPE = {"dtype", "itemsize", "element_size", "is_floating_point", "is_complex", "is_quantized", "is_conj", "is_neg"}
 _PLACE = {"device", "layout", "is_cuda", "is_meta", "is_mkldnn", "is_nested", "is_sparse"}
 _OTHER = {"requires_grad", "is_leaf", "grad", "grad_fn", "names", "__hash__"}
-_ASKED_OF_ITSELF = _SHAPE | _TYPE | _PLACE | _OTHER
+_NEEDS_NO_VALUES = _SHAPE | _TYPE | _PLACE | _OTHER
 
 
-class StandIn(Tensor):
-    """A tensor of known shape and type whose values are not there yet. What a subclass cannot note, makes them."""
+class PlaceholderTensor(Tensor):
+    """A tensor of known shape and type without values yet. Any call that a subclass cannot record computes them."""
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, *_: Any) -> Any:
         return Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
 
-    def made(self) -> Tensor:
-        """The tensor itself on the host, from now on."""
+    def materialize(self) -> Tensor:
+        """The real tensor on the host; from now on this object stands for it."""
         raise NotImplementedError
 
-    def itself(self) -> Tensor | None:
-        """The tensor that it has become, if it has."""
+    def materialized(self) -> Tensor | None:
+        """The real tensor, if it has been computed."""
         raise NotImplementedError
 
     @staticmethod
-    def stacked(samples: Sequence[Any], stack: Callable[..., Tensor], place: Callable[..., Tensor]) -> Any:
-        """A batch of samples that are not made yet, or None where they have to be."""
+    def stack_lazily(samples: Sequence[Any], stack: Callable[..., Tensor], place: Callable[..., Tensor]) -> Any:
+        """A deferred batch of samples that are not computed yet, or None where they have to be."""
         return None
 
     @classmethod
-    def noted(cls, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call where no values are needed for it; else NotImplemented."""
+    def record(cls, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call that needs no values; else NotImplemented."""
         return NotImplemented
 
     @classmethod
@@ -49,132 +49,140 @@ class StandIn(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        args = tuple(thing.itself() if isinstance(thing, Noted) else thing for thing in args)  # numpy's, to torch real
+        args = tuple(arg.materialize() if isinstance(arg, LazyObject) else arg for arg in args)
         name: str = getattr(func, "__name__", "")
         if name == "__get__":
             name = func.__self__.__name__  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunctionSubclass():
-            if name in _ASKED_OF_ITSELF and isinstance(args[0], StandIn) and args[0].itself() is None:
+            lazy = bool(args) and isinstance(args[0], PlaceholderTensor) and args[0].materialized() is None
+            if name in _NEEDS_NO_VALUES and lazy:
                 return func(*args, **kwargs)
-            found = cls.noted(name, args, kwargs)
-            if found is not NotImplemented:
-                return found
-            return func(*real(args), **real(kwargs))
+            result = cls.record(name, args, kwargs)
+            if result is not NotImplemented:
+                return result
+            return func(*materialize(args), **materialize(kwargs))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return func(*real(args), **real(kwargs or {}))  # torch's own insides
+        return func(*materialize(args), **materialize(kwargs or {}))  # calls from inside torch
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.made().__reduce_ex__(protocol)
+        return self.materialize().__reduce_ex__(protocol)
 
 
-def real(thing: Any) -> Any:
-    """The same with everything in it made that is only noted."""
-    if isinstance(thing, Noted):
-        return thing.itself()
-    if isinstance(thing, StandIn):
-        return thing.made()
+def materialize(thing: Any) -> Any:
+    """The same with everything lazy in it computed: arguments of a call, in lists, tuples and dicts."""
+    if isinstance(thing, LazyObject | PlaceholderTensor):
+        return thing.materialize()
     if type(thing) in (list, tuple):
-        return type(thing)(real(part) for part in thing)
+        return type(thing)(materialize(part) for part in thing)
     if type(thing) is dict:
-        return {key: real(part) for key, part in thing.items()}
+        return {key: materialize(part) for key, part in thing.items()}
     return thing
 
 
-class Deferred(StandIn):
-    """A batch as its workers left it: pixels, a row of numbers a sample, and what is to be done with them."""
+class DeferredBatch(PlaceholderTensor):
+    """A batch as workers leave it: decoded pixels, a row of numbers a sample, and the program to run on them."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, program: Program, pixels: Tensor, numbers: Tensor):
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, program: TransformProgram, pixels: Tensor, numbers: Tensor
+    ):
         self.program, self.pixels, self.numbers = program, pixels, numbers
-        self._made: Tensor | None = None
+        self._result: Tensor | None = None
 
     @classmethod
-    def of(cls, program: Program, pixels: Tensor, numbers: Tensor) -> Any:
-        """A batch to be made by this program."""
+    def of(cls, program: TransformProgram, pixels: Tensor, numbers: Tensor) -> Any:
+        """The batch that this program makes of these pixels."""
         return cls((len(pixels), *program.shape), program.dtype, program, pixels, numbers)
 
-    def made(self) -> Tensor:
-        """The values on the host, for a loop that looks at them there, and may change them."""
-        if self._made is None:
+    def parts(self) -> tuple[TransformProgram, Tensor, Tensor]:
+        """The arguments that `of` takes."""
+        return self.program, self.pixels, self.numbers
+
+    def materialize(self) -> Tensor:
+        """The values on the host, for a loop that looks at them there and may change them."""
+        if self._result is None:
             with torch.inference_mode(False), torch.no_grad():
-                self._made = run(self.program, self.pixels, self.numbers)
-        return self._made
+                self._result = run_program(self.program, self.pixels, self.numbers)
+        return self._result
+
+    def materialized(self) -> Tensor | None:
+        """The values, if the loop has looked at them on the host."""
+        return self._result
 
     @classmethod
-    def noted(cls, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def record(cls, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Moves, pins and describes the batch without computing it on the host."""
         batch = args[0] if args else None
         if not isinstance(batch, cls):
             return NotImplemented
-        if name == "_version":  # what was looked at on the host may have been changed there
-            return 0 if batch._made is None else 1 + batch._made._version
-        if batch._made is not None:
+        if name == "_version":  # values that were seen on the host may have been changed there
+            return 0 if batch._result is None else 1 + batch._result._version
+        if batch._result is not None:
             return NotImplemented
         if name == "is_pinned":
             return batch.pixels.is_pinned()
-        if name == "contiguous" and len(args) == 1 and not kwargs:
-            return batch
-        if name in ("stride", "is_contiguous"):  # as any batch that was stacked
-            return getattr(Tensor, name)(*args, **kwargs)
         if name == "pin_memory":
             return cls.of(batch.program, batch.pixels.pin_memory(), batch.numbers.pin_memory())
-        device = _device_asked_for(name, args[1:], kwargs)
+        if name == "contiguous" and len(args) == 1 and not kwargs:
+            return batch
+        if name in ("stride", "is_contiguous"):  # those of any stacked batch
+            return getattr(Tensor, name)(*args, **kwargs)
+        return batch._moved(name, args[1:], kwargs)
+
+    def _moved(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result on the GPU that `.to()` or `.cuda()` names; else NotImplemented."""
+        device = _requested_device(name, args, kwargs)
         if device is None or device.type == "cpu":
             return NotImplemented
-        at_once = not any(given is True for given in (*args[1:], kwargs.get("non_blocking")))
-        pixels, numbers = (part.to(device, non_blocking=not at_once) for part in (batch.pixels, batch.numbers))
-        while _first_told:
-            _first_told.pop()()
-        there = _on_card(batch.program, pixels, numbers)
-        return there.to(*args[1:], **kwargs) if name == "to" else there
-
-    def itself(self) -> Tensor | None:
-        """The tensor that a look at it on the host has made."""
-        return self._made
-
-    def taken_apart(self) -> tuple[Program, Tensor, Tensor]:
-        """What `of` makes it of again."""
-        return self.program, self.pixels, self.numbers
+        blocking = not any(arg is True for arg in (*args, kwargs.get("non_blocking")))
+        pixels = self.pixels.to(device, non_blocking=not blocking)
+        numbers = self.numbers.to(device, non_blocking=not blocking)
+        while _on_first_use:
+            _on_first_use.pop()()
+        result = _run_on_device(self.program, pixels, numbers)
+        return result.to(*args, **kwargs) if name == "to" else result
 
 
-_on_card: Callable[[Program, Tensor, Tensor], Tensor] = run
-
-
-def make_on_card_by(make: Callable[[Program, Tensor, Tensor], Tensor]) -> None:
-    """How programs are run there, from now on."""
-    global _on_card
-    _on_card = make
-
-
-_first_told: list[Callable[[], None]] = []
-
-
-def tell_of_first(call: Callable[[], None]) -> None:
-    """Call it once, when transforms are made on a card for the first time."""
-    _first_told[:] = [call]
-
-
-def joined(parts: Sequence[Any], rows: Callable[..., Tensor]) -> Any:
-    """One batch of its parts, whose tensors `rows` puts behind each other."""
-    unmade = all(isinstance(part, Deferred) and part.itself() is None for part in parts)
-    alike = unmade and len({part.pixels.shape[1:] for part in parts}) == 1
-    program = agreed([part.program for part in parts]) if alike else None
-    if program is None:
-        return rows(real(list(parts)))
-    return Deferred.of(program, rows([part.pixels for part in parts]), rows([part.numbers for part in parts]))
-
-
-def _device_asked_for(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+def _requested_device(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
     if name == "cuda":
-        asked = kwargs.get("device", args[0] if args else None)
-        return torch.device("cuda", asked) if isinstance(asked, int) else torch.device(asked or "cuda")
+        wanted = kwargs.get("device", args[0] if args else None)
+        return torch.device("cuda", wanted) if isinstance(wanted, int) else torch.device(wanted or "cuda")
     if name != "to":
         return None
-    asked = kwargs.get("device", kwargs.get("other", args[0] if args else None))
-    if isinstance(asked, Tensor):
-        return asked.device
-    if isinstance(asked, int) and not isinstance(asked, bool):
-        return torch.device("cuda", asked)
-    return torch.device(asked) if isinstance(asked, str | torch.device) else None
+    wanted = kwargs.get("device", kwargs.get("other", args[0] if args else None))
+    if isinstance(wanted, Tensor):
+        return wanted.device
+    if isinstance(wanted, int) and not isinstance(wanted, bool):
+        return torch.device("cuda", wanted)
+    return torch.device(wanted) if isinstance(wanted, str | torch.device) else None
+
+
+_run_on_device: Callable[[TransformProgram, Tensor, Tensor], Tensor] = run_program
+
+
+def run_on_device_with(run: Callable[[TransformProgram, Tensor, Tensor], Tensor]) -> None:
+    """Run programs on a GPU with this function from now on."""
+    global _run_on_device
+    _run_on_device = run
+
+
+_on_first_use: list[Callable[[], None]] = []
+
+
+def call_on_first_use(call: Callable[[], None]) -> None:
+    """Call this once, when transforms run on a GPU for the first time."""
+    _on_first_use[:] = [call]
+
+
+def join_batches(parts: Sequence[Any], concatenate: Callable[..., Tensor]) -> Any:
+    """One batch of its parts, whose tensors `concatenate` puts behind each other."""
+    lazy = all(isinstance(part, DeferredBatch) and part.materialized() is None for part in parts)
+    same_size = lazy and len({part.pixels.shape[1:] for part in parts}) == 1
+    program = merge_programs([part.program for part in parts]) if same_size else None
+    if program is None:
+        return concatenate(materialize(list(parts)))
+    pixels = concatenate([part.pixels for part in parts])
+    return DeferredBatch.of(program, pixels, concatenate([part.numbers for part in parts]))

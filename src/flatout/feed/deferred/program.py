@@ -1,11 +1,12 @@
-"""What transforms come to, as data: steps that can be taken for a whole batch at once, on any device.
+"""Recorded transforms as data: operations that run for a whole batch at once, on any device.
 
-The steps of two samples are the same; what differs from sample to sample (an angle, a brightness) are numbers. Where a
-picture was turned in one sample and left alone in another, both are warped: leaving alone is turning by nothing.
+The operations of all samples in a batch are the same; what differs from sample to sample (an angle, a brightness) is a
+row of numbers. Where one sample's picture was rotated and another's was not, both are warped: by nothing, for one.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,16 +15,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# How pixels are moved, the ones that can stand for others last: not at all, one by one to another place, by the nearest
-# pixel, or between pixels.
+# How pixels are moved; a later way can do what an earlier one does: nothing moves, pixels swap places, the nearest
+# pixel is taken, or pixels are interpolated.
 MOVES = ("same", "swap", "nearest", "bilinear")
-WARP_NUMBERS = 6  # where each pixel comes from: the rows of an affine matrix; the colour of what is outside follows
-_ALMOST = 5e-5  # of a grey level and the picture's length: it is rounded down, and 99.99 is 100
+WARP_NUMBERS = 6  # the rows of an affine matrix; the colour of what lies outside follows
+_MAX_COMPILED = 4  # images, masks, and what random branches make of them
+_ROUND_UP = 5e-5  # of a gray level and the picture's length: values are truncated, and 99.99 is meant to be 100
+_compile = torch.compile  # taken before anything wraps it to time it
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One operation on what earlier steps made. `static` is what is the same in every sample."""
+class TransformStep:
+    """One operation on the results of earlier steps. `static` is what is the same in every sample."""
 
     op: str
     inputs: tuple[int, ...] = ()
@@ -31,55 +34,99 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
-    """Steps in order, the last of which is the result; its shape and type, of one sample."""
+class TransformProgram:
+    """Steps in order, the last of which is the result; shape and type are those of one sample."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[TransformStep, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
-    def trivial(self) -> bool:
-        """Whether nothing is left to do: the result is the pixels."""
-        left = [step for step in self.steps if step.op not in ("pixels", "tensor")]
-        return all(step.op == "warp" and step.static[0] == "same" for step in left)
+    def is_identity(self) -> bool:
+        """Whether the result is just the decoded pixels."""
+        for step in self.steps:
+            unmoved = step.op == "warp" and step.static[0] == "same"
+            if step.op not in ("pixels", "tensor") and not unmoved:
+                return False
+        return True
 
 
-def agreed(programs: Sequence[Program]) -> Program | None:
-    """One program that does what each of these does to its own sample, or None."""
+def merge_programs(programs: Sequence[TransformProgram]) -> TransformProgram | None:
+    """One program that does for each sample what its own program does, or None."""
     first = programs[0]
     if all(program == first for program in programs):
         return first
-    if len({len(program.steps) for program in programs}) > 1:
+    if any((len(p.steps), p.shape, p.dtype) != (len(first.steps), first.shape, first.dtype) for p in programs):
         return None
     steps = []
     for column in zip(*(program.steps for program in programs), strict=True):
-        step = column[0]
-        if step.op == "warp":
-            move = max((other.static[0] for other in column if other.op == "warp"), key=MOVES.index)
-            column = tuple(replace(s, static=(_lifted(s, move), *s.static[1:])) for s in column)
-        if any(other != column[0] for other in column):
+        merged = _merge_steps(column)
+        if merged is None:
             return None
-        steps.append(column[0])
-    return (
-        replace(first, steps=tuple(steps))
-        if all(p.shape == first.shape and p.dtype == first.dtype for p in programs)
-        else None
-    )
+        steps.append(merged)
+    return replace(first, steps=tuple(steps))
 
 
-def _lifted(step: Step, move: str) -> str:
-    """`move`, if it does the same where pixels only change places."""
-    return move if step.op == "warp" and step.static[0] in ("same", "swap") else str(step.static[0])
+def _merge_steps(steps: Sequence[TransformStep]) -> TransformStep | None:
+    if all(step.op == "warp" for step in steps):
+        move = max((step.static[0] for step in steps), key=MOVES.index)
+        steps = [_with_move(step, move) for step in steps]
+    return steps[0] if all(step == steps[0] for step in steps) else None
 
 
-def run(program: Program, pixels: Tensor, numbers: Tensor) -> Tensor:
-    """The result for a batch: `pixels` as they were decoded, a row of `numbers` a sample."""
+def _with_move(step: TransformStep, move: str) -> TransformStep:
+    """The step with `move`, if that does the same. It does where pixels only swap places."""
+    if step.static[0] not in ("same", "swap"):
+        return step
+    return replace(step, static=(move, *step.static[1:]))
+
+
+def run_program(program: TransformProgram, pixels: Tensor, numbers: Tensor) -> Tensor:
+    """The result for a batch: `pixels` as they were decoded, one row of `numbers` a sample."""
     numbers = numbers.to(torch.float32)
-    made: list[Tensor] = []
+    results: list[Tensor] = []
     for step in program.steps:
-        made.append(_OPS[step.op](step.static, pixels, numbers, *(made[at] for at in step.inputs)))
-    return made[-1].to(program.dtype).contiguous()
+        inputs = [results[position] for position in step.inputs]
+        results.append(_OPS[step.op](step.static, pixels, numbers, *inputs))
+    return results[-1].to(program.dtype).contiguous()
+
+
+class CompiledPrograms:
+    """Runs programs as compiled kernels: step by step, each of some thirty steps reads and writes the whole batch.
+
+    A program is compiled for the first batch size it meets; a smaller last batch runs step by step.
+    """
+
+    def __init__(self) -> None:
+        self._compiled: dict[TransformProgram, tuple[torch.Size, Callable[[Tensor, Tensor], Tensor]]] = {}
+        self.compile_s = 0.0
+
+    @torch.no_grad()
+    def __call__(self, program: TransformProgram, pixels: Tensor, numbers: Tensor) -> Tensor:
+        if program not in self._compiled and len(self._compiled) < _MAX_COMPILED:
+            return self._compile_and_run(program, pixels, numbers)
+        shape, compiled = self._compiled.get(program, (None, None))
+        if compiled is None or pixels.shape != shape:
+            return run_program(program, pixels, numbers)
+        return compiled(pixels, numbers)
+
+    def _compile_and_run(self, program: TransformProgram, pixels: Tensor, numbers: Tensor) -> Tensor:
+        def step_by_step(pixels: Tensor, numbers: Tensor) -> Tensor:
+            return run_program(program, pixels, numbers)
+
+        began = time.perf_counter()
+        compiled = _compile(step_by_step, dynamic=False)
+        try:
+            result = compiled(pixels, numbers)
+        except Exception:  # no working compiler; an error of the steps themselves is raised again below
+            compiled = step_by_step
+            result = step_by_step(pixels, numbers)
+        self._compiled[program] = pixels.shape, compiled
+        self.compile_s += time.perf_counter() - began
+        return result
+
+
+# --- operations: (static, pixels, numbers, *inputs) ─► a tensor with the batch first ---------------------------------
 
 
 def _pixels(static: tuple[Any, ...], pixels: Tensor, numbers: Tensor) -> Tensor:
@@ -104,41 +151,38 @@ def _warp(static: tuple[Any, ...], pixels: Tensor, numbers: Tensor, source: Tens
     batch, height, width = source.shape[:3]
     flat = source.reshape(batch, height, width, -1)
     matrix = numbers[:, start : start + WARP_NUMBERS].reshape(batch, 2, 3, 1)
-    across, down = (torch.arange(n, device=source.device, dtype=torch.float32) + 0.5 for n in (width, height))
+    across = torch.arange(width, device=source.device, dtype=torch.float32) + 0.5
+    down = torch.arange(height, device=source.device, dtype=torch.float32) + 0.5
     x, y = matrix[:, :, 0] * across, matrix[:, :, 1] * down + matrix[:, :, 2]
+    from_x = x[:, 0, None, :] + y[:, 0, :, None]
+    from_y = x[:, 1, None, :] + y[:, 1, :, None]
     if move == "bilinear":
-        moved = _between_pixels(flat, x, y)
+        moved = _interpolate(flat, x, y)
     else:
-        from_x, from_y = (x[:, row, None, :] + y[:, row, :, None] for row in (0, 1))
-        at = from_y.long().clamp_(0, height - 1) * width + from_x.long().clamp_(0, width - 1)
-        at = at.reshape(batch, -1, 1).expand(-1, -1, flat.shape[-1])
-        moved = flat.flatten(1, 2).gather(1, at).view_as(flat)
+        place = from_y.long().clamp(0, height - 1) * width + from_x.long().clamp(0, width - 1)
+        place = place.reshape(batch, -1, 1).expand(-1, -1, flat.shape[-1])
+        moved = flat.flatten(1, 2).gather(1, place).view_as(flat)
     if move != "swap":
-        inside = _within(x[:, 0, None, :] + y[:, 0, :, None], width) & _within(
-            x[:, 1, None, :] + y[:, 1, :, None], height
-        )
-        colour = numbers[:, start + WARP_NUMBERS : start + WARP_NUMBERS + colours].reshape(batch, 1, 1, colours)
+        inside = (from_x >= 0) & (from_x < width) & (from_y >= 0) & (from_y < height)
+        end = start + WARP_NUMBERS
+        colour = numbers[:, end : end + colours].reshape(batch, 1, 1, colours)
         moved = torch.where(inside.unsqueeze(-1), moved, colour.to(moved.dtype))
     return moved.reshape(source.shape)
 
 
-def _between_pixels(pixels: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """What lies at x + y, in both directions, between the four pixels around it; rounded down."""
+def _interpolate(pixels: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """The value at x + y, in both directions, between the four pixels around it; truncated as Pillow does."""
     rows = []
-    for row, length in enumerate((pixels.shape[2], pixels.shape[1])):  # from -1 to 1, as torch counts
+    for row, length in enumerate((pixels.shape[2], pixels.shape[1])):  # from -1 to 1, as grid_sample counts
         rows.append(x[:, row, None, :] * (2 / length) + (y[:, row, :, None] * (2 / length) - 1))
     grid = torch.stack(rows, dim=-1)
     planes = pixels.permute(0, 3, 1, 2).float()
     moved = functional.grid_sample(planes, grid, mode="bilinear", padding_mode="border", align_corners=False)
-    return moved.add_(_ALMOST * max(planes.shape[2:])).to(torch.uint8).permute(0, 2, 3, 1)
-
-
-def _within(place: Tensor, length: int) -> Tensor:
-    return (place >= 0) & (place < length)
+    return moved.add_(_ROUND_UP * max(planes.shape[2:])).to(torch.uint8).permute(0, 2, 3, 1)
 
 
 def _mean(static: tuple[Any, ...], pixels: Tensor, numbers: Tensor, source: Tensor) -> Tensor:
-    return source.flatten(1).mean(1, dtype=torch.float64).float()  # of one colour, it is that colour
+    return source.flatten(1).mean(1, dtype=torch.float64).float()  # exact where all pixels are equal
 
 
 def _permute(static: tuple[Any, ...], pixels: Tensor, numbers: Tensor, source: Tensor) -> Tensor:
@@ -151,20 +195,20 @@ def _expand(static: tuple[Any, ...], pixels: Tensor, numbers: Tensor, source: Te
 
 def _cast(static: tuple[Any, ...], pixels: Tensor, numbers: Tensor, source: Tensor) -> Tensor:
     dtype = static[0]
-    return source.to(torch.float32 if dtype == torch.float64 else dtype)  # the card's own arithmetic
+    return source.to(torch.float32 if dtype == torch.float64 else dtype)  # float64 is slow on a GPU
 
 
-def _both(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+def _elementwise(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
     def op(static: tuple[Any, ...], pixels: Tensor, numbers: Tensor, one: Tensor, other: Tensor) -> Tensor:
         dims = max(one.dim(), other.dim())
-        return function(_level(one, dims), _level(other, dims))
+        return function(_with_dims(one, dims), _with_dims(other, dims))
 
     return op
 
 
-def _level(value: Tensor, dims: int) -> Tensor:
-    """With so many dimensions: what a sample lacks comes first, behind the batch, as in any broadcast."""
-    return value if value.dim() == dims else value.reshape(len(value), *[1] * (dims - value.dim()), *value.shape[1:])
+def _with_dims(value: Tensor, dims: int) -> Tensor:
+    """With that many dimensions: missing ones come right behind the batch, as in any broadcast of two samples."""
+    return value.reshape(len(value), *[1] * (dims - value.dim()), *value.shape[1:])
 
 
 _OPS: dict[str, Callable[..., Tensor]] = {
@@ -176,10 +220,10 @@ _OPS: dict[str, Callable[..., Tensor]] = {
     "permute": _permute,
     "expand": _expand,
     "cast": _cast,
-    "add": _both(torch.add),
-    "subtract": _both(torch.subtract),
-    "multiply": _both(torch.multiply),
-    "divide": _both(torch.true_divide),
-    "minimum": _both(torch.minimum),
-    "maximum": _both(torch.maximum),
+    "add": _elementwise(torch.add),
+    "subtract": _elementwise(torch.subtract),
+    "multiply": _elementwise(torch.multiply),
+    "divide": _elementwise(torch.true_divide),
+    "minimum": _elementwise(torch.minimum),
+    "maximum": _elementwise(torch.maximum),
 }

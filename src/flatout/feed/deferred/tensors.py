@@ -11,13 +11,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.feed.deferred.arrays import LaterArray
-from flatout.feed.deferred.batch import Deferred, StandIn, real
-from flatout.feed.deferred.program import agreed
-from flatout.feed.deferred.value import DTYPES, NAMES, SMALL, Memory, Noted, Value, View, constant, program, together
+from flatout.feed.deferred.arrays import LazyArray
+from flatout.feed.deferred.batch import DeferredBatch, PlaceholderTensor, materialize
+from flatout.feed.deferred.expression import (
+    DTYPES,
+    MAX_CONSTANT,
+    NAMES,
+    Expression,
+    LazyMemory,
+    LazyObject,
+    LazyView,
+    as_program,
+    combine,
+    constant,
+)
+from flatout.feed.deferred.program import merge_programs
 
 _asarray, _from_numpy, _tensor = np.asarray, torch.from_numpy, torch.tensor
-_OPS: dict[str, tuple[str, Callable[..., Any]]] = {
+_RECORDED: dict[str, tuple[str, Callable[..., Any]]] = {
     name: (op, function)
     for op, function, names in (
         ("add", torch.add, ("add", "add_", "__add__", "__radd__", "__iadd__")),
@@ -27,211 +38,221 @@ _OPS: dict[str, tuple[str, Callable[..., Any]]] = {
     )
     for name in names
 }
-_IN_PLACE = {name for name in _OPS if name.endswith("_") and not name.endswith("__")}
-_IN_PLACE |= {"__iadd__", "__isub__", "__imul__", "__itruediv__"}
+_IN_PLACE = {"add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
 _CASTS = {"float": "float32", "double": "float64", "long": "int64"}
-# Calls that leave the tensor as it is, and whose result is not a part of it.
-_ONLY_READ = {"max", "min", "amax", "amin", "sum", "std", "var", "mean", "any", "all", "item", "tolist", "numel"}
-_ONLY_READ |= {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "eq", "ne", "lt", "le", "gt", "ge"}
+# Calls that leave the tensor as it is, and whose result is no view of it.
+_READ_ONLY = {"max", "min", "amax", "amin", "sum", "std", "var", "mean", "any", "all", "item", "tolist", "numel"}
+_READ_ONLY |= {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "eq", "ne", "lt", "le", "gt", "ge"}
 
 
-class LaterTensor(StandIn):
-    """A tensor that is to be computed from a picture."""
+class LazyTensor(PlaceholderTensor):
+    """A tensor that will be computed from a picture."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, held: Noted) -> None:
-        self.held = held
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, lazy: LazyObject) -> None:
+        self.lazy = lazy
 
     @classmethod
-    def of(cls, held: Noted | Value) -> Any:
-        """The tensor in this memory, or in one of its own."""
-        held = Noted(Memory(held)) if isinstance(held, Value) else held
-        value = held.value
-        assert value is not None
-        return cls(value.shape, DTYPES[value.dtype], held)
+    def of(cls, lazy: LazyObject | Expression) -> Any:
+        """The tensor of a lazy object's memory, or of an expression in memory of its own."""
+        if isinstance(lazy, Expression):
+            lazy = LazyObject(LazyMemory(lazy))
+        expression = lazy.expression
+        assert expression is not None
+        return cls(expression.shape, DTYPES[expression.dtype], lazy)
 
     @property
-    def value(self) -> Value | None:
-        """What it is now; None once it is real."""
-        return self.held.value
+    def expression(self) -> Expression | None:
+        """How to compute it; None once it is real."""
+        return self.lazy.expression
 
-    def itself(self) -> Tensor | None:
-        """The tensor that it is, if it is there."""
-        return self.held.itself() if self.value is None else None
+    def materialize(self) -> Tensor:
+        """The real tensor; from now on this object stands for it."""
+        real = self.lazy.materialize()
+        return real if isinstance(real, Tensor) else _from_numpy(_asarray(real))
 
-    def made(self) -> Tensor:
-        """The tensor itself, from now on."""
-        made = self.held.itself()
-        return made if isinstance(made, Tensor) else _from_numpy(_asarray(made))
+    def materialized(self) -> Tensor | None:
+        """The real tensor, if it has been computed."""
+        return self.lazy.materialize() if self.expression is None else None
 
     @classmethod
-    def noted(cls, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What comes of a call that a card can make for itself."""
+    def record(cls, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call that the GPU can make later; else NotImplemented."""
         tensor: Any = args[0] if args else None
-        if not isinstance(tensor, cls) or tensor.value is None:
+        if not isinstance(tensor, cls) or tensor.expression is None:
             return NotImplemented
-        if name in _OPS:
-            value = None if kwargs or len(args) != 2 else _combined(name, tensor, args[1])
-            if name not in _IN_PLACE:
-                return NotImplemented if value is None else cls.of(value)
-            return tensor if tensor.held.changed_to(value) else NotImplemented
-        found = _viewed(name, tensor, args[1:], kwargs)
-        if found is None and name in _ONLY_READ and not kwargs and len(args) == 1:
-            apart = tensor.held.apart()
-            return getattr(apart, name)()
-        return NotImplemented if found is None else found
+        if name in _RECORDED:
+            expression = _combined(name, tensor, args[1]) if len(args) == 2 and not kwargs else None
+            if name in _IN_PLACE:
+                return tensor if tensor.lazy.replace_in_place(expression) else NotImplemented
+            return NotImplemented if expression is None else cls.of(expression)
+        result = _view_copy_or_cast(name, tensor, args[1:], kwargs)
+        if result is not None:
+            return result
+        if name in _READ_ONLY and not kwargs and len(args) == 1:
+            return getattr(tensor.lazy.read_copy(), name)()
+        return NotImplemented
 
     @staticmethod
-    def stacked(samples: Sequence[Any], stack: Callable[..., Tensor], place: Callable[..., Tensor]) -> Any:
-        """A batch of samples that one program makes, or None. `stack` and `place` put its bytes where they belong."""
-        values = [sample.value if isinstance(sample, LaterTensor) else None for sample in samples]
-        known = [value for value in values if value is not None]
-        if len(known) < len(values):
+    def stack_lazily(samples: Sequence[Any], stack: Callable[..., Tensor], place: Callable[..., Tensor]) -> Any:
+        """A batch of samples that one program computes, or None; `stack` and `place` say where its bytes go."""
+        expressions = [sample.expression for sample in samples if isinstance(sample, LazyTensor)]
+        known = [expression for expression in expressions if expression is not None]
+        if len(known) < len(samples):
             return None
-        programs, numbers = zip(*map(program, known), strict=True)
-        whole = agreed(programs)
-        pixels = [*map(pixels_of, known)]
-        if whole is None or any(picture.shape != pixels[0].shape for picture in pixels):
+        programs, numbers = zip(*map(as_program, known), strict=True)
+        program = merge_programs(programs)
+        pixels = [pixels_of(expression) for expression in known]
+        if program is None or any(picture.shape != pixels[0].shape for picture in pixels):
             return None
-        if whole.trivial:
+        if program.is_identity:
             return stack(pixels)
-        return Deferred.of(whole, stack(pixels), place(_tensor(numbers, dtype=torch.float64)))
+        return DeferredBatch.of(program, stack(pixels), place(_tensor(numbers, dtype=torch.float64)))
 
 
-def pixels_of(value: Value) -> Tensor:
-    """The picture it is made of, as it was decoded."""
-    return _from_numpy(np.require(_asarray(value.picture), requirements="W"))
+def pixels_of(expression: Expression) -> Tensor:
+    """The picture an expression starts from, as it was decoded."""
+    return _from_numpy(np.require(_asarray(expression.picture), requirements="W"))
 
 
-def _combined(name: str, tensor: LaterTensor, other: Any) -> Value | None:
-    op, function = _OPS[name]
+def _combined(name: str, tensor: LazyTensor, other: Any) -> Expression | None:
+    op, function = _RECORDED[name]
     try:
-        dtype = str(function(_tiny(tensor), _tiny(other)).dtype).removeprefix("torch.")
+        dtype = str(function(_one_element(tensor), _one_element(other)).dtype).removeprefix("torch.")
     except (TypeError, RuntimeError):
         return None
-    return together(op, (tensor.value, _value(other)), function, dtype)
+    return combine(op, (tensor.expression, _expression_of(other)), function, dtype)
 
 
-def _viewed(name: str, tensor: LaterTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same, seen otherwise, copied, or of another type; None where that cannot be noted."""
-    held, value = tensor.held, tensor.value
-    assert value is not None
+def _view_copy_or_cast(name: str, tensor: LazyTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same values as a view, a copy, or of another type; None where that cannot be recorded."""
+    lazy, expression = tensor.lazy, tensor.expression
+    assert expression is not None
+    plain = not kwargs
     sizes = tuple(args[0] if len(args) == 1 and isinstance(args[0], tuple | list) else args)
-    if name == "clone" and not args and not kwargs:
-        return LaterTensor.of(value)
-    if name == "contiguous" and not args and not kwargs and value.order != "unknown":
-        fresh = value.then("tensor", lambda made: made.contiguous(), order="C")
-        return tensor if value.order == "C" else LaterTensor.of(fresh)
-    if name == "detach" or (name in ("view", "reshape") and sizes == value.shape):
-        return LaterTensor.of(Noted(held._memory, held._path))
-    if name == "permute" and not kwargs and sorted(sizes) == list(range(len(value.shape))):
-        return _through(
-            held,
-            lambda value: value.reordered(sizes, lambda made: made.permute(sizes)),
-            lambda made: made.permute(sizes),
-        )
-    if name == "unsqueeze" and len(args) == 1 and not kwargs:
-        axis = args[0] % (len(value.shape) + 1)
-        shape = (*value.shape[:axis], 1, *value.shape[axis:])
-        return _through(
-            held,
-            lambda value: value.then("expand", lambda made: made.unsqueeze(axis), static=(axis,), shape=shape),
-            lambda made: made.unsqueeze(axis),
-        )
-    dtype = _dtype_asked_for(name, args, kwargs)
+    if name == "clone" and not args and plain:
+        return LazyTensor.of(expression)
+    if name == "contiguous" and not args and plain and expression.order != "unknown":
+        if expression.order == "C":
+            return tensor
+        return LazyTensor.of(expression.then("tensor", lambda real: real.contiguous(), order="C"))
+    if name == "detach" or (name in ("view", "reshape") and sizes == expression.shape):
+        return LazyTensor.of(LazyObject(lazy._memory, lazy._path))
+    if name == "permute" and plain and sorted(sizes) == list(range(len(expression.shape))):
+        return _permuted(lazy, sizes)
+    if name == "unsqueeze" and plain and len(args) == 1:
+        return _unsqueezed(lazy, expression, args[0])
+    dtype = _requested_dtype(name, args, kwargs)
     if dtype is None:
         return None
-    if dtype == value.dtype:
+    if dtype == expression.dtype:
         return tensor
-    cast = value.cast(dtype, lambda made: made.to(DTYPES[dtype]))
-    return LaterTensor.of(cast) if cast is not None else None
+    cast = expression.cast(dtype, lambda real: real.to(DTYPES[dtype]))
+    return None if cast is None else LazyTensor.of(cast)
 
 
-def _through(held: Noted, noted: Callable[[Value], Value], seen: Callable[[Any], Any]) -> Any:
-    return LaterTensor.of(Noted(held._memory, (*held._path, View(noted, seen))))
+def _permuted(lazy: LazyObject, axes: tuple[int, ...]) -> Any:
+    def permute(real: Any) -> Any:
+        return real.permute(axes)
+
+    return _view(lazy, lambda expression: expression.reordered(axes, permute), permute)
 
 
-def _dtype_asked_for(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    if name in _CASTS and not args and not kwargs:
+def _unsqueezed(lazy: LazyObject, expression: Expression, axis: int) -> Any:
+    axis %= len(expression.shape) + 1
+    shape = (*expression.shape[:axis], 1, *expression.shape[axis:])
+
+    def unsqueeze(real: Any) -> Any:
+        return real.unsqueeze(axis)
+
+    return _view(lazy, lambda expression: expression.then("expand", unsqueeze, static=(axis,), shape=shape), unsqueeze)
+
+
+def _view(lazy: LazyObject, of_expression: Callable[[Expression], Expression], of_real: Callable[[Any], Any]) -> Any:
+    return LazyTensor.of(LazyObject(lazy._memory, (*lazy._path, LazyView(of_expression, of_real))))
+
+
+def _requested_dtype(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    wanted = [*args, *kwargs.values()]
+    if name in _CASTS and not wanted:
         return _CASTS[name]
-    asked = [*args, *kwargs.values()]
-    if name in ("to", "type") and len(asked) == 1 and isinstance(asked[0], torch.dtype):
-        return NAMES.get(asked[0])
+    if name in ("to", "type") and len(wanted) == 1 and isinstance(wanted[0], torch.dtype):
+        return NAMES.get(wanted[0])
     return None
 
 
-def _value(thing: Any) -> Value | None:
-    if isinstance(thing, LaterTensor):
-        return thing.value
+def _expression_of(thing: Any) -> Expression | None:
+    if isinstance(thing, LazyTensor):
+        return thing.expression
     if isinstance(thing, Tensor):
-        plain = not isinstance(thing, StandIn) and thing.device.type == "cpu" and thing.dtype in NAMES
-        if not plain or thing.requires_grad or thing.numel() > SMALL:
+        on_host = not isinstance(thing, PlaceholderTensor) and thing.device.type == "cpu" and thing.dtype in NAMES
+        if not on_host or thing.requires_grad or thing.numel() > MAX_CONSTANT:
             return None
     return constant(thing)
 
 
-def _tiny(thing: Any) -> Any:
-    """Something like it with one element, by which torch tells what type comes of it."""
-    if isinstance(thing, LaterTensor) and thing.value is not None:
-        return torch.ones((1,) * len(thing.value.shape), dtype=DTYPES[thing.value.dtype])
-    if isinstance(thing, Tensor) and not isinstance(thing, StandIn) and thing.numel():
+def _one_element(thing: Any) -> Any:
+    """A tensor of one element like it: torch tells by that which type a result has."""
+    if isinstance(thing, LazyTensor) and thing.expression is not None:
+        return torch.ones((1,) * len(thing.expression.shape), dtype=DTYPES[thing.expression.dtype])
+    if isinstance(thing, Tensor) and not isinstance(thing, PlaceholderTensor) and thing.numel():
         return thing.detach().reshape(-1)[:1].reshape((1,) * thing.dim())
     return thing
 
 
-def wrapping(original: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.from_numpy and its kin: of an array that is to be computed, a tensor that is."""
+def lazy_tensor_maker(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Stands for torch.from_numpy and its kin: of a lazy array, a lazy tensor."""
 
     @functools.wraps(original)
-    def wrap(*args: Any, **kwargs: Any) -> Any:
-        thing = args[0] if len(args) == 1 and set(kwargs) <= {"dtype"} else None
-        if type(thing) is not LaterArray or not can_be_a_tensor(thing):
-            return original(*real(args), **real(kwargs))
-        later = tensor_over(thing)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        array = args[0] if len(args) == 1 and set(kwargs) <= {"dtype"} else None
+        if type(array) is not LazyArray or not _can_be_a_tensor(array):
+            return original(*materialize(args), **materialize(kwargs))
+        tensor = _tensor_of(array)
         if original is _tensor:
-            later = later.clone()
-        return later if kwargs.get("dtype") is None else later.to(kwargs["dtype"])
+            tensor = tensor.clone()
+        return tensor if kwargs.get("dtype") is None else tensor.to(kwargs["dtype"])
 
-    return wrap
-
-
-def can_be_a_tensor(array: LaterArray) -> bool:
-    """Whether it is still noted, and of a type that torch and cards have."""
-    value = array.value
-    return value is not None and value.dtype in DTYPES
+    return make
 
 
-def tensor_over(array: LaterArray) -> Any:
-    """The tensor over an array's memory to be."""
-
-    def over(made: Any) -> Tensor:
-        return _from_numpy(_asarray(made))
-
-    return _through(array, lambda value: value.then("tensor", over), over)
+def _can_be_a_tensor(array: LazyArray) -> bool:
+    """Whether it is still lazy, and of a type that torch has."""
+    expression = array.expression
+    return expression is not None and expression.dtype in DTYPES
 
 
-def left_to_do(sample: Any) -> Any:
-    """A sample as torch's collate has it in the end: what is noted as a tensor, what is real as it is."""
-    if type(sample) is LaterArray:
-        return tensor_over(sample) if can_be_a_tensor(sample) else sample.itself()
-    if isinstance(sample, LaterTensor):
-        return sample if sample.value is not None else sample.made()
-    return _each(sample, left_to_do)
+def _tensor_of(array: LazyArray) -> Any:
+    """The lazy tensor that shares a lazy array's memory."""
+
+    def from_array(real: Any) -> Tensor:
+        return _from_numpy(_asarray(real))
+
+    return _view(array, lambda expression: expression.then("tensor", from_array), from_array)
 
 
-def all_real(sample: Any) -> Any:
-    """A sample with nothing noted in it."""
-    if type(sample) is LaterArray:
-        return sample.itself()
-    return sample.made() if isinstance(sample, LaterTensor) else _each(sample, all_real)
+def collatable(sample: Any) -> Any:
+    """A sample as torch's collate has it in the end: what is lazy as a lazy tensor, what is real as it is."""
+    if type(sample) is LazyArray:
+        return _tensor_of(sample) if _can_be_a_tensor(sample) else sample.materialize()
+    if isinstance(sample, LazyTensor):
+        return sample if sample.expression is not None else sample.materialize()
+    return _map_container(sample, collatable)
 
 
-def _each(sample: Any, change: Callable[[Any], Any]) -> Any:
-    """The same container with its parts changed; whatever else it is, it itself."""
+def materialize_sample(sample: Any) -> Any:
+    """A sample with nothing lazy in it."""
+    if type(sample) is LazyArray or isinstance(sample, LazyTensor):
+        return sample.materialize()
+    return _map_container(sample, materialize_sample)
+
+
+def _map_container(sample: Any, change: Callable[[Any], Any]) -> Any:
+    """The same container with its parts changed; anything else as it is."""
     if isinstance(sample, tuple) and hasattr(sample, "_fields"):
         return type(sample)(*map(change, sample))
     if type(sample) in (list, tuple):
         return type(sample)(map(change, sample))
-    if isinstance(sample, MutableMapping | MutableSequence) and holds_noted(sample):
+    if isinstance(sample, MutableMapping | MutableSequence) and holds_lazy(sample):
         other = copy.copy(sample)
         for key in list(sample) if isinstance(sample, MutableMapping) else range(len(sample)):
             other[key] = change(sample[key])
@@ -239,10 +260,10 @@ def _each(sample: Any, change: Callable[[Any], Any]) -> Any:
     return sample
 
 
-def holds_noted(sample: Any) -> bool:
-    """Whether there is something in it that is not real."""
+def holds_lazy(sample: Any) -> bool:
+    """Whether any part of it is a lazy array or tensor."""
     if isinstance(sample, Mapping):
-        return any(map(holds_noted, sample.values()))
+        return any(map(holds_lazy, sample.values()))
     if isinstance(sample, tuple | MutableSequence):
-        return any(map(holds_noted, sample))
-    return type(sample) is LaterArray or isinstance(sample, LaterTensor)
+        return any(map(holds_lazy, sample))
+    return type(sample) is LazyArray or isinstance(sample, LazyTensor)

@@ -24,8 +24,8 @@ from torch.utils.data._utils import worker as stock_worker
 from flatout.feed import DataLoader as OurLoader
 from flatout.feed import Options as FeedOptions
 from flatout.feed import iterator_for, randomness
-from flatout.feed.deferred.batch import make_on_card_by, tell_of_first
-from flatout.feed.deferred.kernels import Kernels
+from flatout.feed.deferred.batch import call_on_first_use, run_on_device_with
+from flatout.feed.deferred.program import CompiledPrograms
 from flatout.feed.fork_server import limit_threads
 from flatout.feed.iterator import is_pure
 from flatout.feed.loader import why_not_deferred
@@ -54,7 +54,7 @@ class Loading:
         self._device = device
         self._built = Alive()  # the loaders and their datasets, and where each loader was made
         self._habits = Alive()  # of the loaders
-        self._kernels = Kernels()
+        self._kernels = CompiledPrograms()
 
     def install(self) -> None:
         """Put the patches in place that the plan needs."""
@@ -69,7 +69,7 @@ class Loading:
         if wanted("gpu_transforms") and not wanted("loader"):
             self._ledger.refused("gpu_transforms", "needs the elastic loader in the same plan")
         if wanted("gpu_transforms") and wanted("compile"):
-            make_on_card_by(self._kernels)
+            run_on_device_with(self._kernels)
         if wanted("worker_threads"):
             self._worker_threads()
 
@@ -225,7 +225,7 @@ class Loading:
             self._ledger.made, "gpu_transforms", f"{device} makes what samples do to pictures", self._built.get(loader)
         )
         if not why_not:
-            tell_of_first(made)
+            call_on_first_use(made)
         self._ledger.refused("gpu_transforms", why_not or "samples do nothing to pictures that a card is taught here")
         return not why_not
 

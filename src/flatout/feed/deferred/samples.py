@@ -1,0 +1,157 @@
+"""A dataset's samples with their transforms only recorded, and the checks that this changes nothing.
+
+Nobody can foresee what code does with an object that is not quite the array it expects. So a worker makes its first
+samples, and later one now and then, both ways from the same random numbers, and compares; a sample that raises is made
+again without recording. After the first difference nothing is recorded any more in that worker, nor where recording
+takes longer than the work it saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from flatout.feed import randomness
+from flatout.feed.deferred import images
+from flatout.feed.deferred.arrays import lazy_reader
+from flatout.feed.deferred.batch import materialize
+from flatout.feed.deferred.expression import as_program, recording_transforms
+from flatout.feed.deferred.program import run_program
+from flatout.feed.deferred.tensors import (
+    LazyTensor,
+    collatable,
+    holds_lazy,
+    lazy_tensor_maker,
+    materialize_sample,
+    pixels_of,
+)
+
+_CHECKED_FIRST, _CHECKED_EVERY = 3, 512  # samples of a worker that are made both ways
+_MAX_EXTRA_S = 5e-3  # of a sample: what recording may take more than it saves
+_GIVE_UP_AFTER = 16  # samples without anything to record
+_NOT_MADE = object()
+_TOLERANCE = 0.02  # of the norm, or of whole numbers: rounding, and pixels at an edge
+
+
+class LazySamples:
+    """The samples of a dataset, lazy where they can be. `off`: not, or no longer."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._count = self._lazy_count = 0
+        self._lazy_s = self._plain_s = math.inf  # the least CPU time of a sample that was made both ways
+        self.off = bool(randomness.generators_in(dataset))  # their draws could not be repeated
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._get(lambda: self._dataset[index])
+
+    def get_many(self, indices: Any) -> Any:
+        """Several at once, from a dataset with `__getitems__`."""
+        return self._get(lambda: self._dataset.__getitems__(indices))
+
+    def _get(self, make: Callable[[], Any]) -> Any:
+        if self.off:
+            sample = make()
+            return materialize_sample(sample) if self._lazy_count else sample  # the dataset may have kept lazy ones
+        before, began = randomness.whole_snapshot(), time.thread_time()
+        try:
+            with recording_transforms(), _libraries_replaced():
+                sample = collatable(make())
+        except Exception:
+            randomness.put_back(before)
+            sample = materialize_sample(make())  # raises again if it is the script's own error
+            self.off = True
+            return sample
+        self._count += 1
+        self._lazy_count += holds_lazy(sample)
+        if not self._lazy_count:
+            self.off = self._count >= _GIVE_UP_AFTER
+        elif self._count <= _CHECKED_FIRST or self._count % _CHECKED_EVERY == 0:
+            self._lazy_s = min(self._lazy_s, time.thread_time() - began)
+            return self._checked(sample, make, before)
+        return sample
+
+    def _checked(self, sample: Any, make: Callable[[], Any], before: tuple[Any, ...]) -> Any:
+        """`sample` if making it without recording gives the same and draws as much; else what that gives."""
+        after = randomness.whole_snapshot()
+        randomness.put_back(before)
+        began, plain = time.thread_time(), _NOT_MADE
+        try:
+            plain = make()
+            self._plain_s = min(self._plain_s, time.thread_time() - began)
+            same = after == randomness.whole_snapshot() and not holds_lazy(plain) and same_sample(sample, plain)
+            slow = self._count >= _CHECKED_FIRST and self._lazy_s > self._plain_s + _MAX_EXTRA_S
+            self.off = not same or slow or bool(randomness.generators_in(self._dataset))  # it may have made one since
+        except Exception:
+            self.off = True
+            if plain is _NOT_MADE:  # this sample cannot be made twice
+                plain = sample
+                randomness.put_back(after)
+        return materialize_sample(plain) if self.off else sample
+
+
+def same_sample(lazy: Any, plain: Any) -> bool:
+    """Whether a GPU would compute what was made here, but for rounding. What is not lazy has to be equal."""
+    if isinstance(lazy, LazyTensor) and lazy.expression is not None:
+        program, numbers = as_program(lazy.expression)
+        pixels = pixels_of(lazy.expression).unsqueeze(0)
+        result = run_program(program, pixels, torch.tensor([numbers], dtype=torch.float64))
+        return _close(result[0], torch.as_tensor(plain))
+    if isinstance(lazy, Mapping):
+        same_keys = isinstance(plain, Mapping) and lazy.keys() == plain.keys()
+        return same_keys and all(same_sample(part, plain[key]) for key, part in lazy.items())
+    if isinstance(lazy, list | tuple):
+        return len(lazy) == len(plain) and all(map(same_sample, lazy, plain))
+    if isinstance(lazy, Tensor | np.ndarray):
+        return type(lazy) is type(plain) and bool(np.array_equal(np.asarray(lazy), np.asarray(plain)))
+    if isinstance(lazy, int | float | str | bytes | np.generic):
+        return bool(lazy == plain)
+    return type(lazy) is type(plain)
+
+
+def _close(result: Tensor, expected: Tensor) -> bool:
+    if result.shape != expected.shape or result.dtype != expected.dtype:
+        return False
+    if result.is_floating_point():
+        return bool((result - expected).norm() <= _TOLERANCE * expected.norm())
+    return bool((result != expected).float().mean() <= _TOLERANCE)
+
+
+def _with_real_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For functions that look at an array's type and do something else to any other."""
+    return functools.wraps(original)(lambda *args, **kwargs: original(*materialize(args), **materialize(kwargs)))
+
+
+_REPLACEMENTS = (
+    *((np, name, lazy_reader(getattr(np, name))) for name in ("array", "asarray", "ascontiguousarray")),
+    *(
+        (torch, name, lazy_tensor_maker(getattr(torch, name)))
+        for name in ("from_numpy", "as_tensor", "asarray", "tensor")
+    ),
+    *((np.random, name, _with_real_arguments(getattr(np.random, name))) for name in ("shuffle", "permutation")),
+    (Image, "fromarray", _with_real_arguments(Image.fromarray)),
+    (Image.Image, "transform", images.transform),
+    (Image.Image, "transpose", images.transpose),
+)
+
+
+@contextlib.contextmanager
+def _libraries_replaced() -> Iterator[None]:
+    """The functions that record, where scripts look them up by name. Outside of samples all is as it was."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in _REPLACEMENTS]
+    try:
+        for owner, name, function in _REPLACEMENTS:
+            setattr(owner, name, function)
+        yield
+    finally:
+        for owner, name, function in before:
+            setattr(owner, name, function)
