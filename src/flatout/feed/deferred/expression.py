@@ -83,7 +83,7 @@ def constant(thing: Any) -> Expression | None:
     shape: tuple[int, ...] = ()
     if type(thing) in (int, float):
         numbers = (float(thing),)
-    elif isinstance(thing, torch.Tensor) or hasattr(thing, "__array_interface__"):
+    elif isinstance(thing, torch.Tensor) or _is_numpy(thing):
         kept = thing.clone() if isinstance(thing, torch.Tensor) else thing.copy()
         array = _numpy.asarray(kept)
         if array.size > MAX_CONSTANT or array.dtype.kind not in "iuf":
@@ -94,6 +94,11 @@ def constant(thing: Any) -> Expression | None:
     if any(number and not _MIN_NUMBER < abs(number) < _MAX_NUMBER for number in numbers):
         return None
     return Expression(op="numbers", numbers=numbers, shape=shape, dtype="", call=lambda: kept, picture=None)
+
+
+def _is_numpy(thing: Any) -> bool:
+    """Whether it is an array or a number of numpy's."""
+    return _numpy is not None and isinstance(thing, (_numpy.ndarray, _numpy.generic))
 
 
 def combine(op: str, inputs: Sequence[Expression | None], call: Callable[..., Any], dtype: str) -> Expression | None:
@@ -213,8 +218,7 @@ def _same_memory(real: Any) -> Any:
     """The same memory as another object, whose shape can be changed on its own."""
     if isinstance(real, torch.Tensor):
         return real.detach()
-    is_array = _numpy is not None and isinstance(real, _numpy.ndarray)
-    return real.view() if is_array else real
+    return real.view() if _is_numpy(real) else real
 
 
 # --- when transforms are recorded -------------------------------------------------------------------------------------
