@@ -311,7 +311,7 @@ def recorded(place: Path, name: str) -> dict[str, Any]:
     return {
         "steps_recorded": sum(window.wall_ms.count for rank in ranks for window in rank.windows),
         "xray": any(rank.xray is not None for rank in ranks),
-        "changes": sorted({c["name"] for rank in ranks for c in rank.facts.get("changes") or () if c.get("applied")}),
+        "changes": sorted({c.name for rank in ranks for c in rank.facts.changes if c.applied}),
         "reseeded": any("samples that draw random numbers draw others" in line for line in errors),
         "notes": sorted({note.text for rank in ranks for note in rank.notes}),
         "said": [line for line in errors if line.startswith("flatout:")],

@@ -24,10 +24,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from benchmarks.machine import describe, figure, headline  # noqa: E402
+from flatout.model.facts import LoaderFacts  # noqa: E402
 from flatout.model.records import encode  # noqa: E402
 from flatout.trace import (  # noqa: E402
     DiskSample,
     Facts,
+    FactsRecord,
     GpuSample,
     HostSample,
     ProcessSample,
@@ -43,7 +45,8 @@ REPEATS = 3
 MOST_S = 10.0
 MOST_BYTES = 1_000_000_000
 MOST_PAGE_BYTES = 6_000_000
-FACTS = {"gpu": "made up", "loaders": [{"dataset": "Noise", "length": 1_000_000, "batch_size": 64, "num_workers": 8}]}
+LOADER = LoaderFacts(dataset="Noise", length=1_000_000, batch_size=64, num_workers=8)
+FACTS = Facts(gpu="made up", loaders=(LOADER,))
 
 
 def main() -> None:
@@ -157,7 +160,7 @@ def write_long(folder: Path, count: int) -> None:
                 steps.wrote(record, file.write(json.dumps(encode(record), separators=(",", ":")) + "\n"))
         for record in steps.flush():
             file.write(json.dumps(encode(record), separators=(",", ":")) + "\n")
-        file.write(json.dumps(encode(Facts(time_s=1.0, values=FACTS))) + "\n")
+        file.write(json.dumps(encode(FactsRecord(time_s=1.0, values=FACTS))) + "\n")
     with (folder / "hardware-box.jsonl").open("w", encoding="ascii") as file:
         file.write(json.dumps(encode(RunInfo(name="long", host="box", started_s=100.0))) + "\n")
         for sample in samples_of(round(count * 0.0864)):
@@ -172,7 +175,7 @@ def write_wide(folder: Path, ranks: int) -> None:
     with TraceWriter(folder, RunInfo(name="wide", host="box", rank=0, world_size=ranks)) as writer:
         for step in steps_of(400):
             writer.write(step)
-        writer.write(Facts(time_s=1.0, values=FACTS))
+        writer.write(FactsRecord(time_s=1.0, values=FACTS))
     for name in ("rank-00000.jsonl", "rank-00000.summary.json"):
         text = (folder / name).read_text(encoding="ascii")
         for rank in range(1, ranks):

@@ -80,7 +80,7 @@ def test_copies_ahead_of_time_leave_every_loss_as_it_was(
         tmp_path / "ahead", *loader, ("pin_memory", True), ("device_prefetch", True), flags=("deterministic",)
     )
     assert losses(ahead) == losses(plain) != []
-    made = {entry["name"]: entry["applied"] for entry in ahead.observed.rank.facts["changes"]}
+    made = {entry.name: entry.applied for entry in ahead.observed.rank.facts.changes}
     assert made == dict.fromkeys(made, True)
 
 
@@ -92,7 +92,7 @@ def test_a_script_that_does_not_wait_for_small_copies_makes_them_itself(tmp_path
         plain = run_with(tmp_path / f"plain {len(flags)}", flags=flags)
         assert losses(ahead) == losses(plain) != []
         (hows[len(flags)],) = (
-            entry["how"] for entry in ahead.observed.rank.facts["changes"] if entry["name"] == "device_prefetch"
+            entry.how for entry in ahead.observed.rank.facts.changes if entry.name == "device_prefetch"
         )
     assert "copied by the script" in hows[2]
     assert "one step ahead" in hows[1]
@@ -157,7 +157,7 @@ def test_transforms_made_on_the_card_are_those_of_the_workers(
     elastic = ("loader", "elastic")
     here = run_with(tmp_path / "here", elastic, script=TURNED)
     there = run_with(tmp_path / "there", elastic, ("gpu_transforms", True), *more, script=TURNED)
-    made = {entry["name"]: entry["applied"] for entry in there.observed.rank.facts["changes"]}
+    made = {entry.name: entry.applied for entry in there.observed.rank.facts.changes}
     assert made == dict.fromkeys(made, True)
     assert len(losses(here)) == len(losses(there)) == 18
     for one, other in zip(losses(here), losses(there), strict=True):
@@ -172,12 +172,12 @@ def test_precision_layout_and_benchmark_show_and_training_goes_the_same_way(tmp_
     changes = (("precision", precision), ("channels_last", True), ("cudnn_benchmark", True), ("fused_optimizer", True))
     changed = run_with(tmp_path / "changed", *changes)
     facts = changed.observed.rank.facts
-    assert all(entry["applied"] for entry in facts["changes"]), facts["changes"]
-    assert (facts["channels_last"], facts["cudnn_benchmark"], facts["optimizer_fused"]) == (True, True, True)
+    assert all(entry.applied for entry in facts.changes), facts.changes
+    assert (facts.channels_last, facts.cudnn_benchmark, facts.optimizer_fused) == (True, True, True)
     if precision == "tf32":
-        assert facts["tf32_matmul"] is True
+        assert facts.tf32_matmul is True
     else:
-        assert facts["autocast"] == ["bfloat16" if precision == "bf16" else "float16"]
+        assert facts.autocast == ("bfloat16" if precision == "bf16" else "float16",)
     pairs = zip(losses(plain), losses(changed), strict=True)
     assert max(abs(float.fromhex(a.split()[1]) - float.fromhex(b.split()[1])) for a, b in pairs) < 0.1
 
@@ -188,6 +188,6 @@ def test_compiled_and_captured_training_goes_the_same_way(tmp_path: Path, mode: 
     plain = run_with(tmp_path / "plain")
     changed = run_with(tmp_path / "changed", ("compile", mode))
     facts = changed.observed.rank.facts
-    assert all(entry["applied"] for entry in facts["changes"]), facts["changes"]
+    assert all(entry.applied for entry in facts.changes), facts.changes
     pairs = zip(losses(plain), losses(changed), strict=True)
     assert max(abs(float.fromhex(a.split()[1]) - float.fromhex(b.split()[1])) for a, b in pairs) < 0.1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from flatout.inside import trial_progress as room
 from flatout.inside.facts import batches_ahead
 from flatout.inside.trial_progress import TrialProgress
 from flatout.launch.protocol import MOST_STEPS, Options, Trial
+from flatout.model.facts import LoaderFacts
 
 
 class Clock:
@@ -117,13 +117,13 @@ def test_what_is_slower_is_not_looked_at(clock: Clock) -> None:
 @pytest.mark.parametrize(
     ("facts", "ready"),
     [
-        (SimpleNamespace(num_workers=16, prefetch_factor=2), 32),
-        (SimpleNamespace(num_workers=0, prefetch_factor=None), 0),
-        (SimpleNamespace(num_workers=40, prefetch_factor=4, length=3200, batch_size=32), 25),
-        (SimpleNamespace(num_workers=16, prefetch_factor=2, elastic=True), 0),
-        (SimpleNamespace(num_workers=16, prefetch_factor=2, batches=40), 10),
+        ({"num_workers": 16, "prefetch_factor": 2}, 32),
+        ({"num_workers": 0, "prefetch_factor": None}, 0),
+        ({"num_workers": 40, "prefetch_factor": 4, "length": 3200, "batch_size": 32}, 25),
+        ({"num_workers": 16, "prefetch_factor": 2, "elastic": True}, 0),
+        ({"num_workers": 16, "prefetch_factor": 2, "batches": 40}, 10),
     ],
 )
-def test_how_many_batches_lie_ready(facts: SimpleNamespace, ready: int) -> None:
-    usual = {"elastic": False, "length": 100_000, "batch_size": 32}
-    assert batches_ahead(usual | vars(facts)) == ready
+def test_how_many_batches_lie_ready(facts: dict[str, Any], ready: int) -> None:
+    usual = {"dataset": "D", "elastic": False, "length": 100_000, "batch_size": 32}
+    assert batches_ahead(LoaderFacts(**{**usual, **facts})) == ready

@@ -32,7 +32,7 @@ def test_every_change_is_made_in_every_rank_of_gray(gray_data: Path, tmp_path: P
     ranks = trace.read(tmp_path / "trace").ranks
     assert len(ranks) == 2
     for rank in ranks:
-        assert {entry["name"]: entry["applied"] for entry in rank.facts["changes"]} == {c.name: True for c in CHANGES}
-        assert (rank.facts["autocast"], rank.facts["channels_last"]) == (["bfloat16"], True)
-        assert {(loader["batch_size"], loader["num_workers"]) for loader in rank.facts["loaders"]} == {(16, 1)}
+        assert {entry.name: entry.applied for entry in rank.facts.changes} == {c.name: True for c in CHANGES}
+        assert (rank.facts.autocast, rank.facts.channels_last) == (("bfloat16",), True)
+        assert {(loader.batch_size, loader.num_workers) for loader in rank.facts.loaders} == {(16, 1)}
         assert sum(step.samples or 0 for step in rank.steps) == 6 * 16

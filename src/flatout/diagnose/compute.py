@@ -45,16 +45,16 @@ def launch_bound(case: RankMetrics) -> Finding | None:
         confidence=0.85,
         evidence={"kernels_a_step": xray.kernels / xray.steps, "kernel_us_median": rounded(median_us)},
         change="batch_size",
-        value=2 * int(case.loader["batch_size"]) if case.loader.get("batch_size") else None,
+        value=2 * case.loader.batch_size if case.loader.batch_size else None,
         advice="a larger batch, torch.compile (mode reduce-overhead), or CUDA graphs",
     )
 
 
 def precision(case: RankMetrics) -> Finding | None:
     xray = case.xray
-    if xray is None or not xray.busy_ms or any(name != "None" for name in case.facts.get("autocast", ())):
+    if xray is None or not xray.busy_ms or any(name != "None" for name in case.facts.autocast):
         return None
-    if case.facts.get("parameter_dtypes") != ["float32"]:
+    if case.facts.parameter_dtypes != ("float32",):
         return None
     matrix, outside = min(1.0, xray.matrix_ms / xray.busy_ms), _outside_ms(xray) / xray.busy_ms
     working = case.busy_share or 1.0
@@ -107,7 +107,7 @@ def _kernel_share(case: RankMetrics, pattern: re.Pattern[str]) -> float:
 
 def layout(case: RankMetrics) -> Finding | None:
     share = _kernel_share(case, _TURNING)
-    if case.facts.get("channels_last") is not False or share < WORTH:
+    if case.facts.channels_last is not False or share < WORTH:
         return None
     return Finding(
         code="compute.layout",
@@ -130,14 +130,14 @@ def optimizer(case: RankMetrics) -> Finding | None:
 
 def _not_fused(case: RankMetrics, *, at_least: float) -> Finding | None:
     xray = case.xray
-    if xray is None or case.facts.get("optimizer_fused") or not case.step_ms:
+    if xray is None or case.facts.optimizer_fused or not case.step_ms:
         return None
     spent = (xray.busy_by_phase_ms.get("optimizer", 0.0) + xray.idle_by_phase_ms.get("optimizer", 0.0)) / xray.steps
     share = spent / (xray.wall_ms / xray.steps)
     if share < at_least:
         return None
-    name = str(case.facts.get("optimizer"))
-    fusable, loops = name in FUSABLE, case.facts.get("optimizer_foreach") is False
+    name = str(case.facts.optimizer)
+    fusable, loops = name in FUSABLE, case.facts.optimizer_foreach is False
     how = "steps in a loop of small kernels:" if loops or not fusable else "is not fused, and takes"
     return Finding(
         code="compute.optimizer",
@@ -154,7 +154,7 @@ def _not_fused(case: RankMetrics, *, at_least: float) -> Finding | None:
 
 def eager(case: RankMetrics) -> Finding | None:
     share = max(0.0, _kernel_share(case, _JOINABLE) - _looping_optimizer(case))
-    if case.facts.get("compiled") or share < 0.20:
+    if case.facts.compiled or share < 0.20:
         return None
     return Finding(
         code="compute.eager",
@@ -199,10 +199,10 @@ def underused(case: RankMetrics) -> Finding | None:
 
 def _small_batch(case: RankMetrics) -> tuple[int, float] | None:
     """The batch and the share of the card's memory that it uses, where there is room for a larger one."""
-    total, peak = case.card("memory_total_bytes").high, case.facts.get("memory_reserved_bytes")
+    total, peak = case.card("memory_total_bytes").high, case.facts.memory_reserved_bytes
     if not peak or not math.isfinite(total) or peak / total > 0.3 or data_saved(case) > 0.2:
         return None
-    return (int(case.loader["batch_size"]), peak / total) if case.loader.get("batch_size") else None
+    return (case.loader.batch_size, peak / total) if case.loader.batch_size else None
 
 
 def uncovered(case: RankMetrics, found: Iterable[Finding]) -> list[Finding]:

@@ -6,8 +6,9 @@ import math
 from typing import Any
 
 from flatout.diagnose.gains import WORTH, computed, data_saved, fed, removed, rounded, spare_cores, spared
-from flatout.diagnose.rank_metrics import RankMetrics
+from flatout.diagnose.rank_metrics import NO_LOADER, RankMetrics
 from flatout.model.finding import Finding
+from flatout.model.frameworks import may_be_asked_early
 from flatout.model.setting_aliases import pattern_of
 from flatout.trace import Sketch
 
@@ -23,19 +24,13 @@ _HANDED_OVER = 0.05  # of the step: less than this saved by workers goes into th
 _BY_EXCLUSION = 0.10  # of the step: what nothing but the absence of other causes speaks for
 _LEAST_OF_A_CORE = 0.25  # that a worker is counted with, however much it waits
 _FILLED = 0.7  # of the cores taken by workers: who is without one then has too many beside it
-# Of libraries and of ours: they draw when they are started and not in between, so that the loader may ask them early.
-_SAMPLERS = (
-    "SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler",
-    "SeedableRandomSampler", "LengthGroupedSampler", "DistributedLengthGroupedSampler",
-)  # fmt: skip
-_BATCH_SAMPLERS = ("BatchSampler", "NoneType", "EpochAfterEpoch", "BatchSamplerShard", "SkipBatchSampler")
 _OTHERS_HAVE_IT = 0.2  # of a core, of the time that it wants one: less, and it is not its own kind that has it
 _CROWDED = 0.5  # what a worker more brings at least: hyperthreads share a core, all share caches and memory
 
 
 def main_thread(case: RankMetrics) -> Finding | None:
     saved = data_saved(case)
-    if case.loader.get("num_workers") != 0 or case.elastic or saved < _HANDED_OVER:
+    if case.loader.num_workers != 0 or case.elastic or saved < _HANDED_OVER:
         return None
     rate, now = case.samples_a_worker_s, case.breakdown.samples_per_s
     # Who only waits, for a disk or a server, leaves its core to others; no more of them a core than the loader starts.
@@ -44,7 +39,7 @@ def main_thread(case: RankMetrics) -> Finding | None:
         eaten = case.breakdown.ceiling_samples_per_s or now / (1 - min(0.99, saved))
         wanted = min(wanted, math.ceil(eaten / rate) + 1)
     once = rate / now if rate and now else 1.0  # what one worker delivers, as a multiple of what is needed now
-    written, fills = case.loader.get("written"), case.loader.get("fills")
+    written, fills = case.loader.written, case.loader.fills
     advice = f"num_workers={wanted}"
     if written:
         advice = f"keep the dataset as it is while it is read: the loop writes to it ({written}), which no worker sees"
@@ -162,12 +157,11 @@ def workers_behind(case: RankMetrics) -> Finding | None:
 def _asked_for_few(case: RankMetrics, saved: float, common: dict[str, Any]) -> Finding | None:
     """A sampler of the script's own may notice when it is asked: the elastic loader asks as early as stock would."""
     loader, on_core = case.loader, case.worker_on_core or 1.0
-    named = loader.get("sampler", _SAMPLERS[0]), loader.get("batch_sampler", _BATCH_SAMPLERS[0])
     wanted = int((case.cores or 1.0) / max(_LEAST_OF_A_CORE, on_core))
-    of_torch = named[0] in _SAMPLERS and named[1] in _BATCH_SAMPLERS
-    if not case.elastic or of_torch or loader.get("iterable") or not 0 < case.workers < wanted or saved < _BY_EXCLUSION:
+    early = may_be_asked_early(loader.sampler, loader.batch_sampler)
+    if not case.elastic or early or loader.iterable or not 0 < case.workers < wanted or saved < _BY_EXCLUSION:
         return None
-    ahead = case.workers * (loader.get("prefetch_factor") or 2)
+    ahead = case.workers * (loader.prefetch_factor or 2)
     return Finding(
         code="data.too-few-workers",
         title=f"the sampler is the script's own, and num_workers={case.workers} lets it be asked {ahead} batches ahead",
@@ -279,7 +273,7 @@ def idle_workers(case: RankMetrics) -> Finding | None:
 
 def worker_start(case: RankMetrics) -> Finding | None:
     loader, started, share = case.loader, case.share("loader start"), case.start_share
-    if not loader or case.elastic:  # which keeps its workers
+    if loader is NO_LOADER or case.elastic:  # which keeps its workers
         return None
     title, seen = "starting the loader's workers takes", started > 0
     if not seen:
@@ -288,10 +282,10 @@ def worker_start(case: RankMetrics) -> Finding | None:
         title = f"workers are started for every {epoch}: going by the first, that takes"
     if share < WORTH:
         return None
-    shuffled = loader.get("sampler") == "RandomSampler"
+    shuffled = (loader.sampler or "").endswith("RandomSampler")
     others = "shuffling draws other numbers" if shuffled else "workers go on with what they have, random numbers too"
     advice = f"persistent_workers=True (from the second epoch on, {others})"
-    made_anew = loader.get("made_anew") and case.facts.get("loaders_side_by_side", 1) == 1
+    made_anew = loader.made_anew and (case.facts.loaders_side_by_side or 1) == 1
     if made_anew:  # then none of them has an epoch to keep its workers for
         advice = f"make the loader once, before the first epoch, with {advice}"
     return Finding(
@@ -300,7 +294,7 @@ def worker_start(case: RankMetrics) -> Finding | None:
         share=share,
         **(spared(case, started, share) if seen else removed(started, share)),
         confidence=0.9 if seen else 0.6,
-        evidence={"persistent_workers": loader.get("persistent_workers"), "start": loader.get("start_method")},
+        evidence={"persistent_workers": loader.persistent_workers, "start": loader.start_method},
         change=None if made_anew else "persistent_workers",
         value=None if made_anew else True,
         advice=advice,
@@ -311,12 +305,12 @@ def _first_start(case: RankMetrics) -> tuple[float, float]:
     """What starting workers anew takes of an epoch, by the one start that was seen: without and with the wait for a
     first batch, beyond what a worker takes to make one. The trace ends before the next epoch."""
     loader, rate, steps = case.loader, case.samples_a_worker_s, case.steps_an_epoch
-    if not loader.get("num_workers") or loader.get("persistent_workers") or not rate or not steps:
+    if not loader.num_workers or loader.persistent_workers or not rate or not steps:
         return 0.0, 0.0
     spans = [span for step in case.rank.steps if step.kind == "warmup" for span in step.spans]
     start_ms = sum(span.host_ms for span in spans if span.name == "loader start")
     first_ms = next((span.host_ms for span in spans if span.name == "data"), 0.0)
-    with_ms = start_ms + max(0.0, first_ms - (loader["batch_size"] or 1) / rate * 1e3)
+    with_ms = start_ms + max(0.0, first_ms - (loader.batch_size or 1) / rate * 1e3)
     epoch_ms = steps * case.mean_ms
     return start_ms / (epoch_ms + start_ms), with_ms / (epoch_ms + with_ms)
 
@@ -394,7 +388,7 @@ def _loading(case: RankMetrics) -> dict[str, Any]:
     slowest = sorted(((ms, int(i)) for r in case.reports for ms, i in r.slowest), reverse=True)[:5]
     return {
         "data_share": rounded(case.share("data")),
-        "num_workers": case.loader.get("num_workers"),
+        "num_workers": case.loader.num_workers,
         "cores": case.cores,
         "cpu_share": rounded(case.cpu_share),
         "workers_busy": rounded(case.worker_busy),

@@ -51,11 +51,7 @@ def _finding(
 
 
 def _no_autocast(case: RankMetrics) -> bool:
-    return (
-        set(case.facts.get("autocast", ())) == {"None"}
-        and case.facts.get("parameter_dtypes") == ["float32"]
-        and case.on_gpu
-    )
+    return set(case.facts.autocast) == {"None"} and case.facts.parameter_dtypes == ("float32",) and case.on_gpu
 
 
 # The setting, when it has no effect, how one says so, and what it would be worth: what mending a cause is, or a gain.
@@ -69,43 +65,43 @@ _RULES: tuple[_Rule, ...] = (
     ),
     (
         pattern_of("compile"),
-        lambda case: case.facts.get("compiled") is False,
+        lambda case: case.facts.compiled is False,
         "nothing was compiled",
         "compute.eager",
     ),
     (
         pattern_of("tf32"),
-        lambda case: case.on_gpu and case.facts.get("tf32_matmul") is False,
+        lambda case: case.on_gpu and case.facts.tf32_matmul is False,
         "matrix products do not use TF32",
         with_tf32,
     ),
     (
         pattern_of("cudnn_benchmark"),
-        lambda case: case.on_gpu and case.facts.get("cudnn_benchmark") is False,
+        lambda case: case.on_gpu and case.facts.cudnn_benchmark is False,
         "cuDNN's benchmark mode is off",
         with_benchmark,
     ),
     (
         pattern_of("channels_last"),
-        lambda case: case.facts.get("channels_last") is False,
+        lambda case: case.facts.channels_last is False,
         "the convolutions' weights are not in channels_last",
         "compute.layout",
     ),
     (
         pattern_of("persistent_workers"),
-        lambda case: case.loader.get("num_workers") == 0,
+        lambda case: case.loader.num_workers == 0,
         "there are no workers to keep",
         "",
     ),
     (
         pattern_of("pin_memory"),
-        lambda case: case.on_gpu and case.loader.get("pin_memory") is False,
+        lambda case: case.on_gpu and case.loader.pin_memory is False,
         "the loader does not page-lock its batches",
         "copy.pageable",
     ),
     (
         pattern_of("fused_optimizer"),
-        lambda case: case.on_gpu and not case.facts.get("optimizer_fused"),
+        lambda case: case.on_gpu and not case.facts.optimizer_fused,
         "the optimizer is not fused",
         "compute.optimizer",
     ),

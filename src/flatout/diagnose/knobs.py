@@ -7,10 +7,11 @@ is then seen in the trial.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from flatout.model.facts import SettingsRead
 from flatout.model.setting_aliases import NAMES, pattern_of
 
 
@@ -23,7 +24,7 @@ class Knob:
     value: Any
 
 
-def knobs(settings: list[dict[str, Any]], name: str, fits: Callable[[Any], bool] = lambda value: True) -> list[Knob]:
+def knobs(settings: Iterable[SettingsRead], name: str, fits: Callable[[Any], bool] = lambda value: True) -> list[Knob]:
     """The places for a change, the likeliest first."""
     pattern = pattern_of(name)
     found = [
@@ -35,9 +36,10 @@ def knobs(settings: list[dict[str, Any]], name: str, fits: Callable[[Any], bool]
     return list({knob.text: knob for knob in reversed(found)}.values())
 
 
-def knob_for(settings: list[dict[str, Any]], change: str, value: Any) -> str | None:
+def knob_for(settings: Iterable[SettingsRead], change: str, value: Any) -> str | None:
     """Where to give a change such a value: by a knob of that very name, or of one that means the same."""
     name = change.removeprefix("setting:")
+    settings = tuple(settings)
     every = [knob for source in settings for knob in _knobs_of(source)]
     exact = [knob for knob in reversed(every) if knob.key == name]
     like = knobs(settings, name) if name in NAMES else []
@@ -45,15 +47,14 @@ def knob_for(settings: list[dict[str, Any]], change: str, value: Any) -> str | N
     return next((knob.text for knob in fit), None)
 
 
-def _knobs_of(source: dict[str, Any]) -> Iterator[Knob]:
-    values, file = source.get("values"), source.get("file")
-    if source.get("source") == "argparse":
-        for key, option in (source.get("options") or {}).items():
-            if isinstance(values, dict) and key in values:
-                yield Knob(text=str(option), key=str(key), value=values[key])
-    elif file or source.get("source") in ("yaml", "json"):  # text that was read without a file has its kind for a name
-        for key, value in _leaves(values):
-            yield Knob(text=f"{file or source['source']}:{key}", key=key, value=value)
+def _knobs_of(read: SettingsRead) -> Iterator[Knob]:
+    if read.source == "argparse":
+        for key, option in read.options.items():
+            if key in read.values:
+                yield Knob(text=str(option), key=str(key), value=read.values[key])
+    elif read.file or read.source in ("yaml", "json"):  # text that was read without a file has its kind for a name
+        for key, value in _leaves(read.values):
+            yield Knob(text=f"{read.file or read.source}:{key}", key=key, value=value)
 
 
 def _leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

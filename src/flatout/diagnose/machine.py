@@ -34,13 +34,13 @@ def host_memory(case: RankMetrics) -> Finding | None:
 
 def pressure(case: RankMetrics) -> Finding | None:
     """Each retry of the allocator empties its cache and waits for the card."""
-    retries, steps = int(case.facts.get("memory_retries") or 0), case.breakdown.steps
+    retries, steps = case.facts.memory_retries or 0, case.breakdown.steps
     if retries < max(2, 0.01 * steps):
         return None
-    reserved, total = case.facts.get("memory_reserved_bytes"), case.facts.get("memory_total_bytes")
+    reserved, total = case.facts.memory_reserved_bytes, case.facts.memory_total_bytes
     used = reserved / total if reserved and total else None
     lost = max(0.0, 1 - case.step_ms / (case.breakdown.step_ms.mean or case.step_ms or 1.0))
-    batch = case.loader.get("batch_size")
+    batch = case.loader.batch_size
     return Finding(
         code="memory.pressure",
         title=f"the card's memory is full: {retries} times in {steps} steps its cache was emptied to make room",
@@ -49,7 +49,7 @@ def pressure(case: RankMetrics) -> Finding | None:
         confidence=0.8,
         evidence={"retries": retries, "memory_share": rounded(used), "slow_steps_share": rounded(lost)},
         change="batch_size" if batch else None,
-        value=max(1, int(batch) // 2) if batch else None,
+        value=max(1, batch // 2) if batch else None,
         advice="half the batch with two accumulation steps, activation checkpointing, or "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True where shapes vary",
     )
@@ -115,8 +115,8 @@ def shared_card(case: RankMetrics) -> Finding | None:
 
 
 def idle_gpus(case: RankMetrics) -> Finding | None:
-    visible, world = int(case.facts.get("gpus_visible") or 0), case.rank.info.world_size
-    if visible <= 1 or world > 1 or len(case.facts.get("devices", ())) > 1:
+    visible, world = case.facts.gpus_visible or 0, case.rank.info.world_size
+    if visible <= 1 or world > 1 or len(case.facts.devices) > 1:
         return None
     return Finding(
         code="hardware.idle-gpus",
@@ -170,11 +170,11 @@ def _slowest(
 
 def collectives(every: tuple[RankMetrics, ...]) -> Finding | None:
     """What the rank waits that waits least: it waits for no other, so for the network. Or else what the X-ray saw."""
-    xray, exchanges = every[0].xray, [case.facts.get("gradient_exchange") for case in every]
+    xray, exchanges = every[0].xray, [case.facts.gradient_exchange for case in every]
     if len(every) < 2:
         return None
     if all(exchanges) and every[0].mean_ms:
-        spent = min(exchange["waited_ms"] for exchange in exchanges if exchange)
+        spent = min(exchange.waited_ms for exchange in exchanges if exchange)
         share = min(0.99, spent / every[0].mean_ms)
         title = f"ranks wait for each other's gradients {share:.0%} of the step, after backward has computed its own"
     elif xray is not None and xray.wall_ms:

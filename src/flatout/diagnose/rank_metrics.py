@@ -14,11 +14,13 @@ from typing import Any
 
 from flatout.diagnose.breakdown import Breakdown, breakdown
 from flatout.diagnose.replay import gain_without
+from flatout.model.facts import Facts, LoaderFacts
 from flatout.trace import GpuSample, ProcessSample, RankTrace, Sample, Sketch, Step, Trace, WorkerReport, Xray
 
 LAUNCHING = ("forward", "loss", "backward", "optimizer", "rest", "copy")
 _MARKED_STEPS_USED = 200
 LAUNCHES_LATE = 0.15  # of the time of a phase: the card waits for the host
+NO_LOADER = LoaderFacts(dataset="")
 DISTURBED = 0.8  # a ceiling below so much of what the run itself did
 
 
@@ -50,7 +52,7 @@ class RankMetrics:
         return b.training_ms * (1 - b.share_of("flatout")) / b.steps if b.steps else 0.0
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         return self.rank.facts
 
     @cached_property
@@ -65,9 +67,7 @@ class RankMetrics:
                     yield str(key).lower(), value
 
         return tuple(
-            (str(read.get("source")), read.get("file"), key, value)
-            for read in self.facts.get("settings", ())
-            for key, value in walk(read.get("values", {}))
+            (read.source, read.file, key, value) for read in self.facts.settings for key, value in walk(read.values)
         )
 
     @property
@@ -77,23 +77,23 @@ class RankMetrics:
     @property
     def on_gpu(self) -> bool:
         """Whether training ran on a card."""
-        return bool(self.facts.get("gpu"))
+        return bool(self.facts.gpu)
 
     # -- the loader -------------------------------------------------------------------------------------------------
 
     @cached_property
-    def loader(self) -> dict[str, Any]:
-        """The settings of the loader training reads from, the one with the most samples; empty where none was seen."""
-        loaders = [entry for entry in self.facts.get("loaders", ()) if isinstance(entry, dict)]
-        known = [entry for entry in loaders if entry.get("trains")] or loaders
-        return max(known, key=lambda entry: entry.get("length") or 0, default={})
+    def loader(self) -> LoaderFacts:
+        """The settings of the loader training reads from, the one with the most samples; NO_LOADER if none was seen."""
+        loaders = self.facts.loaders
+        known = [loader for loader in loaders if loader.trains] or loaders
+        return max(known, key=lambda loader: loader.length or 0, default=NO_LOADER)
 
     @property
     def steps_an_epoch(self) -> float | None:
         """Optimizer steps from one pass over the data to the next, where that is known."""
-        batches, length, batch = (self.loader.get(name) for name in ("batches", "length", "batch_size"))
-        if not batches:
-            batches = length / batch / max(1, self.rank.info.world_size) if length and batch else 0
+        loader, batches = self.loader, float(self.loader.batches or 0)
+        if not batches and loader.length and loader.batch_size:
+            batches = loader.length / loader.batch_size / max(1, self.rank.info.world_size)
         return batches / self._batches_a_step or None
 
     @property
@@ -101,29 +101,29 @@ class RankMetrics:
         """More than one where gradients are added up: by the backward passes, but not where a batch has several of
         them, for one optimizer after the other; less than one where each of these has steps of its own."""
         backward = statistics.median([step.micro_steps for step in self.steps] or [1]) or 1
-        batch, seen = self.loader.get("batch_size"), self.breakdown
+        batch, seen = self.loader.batch_size, self.breakdown
         taken = seen.samples / seen.steps / batch if batch and seen.samples and seen.steps else backward
         if taken > 1.5:  # a batch of each of several loaders is one batch
-            taken /= self.facts.get("loaders_side_by_side", 1)
+            taken /= self.facts.loaders_side_by_side or 1
         return 1 / round(1 / taken) if taken < 0.6 else min(backward, round(taken))
 
     @property
     def workers(self) -> int:
         """How many workers it has."""
-        return int(self.loader.get("num_workers") or 0)
+        return self.loader.num_workers or 0
 
     @cached_property
     def elastic(self) -> bool:
         """Whether flatout's loader is in place: it finds the number of workers by itself."""
-        made = any(c.get("name") == "loader" and c.get("applied") for c in self.facts.get("changes") or ())
-        return made or bool(self.loader.get("elastic"))
+        made = any(change.name == "loader" and change.applied for change in self.facts.changes)
+        return made or bool(self.loader.elastic)
 
     @cached_property
     def reports(self) -> tuple[WorkerReport, ...]:
         """What that loader's workers said at last (or the training process, with num_workers=0)."""
-        if not self.loader:
+        if self.loader is NO_LOADER:
             return ()
-        name, length = str(self.loader["dataset"]).rpartition(".")[2], self.loader.get("length")
+        name, length = self.loader.dataset.rpartition(".")[2], self.loader.length
         return tuple(r for r in self.rank.workers if r.dataset == name and r.length == length and r.samples)
 
     @cached_property
@@ -186,8 +186,8 @@ class RankMetrics:
     def start_share(self) -> float:
         """The share of time that starting workers takes: the start itself, and the wait for a first batch beyond what
         a worker takes to make one. The raw steps tell how long such a wait is beside a start."""
-        started, rate, batch = self.share("loader start"), self.samples_a_worker_s, self.loader.get("batch_size")
-        if not rate or not batch or self.loader.get("persistent_workers") or not self.workers:
+        started, rate, batch = self.share("loader start"), self.samples_a_worker_s, self.loader.batch_size
+        if not rate or not batch or self.loader.persistent_workers or not self.workers:
             return started
         starts_ms = beyond_ms = 0.0
         for step in self.steps:
@@ -329,8 +329,8 @@ class RankMetrics:
     @cached_property
     def cores(self) -> float | None:
         """Cores this rank may use."""
-        if self.facts.get("cores_allowed"):
-            return float(self.facts["cores_allowed"])
+        if self.facts.cores_allowed:
+            return self.facts.cores_allowed
         return float(self.cores_of_machine) if self.cores_of_machine else None
 
     @cached_property
@@ -402,8 +402,8 @@ class RankMetrics:
 def is_card_of(rank: RankTrace, gpu: GpuSample) -> bool:
     """Whether a rank trains on this card. Torch counts only the cards it may see, in an order of its own; so its number
     tells only where nothing better was recorded."""
-    uuid = rank.facts.get("gpu_uuid")
-    return gpu.uuid.endswith(uuid) if uuid else gpu.index == rank.facts.get("gpu_index")
+    uuid = rank.facts.gpu_uuid
+    return gpu.uuid.endswith(uuid) if uuid else gpu.index == rank.facts.gpu_index
 
 
 def cases(trace: Trace) -> tuple[RankMetrics, ...]:

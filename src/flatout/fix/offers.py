@@ -26,10 +26,11 @@ from typing import Any, get_args
 from flatout.diagnose.compute import FUSABLE
 from flatout.diagnose.gains import spare_cores
 from flatout.diagnose.knobs import Knob, knobs
-from flatout.diagnose.rank_metrics import LAUNCHES_LATE, RankMetrics, cases
+from flatout.diagnose.rank_metrics import LAUNCHES_LATE, NO_LOADER, RankMetrics, cases
 from flatout.diagnose.rules import diagnose
 from flatout.model.changes import BY_NAME, CHANGES, named, safety_of
 from flatout.model.errors import UsageError
+from flatout.model.facts import SettingsRead
 from flatout.model.finding import Finding
 from flatout.model.plan import Change, Safety
 from flatout.trace import Trace
@@ -180,9 +181,9 @@ class View:
         return diagnose(self.trace)
 
     @cached_property
-    def settings(self) -> list[dict[str, Any]]:
+    def settings(self) -> tuple[SettingsRead, ...]:
         """What the script read, before any knob was turned."""
-        return list(cases(self.first)[0].facts.get("settings") or ())
+        return cases(self.first)[0].facts.settings
 
     def found(self, *codes: str) -> list[Finding]:
         """Findings whose code begins like one of these, or that an ignored setting is the reason of."""
@@ -270,10 +271,10 @@ def _data_path(view: View) -> Offer | None:
     behind, frozen = view.found("data.", "copy."), view.found("pause.gc")
     case = view.case
     changes: list[Change] = []
-    if behind and case.loader:
+    if behind and case.loader is not NO_LOADER:
         why = behind[0].title
         changes += _loading(view, behind, why)
-        if case.on_gpu and not case.loader.get("pin_memory"):
+        if case.on_gpu and not case.loader.pin_memory:
             changes.append(_made("pin_memory", True, why))
         if case.on_gpu:
             changes.append(_made("device_prefetch", True, why))
@@ -293,7 +294,7 @@ def _loading(view: View, behind: Sequence[Finding], why: str) -> list[Change]:
     it is what the diagnosis asks for. No worker of any kind where the loop makes the batches itself and writes to its
     dataset, or samples fill that.
     """
-    if view.case.loader.get("written") or view.case.loader.get("fills"):
+    if view.case.loader.written or view.case.loader.fills:
         return []
     elastic = _elastic(view, why)
     verdict = view.verdict("loader", "elastic")
@@ -304,14 +305,14 @@ def _loading(view: View, behind: Sequence[Finding], why: str) -> list[Change]:
     loader = view.case.loader
     wanted = next((f.value for f in behind if f.change == "num_workers" and f.value), spare_cores(view.case))
     changes = []
-    if wanted != loader.get("num_workers") and not loader.get("iterable"):  # there they decide what is in the data
-        knob = _knob(view, "num_workers", loader.get("num_workers"))
+    if wanted != loader.num_workers and not loader.iterable:  # there they decide what is in the data
+        knob = _knob(view, "num_workers", loader.num_workers)
         changes.append(_made("num_workers", int(wanted), why, safety=elastic.safety, knob=knob))
     if verdict == "kept":
         return changes
-    if loader.get("num_workers") and (loader.get("prefetch_factor") or 2) < 4:
+    if loader.num_workers and (loader.prefetch_factor or 2) < 4:
         changes.append(_made("prefetch_factor", 4, why))
-    if view.found("data.worker-start") and not loader.get("persistent_workers"):
+    if view.found("data.worker-start") and not loader.persistent_workers:
         changes.append(_made("persistent_workers", True, why, knob=_knob(view, "persistent_workers", False)))
     return changes
 
@@ -354,7 +355,7 @@ def _transforms(view: View) -> Offer | None:
 def _transforms_here(view: View) -> bool:
     """Whether samples may do work to pictures that the card could do, with no switch of the script's own for it."""
     case = view.case
-    seen = case.on_gpu and case.facts.get("pillow") and case.loader.get("collate") == "default_collate"
+    seen = case.on_gpu and case.facts.pillow and case.loader.collate == "default_collate"
     return bool(seen) and not _augment_knobs(view)
 
 
@@ -377,17 +378,17 @@ def _compute(view: View) -> Offer | None:
     if not case.on_gpu:
         return None
     found = view.found("compute.precision", "compute.layout", "compute.optimizer")
-    convolves, facts = case.facts.get("channels_last") is not None, case.facts
+    convolves, facts = case.facts.channels_last is not None, case.facts
     changes = _precision(view)
     asked = view.ignored("channels_last")
-    if facts.get("channels_last") is False and (changes or asked or view.found("compute.layout")):
+    if facts.channels_last is False and (changes or asked or view.found("compute.layout")):
         why = _why(view, "compute.layout", asked)
         changes.append(_made("channels_last", True, why, knob=_switch(view, "channels_last")))
     asked = view.ignored("benchmark")
-    if convolves and facts.get("cudnn_benchmark") is False and not facts.get("deterministic") and (changes or asked):
+    if convolves and facts.cudnn_benchmark is False and not facts.deterministic and (changes or asked):
         changes.append(_made("cudnn_benchmark", True, _why(view, "compute.precision", asked)))
     asked = view.ignored("fused")
-    fusable = facts.get("optimizer") in FUSABLE and not facts.get("optimizer_fused")
+    fusable = facts.optimizer in FUSABLE and not facts.optimizer_fused
     if fusable and (asked or changes or view.found("compute.optimizer", "launch.bound")):
         changes.append(_made("fused_optimizer", True, _why(view, "compute.optimizer", asked)))
     return _offer(changes, found)
@@ -416,7 +417,7 @@ def _compile(view: View) -> Offer | None:
     """As graphs of kernels, which are one launch then, or as it is by default."""
     case, held, late = view.case, view.holds("compile"), _late(view)
     found, asked = view.found("compute.eager", "launch.bound"), view.ignored("compiled")
-    by_the_script = case.facts.get("compiled") and not held
+    by_the_script = case.facts.compiled and not held
     if not case.on_gpu or by_the_script or not (found or asked or held or late > LAUNCHES_LATE):
         return None
     mode = next((mode for mode in _modes(view) if view.verdict("compile", mode) is None), None)
@@ -455,8 +456,8 @@ def _modes(view: View) -> list[str]:
 
 def _batch(view: View) -> Offer | None:
     case, found = view.case, view.found("launch.bound", "memory.underused")
-    now = case.loader.get("batch_size")
-    then = (cases(view.first)[0].loader or {}).get("batch_size")
+    now = case.loader.batch_size
+    then = cases(view.first)[0].loader.batch_size
     there = knobs(view.settings, "batch_size", lambda value: value == then)
     if not there or not isinstance(now, int) or not isinstance(then, int):
         return None
@@ -464,12 +465,12 @@ def _batch(view: View) -> Offer | None:
         return None
     if view.holds("loader") and case.share("data") > _STARVED:  # which has all workers that help
         return None
-    reserved, total = case.facts.get("memory_reserved_bytes"), case.card("memory_total_bytes").high
+    reserved, total = case.facts.memory_reserved_bytes, case.card("memory_total_bytes").high
     share = reserved / total if reserved and math.isfinite(total) else None
     if share is None or share > _HALF_A_GPU_IDLE:
         return None
     factor = 4 if share < _HALF_A_GPU_IDLE / 4 and found else 2
-    length = case.loader.get("length")
+    length = case.loader.length
     while factor > 1 and length and now * factor * 8 > length:
         factor //= 2
     if factor < 2 or view.failed("batch_size", now * factor):
@@ -489,12 +490,12 @@ def _learning_rate(view: View, times: float) -> list[Change]:
     """Adam and its kin: by the square root of the batch; SGD: in proportion."""
     facts = cases(view.first)[0].facts
     there = knobs(view.settings, "learning_rate", lambda value: isinstance(value, float) and value > 0)
-    in_force = facts.get("learning_rate")
+    in_force = facts.learning_rate
     equal = [knob for knob in there if in_force and math.isclose(knob.value, in_force, rel_tol=1e-6)]
     if not there:
         return []
     knob = (equal or there)[0]
-    linear = "sgd" in str(facts.get("optimizer")).lower()
+    linear = "sgd" in str(facts.optimizer).lower()
     value = float(f"{knob.value * (times if linear else math.sqrt(times)):.4g}")
     rule = "in proportion to the batch" if linear else "with the square root of the batch"
     why = f"the learning rate grows {rule} (×{times:g}): {knob.value:g} → {value:g}"
@@ -505,9 +506,9 @@ def scaled_twice(change: Change, before: RankMetrics, now: RankMetrics) -> str |
     """Why a learning rate that was raised with the batch is left alone: the script raises it too."""
     if change.name != "learning_rate":
         return None
-    there = knobs(before.facts.get("settings") or [], "learning_rate", lambda value: isinstance(value, float))
+    there = knobs(before.facts.settings, "learning_rate", lambda value: isinstance(value, float))
     given = next((knob.value for knob in there if knob.text == change.knob), None)
-    old, new = (case.facts.get("learning_rate") for case in (before, now))
+    old, new = (case.facts.learning_rate for case in (before, now))
     if not given or not old or not new or new / old < _TWICE * change.value / given:
         return None
     return f"the script itself raises it with the batch: ×{new / old:.3g} where ×{change.value / given:.3g} was set"

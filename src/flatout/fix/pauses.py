@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from flatout.diagnose.knobs import knobs
 from flatout.fix.offers import PAUSES, Wishes
 from flatout.fix.runs import Run
 from flatout.fix.speed import EVALUATION_AND_CHECKPOINT
+from flatout.model.facts import SettingsRead
 from flatout.model.plan import Change
 
 _KINDS = dict(zip(PAUSES, EVALUATION_AND_CHECKPOINT, strict=True))
@@ -27,12 +27,12 @@ class Pauses:
 
     def __init__(self) -> None:
         self._taken_s: dict[str, float] = {}  # a sample, by kind, as often as the script has them by itself
-        self._settings: list[Any] = []
+        self._settings: tuple[SettingsRead, ...] = ()
 
     def look_at(self, run: Run, plan: Sequence[Change]) -> None:
         """A run over an epoch and more."""
         if run.speed is not None and not any(change.name in _KINDS for change in plan):
-            self._taken_s, self._settings = run.speed.pauses_s, run.case.facts.get("settings") or []
+            self._taken_s, self._settings = run.speed.pauses_s, run.case.facts.settings
 
     def as_planned(self, run: Run, plan: Sequence[Change]) -> Run:
         """The run, with its pauses as often as its plan has them in a long training."""

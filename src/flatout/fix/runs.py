@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from flatout.diagnose.knobs import knobs
-from flatout.diagnose.rank_metrics import RankMetrics, cases
+from flatout.diagnose.rank_metrics import NO_LOADER, RankMetrics, cases
 from flatout.diagnose.rules import diagnose
 from flatout.fix.speed import Speed, measure
 from flatout.launch import launcher, sandbox
@@ -119,7 +119,7 @@ class Run:
     @property
     def planned_samples(self) -> float | None:
         """Samples of the whole training, where the script read its number of epochs."""
-        epochs = knobs(self.case.facts.get("settings") or [], "epochs", lambda value: type(value) is int)
+        epochs = knobs(self.case.facts.settings, "epochs", lambda value: type(value) is int)
         return epochs[0].value * self.samples_an_epoch if epochs and self.samples_an_epoch else None
 
     @property
@@ -146,10 +146,10 @@ class Run:
 
     def step_s_at(self, speed: Speed, changes: Sequence[Change]) -> float:
         """How long one of its steps with these changes too would take, were it that fast."""
-        batch, seen = self.case.loader.get("batch_size"), self.case.breakdown
-        new = next((change.value for change in changes if change.name == "batch_size"), batch)
+        batch, seen = self.case.loader.batch_size, self.case.breakdown
+        new: int | None = next((change.value for change in changes if change.name == "batch_size"), batch)
         each = (seen.samples or 0) / seen.steps if speed.unit == "samples/s" else 1.0
-        return each / speed.value * (new / batch if batch else 1.0)
+        return each / speed.value * (new / batch if new and batch else 1.0)
 
     def seen_like(self, earlier: Trace | None) -> Run:
         """It, with the X-ray and the ceiling of an earlier trace where it has none of its own."""
@@ -175,11 +175,12 @@ class Run:
         """Why a change was refused; or had no effect, where a turned knob left what it is about as it was."""
         if change.name in self.refused or not change.knob:
             return self.refused.get(change.name)
-        if change.name in ("batch_size", "num_workers") and self.case.loader:
-            seen = self.case.loader.get(change.name)
+        loader = self.case.loader
+        if change.name in ("batch_size", "num_workers") and loader is not NO_LOADER:
+            seen = loader.batch_size if change.name == "batch_size" else loader.num_workers
             if seen != change.value:
                 return f"{change.knob} was set to {change.value}, but the loader has {change.name}={seen}"
-        if change.name == "precision" and set(self.case.facts.get("autocast", ())) <= {"None"}:
+        if change.name == "precision" and set(self.case.facts.autocast) <= {"None"}:
             return f"{change.knob} was switched on, but no forward pass ran under autocast"
         return None
 
@@ -401,7 +402,7 @@ def recorded(changes: tuple[Change, ...], code: int, seconds: float, folder: Pat
         trace = None
     if trace is not None and not trace.ranks:
         trace = None
-    said = trace.ranks[0].facts.get("changes") or () if trace is not None else ()
+    entries = trace.ranks[0].facts.changes if trace is not None else ()
     return Run(
         changes=changes,
         code=code,
@@ -410,10 +411,10 @@ def recorded(changes: tuple[Change, ...], code: int, seconds: float, folder: Pat
         trace=trace,
         speed=measure(trace) if trace is not None else None,
         output=end_of(folder / launcher.OUTPUT),
-        made={c["name"]: str(c.get("how") or "") for c in said if c.get("applied")},
-        where={c["name"]: str(c["where"]) for c in said if c.get("applied") and c.get("where")},
-        also={c["name"]: tuple(c.get("also") or ()) for c in said},
-        refused={c["name"]: str(c.get("how") or "no reason given") for c in said if not c.get("applied")},
+        made={entry.name: entry.how for entry in entries if entry.applied},
+        where={entry.name: entry.where for entry in entries if entry.applied and entry.where},
+        also={entry.name: entry.also for entry in entries},
+        refused={entry.name: entry.how or "no reason given" for entry in entries if not entry.applied},
         proof=tuple(_proof(path) for path in sorted(folder.glob("proof-*.jsonl"))),
         drifts=tuple(Drift(**drift) for path in sorted(folder.glob("drifts-*.json")) for drift in _list(path)),
         folder=folder,

@@ -122,8 +122,7 @@ def _warm(rows: Sequence[_Row], cold_steps: int) -> list[_Row]:
 
 def _warming_up(trace: Trace, steps: int) -> int:
     """Steps that do not count yet; more of them while the elastic loader is finding its workers."""
-    changes = trace.ranks[0].facts.get("changes") or ()
-    elastic = any(change.get("name") == "loader" and change.get("applied") for change in changes)
+    elastic = any(change.name == "loader" and change.applied for change in trace.ranks[0].facts.changes)
     cold = steps // 2 if elastic else warm_up(steps)
     return max(0, min(cold, steps - FEWEST_STEPS))
 

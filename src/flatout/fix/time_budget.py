@@ -81,7 +81,7 @@ class TimeBudget:
 
     def _meeting_s(self, wanted: ProofRun) -> float:
         """What it takes to bring weights from run to run."""
-        weights = int(self._before.case.facts.get("parameters") or 0) if wanted.leads or wanted.follows else 0
+        weights = self._before.case.facts.parameters or 0 if wanted.leads or wanted.follows else 0
         return _MEETING_S * min(wanted.steps / WEIGHTS_EVERY * weights, WEIGHTS_BYTES / _WEIGHT_BYTES)
 
     def _proving_s(self, runs: Sequence[_ProofRun]) -> float:
@@ -117,7 +117,7 @@ class TimeBudget:
         """How many runs have room at once: on one card and one host, by one process each, with cores to go round."""
         case, both = self._now.case, (self._before.case, self._now.case)
         total = case.card("memory_total_bytes").high
-        memory = max(int(one.facts.get("memory_reserved_bytes") or 0) for one in both)
+        memory = max(one.facts.memory_reserved_bytes or 0 for one in both)
         if not memory or not math.isfinite(total) or case.rank.info.world_size > 1:
             return 1
         fit = min(total / memory, *(one.fits_in_memory for one in both))
@@ -194,7 +194,7 @@ class Compiling:
 def compiling(run: Run, before: Run, gain: float) -> Compiling | None:
     """What compiling takes in a run so many times as fast as the one before; None where it takes nothing."""
     extra_s, planned = start_s(run) - start_s(before), run.planned_samples
-    if run.speed is None or not run.case.loader.get("batch_size") or extra_s <= 0:
+    if run.speed is None or not run.case.loader.batch_size or extra_s <= 0:
         return None
     pays_after = extra_s / ((gain - 1) / run.speed.value)
     said = f"compiling takes {extra_s:.0f} s and pays after {pays_after:,.0f} samples"

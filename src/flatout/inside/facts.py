@@ -2,106 +2,121 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import platform
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from flatout.model.facts import Facts, GradientExchange, LoaderFacts, OptimizerFacts, ProcessGroup
 from flatout.model.sizes import length_of
 
 
-def loader_facts(loader: Any) -> dict[str, Any]:
+def loader_facts(loader: Any) -> LoaderFacts:
     """A DataLoader's settings as they are in force."""
     dataset = loader.dataset
     iterable = isinstance(dataset, torch.utils.data.IterableDataset)
     context = loader.multiprocessing_context
     method = context.get_start_method() if context is not None else torch.multiprocessing.get_start_method(True)
-    return {
-        "dataset": f"{type(dataset).__module__}.{type(dataset).__qualname__}",
-        "length": length_of(dataset),
-        "iterable": iterable,
-        "batch_size": loader.batch_size,
-        "batches": None if iterable else length_of(loader),  # a stream's loader would hold the script to the answer
-        "num_workers": loader.num_workers,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-        "pin_memory": loader.pin_memory,
-        "drop_last": loader.drop_last,
-        "sampler": type(getattr(loader, "sampler", None)).__name__,
-        "batch_sampler": type(getattr(loader, "batch_sampler", None)).__name__,
-        "collate": getattr(loader.collate_fn, "__name__", type(loader.collate_fn).__name__),
-        "start_method": method,
-        "elastic": type(loader).__module__.startswith("flatout."),
-    }
+    return LoaderFacts(
+        dataset=_qualified_name(dataset),
+        length=length_of(dataset),
+        iterable=iterable,
+        batch_size=loader.batch_size,
+        batches=None if iterable else length_of(loader),  # a stream's loader would hold the script to the answer
+        num_workers=loader.num_workers,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        pin_memory=bool(loader.pin_memory),
+        drop_last=loader.drop_last,
+        sampler=_qualified_name(getattr(loader, "sampler", None)),
+        batch_sampler=_qualified_name(getattr(loader, "batch_sampler", None)),
+        collate=getattr(loader.collate_fn, "__name__", type(loader.collate_fn).__name__),
+        start_method=method,
+        elastic=type(loader).__module__.startswith("flatout."),
+    )
 
 
-def batches_ahead(facts: Mapping[str, Any]) -> int:
+def _qualified_name(value: Any) -> str:
+    """The class of a value, with its module: a script may have a class of its own that is called RandomSampler."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def batches_ahead(loader: LoaderFacts) -> int:
     """How many batches the workers of such a loader may have ready, and no more than a quarter of an epoch."""
-    if facts["elastic"] or not facts["num_workers"]:
+    if loader.elastic or not loader.num_workers:
         return 0
-    ready = int(facts["num_workers"]) * int(facts["prefetch_factor"] or 2)
-    batches = facts.get("batches")
-    if not batches:
-        length, batch = facts["length"], facts["batch_size"]
-        batches = length // batch if length and batch else None
+    ready = loader.num_workers * (loader.prefetch_factor or 2)
+    batches = loader.batches
+    if not batches and loader.length and loader.batch_size:
+        batches = loader.length // loader.batch_size
     return min(ready, batches // 4) if batches else ready
 
 
-def of_optimizer(optimizer: Any) -> dict[str, Any]:
-    """It and what it trains, as they are now."""
+def optimizer_facts(optimizer: Any) -> OptimizerFacts:
+    """The optimizer and what it trains, as they are now."""
     groups = optimizer.param_groups
     parameters = [p for group in groups for p in group["params"]]
+    return OptimizerFacts(
+        optimizer=type(optimizer).__name__,
+        optimizer_fused=groups[0].get("fused"),
+        optimizer_foreach=groups[0].get("foreach"),
+        learning_rate=float(groups[0]["lr"]) if "lr" in groups[0] else None,
+        parameters=sum(p.numel() for p in parameters),
+        parameter_dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
+        devices=tuple(sorted({str(p.device) for p in parameters})),
+        channels_last=_channels_last(parameters),
+    )
+
+
+def in_force(optimizer: OptimizerFacts) -> Facts:
+    """Switches and machine, as they are now, with what is known of the optimizer."""
+    return Facts(
+        **dataclasses.asdict(optimizer),
+        cudnn_benchmark=torch.backends.cudnn.benchmark,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        matmul_precision=torch.get_float32_matmul_precision(),
+        tf32_convolutions=_guarded(lambda: torch.backends.cudnn.allow_tf32),
+        tf32_matmul=_guarded(lambda: torch.backends.cuda.matmul.allow_tf32),
+        compiled=_compiled_frames() > 0,
+        threads=torch.get_num_threads(),
+        pillow="PIL.Image" in sys.modules,
+        cores_allowed=_cores_allowed(),
+        versions={"python": platform.python_version(), "torch": torch.__version__},
+        distributed=_distributed(),
+        **_gpu(),
+    )
+
+
+def _distributed() -> ProcessGroup | None:
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    return ProcessGroup(backend=torch.distributed.get_backend(), world_size=torch.distributed.get_world_size())
+
+
+def _gpu() -> dict[str, Any]:
+    """The GPU in use; CUDA is not begun for it."""
+    if not torch.cuda.is_initialized():
+        return {}
+    device = torch.cuda.current_device()
+    properties = torch.cuda.get_device_properties(device)
     return {
-        "optimizer": type(optimizer).__name__,
-        "optimizer_fused": groups[0].get("fused"),
-        "optimizer_foreach": groups[0].get("foreach"),
-        "learning_rate": float(groups[0]["lr"]) if "lr" in groups[0] else None,
-        "parameters": sum(p.numel() for p in parameters),
-        "parameter_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
-        "devices": sorted({str(p.device) for p in parameters}),
-        "channels_last": _channels_last(parameters),
+        "gpu": torch.cuda.get_device_name(device),
+        "gpus_visible": torch.cuda.device_count(),
+        "gpu_index": device,
+        "gpu_uuid": str(getattr(properties, "uuid", "")),
+        "memory_peak_bytes": torch.cuda.max_memory_allocated(device),
+        "memory_reserved_bytes": torch.cuda.max_memory_reserved(device),
+        "memory_total_bytes": properties.total_memory,
+        "memory_retries": torch.cuda.memory_stats(device).get("num_alloc_retries"),
+        "cuda": torch.version.cuda,
     }
 
 
-def in_force() -> dict[str, Any]:
-    """Switches and machine, as they are now."""
-    facts: dict[str, Any] = {
-        "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
-        "tf32_convolutions": _guarded(lambda: torch.backends.cudnn.allow_tf32),
-        "tf32_matmul": _guarded(lambda: torch.backends.cuda.matmul.allow_tf32),
-        "compiled": _compiled_frames() > 0,
-        "threads": torch.get_num_threads(),
-        "pillow": "PIL.Image" in sys.modules,
-        "cores_allowed": _cores_allowed(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-    }
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        facts["distributed"] = {
-            "backend": torch.distributed.get_backend(),
-            "world_size": torch.distributed.get_world_size(),
-        }
-    if torch.cuda.is_initialized():
-        device = torch.cuda.current_device()
-        facts |= {
-            "gpu": torch.cuda.get_device_name(device),
-            "gpus_visible": torch.cuda.device_count(),
-            "gpu_index": device,
-            "gpu_uuid": str(getattr(torch.cuda.get_device_properties(device), "uuid", "")),
-            "memory_peak_bytes": torch.cuda.max_memory_allocated(device),
-            "memory_reserved_bytes": torch.cuda.max_memory_reserved(device),
-            "memory_total_bytes": torch.cuda.get_device_properties(device).total_memory,
-            "memory_retries": torch.cuda.memory_stats(device).get("num_alloc_retries"),
-            "cuda": torch.version.cuda,
-        }
-    return facts
-
-
-def gradient_exchange(modules: Iterable[Any]) -> dict[str, float] | None:
+def gradient_exchange(modules: Iterable[Any]) -> GradientExchange | None:
     """How long the ranks' gradients take to exchange, while backward computes (`hidden_ms`) and after it (`waited_ms`).
 
     DistributedDataParallel times that itself: the first steps, and every hundredth.
@@ -109,9 +124,10 @@ def gradient_exchange(modules: Iterable[Any]) -> dict[str, float] | None:
     for module in modules:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             timed = module._get_ddp_logging_data()
-            took_ns, hidden_ns = (timed.get(f"avg_backward_{of}_time", 0) for of in ("comm", "compute_comm_overlap"))
+            took_ns = timed.get("avg_backward_comm_time", 0)
+            hidden_ns = timed.get("avg_backward_compute_comm_overlap_time", 0)
             if took_ns:
-                return {"hidden_ms": hidden_ns / 1e6, "waited_ms": max(0, took_ns - hidden_ns) / 1e6}
+                return GradientExchange(hidden_ms=hidden_ns / 1e6, waited_ms=max(0, took_ns - hidden_ns) / 1e6)
     return None
 
 

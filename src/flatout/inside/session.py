@@ -7,6 +7,7 @@ here is said once, switched off, and the user's run goes on.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import gc
 import multiprocessing.util
@@ -40,8 +41,9 @@ from flatout.inside.trial_progress import TrialProgress
 from flatout.inside.xray import Profiler, read_kernels
 from flatout.launch.protocol import RANK, Options
 from flatout.model.errors import FlatoutError, TraceError
+from flatout.model.facts import GradientExchange, LoaderFacts, OptimizerFacts, OwnCost
 from flatout.redact import redact_command, redact_text
-from flatout.trace import End, Facts, Note, RunInfo, Step, TraceWriter
+from flatout.trace import End, FactsRecord, Note, RunInfo, Step, TraceWriter
 from flatout.trace.light_steps import PlainSteps
 
 if TYPE_CHECKING:
@@ -100,14 +102,14 @@ class Session(Listener):
         self._began_s = time.monotonic()
         self._recorder = Recorder(clock=time.monotonic, emit=self._emit, gpu=gpu, losses=self._losses)
         self._hooks = Hooks(self._recorder, self, self._fail)
-        self._loaders: dict[int, dict[str, Any]] = {}
+        self._loaders: dict[int, LoaderFacts] = {}
         self._passes: Counter[int] = Counter()
         self.watched: dict[int, Watch] = {}  # datasets that the training process reads itself
         self._writes: dict[int, str] = {}  # what its loop was seen to write to in them
         self._filling: dict[int, tuple[Filling, int]] = {}  # and how many samples a batch has
         self._fills: dict[int, str] = {}  # what samples were seen to fill in them
         self._autocast: set[str] = set()
-        self._exchange: dict[str, float] | None = None
+        self._exchange: GradientExchange | None = None
         self._xray = _XrayPlan(options)
         measures_ceiling = options.trial is None or not options.trial.fingerprints
         self._ceiling = Ceiling() if options.max_steps is not None and measures_ceiling else None
@@ -117,7 +119,7 @@ class Session(Listener):
         self._first_step_s: float | None = None
         self._course = TrialProgress(options, alone=lambda: _world_size() == 1)
         self._last_optimizer: Callable[[], Any] = lambda: None  # its parameters may be many: they are not held here
-        self._of_optimizer: dict[str, Any] = {}
+        self._optimizer_facts = OptimizerFacts()
         self._facts_at_step = _FIRST_FACTS_AT_STEP
         self.closed = False
         self._hooks.install(made)
@@ -132,7 +134,7 @@ class Session(Listener):
     def loader_seen(self, number: int, loader: Any) -> None:
         os.environ[RANK] = str(_rank())  # its workers write beside the rank they belong to
         by_trainer = "transformers.trainer" in sys.modules and called_from("/transformers/trainer.py")
-        self._loaders[number] = look.loader_facts(loader) | {"by_trainer": by_trainer}
+        self._loaders[number] = dataclasses.replace(look.loader_facts(loader), by_trainer=by_trainer)
         self._passes[number] += 1
         if loader.num_workers == 0 and self._passes[number] == 1:
             samples = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
@@ -287,52 +289,51 @@ class Session(Listener):
         self._settings.note_config_modules()
         self._exchange = look.gradient_exchange(self._hooks.modules()) or self._exchange  # the model may be gone
         self._look_at_optimizer()
-        values = self._of_optimizer | {
-            **look.in_force(),
-            "loaders": self._kinds_of_loaders(),
-            "loaders_side_by_side": self._recorder.loaders_side_by_side,
-            "autocast": sorted(self._autocast) or ["None"],
-            "gradient_exchange": self._exchange,
-            "settings": self._settings.read,
-            "own_cost": self._own_cost(),
-        }
+        facts = dataclasses.replace(
+            look.in_force(self._optimizer_facts),
+            loaders=self._kinds_of_loaders(),
+            loaders_side_by_side=self._recorder.loaders_side_by_side,
+            autocast=tuple(sorted(self._autocast)) or ("None",),
+            gradient_exchange=self._exchange,
+            settings=tuple(self._settings.read),
+            own_cost=self._own_cost(),
+        )
         if _applied is not None and _applied.ledger.changes:
-            values |= _applied.facts()
-        self._writer.write(Facts(time_s=time.monotonic(), values=values))
+            facts = dataclasses.replace(facts, changes=_applied.ledger.entries(), compile_s=_applied.compile_s)
+        self._writer.write(FactsRecord(time_s=time.monotonic(), values=facts))
 
     def _look_at_optimizer(self) -> None:
         optimizer = self._last_optimizer()
         if optimizer is not None:  # the function that trained may have returned
-            self._of_optimizer = look.of_optimizer(optimizer)
+            self._optimizer_facts = look.optimizer_facts(optimizer)
 
-    def _kinds_of_loaders(self) -> list[dict[str, Any]]:
-        """One of those that are alike. `made_anew`: there are several, and each has had one pass; `written`: what the
-        loop wrote to in the dataset between two batches, and `fills` what samples fill, where there are no workers."""
+    def _kinds_of_loaders(self) -> tuple[LoaderFacts, ...]:
+        """One of those that are alike."""
         alike: dict[str, list[int]] = {}
         for number, facts in self._loaders.items():
             alike.setdefault(str(facts), []).append(number)
-        return [
-            self._loaders[numbers[0]]
-            | {
-                "trains": any(number in self._recorder.train_loaders for number in numbers),
-                "made_anew": len(numbers) > 1 == max(self._passes[number] for number in numbers),
-                "written": next((self._writes[number] for number in numbers if number in self._writes), None),
-                "fills": next((self._fills[number] for number in numbers if number in self._fills), None),
-            }
+        return tuple(
+            dataclasses.replace(
+                self._loaders[numbers[0]],
+                trains=any(number in self._recorder.train_loaders for number in numbers),
+                made_anew=len(numbers) > 1 == max(self._passes[number] for number in numbers),
+                written=next((self._writes[number] for number in numbers if number in self._writes), None),
+                fills=next((self._fills[number] for number in numbers if number in self._fills), None),
+            )
             for numbers in alike.values()
-        ]
+        )
 
     def _note_changes_not_made(self) -> None:
         for entry in _applied.ledger.entries() if _applied is not None else ():
-            if not entry["applied"]:
-                self.note(f"{entry['name']} was not changed: {entry['how']}")
+            if not entry.applied:
+                self.note(f"{entry.name} was not changed: {entry.how}")
 
-    def _own_cost(self) -> dict[str, float]:
+    def _own_cost(self) -> OwnCost:
         """What measuring has cost so far: the recorder's time, and its writer's on a thread of its own."""
         steps = max(1, self._recorder.steps)
         measuring_us = self._recorder.own_s / steps * 1e6
         writing_us = (self._writer.busy_s if self._writer is not None else 0.0) / steps * 1e6
-        return {"us_per_step": measuring_us + writing_us, "measuring_us": measuring_us, "writing_us": writing_us}
+        return OwnCost(us_per_step=measuring_us + writing_us, measuring_us=measuring_us, writing_us=writing_us)
 
     def note(self, text: str) -> None:
         """Leave a word in the trace."""

@@ -13,6 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from flatout.model.facts import SettingsRead
 from flatout.redact import redact_setting
 
 _CONFIG = re.compile(r"config|settings|options", re.I)
@@ -36,26 +37,26 @@ class Settings:
     """Values the script read from its command line, from YAML and JSON files and from Python config modules."""
 
     def __init__(self) -> None:
-        self.read: list[dict[str, Any]] = []
+        self.read: list[SettingsRead] = []
         self._looked_at_modules = False
 
-    def note(self, source: str, where: str | None, values: Any) -> None:
+    def note(self, source: str, where: str | None, values: Any, options: dict[str, str] | None = None) -> None:
         """Remember one set of values. Files of installed packages are none of the user's settings."""
         if where is not None and "-packages" in str(where):
             return
         if not isinstance(values, dict) or not values or len(self.read) >= _MOST_SOURCES:
             return  # a dataset may read a file a sample
         known = redact_setting("", _cut(values, 10 * _LONGEST_TEXT))  # a secret cut short would no longer look like one
-        entry = {"source": source, "file": where, "values": _cut(known)}
+        entry = SettingsRead(
+            source=source, file=str(where) if where is not None else None, values=_cut(known), options=options or {}
+        )
         if entry not in self.read:
             self.read.append(entry)
 
     def note_arguments(self, parser: argparse.ArgumentParser, namespace: Any) -> None:
         """Remember what argparse made of the command line, with the option that sets each value."""
-        before = len(self.read)
-        self.note("argparse", None, vars(namespace))
-        if len(self.read) > before:
-            self.read[-1]["options"] = {a.dest: a.option_strings[-1] for a in parser._actions if a.option_strings}
+        options = {action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings}
+        self.note("argparse", None, vars(namespace), options)
 
     def note_config_modules(self) -> None:
         """Remember plain values of the user's own modules that are called config or settings (once)."""

@@ -12,6 +12,7 @@ import numbers
 from dataclasses import dataclass, field
 from typing import Any
 
+from flatout.model.facts import Facts
 from flatout.model.sketch import Sketch
 
 SCHEMA = 1
@@ -92,11 +93,11 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What was in force in a rank: settings read, switches, loaders, optimizer, versions. The last one counts."""
+class FactsRecord:
+    """What was in force in a rank. The last one counts."""
 
     time_s: float
-    values: dict[str, Any] = field(default_factory=dict)
+    values: Facts = field(default_factory=Facts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,7 +289,7 @@ class Sample:
     processes: tuple[ProcessSample, ...] = ()
 
 
-Record = RunInfo | Step | Window | Note | Sample | Summary | Facts | Xray | WorkerReport | End
+Record = RunInfo | Step | Window | Note | Sample | Summary | FactsRecord | Xray | WorkerReport | End
 
 KINDS: dict[str, type[Any]] = {
     "run": RunInfo,
@@ -297,7 +298,7 @@ KINDS: dict[str, type[Any]] = {
     "note": Note,
     "sample": Sample,
     "summary": Summary,
-    "facts": Facts,
+    "facts": FactsRecord,
     "xray": Xray,
     "worker": WorkerReport,
     "end": End,

@@ -11,12 +11,14 @@ from typing import Any
 from flatout.diagnose.breakdown import Breakdown, breakdown
 from flatout.diagnose.rank_metrics import is_card_of
 from flatout.model.errors import TraceError
+from flatout.model.facts import Facts
 from flatout.model.formatting import count_of
-from flatout.model.records import SPANS_A_STEP
+from flatout.model.records import SPANS_A_STEP, to_json
 from flatout.redact import redact_command, redact_setting, redact_text
 from flatout.report.ended import how_it_ended
 from flatout.report.gather import RankFigures, of_breakdown
 from flatout.trace import GpuSample, Note, RankTrace, Sample, Sketch, Trace, WorkerReport, Xray
+from flatout.trace.checked import from_json
 
 SCHEMA = 1
 STOOD_STILL_S = 10.0  # in a wait that was a run's last …
@@ -68,7 +70,7 @@ class Account:
     by_rank: tuple[RankFigures, ...]
     xray: Xray | None
     workers: tuple[Workers, ...]
-    facts: dict[str, Any]
+    facts: Facts
     own_us_per_step: float | None
     gpu: dict[str, float]
     notes: tuple[Note, ...]
@@ -96,7 +98,7 @@ class Account:
                 "step_ms": {"median": b.step_ms.quantile(0.5), "p95": b.step_ms.quantile(0.95)},
                 "ceiling_samples_per_s": b.ceiling_samples_per_s,
                 "replay_samples_per_s": b.replay_samples_per_s,
-                **self.facts,
+                **to_json(self.facts),
             },
             "xray": _plain(self.xray) if self.xray is not None else None,
             "workers": [_plain(w) for w in self.workers],
@@ -119,8 +121,6 @@ def account(trace: Trace, folder: str, by_rank: Sequence[RankFigures] = ()) -> A
             raise TraceError(f"{folder} was recorded by flatout top: look at it with flatout top --replay {folder}")
         raise TraceError(f"no optimizer step was seen in {folder}: nothing to account for. {WHAT_IS_COUNTED}")
     first = trace.ranks[0]
-    facts = redact_setting("", first.facts)  # once more: the trace may be another's, or an older flatout's
-    own = facts.pop("own_cost", {})
     return Account(
         name=first.info.name,
         folder=folder,
@@ -129,8 +129,8 @@ def account(trace: Trace, folder: str, by_rank: Sequence[RankFigures] = ()) -> A
         by_rank=tuple(by_rank or (of_breakdown(rank.info, breakdown(rank)) for rank in trace.ranks)),
         xray=first.xray,
         workers=_workers(first),
-        facts=facts,
-        own_us_per_step=own.get("us_per_step"),
+        facts=dataclasses.replace(_redacted(first.facts), own_cost=None),
+        own_us_per_step=first.facts.own_cost.us_per_step if first.facts.own_cost is not None else None,
         gpu=_hardware(first, trace.samples.get(first.info.host, ())),
         notes=tuple(
             dataclasses.replace(note, text=redact_text(note.text))
@@ -138,6 +138,11 @@ def account(trace: Trace, folder: str, by_rank: Sequence[RankFigures] = ()) -> A
         ),
         ended=how_it_ended(trace),
     )
+
+
+def _redacted(facts: Facts) -> Facts:
+    """Without secrets. They were hidden when the trace was written; it may be another's, or an older flatout's."""
+    return from_json(Facts, redact_setting("", to_json(facts)))
 
 
 def _end_of_a_hang(rank: RankTrace) -> tuple[Note, ...]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
+from flatout.model.facts import AppliedChange
 from flatout.model.formatting import as_typed
 from flatout.trace import Trace
 
 
 def paragraph(trace: Trace) -> str:
     """The changes of the first rank in words; empty where there was no plan."""
-    entries: Sequence[dict[str, Any]] = trace.ranks[0].facts.get("changes", ()) if trace.ranks else ()
-    made = [_made(entry) for entry in entries if entry["applied"]]
-    not_made = [f"{entry['name']} ({entry['how']})" for entry in entries if not entry["applied"]]
+    entries = trace.ranks[0].facts.changes if trace.ranks else ()
+    made = [_made(entry) for entry in entries if entry.applied]
+    not_made = [f"{entry.name} ({entry.how})" for entry in entries if not entry.applied]
     words = (
         [f"changed in this run: {'; '.join(made)}." if made else "nothing was changed in this run."] if entries else []
     )
@@ -22,6 +20,6 @@ def paragraph(trace: Trace) -> str:
     return " ".join(words)
 
 
-def _made(entry: dict[str, Any]) -> str:
-    places = [entry["where"], *entry.get("also", ())] if entry.get("where") else []
-    return f"{entry['name']}={as_typed(entry['value'])} ({', '.join([entry['how'], *places])})"
+def _made(entry: AppliedChange) -> str:
+    places = [entry.where, *entry.also] if entry.where else []
+    return f"{entry.name}={as_typed(entry.value)} ({', '.join([entry.how, *places])})"

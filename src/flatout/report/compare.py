@@ -15,6 +15,7 @@ from typing import Any
 from flatout.diagnose.breakdown import Breakdown
 from flatout.diagnose.rules import diagnose
 from flatout.model.formatting import count_of, in_full
+from flatout.model.records import to_json
 from flatout.model.stats import BLOCKS, ONE_RUN, Gain, Measured, blocks_of, error_of, gain, half_width, warm_up
 from flatout.report.account import Account, account
 from flatout.trace import RankTrace, Sketch, Trace
@@ -27,7 +28,9 @@ _NO_DIFFERENCE = "no difference shown"
 _SHORT_BATCHES = 0.02  # of the samples: what last short batches may take away
 
 # Facts that differ between any two runs, or follow from the others.
-_VOLATILE = ("learning_rate", "memory_peak_bytes", "memory_reserved_bytes", "own_cost", "settings", "loaders")
+_VOLATILE = frozenset(
+    ("changes", "learning_rate", "memory_peak_bytes", "memory_reserved_bytes", "own_cost", "settings", "loaders")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,10 +179,10 @@ def _reasons(a: Account, b: Account) -> Iterator[str]:
 
 def _training_set(one: Account) -> tuple[str, Any] | None:
     """The dataset of the first loader: its class, whatever module it came from, and its length."""
-    loaders = one.facts.get("loaders") or ()
-    if not loaders:
+    if not one.facts.loaders:
         return None
-    return str(loaders[0].get("dataset", "")).rpartition(".")[2], loaders[0].get("length")
+    loader = one.facts.loaders[0]
+    return loader.dataset.rpartition(".")[2], loader.length
 
 
 def _described(dataset: tuple[str, Any]) -> str:
@@ -200,10 +203,10 @@ def _cautions(a: Account, b: Account, per: str) -> Iterator[str]:
             if first and second
             else "their steps have unlike numbers of samples"
         )
-    for fact, what in (("gpu", "card"), ("parameters", "number of parameters")):
-        ours, theirs = a.facts.get(fact), b.facts.get(fact)
-        if ours != theirs:
-            yield f"another {what}: {_figure(ours)} and {_figure(theirs)}"
+    if a.facts.gpu != b.facts.gpu:
+        yield f"another card: {_figure(a.facts.gpu)} and {_figure(b.facts.gpu)}"
+    if a.facts.parameters != b.facts.parameters:
+        yield f"another number of parameters: {_figure(a.facts.parameters)} and {_figure(b.facts.parameters)}"
     if a.ranks != b.ranks:
         yield f"A ran on {a.ranks:,} rank{'s' if a.ranks > 1 else ''}, B on {b.ranks:,}: samples are those of all ranks"
 
@@ -231,7 +234,7 @@ def _samples_a_step(one: Account) -> float | None:
     b = one.breakdown
     if not b.samples or not b.steps:
         return None
-    sizes = [loader.get("batch_size") for loader in one.facts.get("loaders") or ()]
+    sizes = [loader.batch_size for loader in one.facts.loaders]
     mean = b.samples / b.steps
     size = next((s for s in sizes if isinstance(s, int) and s and abs(mean / s - 1) < _SHORT_BATCHES), None)
     return float(f"{(size or mean) * one.ranks:.6g}")
@@ -276,7 +279,7 @@ def _ratio(a: Measured, b: Measured, samples: float) -> Gain:
 
 def _differences(a: Account, b: Account) -> Iterator[tuple[str, Any, Any]]:
     """Settings and facts that are not the same in both."""
-    both = min(len(one.facts.get("loaders") or ()) for one in (a, b))
+    both = min(len(one.facts.loaders) for one in (a, b))
     ours, theirs = dict(_settings(a, both)), dict(_settings(b, both))
     for name in dict.fromkeys((*ours, *theirs)):
         if ours.get(name) != theirs.get(name):
@@ -287,15 +290,16 @@ def _settings(one: Account, loaders: int) -> Iterator[tuple[str, Any]]:
     """Of loaders that the other run did not have, one line each."""
     yield "command", " ".join(one.command)
     yield "ranks", one.ranks
-    for number, loader in enumerate(one.facts.get("loaders") or (), 1):
-        yield from _flat(f"loader {number}", loader if number <= loaders else loader.get("dataset"))
-    for name, value in one.facts.items():
-        if name == "changes":
-            yield "changed by flatout", [f"{one['name']}={one['value']}" for one in value if one.get("applied")]
-        elif name not in _VOLATILE:
+    for number, loader in enumerate(one.facts.loaders, 1):
+        yield from _flat(f"loader {number}", to_json(loader) if number <= loaders else loader.dataset)
+    if one.facts.changes:
+        made = [f"{change.name}={change.value}" for change in one.facts.changes if change.applied]
+        yield "changed by flatout", made
+    for name, value in to_json(one.facts).items():
+        if name not in _VOLATILE:
             yield from _flat(name, value)
-    for source in one.facts.get("settings") or ():
-        yield from _flat(str(source.get("file") or source.get("source")), source.get("values") or {})
+    for read in one.facts.settings:
+        yield from _flat(read.file or read.source, read.values)
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from flatout.model.records import to_json
 from flatout.report import chart_html
 from flatout.report.account import Account, cards_of
 from flatout.report.chart_data import WORKING, Lane, lanes, words
@@ -192,9 +193,9 @@ def ranks(every: Sequence[RankFigures]) -> Html | None:
 
 
 def facts(account: Account) -> Html | None:
-    facts = {k: v for k, v in account.facts.items() if k not in ("settings", "loaders")}
+    every = to_json(account.facts)
+    loaders, facts = every.pop("loaders", []), {key: value for key, value in every.items() if key != "settings"}
     parts: list[Html] = []
-    loaders = account.facts.get("loaders") or []
     if loaders:
         keys = list(dict.fromkeys(key for loader in loaders for key in loader))
         rows = [(spoken(key), *(shown(loader.get(key)) for loader in loaders)) for key in keys]
@@ -205,9 +206,9 @@ def facts(account: Account) -> Html | None:
                 "In force at the end of the run", ("what", "value"), [(spoken(k), shown(v)) for k, v in facts.items()]
             )
         )
-    for source in account.facts.get("settings") or ():
-        values = source.get("values") or {}
-        name = " ".join(str(source[k]) for k in ("source", "file") if source.get(k))
+    for read in account.facts.settings:
+        values = read.values
+        name = f"{read.source} {read.file or ''}".rstrip()
         rows = [(key, shown(value)) for key, value in list(values.items())[:MOST_SETTINGS]]
         parts.append(folded(f"Settings read: {name} ({len(values):,})", table(name, ("setting", "value"), rows)))
     return join(parts) if parts else None

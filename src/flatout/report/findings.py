@@ -76,10 +76,10 @@ def change_as_typed(account: Account, finding: Finding) -> str | None:
         return None if finding.change != "gc_freeze" else as_code("gc_freeze", True)
     # An ignored setting has its value already: typing it again would do nothing.
     ignored = finding.code == "config.ignored"
-    knob = None if ignored else knob_for(account.facts.get("settings") or [], finding.change, finding.value)
+    knob = None if ignored else knob_for(account.facts.settings, finding.change, finding.value)
     if knob is not None and not (knob.startswith("-") and finding.value is False):
         return by_knob(knob, finding.value)
-    by_trainer = any(loader.get("by_trainer") for loader in account.facts.get("loaders") or ())
+    by_trainer = any(loader.by_trainer for loader in account.facts.loaders)
     return as_code(finding.change, finding.value, by_trainer=by_trainer)
 
 

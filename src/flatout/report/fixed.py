@@ -106,7 +106,7 @@ class FixReport:
     def permanently(self, attempt: Attempt) -> str:
         """How to make a change for good."""
         before = self.found.before
-        by_trainer = before is not None and before.trace is not None and before.case.loader.get("by_trainer")
+        by_trainer = before is not None and before.trace is not None and before.case.loader.by_trainer
         return redact_text(permanently(attempt, by_trainer=bool(by_trainer)))  # it may be a line of the script
 
     def sentence(self) -> str:

@@ -109,7 +109,7 @@ def _hash(script: str) -> str:
 def _head(account: Account, first: RankTrace, findings: Sequence[Finding]) -> Html:
     info = first.info
     began = datetime.fromtimestamp(info.started_unix_s, timezone.utc) if info.started_unix_s else None
-    about = [account.name, info.host, account.facts.get("gpu"), f"{began:%d %B %Y, %H:%M} UTC" if began else None]
+    about = [account.name, info.host, account.facts.gpu, f"{began:%d %B %Y, %H:%M} UTC" if began else None]
     return join(
         [
             tag("p", tag("strong", "flatout"), " · ", " · ".join(str(word) for word in about if word), class_="about"),

@@ -42,7 +42,8 @@ class Source:
     @property
     def cores_allowed(self) -> float | None:
         """How many cores the training may use."""
-        return self.info.facts.get("cores_allowed")
+        cores = self.info.facts.get("cores_allowed")
+        return cores if isinstance(cores, int | float) else None
 
     def unix_s(self, sample: Sample) -> float:
         """When a sample was taken, by the calendar."""

@@ -13,11 +13,12 @@ another schema version is refused. A trace of any length stays below 64 MB a fil
     writer   a run → a folder       reader  a folder → a Trace
 """
 
+from flatout.model.facts import Facts
 from flatout.model.records import (
     SCHEMA,
     DiskSample,
     End,
-    Facts,
+    FactsRecord,
     GpuProcess,
     GpuSample,
     HostSample,
@@ -41,6 +42,7 @@ __all__ = [
     "DiskSample",
     "End",
     "Facts",
+    "FactsRecord",
     "GpuProcess",
     "GpuSample",
     "HostSample",

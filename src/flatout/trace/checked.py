@@ -1,19 +1,28 @@
 """JSON → records, every value checked: what a crash, a bad disk or a person has changed is refused, never believed.
 
 A value of another type, one that is not finite, or one beyond all reason is a ValueError that names it. Keys that are
-not known are ignored. Facts are free; of those that flatout itself reads, what is not as it should be is left out.
+not known are ignored. Of facts, which people's scripts have a hand in, what is not as it should be is left out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, Union
+from typing import Any, TypeVar, Union
 
-from flatout.model.records import Facts, RunInfo
+from flatout.model.facts import (
+    AppliedChange,
+    Facts,
+    GradientExchange,
+    LoaderFacts,
+    OwnCost,
+    ProcessGroup,
+    SettingsRead,
+)
 from flatout.model.sketch import Sketch
 
 R = TypeVar("R")
@@ -24,6 +33,8 @@ _MOST_SECONDS = 1e11  # three thousand years: a calendar can still show them
 _MOST_ANY = 1e150  # its square is still a number
 _HAIR = -1.0  # what should not be below zero may be by a rounding
 _DEEPEST = 100
+# A bad value of these is left out, and the rest of them believed.
+_LENIENT = frozenset({Facts, LoaderFacts, SettingsRead, AppliedChange, GradientExchange, ProcessGroup, OwnCost})
 
 
 def from_json(kind: Callable[..., R], data: Any) -> R:
@@ -33,10 +44,12 @@ def from_json(kind: Callable[..., R], data: Any) -> R:
     checks, needed = _checks(kind)
     values = {}
     for name, item in data.items():
-        if name in checks:
-            try:
-                values[name] = checks[name](item)
-            except ValueError as problem:
+        if name not in checks:
+            continue
+        try:
+            values[name] = checks[name](item)
+        except ValueError as problem:
+            if kind not in _LENIENT:
                 raise ValueError(f"{name}: {problem}") from None
     if missing := needed - values.keys():
         raise ValueError(f"{min(missing)} is missing")
@@ -51,9 +64,6 @@ def _checks(kind: Callable[..., Any]) -> tuple[dict[str, Check], frozenset[str]]
     none = dataclasses.MISSING
     needed = frozenset(f.name for f in fields if f.default is none and f.default_factory is none)
     checks = {f.name: _check(hints[f.name], f.name) for f in fields}
-    if kind in (Facts, RunInfo):
-        free = "values" if kind is Facts else "facts"
-        checks[free] = _known_facts
     return checks, needed
 
 
@@ -62,6 +72,8 @@ def _check(hint: Any, name: str) -> Check:
     if origin in (Union, types.UnionType):
         there = _check(next(arm for arm in arms if arm is not type(None)), name)
         return lambda item: None if item is None else there(item)
+    if hint is Any:
+        return _plain
     if hint in (str, bool):
         return functools.partial(_of_type, hint)
     if hint is int:
@@ -73,9 +85,10 @@ def _check(hint: Any, name: str) -> Check:
     if dataclasses.is_dataclass(hint):
         return functools.partial(from_json, typing.cast("type[Any]", hint))
     if origin is dict:
-        return functools.partial(_values, _check(arms[1], name)) if arms[1] is not Any else _plain
+        return functools.partial(_values, _check(arms[1], name))
     if arms[-1] is Ellipsis:
-        return functools.partial(_items, _check(arms[0], name))
+        items = _good_items if arms[0] in _LENIENT else _items
+        return functools.partial(items, _check(arms[0], name))
     return functools.partial(_row, tuple(_check(arm, name) for arm in arms))
 
 
@@ -125,6 +138,17 @@ def _items(check: Check, item: Any) -> tuple[Any, ...]:
     return tuple([check(one) for one in item])
 
 
+def _good_items(check: Check, item: Any) -> tuple[Any, ...]:
+    """Those items that are as they should be."""
+    if type(item) is not list:
+        raise ValueError(f"a list is expected, not {_shown(item)}")
+    good = []
+    for one in item:
+        with contextlib.suppress(ValueError):
+            good.append(check(one))
+    return tuple(good)
+
+
 def _row(checks: tuple[Check, ...], item: Any) -> tuple[Any, ...]:
     if type(item) is not list or len(item) != len(checks):
         raise ValueError(f"a list of {len(checks)} is expected, not {_shown(item)}")
@@ -147,86 +171,3 @@ def _shown(item: Any) -> str:
         return "an object" if isinstance(item, dict) else "a list"
     text = repr(item) if not isinstance(item, int) or abs(item) < _MOST_ANY else "a number of many digits"
     return text if len(text) <= 40 else f"{text[:39]}…"
-
-
-# The facts that are read by name
-
-
-class _Object(NamedTuple):
-    """An object, and what its entries have to be where it has them. One that lacks what it `needs` is left out."""
-
-    entries: dict[str, Any]
-    needs: tuple[str, ...] = ()
-
-
-class _ListOf(NamedTuple):
-    each: Any
-
-
-def _count(item: Any) -> bool:
-    return item is None or (type(item) in (int, float) and 0 <= item <= _MOST)
-
-
-def _text(item: Any) -> bool:
-    return item is None or isinstance(item, str)
-
-
-def _switch(item: Any) -> bool:
-    return item is None or isinstance(item, bool)
-
-
-_LOADER = _Object(
-    {
-        **dict.fromkeys(("length", "batch_size", "batches", "num_workers", "prefetch_factor"), _count),
-        **dict.fromkeys(("iterable", "persistent_workers", "pin_memory", "drop_last", "elastic", "trains"), _switch),
-        **dict.fromkeys(("dataset", "sampler", "batch_sampler", "collate", "start_method", "written", "fills"), _text),
-    },
-    needs=("dataset",),
-)
-_CHANGE = _Object(
-    {"name": _text, "how": _text, "applied": _switch, "where": _text, "also": _ListOf(_text)},
-    needs=("name", "value", "how", "applied"),
-)
-_SETTINGS = _Object({"source": _text, "file": _text, "values": _Object({}), "options": _Object({})}, needs=("source",))
-_FACTS = _Object(
-    {
-        "loaders": _ListOf(_LOADER),
-        "changes": _ListOf(_CHANGE),
-        "settings": _ListOf(_SETTINGS),
-        **dict.fromkeys(("autocast", "parameter_dtypes", "devices"), _ListOf(_text)),
-        **dict.fromkeys(("compiled", "channels_last", "cudnn_benchmark", "deterministic", "pillow"), _switch),
-        **dict.fromkeys(("tf32_matmul", "tf32_convolutions", "optimizer_fused", "optimizer_foreach"), _switch),
-        **dict.fromkeys(("gpu", "gpu_uuid", "optimizer"), _text),
-        **dict.fromkeys(("gpu_index", "gpus_visible", "cores_allowed", "parameters", "learning_rate"), _count),
-        **dict.fromkeys(("memory_reserved_bytes", "memory_total_bytes", "memory_retries"), _count),
-        "loaders_side_by_side": lambda item: item is not None and _count(item) and item >= 1,
-        "gradient_exchange": _Object({"waited_ms": _count, "hidden_ms": _count}, needs=("waited_ms",)),
-        "own_cost": _Object({"us_per_step": _count}),
-    }
-)
-
-
-def _known_facts(item: Any) -> dict[str, Any]:
-    fits, facts = _fitting(_plain(item), _FACTS)
-    if not fits:
-        raise ValueError(f"an object is expected, not {_shown(item)}")
-    return typing.cast("dict[str, Any]", facts)
-
-
-def _fitting(item: Any, shape: Any) -> tuple[bool, Any]:
-    """Whether it is what it should be, and what of it is."""
-    if isinstance(shape, _ListOf):
-        if not isinstance(item, list):
-            return False, None
-        return True, [part for fits, part in (_fitting(one, shape.each) for one in item) if fits]
-    if isinstance(shape, _Object):
-        if not isinstance(item, dict):
-            return False, None
-        tried = {key: _fitting(value, shape.entries.get(key, _anything)) for key, value in item.items()}
-        kept = {key: part for key, (fits, part) in tried.items() if fits}
-        return all(kept.get(name) is not None for name in shape.needs), kept
-    return shape(item), item
-
-
-def _anything(item: Any) -> bool:
-    return True

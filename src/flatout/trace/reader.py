@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from flatout.model.errors import TraceError
+from flatout.model.facts import Facts
 from flatout.model.records import (
     KINDS,
     SCHEMA,
     End,
-    Facts,
+    FactsRecord,
     Note,
     Record,
     RunInfo,
@@ -38,7 +39,7 @@ MOST_IN_MEMORY = 400_000_000  # bytes, about: no run of less than some hundred m
 LONGEST_LINE = 4_000_000  # bytes
 _BYTES_A_VALUE = 60  # in memory, beside its text
 _VALUES = (b",", b":", b"[", b"{")  # each stands before one
-_LAST_COUNTS = (Facts, Xray, End)
+_LAST_COUNTS = (FactsRecord, Xray, End)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class RankTrace:
     steps: tuple[Step, ...] = ()
     windows: tuple[Window, ...] = ()
     notes: tuple[Note, ...] = ()
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Facts = field(default_factory=Facts)
     xray: Xray | None = None
     workers: tuple[WorkerReport, ...] = ()
     end: End | None = None
@@ -170,7 +171,7 @@ def _rank(info: RunInfo, by_kind: dict[type[Any], list[Any]], workers: tuple[Wor
         steps=tuple(steps),
         windows=tuple(windows),
         notes=tuple(by_kind[Note]),
-        facts=by_kind[Facts][-1].values if by_kind[Facts] else {},
+        facts=by_kind[FactsRecord][-1].values if by_kind[FactsRecord] else Facts(),
         xray=by_kind[Xray][-1] if by_kind[Xray] else None,
         workers=workers,
         end=by_kind[End][-1] if by_kind[End] else None,

@@ -58,7 +58,7 @@ EVERY_HOOK = [
     pytest.param(hooks, "batch_size", id="batch_size"),
     pytest.param(hooks, "on_card", id="on_card"),
     pytest.param(hooks, "caller", id="caller"),
-    *(pytest.param(facts, name, id=name) for name in ("in_force", "of_optimizer")),
+    *(pytest.param(facts, name, id=name) for name in ("in_force", "optimizer_facts")),
     pytest.param(facts, "loader_facts", id="loader_facts"),
 ]
 

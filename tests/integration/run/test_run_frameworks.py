@@ -193,7 +193,7 @@ def test_ddp_under_torchrun_is_one_trace_of_two_ranks(tmp_path: Path) -> None:
         assert {(step.micro_steps, step.samples) for step in observed.steps} == {(2, 8)}
         assert {span.name for step in observed.steps for span in step.spans} >= {"data", "forward", "backward"}
         assert sum(report.samples for report in rank.workers) == 64, "each rank has its own workers"
-        assert rank.facts["gradient_exchange"]["waited_ms"] > 0
+        assert rank.facts.gradient_exchange.waited_ms > 0
     assert run.account is not None
     assert run.account["ranks"] == 2
     bare = flatout_run(tmp_path, *torchrun, env={"FLATOUT": "off"})

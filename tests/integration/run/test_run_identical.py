@@ -62,8 +62,8 @@ def test_losses_weights_and_random_numbers_are_the_same(tmp_path: Path) -> None:
     reports = observed.observed.rank.workers
     assert sum(report.samples for report in reports) == (2 + 2 + 1) * 24
     assert {report.random_used for report in reports} == {("numpy", "random", "torch")}
-    settings = observed.observed.rank.facts["loaders"]
-    assert [(one["num_workers"], one["start_method"]) for one in settings][1:] == [(2, "fork"), (1, "spawn")]
+    settings = observed.observed.rank.facts.loaders
+    assert [(one.num_workers, one.start_method) for one in settings][1:] == [(2, "fork"), (1, "spawn")]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -459,9 +459,9 @@ def test_any_loader_is_seen(tmp_path: Path, make: Callable[[], DataLoader[Any]])
     assert len(observed.steps) == 11
     assert observed.samples() == 48
     assert observed.count("data") == 11
-    (facts,) = observed.rank.facts["loaders"]
-    assert facts["dataset"].rpartition(".")[2] in ("Stream", "Indexed")
-    if facts["num_workers"] == 3:
+    (facts,) = observed.rank.facts.loaders
+    assert facts.dataset.rpartition(".")[2] in ("Stream", "Indexed")
+    if facts.num_workers == 3:
         return  # our own workers may be ended before their last word
     assert sum(report.samples for report in observed.rank.workers) == 48
     assert observed.rank.workers[0].random_used == ("torch",)
@@ -486,8 +486,8 @@ def test_what_loop_and_loader_do_to_each_other_is_seen(tmp_path: Path, anew: boo
                 for x, _ in val:
                     model(x)
 
-    facts = {loader["length"]: loader for loader in observe(tmp_path, train).rank.facts["loaders"]}
-    told = {length: (f["trains"], f["made_anew"], f["written"]) for length, f in facts.items()}
+    facts = {loader.length: loader for loader in observe(tmp_path, train).rank.facts.loaders}
+    told = {length: (f.trains, f.made_anew, f.written) for length, f in facts.items()}
     assert told == {24: (True, anew, None if anew else "Indexed, noise"), 96: (False, False, None)}
 
 
@@ -649,7 +649,7 @@ def test_what_the_script_lets_go_of_is_not_held(tmp_path: Path) -> None:
         return gone
 
     observed = observe(tmp_path, train)
-    assert observed.rank.facts["optimizer"] == "Adam", "but what was known of it is told"
+    assert observed.rank.facts.optimizer == "Adam", "but what was known of it is told"
 
 
 def test_a_step_that_raised_does_not_keep_what_its_callers_had(tmp_path: Path) -> None:
@@ -699,8 +699,8 @@ def test_a_loader_made_for_one_loop_is_watched_as_long(tmp_path: Path, kept: boo
                 optimizer.step()
                 data.size += 1
 
-    (facts,) = observe(tmp_path, train).rank.facts["loaders"]
-    assert facts["written"] == "Sized, size"
+    (facts,) = observe(tmp_path, train).rank.facts.loaders
+    assert facts.written == "Sized, size"
 
 
 def test_a_file_for_every_batch_is_no_cache(tmp_path: Path) -> None:
@@ -724,8 +724,8 @@ def test_a_file_for_every_batch_is_no_cache(tmp_path: Path) -> None:
             model(x).sum().backward()
             optimizer.step()
 
-    (facts,) = observe(tmp_path, train).rank.facts["loaders"]
-    assert facts["fills"] is None
+    (facts,) = observe(tmp_path, train).rank.facts.loaders
+    assert facts.fills is None
 
 
 def test_a_group_without_parameters_is_no_trouble(tmp_path: Path) -> None:
@@ -751,7 +751,7 @@ def test_two_loaders_at_once_are_both_training(tmp_path: Path) -> None:
     observed = observe(tmp_path, train)
     assert observed.samples() == 48
     assert "evaluation" not in names(observed)
-    assert observed.rank.facts["loaders_side_by_side"] == 2
+    assert observed.rank.facts.loaders_side_by_side == 2
 
 
 def test_batches_fetched_by_hand_are_seen(tmp_path: Path) -> None:
@@ -925,8 +925,8 @@ def test_everything_is_taken_off_again(tmp_path: Path) -> None:
         assert not changed | added, owner
 
 
-@pytest.mark.parametrize(("wanted", "seen"), [(True, ["bfloat16"]), (False, ["None"])])
-def test_mixed_precision_is_seen_where_it_is_entered(tmp_path: Path, wanted: bool, seen: list[str]) -> None:
+@pytest.mark.parametrize(("wanted", "seen"), [(True, ("bfloat16",)), (False, ("None",))])
+def test_mixed_precision_is_seen_where_it_is_entered(tmp_path: Path, wanted: bool, seen: tuple[str, ...]) -> None:
     def train() -> None:
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -937,4 +937,4 @@ def test_mixed_precision_is_seen_where_it_is_entered(tmp_path: Path, wanted: boo
             loss.backward()
             optimizer.step()
 
-    assert observe(tmp_path, train).rank.facts["autocast"] == seen
+    assert observe(tmp_path, train).rank.facts.autocast == seen

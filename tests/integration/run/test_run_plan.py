@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from observing import Run, flatout_run, write
 
+from flatout.model.facts import AppliedChange
 from flatout.model.plan import Change, Plan, Safety
 
 TRAIN = """
@@ -74,8 +75,8 @@ def run_with(
     return flatout_run(folder, *(command or (sys.executable, "train.py", *flags)), options=options, env=env)
 
 
-def entries(run: Run) -> dict[str, dict[str, Any]]:
-    return {entry["name"]: entry for entry in run.observed.rank.facts["changes"]}
+def entries(run: Run) -> dict[str, AppliedChange]:
+    return {entry.name: entry for entry in run.observed.rank.facts.changes}
 
 
 def losses(run: Run) -> list[str]:
@@ -118,7 +119,7 @@ def test_identical_changes_leave_every_loss_bit_for_bit(
     run = run_with(tmp_path, *changes, flags=flags)
     assert run.code == 0, run.err
     assert losses(run) == plain[flags]
-    assert {name: entry["applied"] for name, entry in entries(run).items()} == {c.name: True for c in changes}
+    assert {name: entry.applied for name, entry in entries(run).items()} == {c.name: True for c in changes}
 
 
 def test_changes_to_what_is_computed_show_in_the_facts(tmp_path: Path, plain: dict[tuple[str, ...], list[str]]) -> None:
@@ -135,15 +136,15 @@ def test_changes_to_what_is_computed_show_in_the_facts(tmp_path: Path, plain: di
     run = run_with(tmp_path, *wanted)
     assert run.code == 0, run.err
     facts, made = run.observed.rank.facts, entries(run)
-    assert (facts["autocast"], facts["channels_last"], facts["optimizer_fused"]) == (["bfloat16"], True, True)
+    assert (facts.autocast, facts.channels_last, facts.optimizer_fused) == (("bfloat16",), True, True)
     assert "seen (True, True)" in run.out.splitlines(), "every call of the model is inside autocast and channels_last"
     assert "keys conv.weight conv.bias head.weight head.bias" in run.out
-    assert made["fused_optimizer"]["where"] == "train.py:36"
-    assert made["precision"]["where"] == "train.py:40"
-    assert made["pin_memory"]["how"] == "there is no GPU to copy to"
-    assert made["device_prefetch"]["how"] == "the model is not trained on a GPU"
-    assert not made["cudnn_benchmark"]["applied"]
-    assert made["gpu_transforms"]["how"] == "needs the elastic loader in the same plan"
+    assert made["fused_optimizer"].where == "train.py:36"
+    assert made["precision"].where == "train.py:40"
+    assert made["pin_memory"].how == "there is no GPU to copy to"
+    assert made["device_prefetch"].how == "the model is not trained on a GPU"
+    assert not made["cudnn_benchmark"].applied
+    assert made["gpu_transforms"].how == "needs the elastic loader in the same plan"
     assert "changed in this run: precision=bf16 (each call of the model under torch.autocast" in run.err
     assert "Not changed: pin_memory (there is no GPU to copy to)" in run.err
     near = [abs(float.fromhex(a[5:]) - float.fromhex(b[5:])) for a, b in zip(losses(run), plain[()], strict=True)]
@@ -157,7 +158,7 @@ def test_transforms_stay_where_they_are_without_a_card_to_make_them(
     run = run_with(tmp_path, change("loader", "elastic"), change("gpu_transforms", True))
     assert run.code == 0, run.err
     assert losses(run) == plain[()]
-    assert entries(run)["gpu_transforms"]["how"] == "the model is not trained on a GPU"
+    assert entries(run)["gpu_transforms"].how == "the model is not trained on a GPU"
 
 
 def test_a_compiled_model_keeps_its_names(tmp_path: Path, plain: dict[tuple[str, ...], list[str]]) -> None:
@@ -166,9 +167,9 @@ def test_a_compiled_model_keeps_its_names(tmp_path: Path, plain: dict[tuple[str,
     )
     run = run_with(tmp_path, change("compile", "default"))
     assert run.code == 0, run.err
-    assert run.observed.rank.facts["compiled"] is True
-    assert run.observed.rank.facts["compile_s"] > 0
-    assert entries(run)["compile"]["applied"]
+    assert run.observed.rank.facts.compiled is True
+    assert run.observed.rank.facts.compile_s > 0
+    assert entries(run)["compile"].applied
     assert "keys conv.weight conv.bias head.weight head.bias" in run.out
 
 
@@ -205,7 +206,7 @@ def test_a_training_that_would_add_up_gradients_of_graphs_is_ended(
     ends = adds_up and compiles
     assert (run.code != 0) == ends, run.err
     assert ("gradients of several passes are added up" in run.err) == ends
-    assert entries(run)["compile"]["applied"] == compiles
+    assert entries(run)["compile"].applied == compiles
 
 
 def test_a_compiler_that_fails_is_switched_off_and_training_goes_on(
@@ -216,7 +217,7 @@ def test_a_compiler_that_fails_is_switched_off_and_training_goes_on(
     run = run_with(tmp_path, change("compile", "default"), **broken)
     assert run.code == 0, run.err
     assert losses(run) == plain[()]
-    assert not entries(run)["compile"]["applied"]
+    assert not entries(run)["compile"].applied
     assert run.err.count("compile is switched off") == 1
 
 
@@ -246,10 +247,10 @@ def test_what_the_script_does_itself_is_left_alone(tmp_path: Path) -> None:
     run = run_with(tmp_path, *(change(*want) for want in wanted))
     assert run.code == 0, run.err
     made = entries(run)
-    assert "IterableDataset" in made["num_workers"]["how"]
-    assert made["fused_optimizer"]["how"] == "Rprop has no fused form in torch"
-    assert made["compile"]["how"] == "the script compiles the model itself"
-    assert made["precision"]["applied"], "a model compiled in full takes autocast from the outside"
+    assert "IterableDataset" in made["num_workers"].how
+    assert made["fused_optimizer"].how == "Rprop has no fused form in torch"
+    assert made["compile"].how == "the script compiles the model itself"
+    assert made["precision"].applied, "a model compiled in full takes autocast from the outside"
 
 
 CONFIGURED = """
@@ -300,10 +301,10 @@ def test_values_are_changed_as_the_script_reads_them(tmp_path: Path, launcher: s
     assert run.code == 0, run.err
     assert run.out.strip() == "0.25 64 bf16 7 50 {'width': 5}"
     made = entries(run)
-    assert made["learning_rate"]["how"] == "--lr read as 0.25 instead of 0.5"
-    assert made["setting:BATCH"]["how"] == "config.py:BATCH set to 16 instead of 8"
-    assert made["eval_interval"]["how"] == "the script did not read --eval-every"
-    assert run.observed.rank.facts["learning_rate"] == 0.25
+    assert made["learning_rate"].how == "--lr read as 0.25 instead of 0.5"
+    assert made["setting:BATCH"].how == "config.py:BATCH set to 16 instead of 8"
+    assert made["eval_interval"].how == "the script did not read --eval-every"
+    assert run.observed.rank.facts.learning_rate == 0.25
     assert {name: (tmp_path / name).read_bytes() for name in before} == before, "nothing of the user's is rewritten"
 
 
@@ -316,7 +317,7 @@ def test_every_place_is_told_where_a_change_was_made(tmp_path: Path) -> None:
     write(tmp_path, train=TRAIN + evaluate)
     run = run_with(tmp_path, change("loader", "elastic"), flags=("--workers", "1"))
     assert run.code == 0, run.err
-    first, last = (entries(run)["loader"]["where"], *entries(run)["loader"]["also"])
+    first, last = (entries(run)["loader"].where, *entries(run)["loader"].also)
     assert (first, last) == ("train.py:37", "train.py:51")
     assert f", {first}, {last})" in run.err
 
@@ -441,8 +442,8 @@ def test_what_a_loop_without_workers_tells_its_data_is_not_lost(tmp_path: Path, 
         run = run_with(folder, *plan, command=(sys.executable, "train.py", what))
         assert run.code == 0, run.err
         said.append([line.split() for line in run.out.splitlines() if line.startswith("step")])
-    assert not entries(run)["loader"]["applied"]
-    assert entries(run)["loader"]["how"] == why
+    assert not entries(run)["loader"].applied
+    assert entries(run)["loader"].how == why
     stock, ours = said
     assert len(stock) == 48
     if what == "sampler":
@@ -504,7 +505,7 @@ def test_what_a_sample_raises_without_workers_is_raised_as_it_is(tmp_path: Path)
     assert said[0] == said[1]
     assert "step broken 21.png: 7 7" in said[0]
     assert len(said[0]) == 12
-    assert entries(run)["loader"]["applied"]
+    assert entries(run)["loader"].applied
 
 
 @pytest.mark.parametrize("framework", ["trainer", "lightning"])
@@ -519,9 +520,9 @@ def test_frameworks_get_their_batches_from_the_elastic_loader(tmp_path: Path, fr
         run = run_with(folder, *plan, CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1")
         assert run.code == 0, run.err
         said.append([line for line in run.out.splitlines() if line.startswith("losses")])
-        assert not plan or entries(run)["loader"]["applied"]
-        assert not plan or entries(run)["loader"]["where"].startswith("train.py:")
-        by_trainer = [loader["by_trainer"] for loader in run.observed.rank.facts["loaders"]]
+        assert not plan or entries(run)["loader"].applied
+        assert not plan or entries(run)["loader"].where.startswith("train.py:")
+        by_trainer = [loader.by_trainer for loader in run.observed.rank.facts.loaders]
         assert by_trainer == [framework == "trainer"]
     assert said[0] == said[1] != []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flatout.trace import (
+    Facts,
     GpuSample,
     HostSample,
     RankTrace,
@@ -17,6 +18,7 @@ from flatout.trace import (
     WorkerReport,
     Xray,
 )
+from flatout.trace.checked import from_json
 from flatout.trace.downsample import window_of
 
 CORES = 16
@@ -145,7 +147,7 @@ def trace(
         info=RunInfo(name="train", host="node", rank=0),
         steps=made,
         windows=(window_of(list(made)),),
-        facts=FACTS | {"loaders": [LOADER | (loader or {})]} | (facts or {}),
+        facts=from_json(Facts, FACTS | {"loaders": [LOADER | (loader or {})]} | (facts or {})),
         **one,
     )
     return Trace(ranks=(found,), samples={"node": samples if samples is not None else hardware()})

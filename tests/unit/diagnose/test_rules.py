@@ -11,7 +11,8 @@ from flatout.diagnose.rank_metrics import cases
 from flatout.diagnose.rules import diagnose
 from flatout.model.finding import CODES, Finding
 from flatout.report.findings import gain
-from flatout.trace import GpuProcess, ProcessSample, RankTrace, RunInfo, Sketch, Span, Step, Trace
+from flatout.trace import Facts, GpuProcess, ProcessSample, RankTrace, RunInfo, Sketch, Span, Step, Trace
+from flatout.trace.checked import from_json
 from flatout.trace.downsample import window_of
 
 STARVED = (("data", 60.0, 55.0, None), *HEALTHY[1:])
@@ -108,7 +109,7 @@ def test_a_sampler_of_the_scripts_own_is_asked_further_ahead_by_more_workers() -
     loading = {"workers": workers(3, sample_ms=20.0, busy=0.4, on_core=0.05, delay=0.0)}
     found = first(trace(*STARVED, loader=loader, **loading))
     assert (found.code, found.change, found.value) == ("data.too-few-workers", "num_workers", 64)
-    for other in ({"batch_sampler": "BatchSampler"}, {"batch_sampler": "EpochAfterEpoch"}, {"iterable": True}):
+    for other in ({"batch_sampler": "BatchSampler"}, {"batch_sampler": "ChainedEpochs"}, {"iterable": True}):
         assert "num_workers" not in [f.change for f in diagnose(trace(*STARVED, loader=loader | other, **loading))]
 
 
@@ -273,9 +274,9 @@ def test_no_worker_is_advised_where_the_loop_writes_to_its_dataset() -> None:
 def test_a_larger_loader_that_evaluates_is_not_taken_for_the_one_that_trains() -> None:
     evaluates = LOADER | {"length": 10**9, "num_workers": 3, "trains": False}
     made = trace(facts={"loaders": [evaluates, LOADER | {"num_workers": 5, "trains": True}]})
-    assert cases(made)[0].loader["num_workers"] == 5
+    assert cases(made)[0].loader.num_workers == 5
     old = trace(facts={"loaders": [LOADER | {"num_workers": 5}, LOADER | {"length": 10**9, "num_workers": 3}]})
-    assert cases(old)[0].loader["num_workers"] == 3, "of a recording that does not say"
+    assert cases(old)[0].loader.num_workers == 3, "of a recording that does not say"
 
 
 @pytest.mark.parametrize(
@@ -637,7 +638,7 @@ def test_the_culprit_waits_least_for_the_others(waits_ms: tuple[float, float]) -
             info=RunInfo(name="t", host="node", rank=n, world_size=3),
             steps=made,
             windows=(window_of(list(made)),),
-            facts=FACTS | {"loaders": [LOADER]},
+            facts=from_json(Facts, FACTS | {"loaders": [LOADER]}),
         )
         for n, made in enumerate((quick, slow, quick))
     )

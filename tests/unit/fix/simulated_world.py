@@ -17,8 +17,10 @@ import numpy as np
 from flatout.fix.runs import CEILING, ProofRun, ProofStep, Run
 from flatout.fix.speed import measure
 from flatout.launch import launcher
+from flatout.model.facts import SettingsRead
 from flatout.model.plan import Change
 from flatout.trace import (
+    Facts,
     GpuSample,
     HostSample,
     RankTrace,
@@ -31,6 +33,7 @@ from flatout.trace import (
     WorkerReport,
     Xray,
 )
+from flatout.trace.checked import from_json
 from flatout.trace.downsample import window_of
 
 START_S = 10.0
@@ -80,7 +83,7 @@ class World:
     machine: Machine = field(default_factory=Machine)
     length: int = 100_000
     workers: int = 8
-    settings: list[dict[str, Any]] = field(default_factory=list)
+    settings: list[SettingsRead] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     xray: dict[str, Any] = field(default_factory=dict)
     effects: dict[str, Callable[[Machine, Any], Machine]] = field(default_factory=lambda: dict(EFFECTS))
@@ -209,7 +212,10 @@ class World:
             info=RunInfo(name="train", host="node", rank=0),
             steps=(*made, *ceiling),
             windows=(window_of(made),),
-            facts={**FACTS, **self.facts, **m.facts, "loaders": [loader], "settings": self.settings},
+            facts=replace(
+                from_json(Facts, {**FACTS, **self.facts, **m.facts, "loaders": [loader]}),
+                settings=tuple(self.settings),
+            ),
             xray=self._xray(m),
             workers=(self._worker(m),),
         )
@@ -297,12 +303,15 @@ FACTS: dict[str, Any] = {
 }
 
 
-def flag(key: str, value: Any, **more: Any) -> dict[str, Any]:
+def with_loader(trace: Trace, **changes: Any) -> Trace:
+    """The trace, with other facts of its loader."""
+    rank = trace.ranks[0]
+    loader = replace(rank.facts.loaders[0], **changes)
+    return replace(trace, ranks=(replace(rank, facts=replace(rank.facts, loaders=(loader,))),))
+
+
+def flag(key: str, value: Any, **more: Any) -> SettingsRead:
     """What argparse has read: `flag("batch_size", 64)` is --batch-size 64."""
     values = {key: value, **more}
-    return {
-        "source": "argparse",
-        "file": None,
-        "values": values,
-        "options": {name: f"--{name.replace('_', '-')}" for name in values},
-    }
+    options = {name: f"--{name.replace('_', '-')}" for name in values}
+    return SettingsRead(source="argparse", values=values, options=options)

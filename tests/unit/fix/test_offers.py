@@ -15,8 +15,9 @@ from simulated_world import Machine, World, flag
 from flatout.diagnose.knobs import knobs
 from flatout.fix.offers import View, Wishes, not_offered, offers, scaled_twice
 from flatout.model.errors import UsageError
+from flatout.model.facts import SettingsRead
 from flatout.model.plan import Change
-from flatout.trace import ProcessSample, Sketch
+from flatout.trace import Facts, ProcessSample, Sketch
 from flatout.trace.reader import read as read_trace
 
 LAUNCHES = {"idle_by_phase_ms": {"forward": 60.0}, "kernel_us": Sketch.of([3.0] * 100)}
@@ -33,8 +34,8 @@ def offered(world: World, wishes: Wishes | None = None, **more: Any) -> dict[str
     return {change.name: change for offer in wanted for change in offer.changes}
 
 
-def read(source: str, file: str | None, **values: Any) -> dict[str, Any]:
-    return {"source": source, "file": file, "values": values}
+def read(source: str, file: str | None, **values: Any) -> SettingsRead:
+    return SettingsRead(source=source, file=file, values=values)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def read(source: str, file: str | None, **values: Any) -> dict[str, Any]:
         ([flag("batch_size", 64), read("json", "eval.json", batch_size=512)], "--batch-size"),
     ],
 )
-def test_the_knob_is_where_the_value_in_force_was_read(settings: list[dict[str, Any]], expected: str) -> None:
+def test_the_knob_is_where_the_value_in_force_was_read(settings: list[SettingsRead], expected: str) -> None:
     assert knobs(settings, "batch_size", lambda value: value == 64)[0].text == expected
 
 
@@ -116,8 +117,8 @@ def test_threads_of_workers_are_limited_where_the_loader_is_not_replaced() -> No
 def test_no_worker_is_offered_where_the_loop_writes_to_its_dataset() -> None:
     starved = view(World(machine=Machine(data_ms=80.0), workers=0))
     rank = starved.trace.ranks[0]
-    loader = {**rank.facts["loaders"][0], "written": "Pictures, size"}
-    writes = replace(starved.trace, ranks=(replace(rank, facts={**rank.facts, "loaders": [loader]}),))
+    loader = replace(rank.facts.loaders[0], written="Pictures, size")
+    writes = replace(starved.trace, ranks=(replace(rank, facts=replace(rank.facts, loaders=(loader,))),))
     names = {change.name for offer in offers(replace(starved, trace=writes), Wishes())[0] for change in offer.changes}
     assert not names & {"loader", "num_workers", "prefetch_factor"}
 
@@ -150,8 +151,9 @@ def test_where_every_core_is_busy_loading_transforms_go_with_the_loader() -> Non
         with tarfile.open(folder / "h200-data.cpu-bound-segment.tgz") as recorded:
             recorded.extractall(to, filter="data")
         trace = read_trace(Path(to))
+    rank = trace.ranks[0]
+    trace = replace(trace, ranks=(replace(rank, facts=replace(rank.facts, **PICTURES)),))
     seen = View(trace=trace, first=trace)
-    seen.case.facts.update(PICTURES)
     wanted, _ = offers(seen, Wishes())
     assert [change.name for change in wanted[0].changes] == ["loader", "device_prefetch", "gpu_transforms"]
 
@@ -294,8 +296,8 @@ def test_a_learning_rate_that_the_script_raises_with_the_batch_is_not_raised_twi
 ) -> None:
     """lr = args.lr * batch_size / 256: four times the batch, and four times args.lr."""
     change = Change(name="learning_rate", value=0.8, safety="semantic", knob="--lr")
-    facts = {"settings": [flag("lr", 0.2)], "learning_rate": 0.1}
-    before, now = (SimpleNamespace(facts=facts | more) for more in ({}, {"learning_rate": in_force}))
+    facts = Facts(settings=(flag("lr", 0.2),), learning_rate=0.1)
+    before, now = SimpleNamespace(facts=facts), SimpleNamespace(facts=replace(facts, learning_rate=in_force))
     why = scaled_twice(change, before, now)  # type: ignore[arg-type]
     assert why is None if said is None else str(why).endswith(said)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import simulated_world
-from simulated_world import EFFECTS, START_S, Machine, World, flag
+from simulated_world import EFFECTS, START_S, Machine, World, flag, with_loader
 
 from flatout.fix.offers import Wishes
 from flatout.fix.result import FixResult
@@ -381,8 +381,7 @@ class LongEpochs(World):
 
     def _trace(self, m: Machine, steps: int) -> Trace:
         made = super()._trace(replace(m, batch=64), steps)
-        loader = {**made.ranks[0].facts["loaders"][0], "length": 20_000 * 64}
-        return replace(made, ranks=(replace(made.ranks[0], facts={**made.ranks[0].facts, "loaders": [loader]}),))
+        return with_loader(made, length=20_000 * 64)
 
     def __call__(self, changes: Sequence[Change], *, timeout_s: float, **more: Any) -> Run:  # type: ignore[override]
         began_s = self.clock_s
@@ -398,8 +397,7 @@ class Stream(World):
 
     def _trace(self, m: Machine, steps: int) -> Trace:
         made = super()._trace(m, steps)
-        loader = {**made.ranks[0].facts["loaders"][0], "length": None}
-        return replace(made, ranks=(replace(made.ranks[0], facts={**made.ranks[0].facts, "loaders": [loader]}),))
+        return with_loader(made, length=None)
 
 
 def test_rarer_evaluation_of_a_stream_is_compared_with_its_pauses() -> None:
@@ -563,7 +561,7 @@ def test_where_there_is_no_time_to_prove_rounding_the_rest_of_an_offer_is_tried(
         machine=Machine(data_ms=400.0),
         workers=16,
         cpu_pct=97.0,
-        facts={"pillow": "11", "memory_reserved_bytes": 4 << 30},
+        facts={"pillow": True, "memory_reserved_bytes": 4 << 30},
         effects=EFFECTS | {"loader": lambda m, _: replace(m, data_ms=0.8 * m.data_ms)},
     )
     found = fix(world, budget_s=240)
@@ -876,7 +874,7 @@ def test_an_epoch_has_as_many_steps_as_its_batches_make(
     assert run.trace is not None
     rank = run.trace.ranks[0]
     steps = tuple(replace(step, micro_steps=passes, samples=int(64 * batches)) for step in rank.steps)
-    facts = {**rank.facts, "loaders_side_by_side": loaders}
+    facts = replace(rank.facts, loaders_side_by_side=loaders)
     seen = replace(rank, steps=steps, windows=(window_of(list(steps)),), facts=facts)
     assert replace(run, trace=replace(run.trace, ranks=(seen,))).case.steps_an_epoch == steps_an_epoch
 
@@ -884,9 +882,7 @@ def test_an_epoch_has_as_many_steps_as_its_batches_make(
 def test_an_epoch_is_what_the_sampler_gives_not_what_the_dataset_has() -> None:
     run = World(length=6400)((), steps=48, timeout_s=60)
     assert run.trace is not None
-    rank = run.trace.ranks[0]
-    loader = {**rank.facts["loaders"][0], "batch_size": None, "batches": 10}
-    trace = replace(run.trace, ranks=(replace(rank, facts={**rank.facts, "loaders": [loader]}),))
+    trace = with_loader(run.trace, batch_size=None, batches=10)
     assert (run.samples_an_epoch, replace(run, trace=trace).samples_an_epoch) == (6400, 640)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flatout.fix.speed import Speed, measure, slower_pauses
+from flatout.model.facts import AppliedChange, Facts
 from flatout.trace import RankTrace, RunInfo, Span, Step, Trace, Window
 from flatout.trace.downsample import StepThinner
 
@@ -52,8 +53,8 @@ def epoch_of(steps: int, evaluation_ms: float, *, elastic: bool = False) -> Trac
         for record in thinner.push(step):
             (raw if isinstance(record, Step) else windows).append(record)  # type: ignore[arg-type]
     windows += [record for record in thinner.flush() if isinstance(record, Window)]
-    changes = [{"name": "loader", "applied": True}] if elastic else []
-    rank = RankTrace(info=RunInfo(name="train"), steps=tuple(raw), windows=tuple(windows), facts={"changes": changes})
+    changes = (AppliedChange(name="loader", applied=True, how=""),) if elastic else ()
+    rank = RankTrace(info=RunInfo(name="train"), steps=tuple(raw), windows=tuple(windows), facts=Facts(changes=changes))
     return Trace(ranks=(rank,), samples={})
 
 

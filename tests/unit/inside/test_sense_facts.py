@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from flatout.inside.facts import loader_facts
+from flatout.model.frameworks import may_be_asked_early
 
 DATA = TensorDataset(torch.arange(100))
 
@@ -41,12 +42,24 @@ class Unmeasured(Stream):
     ids=["all", "drop_last", "a part", "batch_sampler", "batches as samples", "endless", "has no length"],
 )
 def test_how_many_batches_an_epoch_has(settings: dict[str, Any], batches: int | None) -> None:
-    assert loader_facts(DataLoader(DATA, **settings))["batches"] == batches
+    assert loader_facts(DataLoader(DATA, **settings)).batches == batches
 
 
 @pytest.mark.filterwarnings("error")
 def test_a_stream_is_not_asked_for_its_batches() -> None:
     """torch would then warn the person of a length that nobody but us had asked for."""
     loader = DataLoader(Stream(), batch_size=1)
-    assert loader_facts(loader)["batches"] is None
+    assert loader_facts(loader).batches is None
     assert len(list(loader)) == 50
+
+
+class RandomSampler(SubsetRandomSampler):
+    """Has the name of PyTorch's, and is the script's own."""
+
+
+def test_a_sampler_is_noted_with_its_module() -> None:
+    own = loader_facts(DataLoader(DATA, sampler=RandomSampler(range(30))))
+    assert own.sampler == f"{__name__}.RandomSampler"
+    assert not may_be_asked_early(own.sampler, own.batch_sampler)
+    pytorchs = loader_facts(DataLoader(DATA, shuffle=True))
+    assert may_be_asked_early(pytorchs.sampler, pytorchs.batch_sampler)

@@ -23,7 +23,7 @@ def test_a_config_module_of_the_users_is_read_and_pythons_own_is_not(
     settings = Settings()
     settings.note_config_modules()
     monkeypatch.delitem(sys.modules, "my_config")
-    read = {Path(entry["file"]).name: entry["values"] for entry in settings.read}
+    read = {Path(entry.file).name: entry.values for entry in settings.read if entry.file}
     assert read["my_config.py"] == {"num_workers": 3}
     assert not any(name.startswith("_sysconfigdata") or "flatout" in name for name in read)
 
@@ -33,7 +33,7 @@ def test_settings_are_cut_and_without_secrets() -> None:
     values = {"lr": 0.1, "hf_token": "abc", "text": "x" * 295 + " ghp_abcdefghijklmnopqrst", "many": list(range(99))}
     settings.note("yaml", "config.yaml", values)
     (entry,) = settings.read
-    assert entry["values"] == {"lr": 0.1, "hf_token": "***", "text": "x" * 295 + " ***", "many": list(range(50))}
+    assert entry.values == {"lr": 0.1, "hf_token": "***", "text": "x" * 295 + " ***", "many": list(range(50))}
 
 
 def test_a_file_a_sample_is_looked_into_a_few_times_only() -> None:

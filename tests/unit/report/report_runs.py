@@ -12,6 +12,7 @@ from rich.console import Console
 from flatout.model.records import DiskSample
 from flatout.model.sketch import Sketch
 from flatout.trace import (
+    Facts,
     GpuSample,
     HostSample,
     Note,
@@ -25,6 +26,7 @@ from flatout.trace import (
     WorkerReport,
     Xray,
 )
+from flatout.trace.checked import from_json
 from flatout.trace.downsample import window_of
 
 BATCH = 32
@@ -76,7 +78,7 @@ def rank_of(steps: Sequence[Step], *, rank: int = 0, **more: Any) -> RankTrace:
     return RankTrace(info=info, steps=tuple(steps), **({"windows": windows, "facts": facts()} | more))
 
 
-def facts(**changes: Any) -> dict[str, Any]:
+def facts(**changes: Any) -> Facts:
     """What was in force."""
     loader = {"dataset": "__main__.Photos", "length": 1000, "batch_size": BATCH, "num_workers": 0}
     known: dict[str, Any] = {
@@ -90,7 +92,7 @@ def facts(**changes: Any) -> dict[str, Any]:
             {"source": "argparse", "values": {"num_workers": 0}, "options": {"num_workers": "--workers"}},
         ],
     }
-    return known | changes
+    return from_json(Facts, known | changes)
 
 
 def trace_of(*ranks: RankTrace, samples: Sequence[Sample] = (), notes: Sequence[Note] = ()) -> Trace:

@@ -13,10 +13,11 @@ import pytest
 from report_runs import facts, printed, rank_of, step, steps_of, trace_of
 from test_report_html import Page
 
+from flatout.model.facts import LoaderFacts
 from flatout.model.stats import Gain
 from flatout.report import compare_views
 from flatout.report.compare import Comparison, compare
-from flatout.trace import Facts, HostSample, ProcessSample, RankTrace, RunInfo, Sample, Step, Trace, TraceWriter
+from flatout.trace import FactsRecord, HostSample, ProcessSample, RankTrace, RunInfo, Sample, Step, Trace, TraceWriter
 from flatout.trace.downsample import window_of
 
 
@@ -237,8 +238,9 @@ def test_settings_that_differ_are_listed_and_no_others() -> None:
 
 
 def test_a_loader_that_one_of_them_lacks_is_one_line() -> None:
-    one, two = facts(), facts()
-    two["loaders"] = [*two["loaders"], {"dataset": "train.Val", "num_workers": 8, "batch_size": 64}]
+    one = facts()
+    val = LoaderFacts(dataset="train.Val", num_workers=8, batch_size=64)
+    two = dataclasses.replace(one, loaders=(*one.loaders, val))
     result = compare(*(trace_of(rank_of(steps_of(noisy(1)), facts=known)) for known in (one, two)))
     assert result.differences == (("loader 2", None, "train.Val"),)
 
@@ -325,7 +327,7 @@ def saved(tmp_path: Path) -> dict[str, Path]:
         with TraceWriter(tmp_path / name, run.ranks[0].info) as writer:
             for one in run.ranks[0].steps:
                 writer.write(one)
-            writer.write(Facts(time_s=1.0, values=run.ranks[0].facts))
+            writer.write(FactsRecord(time_s=1.0, values=run.ranks[0].facts))
     return {name: tmp_path / name for name in runs}
 
 

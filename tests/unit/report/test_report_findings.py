@@ -11,6 +11,7 @@ from report_runs import printed, rank_of, steps_of, trace_of, whole_run
 from test_report_html import FINDING
 
 from flatout.diagnose.gains import HELD_BACK
+from flatout.model.facts import Facts, LoaderFacts, SettingsRead
 from flatout.report import findings
 from flatout.report.account import account
 from flatout.report.findings import change_as_typed, gain, headline
@@ -75,8 +76,8 @@ def test_a_change_as_one_would_type_it(change: str | None, value: object, typed:
 
 
 def test_a_change_may_be_a_line_of_the_scripts_own_file() -> None:
-    settings = [{"source": "yaml", "file": "train.yaml", "values": {"loader": {"workers": 0}, "pin_memory": 2}}]
-    read = dataclasses.replace(ACCOUNT, facts={**ACCOUNT.facts, "settings": settings})
+    settings = [SettingsRead(source="yaml", file="train.yaml", values={"loader": {"workers": 0}, "pin_memory": 2})]
+    read = dataclasses.replace(ACCOUNT, facts=dataclasses.replace(ACCOUNT.facts, settings=tuple(settings)))
     fewer = dataclasses.replace(FINDING, change="num_workers", value=6)
     assert change_as_typed(read, fewer) == "in train.yaml: loader.workers: 6"
     pinned = dataclasses.replace(FINDING, change="pin_memory", value=True)
@@ -84,7 +85,7 @@ def test_a_change_may_be_a_line_of_the_scripts_own_file() -> None:
 
 
 def test_what_the_trainer_of_transformers_makes_is_changed_by_its_arguments() -> None:
-    made = dataclasses.replace(ACCOUNT, facts={"loaders": [{"by_trainer": True}]})
+    made = dataclasses.replace(ACCOUNT, facts=Facts(loaders=(LoaderFacts(dataset="D", by_trainer=True),)))
     typed = [
         change_as_typed(made, dataclasses.replace(FINDING, change=change, value=value))
         for change, value in (("num_workers", 6), ("batch_size", 64), ("cudnn_benchmark", True))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from report_runs import facts, rank_of, step, steps_of, trace_of, whole_run
 
+from flatout.model.facts import Facts
 from flatout.model.finding import Finding
 from flatout.report.account import account
 from flatout.report.html import page
@@ -153,7 +154,7 @@ def test_a_trace_of_an_older_flatout_gives_no_secret_away() -> None:
     assert shown.count("FINE") == 3
 
 
-BLIND = trace_of(rank_of(steps_of([100.0] * 40, gpu=False), facts={}))
+BLIND = trace_of(rank_of(steps_of([100.0] * 40, gpu=False), facts=Facts()))
 ONE_STEP = trace_of(rank_of(steps_of([100.0])))
 ONLY_SETUP = trace_of(rank_of((step(-1, 500.0, kind="setup", spans=()),)))
 

@@ -10,6 +10,7 @@ from report_runs import rank_of, sample, step, steps_of, trace_of, whole_run, wo
 
 from flatout.diagnose.breakdown import breakdown
 from flatout.diagnose.rank_metrics import RankMetrics
+from flatout.model.facts import Facts
 from flatout.report import chart_data
 from flatout.report.account import account, card_of
 from flatout.trace import Span, Step
@@ -169,7 +170,7 @@ def test_a_pause_whose_step_was_not_kept_is_marked_at_its_window() -> None:
 def test_the_card_is_the_one_the_rank_named() -> None:
     run = whole_run()
     assert card_of(run.ranks[0], run.samples["box"]) == "GPU-0"
-    assert card_of(rank_of((), facts={}), run.samples["box"]) == "GPU-0"
+    assert card_of(rank_of((), facts=Facts()), run.samples["box"]) == "GPU-0"
     assert card_of(run.ranks[0], ()) is None
 
 
@@ -181,7 +182,7 @@ def test_a_rank_that_may_see_one_card_of_two_is_not_shown_the_other() -> None:
         dataclasses.replace(sample.gpus[0], index=index, uuid=uuid, power_w=power_w)
         for index, (uuid, power_w) in enumerate((first, second))
     )
-    rank = rank_of((), facts={"gpu_index": 0, "gpu_uuid": "5e7a-11"})
+    rank = rank_of((), facts=Facts(gpu_index=0, gpu_uuid="5e7a-11"))
     run = trace_of(rank, samples=[dataclasses.replace(sample, gpus=gpus)])
     assert card_of(rank, run.samples["box"]) == "GPU-5e7a-11"
     assert account(run, "folder").gpu["power_w"] == 90.0

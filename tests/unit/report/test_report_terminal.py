@@ -9,6 +9,7 @@ import pytest
 from report_runs import printed, rank_of, steps_of, trace_of, worker
 
 from flatout.diagnose.breakdown import Breakdown
+from flatout.model.facts import Facts, OwnCost
 from flatout.report.account import account
 from flatout.report.terminal import ceiling, duration, ms, show, wrapped
 from flatout.trace import Note, RankTrace, RunInfo, Sketch, Span, Step, Trace, Xray
@@ -34,7 +35,7 @@ def drawn(width: int = 80) -> list[str]:
         steps=tuple(steps),
         windows=(window_of(steps),),
         notes=(Note(time_s=1.0, text="something that takes many words to say, " * 4),),
-        facts={"own_cost": {"us_per_step": 20.0}},
+        facts=Facts(own_cost=OwnCost(us_per_step=20.0)),
         workers=tuple(replace(worker(None), dataset="Pictures", length=length) for length in (4000, 500)),
         xray=Xray(steps=8, wall_ms=80, busy_ms=24, kernels=800, copies_ms={"HtoD Pageable": 3.0}, matrix_ms=4.0),
     )

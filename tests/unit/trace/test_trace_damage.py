@@ -16,18 +16,19 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from benchmarks.damage import end_of, shown, unpacked
 from flatout.model.errors import TraceError
+from flatout.model.facts import LoaderFacts
 from flatout.report import terminal
-from flatout.trace import Facts, RankTrace, RunInfo, Step, TraceWriter, reader
+from flatout.trace import Facts, FactsRecord, RankTrace, RunInfo, Step, TraceWriter, reader
 
 MUTATIONS = 150
 
 
-def recorded(folder: Path, *, steps: int = 5, facts: dict[str, Any] | None = None) -> Path:
+def recorded(folder: Path, *, steps: int = 5, facts: Facts | None = None) -> Path:
     """A recording of a few steps; its file."""
     with TraceWriter(folder, RunInfo(name="demo", host="box", rank=0)) as writer:
         for index in range(steps):
             writer.write(Step(index=index, start_s=float(index), wall_ms=10.0, samples=1))
-        writer.write(Facts(time_s=1.0, values=facts or {}))
+        writer.write(FactsRecord(time_s=1.0, values=facts or Facts()))
     return folder / "rank-00000.jsonl"
 
 
@@ -96,8 +97,13 @@ def test_a_damaged_first_line_is_named(tmp_path: Path) -> None:
 def test_facts_that_are_not_what_they_should_be_are_left_out(tmp_path: Path) -> None:
     good = {"dataset": "m.D", "batch_size": 8}
     facts = {"loaders": [good, 3, {"batch_size": 4}, good | {"batch_size": "x"}], "autocast": 3, "of_my_own": [1, {}]}
-    path = recorded(tmp_path, facts={**facts, "memory_retries": -1, "own_cost": []})
-    assert read_from(path).facts == {"loaders": [good, {"dataset": "m.D"}], "of_my_own": [1, {}]}
+    path = recorded(tmp_path)
+    values = {**facts, "memory_retries": -1, "own_cost": []}
+    number = next(n for n, line in enumerate(path.read_text().splitlines(), 1) if '"record":"facts"' in line)
+    with_line(path, number, json.dumps({"record": "facts", "time_s": 1.0, "values": values}))
+    assert read_from(path).facts == Facts(
+        loaders=(LoaderFacts(dataset="m.D", batch_size=8), LoaderFacts(dataset="m.D"))
+    )
 
 
 def test_half_a_character_is_read_as_what_can_be_written(tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flatout.model.facts import AppliedChange, LoaderFacts, SettingsRead
 from flatout.model.records import KINDS, encode, to_json
 from flatout.trace import (
     Facts,
+    FactsRecord,
     GpuSample,
     HostSample,
     Note,
@@ -86,9 +88,17 @@ note = st.builds(Note, time_s=rounded(0, 1e7), text=text)
 summary = st.builds(
     Summary, info=info, wall_ms=sketch, notes=st.lists(note, max_size=2).map(tuple), ended=st.booleans()
 )
-facts = st.builds(
-    Facts, time_s=rounded(0, 1e7), values=st.dictionaries(text, text | st.integers(-(10**18), 10**18) | st.none())
+loader = st.builds(LoaderFacts, dataset=text, length=st.none() | st.integers(0, 10**18), written=st.none() | text)
+changed = st.builds(AppliedChange, name=text, value=text, applied=st.booleans(), how=text)
+settings = st.builds(SettingsRead, source=text, values=st.dictionaries(text, text | st.none()))
+values = st.builds(
+    Facts,
+    gpu=st.none() | text,
+    loaders=st.lists(loader, max_size=2).map(tuple),
+    changes=st.lists(changed, max_size=2).map(tuple),
+    settings=st.lists(settings, max_size=2).map(tuple),
 )
+facts = st.builds(FactsRecord, time_s=rounded(0, 1e7), values=values)
 xray = st.builds(Xray, steps=st.integers(1, 9), wall_ms=rounded(0, 1e4), busy_ms=rounded(0, 1e4), kernel_us=sketch)
 pairs = st.lists(st.tuples(rounded(0, 1e4), rounded(0, 1e4)), max_size=3).map(tuple)
 clock = rounded(0, 1e7)

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from flatout.files import write_whole
 from flatout.inside.changes.computing import Computing
@@ -53,10 +52,10 @@ class Applied:
             met = self._weights.step_ended(self._computing.optimizers, self._proof.roots) if first else None
             self._proof.step_ended(met)
 
-    def facts(self) -> dict[str, Any]:
-        """What became of each change."""
-        compile_s = self._computing.compile_s + self._loading.compile_s
-        return {"changes": self.ledger.entries(), "compile_s": compile_s or None}
+    @property
+    def compile_s(self) -> float | None:
+        """How long compiling took, where something was compiled."""
+        return self._computing.compile_s + self._loading.compile_s or None
 
     def finish(self, path: Path) -> None:
         """The run is over: say what was not made, and write the proof."""

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from flatout.model.facts import AppliedChange
 from flatout.redact import redact_setting, redact_text
 
 if TYPE_CHECKING:
@@ -76,18 +77,18 @@ class Ledger:
             self.failed(name, problem)
             return None
 
-    def entries(self) -> list[dict[str, Any]]:
+    def entries(self) -> tuple[AppliedChange, ...]:
         """For the trace: one entry a change, in the plan's order."""
-        return [self._entry(change) for change in self.changes.values()]
+        return tuple(self._entry(change) for change in self.changes.values())
 
-    def _entry(self, change: Change) -> dict[str, Any]:
+    def _entry(self, change: Change) -> AppliedChange:
         how, places = self._made.get(change.name, (None, []))
         no_occasion = f"the script did not read {change.knob}" if change.knob else "there was no occasion for it"
-        return {
-            "name": change.name,
-            "value": redact_setting(change.knob, change.value),
-            "applied": how is not None,
-            "how": how or self._refused.get(change.name, no_occasion),
-            "where": places[0] if places else None,
-            "also": places[1:],
-        }
+        return AppliedChange(
+            name=change.name,
+            value=redact_setting(change.knob, change.value),
+            applied=how is not None,
+            how=how or self._refused.get(change.name, no_occasion),
+            where=places[0] if places else None,
+            also=tuple(places[1:]),
+        )

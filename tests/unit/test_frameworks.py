@@ -1,0 +1,43 @@
+"""The table of frameworks agrees with the classes that are installed, and names nothing twice."""
+
+from __future__ import annotations
+
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from flatout.feed.chained_epochs import ChainedEpochs
+from flatout.model.frameworks import (
+    FRAMEWORKS,
+    LAUNCHERS,
+    PURE_SAMPLERS,
+    WRAPPING_SAMPLERS,
+    may_be_asked_early,
+    packages,
+)
+
+
+def name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def test_pytorchs_samplers_are_named_as_pytorch_names_them() -> None:
+    known = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+    assert {name_of(kind) for kind in known} <= PURE_SAMPLERS
+    assert {name_of(BatchSampler), name_of(ChainedEpochs)} <= WRAPPING_SAMPLERS.keys()
+
+
+def test_a_scripts_own_random_sampler_is_not_taken_for_pytorchs() -> None:
+    batches = name_of(BatchSampler)
+    assert may_be_asked_early(name_of(RandomSampler), batches)
+    assert not may_be_asked_early("__main__.RandomSampler", batches)
+    assert not may_be_asked_early(name_of(RandomSampler), "my.samplers.BatchSampler")
+    assert may_be_asked_early("RandomSampler", "BatchSampler"), "traces of before hold the bare name"
+    assert may_be_asked_early(None, None), "and older ones none"
+
+
+def test_a_package_has_one_entry() -> None:
+    every = packages()
+    assert len(every) == len(set(every))
+    assert {"torch", "flatout"}.isdisjoint(packages(has_loop=True))
+    assert set(packages(builds_loaders=True)) <= set(packages(has_loop=True))
+    assert set(LAUNCHERS) <= {framework.launcher for framework in FRAMEWORKS}
