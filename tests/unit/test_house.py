@@ -45,9 +45,6 @@ for name in {there!r}:
     assert result.returncode == 0, result.stderr
 
 
-WITH_NUMPY = {"flatout.feed.fingerprint", "flatout.feed.variables", "flatout.feed.watch"}  # to be removed
-
-
 def test_what_runs_in_a_training_process_imports_torch_and_the_standard_library_alone() -> None:
     """A script's environment may have neither numpy nor psutil. What is imported inside functions does not count."""
     inside = sorted((ROOT / "src/flatout/inside").rglob("*.py"))
@@ -59,8 +56,7 @@ def test_what_runs_in_a_training_process_imports_torch_and_the_standard_library_
         imported = imports_of(name)
         waiting |= {one for one in imported if one.startswith("flatout.")} - seen
         tops = {one.partition(".")[0] for one in imported} - sys.stdlib_module_names - {"flatout", "torch"}
-        if name not in WITH_NUMPY:
-            foreign += [f"{name} imports {top}" for top in sorted(tops)]
+        foreign += [f"{name} imports {top}" for top in sorted(tops)]
     assert "flatout.feed.packing" in seen
     assert foreign == []
 

@@ -11,11 +11,13 @@ them has become another object since the last time (`Known`).
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import marshal
 import operator
 import re
+import sys
 import types
 import zlib
 from collections import OrderedDict, defaultdict
@@ -25,22 +27,31 @@ from itertools import chain
 from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
+_numpy: Any = sys.modules.get("numpy")  # PyTorch has imported it, where it is installed
+_ARRAYS: Any = () if _numpy is None else (_numpy.ndarray,)
+_SCALARS: Any = () if _numpy is None else (_numpy.generic,)
 _NUMBERS = frozenset((int, float, complex, bool, type(None)))
-_HASHED = frozenset((str, bytes, np.str_, np.bytes_, PosixPath, PurePosixPath, torch.dtype, torch.device))
-_NEVER_CHANGE = (re.Pattern, np.dtype)
+_HASHED = frozenset((str, bytes, PosixPath, PurePosixPath, torch.dtype, torch.device))
+_NEVER_CHANGE: tuple[type, ...] = (re.Pattern,)
+if _numpy is not None:
+    _HASHED |= {_numpy.str_, _numpy.bytes_}
+    _NEVER_CHANGE += (_numpy.dtype,)
 _FIXED = (types.CodeType, types.ModuleType, TypeVar, logging.Logger)
 _HOLD_OTHERS = frozenset((list, tuple, set, frozenset, dict, OrderedDict, defaultdict, torch.Size))
-_BUILT_IN = _HOLD_OTHERS | {str, bytes, np.ndarray, torch.Tensor, functools.partial, object}
-_DATA: Any = (*_NUMBERS, str, bytes, np.generic, np.ndarray, torch.Tensor, list, tuple, set, frozenset, dict)
+_BUILT_IN = _HOLD_OTHERS | {str, bytes, *_ARRAYS, torch.Tensor, functools.partial, object}
+_DATA: Any = (*_NUMBERS, str, bytes, *_SCALARS, *_ARRAYS, torch.Tensor, list, tuple, set, frozenset, dict)
 _POINTER, _HEAP_TYPE = tuple.__itemsize__, 1 << 9  # the flag of classes that are not static in C
 _LONG = 1000  # entries of a list
 _MOST_THINGS = 8_000_000
 _MOST_ARRAYS = 20_000
 _MOST_COLUMNS = 32
 _MOST_BYTES = 256 << 20  # a quarter of a second
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
 class _CannotTell(Exception):
@@ -99,9 +110,9 @@ class _Walk:
             return hash(tuple(things))
         if issubclass(kind, _FIXED):
             return hash(tuple(map(id, things)))
-        if issubclass(kind, np.generic):
-            self._can_change += issubclass(kind, np.void)
-            return self._array(np.asarray(things))
+        if issubclass(kind, _SCALARS):
+            self._can_change += issubclass(kind, _numpy.void)
+            return self._array(_numpy.asarray(things))
         if kind is range:
             return self.of([(one.start, one.stop, one.step) for one in things])
         if kind is tuple:
@@ -116,10 +127,10 @@ class _Walk:
     def _inside(self, kind: Any, things: list[Any]) -> int:
         if issubclass(kind, type):
             return hash((*map(id, things), *map(self._class, things)))
-        if kind is np.memmap:
+        if _ARRAYS and kind is _numpy.memmap:
             return hash(tuple(map(self._mapped, things)))
         if kind is torch.Generator:
-            return hash(tuple(zlib.crc32(one.get_state().numpy().data) for one in things))
+            return hash(tuple(zlib.crc32(_bytes_of(one.get_state())) for one in things))
         if kind is types.FunctionType:
             return self.of([_parts_of_function(one) for one in things])
         if kind is types.MethodType:
@@ -141,7 +152,7 @@ class _Walk:
             return self._held(built_in, things)
         if built_in is torch.Tensor:
             return hash(tuple(map(self._tensor, things)))
-        if built_in is np.ndarray:
+        if built_in in _ARRAYS:
             return hash(tuple(map(self._array, things)))
         if built_in in (str, bytes):
             return hash(tuple(map(built_in.__hash__, things)))
@@ -182,12 +193,16 @@ class _Walk:
         held = [(name, one) for name, one in named if not name.startswith("__") and _is_data(one)]
         return hash((*(id(one) for _, one in named if not _is_data(one)), self.of(held)))
 
-    def _array(self, array: np.ndarray[Any, Any]) -> int:
+    def _array(self, array: Any) -> int:
         self._count(array.nbytes)
         if array.dtype.hasobject:
             raise _CannotTell
         return hash(
-            (array.shape, str(array.dtype), zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data))
+            (
+                array.shape,
+                str(array.dtype),
+                zlib.crc32(_numpy.ascontiguousarray(array).reshape(-1).view(_numpy.uint8).data),
+            )
         )
 
     def _tensor(self, tensor: torch.Tensor) -> int:
@@ -196,7 +211,7 @@ class _Walk:
             raise _CannotTell  # to look there is to wait for the card
         self._count(tensor.numel() * tensor.element_size())
         plain = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-        return hash((tuple(tensor.shape), tensor.dtype, zlib.crc32(plain.view(torch.uint8).numpy().data)))
+        return hash((tuple(tensor.shape), tensor.dtype, zlib.crc32(_bytes_of(plain.contiguous()))))
 
     def _mapped(self, array: Any) -> int:
         """Workers map the same file, unless what is written stays with the process, or it is a copy in memory."""

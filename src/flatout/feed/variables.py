@@ -11,17 +11,20 @@ from __future__ import annotations
 import dis
 import functools
 import os
+import sys
 import types
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 _LIBRARIES = (str(Path(os.__file__).parent), str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-_DATA = (int, float, complex, bool, str, bytes, type(None), np.generic, np.ndarray, torch.Tensor)
+_DATA: tuple[type, ...] = (int, float, complex, bool, str, bytes, type(None), torch.Tensor)
+_numpy: Any = sys.modules.get("numpy")  # PyTorch has imported it, where it is installed
+if _numpy is not None:
+    _DATA += (_numpy.generic, _numpy.ndarray)
 _HOLDS = (list, tuple, set, frozenset, dict)
 _MOST_MET, _MOST_HELD = 1024, 64
 _ATTRIBUTE = frozenset(("LOAD_ATTR", "LOAD_METHOD"))

@@ -9,6 +9,7 @@ thousand places of large ones), what functions have closed over; and global vari
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import mmap
 import multiprocessing.sharedctypes as shared
@@ -20,10 +21,11 @@ from collections.abc import Callable, Iterator
 from itertools import islice, repeat
 from typing import Any
 
-import numpy as np
 import torch
 
 from flatout.feed.variables import Globals
+
+_numpy: Any = sys.modules.get("numpy")  # PyTorch has imported it, where it is installed
 
 _PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None)))
 _HOLDS = (list, tuple, set, frozenset, deque)
@@ -150,7 +152,8 @@ def _way_to_look(one: Any) -> Callable[[Any], Any] | None:
 
 def _tensor(one: Any) -> Any:
     small = one.device.type == "cpu" and one.numel() * one.element_size() <= _SMALL_BYTES
-    content = one.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if small else b""
+    plain = one.detach().contiguous()
+    content = ctypes.string_at(plain.data_ptr(), plain.numel() * plain.element_size()) if small else b""
     return (0 if one.is_inference() else one._version), content
 
 
@@ -159,7 +162,7 @@ def _array(one: Any) -> Any:
         return None
     if one.nbytes <= _SMALL_BYTES or not one.flags.c_contiguous:
         return one.tobytes() if one.nbytes <= _SMALL_BYTES else None
-    return one.view(np.ndarray).reshape(-1)[:: 1 + one.size // _MOST_ENTRIES].tobytes()
+    return one.view(_numpy.ndarray).reshape(-1)[:: 1 + one.size // _MOST_ENTRIES].tobytes()
 
 
 def _values(one: Any) -> Any:
@@ -192,7 +195,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 _WAYS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (Globals, Globals.now),
     (torch.Tensor, _tensor),
-    (np.ndarray, _array),
+    *([(_numpy.ndarray, _array)] if _numpy is not None else []),
     (shared.SynchronizedBase, lambda one: bytes(memoryview(one.get_obj()))[:_SMALL_BYTES]),
     (dict, _values),
     (types.MethodType, lambda one: {"__self__": one.__self__, "__func__": one.__func__}),
@@ -203,7 +206,7 @@ _WAYS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
 
 def _is_mapped(array: Any) -> bool:
     """Whether looking at it would read from a disk."""
-    while array is not None and not isinstance(array, (np.memmap, mmap.mmap)):
+    while array is not None and not isinstance(array, (_numpy.memmap, mmap.mmap)):
         array = getattr(array, "base", None)
     return array is not None
 
