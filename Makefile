@@ -1,11 +1,12 @@
-# One way in: `make demo`, `make test`, `make bench`. Each sets up .venv by itself on a fresh machine.
+# make quick: while you work. make test: everything, before a change goes in. make demo: see it work. make bench: measure.
+# Each sets up .venv on a fresh machine.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types unit gpu bench clean
+.PHONY: demo quick test lint types unit gpu bench clean
 .DEFAULT_GOAL := test
 
-# What it takes to run, and what it takes to work on it: twice as much.
+# What running needs, and what working on it needs: twice as much.
 .venv/.runs: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[workloads]'
@@ -18,6 +19,11 @@ BIN := .venv/bin
 demo: .venv/.runs
 	$(BIN)/python -m benchmarks.demo
 
+# Tests that start no process and compile nothing: below a minute on two cores.
+quick: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/pytest tests/unit --quick --numprocesses 2
+
 test: lint types gpu unit
 
 lint: .venv/.installed
@@ -28,12 +34,11 @@ lint: .venv/.installed
 types: .venv/.installed
 	$(BIN)/mypy
 
-# Three at once fill two cores: tests wait a lot. Many are about time, and cores are shared: what fails is run once
-# more, and listed.
+# Three at once fill two cores, because tests wait a lot.
 unit: .venv/.installed
-	$(BIN)/pytest --numprocesses 3 --ignore tests/gpu --reruns 1 -r R
+	$(BIN)/pytest --numprocesses 3 --ignore tests/gpu -r R
 
-# One at a time: two tests on one card measure each other. Skipped without a GPU.
+# One at a time: two tests on one GPU measure each other. Skipped without a GPU.
 gpu: .venv/.installed
 	$(BIN)/pytest tests/gpu
 

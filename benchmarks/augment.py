@@ -36,8 +36,8 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
+from benchmarks.fixed_by_hand import Edit  # noqa: E402
 from benchmarks.machine import describe, headline  # noqa: E402
-from benchmarks.mended import Edit  # noqa: E402
 from flatout.augment import Augment, Standard, Strong  # noqa: E402
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

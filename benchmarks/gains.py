@@ -1,10 +1,10 @@
-"""Whether the diagnosis promises what mending gives: every mistake of a workload, mended by hand and alone.
+"""Whether the diagnosis promises what a fix gives: every mistake of a workload, fixed by hand and alone.
 
     python benchmarks/gains.py gray --size small --data DIR --traces DIR --out FILE [--rounds 1] [-- FLAGS]
 
 1. The script as it is under `flatout run --max-steps N`: its trace, and its report as JSON, stay in --traces.
-2. In each round: the script as it is, with one mistake mended at a time (see mended.py), and as it is once more: each
-   in a process of its own over a window (see timed.py). What ran more than once says how far runs of a script differ.
+2. In each round: the script as it is, with one mistake fixed at a time (see fixed_by_hand.py), and as it is once more:
+   each in its own process over a window (see timed.py). What ran more than once says how far runs of a script differ.
 
 A row a mistake: the gain that the findings which name it promise, the gain measured, and whether the one holds the
 other, as far as runs differ. A mistake that no finding names must cost nothing.
@@ -34,14 +34,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from benchmarks import workloads  # noqa: E402
-from benchmarks.mended import MISTAKES, WHOLE_EPOCH, Edit, Flags, Mistake  # noqa: E402
+from benchmarks.fixed_by_hand import MISTAKES, WHOLE_EPOCH, Edit, Flags, Mistake  # noqa: E402
 from flatout import trace  # noqa: E402
 from flatout.diagnose.rules import diagnose  # noqa: E402
 from flatout.model.finding import Finding  # noqa: E402
 from flatout.model.stats import USUAL_RUN_NOISE  # noqa: E402
 
 STEPS = {"gray": 200, "segment": 200, "captcha": 120, "video": 130, "stock": 500}  # outlast what is prefetched
-EPOCHS = 5  # what `gray` mended evaluates every
+EPOCHS = 5  # how often `gray` evaluates when fixed
 BEFORE, AGAIN = "as it is", "as it is, again"
 
 
@@ -125,8 +125,8 @@ def compare(name: str, options: argparse.Namespace, extra: Sequence[str], book: 
 
     speeds: dict[str, list[float]] = {}
     for turn in range(1, options.rounds + 1):
-        for variant, mended in variants.items():
-            measure = measured_by(name, mended, flags, options.seconds)
+        for variant, mistakes in variants.items():
+            measure = measured_by(name, mistakes, flags, options.seconds)
             entry = variant if turn == 1 else f"{variant} (round {turn})"
             try:
                 speed = book.figures(name, entry, settings, measure)["samples_per_s"]
@@ -136,7 +136,7 @@ def compare(name: str, options: argparse.Namespace, extra: Sequence[str], book: 
                 print(f"{name}, {entry}: {error}", file=sys.stderr, flush=True)
                 continue
             speeds.setdefault(BEFORE if variant == AGAIN else variant, []).append(speed)
-            for mistake in mended:
+            for mistake in mistakes:
                 print(table([row(mistake, found, speeds)]), flush=True)
     rows = [row(mistake, found, speeds) for mistake in named if mistake.what in speeds]
     apart = runs_differ_by(speeds)
@@ -179,12 +179,12 @@ def record(name: str, flags: Sequence[str], steps: int, recording: Path) -> None
 
 
 def measured_by(
-    name: str, mended: Sequence[Mistake], flags: Sequence[str], seconds: float
+    name: str, mistakes: Sequence[Mistake], flags: Sequence[str], seconds: float
 ) -> Callable[[], dict[str, Any]]:
-    """How the script is measured with these mistakes mended."""
-    mends = [mend for mistake in mended for mend in mistake.mends]
-    turned = " ".join(mend.flags for mend in mends if isinstance(mend, Flags))
-    edits = [(name, mend) for mend in mends if isinstance(mend, Edit)]
+    """How the script is measured with these mistakes fixed."""
+    fixes = [fix for mistake in mistakes for fix in mistake.fixes]
+    turned = " ".join(fix.flags for fix in fixes if isinstance(fix, Flags))
+    edits = [(name, fix) for fix in fixes if isinstance(fix, Edit)]
     words = [*flags, *turned.format(spare=max(1, workloads.CORES - 2)).split()]
 
     def measured() -> dict[str, Any]:
@@ -195,7 +195,7 @@ def measured_by(
 
 
 def row(mistake: Mistake, found: Sequence[Finding], speeds: dict[str, list[float]]) -> dict[str, Any]:
-    """What was promised for mending it, what it gave, and how that fits."""
+    """What was promised for fixing it, what that gave, and how that fits."""
     names = [finding for finding in found if (finding.code, finding.change) in mistake.named_by]
     promised = [math.prod(getattr(f, end) for f in names) for end in ("gain_low", "gain_high")] if names else None
     noise = 1 + max(USUAL_RUN_NOISE, runs_differ_by(speeds))
@@ -204,7 +204,7 @@ def row(mistake: Mistake, found: Sequence[Finding], speeds: dict[str, list[float
     fits = low / noise <= gain <= high * noise
     return {
         "mistake": mistake.what,
-        "mends": len(mistake.mends),
+        "fixes": len(mistake.fixes),
         "found": [f.code for f in names],
         "place": found.index(names[0]) + 1 if names else None,
         "promised": promised,
@@ -226,7 +226,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             names = " + ".join(entry["found"]) or "no finding"
             fits = "holds" if entry["found"] else "costs nothing"
             misses = "does not hold" if entry["found"] else "missed"
-            together = f" ({entry['mends']} mends together)" if entry["mends"] > 1 else ""
+            together = f" ({entry['fixes']} fixes together)" if entry["fixes"] > 1 else ""
             said = fits if entry["fits"] else misses
             yield entry["mistake"] + together, names, promised, f"{entry['measured']:.2f}", said
 

@@ -1,4 +1,4 @@
-"""The five workloads before, at their ceiling and mended by hand: the ground every later gain is counted from.
+"""The five workloads before, at their ceiling and fixed by hand: the ground every later gain is counted from.
 
     python benchmarks/workloads.py gray stock --data DIR --size full --out results.json [--seconds 12] [-- FLAGS]
 
@@ -6,9 +6,9 @@
 |----------------|-----------------------------------------------------------------------------------------|
 | before         | nothing else                                                                            |
 | before ceiling | fed from batches already on the device: what the GPU can do in these settings           |
-| mended         | the mistakes put right: see mended.py                                                   |
-| mended ceiling | mended, fed from the device                                                             |
-| supply         | the mended loader drained by nobody, a worker for each core: what the cores can produce |
+| by hand        | the mistakes fixed: see fixed_by_hand.py                                                |
+| by hand ceiling| that, fed from the device                                                               |
+| supply         | the fixed loader alone, a worker for each core: what the cores can produce               |
 | auto           | (with --auto) under `flatout run --auto`: no trials                                     |
 | auto ceiling   | that, fed from the device                                                               |
 | auto supply    | its loader drained by nobody                                                            |
@@ -52,8 +52,8 @@ BENCHMARKS = Path(__file__).resolve().parent
 ROOT = BENCHMARKS.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
+from benchmarks.fixed_by_hand import FIXES, WHOLE_EPOCH, Edit, Flags  # noqa: E402
 from benchmarks.machine import describe  # noqa: E402
-from benchmarks.mended import MENDED, WHOLE_EPOCH, Edit, Flags  # noqa: E402
 from flatout.sample.hardware import Sampler  # noqa: E402
 from flatout.trace import Sample  # noqa: E402
 
@@ -69,14 +69,14 @@ class Failed(Exception):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="+", choices=list(MENDED), metavar="NAME", help=", ".join(MENDED))
+    parser.add_argument("names", nargs="+", choices=list(FIXES), metavar="NAME", help=", ".join(FIXES))
     parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="where NAME-SIZE lies or will be made")
     parser.add_argument("--size", choices=["tiny", "small", "full"], default="full")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="figures of other workloads are kept")
     parser.add_argument("--seconds", type=float, default=12, help="a window lasts; ceilings and supply a third of it")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--no-ceilings", action="store_true", help="of before and mended")
-    parser.add_argument("--no-script", action="store_true", help="neither before nor mended")
+    parser.add_argument("--no-ceilings", action="store_true", help="of before and by hand")
+    parser.add_argument("--no-script", action="store_true", help="neither before nor by hand")
     parser.add_argument("--auto", action="store_true", help="measure flatout run --auto too")
     parser.add_argument("--stock", metavar="FLAGS", help="measure the script with these flags beside --auto")
     parser.add_argument("--in-turns", action="store_true", help="measure it against its ceiling in one run, too")
@@ -111,7 +111,7 @@ def benchmark(name: str, options: argparse.Namespace, extra: Sequence[str]) -> I
         "size": options.size,
         "seconds": options.seconds,
         "extra_flags": list(extra),
-        "mends": [dataclasses.asdict(mend) for mend in MENDED[name]],
+        "fixes": [dataclasses.asdict(fix) for fix in FIXES[name]],
         "variants": {},
     }
     with copied(()) as before:
@@ -134,18 +134,18 @@ Kind = Callable[..., dict[str, Any]]  # a way to run a workload: (seconds, resid
 
 
 def script_variants(root: Path, name: str, common: Sequence[str], options: argparse.Namespace) -> Measured:
-    """The script as it is and mended by hand, and the ceilings of both."""
+    """The script as it is and fixed by hand, and the ceilings of both."""
     long, short = options.seconds, options.seconds / 3
-    changes = [mend.flags for mend in MENDED[name] if isinstance(mend, Flags)]
+    changes = [fix.flags for fix in FIXES[name] if isinstance(fix, Flags)]
     flags = " ".join(changes).format(spare=max(1, CORES - 2)).split()
     yield "before", measure(root, name, common, long, epochs=1 if name in WHOLE_EPOCH else 0)
-    with copied([(name, mend) for mend in MENDED[name] if isinstance(mend, Edit)]) as mended:
-        yield "mended", measure(mended, name, [*flags, *common], long)
+    with copied([(name, fix) for fix in FIXES[name] if isinstance(fix, Edit)]) as fixed:
+        yield "by hand", measure(fixed, name, [*flags, *common], long)
         if not options.no_ceilings:
             drained = [*flags, "--num-workers", str(CORES), *common]
             yield "before ceiling", measure(root, name, ["--resident", *common], short)
-            yield "mended ceiling", measure(mended, name, ["--resident", *flags, *common], short)
-            yield "supply", measure(mended, name, drained, short, supply=True)
+            yield "by hand ceiling", measure(fixed, name, ["--resident", *flags, *common], short)
+            yield "supply", measure(fixed, name, drained, short, supply=True)
 
 
 def fix_variants(
@@ -204,15 +204,15 @@ def in_turns(
 
 
 RATIOS = (
-    ("before", "mended"),
+    ("before", "by hand"),
     ("before", "before ceiling"),
-    ("mended", "mended ceiling"),
-    ("supply", "mended ceiling"),
+    ("by hand", "by hand ceiling"),
+    ("supply", "by hand ceiling"),
     ("auto", "before"),
     ("auto", "stock's loader"),
     ("fix", "before"),
-    ("fix", "mended"),
-    ("engine", "mended"),
+    ("fix", "by hand"),
+    ("engine", "by hand"),
     ("engine", "fix"),
 )
 
@@ -286,7 +286,9 @@ def copied(edits: Sequence[tuple[str, Edit]]) -> Iterator[Path]:
             file = Path(folder, "workloads", name, edit.file)
             text = file.read_text()
             if text.count(edit.old) != 1:
-                raise Failed(f"{edit.file} holds {edit.old!r} {text.count(edit.old)} times, not once: mend mended.py")
+                raise Failed(
+                    f"{edit.file} holds {edit.old!r} {text.count(edit.old)} times, not once: correct fixed_by_hand.py"
+                )
             file.write_text(text.replace(edit.old, edit.new))
         yield Path(folder)
 

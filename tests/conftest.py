@@ -10,11 +10,12 @@ import gc
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import pytest
@@ -23,6 +24,7 @@ from flatout.trace import GpuProcess, GpuSample, HostSample, ProcessSample, Samp
 
 LEAVE_S = 5.0  # how long what is ending anyway may take to end
 SHM = Path("/dev/shm")
+LIBRARY_SEARCH = ("ldconfig", "gcc", "ld", "uname")  # what ctypes and platform start to look something up
 TORCHS = re.compile(r"torch_(?P<pid>\d+)_\w+")
 
 # Set once for the whole process by pytest, by torch's compiler and by libraries when first imported.
@@ -90,9 +92,44 @@ def no_environment_left_behind() -> Iterator[None]:
     assert not changed, f"the test changed the environment: {changed}"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--quick`: skip every test that starts a process or compiles (make quick)."""
+    parser.addoption("--quick", action="store_true", help="skip every test that starts a process or compiles")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With --quick, a test is skipped at the moment it starts a process: no list of such tests to keep."""
+    if not config.getoption("--quick"):
+        return
+    import multiprocessing.util
+
+    import torch
+
+    start_process = subprocess.Popen.__init__
+
+    def start_or_skip(self: Any, args: Any, *more: Any, **options: Any) -> None:
+        if Path(os.fspath(args if isinstance(args, str | os.PathLike) else args[0])).name not in LIBRARY_SEARCH:
+            _skip_process()
+        start_process(self, args, *more, **options)
+
+    subprocess.Popen.__init__ = start_or_skip  # type: ignore[method-assign]
+    os.fork = os.posix_spawn = multiprocessing.util.spawnv_passfds = _skip_process  # type: ignore[assignment]
+    torch.compile = _skip_compile
+
+
+def _skip_process(*_: object, **__: object) -> NoReturn:
+    pytest.skip("starts a process")
+
+
+def _skip_compile(*_: object, **__: object) -> NoReturn:
+    pytest.skip("compiles")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in tests/gpu needs a GPU; without one it is skipped, not left out."""
+    """Tests marked `timing` are repeated, and only those. Everything in tests/gpu is skipped without a GPU."""
     for item in items:
+        if item.get_closest_marker("timing"):
+            item.add_marker(pytest.mark.flaky(reruns=2))
         if Path(__file__).parent / "gpu" in item.path.parents:
             item.add_marker(pytest.mark.gpu)
     needy = [item for item in items if item.get_closest_marker("gpu")]

@@ -130,8 +130,7 @@ class Place:
     def flatout(self, *words: str, env: dict[str, str] | None = None, code: int = 0) -> None:
         """Run a verb to its end."""
         planted = {one.name: one.value for one in ENVIRONMENT}
-        path = f"{ROOT / 'tests' / 'quick'}{os.pathsep}{self.folder}"
-        environment = {**os.environ, **planted, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})}
+        environment = {**os.environ, **planted, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1", **(env or {})}
         ended = subprocess.run(
             [*FLATOUT, *words],
             cwd=self.folder,

@@ -1,8 +1,8 @@
-"""How each mistake of a workload is mended by hand: the mark that an automatic fix has to reach.
+"""How each mistake of a workload is fixed by hand: what `flatout fix` has to reach.
 
 A workload's own settings first (`Flags`, appended to its command line); an `Edit` of a copy of one of its files only
 where no flag reaches the mistake. The workload itself is never touched. Beside each mistake stand the findings that
-name it, by cause code and change: gains.py holds what they promise against what the mend gives.
+name it, by cause code and change: gains.py compares what they promise with what the fix gives.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Edit:
 class Mistake:
     """What is wrong, what puts it right, and (cause code, change) of the findings that name it.
 
-    Mends of one mistake only work together. What no finding names is no mistake by itself: it goes with the others.
+    The fixes of one mistake only work together. A mistake that no finding names costs nothing alone.
     """
 
     what: str
-    mends: tuple[Flags | Edit, ...]
+    fixes: tuple[Flags | Edit, ...]
     named_by: tuple[tuple[str, str | None], ...] = ()
 
 
@@ -282,4 +282,4 @@ def to_device(batch, device, cfg, augment=False):
         ),
     ),
 }
-MENDED = {name: tuple(mend for mistake in mistakes for mend in mistake.mends) for name, mistakes in MISTAKES.items()}
+FIXES = {name: tuple(fix for mistake in mistakes for fix in mistake.fixes) for name, mistakes in MISTAKES.items()}
