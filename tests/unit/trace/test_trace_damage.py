@@ -20,7 +20,7 @@ from flatout.model.facts import LoaderFacts
 from flatout.report import terminal
 from flatout.trace import Facts, FactsRecord, RankTrace, RunInfo, Step, TraceWriter, reader
 
-MUTATIONS = 150
+MUTATIONS = 40
 
 
 def recorded(folder: Path, *, steps: int = 5, facts: Facts | None = None) -> Path:
