@@ -44,7 +44,7 @@ from flatout.trace.downsample import SampleThinner, StepThinner  # noqa: E402
 REPEATS = 3
 MOST_S = 10.0
 MOST_BYTES = 1_000_000_000
-MOST_PAGE_BYTES = 6_000_000
+MOST_PAGE_BYTES = 500_000
 LOADER = LoaderFacts(dataset="Noise", length=1_000_000, batch_size=64, num_workers=8)
 FACTS = Facts(gpu="made up", loaders=(LOADER,))
 
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1_024)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     options = parser.parse_args()
-    machine = describe(("numpy", "plotly"))
+    machine = describe(("numpy",))
     print(headline(machine))
     results: dict[str, Any] = {"benchmark": "report", "machine": machine, "load_average": os.getloadavg()[0]}
     print(f"load average {results['load_average']:.1f}: above the number of cores, times are those of a busy machine")

@@ -123,14 +123,6 @@ def test_no_folder_is_called_like_a_secret() -> None:
     assert launcher.default_folder(["bash", "-c", "HF_TOKEN=LEAK python train.py"]).name.endswith("-train")
 
 
-def test_a_page_that_cannot_be_drawn_is_told_before_the_trials(
-    flatout_says: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    code, _, err = flatout_says("fix", "--html", "page.html", "true")
-    assert (code, err) == (2, "flatout: --html needs plotly, which is not installed here: pip install plotly\n")
-
-
 def test_the_runs_of_a_fix_are_kept_beside_its_plan(
     flatout_says: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

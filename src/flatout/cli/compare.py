@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flatout.cli.entry import verb
 from flatout.cli.options import argument, option, output_file
-from flatout.cli.output import console, damage_in_one_line, write_results
+from flatout.cli.output import console, damage_in_one_line, write_report
 from flatout.model.errors import GateFailed, UsageError
 
 
@@ -24,16 +24,13 @@ def compare(
 
     "No difference shown" is an answer. Runs that cannot be compared are shown side by side, with the reason.
     """
-    from flatout import trace
-    from flatout.report import compare_views
-    from flatout.report.compare import compare as compare_runs
+    from flatout.report.report import report_comparison
 
     with damage_in_one_line(a, b):
-        first, second = trace.read(a), trace.read(b)
-        result = compare_runs(first, second, (str(a), str(b)))
-        if write_results(json, result.to_json, html, lambda: compare_views.page(result, first, second)):
-            compare_views.show(result, console())
-    if fail_if_slower is not None:
+        report = report_comparison(a, b)
+        write_report(report, json, html, console())
+    result = report.comparison
+    if fail_if_slower is not None and result is not None:
         if result.typical is None:
             raise UsageError(f"cannot tell whether {b} is slower than {a}: {'; '.join(result.reasons)}")
         if result.slower_than(fail_if_slower):

@@ -13,13 +13,13 @@ import typer
 
 from flatout.cli.entry import INTERRUPTED, verb
 from flatout.cli.options import TAKES_A_COMMAND, command_of, flag, option, output_file, require_linux
-from flatout.cli.output import check_outputs, check_writable, console, write_results
+from flatout.cli.output import check_outputs, check_writable, console, write_report
 from flatout.files import write_whole
 from flatout.model.errors import PlanError, RealWriteError, UsageError
 
 if TYPE_CHECKING:
     from flatout.model.plan import Plan
-    from flatout.report.fixed import Price
+    from flatout.report.fix_summary import Price
 
 SECONDS_IN = {"s": 1, "m": 60, "min": 60, "h": 3600, None: 1}
 
@@ -54,8 +54,8 @@ def fix(
     from flatout.fix.fix_command import fix as search
     from flatout.fix.offers import Wishes
     from flatout.launch import launcher
-    from flatout.report import fix_views
-    from flatout.report.fixed import report as report_of
+    from flatout.report.report import report_fix
+    from flatout.report.terminal import FixProgress
 
     command = command_of(context)
     if not command:
@@ -68,14 +68,12 @@ def fix(
     check_outputs(json, html)
     check_writable(out)
     check_writable(runs.parent, folder=True)
-    with fix_views.Progress(console(stderr=True), budget_s) as progress:
+    with FixProgress(console(stderr=True), budget_s) as progress:
         result = search(
             command, wishes, budget_s=budget_s, steps=steps, progress=progress, keep_in=runs, unprotected=unprotected
         )
     not_saved = save_plan(result.plan, out, has_gains=bool(result.kept))
-    fixed = report_of(result, command, str(out), hourly_price)
-    if write_results(json, fixed.to_json, html, lambda: fix_views.page(fixed)):
-        fix_views.show(fixed, console())
+    write_report(report_fix(result, command, str(out), hourly_price), json, html, console())
     if result.written:
         raise RealWriteError(result.written)
     if not_saved is not None:
@@ -141,7 +139,7 @@ def _seconds(text: str) -> float:
 
 
 def _price(text: str) -> Price:
-    from flatout.report.fixed import Price
+    from flatout.report.fix_summary import Price
 
     try:
         return Price.of(text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import sys
 import traceback
@@ -17,6 +16,8 @@ from flatout.model.inputs import is_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from flatout.report.report import Report
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -39,6 +40,16 @@ def write_results(
     return "-" not in (json_to, html_to)
 
 
+def write_report(report: Report, json_to: str | None, html_to: str | None, terminal: Console | None) -> None:
+    """Write a report to the files asked for, and show it, unless stdout is taken by one of them."""
+    from flatout.report.page import page
+    from flatout.report.terminal import show
+
+    stdout_free = write_results(json_to, report.to_json, html_to, lambda: page(report))
+    if terminal is not None and (stdout_free or terminal.stderr):
+        show(report, terminal)
+
+
 def check_outputs(json_to: str | None, html_to: str | None) -> None:
     """Complain of files that cannot be written before the training starts, not after it."""
     if json_to == html_to == "-":
@@ -46,8 +57,6 @@ def check_outputs(json_to: str | None, html_to: str | None) -> None:
     for name in filter(None, (json_to, html_to)):
         if name != "-":
             check_writable(Path(name))
-    if html_to is not None and importlib.util.find_spec("plotly") is None:
-        raise UsageError("--html needs plotly, which is not installed here: pip install plotly")
 
 
 def check_writable(target: Path, *, folder: bool = False) -> None:

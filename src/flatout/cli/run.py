@@ -13,7 +13,7 @@ import typer
 from flatout.cli.entry import verb
 from flatout.cli.options import TAKES_A_COMMAND, command_of, flag, option, output_file, require_linux
 from flatout.cli.output import check_outputs, keep_exit_code
-from flatout.cli.report import print_applied_changes, summarize_run
+from flatout.cli.report import summarize_run
 from flatout.model.errors import UsageError
 
 if TYPE_CHECKING:
@@ -55,10 +55,9 @@ def run(
     if os.environ.get("FLATOUT") != "off":
         with keep_exit_code():
             for recording in launcher.recordings(folder):
-                if changes is not None:
-                    print_applied_changes(recording)
                 if has_steps(recording):
-                    summarize_run(recording, quiet=quiet, json_to=json, html_to=html)
+                    changed = changes is not None
+                    summarize_run(recording, quiet=quiet, changed=changed, json_to=json, html_to=html)
                     continue
                 _explain_missing_steps(code)
                 if trace is None:

@@ -26,7 +26,11 @@ _ELSEWHERE = 0.20  # of the time between the phases: a framework's own bookkeepi
 
 def diagnose(trace: Trace) -> tuple[Finding, ...]:
     """What is wrong, the most rewarding first. Empty when there is too little to judge by."""
-    every = cases(trace)
+    return diagnose_ranks(cases(trace))
+
+
+def diagnose_ranks(every: tuple[RankMetrics, ...]) -> tuple[Finding, ...]:
+    """The same, from the metrics of every rank of a trace."""
     if not every or not every[0].breakdown.enough:
         return ()
     case = every[0]

@@ -27,3 +27,28 @@ def exit_in_words(code: int) -> str:
 def count_of(number: int, thing: str) -> str:
     """So many of a thing: 1 sample, 1,200 samples."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def ms(value: float) -> str:
+    """Milliseconds with as many digits as mean something: 20 µs, 9.31 ms, 1.20 s."""
+    if value < 0.0995:
+        return f"{value * 1e3:.0f} µs"
+    if value < 10:
+        return f"{value:.2f} ms"
+    if value < 1000:
+        return f"{value:.1f} ms"
+    return f"{value / 1e3:.2f} s"
+
+
+def duration(value_ms: float) -> str:
+    """A length of time: 42.0 s, 3 min 20 s, 2 h 5 min."""
+    seconds = value_ms / 1e3
+    if seconds < 0.05:
+        return ms(value_ms)
+    if seconds < 90:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s"

@@ -1,9 +1,9 @@
-"""REPORT: what a person sees of a Trace. Building the data is apart from drawing it.
+"""REPORT: what a person sees of a run, of two runs compared, or of a fix.
 
-Trace ──account──► Account ─┬─terminal, findings──► text, `--json`
-  │                         │
-  └──────picture────────────┴─html (detail, drawing, markup, page.css, page.js)──► one file, `--html`
+folders ─► account ─► RecordedRun ─┐
+two runs ─► compare ─► Comparison ─┼─► report: Report ─┬─► terminal   text
+a fix ─► fix_summary ─► FixSummary ┘                   ├─► page       one HTML file (markup, charts ◄─ chart_data)
+                                                       └─► to_json    the documented JSON
 
-two Traces ──compare──► Comparison ──compare_views──► text, one file; `--json` is its own
-Found (of a fix) ──fixed (permanent)──► FixReport ──fix_views──► the same three
+`findings` puts findings and changes into words for all of them.
 """

@@ -1,4 +1,4 @@
-"""Trace → Account: everything a summary of one run may show, as plain data."""
+"""Trace → Account: what a run did, as plain data: its time, ranks, loader workers and hardware, and how it ended."""
 
 from __future__ import annotations
 
@@ -6,28 +6,53 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from flatout.diagnose.breakdown import Breakdown, breakdown
-from flatout.diagnose.rank_metrics import is_card_of
+from flatout.diagnose.breakdown import Breakdown, split
+from flatout.diagnose.rank_metrics import DISTURBED, RankMetrics, is_card_of
 from flatout.model.errors import TraceError
 from flatout.model.facts import Facts
-from flatout.model.formatting import count_of
+from flatout.model.finding import Finding
+from flatout.model.formatting import as_typed, count_of, exit_in_words
+from flatout.model.readings import GPU_READINGS, shown_in
 from flatout.model.records import SPANS_A_STEP, to_json
 from flatout.redact import redact_command, redact_setting, redact_text
-from flatout.report.ended import how_it_ended
-from flatout.report.gather import RankFigures, of_breakdown
-from flatout.trace import GpuSample, Note, RankTrace, Sample, Sketch, Trace, WorkerReport, Xray
+from flatout.trace import (
+    GpuSample,
+    Note,
+    RankTrace,
+    RunInfo,
+    Sample,
+    Sketch,
+    Summary,
+    Trace,
+    WorkerReport,
+    Xray,
+)
 from flatout.trace.checked import from_json
 
 SCHEMA = 1
-STOOD_STILL_S = 10.0  # in a wait that was a run's last …
-STOOD_STILL_STEPS = 20.0  # … and so many steps: more than a pause
+HANG_S = 10.0  # a last wait of at least this …
+HANG_STEPS = 20.0  # … and of as long as this many steps is no pause: the run hung
 WHAT_IS_COUNTED = (
     "flatout counts calls of torch.optim.Optimizer.step; did the script train, and did it run with the Python it was "
     "started with?"
 )
-_WAITS = {"data": "a batch that did not come", "sync": "the GPU"}
+WAITS = {"data": "a batch that did not come", "sync": "the GPU"}
+NOT_TRAINING = ("setup", "tail", "replay", "resident")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFigures:
+    """One rank in a line: `shares` of its training time by phase."""
+
+    rank: int
+    host: str
+    steps: int
+    step_ms: Sketch
+    samples_per_s: float | None
+    shares: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,19 +74,21 @@ class Workers:
 
     def __str__(self) -> str:
         """The dataset with its length: training and validation data are often of one class."""
-        return self.dataset if self.length is None else f"{self.dataset} of {count_of(self.length, 'sample')}"
+        if self.length is None:
+            return self.dataset
+        return f"{self.dataset} of {count_of(self.length, 'sample')}"
 
     @property
-    def who(self) -> str:
-        """Who loaded it, in words."""
+    def loaded_by(self) -> str:
+        """The processes that loaded it, in words."""
         if not self.workers:
             return "the training process"
-        return f"{self.workers} worker" + "s" * (self.workers > 1)
+        return count_of(self.workers, "worker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """The account of the first rank, every rank in a line, and what lies beside them."""
+    """What the first rank did, every rank in a line, and what else is known of the run."""
 
     name: str
     folder: str
@@ -81,17 +108,56 @@ class Account:
         """How many there were, those that were not read among them."""
         return len(self.by_rank)
 
+    @property
+    def ceiling(self) -> str | None:
+        """How fast the same steps would be, as measured or else as worked out; None where others had the cores then."""
+        b = self.breakdown
+        for most, how in (
+            (b.ceiling_samples_per_s, "with the data there"),
+            (b.replay_samples_per_s, "without the loader"),
+        ):
+            if most and b.samples_per_s and most > DISTURBED * b.samples_per_s:
+                faster = most / b.samples_per_s
+                return f"{most:,.0f} samples/s {how} ({faster:.1f}×)" if faster > 1 else f"no faster {how}"
+        return None
+
+    @property
+    def own_share(self) -> float | None:
+        """The share of a step that measuring took."""
+        mean = self.breakdown.step_ms.mean
+        if self.own_us_per_step is None or not mean:
+            return None
+        return self.own_us_per_step / 1e3 / mean
+
+    @property
+    def changes(self) -> str:
+        """What a plan has changed in this run, and what it could not change, in words; empty without a plan."""
+        applied, not_applied = [], []
+        for change in self.facts.changes:
+            if not change.applied:
+                not_applied.append(f"{change.name} ({change.how})")
+                continue
+            places = [change.where, *change.also] if change.where else []
+            applied.append(f"{change.name}={as_typed(change.value)} ({', '.join([change.how, *places])})")
+        sentences = []
+        if applied:
+            sentences.append(f"changed in this run: {'; '.join(applied)}.")
+        elif not_applied:
+            sentences.append("nothing was changed in this run.")
+        if not_applied:
+            sentences.append(f"Not changed: {'; '.join(not_applied)}.")
+        return " ".join(sentences)
+
     def to_json(self) -> dict[str, Any]:
-        """The documented JSON of `flatout run --json`."""
+        """The documented JSON of a run, without its findings."""
         b = self.breakdown
         return {
-            "schema": SCHEMA,
             "name": self.name,
             "trace": self.folder,
             "ranks": self.ranks,
             "ended": self.ended,
-            "breakdown": {"wall_ms": b.wall_ms, "parts": [_part(p) for p in b.parts]},
-            "training": {"wall_ms": b.training_ms, "parts": [_part(p) for p in b.training]},
+            "breakdown": {"wall_ms": b.wall_ms, "parts": [_known_fields(p) for p in b.parts]},
+            "training": {"wall_ms": b.training_ms, "parts": [_known_fields(p) for p in b.training]},
             "facts": {
                 "steps": b.steps,
                 "samples_per_s": b.samples_per_s,
@@ -100,80 +166,105 @@ class Account:
                 "replay_samples_per_s": b.replay_samples_per_s,
                 **to_json(self.facts),
             },
-            "xray": _plain(self.xray) if self.xray is not None else None,
-            "workers": [_plain(w) for w in self.workers],
+            "xray": _with_quantiles(self.xray) if self.xray is not None else None,
+            "workers": [_with_quantiles(w) for w in self.workers],
             "hardware": self.gpu,
             "overhead": {"us_per_step": self.own_us_per_step, "share": self.own_share},
             "notes": [note.text for note in self.notes],
         }
 
-    @property
-    def own_share(self) -> float | None:
-        """Of a step, what measuring took."""
-        mean = self.breakdown.step_ms.mean
-        return self.own_us_per_step / 1e3 / mean if self.own_us_per_step is not None and mean else None
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRun:
+    """One recorded run: its account, what to change, and its records, which the charts show."""
+
+    account: Account
+    findings: tuple[Finding, ...]
+    trace: Trace
 
 
-def account(trace: Trace, folder: str, by_rank: Sequence[RankFigures] = ()) -> Account:
+def account(trace: Trace, folder: str, metrics: Sequence[RankMetrics], by_rank: Sequence[RankFigures] = ()) -> Account:
     """The account of a run; `by_rank` where the trace does not hold all of its ranks."""
-    if not trace.ranks:
+    if not metrics:
         if trace.machines and not any(info.command for info in trace.machines):
             raise TraceError(f"{folder} was recorded by flatout top: look at it with flatout top --replay {folder}")
         raise TraceError(f"no optimizer step was seen in {folder}: nothing to account for. {WHAT_IS_COUNTED}")
-    first = trace.ranks[0]
+    first = metrics[0].rank
+    breakdown = metrics[0].breakdown
+    own_cost = first.facts.own_cost
+    notes = (*_note_of_a_hang(first, breakdown), *trace.notes, *first.notes)
     return Account(
         name=first.info.name,
         folder=folder,
         command=redact_command(first.info.command),
-        breakdown=breakdown(first),
-        by_rank=tuple(by_rank or (of_breakdown(rank.info, breakdown(rank)) for rank in trace.ranks)),
+        breakdown=breakdown,
+        by_rank=tuple(by_rank or (figures_of_breakdown(one.rank.info, one.breakdown) for one in metrics)),
         xray=first.xray,
         workers=_workers(first),
         facts=dataclasses.replace(_redacted(first.facts), own_cost=None),
-        own_us_per_step=first.facts.own_cost.us_per_step if first.facts.own_cost is not None else None,
+        own_us_per_step=own_cost.us_per_step if own_cost is not None else None,
         gpu=_hardware(first, trace.samples.get(first.info.host, ())),
-        notes=tuple(
-            dataclasses.replace(note, text=redact_text(note.text))
-            for note in (*_end_of_a_hang(first), *trace.notes, *first.notes)
-        ),
+        notes=tuple(dataclasses.replace(note, text=redact_text(note.text)) for note in notes),
         ended=how_it_ended(trace),
     )
 
 
 def _redacted(facts: Facts) -> Facts:
-    """Without secrets. They were hidden when the trace was written; it may be another's, or an older flatout's."""
+    """Without secrets. They were hidden when the trace was written, but perhaps by an older flatout."""
     return from_json(Facts, redact_setting("", to_json(facts)))
 
 
-def _end_of_a_hang(rank: RankTrace) -> tuple[Note, ...]:
-    """Where a run ended in a wait that is none of training's own: what its steps say is not why it stood still."""
-    tail = next((step for step in rank.steps if step.kind == "tail"), None)
-    last = next((span for span in reversed(tail.spans) if span.name != "rest"), None) if tail is not None else None
-    summed_up = tail is not None and len(tail.spans) > SPANS_A_STEP
-    if tail is None or last is None or last.name not in _WAITS or summed_up:
-        return ()
-    median_ms = breakdown(rank).step_ms.quantile(0.5) or 0.0
-    if last.host_ms < max(1e3 * STOOD_STILL_S, STOOD_STILL_STEPS * median_ms):
-        return ()
-    where = f" ({last.where})" if last.where else ""
-    text = f"the run ended in a wait of {last.host_ms / 1e3:.1f} s for {_WAITS[last.name]}{where}: it stood still"
-    return (Note(time_s=tail.start_s, text=text),)
+# Ranks
+
+
+def figures_of_summary(summary: Summary) -> RankFigures:
+    """A rank's figures from its summary."""
+    totals: dict[str, float] = {}
+    for key, sketch in summary.spans_ms.items():
+        name = key.partition("@")[0]
+        totals[name] = totals.get(name, 0.0) + sketch.total
+    return _rank_figures(summary.info, summary.wall_ms, summary.samples, split(totals))
+
+
+def figures_of_breakdown(info: RunInfo, b: Breakdown) -> RankFigures:
+    """A rank's figures from its breakdown."""
+    totals: dict[str, float] = {}
+    for part in b.training:
+        totals[part.name] = totals.get(part.name, 0.0) + part.ms
+    return _rank_figures(info, b.step_ms, b.samples, totals)
+
+
+def _rank_figures(info: RunInfo, step_ms: Sketch, samples: int | None, totals: dict[str, float]) -> RankFigures:
+    all_ms = step_ms.total
+    speed, shares = None, {}
+    if all_ms:
+        shares = {name: ms / all_ms for name, ms in totals.items()}
+    if all_ms and samples:
+        speed = samples / all_ms * 1e3
+    return RankFigures(
+        rank=info.rank or 0,
+        host=info.host,
+        steps=step_ms.count,
+        step_ms=step_ms,
+        samples_per_s=speed,
+        shares=shares,
+    )
+
+
+# Loader workers
 
 
 def _workers(rank: RankTrace) -> tuple[Workers, ...]:
     groups: dict[tuple[str, int | None], list[WorkerReport]] = {}
     for report in rank.workers:
         groups.setdefault((report.dataset, report.length), []).append(report)
-    return tuple(
-        _together(dataset, length, reports)
-        for (dataset, length), reports in groups.items()
-        if any(r.samples for r in reports)
-    )
+    return tuple(_summed_up(reports) for reports in groups.values() if any(r.samples for r in reports))
 
 
-def _together(dataset: str, length: int | None, reports: list[WorkerReport]) -> Workers:
+def _summed_up(reports: list[WorkerReport]) -> Workers:
     alive = sum(over_s - born_s for born_s, over_s in _lives(reports)) or 1.0
     wall = sum(r.sample_wall_s for r in reports) or 1e-9
+    collate = sum(r.collate_s for r in reports)
     delays = [r.run_delay_s for r in reports if r.run_delay_s is not None]
     samples = sum(r.samples for r in reports)
     transforms: dict[str, float] = {}
@@ -182,15 +273,15 @@ def _together(dataset: str, length: int | None, reports: list[WorkerReport]) -> 
             transforms[name] = transforms.get(name, 0.0) + seconds * 1e3 / samples
     slowest = sorted(((ms, int(index)) for r in reports for ms, index in r.slowest), reverse=True)
     return Workers(
-        dataset=dataset,
-        length=length,
+        dataset=reports[0].dataset,
+        length=reports[0].length,
         workers=_at_once([r for r in reports if r.worker is not None]),
         samples=samples,
         sample_ms=Sketch.merged(r.sample_ms for r in reports),
-        busy_share=(wall + sum(r.collate_s for r in reports)) / alive,
+        busy_share=(wall + collate) / alive,
         cpu_share=sum(r.sample_cpu_s for r in reports) / wall,
         run_delay_share=sum(delays) / alive if delays else None,
-        collate_share=sum(r.collate_s for r in reports) / (wall + sum(r.collate_s for r in reports)),
+        collate_share=collate / (wall + collate),
         transforms_ms=transforms,
         slowest=tuple(slowest[:5]),
         random_used=tuple(sorted({name for r in reports for name in r.random_used})),
@@ -200,12 +291,12 @@ def _together(dataset: str, length: int | None, reports: list[WorkerReport]) -> 
 def _at_once(workers: Sequence[WorkerReport]) -> int:
     """How many there were at the same time. They may come and go, and flatout's own all have one number."""
     numbers = {worker.worker for worker in workers}
-    comings = sorted(change for born_s, over_s in _lives(workers) for change in ((born_s, 1), (over_s, -1)))
-    return max(len(numbers), *itertools.accumulate((by for _, by in comings), initial=0))
+    changes = sorted(change for born_s, over_s in _lives(workers) for change in ((born_s, 1), (over_s, -1)))
+    return max(len(numbers), *itertools.accumulate((by for _, by in changes), initial=0))
 
 
 def _lives(workers: Sequence[WorkerReport]) -> list[tuple[float, float]]:
-    """From when to when each process was there: one that is handed its dataset anew reports on it anew."""
+    """From when to when each process was there: one that gets its dataset again reports on it again."""
     known: dict[int, tuple[float, float]] = {}
     for worker in workers:
         born_s, over_s = known.get(worker.pid, (worker.born_s, worker.time_s))
@@ -213,44 +304,108 @@ def _lives(workers: Sequence[WorkerReport]) -> list[tuple[float, float]]:
     return list(known.values())
 
 
+# Hardware
+
+
 def _hardware(rank: RankTrace, samples: tuple[Sample, ...]) -> dict[str, float]:
-    """Means over the run, of the rank's card and of the host."""
+    """Means over the run, of the rank's GPU and of the host; of memory the highest."""
     if not samples:
         return {}
-    means: dict[str, float | None] = {"cpu_pct": Sketch.of(s.host.cpu_pct for s in samples).mean}
-    card = cards_of(samples).get(card_of(rank, samples) or "")
-    if card:
-        for name in ("gpu_util_pct", "sm_active_pct", "tensor_active_pct", "dram_active_pct", "power_w"):
-            means[name] = Sketch.of(getattr(g, name) for g in card).mean
-        means["memory_used_bytes"] = Sketch.of(g.memory_used_bytes for g in card).high
-    return {name: value for name, value in means.items() if value is not None}
+    figures = {"cpu_pct": Sketch.of(s.host.cpu_pct for s in samples).mean}
+    seen = samples_by_gpu(samples).get(gpu_of(rank, samples) or "")
+    for reading in shown_in("run", GPU_READINGS) if seen else ():
+        values = Sketch.of(getattr(gpu, reading.name) for gpu in seen or ())
+        figures[reading.name] = values.high if reading.peak else values.mean
+    return {name: value for name, value in figures.items() if value is not None}
 
 
-def card_of(rank: RankTrace, samples: Iterable[Sample]) -> str | None:
-    """The card a rank trains on: the one it named, else the one that drew the most power."""
-    cards = cards_of(samples)
-    named = next((uuid for uuid, taken in cards.items() if is_card_of(rank, taken[0])), None)
-    return named or max(cards, key=lambda uuid: Sketch.of(g.power_w for g in cards[uuid]).mean or 0.0, default=None)
+def gpu_of(rank: RankTrace, samples: Iterable[Sample]) -> str | None:
+    """The UUID of the GPU a rank trains on: the one it named, else the one that drew the most power."""
+    gpus = samples_by_gpu(samples)
+    for uuid, seen in gpus.items():
+        if is_card_of(rank, seen[0]):
+            return uuid
+    return max(gpus, key=lambda uuid: Sketch.of(gpu.power_w for gpu in gpus[uuid]).mean or 0.0, default=None)
 
 
-def cards_of(samples: Iterable[Sample]) -> dict[str, list[GpuSample]]:
-    """What was sampled of each card, by its UUID."""
-    cards: dict[str, list[GpuSample]] = {}
+def samples_by_gpu(samples: Iterable[Sample]) -> dict[str, list[GpuSample]]:
+    """What was sampled of each GPU, by its UUID."""
+    gpus: dict[str, list[GpuSample]] = {}
     for sample in samples:
         for gpu in sample.gpus:
-            cards.setdefault(gpu.uuid, []).append(gpu)
-    return cards
+            gpus.setdefault(gpu.uuid, []).append(gpu)
+    return gpus
 
 
-def _part(part: Any) -> dict[str, Any]:
+# The end
+
+
+def how_it_ended(trace: Trace) -> str | None:
+    """How a run failed, without a full stop. None if it ended well, goes on, or was recorded before that was noted."""
+    failed = [rank for rank in trace.ranks if rank.end is not None and rank.end.error is not None]
+    code = trace.end.exit_code if trace.end is not None else None
+    after = f"after {_steps(trace.ranks[0])}" if trace.ranks else "before its first step"
+    if failed:
+        return _error(trace, failed, code, after)
+    if code:
+        return f"{_subject(trace, code)} ended with {exit_in_words(code)} {after}"
+    killed = any(rank.end is None for rank in trace.ranks)
+    if killed and trace.end is not None and code is None:
+        return f"{_subject(trace, code)} was killed, or crashed, {after}"
+    return None
+
+
+def _error(trace: Trace, failed: list[RankTrace], code: int | None, after: str) -> str:
+    ends = [(rank.end, rank.info.rank) for rank in failed if rank.end is not None]
+    end, number = min(ends, key=lambda one: one[0].time_s)
+    if end.error == "KeyboardInterrupt":
+        return f"{_subject(trace, code)} was interrupted {after}"
+    how = f"ended with {exit_in_words(code)}" if code else "ended"
+    where = f" at {end.where}" if end.where is not None else ""
+    rank = f" (rank {number})" if len(trace.ranks) > 1 else ""
+    return f"{_subject(trace, code)} {how} {after}: {end.error}{where}{rank}"
+
+
+def _subject(trace: Trace, code: int | None) -> str:
+    """The program, if it is what failed."""
+    command = next((info.command for info in trace.machines if info.command), ())
+    return Path(command[0]).name if command and code else "Training"
+
+
+def _steps(rank: RankTrace) -> str:
+    """How many are known. The last second of a process that was killed is not in its trace."""
+    indices = [step.index for step in rank.steps if step.kind not in NOT_TRAINING]
+    indices += [window.last_index for window in rank.windows[-1:]]
+    steps = count_of(max(indices, default=-1) + 1, "step")
+    return steps if rank.end is not None else f"at least {steps}"
+
+
+def _note_of_a_hang(rank: RankTrace, b: Breakdown) -> tuple[Note, ...]:
+    """Where a run ended in a long wait: its steps do not show why it hung."""
+    tail = next((step for step in rank.steps if step.kind == "tail"), None)
+    if tail is None or len(tail.spans) > SPANS_A_STEP:  # more spans than that are summed up
+        return ()
+    last = next((span for span in reversed(tail.spans) if span.name != "rest"), None)
+    longest_ms = max(1e3 * HANG_S, HANG_STEPS * (b.step_ms.quantile(0.5) or 0.0))
+    if last is None or last.name not in WAITS or last.host_ms < longest_ms:
+        return ()
+    place = f" ({last.where})" if last.where else ""
+    text = f"the run ended in a wait of {last.host_ms / 1e3:.1f} s for {WAITS[last.name]}{place}: it hung"
+    return (Note(time_s=tail.start_s, text=text),)
+
+
+# JSON
+
+
+def _known_fields(part: Any) -> dict[str, Any]:
     return {k: v for k, v in dataclasses.asdict(part).items() if v is not None}
 
 
-def _plain(value: Any) -> dict[str, Any]:
+def _with_quantiles(record: Any) -> dict[str, Any]:
     """A record with its sketches as a few quantiles."""
     data = {}
-    for entry in dataclasses.fields(value):
-        item = getattr(value, entry.name)
+    for entry in dataclasses.fields(record):
+        item = getattr(record, entry.name)
         if isinstance(item, Sketch):
             item = {"mean": item.mean, "p50": item.quantile(0.5), "p95": item.quantile(0.95), "max": item.quantile(1.0)}
         data[entry.name] = item

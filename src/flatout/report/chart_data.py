@@ -1,9 +1,9 @@
-"""Trace → what a page draws, as plain data: bars in shares of their axis, series of at most 2,000 points.
+"""Trace → what the charts of a page show, as plain data: bars in shares of their axis, and series of few points.
 
 waterfall   training's time, part by part, down to the work that has to be done
 timelines   a typical and a bad step: the host's row, and the GPU's under it
-panels      figures over the run, and what is marked on them
-lanes       what each loader worker did with its life
+panels      figures over the run, and the marks of evaluations, checkpoints and the like
+lanes       what each loader worker did with its time
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from itertools import groupby
 from typing import TypeVar
 
 from flatout.diagnose.breakdown import KINDS_IN_WORDS, UNSPLIT, Breakdown
-from flatout.report.account import card_of
+from flatout.report.account import gpu_of
 from flatout.trace import RankTrace, Sample, Sketch, Step, Trace, Window, WorkerReport
 
 T = TypeVar("T")
 
-MOST_POINTS = 2_000
-MOST_MARKS = 300
+MAX_POINTS = 1_000  # of a series: about one a pixel
+MAX_MARKS = 300
 EARLIER = "work of earlier steps"
-HAIR = 0.001  # of a step: what is shorter is not drawn for itself
+SHORTEST_BAR = 0.001  # of a step: what is shorter is joined to the bar before it
+SHORTEST_TIE_MS = 0.05  # a GPU that idles longer than this was woken by the host
 
-# What each phase is called, and the family of causes that its colour stands for.
+# What each phase is called, and the family of causes that its color stands for.
 PHASES = {
     "data": ("waiting for data", "data"),
     "loader start": ("starting the loader", "data"),
@@ -37,19 +38,19 @@ PHASES = {
     "checkpoint": ("checkpoint", "pause"),
     "logging": ("logging", "pause"),
     "gc": ("garbage collection", "pause"),
-    "flatout": ("flatout itself, once", "other"),
-    "rest": ("everything else", "other"),
+    "flatout": ("flatout's one-time setup", "other"),
+    "rest": ("your code outside these phases", "other"),
     "forward": ("forward", "compute"),
-    "loss": ("loss and glue", "compute"),
+    "loss": ("loss", "compute"),
     "backward": ("backward", "compute"),
     "optimizer": ("optimizer", "compute"),
     UNSPLIT: ("computing", "compute"),
     EARLIER: (EARLIER, "compute"),
 }
-_PAUSES = ("loader start", "evaluation", "checkpoint")
+PAUSES = ("loader start", "evaluation", "checkpoint")
 
-# What a loader worker does with its life, in the colours of these families.
-WORKING = {
+# What a loader worker does with its time, in the colors of these families.
+WORKER_STATES = {
     "computing": "compute",
     "waiting for a core": "sync",
     "blocked": "copy",
@@ -58,19 +59,19 @@ WORKING = {
 }
 
 
-def words(phase: str) -> str:
-    """A phase as a person would say it."""
+def phase_name(phase: str) -> str:
+    """A phase in words."""
     return PHASES.get(phase, (phase, ""))[0]
 
 
-def family(phase: str) -> str:
+def phase_family(phase: str) -> str:
     """The family of causes a phase belongs to."""
     return PHASES.get(phase, ("", "other"))[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """One bar: `left` and `width` in shares of the axis. `idle`: the share of the bar in which the GPU stood idle."""
+    """One bar: `left` and `width` in shares of the axis. `idle`: the share of the bar in which the GPU was idle."""
 
     label: str
     family: str
@@ -83,7 +84,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """One step, drawn. `anchored`: where the GPU's row begins is known, because the host was seen to wake it."""
+    """One step. `anchored`: the GPU's row is tied to the host's, because the host was seen to wake the GPU."""
 
     title: str
     step: Step
@@ -94,7 +95,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One line of a plot: seconds since the run began, and values."""
+    """One line of a plot."""
 
     name: str
     family: str
@@ -105,11 +106,12 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One plot over the run."""
+    """One plot. Its x axis is in seconds since the run began, or in `x_unit`."""
 
     title: str
     unit: str
     series: tuple[Series, ...]
+    x_unit: str = "s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +125,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """One loader worker's life, by what it was doing."""
+    """What one loader worker did with its time."""
 
     worker: WorkerReport
     alive_s: float
@@ -135,22 +137,27 @@ class Lane:
 
 def whole_run(b: Breakdown) -> tuple[Bar, ...]:
     """The wall time in one bar: what is not training, and training."""
-    inside = {(part.name, part.where): part.ms for part in b.training}
-    others = [(words(p.name), "other", p.ms) for p in b.parts if (p.name, p.where) not in inside]
-    # A phase of training may occur outside it too (an evaluation after the last step): that part is not training's.
+    training = {(part.name, part.where): part.ms for part in b.training}
+    others = []
     for part in b.parts:
-        extra = part.ms - inside.get((part.name, part.where), part.ms)
-        if extra > 1e-6:
-            others.append((f"{words(part.name)} after the last step", family(part.name), extra))
-    return _in_a_row([*others, ("training", "compute", b.training_ms)], b.wall_ms)
+        inside_ms = training.get((part.name, part.where))
+        if inside_ms is None:
+            others.append((phase_name(part.name), "other", part.ms))
+        elif part.ms - inside_ms > 1e-6:  # an evaluation after the last step, say
+            others.append(
+                (f"{phase_name(part.name)} after the last step", phase_family(part.name), part.ms - inside_ms)
+            )
+    return _side_by_side([*others, ("training", "compute", b.training_ms)], b.wall_ms)
 
 
 def waterfall(b: Breakdown) -> tuple[Bar, ...]:
     """Training's time from 100% down: first what it is lost to, the largest loss first; at the end the work itself."""
     bars, left = [], 1.0
-    for part in sorted(b.training, key=lambda part: family(part.name) == "compute"):
+    for part in sorted(b.training, key=lambda part: phase_family(part.name) == "compute"):
         left -= part.share
-        idle = part.gpu_idle_ms / part.ms if part.gpu_idle_ms is not None and part.ms else None
+        idle = None
+        if part.gpu_idle_ms is not None and part.ms:
+            idle = part.gpu_idle_ms / part.ms
         bars.append(_bar(part.name, max(0.0, left), part.share, part.ms, idle=idle, where=part.where))
     return tuple(bars)
 
@@ -158,15 +165,16 @@ def waterfall(b: Breakdown) -> tuple[Bar, ...]:
 def _bar(
     phase: str, left: float, width: float, ms: float, *, idle: float | None = None, where: str | None = None
 ) -> Bar:
-    return Bar(label=words(phase), family=family(phase), left=left, width=width, ms=ms, idle=idle, where=where)
+    family = phase_family(phase)
+    return Bar(label=phase_name(phase), family=family, left=left, width=width, ms=ms, idle=idle, where=where)
 
 
-def _in_a_row(parts: Iterable[tuple[str, str, float]], axis_ms: float) -> tuple[Bar, ...]:
-    """One after the other from the left: label, family, milliseconds."""
+def _side_by_side(parts: Iterable[tuple[str, str, float]], axis_ms: float) -> tuple[Bar, ...]:
+    """Bars from the left, one after the other: label, family, milliseconds."""
     bars, left = [], 0.0
-    for label, kind, ms in parts:
-        width = ms / axis_ms if axis_ms else 0.0
-        bars.append(Bar(label=label, family=kind, left=left, width=width, ms=ms))
+    for label, family, ms in parts:
+        width = ms / (axis_ms or 1.0)
+        bars.append(Bar(label=label, family=family, left=left, width=width, ms=ms))
         left += width
     return tuple(bars)
 
@@ -191,120 +199,118 @@ def timelines(rank: RankTrace) -> tuple[Timeline, ...]:
 
 
 def _nearest(steps: list[Step], wall_ms: float) -> Step:
-    """The step closest in length, rather one that was looked at closely: that is worth a difference of 10%."""
+    """The step closest in length. One with GPU events and all its phases may be 10% further off for each."""
 
     def distance(step: Step) -> float:
         apart = abs(math.log(max(step.wall_ms, 1e-6) / max(wall_ms, 1e-6)))
-        return apart + 0.1 * (not _on_gpu(step)) + 0.1 * any(span.name == UNSPLIT for span in step.spans)
+        has_events = any(span.gpu_idle_ms is not None or span.gpu_busy_ms is not None for span in step.spans)
+        unsplit = any(span.name == UNSPLIT for span in step.spans)
+        return apart + 0.1 * (not has_events) + 0.1 * unsplit
 
     return min(steps, key=distance)
 
 
-def _on_gpu(step: Step) -> bool:
-    return any(span.gpu_idle_ms is not None or span.gpu_busy_ms is not None for span in step.spans)
-
-
 def timeline(title: str, step: Step) -> Timeline:
     """A step as two rows of bars on one axis."""
-    gpu, offset_ms = _gpu_row(step)
-    host = ((span.start_ms, span.host_ms, span.name, span.where) for span in step.spans)
-    axis_ms = max([step.wall_ms, *((start + length) for start, length, _, _ in gpu)]) or 1.0
-    return Timeline(
-        title=title,
-        step=step,
-        host=tuple(
-            _bar(name, start / axis_ms, length / axis_ms, length, where=where)
-            for start, length, name, where in _joined(host, step.wall_ms)
-        ),
-        gpu=tuple(
-            _bar(name, start / axis_ms, length / axis_ms, length, idle=float(is_idle))
-            for start, length, name, is_idle in gpu
-        ),
-        anchored=offset_ms is not None,
-    )
+    tiles, offset_ms = _gpu_tiles(step)
+    host_tiles = ((span.start_ms, span.host_ms, span.name, span.where) for span in step.spans)
+    axis_ms = max([step.wall_ms, *(start + length for start, length, _, _ in tiles)]) or 1.0
+    host = [
+        _bar(name, start / axis_ms, length / axis_ms, length, where=where)
+        for start, length, name, where in _join_alike(host_tiles, step.wall_ms)
+    ]
+    gpu = [
+        _bar(name, start / axis_ms, length / axis_ms, length, idle=float(is_idle))
+        for start, length, name, is_idle in tiles
+    ]
+    return Timeline(title=title, step=step, host=tuple(host), gpu=tuple(gpu), anchored=offset_ms is not None)
 
 
-def _joined(tiles: Iterable[tuple[float, float, str, T]], wall_ms: float) -> list[tuple[float, float, str, T]]:
-    """Tiles (start, length, name, kind) as one sees them: alike neighbours are one, a hair goes with the one before."""
+def _join_alike(tiles: Iterable[tuple[float, float, str, T]], wall_ms: float) -> list[tuple[float, float, str, T]]:
+    """Tiles (start, length, name, kind): alike neighbours become one, a very short one goes with the one before it."""
     joined: list[tuple[float, float, str, T]] = []
     for start, length, name, kind in tiles:
-        if joined and (length < HAIR * wall_ms or joined[-1][2:] == (name, kind)):
+        if joined and (length < SHORTEST_BAR * wall_ms or joined[-1][2:] == (name, kind)):
             joined[-1] = (joined[-1][0], start + length - joined[-1][0], *joined[-1][2:])
         else:
             joined.append((start, length, name, kind))
     return joined
 
 
-def _gpu_row(step: Step) -> tuple[list[tuple[float, float, str, bool]], float | None]:
+def _gpu_tiles(step: Step) -> tuple[list[tuple[float, float, str, bool]], float | None]:
     """(start, length, name, idle?) of what the GPU did, end to end, and where it begins in the host's time.
 
-    The events of a step tile the GPU's time, but do not say when the first of them was. Where the GPU stood idle it
-    went on the moment the host had handed the span over: the longest such wait ties the two rows together.
+    The events of a step tile the GPU's time, but do not say when the first of them was. An idle GPU goes on at the
+    moment the host has launched the span's work, so the longest idle stretch ties the two rows together.
     """
     tiles: list[tuple[float, float, str, bool]] = []
-    at_ms, tie_ms, longest_ms = 0.0, None, 0.05
+    at_ms, tie_ms, longest_ms = 0.0, None, SHORTEST_TIE_MS
     for span in step.spans:
-        for length, idle in ((span.gpu_idle_ms, True), (span.gpu_busy_ms, False)):
+        for length, is_idle in ((span.gpu_idle_ms, True), (span.gpu_busy_ms, False)):
             if not length:
                 continue
-            tiles.append((at_ms, length, span.name, idle))
+            tiles.append((at_ms, length, span.name, is_idle))
             at_ms += length
-            if idle and length > longest_ms:
+            if is_idle and length > longest_ms:
                 longest_ms = length
                 tie_ms = span.start_ms + span.host_ms - at_ms
-    offset_ms = max(0.0, tie_ms) if tie_ms is not None else 0.0
-    earlier = [(0.0, offset_ms, EARLIER, False)] if offset_ms else []
-    shifted = ((start + offset_ms, length, name, idle) for start, length, name, idle in tiles)
-    return _joined([*earlier, *shifted], step.wall_ms), tie_ms
+    offset_ms = max(0.0, tie_ms or 0.0)
+    shifted = [(start + offset_ms, length, name, is_idle) for start, length, name, is_idle in tiles]
+    if offset_ms:
+        shifted.insert(0, (0.0, offset_ms, EARLIER, False))
+    return _join_alike(shifted, step.wall_ms), tie_ms
 
 
 # The run over time
 
 
-def origin_s(trace: Trace, rank: RankTrace) -> float:
-    """The moment from which the page counts."""
-    moments = [rank.steps[0].start_s] if rank.steps else []
-    moments += [window.start_s for window in rank.windows[:1]]
-    moments += [s.time_s - s.interval_s for s in trace.samples.get(rank.info.host, ())[:1]]
-    return min(moments, default=0.0)
-
-
 def panels(trace: Trace, rank: RankTrace) -> tuple[Panel, ...]:
-    """Everything that can be drawn over time, those without a figure left out."""
-    zero_s = origin_s(trace, rank)
+    """Everything that can be drawn over time; a plot without a point is left out."""
+    zero_s = _start_s(trace, rank)
     steps = rank.every_step()
-    drawn = _of_steps(steps, zero_s) if steps and len(steps) <= MOST_POINTS else _of_windows(rank.windows, zero_s)
+    if steps and len(steps) <= 2 * MAX_POINTS:
+        drawn = _step_panels(steps, zero_s)
+    else:
+        drawn = _window_panels(rank.windows, zero_s)
     samples = trace.samples.get(rank.info.host, ())
-    drawn += _of_samples(samples, card_of(rank, samples), zero_s)
+    drawn += _hardware_panels(samples, gpu_of(rank, samples), zero_s)
     return tuple(panel for panel in drawn if panel.series)
 
 
+def _start_s(trace: Trace, rank: RankTrace) -> float:
+    """The moment that is second 0 of the page."""
+    moments = [step.start_s for step in rank.steps[:1]]
+    moments += [window.start_s for window in rank.windows[:1]]
+    moments += [sample.time_s - sample.interval_s for sample in trace.samples.get(rank.info.host, ())[:1]]
+    return min(moments, default=0.0)
+
+
 def _panel(title: str, unit: str, x: Sequence[float], *curves: tuple[str, str, Sequence[float | None]]) -> Panel:
-    """A plot of one curve (name, family, values) or two, the second dashed; without one of which nothing is known."""
-    series = (line(name, kind, x, y, dashed=place > 0) for place, (name, kind, y) in enumerate(curves))
+    """A plot of one curve (name, family, values) or two, the second dashed; a curve without a value is left out."""
+    series = [line(name, family, x, y, dashed=place > 0) for place, (name, family, y) in enumerate(curves)]
     return Panel(title=title, unit=unit, series=tuple(one for one in series if one.x))
 
 
-def _of_steps(steps: list[Step], zero_s: float) -> list[Panel]:
+def _step_panels(steps: list[Step], zero_s: float) -> list[Panel]:
     x = [step.start_s + step.wall_ms / 1e3 - zero_s for step in steps]
     waits = [sum(span.host_ms for span in step.spans if span.name == "data") for step in steps]
     return [
         _panel("Step time", "ms", x, ("each step", "compute", [step.wall_ms for step in steps])),
         _panel("Waiting for data", "ms a step", x, ("each step", "data", waits)),
-        _panel("Loss", "", x, ("loss, as read", "sync", [step.loss for step in steps])),
+        _panel("Loss", "", x, ("loss", "sync", [step.loss for step in steps])),
     ]
 
 
-def _of_windows(windows: Sequence[Window], zero_s: float) -> list[Panel]:
-    groups = grouped(windows, MOST_POINTS)
+def _window_panels(windows: Sequence[Window], zero_s: float) -> list[Panel]:
+    groups = grouped(windows, MAX_POINTS)
     x = [group[0].start_s - zero_s for group in groups]
     times = [Sketch.merged(w.wall_ms for w in group) for group in groups]
     medians, slow = ([time.quantile(q) for time in times] for q in (0.5, 0.95))
-    waits = [
-        sum(w.spans_ms["data"].total for w in group if "data" in w.spans_ms) / max(1, time.count)
-        for group, time in zip(groups, times, strict=True)
-    ]
     losses = [Sketch.merged(w.loss for w in group).mean for group in groups]
+    waits = []
+    for group, time in zip(groups, times, strict=True):
+        waited_ms = sum(w.spans_ms["data"].total for w in group if "data" in w.spans_ms)
+        waits.append(waited_ms / max(1, time.count))
     return [
         _panel("Step time", "ms", x, ("median", "compute", medians), ("95th percentile", "other", slow)),
         _panel("Waiting for data", "ms a step", x, ("mean", "data", waits)),
@@ -312,22 +318,25 @@ def _of_windows(windows: Sequence[Window], zero_s: float) -> list[Panel]:
     ]
 
 
-def _of_samples(samples: Sequence[Sample], uuid: str | None, zero_s: float) -> list[Panel]:
+def _hardware_panels(samples: Sequence[Sample], uuid: str | None, zero_s: float) -> list[Panel]:
     x = [sample.time_s - zero_s for sample in samples]
-    cards = [next((gpu for gpu in sample.gpus if gpu.uuid == uuid), None) for sample in samples]
+    gpus = [next((gpu for gpu in sample.gpus if gpu.uuid == uuid), None) for sample in samples]
 
-    def card(figure: str) -> list[float | None]:
-        return [getattr(gpu, figure) if gpu is not None else None for gpu in cards]
+    def gpu(name: str) -> list[float | None]:
+        return [getattr(seen, name, None) for seen in gpus]
 
-    def host(figure: str) -> list[float | None]:
-        return [getattr(sample.host, figure) for sample in samples]
+    def host(name: str) -> list[float | None]:
+        return [getattr(sample.host, name) for sample in samples]
 
-    def disks(figure: str) -> list[float | None]:
-        every = (sample.host.disks for sample in samples)
-        return [sum(getattr(disk, figure) for disk in here) / 1e6 if here else None for here in every]
+    def disks(name: str) -> list[float | None]:
+        totals: list[float | None] = []
+        for sample in samples:
+            rates = [getattr(disk, name) for disk in sample.host.disks or ()]
+            totals.append(sum(rates) / 1e6 if rates else None)
+        return totals
 
-    active, util = ("SM active", "compute", card("sm_active_pct")), ("GPU-Util", "other", card("gpu_util_pct"))
-    drawn, limit = ("drawn", "pause", card("power_w")), ("limit", "other", card("power_limit_w"))
+    active, util = ("SM active", "compute", gpu("sm_active_pct")), ("GPU-Util", "other", gpu("gpu_util_pct"))
+    drawn, limit = ("drawn", "pause", gpu("power_w")), ("limit", "other", gpu("power_limit_w"))
     busy, waiting = ("busy", "data", host("cpu_pct")), ("waiting for storage", "other", host("iowait_pct"))
     read, written = ("read", "copy", disks("read_bytes_s")), ("written", "other", disks("write_bytes_s"))
     return [
@@ -338,17 +347,27 @@ def _of_samples(samples: Sequence[Sample], uuid: str | None, zero_s: float) -> l
     ]
 
 
-def line(name: str, kind: str, x: Sequence[float], y: Sequence[float | None], *, dashed: bool = False) -> Series:
-    """A series of what is there, thinned to the means of neighbours where there is too much of it."""
+def line(name: str, family: str, x: Sequence[float], y: Sequence[float | None], *, dashed: bool = False) -> Series:
+    """A series of the values that were measured, thinned to means of neighbours where there are too many."""
     points = [(at, value) for at, value in zip(x, y, strict=True) if value is not None and math.isfinite(value)]
-    groups = grouped(points, MOST_POINTS)
+    groups = grouped(points, MAX_POINTS)
     return Series(
         name=name,
-        family=kind,
-        x=tuple(round(group[0][0], 3) for group in groups),
-        y=tuple(float(f"{sum(value for _, value in group) / len(group):.5g}") for group in groups),
+        family=family,
+        x=tuple(group[0][0] for group in groups),
+        y=tuple(sum(value for _, value in group) / len(group) for group in groups),
         dashed=dashed,
     )
+
+
+def step_times(name: str, family: str, rank: RankTrace, *, dashed: bool = False) -> Series:
+    """Step times by step; medians of windows where not every step was kept."""
+    steps = rank.every_step()
+    if steps is not None:
+        return line(name, family, [s.index for s in steps], [s.wall_ms for s in steps], dashed=dashed)
+    groups = grouped(rank.windows, MAX_POINTS)
+    medians = [Sketch.merged(w.wall_ms for w in group).quantile(0.5) for group in groups]
+    return line(name, family, [group[0].first_index for group in groups], medians, dashed=dashed)
 
 
 def grouped(items: Sequence[T], most: int) -> list[Sequence[T]]:
@@ -359,8 +378,9 @@ def grouped(items: Sequence[T], most: int) -> list[Sequence[T]]:
 
 def marks(trace: Trace, rank: RankTrace) -> tuple[Mark, ...]:
     """Evaluations, checkpoints and starts of loader workers; set-up, X-ray and ceiling. Of too many, the longest."""
-    zero_s = origin_s(trace, rank)
-    found, seen = [], []  # type: tuple[list[Mark], list[tuple[str, int]]]
+    zero_s = _start_s(trace, rank)
+    found: list[Mark] = []
+    seen: list[tuple[str, int]] = []
     for kind, group in groupby(rank.steps, key=lambda step: KINDS_IN_WORDS.get(step.kind)):
         steps = list(group)
         if kind is not None:
@@ -368,36 +388,36 @@ def marks(trace: Trace, rank: RankTrace) -> tuple[Mark, ...]:
             found.append(Mark(name=kind, start_s=steps[0].start_s - zero_s, length_s=end_s - steps[0].start_s))
         for step in steps:
             if step.kind in ("train", "tail"):
-                here = _marks_in(step, zero_s)
-                found += here.values()
-                seen += ((name, step.index) for name in here)
-    found += _marks_in_windows(rank.windows, seen, zero_s)
-    longest = sorted(found, key=lambda mark: -mark.length_s)[:MOST_MARKS]
+                pauses = _pauses_in_step(step, zero_s)
+                found += pauses.values()
+                seen += ((name, step.index) for name in pauses)
+    found += _pauses_in_windows(rank.windows, seen, zero_s)
+    longest = sorted(found, key=lambda mark: -mark.length_s)[:MAX_MARKS]
     return tuple(sorted(longest, key=lambda mark: mark.start_s))
 
 
-def _marks_in(step: Step, zero_s: float) -> dict[str, Mark]:
+def _pauses_in_step(step: Step, zero_s: float) -> dict[str, Mark]:
     found = {}
-    for name in _PAUSES:
+    for name in PAUSES:
         spans = [span for span in step.spans if span.name == name]
         if spans:
             end_ms = spans[-1].start_ms + spans[-1].host_ms
             start_s = step.start_s - zero_s + spans[0].start_ms / 1e3
-            found[name] = Mark(name=words(name), start_s=start_s, length_s=(end_ms - spans[0].start_ms) / 1e3)
+            found[name] = Mark(name=phase_name(name), start_s=start_s, length_s=(end_ms - spans[0].start_ms) / 1e3)
     return found
 
 
-def _marks_in_windows(windows: Sequence[Window], seen: list[tuple[str, int]], zero_s: float) -> list[Mark]:
+def _pauses_in_windows(windows: Sequence[Window], seen: list[tuple[str, int]], zero_s: float) -> list[Mark]:
     """Pauses in steps of which only the window is left: one mark a window, at its beginning, of their mean length."""
     found = []
-    for name in _PAUSES:
+    for name in PAUSES:
         known = sorted(index for pause, index in seen if pause == name)
         for window in windows:
             times = window.spans_ms.get(name)
             drawn = bisect_right(known, window.last_index) - bisect_left(known, window.first_index)
             if times is not None and times.count > drawn:
                 length_s = (times.mean or 0.0) / 1e3
-                found.append(Mark(name=words(name), start_s=window.start_s - zero_s, length_s=length_s))
+                found.append(Mark(name=phase_name(name), start_s=window.start_s - zero_s, length_s=length_s))
     return found
 
 
@@ -416,6 +436,7 @@ def lanes(workers: Iterable[WorkerReport]) -> tuple[Lane, ...]:
         computing_s = min(worker.sample_cpu_s, worker.sample_wall_s)
         spent_s = [computing_s, delay_s, blocked_s - delay_s, worker.collate_s]
         spent_s.append(max(0.0, alive_s - sum(spent_s)))  # waiting for work
-        parts = [(name, kind, 1e3 * s) for (name, kind), s in zip(WORKING.items(), spent_s, strict=True)]
-        drawn.append(Lane(worker=worker, alive_s=alive_s, bars=_in_a_row(parts, 1e3 * sum(spent_s))))
+        states = zip(WORKER_STATES.items(), spent_s, strict=True)
+        bars = _side_by_side([(name, family, 1e3 * s) for (name, family), s in states], 1e3 * sum(spent_s))
+        drawn.append(Lane(worker=worker, alive_s=alive_s, bars=bars))
     return tuple(sorted(drawn, key=lambda lane: (lane.worker.dataset, lane.worker.worker or 0)))

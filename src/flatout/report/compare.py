@@ -1,4 +1,4 @@
-"""Two traces → Comparison: is the second run faster, beyond what its own noise could explain?
+"""Two runs → Comparison: is the second one faster, beyond what its own noise could explain?
 
 The statistic is that of `flatout fix` (`model.stats`). The intervals hold the noise within the two runs; what differs
 between any two runs of the same training (page cache, clocks, neighbours) only more runs can show.
@@ -13,33 +13,36 @@ from statistics import fmean, median, variance
 from typing import Any
 
 from flatout.diagnose.breakdown import Breakdown
-from flatout.diagnose.rules import diagnose
-from flatout.model.formatting import count_of, in_full
+from flatout.model.formatting import count_of, duration, in_full, ms
 from flatout.model.records import to_json
 from flatout.model.stats import BLOCKS, ONE_RUN, Gain, Measured, blocks_of, error_of, gain, half_width, warm_up
-from flatout.report.account import Account, account
-from flatout.trace import RankTrace, Sketch, Trace
+from flatout.report.account import Account, RecordedRun
+from flatout.report.chart_data import Panel, line, phase_name, step_times
+from flatout.trace import RankTrace, Sketch
 
 SCHEMA = 1
-FEWEST_STEPS = 40
-FEWEST_LOSSES = 8
-MOST_DIFFERENCES = 100
-_NO_DIFFERENCE = "no difference shown"
-_SHORT_BATCHES = 0.02  # of the samples: what last short batches may take away
+MIN_STEPS = 40
+MIN_LOSSES = 8
+MAX_DIFFERENCES = 100
+NO_DIFFERENCE = "no difference shown"
+SHORT_BATCHES = 0.02  # of the samples: what the short last batches of epochs may take away
+SMALL_PHASE = 0.002  # of a step: not listed
 
 # Facts that differ between any two runs, or follow from the others.
-_VOLATILE = frozenset(
+VOLATILE_FACTS = frozenset(
     ("changes", "learning_rate", "memory_peak_bytes", "memory_reserved_bytes", "own_cost", "settings", "loaders")
 )
 
+Curve = tuple[tuple[float, float], ...]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Losses:
+class LossCurves:
     """The losses both runs read, by step or by sample; and their means over the last quarter of what both did."""
 
     axis: str
-    a: tuple[tuple[float, float], ...]
-    b: tuple[tuple[float, float], ...]
+    a: Curve
+    b: Curve
     end_a: float | None = None
     end_b: float | None = None
     low: float | None = None  # of the difference, B less A
@@ -50,7 +53,22 @@ class Losses:
         """lower, higher, no difference shown, or too few to compare."""
         if self.low is None or self.high is None:
             return "too few to compare"
-        return "lower" if self.high < 0 else "higher" if self.low > 0 else "no difference shown"
+        if self.high < 0:
+            return "lower"
+        return "higher" if self.low > 0 else NO_DIFFERENCE
+
+    def sentence(self) -> str:
+        """The answer."""
+        if self.end_a is None or self.end_b is None:
+            return "Losses: too few were read to compare; they are read in some steps only, fewer as a run goes on."
+        verdict = self.verdict if self.verdict == NO_DIFFERENCE else f"B's is {self.verdict}"
+        apart = f"B − A = {self.end_b - self.end_a:+.4g} ({self.low:+.4g} to {self.high:+.4g})"
+        ends = f"{self.end_a:.4g} and {self.end_b:.4g}"
+        return f"Loss over the last quarter of what both did: {ends}; {apart}: {verdict}."
+
+    def to_json(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in ("axis", "end_a", "end_b", "low", "high")}
+        return {"verdict": self.verdict, **values}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +93,9 @@ class Comparison:
     reasons: tuple[str, ...]  # why they cannot be compared; then there are no ratios
     cautions: tuple[str, ...]
     differences: tuple[tuple[str, Any, Any], ...]
-    losses: Losses | None
-    steady_a: Steady | None = None  # what the ratios are of
+    losses: LossCurves | None
+    panels: tuple[Panel, ...] = ()
+    steady_a: Steady | None = None
     steady_b: Steady | None = None
 
     @property
@@ -84,8 +103,8 @@ class Comparison:
         """What the verdict is of: the median step; all steps where they differ and the median does not say the same."""
         if self.typical is None or self.overall is None:
             return None
-        alike = self.overall.verdict in (self.typical.verdict, _NO_DIFFERENCE)
-        return self.typical if alike else self.overall
+        agree = self.overall.verdict in (self.typical.verdict, NO_DIFFERENCE)
+        return self.typical if agree else self.overall
 
     @property
     def verdict(self) -> str:
@@ -102,67 +121,127 @@ class Comparison:
         typical, overall = self.typical, self.overall
         if typical is None or overall is None:
             return "Not comparable: " + "; ".join(self.reasons) + "."
-        by_the = "" if self.per == "step" else ", by the sample"
+        by_sample = "" if self.per == "step" else ", by the sample"
+        no_difference = typical.verdict == NO_DIFFERENCE
         if self.leading is overall:
-            median = "shows no difference" if typical.verdict == _NO_DIFFERENCE else f"is {typical.verdict}"
+            median = "shows no difference" if no_difference else f"is {typical.verdict}"
             return (
-                f"Over all its steps, slow ones included, B is {overall.verdict}: {overall}{by_the}. "
+                f"Over all its steps, slow ones included, B is {overall.verdict}: {overall}{by_sample}. "
                 f"Its median step {median}: {typical}."
             )
         speed = f"{typical.value:.2f}× the speed of A, {typical.low:.2f} to {typical.high:.2f}"
-        first = "No difference shown" if typical.verdict == _NO_DIFFERENCE else f"B is {typical.verdict}"
-        first = f"{first}: {speed} (median step{by_the})."
+        first = "No difference shown" if no_difference else f"B is {typical.verdict}"
+        first = f"{first}: {speed} (median step{by_sample})."
         if overall.verdict == typical.verdict and overall.low <= typical.value <= overall.high:
             return first
         return f"{first} Over all steps, slow ones included: {overall}, {overall.verdict}."
 
+    def figures(self) -> list[tuple[str, str, str, str]]:
+        """Both runs side by side: name, A, B, speed of B."""
+        a, b = (_figures(*side) for side in ((self.a, self.steady_a), (self.b, self.steady_b)))
+        ratios = {"median step": self.typical, "samples a second": self.overall}
+        return [(name, a[name], b[name], str(ratios.get(name) or "")) for name in a]
+
+    def phases(self) -> list[tuple[str, str, str, str]]:
+        """The phases of a step in both runs, those that changed most first: name, A, B, change."""
+        a, b = phases_ms(self.a.breakdown), phases_ms(self.b.breakdown)
+        change = {name: b.get(name, 0.0) - a.get(name, 0.0) for name in (*a, *b)}
+        least = SMALL_PHASE * (self.a.breakdown.step_ms.mean or 0.0)
+        rows = []
+        for name in sorted(change, key=lambda name: -abs(change[name])):
+            before, after = a.get(name, 0.0), b.get(name, 0.0)
+            if max(before, after) >= least:
+                sign = "+" if change[name] >= 0 else "−"
+                rows.append((phase_name(name), ms(before), ms(after), f"{sign}{ms(abs(change[name]))}"))
+        return rows
+
     def to_json(self) -> dict[str, Any]:
         """The documented JSON of `flatout compare --json`."""
+        typical = dataclasses.asdict(self.typical) if self.typical is not None else None
+        overall = None
+        if self.overall is not None:
+            overall = {**dataclasses.asdict(self.overall), "verdict": self.overall.verdict}
         return {
             "schema": SCHEMA,
             "verdict": self.verdict,
             "per": self.per,
-            "typical": dataclasses.asdict(self.typical) if self.typical is not None else None,
-            "overall": {**dataclasses.asdict(self.overall), "verdict": self.overall.verdict} if self.overall else None,
+            "typical": typical,
+            "overall": overall,
             "reasons": list(self.reasons),
             "cautions": list(self.cautions),
-            "a": _side(self.a),
-            "b": _side(self.b),
+            "a": _side_to_json(self.a),
+            "b": _side_to_json(self.b),
             "differences": [{"name": name, "a": a, "b": b} for name, a, b in self.differences],
-            "losses": self._losses_to_json(),
+            "losses": self.losses.to_json() if self.losses is not None else None,
         }
 
-    def _losses_to_json(self) -> dict[str, Any] | None:
-        if self.losses is None:
-            return None
-        kept = {k: v for k, v in dataclasses.asdict(self.losses).items() if k not in ("a", "b")}
-        return {"verdict": self.losses.verdict, **kept}
+
+def phases_ms(b: Breakdown) -> dict[str, float]:
+    """Milliseconds a step by phase, all lines of a phase together."""
+    totals: dict[str, float] = {}
+    for part in b.training:
+        totals[part.name] = totals.get(part.name, 0.0) + part.ms / max(1, b.steps)
+    return totals
 
 
-def compare(first: Trace, second: Trace, folders: tuple[str, str] = ("A", "B")) -> Comparison:
+def _figures(one: Account, steady: Steady | None) -> dict[str, str]:
+    b = one.breakdown
+    median_ms = b.step_ms.quantile(0.5) or 0.0
+    speed = (b.samples_per_s or 0.0) * one.ranks
+    if steady is not None:
+        median_ms, speed = steady.median_ms, steady.samples_per_s or 0.0
+    return {
+        "median step": ms(median_ms),
+        "95th percentile": ms(b.step_ms.quantile(0.95) or 0.0),
+        "samples a second": f"{speed:,.0f}" if speed else "not known",
+        "steps": f"{b.steps:,}",
+        "training time": duration(b.training_ms),
+    }
+
+
+def _side_to_json(one: Account) -> dict[str, Any]:
+    b = one.breakdown
+    return {
+        "trace": one.folder,
+        "name": one.name,
+        "ranks": one.ranks,
+        "steps": b.steps,
+        "step_ms": {"median": b.step_ms.quantile(0.5), "p95": b.step_ms.quantile(0.95)},
+        "samples_per_s": b.samples_per_s,
+        "parts": phases_ms(b),
+    }
+
+
+def compare(a: RecordedRun, b: RecordedRun) -> Comparison:
     """Compare two runs: how much faster is the second?"""
-    a, b = account(first, folders[0]), account(second, folders[1])
-    size_a, size_b = _samples_a_step(a), _samples_a_step(b)
-    steady_a, steady_b = _steady(first.ranks[0], size_a), _steady(second.ranks[0], size_b)
-    reasons = [*_reasons(a, b), *_too_short("A", a, steady_a), *_too_short("B", b, steady_b)]
-    per = "step" if _alike(size_a, size_b) else "sample"
-    if per == "sample" and (size_a is None or size_b is None):
+    size_a, size_b = _samples_a_step(a.account), _samples_a_step(b.account)
+    steady_a, steady_b = _steady(a.trace.ranks[0], size_a), _steady(b.trace.ranks[0], size_b)
+    reasons = [*_other_data(a.account, b.account)]
+    for name, run, steady in (("A", a, steady_a), ("B", b, steady_b)):
+        if steady is None:
+            steps = run.account.breakdown.steps
+            reasons.append(f"{name} has {steps:,} training steps, and fewer than {MIN_STEPS} say too little")
+    by_sample = not _alike(size_a, size_b)
+    if by_sample and (size_a is None or size_b is None):
         reasons.append("one of them does not say how many samples a step has")
     typical = overall = None
     if not reasons and steady_a is not None and steady_b is not None:
-        samples = (size_b or 1.0) / (size_a or 1.0) if per == "sample" else 1.0
+        samples = (size_b or 1.0) / (size_a or 1.0) if by_sample else 1.0
         typical = _ratio(steady_a.typical, steady_b.typical, samples)
         overall = _ratio(steady_a.overall, steady_b.overall, samples)
+    units = (size_a or 1.0, size_b or 1.0) if by_sample else (1.0, 1.0)
+    losses = _losses(_curve(a.trace.ranks[0], units[0]), _curve(b.trace.ranks[0], units[1]), by_sample=by_sample)
     return Comparison(
-        a=a,
-        b=b,
-        per=per,
+        a=a.account,
+        b=b.account,
+        per="sample" if by_sample else "step",
         typical=typical,
         overall=overall,
         reasons=tuple(reasons),
-        cautions=(*_ended(a, b), *_cautions(a, b, per), *_in_company("A", first), *_in_company("B", second)),
-        differences=tuple(_differences(a, b))[:MOST_DIFFERENCES],
-        losses=_losses(first.ranks[0], second.ranks[0], (size_a, size_b) if per == "sample" else None),
+        cautions=tuple(_cautions(a, b, by_sample=by_sample)),
+        differences=tuple(_differences(a.account, b.account))[:MAX_DIFFERENCES],
+        losses=losses,
+        panels=_panels(a, b, losses),
         steady_a=steady_a,
         steady_b=steady_b,
     )
@@ -171,10 +250,22 @@ def compare(first: Trace, second: Trace, folders: tuple[str, str] = ("A", "B")) 
 # Whether they can be compared
 
 
-def _reasons(a: Account, b: Account) -> Iterator[str]:
-    sets = [_training_set(one) for one in (a, b)]
-    if sets[0] is not None and sets[1] is not None and sets[0] != sets[1]:
-        yield f"they train on other data: {_described(sets[0])} and {_described(sets[1])}"
+def _samples_a_step(one: Account) -> float | None:
+    """Samples in a step of all ranks; to six digits, so that a last short batch makes no difference."""
+    b = one.breakdown
+    if not b.samples or not b.steps:
+        return None
+    size = b.samples / b.steps
+    for loader in one.facts.loaders:
+        if loader.batch_size and abs(size / loader.batch_size - 1) < SHORT_BATCHES:
+            size = loader.batch_size
+    return float(f"{size * one.ranks:.6g}")
+
+
+def _other_data(a: Account, b: Account) -> Iterator[str]:
+    first, second = _training_set(a), _training_set(b)
+    if first is not None and second is not None and first != second:
+        yield f"they train on other data: {_dataset(*first)} and {_dataset(*second)}"
 
 
 def _training_set(one: Account) -> tuple[str, Any] | None:
@@ -185,59 +276,38 @@ def _training_set(one: Account) -> tuple[str, Any] | None:
     return loader.dataset.rpartition(".")[2], loader.length
 
 
-def _described(dataset: tuple[str, Any]) -> str:
-    return f"{dataset[0]} of {count_of(dataset[1], 'sample')}" if isinstance(dataset[1], int) else dataset[0]
+def _dataset(name: str, length: Any) -> str:
+    return f"{name} of {count_of(length, 'sample')}" if isinstance(length, int) else name
 
 
-def _too_short(name: str, one: Account, steady: Steady | None) -> Iterator[str]:
-    if steady is None:
-        yield f"{name} has {one.breakdown.steps:,} training steps, and fewer than {FEWEST_STEPS} say too little"
+def _cautions(a: RecordedRun, b: RecordedRun, *, by_sample: bool) -> Iterator[str]:
+    runs = (("A", a), ("B", b))
+    yield from (f"{name}: {run.account.ended}" for name, run in runs if run.account.ended is not None)
+    size_a, size_b = _samples_a_step(a.account), _samples_a_step(b.account)
+    if by_sample and size_a and size_b:
+        sizes = f"a step of A has {in_full(size_a)} sample{'' if size_a == 1 else 's'}, one of B {in_full(size_b)}"
+        yield f"{sizes}: time for each sample is compared, not for each step"
+    elif by_sample:
+        yield "their steps have unlike numbers of samples"
+    first, second = a.account.facts, b.account.facts
+    if first.gpu != second.gpu:
+        yield f"another GPU: {first.gpu or 'none'} and {second.gpu or 'none'}"
+    if first.parameters != second.parameters:
+        yield f"another number of parameters: {_count(first.parameters)} and {_count(second.parameters)}"
+    ranks_a, ranks_b = a.account.ranks, b.account.ranks
+    if ranks_a != ranks_b:
+        yield f"A ran on {count_of(ranks_a, 'rank')}, B on {ranks_b:,}: samples are those of all ranks"
+    for name, run in runs:  # a difference may be that of others, who had the cores or the GPU meanwhile
+        yield from (f"{name}: {finding.title}" for finding in run.findings if finding.code == "hardware.shared")
 
 
-def _cautions(a: Account, b: Account, per: str) -> Iterator[str]:
-    if per == "sample":
-        first, second = _samples_a_step(a), _samples_a_step(b)
-        yield (
-            f"a step of A has {in_full(first)} sample{'' if first == 1 else 's'}, one of B {in_full(second)}: "
-            "time for each sample is compared, not for each step"
-            if first and second
-            else "their steps have unlike numbers of samples"
-        )
-    if a.facts.gpu != b.facts.gpu:
-        yield f"another card: {_figure(a.facts.gpu)} and {_figure(b.facts.gpu)}"
-    if a.facts.parameters != b.facts.parameters:
-        yield f"another number of parameters: {_figure(a.facts.parameters)} and {_figure(b.facts.parameters)}"
-    if a.ranks != b.ranks:
-        yield f"A ran on {a.ranks:,} rank{'s' if a.ranks > 1 else ''}, B on {b.ranks:,}: samples are those of all ranks"
-
-
-def _ended(a: Account, b: Account) -> Iterator[str]:
-    yield from (f"{name}: {one.ended}" for name, one in (("A", a), ("B", b)) if one.ended is not None)
-
-
-def _in_company(name: str, run: Trace) -> Iterator[str]:
-    """That others had the cores or the card meanwhile: then a difference may be theirs."""
-    yield from (f"{name}: {found.title}" for found in diagnose(run) if found.code == "hardware.shared")
-
-
-def _figure(value: object) -> str:
-    return "none" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+def _count(number: int | None) -> str:
+    return f"{number:,}" if number is not None else "none"
 
 
 def _alike(a: float | None, b: float | None) -> bool:
-    """Whether steps have as many samples, but for a last short batch here and there."""
-    return a == b or (a is not None and b is not None and abs(a / b - 1) < _SHORT_BATCHES)
-
-
-def _samples_a_step(one: Account) -> float | None:
-    """Samples in a step of all ranks; to six digits, so that a last short batch makes no difference."""
-    b = one.breakdown
-    if not b.samples or not b.steps:
-        return None
-    sizes = [loader.batch_size for loader in one.facts.loaders]
-    mean = b.samples / b.steps
-    size = next((s for s in sizes if isinstance(s, int) and s and abs(mean / s - 1) < _SHORT_BATCHES), None)
-    return float(f"{(size or mean) * one.ranks:.6g}")
+    """Whether steps have as many samples, but for a last short batch now and then."""
+    return a == b or (a is not None and b is not None and abs(a / b - 1) < SHORT_BATCHES)
 
 
 # How sure one can be
@@ -248,7 +318,7 @@ def _steady(rank: RankTrace, samples: float | None) -> Steady | None:
     steps = rank.every_step()
     if steps is not None:
         times_ms = [step.wall_ms for step in steps][warm_up(len(steps)) :]
-        if len(steps) < FEWEST_STEPS:
+        if len(steps) < MIN_STEPS:
             return None
         blocks = [times_ms[block] for block in blocks_of(len(times_ms))]
         mean_ms, median_ms = fmean(times_ms), median(times_ms)
@@ -279,8 +349,8 @@ def _ratio(a: Measured, b: Measured, samples: float) -> Gain:
 
 def _differences(a: Account, b: Account) -> Iterator[tuple[str, Any, Any]]:
     """Settings and facts that are not the same in both."""
-    both = min(len(one.facts.loaders) for one in (a, b))
-    ours, theirs = dict(_settings(a, both)), dict(_settings(b, both))
+    loaders = min(len(one.facts.loaders) for one in (a, b))
+    ours, theirs = dict(_settings(a, loaders)), dict(_settings(b, loaders))
     for name in dict.fromkeys((*ours, *theirs)):
         if ours.get(name) != theirs.get(name):
             yield name, ours.get(name), theirs.get(name)
@@ -293,10 +363,9 @@ def _settings(one: Account, loaders: int) -> Iterator[tuple[str, Any]]:
     for number, loader in enumerate(one.facts.loaders, 1):
         yield from _flat(f"loader {number}", to_json(loader) if number <= loaders else loader.dataset)
     if one.facts.changes:
-        made = [f"{change.name}={change.value}" for change in one.facts.changes if change.applied]
-        yield "changed by flatout", made
+        yield "changed by flatout", [f"{change.name}={change.value}" for change in one.facts.changes if change.applied]
     for name, value in to_json(one.facts).items():
-        if name not in _VOLATILE:
+        if name not in VOLATILE_FACTS:
             yield from _flat(name, value)
     for read in one.facts.settings:
         yield from _flat(read.file or read.source, read.values)
@@ -310,29 +379,8 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _losses(a: RankTrace, b: RankTrace, sizes: tuple[float | None, float | None] | None) -> Losses | None:
-    """By step; by samples seen where steps have unlike numbers of them."""
-    unit_a, unit_b = (size or 1.0 for size in sizes) if sizes is not None else (1.0, 1.0)
-    curve_a, curve_b = _curve(a, unit_a), _curve(b, unit_b)
-    if not curve_a or not curve_b:
-        return None
-    axis = "sample" if sizes is not None else "step"
-    end = min(curve_a[-1][0], curve_b[-1][0])
-    last_a, last_b = ([y for x, y in curve if 0.75 * end <= x <= end] for curve in (curve_a, curve_b))
-    if min(len(last_a), len(last_b)) < FEWEST_LOSSES:
-        return Losses(axis=axis, a=curve_a, b=curve_b)
-    end_a, end_b = fmean(last_a), fmean(last_b)
-    sure = half_width([(_variance_of_mean(last), BLOCKS - 1) for last in (last_a, last_b)])
-    low, high = end_b - end_a - sure, end_b - end_a + sure
-    return Losses(axis=axis, a=curve_a, b=curve_b, end_a=end_a, end_b=end_b, low=low, high=high)
-
-
-def _variance_of_mean(values: Sequence[float]) -> float:
-    means = [fmean(values[block]) for block in blocks_of(len(values))]
-    return variance(means) / len(means)
-
-
-def _curve(rank: RankTrace, unit: float) -> tuple[tuple[float, float], ...]:
+def _curve(rank: RankTrace, unit: float) -> Curve:
+    """Losses by step, or by samples seen where a step has `unit` of them."""
     steps = rank.every_step()
     if steps is not None:
         return tuple((step.index * unit, step.loss) for step in steps if step.loss is not None)
@@ -340,22 +388,33 @@ def _curve(rank: RankTrace, unit: float) -> tuple[tuple[float, float], ...]:
     return tuple((x, y) for x, y in means if y is not None)
 
 
-def _side(one: Account) -> dict[str, Any]:
-    b = one.breakdown
-    return {
-        "trace": one.folder,
-        "name": one.name,
-        "ranks": one.ranks,
-        "steps": b.steps,
-        "step_ms": {"median": b.step_ms.quantile(0.5), "p95": b.step_ms.quantile(0.95)},
-        "samples_per_s": b.samples_per_s,
-        "parts": phases(b),
-    }
+def _losses(a: Curve, b: Curve, *, by_sample: bool) -> LossCurves | None:
+    if not a or not b:
+        return None
+    axis = "sample" if by_sample else "step"
+    end = min(a[-1][0], b[-1][0])
+    last_a, last_b = ([y for x, y in curve if 0.75 * end <= x <= end] for curve in (a, b))
+    if min(len(last_a), len(last_b)) < MIN_LOSSES:
+        return LossCurves(axis=axis, a=a, b=b)
+    end_a, end_b = fmean(last_a), fmean(last_b)
+    sure = half_width([(_variance_of_mean(last), BLOCKS - 1) for last in (last_a, last_b)])
+    low, high = end_b - end_a - sure, end_b - end_a + sure
+    return LossCurves(axis=axis, a=a, b=b, end_a=end_a, end_b=end_b, low=low, high=high)
 
 
-def phases(b: Breakdown) -> dict[str, float]:
-    """Milliseconds a step by phase, all lines of a phase together."""
-    totals: dict[str, float] = {}
-    for part in b.training:
-        totals[part.name] = totals.get(part.name, 0.0) + part.ms / max(1, b.steps)
-    return totals
+def _variance_of_mean(values: Sequence[float]) -> float:
+    means = [fmean(values[block]) for block in blocks_of(len(values))]
+    return variance(means) / len(means)
+
+
+def _panels(a: RecordedRun, b: RecordedRun, losses: LossCurves | None) -> tuple[Panel, ...]:
+    """Both runs in one plot, step by step; and their losses."""
+    first = step_times("A", "other", a.trace.ranks[0], dashed=True), step_times("B", "compute", b.trace.ranks[0])
+    panels = [Panel(title="Step time by step", unit="ms", series=first, x_unit="steps")]
+    if losses is not None:
+        xs, ys = zip(*losses.a, strict=True)
+        before = line("A", "other", xs, ys, dashed=True)
+        xs, ys = zip(*losses.b, strict=True)
+        curves = before, line("B", "compute", xs, ys)
+        panels.append(Panel(title=f"Loss by {losses.axis}", unit="", series=curves, x_unit=f"{losses.axis}s"))
+    return tuple(panel for panel in panels if all(series.x for series in panel.series))

@@ -1,27 +1,28 @@
-"""Findings in words: the verdict as a sentence, gains, changes as one would type them, and the documented JSON."""
+"""Findings in words, and changes as one would type them: a flag, a line of a file, or the source line with the edit."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
 from flatout.diagnose.breakdown import REST
 from flatout.diagnose.gains import HELD_BACK
 from flatout.diagnose.knobs import knob_for
+from flatout.fix.result import Attempt
+from flatout.model.changes import BY_NAME
 from flatout.model.finding import Finding
+from flatout.model.formatting import as_typed
 from flatout.report.account import Account
-from flatout.report.chart_data import waterfall, words
-from flatout.report.source_edits import as_code, by_knob
-from flatout.report.terminal import WIDTH, wrapped
+from flatout.report.chart_data import phase_name, waterfall
 
-_INDENT = "   "
-_MAY_COST = 0.98
+CAN_COST = 0.98  # a gain that may be below this is shown as a cost
+MIN_SHOWN_GAIN = 1.005
 GUIDE = (Path(__file__).parents[1] / "TROUBLESHOOTING.md").resolve()  # has an entry for every code
+LOADER_CALL, OPTIMIZER_CALL = re.compile(r"Loader$"), re.compile(r"(Adam|AdamW|SGD|Adagrad)$")
 
 
 def headline(account: Account, findings: Sequence[Finding]) -> str:
@@ -31,35 +32,40 @@ def headline(account: Account, findings: Sequence[Finding]) -> str:
         if findings[0].gain_high >= 1.05:
             return f"You could train {_times(findings[0])} faster: {title}."
         return f"{sentence(title)}."
-    bars = waterfall(account.breakdown)
-    if not account.breakdown.enough:
-        seconds = account.breakdown.training_ms / 1e3
-        return f"Not enough training steps to judge: {account.breakdown.steps} in {seconds:.2g} s."
-    if bars[0].family != "compute" and bars[0].width >= 0.1:
-        what = "code outside forward, backward and optimizer" if bars[0].label == words(REST) else bars[0].label
-        return f"{bars[0].width:.0%} of training time goes to {what}."
+    b = account.breakdown
+    if not b.enough:
+        return f"Not enough training steps to judge: {b.steps} in {b.training_ms / 1e3:.2g} s."
+    bars = waterfall(b)
+    longest = bars[0]
+    if longest.family != "compute" and longest.width >= 0.1:
+        what = longest.label
+        if what == phase_name(REST):
+            what = "code outside forward, backward and optimizer"
+        return f"{longest.width:.0%} of training time goes to {what}."
     work = sum(bar.width for bar in bars if bar.family == "compute")
     return f"{work:.0%} of training time goes to forward, backward and optimizer."
 
 
 def sentence(words: str) -> str:
-    """With a capital at the beginning, unless it begins with code."""
+    """With a capital letter, unless it begins with code."""
     first = words.partition(" ")[0].rstrip(":,;")
     return words[:1].upper() + words[1:] if first.isalpha() else words
 
 
-def told(finding: Finding) -> str:
-    """It in a line."""
+def one_line(finding: Finding) -> str:
+    """A finding in a line."""
     where = f", {finding.where}" if finding.where else ""
     return f"{finding.title} ({gain(finding)}; {finding.code}{where})"
 
 
 def gain(finding: Finding) -> str:
-    """What mending it would give."""
+    """What fixing it would give."""
     more = ", more once the loader can follow" if finding.derived.endswith(HELD_BACK) else ""
-    if finding.gain_low < _MAY_COST:
-        return f"{finding.gain_low:.2f} to {finding.gain_high:.2f}× as fast by itself"
-    return (f"{_times(finding)} faster" if finding.gain_high >= 1.005 else "no gain by itself") + more
+    if finding.gain_low < CAN_COST:
+        return f"{finding.gain_low:.2f} to {finding.gain_high:.2f}× as fast on its own"
+    if finding.gain_high < MIN_SHOWN_GAIN:
+        return f"no gain on its own{more}"
+    return f"{_times(finding)} faster{more}"
 
 
 def _times(finding: Finding) -> str:
@@ -67,49 +73,96 @@ def _times(finding: Finding) -> str:
     low, high = (f"{factor:.{digits}f}" for factor in (finding.gain_low, finding.gain_high))
     if finding.gain_low < 1.02:
         return f"up to {high}×"
-    return f"about {high}×" if low == high else f"{low} to {high}×"
+    if low == high:
+        return f"about {high}×"
+    return f"{low} to {high}×"
+
+
+def finding_to_json(finding: Finding) -> dict[str, Any]:
+    """A finding as documented."""
+    data = dataclasses.asdict(finding)
+    value = data.pop("value")
+    if finding.change is not None:
+        data["change"] = {"name": finding.change, "value": value}
+    return data
+
+
+# Changes as one would type them
 
 
 def change_as_typed(account: Account, finding: Finding) -> str | None:
     """The change ready to paste: by the script's own flag or file, else a line of code, where there is one."""
+    if finding.change == "gc_freeze" and finding.value is None:
+        return as_code("gc_freeze", True)
     if finding.change is None or finding.value is None:
-        return None if finding.change != "gc_freeze" else as_code("gc_freeze", True)
+        return None
     # An ignored setting has its value already: typing it again would do nothing.
-    ignored = finding.code == "config.ignored"
-    knob = None if ignored else knob_for(account.facts.settings, finding.change, finding.value)
-    if knob is not None and not (knob.startswith("-") and finding.value is False):
-        return by_knob(knob, finding.value)
+    if finding.code != "config.ignored":
+        knob = knob_for(account.facts.settings, finding.change, finding.value)
+        if knob is not None and not (knob.startswith("-") and finding.value is False):
+            return by_knob(knob, finding.value)
     by_trainer = any(loader.by_trainer for loader in account.facts.loaders)
     return as_code(finding.change, finding.value, by_trainer=by_trainer)
 
 
-def show(account: Account, findings: Sequence[Finding], console: Console) -> None:
-    """Print the verdict, and each finding with what to change."""
-    width = min(WIDTH, console.width)
-    if account.ended is not None:
-        console.print(Text(wrapped(f"{account.ended}.", width), style="bold red"), soft_wrap=True)
-    console.print(Text(wrapped(headline(account, findings), width), style="bold"), soft_wrap=True)
-    for number, finding in enumerate(findings, 1):
-        lines = [told(finding), finding.advice, change_as_typed(account, finding) or ""]
-        text = f"\n{_INDENT}".join(wrapped(line, width, len(_INDENT)) for line in lines if line)
-        console.print(Text(f"{number}. {text}"), soft_wrap=True)
-    if any(finding.gain_high >= 1.005 for finding in findings):
-        here = Path.cwd()
-        guide = GUIDE.relative_to(here) if GUIDE.is_relative_to(here) else GUIDE
-        guide_line = wrapped(f"each cause, how to make sure, what to do: {guide}", width, len(_INDENT))
-        console.print(Text(_INDENT + guide_line, style="dim"), soft_wrap=True)
-    console.print()
+def permanently(attempt: Attempt, *, by_trainer: bool = False) -> str:
+    """How to make a change permanent, in a line or two."""
+    change = attempt.change
+    if change.knob:
+        flag = "pass " if change.knob.startswith("-") else ""
+        return flag + by_knob(change.knob, change.value)
+    spec = BY_NAME.get(change.name)
+    code = as_code(change.name, change.value, by_trainer=by_trainer) or f"{change.name} = {change.value!r}"
+    made_by_trainer = by_trainer and spec is not None and "transformers" in spec.framework_code
+    if not attempt.where or made_by_trainer:
+        return code
+    elsewhere = f"; the same at {', '.join(attempt.also)}" if attempt.also else ""
+    return f"{attempt.where}: {_edited_line(attempt) or code}{elsewhere}"
 
 
-def to_json(account: Account, findings: Sequence[Finding]) -> dict[str, Any]:
-    """The documented JSON of a report: the account, with the verdict and the findings, ranked."""
-    plain = account.to_json()
-    opening = {"schema": plain.pop("schema"), "verdict": findings[0].code if findings else None}
-    return {**opening, "findings": [as_json(finding) for finding in findings], **plain}
+def as_code(name: str, value: Any, *, by_trainer: bool = False) -> str | None:
+    """A change as a line of Python, where there is one; also where the Trainer of transformers makes the loader."""
+    spec = BY_NAME.get(name)
+    if spec is None:
+        return None
+    return spec.as_code(value, "transformers" if by_trainer else "")
 
 
-def as_json(finding: Finding) -> dict[str, Any]:
-    """One of them, as documented."""
-    data = dataclasses.asdict(finding)
-    data["change"] = {"name": finding.change, "value": data.pop("value")} if finding.change is not None else None
-    return data
+def by_knob(knob: str, value: Any) -> str:
+    """A value as it is given to a flag, or written in a file."""
+    if knob.startswith("-"):
+        return knob if value is True else f"{knob} {value}"
+    file, _, key = knob.rpartition(":")
+    if file.endswith(".py"):
+        return f"in {file}: {key} = {value!r}"
+    return f"in {file}: {key}: {as_typed(value)}"
+
+
+def _edited_line(attempt: Attempt) -> str | None:
+    """The source line with the argument added, where that is clear."""
+    spec = BY_NAME.get(attempt.change.name)
+    file, _, number = attempt.where.rpartition(":")
+    if spec is None or not spec.argument or not number.isdigit():
+        return None
+    try:
+        line = Path(file).read_text(encoding="utf-8").splitlines()[int(number) - 1].strip()
+    except (OSError, IndexError, UnicodeDecodeError):
+        return None
+    return _with_argument(line, spec.argument.format(attempt.change.value))
+
+
+def _with_argument(line: str, argument: str) -> str | None:
+    """A line with one more argument in the call that takes it; None where the call goes on below, or is not clear."""
+    name = argument.partition("=")[0]
+    try:
+        code = ast.parse(f"{line} pass" if line.endswith(":") else line)
+    except SyntaxError:  # it goes on in the next line
+        return None
+    calls = [node for node in ast.walk(code) if isinstance(node, ast.Call)]
+    takes = OPTIMIZER_CALL if name == "fused" else LOADER_CALL
+    meant = [call for call in calls if takes.search(ast.unparse(call.func))] or calls
+    if len(meant) != 1 or any(keyword.arg == name for keyword in meant[0].keywords):
+        return None
+    raw, end = line.encode(), (meant[0].end_col_offset or 0) - 1  # counted in bytes
+    comma = ", " if meant[0].args or meant[0].keywords else ""
+    return f"{raw[:end].decode().rstrip(', ')}{comma}{argument}{raw[end:].decode()}"

@@ -1,79 +1,120 @@
-// Draws the plots, in the colours of the page; keeps them together when one is zoomed; copies changes.
+// Zooms and moves the charts, reads values from them, and copies changes. All drawing was done by Python.
 (() => {
   "use strict";
-  const data = JSON.parse(document.getElementById("plot-data").textContent);
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
-  const places = () => [...document.querySelectorAll(".plot")];
+  const SIZE = 10000; // what a plot measures inside, each way
+  const KEYS = { ArrowLeft: -1, ArrowRight: 1 };
+  const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
+  const brief = (value) => Number(value.toPrecision(4)).toLocaleString("en", { maximumSignificantDigits: 4 });
 
-  // Seconds, minutes or hours: whatever the run is counted in.
-  const last = Math.max(1, ...data.panels.flatMap((p) => p.series.map((s) => s.x[s.x.length - 1] || 0)));
-  const timed = data.timed; // or counted in steps
-  const [unit, seconds] = !timed ? ["", 1] : last > 3 * 3600 ? ["h", 3600] : last > 300 ? ["min", 60] : ["s", 1];
-
-  // No line where nothing was measured: a point without a value in each band that lies between two neighbours.
-  const broken = (s) => {
-    const x = [], y = [], usual = (s.x[s.x.length - 1] - s.x[0]) / Math.max(1, s.x.length - 1);
-    s.x.forEach((at, n) => {
-      const between = (m) => m.length_s > 3 * usual && m.start_s + m.length_s / 2 > s.x[n - 1] && m.start_s + m.length_s / 2 < at;
-      if (n && at - s.x[n - 1] > 3 * usual && data.marks.some(between)) { x.push((at + s.x[n - 1]) / 2 / seconds); y.push(null); }
-      x.push(at / seconds); y.push(s.y[n]);
-    });
-    return { x, y };
-  };
-  const traces = (panel) => panel.series.map((s) => ({
-    type: "scatter", name: s.name, ...broken(s),
-    mode: s.x.length < 3 ? "markers" : "lines",
-    line: { color: colour(s.family), width: 1.6, dash: s.dashed ? "dot" : "solid" },
-    marker: { color: colour(s.family), size: 7 },
-    hovertemplate: "%{y:,.4~g} " + panel.unit.split(" ")[0] + "<extra>" + s.name + "</extra>",
-  }));
-
-  // What is not plain training: a band, with its name where there is room for it (in the first plot).
-  const bands = () => data.marks.map((m) => ({
-    type: "rect", xref: "x", yref: "paper", y0: 0, y1: 1, layer: "below",
-    x0: m.start_s / seconds, x1: (m.start_s + m.length_s) / seconds,
-    fillcolor: colour("band"), line: { width: m.length_s < last / 400 ? 1 : 0, color: colour("muted"), dash: "dot" },
-  }));
-  const named = data.marks.filter((m) => m.length_s > last / 30 || data.marks.length < 12);
-  const names = () => named.filter((m, n) => !n || m.start_s - named[n - 1].start_s > last / 60).map((m) => ({
-    x: (m.start_s + m.length_s / 2) / seconds, y: 1, xref: "x", yref: "paper", yanchor: "bottom", showarrow: false,
-    text: m.name, textangle: m.length_s > last / 12 ? 0 : -28, font: { size: 11, color: colour("muted") }, xanchor: m.length_s > last / 12 ? "center" : "left",
-  }));
-
-  const layout = (panel, first) => ({
-    height: first && data.marks.length ? 236 : 176, margin: { l: 56, r: 12, t: first && data.marks.length ? 68 : 8, b: 36 },
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: { family: "inherit", size: 12, color: colour("muted") },
-    showlegend: panel.series.length > 1, legend: { orientation: "h", x: 1, xanchor: "right", y: 1.02, yanchor: "bottom" },
-    hovermode: "x unified", hoverlabel: { bgcolor: colour("paper"), bordercolor: colour("line"), font: { color: colour("ink") } },
-    xaxis: { gridcolor: colour("line"), zeroline: false, ticksuffix: timed ? " " + unit : "", range: timed ? [0, last / seconds] : undefined,
-      ticks: "outside", ticklen: 6, tickcolor: "rgba(0,0,0,0)" },
-    yaxis: { gridcolor: colour("line"), zerolinecolor: colour("line"), rangemode: "tozero", nticks: 5, fixedrange: true },
-    shapes: bands(), annotations: first ? names() : [],
-  });
-
-  const draw = () => places().forEach((div, n) => Plotly.react(
-    div, traces(data.panels[n]), layout(data.panels[n], n === 0), { displayModeBar: false, responsive: true }));
-
-  const together = (from) => (change) => {
-    if (!timed || from.dataset.following) return;
-    const range = change["xaxis.autorange"] ? [0, last / seconds] : [change["xaxis.range[0]"], change["xaxis.range[1]"]];
-    if (range[0] === undefined) return;
-    places().filter((div) => div !== from).forEach((div) => {
-      div.dataset.following = "yes";
-      Plotly.relayout(div, { "xaxis.range": range }).then(() => delete div.dataset.following);
-    });
+  // A line's points from its path: absolute after M, relative after l.
+  const points = (path) => {
+    if (path.points) return path.points;
+    path.points = [];
+    let x = 0, y = 0;
+    for (const [, kind, text] of path.getAttribute("d").matchAll(/([Ml])([^Ml]*)/g)) {
+      const numbers = text.match(/-?\d+/g).map(Number);
+      for (let n = 0; n + 1 < numbers.length; n += 2) {
+        x = numbers[n] + (kind === "l" ? x : 0);
+        y = numbers[n + 1] + (kind === "l" ? y : 0);
+        path.points.push([x, y]);
+      }
+    }
+    return path.points;
   };
 
-  if (data.panels.length) {
-    draw();
-    places().forEach((div) => div.on("plotly_relayout", together(div)));
-    dark.addEventListener("change", draw);
-    matchMedia("print").addEventListener("change", draw); // paper is white
-  }
+  // What the lines of a plot say at a place of the x axis.
+  const values = (lines, at) => [...lines.querySelectorAll("[data-name]")].map((path) => {
+    const [, y] = points(path).reduce((best, p) => Math.abs(p[0] - at) < Math.abs(best[0] - at) ? p : best);
+    const { low, high } = lines.dataset;
+    return path.dataset.name + " " + brief(Number(low) + (1 - y / SIZE) * (high - low));
+  }).join(", ");
 
-  // A folded table does not print: unfold for the paper, fold again after.
+  const makeZoomable = (group) => {
+    let from = 0, to = 1, cursor = null, drag = null; // shares of the whole axis
+    const { start, end, unit } = group.dataset;
+    const label = (share) => brief(Number(start) + share * (end - start)) + (unit ? " " + unit : "");
+    const lines = [...group.querySelectorAll(".lines")];
+    lines.forEach((svg) => {
+      svg.cursor = svg.appendChild(document.createElementNS("http://www.w3.org/2000/svg", "path"));
+      svg.cursor.setAttribute("class", "cursor");
+    });
+
+    const show = () => {
+      const width = to - from;
+      lines.forEach((svg) => svg.setAttribute("viewBox", `${from * SIZE} 0 ${width * SIZE} ${SIZE}`));
+      group.querySelectorAll(".inner").forEach((svg) => {
+        svg.setAttribute("x", `${-100 * from / width}%`);
+        svg.setAttribute("width", `${100 / width}%`);
+      });
+      group.querySelectorAll(".axis").forEach((axis) => [...axis.children].forEach((tick, place, all) => {
+        tick.textContent = label(from + width * place / (all.length - 1));
+      }));
+    };
+    const zoom = (first, last) => {
+      const width = clamp(last - first, 1e-3, 1);
+      from = clamp(first, 0, 1 - width);
+      to = from + width;
+      show();
+    };
+    const read = () => lines.forEach((svg) => {
+      const output = svg.closest("figure").querySelector("output");
+      svg.cursor.setAttribute("d", cursor === null ? "" : `M${cursor * SIZE} 0v${SIZE}`);
+      output.textContent = cursor === null ? "" : `${label(cursor)}: ${values(svg, cursor * SIZE)}`;
+    });
+
+    group.querySelectorAll(".frame").forEach((frame) => {
+      const surface = frame.querySelector("svg");
+      const share = (event) => {
+        const box = surface.getBoundingClientRect();
+        return from + (to - from) * clamp((event.clientX - box.left) / box.width, 0, 1);
+      };
+      const box = frame.appendChild(document.createElement("div"));
+      box.className = "drag";
+      box.hidden = true;
+      frame.addEventListener("pointerdown", (event) => {
+        if (event.button !== 0 || event.pointerType === "touch") return;
+        drag = { at: share(event), from, to, moves: event.shiftKey };
+        frame.setPointerCapture(event.pointerId);
+      });
+      frame.addEventListener("pointermove", (event) => {
+        cursor = share(event);
+        read();
+        if (drag && drag.moves) {
+          const by = drag.at - cursor;
+          zoom(from + by, to + by);
+        } else if (drag) {
+          const within = (at) => surface.getBoundingClientRect().left - frame.getBoundingClientRect().left
+            + surface.getBoundingClientRect().width * (at - from) / (to - from);
+          const [left, right] = [within(Math.min(drag.at, cursor)), within(Math.max(drag.at, cursor))];
+          Object.assign(box.style, { left: left + "px", width: right - left + "px" });
+          box.hidden = false;
+        }
+      });
+      frame.addEventListener("pointerup", (event) => {
+        const [first, last] = drag ? [drag.at, share(event)].sort((a, b) => a - b) : [0, 0];
+        if (drag && !drag.moves && last - first > 0.01 * (to - from)) zoom(first, last);
+        drag = null;
+        box.hidden = true;
+      });
+      frame.addEventListener("pointerleave", () => { if (!drag) { cursor = null; read(); } });
+      frame.addEventListener("dblclick", () => zoom(0, 1));
+      frame.addEventListener("keydown", (event) => {
+        const width = to - from, at = cursor === null ? (from + to) / 2 : cursor;
+        if (event.ctrlKey || event.metaKey || event.altKey) return;
+        if (event.key in KEYS && event.shiftKey) zoom(from + KEYS[event.key] * width / 10, to + KEYS[event.key] * width / 10);
+        else if (event.key in KEYS) cursor = clamp(at + KEYS[event.key] * width / 100, from, to);
+        else if (event.key === "+" || event.key === "=") zoom(at - width / 4, at + width / 4);
+        else if (event.key === "-") zoom(at - width, at + width);
+        else if (event.key === "0" || event.key === "Escape") { cursor = null; zoom(0, 1); }
+        else return;
+        event.preventDefault();
+        read();
+      });
+    });
+  };
+  document.querySelectorAll(".zoom").forEach(makeZoomable);
+
+  // Evidence prints: unfold it for the paper, fold it again after.
   let unfolded = [];
   addEventListener("beforeprint", () => {
     unfolded = [...document.querySelectorAll(".finding details:not([open])")];

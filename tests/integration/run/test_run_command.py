@@ -14,7 +14,7 @@ import pytest
 from observing import Run, call, finish, flatout_run, write
 
 from flatout import trace
-from flatout.report.account import account
+from flatout.report.account import how_it_ended
 
 PLAIN = """
     import sys, torch
@@ -123,7 +123,7 @@ def test_however_the_script_ends_its_trace_can_be_read(place: Path, script: str,
     says = f"{Path(PYTHON).name} ended with {ended}"
     assert f"\n{says}.\n" in f"\n{run.err}"
     assert run.account is not None
-    assert run.account["ended"] == says == account(trace.read(run.folder), "later").ended
+    assert run.account["ended"] == says == how_it_ended(trace.read(run.folder))
     assert run.code == code
     assert steps(run) == 6
     ended_in_order = script not in ("killed", "terminated")

@@ -211,7 +211,7 @@ def test_workers_whose_threads_outnumber_the_cores() -> None:
     assert (crowd.change, crowd.value) == ("setting:decode_threads", 1)
     # THEN without them a worker no longer stands and waits, at best; at worst it misses what they did on free cores
     assert (crowd.gain_low, crowd.gain_high) == pytest.approx((1 / (1.10 / 0.9), 1 / (1 - 0.2)))
-    assert gain(crowd) == "0.82 to 1.25× as fast by itself"
+    assert gain(crowd) == "0.82 to 1.25× as fast on its own"
     full = tuple(dataclasses.replace(s, processes=(seen,)) for s in hardware(97.0))
     found = diagnose(trace(*STARVED, workers=slow, samples=full, facts={"settings": read}))
     assert next(f for f in found if f.change == "setting:decode_threads").gain_low == 1.0

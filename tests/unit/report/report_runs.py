@@ -9,8 +9,11 @@ from typing import Any
 
 from rich.console import Console
 
+from flatout.model.finding import Finding
 from flatout.model.records import DiskSample
 from flatout.model.sketch import Sketch
+from flatout.report.account import Account
+from flatout.report.report import Report, run_of
 from flatout.trace import (
     Facts,
     GpuSample,
@@ -40,6 +43,16 @@ def printed(show: Callable[[Console], None], width: int = 80) -> str:
     assert not [line for line in lines if line.endswith(" ")]
     assert not [line for line in lines if len(line) > width and "flatout run --plan" not in line]  # to be copied
     return file.getvalue()
+
+
+def account_of(trace: Trace) -> Account:
+    """The account of a trace."""
+    return run_of(trace, "runs/one").account
+
+
+def report_of(trace: Trace, *findings: Finding) -> Report:
+    """The report of a trace with these findings."""
+    return Report(run=dataclasses.replace(run_of(trace, "runs/one"), findings=findings))
 
 
 def step(index: int, wall_ms: float = 100.0, *, gpu: bool = True, loss: float | None = None, **more: Any) -> Step:

@@ -15,10 +15,17 @@ from test_report_html import Page
 
 from flatout.model.facts import LoaderFacts
 from flatout.model.stats import Gain
-from flatout.report import compare_views
-from flatout.report.compare import Comparison, compare
+from flatout.report import compare as comparing
+from flatout.report.compare import Comparison
+from flatout.report.page import page
+from flatout.report.report import Report, run_of
+from flatout.report.terminal import show
 from flatout.trace import FactsRecord, HostSample, ProcessSample, RankTrace, RunInfo, Sample, Step, Trace, TraceWriter
 from flatout.trace.downsample import window_of
+
+
+def compare(a: Trace, b: Trace) -> Comparison:
+    return comparing.compare(run_of(a, "A"), run_of(b, "B"))
 
 
 def noisy(seed: int, count: int = 200, around_ms: float = 100.0, spread: float = 0.1) -> list[float]:
@@ -31,12 +38,12 @@ def noisy(seed: int, count: int = 200, around_ms: float = 100.0, spread: float =
     return times
 
 
-def run_of(times: list[float], **changes: object) -> Trace:
+def recorded(times: list[float], **changes: object) -> Trace:
     return trace_of(rank_of(steps_of(times), facts=facts(**changes)))
 
 
 def test_a_run_compared_with_itself_shows_no_difference() -> None:
-    result = compare(run_of(noisy(1)), run_of(noisy(1)))
+    result = compare(recorded(noisy(1)), recorded(noisy(1)))
 
     assert result.typical is not None
     assert result.typical.value == pytest.approx(1.0)
@@ -47,9 +54,9 @@ def test_a_run_compared_with_itself_shows_no_difference() -> None:
 
 def test_the_figures_beside_a_ratio_are_those_it_is_the_ratio_of() -> None:
     """The first steps, which do not count in it, are ten times as slow in A."""
-    result = compare(run_of([1000.0] * 20 + [100.0] * 100), run_of([80.0] * 120))
+    result = compare(recorded([1000.0] * 20 + [100.0] * 100), recorded([80.0] * 120))
 
-    rows = {name: values for name, *values in compare_views._figures(result)}
+    rows = {name: values for name, *values in result.figures()}
     assert rows["median step"] == ["100.0 ms", "80.0 ms", "1.25× (1.25 to 1.25)"]
     a, b, ratio = rows["samples a second"]
     assert float(b.replace(",", "")) / float(a.replace(",", "")) == pytest.approx(1.25, rel=0.01)
@@ -58,13 +65,13 @@ def test_the_figures_beside_a_ratio_are_those_it_is_the_ratio_of() -> None:
 
 def test_noise_alone_is_seldom_taken_for_a_difference() -> None:
     """Of 30 pairs that differ by chance only, 95% intervals may miss a few."""
-    verdicts = [compare(run_of(noisy(n)), run_of(noisy(1000 + n))).typical for n in range(30)]
+    verdicts = [compare(recorded(noisy(n)), recorded(noisy(1000 + n))).typical for n in range(30)]
     wrong = sum(ratio is not None and ratio.verdict != "no difference shown" for ratio in verdicts)
     assert wrong <= 5
 
 
 def test_a_slowdown_of_a_fifth_is_shown_and_its_size_is_in_the_interval() -> None:
-    result = compare(run_of(noisy(1)), run_of(noisy(2, around_ms=120.0)))
+    result = compare(recorded(noisy(1)), recorded(noisy(2, around_ms=120.0)))
 
     assert result.typical is not None
     assert result.typical.verdict == "slower"
@@ -81,7 +88,7 @@ def test_a_slowdown_within_the_noise_does_not_fail_the_gate() -> None:
 
 def test_stalls_that_the_median_does_not_see_are_said_and_count_for_the_gate() -> None:
     stalled = [900.0 if index % 8 == 3 else ms for index, ms in enumerate(noisy(2, count=400))]
-    result = compare(run_of(noisy(1, count=400)), run_of(stalled))
+    result = compare(recorded(noisy(1, count=400)), recorded(stalled))
 
     assert result.typical is not None
     assert result.overall is not None
@@ -92,7 +99,7 @@ def test_stalls_that_the_median_does_not_see_are_said_and_count_for_the_gate() -
 
 def test_a_faster_median_does_not_hide_that_all_steps_together_are_slower() -> None:
     bursts = [900.0 if index % 8 == 3 else ms / 2 for index, ms in enumerate(noisy(2, count=400))]
-    result = compare(run_of(noisy(1, count=400)), run_of(bursts))
+    result = compare(recorded(noisy(1, count=400)), recorded(bursts))
 
     assert result.sentence().startswith("Over all its steps, slow ones included, B is slower: 0.6")
     assert "Its median step is faster: 1.9" in result.sentence()
@@ -148,7 +155,7 @@ def test_a_faster_median_does_not_hide_that_all_steps_together_are_slower() -> N
 def test_the_headline_the_verdict_and_the_gate_say_the_same(
     typical: Gain, overall: Gain, verdict: str, fails: bool, said: str
 ) -> None:
-    result = dataclasses.replace(compare(run_of(noisy(1)), run_of(noisy(2))), typical=typical, overall=overall)
+    result = dataclasses.replace(compare(recorded(noisy(1)), recorded(noisy(2))), typical=typical, overall=overall)
     assert result.verdict == verdict == result.to_json()["verdict"]
     assert result.slower_than(10) == fails
     assert result.sentence().startswith(said)
@@ -158,7 +165,7 @@ def test_the_headline_the_verdict_and_the_gate_say_the_same(
 def test_with_another_batch_size_samples_are_compared() -> None:
     """GIVEN twice the batch in 1.5 times the time THEN B is 1.33 times as fast."""
     doubled = [dataclasses.replace(one, samples=64) for one in steps_of(noisy(2, around_ms=150.0))]
-    result = compare(run_of(noisy(1)), trace_of(rank_of(doubled, facts=facts(loader={"batch_size": 64}))))
+    result = compare(recorded(noisy(1)), trace_of(rank_of(doubled, facts=facts(loader={"batch_size": 64}))))
 
     assert result.per == "sample"
     assert result.typical is not None
@@ -169,7 +176,7 @@ def test_with_another_batch_size_samples_are_compared() -> None:
 
 def test_two_ranks_make_twice_the_samples() -> None:
     ranks = [rank_of(steps_of(noisy(n)), rank=n) for n in (1, 2)]
-    result = compare(run_of(noisy(1)), trace_of(*ranks))
+    result = compare(recorded(noisy(1)), trace_of(*ranks))
 
     assert result.per == "sample"
     assert result.typical is not None
@@ -178,11 +185,11 @@ def test_two_ranks_make_twice_the_samples() -> None:
 
 def test_a_last_short_batch_is_no_other_batch_size() -> None:
     short = [*steps_of(noisy(1)), step(200, samples=7)]
-    assert compare(run_of(noisy(1)), trace_of(rank_of(short))).per == "step"
+    assert compare(recorded(noisy(1)), trace_of(rank_of(short))).per == "step"
 
 
 def test_other_data_is_not_compared() -> None:
-    result = compare(run_of(noisy(1)), run_of(noisy(2, around_ms=200), loader={"dataset": "Clips", "length": 7}))
+    result = compare(recorded(noisy(1)), recorded(noisy(2, around_ms=200), loader={"dataset": "Clips", "length": 7}))
 
     assert result.typical is None
     assert result.sentence() == (
@@ -193,16 +200,16 @@ def test_other_data_is_not_compared() -> None:
 
 
 def test_too_few_steps_are_not_compared() -> None:
-    result = compare(run_of(noisy(1)), run_of(noisy(2, count=20)))
+    result = compare(recorded(noisy(1)), recorded(noisy(2, count=20)))
     assert result.reasons == ("B has 20 training steps, and fewer than 40 say too little",)
 
 
 def test_another_card_and_another_model_are_cautions() -> None:
-    result = compare(run_of(noisy(1)), run_of(noisy(2), gpu="NVIDIA A100", parameters=2_000_000))
+    result = compare(recorded(noisy(1)), recorded(noisy(2), gpu="NVIDIA A100", parameters=2_000_000))
 
     assert result.typical is not None
     assert result.cautions == (
-        "another card: NVIDIA H200 and NVIDIA A100",
+        "another GPU: NVIDIA H200 and NVIDIA A100",
         "another number of parameters: 1,000,000 and 2,000,000",
     )
 
@@ -219,20 +226,20 @@ def test_that_others_had_the_cores_is_a_caution() -> None:
     trainer = ProcessSample(pid=0, role="trainer", name="python", cpu_pct=100.0, run_delay_pct=30.0)
     host = HostSample(cpu_pct=98.0, cores_pct=(98.0,) * 16)
     crowd = [Sample(time_s=10.5 + n, interval_s=1.0, host=host, processes=(trainer,)) for n in range(8)]
-    slow = dataclasses.replace(run_of(noisy(2, around_ms=150)), samples={"box": tuple(crowd)})
-    (caution,) = compare(run_of(noisy(1)), slow).cautions
+    slow = dataclasses.replace(recorded(noisy(2, around_ms=150)), samples={"box": tuple(crowd)})
+    (caution,) = compare(recorded(noisy(1)), slow).cautions
     assert caution.startswith("B: others keep 14.7 of 16 cores busy")
 
 
 def test_what_flatout_changed_is_listed_as_a_person_would_say_it() -> None:
     made = [{"name": "loader", "value": "elastic", "applied": True}, {"name": "pin_memory", "value": True}]
-    result = compare(run_of(noisy(1)), run_of(noisy(2), changes=made))
+    result = compare(recorded(noisy(1)), recorded(noisy(2), changes=made))
     assert result.differences == (("changed by flatout", None, ["loader=elastic"]),)
 
 
 def test_settings_that_differ_are_listed_and_no_others() -> None:
     result = compare(
-        run_of(noisy(1), learning_rate=0.1), run_of(noisy(2), loader={"num_workers": 8}, learning_rate=0.2)
+        recorded(noisy(1), learning_rate=0.1), recorded(noisy(2), loader={"num_workers": 8}, learning_rate=0.2)
     )
     assert result.differences == (("loader 1: num_workers", 0, 8),)
 
@@ -283,11 +290,11 @@ def test_losses_that_end_alike_show_no_difference_and_others_do() -> None:
 
 
 def test_without_losses_there_is_nothing_to_say_about_them() -> None:
-    assert compare(run_of(noisy(1)), run_of(noisy(2))).losses is None
+    assert compare(recorded(noisy(1)), recorded(noisy(2))).losses is None
 
 
 def shown(result: Comparison) -> str:
-    return printed(lambda console: compare_views.show(result, console))
+    return printed(lambda console: show(Report(run=None, comparison=result), console))
 
 
 def test_the_terminal_gets_every_figure_in_80_columns() -> None:
@@ -300,28 +307,30 @@ def test_the_terminal_gets_every_figure_in_80_columns() -> None:
 
 def test_long_values_are_shown_from_where_they_differ() -> None:
     long = "python train.py --data somewhere/far/down --num-workers "
-    a, b = (run_of(noisy(1), optimizer=f"{long}{workers}") for workers in (2, 16))
+    a, b = (recorded(noisy(1), optimizer=f"{long}{workers}") for workers in (2, 16))
     row = [line for line in shown(compare(a, b)).splitlines() if line.startswith("optimizer")][-1]
     assert row.split() == ["optimizer", "…workers", "2", "…workers", "16"]
 
 
 def test_the_page_shows_both_runs() -> None:
     a, b = trace_of(rank_of(losing(1, 0.5))), trace_of(rank_of(losing(2, 0.5), facts=facts(optimizer="SGD")))
-    shown = Page(compare_views.page(compare(a, b), a, b))
+    shown = Page(page(Report(run=None, comparison=compare(a, b))))
 
     assert shown.sections == ["runs", "phases", "steps", "losses", "differences"]
-    assert [panel["title"] for panel in shown.plots["panels"]] == ["Step time by step", "Loss by step"]
-    assert [len(series["x"]) for series in shown.plots["panels"][0]["series"]] == [200, 200]
+    assert [str(plot["aria-label"]).partition(":")[0] for plot in shown.plots] == [
+        "Step time by step ms",
+        "Loss by step",
+    ]
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> dict[str, Path]:
     """Traces on disk: two alike, one slower by a half, one of other data."""
     runs = {
-        "same": run_of(noisy(1)),
-        "again": run_of(noisy(2)),
-        "slow": run_of(noisy(3, around_ms=150.0)),
-        "other": run_of(noisy(4), loader={"dataset": "Clips"}),
+        "same": recorded(noisy(1)),
+        "again": recorded(noisy(2)),
+        "slow": recorded(noisy(3, around_ms=150.0)),
+        "other": recorded(noisy(4), loader={"dataset": "Clips"}),
     }
     for name, run in runs.items():
         with TraceWriter(tmp_path / name, run.ranks[0].info) as writer:

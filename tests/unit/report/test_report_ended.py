@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from report_runs import printed, rank_of, steps_of, trace_of
+from report_runs import printed, rank_of, report_of, steps_of, trace_of
 from test_report_html import FINDING
 
-from flatout.report import findings
-from flatout.report.account import account
-from flatout.report.ended import how_it_ended
-from flatout.report.html import page
+from flatout.report.account import how_it_ended
+from flatout.report.page import page
+from flatout.report.terminal import show
 from flatout.trace import End, RankTrace, RunInfo, Trace
 
 CLOSED = End(time_s=9.0)
@@ -59,12 +58,12 @@ def test_how_a_run_ended(ended: Trace, said: str | None) -> None:
 
 def test_it_is_said_before_any_promise() -> None:
     crashed = run(1, rank(FAILED))
-    told = account(crashed, "runs/one")
+    told = report_of(crashed, FINDING)
     said = "torchrun ended with exit code 1 after 60 steps: ValueError at train.py:31"
-    first, second, *_ = printed(lambda console: findings.show(told, [FINDING], console)).splitlines()
+    first, second, *_ = printed(lambda console: show(told, console)).splitlines()
     assert first == f"{said}."
     assert second.startswith("You could train")
-    assert findings.to_json(told, [FINDING])["ended"] == said
-    html = page(crashed, told, [FINDING])
+    assert told.to_json()["ended"] == said
+    html = page(told)
     assert f">{said}.</h1>" in html
     assert html.index(f"{said}.</h1>") < html.index("You could train")

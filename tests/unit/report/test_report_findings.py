@@ -7,23 +7,22 @@ import json
 from pathlib import Path
 
 import pytest
-from report_runs import printed, rank_of, steps_of, trace_of, whole_run
+from report_runs import account_of, printed, rank_of, report_of, steps_of, trace_of, whole_run
 from test_report_html import FINDING
 
 from flatout.diagnose.gains import HELD_BACK
 from flatout.model.facts import Facts, LoaderFacts, SettingsRead
-from flatout.report import findings
-from flatout.report.account import account
 from flatout.report.findings import change_as_typed, gain, headline
+from flatout.report.terminal import show
 from flatout.trace import Span
 
-ACCOUNT = account(whole_run(), "runs/one")
+ACCOUNT = account_of(whole_run())
 
 
 @pytest.mark.parametrize(
     ("low", "high", "said"),
     [
-        (1.0, 1.0, "no gain by itself"),
+        (1.0, 1.0, "no gain on its own"),
         (1.0, 1.04, "up to 1.04× faster"),
         (1.2, 1.21, "1.20 to 1.21× faster"),
         (1.19, 2.77, "1.2 to 2.8× faster"),
@@ -45,7 +44,7 @@ def test_without_findings_the_headline_says_what_the_account_knows() -> None:
 
 def test_what_goes_on_between_the_phases_is_told_by_where_it_is() -> None:
     simulated = (Span(name="rest", start_ms=0.0, host_ms=56.0), Span(name="forward", start_ms=56.0, host_ms=44.0))
-    made = account(trace_of(rank_of(steps_of([100.0] * 60, spans=simulated))), "runs/one")
+    made = account_of(trace_of(rank_of(steps_of([100.0] * 60, spans=simulated))))
     assert headline(made, ()) == "56% of training time goes to code outside forward, backward and optimizer."
 
 
@@ -103,7 +102,7 @@ def test_an_ignored_setting_is_not_to_be_typed_again() -> None:
 
 
 def test_the_json_has_the_verdict_the_findings_and_parts_that_add_up() -> None:
-    data = json.loads(json.dumps(findings.to_json(ACCOUNT, [FINDING])))
+    data = json.loads(json.dumps(report_of(whole_run(), FINDING).to_json()))
 
     assert data["schema"] == 1
     assert data["verdict"] == "data.main-thread"
@@ -119,14 +118,14 @@ def test_the_json_has_the_verdict_the_findings_and_parts_that_add_up() -> None:
 
 
 def test_without_findings_the_verdict_is_null() -> None:
-    data = findings.to_json(account(trace_of(rank_of(steps_of([100.0]))), "runs/one"), ())
+    data = report_of(trace_of(rank_of(steps_of([100.0])))).to_json()
     assert data["verdict"] is None
     assert data["findings"] == []
 
 
 def test_the_terminal_gets_80_columns() -> None:
     long = dataclasses.replace(FINDING, advice="do this " * 30, where="workloads/gray/train.py:171")
-    lines = printed(lambda console: findings.show(ACCOUNT, [long, FINDING], console)).splitlines()
+    lines = printed(lambda console: show(report_of(whole_run(), long, FINDING), console)).splitlines()
 
     assert lines[0].startswith("You could train 2.0 to 2.4× faster")
     assert any(line.startswith("1. ") for line in lines)
@@ -135,6 +134,6 @@ def test_the_terminal_gets_80_columns() -> None:
 
 def test_the_guide_that_is_named_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    shown = printed(lambda console: findings.show(ACCOUNT, [FINDING], console), width=400)
+    shown = printed(lambda console: show(report_of(whole_run(), FINDING), console), width=400)
     named = shown.partition("what to do:")[2].split()[0]
     assert "data.main-thread" in Path(named).read_text()

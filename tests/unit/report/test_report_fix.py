@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -22,43 +23,53 @@ from flatout.fix.search import Search
 from flatout.fix.speed import Gain
 from flatout.model.formatting import in_full
 from flatout.model.plan import Change, Outcome
-from flatout.report import fix_views
-from flatout.report.fixed import FixReport, Price, report
-from flatout.report.source_edits import _with_argument, permanently
+from flatout.report.findings import permanently
+from flatout.report.fix_summary import FixSummary, Price
+from flatout.report.page import page
+from flatout.report.report import Report, report_fix
+from flatout.report.terminal import FixProgress, show
 
 
-def fixed(
-    world: World, allow: str = "", price: Price | None = None, budget_s: float = 600, only: str = ""
-) -> FixReport:
+def fixed(world: World, allow: str = "", price: Price | None = None, budget_s: float = 600, only: str = "") -> Report:
     found = Search(world, Wishes.of(allow=allow, only=only), budget_s=budget_s, clock=world.clock).go()
-    return report(found, ("python", "train.py"), "flatout-plan.yaml", price)
+    return report_fix(found, ("python", "train.py"), "flatout-plan.yaml", price)
+
+
+def summary(report: Report) -> FixSummary:
+    assert report.fix is not None
+    return report.fix
+
+
+def with_attempts(report: Report, *attempts: Attempt, **changes: Any) -> Report:
+    result = replace(summary(report).result, attempts=list(attempts), **changes)
+    return replace(report, fix=replace(summary(report), result=result))
 
 
 @pytest.fixture(scope="module")
-def starved() -> FixReport:
+def starved() -> Report:
     return fixed(
         World(machine=Machine(data_ms=80.0), workers=0, settings=[flag("eval_every", 1)]), price=Price.of("$3.6/h")
     )
 
 
-def shown(fix: FixReport) -> str:
-    return printed(lambda console: fix_views.show(fix, console))
+def shown(fix: Report) -> str:
+    return printed(lambda console: show(fix, console))
 
 
-def test_the_story_ends_with_what_was_kept_its_proof_and_how_to_go_on(starved: FixReport) -> None:
+def test_the_story_ends_with_what_was_kept_its_proof_and_how_to_go_on(starved: Report) -> None:
     text = shown(starved)
     assert text.startswith("Trains 4.")
     assert "elastic loader + device_prefetch: 4." in text
     assert "together with" not in text
     assert "reseeded: 60 batches: the same samples in the same order" in text
-    assert "for good: flatout.DataLoader(...) in place of this one" in text
+    assert "to make it permanent: flatout.DataLoader(...) in place of this one" in text
     assert text.rstrip().endswith("Train with it:  flatout run --plan flatout-plan.yaml -- python train.py")
 
 
-def test_what_was_measured_together_is_told_once(starved: FixReport) -> None:
+def test_what_was_measured_together_is_told_once(starved: Report) -> None:
     """Each of two changes with a gain of 4.6 would look like 21 times as fast."""
-    gain = str(starved.kept[0].gain)
-    assert shown(starved).count(gain) == fix_views.page(starved).count(f"{gain}<") == 1
+    gain = str(summary(starved).kept[0].gain)
+    assert shown(starved).count(gain) == page(starved).count(f"{gain}<") == 1
 
 
 @pytest.mark.parametrize(
@@ -82,14 +93,14 @@ def test_what_is_no_price_is_refused(text: str) -> None:
         Price.of(text)
 
 
-def test_before_and_after_have_energy_and_money(starved: FixReport) -> None:
-    rows = {name: (before, after) for name, before, after in fix_views.before_and_after(starved)}
+def test_before_and_after_have_energy_and_money(starved: Report) -> None:
+    rows = {name: (before, after) for name, before, after in summary(starved).before_and_after()}
     assert rows["energy a sample"] == ("0.468 J", "0.101 J")  # 300 W at 641 and about 2,960 samples/s
     assert rows["an epoch"][0] == "2 min 36 s"
     assert rows["an epoch costs"][0] == "$0.156"
     assert starved.to_json()["currency"] == "$"
-    bare = replace(starved, price=Price.of("3.6"))
-    assert "an epoch costs in the currency of --price" in {name for name, *_ in fix_views.before_and_after(bare)}
+    bare = replace(starved, fix=replace(summary(starved), price=Price.of("3.6")))
+    assert "an epoch costs in the currency of --price" in {name for name, *_ in summary(bare).before_and_after()}
 
 
 def test_the_speeds_shown_are_those_that_the_gain_is_of() -> None:
@@ -103,29 +114,28 @@ def test_the_speeds_shown_are_those_that_the_gain_is_of() -> None:
 
 def test_speeds_with_pauses_in_them_are_said_to_be() -> None:
     fix = fixed(World(machine=Machine(eval_s=2.0), length=19_200, settings=[flag("eval_every", 1)]), allow="all")
-    assert fix.found.paused
-    assert fix.sentence().endswith("samples/s, pauses counted.")
-    assert fix_views.before_and_after(fix)[0][0] == "samples/s, pauses counted"
+    assert summary(fix).result.paused
+    assert summary(fix).sentence().endswith("samples/s, pauses counted.")
+    assert summary(fix).before_and_after()[0][0] == "samples/s, pauses counted"
 
 
-def test_what_could_not_be_told_from_noise_is_not_called_worthless(starved: FixReport) -> None:
-    attempts = [replace(starved.kept[0], gain=Gain(value=1.1, low=low, high=low + 0.2)) for low in (0.9, 0.8)]
+def test_what_could_not_be_told_from_noise_is_not_called_worthless(starved: Report) -> None:
+    attempts = [replace(summary(starved).kept[0], gain=Gain(value=1.1, low=low, high=low + 0.2)) for low in (0.9, 0.8)]
     said = []
     for attempt in attempts:
-        found = replace(starved.found, kept=(), attempts=[attempt])
-        said.append(replace(starved, found=found).sentence())
+        said.append(summary(with_attempts(starved, attempt, kept=())).sentence())
     assert said[0].startswith("Nothing to change: tried, and no gain was sure: elastic loader")
     assert said[1].startswith("Nothing to change: tried, and not worth it: elastic loader")
     unsafe = replace(attempts[0], outcome=replace(attempts[0].outcome, verdict="unsafe"))
-    sentence = replace(starved, found=replace(starved.found, kept=(), attempts=[unsafe])).sentence()
+    sentence = summary(with_attempts(starved, unsafe, kept=())).sentence()
     assert sentence.startswith("Nothing to change: tried, and not safe, or not worth it: elastic loader")
 
 
-def test_what_was_never_proven_is_not_said_to_be_the_same(starved: FixReport) -> None:
-    kept = starved.found.attempts[0]
+def test_what_was_never_proven_is_not_said_to_be_the_same(starved: Report) -> None:
+    kept = summary(starved).result.attempts[0]
     unproven = replace(kept, outcome=replace(kept.outcome, proof="not proven: interrupted before the proof"))
-    rest = starved.found.attempts[1:]
-    text = shown(replace(starved, found=replace(starved.found, attempts=[unproven, *rest])))
+    rest = summary(starved).result.attempts[1:]
+    text = shown(with_attempts(starved, unproven, *rest))
     assert "said to be reseeded, not proven: interrupted before the proof" in " ".join(text.split())
 
 
@@ -151,17 +161,17 @@ def test_what_no_change_can_mend_is_left_to_the_person() -> None:
     first THEN that is told with what to do, and what was mended is not."""
     machine = Machine(data_ms=80.0, eval_s=2.0)
     fix = fixed(World(machine=machine, workers=0, length=19_200))
-    assert [finding.code for finding in fix.left] == ["pause.eval"]
+    assert [finding.code for finding in summary(fix).left] == ["pause.eval"]
     text = " ".join(shown(fix).split())
     assert "Left to you training stands still for evaluation" in text
-    assert fix.left[0].advice in text
-    assert "What is left to you" in fix_views.page(fix)
+    assert summary(fix).left[0].advice in text
+    assert "What is left to you" in page(fix)
     assert [one["code"] for one in fix.to_json()["left"]] == ["pause.eval"]
 
     knob = fixed(World(machine=machine, workers=0, length=19_200, settings=[flag("eval_every", 1)]))
-    assert [offer.changes[0].name for offer in knob.found.withheld] == ["eval_interval"]
-    assert not knob.left
-    assert "eft to you" not in shown(knob) + fix_views.page(knob)
+    assert [offer.changes[0].name for offer in summary(knob).result.withheld] == ["eval_interval"]
+    assert not summary(knob).left
+    assert "eft to you" not in shown(knob) + page(knob)
 
 
 def test_data_that_is_still_waited_for_is_told_though_its_remedies_were_tried() -> None:
@@ -169,18 +179,18 @@ def test_data_that_is_still_waited_for_is_told_though_its_remedies_were_tried() 
     what holds it up is not forgotten; where they were seen to bring nothing, it is."""
     machine = Machine(data_ms=80.0)
     fix = fixed(World(machine=machine, workers=0, crash={"num_workers": "RuntimeError: no"}), only="num-workers")
-    assert [a.outcome.verdict for a in fix.found.attempts] == ["unsafe"]
-    assert [finding.code for finding in fix.left] == ["data.main-thread"]
-    assert fix.left[0].advice.endswith("(tried, and not kept)")
+    assert [a.outcome.verdict for a in summary(fix).result.attempts] == ["unsafe"]
+    assert [finding.code for finding in summary(fix).left] == ["data.main-thread"]
+    assert summary(fix).left[0].advice.endswith("(tried, and not kept)")
     useless = fixed(World(machine=machine, workers=0, effects={}), only="num-workers")
-    assert [a.outcome.verdict for a in useless.found.attempts] == ["undone"]
-    assert not useless.left
+    assert [a.outcome.verdict for a in summary(useless).result.attempts] == ["undone"]
+    assert not summary(useless).left
 
 
-def test_a_fix_is_told_within_the_width_of_the_terminal(starved: FixReport) -> None:
+def test_a_fix_is_told_within_the_width_of_the_terminal(starved: Report) -> None:
     console = Console(file=io.StringIO(), width=60)
-    fix_views.show(starved, console)
-    fix_views.Progress(console, 60.0).say("a line that is longer than sixty columns, as those of a fix tend to be")
+    show(starved, console)
+    FixProgress(console, 60.0).say("a line that is longer than sixty columns, as those of a fix tend to be")
     lines = console.file.getvalue().splitlines()
     commands = [line for line in lines if line.startswith("Train with it:")]  # to be copied: in one piece
     assert max(len(line) for line in lines if line not in commands) <= 60
@@ -197,14 +207,14 @@ def test_numbers_are_written_in_full() -> None:
     ]
 
 
-def test_the_page_has_both_waterfalls_every_run_and_the_edits(starved: FixReport) -> None:
-    page = fix_views.page(starved)
+def test_the_page_has_both_waterfalls_every_run_and_the_edits(starved: Report) -> None:
+    text = page(starved)
     for words in ("Where the time went before", "Where it goes now", "Every run", "flatout.DataLoader(...)"):
-        assert words in page
-    assert "Nothing to change" in fix_views.page(fixed(World()))
+        assert words in text
+    assert "Nothing to change" in page(fixed(World()))
 
 
-def test_the_json_names_what_was_tried(starved: FixReport) -> None:
+def test_the_json_names_what_was_tried(starved: Report) -> None:
     data = starved.to_json()
     assert data["schema"] == 1
     assert data["gain"]["low"] > 1
@@ -258,7 +268,7 @@ def test_a_call_that_ends_on_its_line_is_shown_with_the_edit(tmp_path: Path) -> 
 def test_in_a_pipe_the_progress_is_lines() -> None:
     console = Console(file=io.StringIO(), width=80, highlight=False)
     world = World(machine=Machine(data_ms=80.0), workers=0)
-    with fix_views.Progress(console, 600) as progress:
+    with FixProgress(console, 600) as progress:
         Search(world, Wishes(), budget_s=600, clock=world.clock, progress=progress).go()
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert lines[0] == "… the command as it is (10 min 0 s left)"
@@ -267,7 +277,7 @@ def test_in_a_pipe_the_progress_is_lines() -> None:
 
 def test_on_a_terminal_there_is_a_bar_for_the_budget() -> None:
     console = Console(file=io.StringIO(), width=80, highlight=False, force_terminal=True)
-    with fix_views.Progress(console, 600) as progress:
+    with FixProgress(console, 600) as progress:
         progress.run_begins("elastic loader", 599)
         console.print(progress)
     assert "elastic loader" in console.file.getvalue()  # type: ignore[attr-defined]
@@ -294,5 +304,15 @@ def test_on_a_terminal_there_is_a_bar_for_the_budget() -> None:
         ("loader = DataLoader(data, pin_memory=False)", "pin_memory=True", None),
     ],
 )
-def test_an_argument_goes_into_the_call_that_takes_it(line: str, argument: str, edited: str | None) -> None:
-    assert _with_argument(line, argument) == edited
+def test_an_argument_goes_into_the_call_that_takes_it(
+    line: str, argument: str, edited: str | None, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(line, encoding="utf-8")
+    name = "fused_optimizer" if argument == "fused=True" else argument.partition("=")[0]
+    change = Change(name=name, value=4 if name == "num_workers" else True, safety="identical")
+    text = permanently(attempt(change, f"{script}:1"))
+    if edited is not None:
+        assert text == f"{script}:1: {edited}"
+    else:
+        assert line not in text

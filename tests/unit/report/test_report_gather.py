@@ -11,7 +11,8 @@ import pytest
 from report_runs import rank_of, steps_of
 
 from flatout.model.errors import TraceError
-from flatout.report import gather
+from flatout.report.account import figures_of_breakdown
+from flatout.report.report import MAX_RANKS_READ, read_run
 from flatout.trace import TraceWriter
 
 
@@ -29,10 +30,11 @@ def many(tmp_path: Path) -> Path:
 
 
 def test_of_many_ranks_a_few_are_read_and_all_are_counted(many: Path) -> None:
-    trace, figures = gather.gather([many])
+    run = read_run([many])
+    trace, figures = run.trace, run.account.by_rank
 
     read = {rank.info.rank for rank in trace.ranks}
-    assert len(read) <= gather.MOST_READ
+    assert len(read) <= MAX_RANKS_READ
     assert {0, 23} <= read
     assert [one.rank for one in figures] == list(range(40))
     assert figures[0].steps == 5
@@ -46,10 +48,11 @@ def test_few_ranks_are_all_read(many: Path, tmp_path: Path) -> None:
     for path in many.glob("rank-0000*"):
         shutil.copy(path, few / path.name)
 
-    trace, figures = gather.gather([few])
+    run = read_run([few])
+    trace, figures = run.trace, run.account.by_rank
 
     assert len(trace.ranks) == 10
-    assert figures == ()
+    assert [one.rank for one in figures] == list(range(10))
 
 
 def test_what_two_machines_recorded_is_one_run(many: Path, tmp_path: Path) -> None:
@@ -59,19 +62,20 @@ def test_what_two_machines_recorded_is_one_run(many: Path, tmp_path: Path) -> No
         for path in many.glob(pattern):
             shutil.copy(path, folder / path.name)
 
-    trace, _ = gather.gather(folders)
+    trace = read_run(folders).trace
     assert [rank.info.rank for rank in trace.ranks] == list(range(20))
 
     with pytest.raises(TraceError, match="rank 0 is in more than one"):
-        gather.gather([folders[0], folders[0]])
+        read_run([folders[0], folders[0]])
 
 
 def test_summary_and_account_give_the_same_figures(many: Path, tmp_path: Path) -> None:
     from flatout.diagnose.breakdown import breakdown
 
-    trace, figures = gather.gather([many])
+    run = read_run([many])
+    trace, figures = run.trace, run.account.by_rank
     first = trace.ranks[0]
-    again = gather.of_breakdown(first.info, breakdown(first))
+    again = figures_of_breakdown(first.info, breakdown(first))
     assert again.steps == figures[0].steps
     assert again.shares == pytest.approx(figures[0].shares)
     assert json.dumps(again.samples_per_s) == json.dumps(figures[0].samples_per_s)

@@ -6,12 +6,12 @@ import re
 from dataclasses import replace
 
 import pytest
-from report_runs import printed, rank_of, steps_of, trace_of, worker
+from report_runs import account_of, printed, rank_of, report_of, steps_of, trace_of, worker
 
 from flatout.diagnose.breakdown import Breakdown
 from flatout.model.facts import Facts, OwnCost
-from flatout.report.account import account
-from flatout.report.terminal import ceiling, duration, ms, show, wrapped
+from flatout.model.formatting import duration, ms
+from flatout.report.terminal import show, wrapped
 from flatout.trace import Note, RankTrace, RunInfo, Sketch, Span, Step, Trace, Xray
 from flatout.trace.downsample import window_of
 
@@ -39,7 +39,7 @@ def drawn(width: int = 80) -> list[str]:
         workers=tuple(replace(worker(None), dataset="Pictures", length=length) for length in (4000, 500)),
         xray=Xray(steps=8, wall_ms=80, busy_ms=24, kernels=800, copies_ms={"HtoD Pageable": 3.0}, matrix_ms=4.0),
     )
-    shown = account(Trace(ranks=(rank,), samples={}), "flatout-runs/x")
+    shown = report_of(Trace(ranks=(rank,), samples={}))
     return printed(lambda console: show(shown, console), width).splitlines()
 
 
@@ -53,9 +53,7 @@ def test_in_a_narrow_terminal_the_figures_stay_whole() -> None:
 
 def test_in_a_narrow_terminal_bars_of_unlike_lengths_look_unlike() -> None:
     spans = [Span(name=name, start_ms=0, host_ms=ms) for name, ms in (("data", 6.5), ("sync", 2.4), ("gc", 1.1))]
-    run = account(
-        trace_of(rank_of([replace(step(index), spans=tuple(spans)) for index in range(60)])), "flatout-runs/x"
-    )
+    run = report_of(trace_of(rank_of([replace(step(index), spans=tuple(spans)) for index in range(60)])))
     lines = printed(lambda console: show(run, console), 60).splitlines()
     bars = [bar for line in lines for bar in re.findall("[▏▎▍▌▋▊▉█]+", line)]
     assert len(bars) == len(set(bars)) == 3
@@ -74,7 +72,7 @@ def test_a_run_that_ended_in_a_hang_says_so_first(wait: Span, told: str | None) 
     steps = [step(index) for index in range(1, 11)]
     tail = Step(index=11, start_s=1.0, wall_ms=wait.host_ms, spans=(wait,), kind="tail")
     rank = RankTrace(info=RunInfo(name="train", rank=0), steps=(*steps, tail), windows=(window_of(steps),))
-    notes = [note.text for note in account(Trace(ranks=(rank,), samples={}), "flatout-runs/x").notes]
+    notes = [note.text for note in account_of(Trace(ranks=(rank,), samples={})).notes]
     assert (told in notes[0]) if told else not notes
 
 
@@ -83,12 +81,12 @@ def test_many_waits_that_are_summed_up_are_no_hang() -> None:
     crowd = Span(name="data", start_ms=3200, host_ms=98_400)
     tail = Step(index=1, start_s=1.0, wall_ms=101_600, spans=(*waits, crowd), kind="tail")
     rank = RankTrace(info=RunInfo(name="train", rank=0), steps=(step(0), tail), windows=(window_of([step(0)]),))
-    assert not account(Trace(ranks=(rank,), samples={}), "flatout-runs/x").notes
+    assert not account_of(Trace(ranks=(rank,), samples={})).notes
 
 
 def test_the_parts_stand_in_order_with_the_idle_time_beside_them() -> None:
     lines = drawn()
-    assert lines[0].startswith("flatout  10 steps in 0.1 s (of 0.1 s); median step 10.")
+    assert lines[2].startswith("flatout  10 steps in 0.1 s (of 0.1 s); median step 10.")
     top = next(n for n, line in enumerate(lines) if line.startswith("where training's time went"))
     data, forward, wait, small = lines[top + 1 : top + 5]
     assert data.startswith("waiting for data")
@@ -105,7 +103,7 @@ def test_remarks_hang_beside_their_labels() -> None:
     assert lines[at + 1].startswith(" " * 9)
     assert lines[at + 1].strip()
     assert any(line.startswith("X-ray    GPU busy 30% in 8 steps; 100 kernels a step") for line in lines)
-    assert lines[-1] == "trace    flatout-runs/x"
+    assert lines[-1] == "trace    runs/one"
 
 
 def test_a_path_is_never_cut() -> None:
@@ -121,21 +119,21 @@ def test_loaders_of_one_class_of_data_are_told_apart() -> None:
 @pytest.mark.parametrize(("numbers", "who"), [((0,), "1 worker on Photos"), ((0, 1), "2 workers on Photos")])
 def test_workers_are_counted_as_one_says_it(numbers: tuple[int, ...], who: str) -> None:
     rank = rank_of(steps_of([10.0] * 60), workers=tuple(worker(number) for number in numbers))
-    shown = account(trace_of(rank), "flatout-runs/x")
+    shown = report_of(trace_of(rank))
     assert f"loading  {who}: " in printed(lambda console: show(shown, console))
 
 
 @pytest.mark.parametrize(("replayed_ms", "said"), [(5.0, "(2.0×)"), (500.0, None)], ids=["quick", "disturbed"])
 def test_a_ceiling_below_the_run_is_not_shown(replayed_ms: float, said: str | None) -> None:
     replays = steps_of([replayed_ms] * 8, kind="replay")
-    shown = account(trace_of(rank_of([*steps_of([10.0] * 60), *replays])), "flatout-runs/x")
+    shown = report_of(trace_of(rank_of([*steps_of([10.0] * 60), *replays])))
     told = [line for line in printed(lambda console: show(shown, console)).splitlines() if line.startswith("ceiling")]
     assert [line.split()[-1] for line in told] == ([said] if said else [])
 
 
 def test_a_sample_that_loads_in_microseconds_is_not_said_to_take_no_time() -> None:
     quick = replace(worker(None), sample_ms=Sketch.of([0.04, 0.04, 0.3]), transforms_s={"Rotate": 0.0032})
-    shown = account(trace_of(rank_of(steps_of([10.0] * 60), workers=(quick,))), "flatout-runs/x")
+    shown = report_of(trace_of(rank_of(steps_of([10.0] * 60), workers=(quick,))))
     said = " ".join(printed(lambda console: show(shown, console)).split())
     assert "the training process on Photos: 40 µs a sample (worst 0.30 ms)" in said
     assert "Rotate takes 10 µs" in said
@@ -157,7 +155,7 @@ def test_of_several_ranks_the_speed_of_all_is_told_beside_the_first_ones() -> No
         RankTrace(info=RunInfo(name="train", rank=r, world_size=2), steps=tuple(steps), windows=(window_of(steps),))
         for r in (0, 1)
     ]
-    shown = account(Trace(ranks=tuple(ranks), samples={}), "flatout-runs/x")
+    shown = report_of(Trace(ranks=tuple(ranks), samples={}))
     told = " ".join(printed(lambda console: show(shown, console), 80).split())
     assert "6,400 samples/s; rank 0 of 2; all of them 12,800 samples/s where training" in told
 
@@ -173,4 +171,4 @@ def test_of_several_ranks_the_speed_of_all_is_told_beside_the_first_ones() -> No
 def test_a_ceiling_below_what_the_run_did_is_none(most: float, words: str | None) -> None:
     nothing = {"wall_ms": 0.0, "parts": (), "training_ms": 0.0, "training": (), "steps": 0, "samples": None}
     run = Breakdown(step_ms=Sketch(), samples_per_s=100.0, replay_samples_per_s=most, **nothing)  # type: ignore[arg-type]
-    assert ceiling(run) == words
+    assert replace(account_of(trace_of(rank_of(steps_of([10.0])))), breakdown=run).ceiling == words

@@ -6,13 +6,13 @@ import dataclasses
 import itertools
 
 import pytest
-from report_runs import rank_of, sample, step, steps_of, trace_of, whole_run, worker
+from report_runs import account_of, rank_of, sample, step, steps_of, trace_of, whole_run, worker
 
 from flatout.diagnose.breakdown import breakdown
 from flatout.diagnose.rank_metrics import RankMetrics
 from flatout.model.facts import Facts
 from flatout.report import chart_data
-from flatout.report.account import account, card_of
+from flatout.report.account import gpu_of
 from flatout.trace import Span, Step
 from flatout.trace.downsample import window_of
 
@@ -121,7 +121,7 @@ def test_long_runs_are_drawn_from_windows_in_2000_points_at_most() -> None:
 
     panels = chart_data.panels(trace_of(rank, samples=samples), rank)
 
-    assert max(len(series.x) for panel in panels for series in panel.series) <= chart_data.MOST_POINTS
+    assert max(len(series.x) for panel in panels for series in panel.series) <= chart_data.MAX_POINTS
     times = panels[0].series
     assert [series.name for series in times] == ["median", "95th percentile"]
     assert times[0].y[0] == pytest.approx(100.0, rel=0.011)
@@ -132,7 +132,7 @@ def test_a_thinned_series_keeps_its_mean() -> None:
     values = [float(n % 10) for n in range(20_000)]
     series = chart_data.line("load", "data", list(range(20_000)), values)
 
-    assert len(series.y) == chart_data.MOST_POINTS
+    assert len(series.y) == chart_data.MAX_POINTS
     assert sum(series.y) / len(series.y) == pytest.approx(4.5)
 
 
@@ -169,9 +169,9 @@ def test_a_pause_whose_step_was_not_kept_is_marked_at_its_window() -> None:
 
 def test_the_card_is_the_one_the_rank_named() -> None:
     run = whole_run()
-    assert card_of(run.ranks[0], run.samples["box"]) == "GPU-0"
-    assert card_of(rank_of((), facts=Facts()), run.samples["box"]) == "GPU-0"
-    assert card_of(run.ranks[0], ()) is None
+    assert gpu_of(run.ranks[0], run.samples["box"]) == "GPU-0"
+    assert gpu_of(rank_of((), facts=Facts()), run.samples["box"]) == "GPU-0"
+    assert gpu_of(run.ranks[0], ()) is None
 
 
 def test_a_rank_that_may_see_one_card_of_two_is_not_shown_the_other() -> None:
@@ -184,8 +184,8 @@ def test_a_rank_that_may_see_one_card_of_two_is_not_shown_the_other() -> None:
     )
     rank = rank_of((), facts=Facts(gpu_index=0, gpu_uuid="5e7a-11"))
     run = trace_of(rank, samples=[dataclasses.replace(sample, gpus=gpus)])
-    assert card_of(rank, run.samples["box"]) == "GPU-5e7a-11"
-    assert account(run, "folder").gpu["power_w"] == 90.0
+    assert gpu_of(rank, run.samples["box"]) == "GPU-5e7a-11"
+    assert account_of(run).gpu["power_w"] == 90.0
     assert {gpu.index for gpu in RankMetrics(run, rank).card_samples} == {1}
 
 
@@ -216,9 +216,9 @@ def test_workers_are_counted_that_were_there_at_the_same_time(
         dataclasses.replace(worker(number), pid=pid, born_s=born, time_s=end)
         for pid, (number, born, end) in enumerate(lives)
     )
-    (together,) = account(trace_of(rank_of((), workers=reports)), "folder").workers
+    (together,) = account_of(trace_of(rank_of((), workers=reports))).workers
     assert together.workers == at_once
     again = tuple(dataclasses.replace(report, born_s=report.time_s - 1, samples=0) for report in reports)  # its dataset
-    (anew,) = account(trace_of(rank_of((), workers=(*reports, *again))), "folder").workers
+    (anew,) = account_of(trace_of(rank_of((), workers=(*reports, *again)))).workers
     assert anew.workers == at_once
     assert anew.busy_share == pytest.approx(2 * together.busy_share)  # ten seconds more of work, and none of life

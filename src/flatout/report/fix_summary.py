@@ -1,0 +1,360 @@
+"""What a fix found → FixSummary: before and after in figures, what there is to say of each change, and the JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.diagnose.rank_metrics import cases
+from flatout.fix.offers import Offer, all_in_words, in_words
+from flatout.fix.result import Attempt, FixResult
+from flatout.fix.runs import Run
+from flatout.fix.speed import Speed
+from flatout.model.changes import CHANGES
+from flatout.model.finding import Finding
+from flatout.model.formatting import count_of, duration, in_full, ms
+from flatout.model.plan import Figure
+from flatout.model.stats import MIN_GAIN, Gain, RunNoise
+from flatout.redact import redact_command, redact_text
+from flatout.report.findings import finding_to_json, permanently
+
+SCHEMA = 1
+SAFETY_IN_WORDS = {
+    "identical": "bit for bit the same",
+    "reseeded": "the same samples in the same order, other random numbers",
+    "equivalent": "the same mathematics, other rounding",
+    "semantic": "changes what is learned",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What an hour costs: 2.5/h, $2.5/h, 2.5EUR/h."""
+
+    an_hour: float
+    sign: str = ""
+    sign_first: bool = False
+
+    @classmethod
+    def of(cls, text: str) -> Price:
+        """As a person writes it; ValueError where that is no price."""
+        sign = r"([A-Za-z]{1,4}|[$€£¥₹₩])?"
+        match = re.fullmatch(rf"{sign}\s*(\d+(?:\.\d+)?)\s*{sign}\s*(?:/\s*h)?", text.strip())
+        if match is None or (match[1] and match[3]):
+            raise ValueError(f"{text} is no price an hour")
+        return cls(float(match[2]), match[1] or match[3] or "", bool(match[1]))
+
+    def text(self, amount: float) -> str:
+        """An amount of money, with its sign if it has one."""
+        if self.sign_first:
+            return f"{self.sign}{in_full(amount)}"
+        return f"{in_full(amount)} {self.sign}".strip()
+
+    @property
+    def unit(self) -> str:
+        """What has to be said where there is no sign."""
+        return "" if self.sign else "in the currency of --price"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """A training in figures; what the machine does not tell is None."""
+
+    samples_per_s: float
+    unit: str
+    steps: int
+    step_ms: float | None
+    sm_active_pct: float | None
+    gpu_util_pct: float | None
+    power_w: float | None
+    joules_a_sample: float | None
+    epoch_s: float | None
+    epoch_money: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixSummary:
+    """Everything a renderer may show of a fix."""
+
+    command: tuple[str, ...]
+    plan_file: str
+    result: FixResult
+    before: Side | None
+    after: Side | None
+    left: tuple[Finding, ...] = ()  # what no change of ours has fixed
+    price: Price | None = None
+
+    @property
+    def kept(self) -> list[Attempt]:
+        """In the order of the plan."""
+        by_name = {a.change.name: a for a in self.result.attempts if a.outcome.verdict == "kept"}
+        return [by_name[change.name] for change in self.result.kept]
+
+    @property
+    def undone(self) -> list[Attempt]:
+        return [attempt for attempt in self.result.attempts if attempt.outcome.verdict != "kept"]
+
+    @property
+    def train_with(self) -> str:
+        """The command to train with what was kept."""
+        return f"flatout run --plan {self.plan_file} -- {shlex.join(self.command)}"
+
+    @property
+    def unit(self) -> str:
+        """Of the speeds before and after."""
+        unit = self.after.unit if self.after is not None else "samples/s"
+        return f"{unit}, pauses counted" if self.result.paused else unit
+
+    @property
+    def runs(self) -> str:
+        """How many runs there were, and why it stopped."""
+        count = count_of(len(self.result.trials), "run")
+        return f"{count} in {duration(1e3 * self.result.seconds)}; stopped: {self.result.stopped}."
+
+    def permanently(self, attempt: Attempt) -> str:
+        """How to make a change permanent."""
+        before = self.result.before
+        by_trainer = before is not None and before.trace is not None and before.case.loader.by_trainer
+        return redact_text(permanently(attempt, by_trainer=bool(by_trainer)))  # it may be a line of the script
+
+    def sentence(self) -> str:
+        """The answer."""
+        result = self.result
+        if result.written:
+            return f"Ended, because a trial has written to your files: {', '.join(result.written)}."
+        if result.kept:
+            return self._gain_sentence()
+        if result.interrupted:
+            return "Interrupted: nothing was kept so far."
+        if result.attempts:
+            names = dict.fromkeys(in_words(attempt.change) for attempt in result.attempts)
+            tried = f"tried, and {self._why_not_kept()}: {', '.join(names)}"
+            return f"Nothing to change: {tried} ({result.stopped})."
+        if result.untried:
+            return f"Nothing was tried: {result.stopped}."
+        return f"Nothing to change: nothing was worth trying ({result.stopped})."
+
+    def _gain_sentence(self) -> str:
+        gain, changes, speeds = self.result.gain, f"{count_of(len(self.result.kept), 'change')} kept", ""
+        if self.before is not None and self.after is not None:
+            before, after = in_full(self.before.samples_per_s), in_full(self.after.samples_per_s)
+            speeds = f", {before} → {after} {self.unit}"
+        if gain is None:
+            return f"{changes} ({self.result.stopped}){speeds}: not measured as a whole."
+        if gain.low <= 1:
+            return f"{changes}, but in the end the gain is not sure: {gain}{speeds}."
+        return f"Trains {gain.value:.2f}× as fast ({gain.low:.2f} to {gain.high:.2f}){speeds}."
+
+    def _why_not_kept(self) -> str:
+        attempts = self.result.attempts
+        if any(attempt.outcome.verdict == "unsafe" for attempt in attempts):
+            return "not safe, or not worth it"
+        if any(attempt.gain is not None and attempt.gain.high >= MIN_GAIN for attempt in attempts):
+            return "no gain was sure"
+        return "not worth it"
+
+    def before_and_after(self) -> list[tuple[str, str, str]]:
+        """The figures that both runs have: name, before, after."""
+        if self.before is None or self.after is None:
+            return []
+        price = self.price or Price(0.0)
+        figures: tuple[tuple[str, Callable[[float], str], str], ...] = (
+            (self.unit, in_full, "samples_per_s"),
+            ("median step", ms, "step_ms"),
+            ("SM active", "{:.0f}%".format, "sm_active_pct"),
+            ("GPU-Util", "{:.0f}%".format, "gpu_util_pct"),
+            ("power", "{:.0f} W".format, "power_w"),
+            ("energy a sample", "{:.3g} J".format, "joules_a_sample"),
+            ("an epoch", lambda seconds: duration(1e3 * seconds), "epoch_s"),
+            (f"an epoch costs {price.unit}".strip(), price.text, "epoch_money"),
+        )
+        rows = []
+        for label, text, name in figures:
+            before, after = getattr(self.before, name), getattr(self.after, name)
+            if before is not None and after is not None:
+                rows.append((label, text(before), text(after)))
+        return rows
+
+    def epoch_sentence(self) -> str:
+        """What an epoch takes and costs, where nothing was kept; empty where that is not known."""
+        now, price = self.before, self.price
+        if now is None or now.epoch_s is None or now.epoch_money is None or price is None:
+            return ""
+        costs = f"{price.text(now.epoch_money)} {price.unit}".strip()
+        return f"An epoch takes {duration(1e3 * now.epoch_s)} and costs {costs}."
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON of `flatout fix --json`."""
+        result = self.result
+        trials = []
+        for trial in result.trials:
+            speed = trial.speed.value if trial.speed is not None else None
+            trials.append({"what": trial.what, "seconds": trial.seconds, "samples_per_s": speed})
+        return {
+            "schema": SCHEMA,
+            "command": list(self.command),
+            "plan": self.plan_file,
+            "sentence": self.sentence(),
+            "gain": _as_dict(result.gain),
+            "before": _as_dict(self.before),
+            "after": _as_dict(self.after),
+            "currency": (self.price.sign or None) if self.price is not None else None,
+            "kept": [_attempt_to_json(attempt, self.permanently(attempt)) for attempt in self.kept],
+            "undone": [_attempt_to_json(attempt) for attempt in self.undone],
+            "withheld": [_offer_to_json(offer) for offer in result.withheld],
+            "left": [finding_to_json(finding) for finding in self.left],
+            "trials": trials,
+            "noise": _as_dict(result.noise),
+            "remarks": result.remarks,
+            "stopped": result.stopped,
+            "interrupted": result.interrupted,
+            "written": list(result.written),
+            "seconds": result.seconds,
+        }
+
+
+# Attempts in words. A bundle is of changes that were measured together and ended alike.
+
+
+def bundles(attempts: Sequence[Attempt]) -> list[list[Attempt]]:
+    """The attempts, bundled."""
+    groups: dict[tuple[Any, ...], list[Attempt]] = {}
+    for attempt in attempts:
+        names = frozenset((in_words(attempt.change), *attempt.together))
+        outcome = attempt.outcome
+        note = outcome.note if outcome.verdict != "kept" else ""
+        groups.setdefault((names, attempt.gain, outcome.verdict, note), []).append(attempt)
+    return list(groups.values())
+
+
+def names_of(bundle: Sequence[Attempt]) -> str:
+    """The changes of a bundle."""
+    return all_in_words(attempt.change for attempt in bundle)
+
+
+def gain_of(bundle: Sequence[Attempt]) -> str:
+    """The changes of a bundle and what they gained."""
+    inside = [in_words(attempt.change) for attempt in bundle]
+    others = [name for name in bundle[0].together if name not in inside]
+    beside = f" together with {', '.join(others)}" if others else ""
+    return f"{names_of(bundle)}: {bundle[0].gain or 'not measured'}{beside}"
+
+
+def proofs_of(bundle: Sequence[Attempt], *, explained: bool = False) -> list[str]:
+    """What each class of change does to training, and how that is known."""
+    by_text: dict[str, list[Attempt]] = {}
+    for attempt in bundle:
+        by_text.setdefault(_proof(attempt, explained=explained), []).append(attempt)
+    if len(by_text) == 1:
+        return list(by_text)
+    return [f"{names_of(some)}, {text}" for text, some in by_text.items()]
+
+
+def _proof(attempt: Attempt, *, explained: bool) -> str:
+    safety, proof = attempt.change.safety, attempt.outcome.proof
+    meaning = SAFETY_IN_WORDS[safety]
+    if explained:
+        return f"{safety}: {meaning}. {proof}" if proof else f"{safety}: {meaning}"
+    if proof.startswith("not proven"):
+        return f"said to be {safety}, {proof}"
+    return f"{safety}: {proof or meaning}"
+
+
+# From a FixResult
+
+
+def summarize(
+    result: FixResult, command: Sequence[str], plan_file: str, findings: Sequence[Finding], price: Price | None = None
+) -> FixSummary:
+    """Before and after, side by side: their speeds are over all runs where the gain is, all else of the last one.
+
+    `findings` are those of the training as it is now.
+    """
+    before, after = result.speeds or (None, None)
+    if result.gain is None:
+        before = after = None
+    return FixSummary(
+        command=redact_command(command),
+        plan_file=plan_file,
+        result=result,
+        before=_side(result.before, before, price, paused=result.paused),
+        after=_side(result.measured, after, price, paused=result.paused),
+        left=_left(result, findings),
+        price=price,
+    )
+
+
+def _left(result: FixResult, findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """What still slows training down and no change has fixed: there is none for it, the script has no knob, or data is
+    still waited for though something that might have helped was tried."""
+    ours = {spec.name for spec in CHANGES if spec.family != "pauses"} | result.known
+    in_vain = {a.change.name for a in result.attempts if a.gain is None or a.gain.value > MIN_GAIN}
+    in_vain -= result.offered | {change.name for change in result.kept}
+    left = []
+    for finding in findings:
+        if finding.gain_high < MIN_GAIN:
+            continue
+        if finding.change not in ours:
+            left.append(finding)
+        elif finding.code.startswith("data.") and finding.change in in_vain:
+            left.append(dataclasses.replace(finding, advice=f"{finding.advice} (tried, and not kept)"))
+    return tuple(left)
+
+
+def _side(run: Run | None, speed: Speed | None, price: Price | None, *, paused: bool) -> Side | None:
+    speed = speed or (run.speed if run is not None else None)
+    if run is None or run.trace is None or speed is None:
+        return None
+    metrics = cases(run.trace)[0]
+    rate = speed.with_pauses if paused else speed.value
+    power, joules, money = metrics.card("power_w").mean, None, None
+    if power is not None:
+        power *= len(run.trace.ranks)
+    if power is not None and speed.unit == "samples/s":
+        joules = power / rate
+    epoch_s = run.epoch_s(speed)
+    if epoch_s is not None and price is not None:
+        money = epoch_s / 3600 * price.an_hour
+    return Side(
+        samples_per_s=rate,
+        unit=speed.unit,
+        steps=speed.steps,
+        step_ms=metrics.step_ms or None,
+        sm_active_pct=metrics.card("sm_active_pct").mean,
+        gpu_util_pct=metrics.card("gpu_util_pct").mean,
+        power_w=power,
+        joules_a_sample=joules,
+        epoch_s=epoch_s,
+        epoch_money=money,
+    )
+
+
+def _attempt_to_json(attempt: Attempt, permanently: str | None = None) -> dict[str, Any]:
+    outcome = attempt.outcome
+    return {
+        **dataclasses.asdict(attempt.change),
+        "verdict": outcome.verdict,
+        "gain": _as_dict(attempt.gain),
+        "together": list(attempt.together),
+        "before": _as_dict(outcome.before),
+        "after": _as_dict(outcome.after),
+        "proof": outcome.proof,
+        "why": outcome.note,
+        "made": attempt.made,
+        "where": attempt.where,
+        "also": list(attempt.also),
+        "permanently": permanently,
+    }
+
+
+def _offer_to_json(offer: Offer) -> dict[str, Any]:
+    changes = [{"name": change.name, "value": change.value} for change in offer.changes]
+    return {"changes": changes, "why": offer.why, "promise": offer.promise}
+
+
+def _as_dict(record: Side | Gain | RunNoise | Figure | None) -> dict[str, Any] | None:
+    return dataclasses.asdict(record) if record is not None else None
