@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flatout.model.finding import CODES
+from flatout.model.causes import CODES
 
 SCHEMA = 1
 OK, WARN, FAIL, NOT_APPLICABLE = "ok", "warn", "fail", "n/a"

@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 from flatout.diagnose.gains import WORTH, computed, data_saved, fed, removed, rounded, spare_cores, spared
-from flatout.diagnose.rank_metrics import NO_LOADER, RankMetrics
+from flatout.diagnose.rank_metrics import RankMetrics
+from flatout.model.facts import NO_LOADER
 from flatout.model.finding import Finding
 from flatout.model.frameworks import may_be_asked_early
 from flatout.model.setting_aliases import pattern_of
@@ -414,8 +415,10 @@ def _transforms(case: RankMetrics) -> dict[str, float]:
 def _setting(case: RankMetrics, subject: str, value: str | None = None) -> str | None:
     """What the script calls its setting for this, if it read one; with `value`, only where it says so."""
     pattern = pattern_of(subject)
-    named = (key for _, _, key, read in case.settings if pattern.fullmatch(key) and value in (None, str(read).lower()))
-    return next(named, None)
+    for read in case.settings:
+        if pattern.fullmatch(read.key) and value in (None, str(read.value).lower()):
+            return read.key
+    return None
 
 
 def _room(case: RankMetrics) -> int:

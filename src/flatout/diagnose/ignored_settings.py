@@ -1,108 +1,95 @@
-"""`config.ignored`: what the user asked for in settings, and what is in force. Only a flat contradiction counts."""
+"""`config.ignored`: a setting is on, and the run shows that it has no effect. Only a flat contradiction counts."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from flatout.diagnose.compute import with_benchmark, with_tf32
-from flatout.diagnose.rank_metrics import RankMetrics
+from flatout.diagnose.rank_metrics import RankMetrics, Setting
+from flatout.model.causes import CAUSES
+from flatout.model.changes import CHANGES, SETTING
+from flatout.model.facts import Facts
 from flatout.model.finding import Finding
 from flatout.model.setting_aliases import is_on, pattern_of
 
+Gain = Callable[[RankMetrics], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Contradiction:
+    """A setting that is on, and facts that show it is off. What it costs: the finding of a cause, or a gain."""
+
+    names: re.Pattern[str]
+    is_off: Callable[[Facts], bool]
+    off: str
+    cause: str = ""
+    gain: Gain | None = None
+
 
 def ignored_settings(case: RankMetrics, others: Iterable[Finding]) -> list[Finding]:
-    """A finding for each setting that was read and has no effect; it promises what mending that cause would give."""
+    """A finding for each setting that was read and has no effect. It promises what fixing its cause would give."""
     costs = {finding.code: finding for finding in others}
     found: dict[str, Finding] = {}
-    for source, file, key, value in case.settings:
-        for pattern, contradicted, what, worth in _RULES:
-            if pattern.fullmatch(key) and is_on(value) and contradicted(case) and what not in found:
-                cost = costs.pop(worth, None) if isinstance(worth, str) else None
-                gain = _gain_of(cost) if isinstance(worth, str) else worth(case)
-                found[what] = _finding(source, file, key, value, what, gain, cost)
+    for read in case.settings:
+        for contradiction in _CONTRADICTIONS:
+            asked = contradiction.names.fullmatch(read.key) and is_on(read.value)
+            if asked and contradiction.off not in found and contradiction.is_off(case.facts):
+                cost = costs.pop(contradiction.cause, None)
+                gain = contradiction.gain(case) if contradiction.gain is not None else _gain_of(cost)
+                found[contradiction.off] = _finding(read, contradiction.off, gain, cost)
     return list(found.values())
 
 
 def _gain_of(cost: Finding | None) -> dict[str, Any]:
     if cost is None:
         return {"derived": "seen in force"}
-    return {of: getattr(cost, of) for of in ("gain_low", "gain_high", "derived")}
+    return {"gain_low": cost.gain_low, "gain_high": cost.gain_high, "derived": cost.derived}
 
 
-def _finding(
-    source: str, file: str | None, key: str, value: Any, what: str, gain: dict[str, Any], cost: Finding | None
-) -> Finding:
-    place = file or {"argparse": "the command line"}.get(source, source)
+def _finding(read: Setting, off: str, gain: dict[str, Any], cost: Finding | None) -> Finding:
+    place = read.file or ("the command line" if read.source == "argparse" else read.source)
+    title = f"{read.key}={read.value!r} was read from {place}, but {off}"
+    evidence = {"setting": read.key, "value": read.value, "source": read.source, "file": read.file}
+    share = 0.0
+    if cost is not None:
+        title += f"; {cost.title}"
+        evidence |= {"cause": cost.code, **cost.evidence}
+        share = cost.share
     return Finding(
         code="config.ignored",
-        title=f"{key}={value!r} was read from {place}, but {what}" + (f"; {cost.title}" if cost is not None else ""),
-        share=cost.share if cost is not None else 0.0,
+        title=title,
+        share=share,
         **gain,
         confidence=0.9,
-        evidence={"setting": key, "value": value, "source": source, "file": file}
-        | ({"cause": cost.code, **cost.evidence} if cost is not None else {}),
-        change=f"setting:{key}",
-        value=value,
-        advice=f"find where the script uses {key}: a value of another spelling or type, or a call that is missing",
-        where=file,
+        evidence=evidence,
+        change=f"{SETTING}{read.key}",
+        value=read.value,
+        advice=f"find where the script uses {read.key}: another spelling or type of the value, or a missing call",
+        where=read.file,
     )
 
 
-def _no_autocast(case: RankMetrics) -> bool:
-    return set(case.facts.autocast) == {"None"} and case.facts.parameter_dtypes == ("float32",) and case.on_gpu
+def _contradictions() -> list[_Contradiction]:
+    gains: dict[str, Gain] = {"cudnn_benchmark": with_benchmark}
+    more_names = {"precision": ("fp16",)}
+    every = []
+    for spec in CHANGES:
+        if spec.is_off is None:
+            continue
+        cause = next((cause.code for cause in CAUSES if cause.changes[:1] == (spec.name,)), "")
+        names = pattern_of(spec.name, *more_names.get(spec.name, ()))
+        gain = gains.get(spec.name)
+        every.append(_Contradiction(names=names, is_off=spec.is_off, off=spec.off, cause=cause, gain=gain))
+    return [*every, _TF32]
 
 
-# The setting, when it has no effect, how one says so, and what it would be worth: what mending a cause is, or a gain.
-_Rule = tuple[re.Pattern[str], Callable[[RankMetrics], bool], str, str | Callable[[RankMetrics], dict[str, Any]]]
-_RULES: tuple[_Rule, ...] = (
-    (
-        pattern_of("precision", "fp16"),
-        _no_autocast,
-        "every forward pass ran in fp32 without autocast",
-        "compute.precision",
-    ),
-    (
-        pattern_of("compile"),
-        lambda case: case.facts.compiled is False,
-        "nothing was compiled",
-        "compute.eager",
-    ),
-    (
-        pattern_of("tf32"),
-        lambda case: case.on_gpu and case.facts.tf32_matmul is False,
-        "matrix products do not use TF32",
-        with_tf32,
-    ),
-    (
-        pattern_of("cudnn_benchmark"),
-        lambda case: case.on_gpu and case.facts.cudnn_benchmark is False,
-        "cuDNN's benchmark mode is off",
-        with_benchmark,
-    ),
-    (
-        pattern_of("channels_last"),
-        lambda case: case.facts.channels_last is False,
-        "the convolutions' weights are not in channels_last",
-        "compute.layout",
-    ),
-    (
-        pattern_of("persistent_workers"),
-        lambda case: case.loader.num_workers == 0,
-        "there are no workers to keep",
-        "",
-    ),
-    (
-        pattern_of("pin_memory"),
-        lambda case: case.on_gpu and case.loader.pin_memory is False,
-        "the loader does not page-lock its batches",
-        "copy.pageable",
-    ),
-    (
-        pattern_of("fused_optimizer"),
-        lambda case: case.on_gpu and not case.facts.optimizer_fused,
-        "the optimizer is not fused",
-        "compute.optimizer",
-    ),
+_TF32 = _Contradiction(
+    names=pattern_of("tf32"),
+    is_off=lambda facts: facts.on_gpu and facts.tf32_matmul is False,
+    off="matrix products do not use TF32",
+    gain=with_tf32,
 )
+_CONTRADICTIONS = tuple(_contradictions())

@@ -14,14 +14,31 @@ from typing import Any
 
 from flatout.diagnose.breakdown import Breakdown, breakdown
 from flatout.diagnose.replay import gain_without
-from flatout.model.facts import Facts, LoaderFacts
+from flatout.model.facts import NO_LOADER, Facts, LoaderFacts
 from flatout.trace import GpuSample, ProcessSample, RankTrace, Sample, Sketch, Step, Trace, WorkerReport, Xray
 
 LAUNCHING = ("forward", "loss", "backward", "optimizer", "rest", "copy")
 _MARKED_STEPS_USED = 200
 LAUNCHES_LATE = 0.15  # of the time of a phase: the card waits for the host
-NO_LOADER = LoaderFacts(dataset="")
 DISTURBED = 0.8  # a ceiling below so much of what the run itself did
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One value the script read; the key is in lower case."""
+
+    source: str
+    file: str | None
+    key: str
+    value: Any
+
+
+def _leaves(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value)
+        else:
+            yield str(key).lower(), value
 
 
 @dataclass(frozen=True)
@@ -56,18 +73,12 @@ class RankMetrics:
         return self.rank.facts
 
     @cached_property
-    def settings(self) -> tuple[tuple[str, str | None, str, Any], ...]:
-        """Every plain value that was read: (source, file, key, value), nested ones by their last name."""
-
-        def walk(values: Any) -> Iterator[tuple[str, Any]]:
-            for key, value in values.items() if isinstance(values, dict) else ():
-                if isinstance(value, dict):
-                    yield from walk(value)
-                else:
-                    yield str(key).lower(), value
-
+    def settings(self) -> tuple[Setting, ...]:
+        """Every plain value the script read, nested ones by their last name."""
         return tuple(
-            (read.source, read.file, key, value) for read in self.facts.settings for key, value in walk(read.values)
+            Setting(source=read.source, file=read.file, key=key, value=value)
+            for read in self.facts.settings
+            for key, value in _leaves(read.values)
         )
 
     @property
@@ -77,16 +88,14 @@ class RankMetrics:
     @property
     def on_gpu(self) -> bool:
         """Whether training ran on a card."""
-        return bool(self.facts.gpu)
+        return self.facts.on_gpu
 
     # -- the loader -------------------------------------------------------------------------------------------------
 
     @cached_property
     def loader(self) -> LoaderFacts:
-        """The settings of the loader training reads from, the one with the most samples; NO_LOADER if none was seen."""
-        loaders = self.facts.loaders
-        known = [loader for loader in loaders if loader.trains] or loaders
-        return max(known, key=lambda loader: loader.length or 0, default=NO_LOADER)
+        """The settings of the loader training reads from."""
+        return self.facts.training_loader
 
     @property
     def steps_an_epoch(self) -> float | None:

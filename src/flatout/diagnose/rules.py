@@ -15,6 +15,8 @@ from flatout.diagnose.breakdown import REST
 from flatout.diagnose.gains import BOUNDED, WORTH, data_saved, removed, rounded
 from flatout.diagnose.ignored_settings import ignored_settings
 from flatout.diagnose.rank_metrics import RankMetrics, cases
+from flatout.model.causes import BY_CODE
+from flatout.model.changes import SETTING
 from flatout.model.finding import Finding
 from flatout.trace import Trace
 
@@ -36,6 +38,7 @@ def diagnose_ranks(every: tuple[RankMetrics, ...]) -> tuple[Finding, ...]:
     case = every[0]
     found = [finding for rule in RULES if (finding := rule(case)) is not None]
     found += [finding for rule in RANK_RULES if (finding := rule(every)) is not None]
+    assert all(map(_change_is_known, found)), [(finding.code, finding.change) for finding in found]
     beside = compute.uncovered(case, found)
     ignored = ignored_settings(case, [*found, *beside])
     explained = {finding.evidence.get("cause") for finding in ignored}
@@ -45,6 +48,12 @@ def diagnose_ranks(every: tuple[RankMetrics, ...]) -> tuple[Finding, ...]:
         return tuple(_within(_one_for_each_change(found), case.headroom))
     healthy = _saturated(case)
     return (healthy,) if healthy is not None else ()
+
+
+def _change_is_known(finding: Finding) -> bool:
+    """Whether the definition of the cause names the change."""
+    change = finding.change
+    return change is None or change.startswith(SETTING) or change in BY_CODE[finding.code].changes
 
 
 def _rank(finding: Finding) -> tuple[float, str]:

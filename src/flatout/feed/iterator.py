@@ -15,12 +15,7 @@ from typing import Any
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
     RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
     _DatasetKind,
 )
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -37,6 +32,7 @@ from flatout.feed.scheduler import BatchScheduler
 from flatout.feed.slots import Slots
 from flatout.feed.table import Batch
 from flatout.feed.watch import Watch
+from flatout.model.frameworks import PURE_SAMPLERS, WRAPPING_SAMPLERS
 
 NOT_YET = object()
 
@@ -333,31 +329,17 @@ def generators_of(loader: StockLoader[Any]) -> list[torch.Generator]:
     return found
 
 
-# Of accelerate and transformers, by their names: both are rarely there. The first counts the epochs that it was asked
-# for, which the loader that it comes with sets by itself.
-_PURE_TOO = frozenset((
-    "accelerate.data_loader.SeedableRandomSampler",
-    "transformers.trainer_pt_utils.LengthGroupedSampler",
-    "transformers.trainer_pt_utils.DistributedLengthGroupedSampler",
-))  # fmt: skip
-_PARTS_OF_ANOTHER = frozenset(("accelerate.data_loader.BatchSamplerShard", "accelerate.data_loader.SkipBatchSampler"))
-
-
 def is_pure(loader: StockLoader[Any]) -> bool:
-    """Whether asking the sampler early cannot be noticed: those of libraries, which draw only when they are started."""
-
-    def pure(sampler: Any) -> bool:
-        kind = type(sampler)
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        if kind in (BatchSampler, ChainedEpochs):
-            return pure(sampler.sampler)
-        if name in _PARTS_OF_ANOTHER:
-            return pure(sampler.batch_sampler)
-        if isinstance(sampler, RandomSampler) and (
-            sampler.replacement or sampler.num_samples > len(sampler.data_source)
-        ):
+    """Whether the sampler may be asked early: one of a library that draws only when a pass begins."""
+    sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    while (held := WRAPPING_SAMPLERS.get(_class_name(sampler))) is not None:
+        sampler = getattr(sampler, held)
+    if isinstance(sampler, RandomSampler):
+        draws_on_the_way = sampler.replacement or sampler.num_samples > len(sampler.data_source)
+        if draws_on_the_way:
             return False
-        known = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-        return kind in known or name in _PURE_TOO
+    return _class_name(sampler) in PURE_SAMPLERS
 
-    return pure(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)
+
+def _class_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

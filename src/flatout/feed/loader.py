@@ -23,12 +23,11 @@ from flatout.feed.iterator import FeedIterator, Position, generators_of
 from flatout.feed.messages import Recipe
 from flatout.feed.scheduler import BatchScheduler
 from flatout.feed.variables import Globals
+from flatout.model.frameworks import SEEDING_MODULES
 from flatout.sample import budget
 
 log = logging.getLogger("flatout.feed")
 _LEAST_PILLOW = 11
-# Whose worker_init_fn does nothing but seed.
-_SEEDING = ("transformers.trainer_utils", "lightning.fabric.utilities.seed", "lightning_fabric.utilities.seed")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -365,7 +364,7 @@ def _streams(loader: StockLoader[Any], options: Options) -> bool:
 
 def _init_fn(loader: StockLoader[Any]) -> Callable[[int], None] | None:
     """Its worker_init_fn; none where that only seeds, and stock, without workers, would never call it."""
-    seeds = getattr(_function(loader.worker_init_fn), "__module__", None) in _SEEDING
+    seeds = getattr(_function(loader.worker_init_fn), "__module__", None) in SEEDING_MODULES
     return loader.worker_init_fn if loader.num_workers or not seeds else None
 
 

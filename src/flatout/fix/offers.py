@@ -26,11 +26,12 @@ from typing import Any, get_args
 from flatout.diagnose.compute import FUSABLE
 from flatout.diagnose.gains import spare_cores
 from flatout.diagnose.knobs import Knob, knobs
-from flatout.diagnose.rank_metrics import LAUNCHES_LATE, NO_LOADER, RankMetrics, cases
+from flatout.diagnose.rank_metrics import LAUNCHES_LATE, RankMetrics, cases
 from flatout.diagnose.rules import diagnose
-from flatout.model.changes import BY_NAME, CHANGES, named, safety_of
+from flatout.model.causes import cured_by
+from flatout.model.changes import CHANGES, TO_MAKE, named, safety_of
 from flatout.model.errors import UsageError
-from flatout.model.facts import SettingsRead
+from flatout.model.facts import NO_LOADER, SettingsRead
 from flatout.model.finding import Finding
 from flatout.model.plan import Change, Safety
 from flatout.trace import Trace
@@ -142,7 +143,7 @@ class Wishes:
 
 def not_offered(wishes: Wishes, known: Iterable[str], *, on_gpu: bool) -> list[str]:
     """What a person has asked for by its name and nothing came of, and why."""
-    asked = ((wishes.allow | wishes.only) & BY_NAME.keys()) - set(known) - {"learning_rate"}
+    asked = ((wishes.allow | wishes.only) & set(TO_MAKE)) - set(known) - {"learning_rate"}
     why = dict.fromkeys(asked, "nothing that was found asks for it")
     if not on_gpu and "batch_size" in why:
         why["batch_size"] = "there is no GPU that it would keep busier"
@@ -150,7 +151,7 @@ def not_offered(wishes: Wishes, known: Iterable[str], *, on_gpu: bool) -> list[s
 
 
 def _words(option: str, text: str) -> frozenset[str]:
-    known = [*BY_NAME, "setting", *get_args(Safety), "all"]
+    known = [*TO_MAKE, "setting", *get_args(Safety), "all"]
     given = [word.strip().replace("-", "_") for word in text.split(",") if word.strip()]
     for word in given:
         if word not in known and not word.startswith("setting:"):
@@ -251,7 +252,7 @@ def _is_new(change: Change, view: View) -> bool:
     return not same and view.verdict(change.name, change.value) is None
 
 
-def _made(name: str, value: Any, why: str, *, safety: Safety | None = None, knob: str = "") -> Change:
+def _change(name: str, value: Any, why: str, *, safety: Safety | None = None, knob: str = "") -> Change:
     return Change(name=name, value=value, safety=safety or safety_of(name), note=why, knob=knob)
 
 
@@ -275,15 +276,15 @@ def _data_path(view: View) -> Offer | None:
         why = behind[0].title
         changes += _loading(view, behind, why)
         if case.on_gpu and not case.loader.pin_memory:
-            changes.append(_made("pin_memory", True, why))
+            changes.append(_change("pin_memory", True, why))
         if case.on_gpu:
-            changes.append(_made("device_prefetch", True, why))
+            changes.append(_change("device_prefetch", True, why))
         elastic = any(change.name == "loader" for change in changes)
         changes += _fewer_threads(view, why, elastic=elastic or case.elastic)
         if elastic and view.found("data.cpu-bound") and _transforms_here(view):
-            changes.append(_made("gpu_transforms", True, view.found("data.cpu-bound")[0].title))
+            changes.append(_change("gpu_transforms", True, view.found("data.cpu-bound")[0].title))
     if frozen:
-        changes.append(_made("gc_freeze", True, frozen[0].title))
+        changes.append(_change("gc_freeze", True, frozen[0].title))
     return _offer(changes, [*behind, *frozen])
 
 
@@ -307,19 +308,19 @@ def _loading(view: View, behind: Sequence[Finding], why: str) -> list[Change]:
     changes = []
     if wanted != loader.num_workers and not loader.iterable:  # there they decide what is in the data
         knob = _knob(view, "num_workers", loader.num_workers)
-        changes.append(_made("num_workers", int(wanted), why, safety=elastic.safety, knob=knob))
+        changes.append(_change("num_workers", int(wanted), why, safety=elastic.safety, knob=knob))
     if verdict == "kept":
         return changes
     if loader.num_workers and (loader.prefetch_factor or 2) < 4:
-        changes.append(_made("prefetch_factor", 4, why))
+        changes.append(_change("prefetch_factor", 4, why))
     if view.found("data.worker-start") and not loader.persistent_workers:
-        changes.append(_made("persistent_workers", True, why, knob=_knob(view, "persistent_workers", False)))
+        changes.append(_change("persistent_workers", True, why, knob=_knob(view, "persistent_workers", False)))
     return changes
 
 
 def _elastic(view: View, why: str) -> Change:
     draws = any(report.random_used for report in view.case.reports) or not view.case.reports
-    return _made("loader", "elastic", why, safety="reseeded" if draws else "identical")
+    return _change("loader", "elastic", why, safety="reseeded" if draws else "identical")
 
 
 def _fewer_threads(view: View, why: str, *, elastic: bool) -> list[Change]:
@@ -328,10 +329,10 @@ def _fewer_threads(view: View, why: str, *, elastic: bool) -> list[Change]:
     workers, cores = view.case.workers, view.case.cores or math.inf
     many = [k for k in knobs(view.settings, "threads", _is_count) if k.value > 1 and workers * k.value > cores]
     if many:
-        return [_made(f"setting:{_key(many[0])}", 1, why, safety="identical", knob=many[0].text)]
+        return [_change(f"setting:{_key(many[0])}", 1, why, safety="identical", knob=many[0].text)]
     named_by_finding = any(finding.change == "worker_threads" for finding in view.found("data."))
     if named_by_finding and not elastic:
-        return [_made("worker_threads", 1, why)]
+        return [_change("worker_threads", 1, why)]
     return []
 
 
@@ -340,7 +341,7 @@ def _augment_elsewhere(view: View) -> Offer | None:
     behind, there = view.found("data."), _augment_knobs(view)
     if not behind or not there or not view.case.on_gpu:
         return None
-    return _offer([_made(f"setting:{_key(there[0])}", "gpu", behind[0].title, knob=there[0].text)], behind)
+    return _offer([_change(f"setting:{_key(there[0])}", "gpu", behind[0].title, knob=there[0].text)], behind)
 
 
 def _transforms(view: View) -> Offer | None:
@@ -349,7 +350,7 @@ def _transforms(view: View) -> Offer | None:
     behind = view.found("data.")
     if not behind or not view.holds("loader") or not _transforms_here(view):
         return None
-    return _offer([_made("gpu_transforms", True, behind[0].title)], behind)
+    return _offer([_change("gpu_transforms", True, behind[0].title)], behind)
 
 
 def _transforms_here(view: View) -> bool:
@@ -383,14 +384,14 @@ def _compute(view: View) -> Offer | None:
     asked = view.ignored("channels_last")
     if facts.channels_last is False and (changes or asked or view.found("compute.layout")):
         why = _why(view, "compute.layout", asked)
-        changes.append(_made("channels_last", True, why, knob=_switch(view, "channels_last")))
+        changes.append(_change("channels_last", True, why, knob=_switch(view, "channels_last")))
     asked = view.ignored("benchmark")
     if convolves and facts.cudnn_benchmark is False and not facts.deterministic and (changes or asked):
-        changes.append(_made("cudnn_benchmark", True, _why(view, "compute.precision", asked)))
+        changes.append(_change("cudnn_benchmark", True, _why(view, "compute.precision", asked)))
     asked = view.ignored("fused")
     fusable = facts.optimizer in FUSABLE and not facts.optimizer_fused
     if fusable and (asked or changes or view.found("compute.optimizer", "launch.bound")):
-        changes.append(_made("fused_optimizer", True, _why(view, "compute.optimizer", asked)))
+        changes.append(_change("fused_optimizer", True, _why(view, "compute.optimizer", asked)))
     return _offer(changes, found)
 
 
@@ -402,10 +403,10 @@ def _precision(view: View) -> list[Change]:
     why = _why(view, "compute.precision", asked)
     switch = _switch(view, "precision")
     if switch and not view.failed("precision", True):
-        return [_made("precision", True, why, knob=switch)]
+        return [_change("precision", True, why, knob=switch)]
     half = "fp16" if view.verdict("precision", "bf16") == "not applicable" else "bf16"
     value = "tf32" if view.failed("precision", half) else half
-    return [_made("precision", value, why)]
+    return [_change("precision", value, why)]
 
 
 def _why(view: View, code: str, asked: Finding | None) -> str:
@@ -425,7 +426,7 @@ def _compile(view: View) -> Offer | None:
         return None
     waits = f"the card waits for launches {late:.0%} of the step" if late > _SHOWS else "compiling has paid already"
     why = asked.title if asked is not None else found[0].title if found else waits
-    offer = _offer([_made("compile", mode, why)], found)
+    offer = _offer([_change("compile", mode, why)], found)
     if offer is not None and mode == "reduce-overhead":
         offer = replace(offer, promise=max(offer.promise, 1 / (1 - late)))
     return offer
@@ -479,7 +480,7 @@ def _batch(view: View) -> Offer | None:
     if length and wanted * 8 > length:
         return None
     why = f"a batch of {now} uses {share:.0%} of the card's memory"
-    changes = [_made("batch_size", wanted, why, knob=there[0].text), *_learning_rate(view, wanted / then)]
+    changes = [_change("batch_size", wanted, why, knob=there[0].text), *_learning_rate(view, wanted / then)]
     offer, earlier = _offer(changes, found, apart=False), view.gained.get("batch_size")
     if offer is None or earlier is None:
         return offer
@@ -499,7 +500,7 @@ def _learning_rate(view: View, times: float) -> list[Change]:
     value = float(f"{knob.value * (times if linear else math.sqrt(times)):.4g}")
     rule = "in proportion to the batch" if linear else "with the square root of the batch"
     why = f"the learning rate grows {rule} (×{times:g}): {knob.value:g} → {value:g}"
-    return [_made("learning_rate", value, why, knob=knob.text)]
+    return [_change("learning_rate", value, why, knob=knob.text)]
 
 
 def scaled_twice(change: Change, before: RankMetrics, now: RankMetrics) -> str | None:
@@ -516,14 +517,14 @@ def scaled_twice(change: Change, before: RankMetrics, now: RankMetrics) -> str |
 
 def _pauses(view: View) -> Offer | None:
     changes, found = [], []
-    for code, name in (("pause.eval", "eval_interval"), ("pause.checkpoint", "checkpoint_interval")):
-        stands = view.found(code)
+    for name in PAUSES:
+        stands = view.found(*(cause.code for cause in cured_by(name)))
         there = knobs(view.settings, name, _is_count)
         if stands and there and not view.holds(name):
             value, left = _less_often(there[0], knobs(view.settings, "epochs", _is_count))
             if value > there[0].value:
                 found += stands
-                changes.append(_made(name, value, f"{stands[0].title}{left}", knob=there[0].text))
+                changes.append(_change(name, value, f"{stands[0].title}{left}", knob=there[0].text))
     return _offer(changes, found, pauses=True)
 
 

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from flatout.diagnose.knobs import knobs
-from flatout.diagnose.rank_metrics import NO_LOADER, RankMetrics, cases
+from flatout.diagnose.rank_metrics import RankMetrics, cases
 from flatout.diagnose.rules import diagnose
 from flatout.fix.speed import Speed, measure
 from flatout.launch import launcher, sandbox
 from flatout.launch.protocol import WEIGHTS_OVER, Trial
+from flatout.model.changes import why_without_effect
 from flatout.model.errors import OverlayError, TraceError
 from flatout.model.plan import Change, Plan
 from flatout.redact import redact_text
@@ -172,17 +173,10 @@ class Run:
         return self.hung or not self.proof or bool(self.code and min(map(len, self.proof)) < self.asked)
 
     def why_not_made(self, change: Change) -> str | None:
-        """Why a change was refused; or had no effect, where a turned knob left what it is about as it was."""
+        """Why a change was refused; or why its knob had no effect."""
         if change.name in self.refused or not change.knob:
             return self.refused.get(change.name)
-        loader = self.case.loader
-        if change.name in ("batch_size", "num_workers") and loader is not NO_LOADER:
-            seen = loader.batch_size if change.name == "batch_size" else loader.num_workers
-            if seen != change.value:
-                return f"{change.knob} was set to {change.value}, but the loader has {change.name}={seen}"
-        if change.name == "precision" and set(self.case.facts.autocast) <= {"None"}:
-            return f"{change.knob} was switched on, but no forward pass ran under autocast"
-        return None
+        return why_without_effect(change, self.case.facts)
 
     def unmeasured(self) -> str | None:
         """Why flatout is not in the command, where it said so."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flatout.model.errors import PlanError
+from flatout.model.facts import NO_LOADER, Facts
 from flatout.model.inputs import short
 from flatout.model.plan import Change, Plan, Safety
 
@@ -19,10 +20,17 @@ SETTING = "setting:"  # in front of a key: any value the script reads, by its kn
 STRICT = "elastic-strict"
 
 # What is tried together by `fix`.
-Family = Literal["data path", "transforms", "compute", "compile", "batch size", "pauses"]
+Family = Literal["data path", "transforms", "compute", "compile", "batch size", "pauses", "ranks"]
 # When a change gets in.
 Moment = Literal[
-    "DataLoader()", "pass begins", "worker starts", "Optimizer()", "model call", "step ends", "setting read"
+    "command starts",
+    "setting read",
+    "DataLoader()",
+    "pass begins",
+    "worker starts",
+    "Optimizer()",
+    "model call",
+    "step ends",
 ]
 
 
@@ -41,13 +49,16 @@ class ChangeSpec:
     moment: Moment
     live: bool = False  # can be switched on and off between two steps
     knob_only: bool = False  # only the script can make it, so it needs a knob
-    advice_only: bool = False  # named by findings, and never tried by `fix`
+    advice_only: bool = False  # named by findings, and made by people alone
     with_elastic_loader: bool = True  # False: the elastic loader decides this, so the two are not combined
     code: str  # how a person writes it
     code_for: Mapping[Any, str] = field(default_factory=dict)
     argument: str = ""  # what to add to the call that the change was made at
     framework_code: Mapping[str, str] = field(default_factory=dict)  # the same where a framework makes the call
     settings: str = ""  # a pattern of what people call it in flags and config files
+    in_force: Callable[[Facts], Any] | None = None  # the value a trace shows to be in force
+    is_off: Callable[[Facts], bool] | None = None  # whether a trace shows that it is not in force …
+    off: str = ""  # … and how to say so
 
     def as_code(self, value: Any, framework: str = "") -> str:
         """The line to write for a value; `framework` is the one that makes the call, if it is not the script."""
@@ -69,6 +80,11 @@ def _is_on(value: Any) -> bool:
 
 def _is_switch(value: Any) -> bool:
     return value is True or value is False
+
+
+def _no_autocast(facts: Facts) -> bool:
+    in_fp32 = facts.parameter_dtypes == ("float32",)
+    return facts.on_gpu and in_fp32 and set(facts.autocast) == {"None"}
 
 
 def _is_rate(value: Any) -> bool:
@@ -109,6 +125,7 @@ CHANGES = (
         argument="num_workers={}",
         framework_code={"transformers": "TrainingArguments(..., dataloader_num_workers={})"},
         settings=r"(num_?|n_?)?(data_?(loader)?_?|loader_?|train_?)?(num_?)?workers|workers_per_gpu|nw",
+        in_force=lambda facts: facts.training_loader.num_workers,
     ),
     ChangeSpec(
         name="prefetch_factor",
@@ -138,6 +155,8 @@ CHANGES = (
         argument="pin_memory={}",
         framework_code={"transformers": "TrainingArguments(..., dataloader_pin_memory={})"},
         settings=r"(dataloader_?)?pin(_?mem(ory)?)?|pinned(_?memory)?",
+        is_off=lambda facts: facts.on_gpu and facts.training_loader.pin_memory is False,
+        off="the loader does not page-lock its batches",
     ),
     ChangeSpec(
         name="persistent_workers",
@@ -154,6 +173,8 @@ CHANGES = (
         argument="persistent_workers={}",
         framework_code={"transformers": "TrainingArguments(..., dataloader_persistent_workers={})"},
         settings=r"(dataloader_?)?persistent(_?workers)?",
+        is_off=lambda facts: facts.training_loader.num_workers == 0,
+        off="there are no workers to keep",
     ),
     ChangeSpec(
         name="worker_threads",
@@ -218,6 +239,8 @@ CHANGES = (
             "fp16": 'torch.autocast("cuda", dtype=torch.float16) around the forward pass, and a GradScaler',
         },
         settings=r"(use_?)?(amp|bf16|mixed_?precision|autocast)(_?dtype)?",
+        is_off=_no_autocast,
+        off="every forward pass ran in fp32 without autocast",
     ),
     ChangeSpec(
         name="channels_last",
@@ -231,6 +254,8 @@ CHANGES = (
         live=True,
         code="model = model.to(memory_format=torch.channels_last)",
         settings=r"(use_?)?channels_?last",
+        is_off=lambda facts: facts.channels_last is False,
+        off="the convolutions' weights are not in channels_last",
     ),
     ChangeSpec(
         name="cudnn_benchmark",
@@ -244,6 +269,8 @@ CHANGES = (
         live=True,
         code="torch.backends.cudnn.benchmark = True",
         settings=r"(cudnn[_.]?)?benchmark(_?cudnn)?",
+        is_off=lambda facts: facts.on_gpu and facts.cudnn_benchmark is False,
+        off="cuDNN's benchmark mode is off",
     ),
     ChangeSpec(
         name="fused_optimizer",
@@ -257,6 +284,8 @@ CHANGES = (
         code="torch.optim.AdamW(..., fused=True)  # whichever optimizer it is",
         argument="fused=True",
         settings=r"(use_?)?fused(_?adamw?|_?optimizer)?",
+        is_off=lambda facts: facts.on_gpu and not facts.optimizer_fused,
+        off="the optimizer is not fused",
     ),
     ChangeSpec(
         name="compile",
@@ -274,6 +303,8 @@ CHANGES = (
             "max-autotune": f'model.compile(mode="max-autotune")  # and {ROUND_AS_EAGER}',
         },
         settings=r"(use_?|enable_?)?(torch_?)?compiled?(_?model)?",
+        is_off=lambda facts: facts.compiled is False,
+        off="nothing was compiled",
     ),
     ChangeSpec(
         name="batch_size",
@@ -288,6 +319,7 @@ CHANGES = (
         code="DataLoader(..., batch_size={})",
         framework_code={"transformers": "TrainingArguments(..., per_device_train_batch_size={})"},
         settings=r"(train_?|micro_?|per_device_?|per_gpu_?|local_?)*batch(_?size)?(_per_(gpu|device))?|bs",
+        in_force=lambda facts: facts.training_loader.batch_size,
     ),
     ChangeSpec(
         name="learning_rate",
@@ -328,14 +360,41 @@ CHANGES = (
         code="save every {} epochs or steps",
         settings=rf"(save|checkpoint|ckpt){_EVERY}|(save|checkpointing)_steps",
     ),
+    ChangeSpec(
+        name="ranks",
+        does="Training runs on so many GPUs.",
+        takes="a whole number from 1",
+        fits=_count_from(1),
+        safety="semantic",
+        family="ranks",
+        module="",
+        moment="command starts",
+        advice_only=True,
+        code="torchrun --nproc-per-node {} train.py  # with DistributedDataParallel around the model",
+    ),
 )  # fmt: skip
 BY_NAME = {spec.name: spec for spec in CHANGES}
+TO_MAKE = tuple(spec.name for spec in CHANGES if not spec.advice_only)  # those flatout makes
 
 
 def safety_of(name: str) -> Safety:
     """The safety class of a change where nothing more is known; changing any setting may change what is learned."""
     spec = BY_NAME.get(name)
     return spec.safety if spec is not None else "semantic"
+
+
+def why_without_effect(change: Change, facts: Facts) -> str | None:
+    """Why a change that was made by its knob had no effect: the run shows something else in force. None: it had."""
+    spec = BY_NAME.get(change.name)
+    if spec is None:
+        return None
+    if spec.in_force is not None and facts.training_loader is not NO_LOADER:
+        seen = spec.in_force(facts)
+        if seen != change.value:
+            return f"{change.knob} was set to {change.value}, but the loader has {change.name}={seen}"
+    if spec.is_off is not None and spec.is_off(facts):
+        return f"{change.knob} was switched on, but {spec.off}"
+    return None
 
 
 def named(*, family: Family | None = None, moment: Moment | None = None) -> tuple[str, ...]:
@@ -355,9 +414,9 @@ def _check_change(change: Change, place: str) -> None:
             raise PlanError(f"{place}: needs a knob, such as --amp or train.yaml:amp")
         return
     spec = BY_NAME.get(change.name)
-    if spec is None:
-        near = difflib.get_close_matches(change.name, BY_NAME, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(BY_NAME)} and {SETTING}KEY"
+    if spec is None or spec.advice_only:
+        near = difflib.get_close_matches(change.name, TO_MAKE, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(TO_MAKE)} and {SETTING}KEY"
         raise PlanError(f"{place}: flatout knows no such change ({hint})")
     if change.knob:
         return  # the script knows which values it takes there

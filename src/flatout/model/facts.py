@@ -36,6 +36,9 @@ class LoaderFacts:
     fills: str | None = None  # what samples fill in its dataset
 
 
+NO_LOADER = LoaderFacts(dataset="")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsRead:
     """One set of settings the script read: from its command line, a YAML or JSON text, a Python config module."""
@@ -129,3 +132,14 @@ class Facts(OptimizerFacts):
     settings: tuple[SettingsRead, ...] = ()
     own_cost: OwnCost | None = None
     changes: tuple[AppliedChange, ...] = ()
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether training ran on a GPU."""
+        return bool(self.gpu)
+
+    @property
+    def training_loader(self) -> LoaderFacts:
+        """The loader training reads from, the one with the most samples; NO_LOADER if none was seen."""
+        known = [loader for loader in self.loaders if loader.trains] or self.loaders
+        return max(known, key=lambda loader: loader.length or 0, default=NO_LOADER)

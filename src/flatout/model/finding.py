@@ -1,51 +1,18 @@
-"""A Finding: one reason why the GPU loses time, its evidence, what mending it would give, and the change to make."""
+"""A Finding: one reason why the GPU loses time, its evidence, what fixing it would give, and the change to make."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-# The public vocabulary of causes: JSON, docs and tests use these.
-CODES = (
-    "data.main-thread",
-    "data.too-few-workers",
-    "data.too-many-workers",
-    "data.cpu-bound",
-    "data.disk-bound",
-    "data.slow-samples",
-    "data.collate-bound",
-    "data.worker-start",
-    "copy.pageable",
-    "copy.blocking",
-    "copy.fragmented",
-    "sync.item",
-    "launch.bound",
-    "compute.precision",
-    "compute.layout",
-    "compute.optimizer",
-    "compute.eager",
-    "compute.saturated",
-    "pause.eval",
-    "pause.checkpoint",
-    "pause.logging",
-    "pause.gc",
-    "memory.underused",
-    "memory.pressure",
-    "memory.host",
-    "hardware.throttled",
-    "hardware.shared",
-    "hardware.idle-gpus",
-    "dist.straggler",
-    "dist.comm",
-    "config.ignored",
-)
+from flatout.model.causes import CODES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """One cause. Gains are factors of speed (1.0: none), as a range; `derived` says how they were found.
 
-    The range begins below 1 where mending this alone may cost, and pays together with another.
+    The range begins below 1 where fixing this alone may cost, and pays together with another.
     """
 
     code: str

@@ -291,7 +291,7 @@ def summarize(
 def _left(result: FixResult, findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """What still slows training down and no change has fixed: there is none for it, the script has no knob, or data is
     still waited for though something that might have helped was tried."""
-    ours = {spec.name for spec in CHANGES if spec.family != "pauses"} | result.known
+    ours = {spec.name for spec in CHANGES if spec.family != "pauses" and not spec.advice_only} | result.known
     in_vain = {a.change.name for a in result.attempts if a.gain is None or a.gain.value > MIN_GAIN}
     in_vain -= result.offered | {change.name for change in result.kept}
     left = []

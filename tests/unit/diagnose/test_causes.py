@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 
-from flatout.model.finding import CODES
+from flatout.fix import offers
+from flatout.model.causes import CAUSES, CODES
+from flatout.model.changes import BY_NAME, CHANGES
+from flatout.model.setting_aliases import NAMES
 from flatout.report.findings import GUIDE
 
 
@@ -13,6 +18,27 @@ def test_every_cause_has_an_entry_in_the_guide() -> None:
     entries = re.findall(r"^### (\S+)\n([^#]+)", text, re.MULTILINE)
     assert [code for code, _ in entries] == list(CODES)
     assert all(len(said) > 80 for _, said in entries)
+
+
+def test_every_change_that_cures_a_cause_is_defined() -> None:
+    assert {change for cause in CAUSES for change in cause.changes} <= BY_NAME.keys()
+    assert {subject for cause in CAUSES for subject in cause.settings} <= NAMES.keys()
+
+
+def test_every_change_that_a_finding_can_name_is_offered_by_fix_or_is_advice_only() -> None:
+    offered = {
+        call.args[0].value
+        for call in ast.walk(ast.parse(inspect.getsource(offers)))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "_change"
+        if isinstance(call.args[0], ast.Constant)
+    }
+    named = {change for cause in CAUSES for change in cause.changes}
+    assert named <= offered | set(offers.PAUSES) | {spec.name for spec in CHANGES if spec.advice_only}
+
+
+def test_a_cause_is_defined_once_and_in_words() -> None:
+    assert len(set(CODES)) == len(CODES)
+    assert all(cause.because and not cause.because.endswith(".") for cause in CAUSES)
 
 
 def test_the_guide_has_the_symptoms_people_come_with() -> None:

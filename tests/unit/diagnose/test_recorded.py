@@ -11,7 +11,7 @@ import pytest
 
 from flatout import trace
 from flatout.diagnose.rules import diagnose
-from flatout.model.finding import CODES
+from flatout.model.causes import CODES
 
 TRACES = Path(__file__).parents[2] / "traces"
 HEALTHY = "compute.saturated"

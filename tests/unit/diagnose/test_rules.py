@@ -9,7 +9,8 @@ from diagnose_cases import CORES, FACTS, HEALTHY, LOADER, hardware, steps, trace
 
 from flatout.diagnose.rank_metrics import cases
 from flatout.diagnose.rules import diagnose
-from flatout.model.finding import CODES, Finding
+from flatout.model.causes import CODES
+from flatout.model.finding import Finding
 from flatout.report.findings import gain
 from flatout.trace import Facts, GpuProcess, ProcessSample, RankTrace, RunInfo, Sketch, Span, Step, Trace
 from flatout.trace.checked import from_json

@@ -39,10 +39,11 @@ from flatout.inside.changes.device_prefetch import (
 from flatout.inside.changes.ledger import Ledger
 from flatout.inside.root_modules import Alive
 from flatout.model.changes import STRICT, named
+from flatout.model.frameworks import packages
 
 _Loader: Any = stock.DataLoader
-_FRAMEWORKS = ("lightning/", "pytorch_lightning/", "accelerate/", "transformers/")  # nobody is to edit these
-_KNOWN_SAMPLERS = ("torch", "builtins", "accelerate", "transformers", "lightning", "pytorch_lightning")
+_FRAMEWORKS = tuple(f"{package}/" for package in packages(builds_loaders=True))  # nobody is to edit these
+_KNOWN_SAMPLERS = ("torch", "builtins", *packages(builds_loaders=True))
 _ARGUMENTS = named(moment="DataLoader()")
 
 
