@@ -742,7 +742,7 @@ def test_the_script_s_own_switch_comes_first_and_the_hook_where_it_does_nothing(
     deaf.effects["precision"] = lambda m, v: m if v is True else replace(m, compute_ms=m.compute_ms / 2)
     found = fix(deaf)
     assert (found.kept[0].value, found.kept[0].knob) == ("bf16", "")
-    assert "no forward pass ran under autocast" in found.plan.tried[0].note
+    assert "ran in fp32 without autocast" in found.plan.tried[0].note
 
 
 def test_a_command_that_flatout_cannot_look_into_says_why(tmp_path: Path) -> None:
