@@ -39,7 +39,7 @@ from flatout.trace import (  # noqa: E402
     Step,
     TraceWriter,
 )
-from flatout.trace.downsample import SampleThinner, StepThinner  # noqa: E402
+from flatout.trace.downsample import SampleDownsampler, StepDownsampler  # noqa: E402
 
 REPEATS = 3
 MOST_S = 10.0
@@ -151,7 +151,7 @@ def samples_of(seconds: int) -> Iterator[Sample]:
 def write_long(folder: Path, count: int) -> None:
     """As TraceWriter does, but without its clock: a million steps would not fit into its queue at once."""
     folder.mkdir()
-    steps, samples = StepThinner(), SampleThinner()
+    steps, samples = StepDownsampler(), SampleDownsampler()
     info = RunInfo(name="long", host="box", rank=0, started_s=100.0)
     with (folder / "rank-00000.jsonl").open("w", encoding="ascii") as file:
         file.write(json.dumps(encode(info)) + "\n")

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from flatout.model.records import SPANS_A_STEP
 from flatout.trace import Span, Step
-from flatout.trace.light_steps import Event, PlainSteps
+from flatout.trace.light_steps import Event, LightSteps
 
 DATA, START, COPY, FORWARD, LOSS, BACKWARD = "data", "loader start", "copy", "forward", "loss", "backward"
 OPTIMIZER, SYNC, EVALUATION, CHECKPOINT, LOGGING = "optimizer", "sync", "evaluation", "checkpoint", "logging"
@@ -94,7 +94,7 @@ class Recorder:
         self,
         *,
         clock: Callable[[], float],
-        emit: Callable[[Step | PlainSteps], None],
+        emit: Callable[[Step | LightSteps], None],
         gpu: GpuClock | None = None,
         losses: Losses | None = None,
     ) -> None:
@@ -106,7 +106,7 @@ class Recorder:
         self._between = REST
         self._cut_s = clock()
         self._open = _OpenStep(self._cut_s, kind="setup")
-        self._waiting: deque[tuple[_OpenStep, int, float] | PlainSteps] = deque()
+        self._waiting: deque[tuple[_OpenStep, int, float] | LightSteps] = deque()
         self.thread = get_ident()  # the one that trains
         self._optimizers = _Cycle()
         self._evaluation = _Evaluation()
@@ -226,7 +226,7 @@ class Recorder:
 
     def _hand_on(self, events: list[Event]) -> None:
         """Whole steps in which nothing else happened need no pieces."""
-        plain = PlainSteps(
+        plain = LightSteps(
             first_index=self._closed,
             start_s=self._open.start_s,
             events=events,
@@ -410,7 +410,7 @@ class Recorder:
     def _send(self, all_of_them: bool = False) -> None:
         while self._waiting:
             first = self._waiting[0]
-            if isinstance(first, PlainSteps):
+            if isinstance(first, LightSteps):
                 self._emit(first)
                 self._waiting.popleft()
                 continue

@@ -44,7 +44,7 @@ from flatout.model.errors import FlatoutError, TraceError
 from flatout.model.facts import GradientExchange, LoaderFacts, OptimizerFacts, OwnCost
 from flatout.redact import redact_command, redact_text
 from flatout.trace import End, FactsRecord, Note, RunInfo, Step, TraceWriter
-from flatout.trace.light_steps import PlainSteps
+from flatout.trace.light_steps import LightSteps
 
 if TYPE_CHECKING:
     from flatout.inside.changes.applied import Applied
@@ -115,7 +115,7 @@ class Session(Listener):
         self._ceiling = Ceiling() if options.max_steps is not None and measures_ceiling else None
         self.replays = self._ceiling is not None
         self._leash = Leash(_AHEAD)
-        self._early: list[Step | PlainSteps] = []
+        self._early: list[Step | LightSteps] = []
         self._first_step_s: float | None = None
         self._course = TrialProgress(options, alone=lambda: _world_size() == 1)
         self._last_optimizer: Callable[[], Any] = lambda: None  # its parameters may be many: they are not held here
@@ -275,7 +275,7 @@ class Session(Listener):
             self._writer.write(step)
         self._early.clear()
 
-    def _emit(self, step: Step | PlainSteps) -> None:
+    def _emit(self, step: Step | LightSteps) -> None:
         if self._writer is None:
             self._early.append(step)
         else:
@@ -466,7 +466,7 @@ class _XrayPlan:
         self.running = False
         self._results = self._profiler.stop()
 
-    def emitted(self, step: Step | PlainSteps) -> None:
+    def emitted(self, step: Step | LightSteps) -> None:
         if isinstance(step, Step) and step.kind == "xray":
             self._steps.append(step)
             return

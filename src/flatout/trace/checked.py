@@ -1,7 +1,7 @@
-"""JSON → records, every value checked: what a crash, a bad disk or a person has changed is refused, never believed.
+"""JSON → records with every value checked: a crash, a bad disk or a person may have changed it.
 
-A value of another type, one that is not finite, or one beyond all reason is a ValueError that names it. Keys that are
-not known are ignored. Of facts, which people's scripts have a hand in, what is not as it should be is left out.
+A value of the wrong type, one that is not finite or far too large raises a ValueError that names it. Unknown keys are
+ignored. Bad values of facts, which come from people's scripts, are left out.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from flatout.model.facts import (
 from flatout.model.sketch import Sketch
 
 R = TypeVar("R")
-Check = Callable[[Any], Any]  # gives back what stands in the record
+Check = Callable[[Any], Any]  # returns the value for the record
 
 _MOST = 1e18  # bytes, milliseconds, counts: more than any run has
 _MOST_SECONDS = 1e11  # three thousand years: a calendar can still show them
 _MOST_ANY = 1e150  # its square is still a number
-_HAIR = -1.0  # what should not be below zero may be by a rounding
+_SLIGHTLY_NEGATIVE = -1.0  # rounding may take a value that should not be negative below zero
 _DEEPEST = 100
-# A bad value of these is left out, and the rest of them believed.
+# A bad value in one of these is left out; the others are kept.
 _LENIENT = frozenset({Facts, LoaderFacts, SettingsRead, AppliedChange, GradientExchange, ProcessGroup, OwnCost})
 
 
 def from_json(kind: Callable[..., R], data: Any) -> R:
-    """A record of class `kind` from what `to_json` gave."""
+    """A record of class `kind` from parsed JSON."""
     if type(data) is not dict:
         raise ValueError(f"an object is expected, not {_shown(data)}")
     checks, needed = _checks(kind)
@@ -58,7 +58,7 @@ def from_json(kind: Callable[..., R], data: Any) -> R:
 
 @functools.cache
 def _checks(kind: Callable[..., Any]) -> tuple[dict[str, Check], frozenset[str]]:
-    """How to check each field of a class, and which it needs. Worked out once a class."""
+    """How to check each field of a class, and the names of those it needs. Computed once a class."""
     hints = typing.get_type_hints(kind)
     fields = dataclasses.fields(typing.cast("type[Any]", kind))
     none = dataclasses.MISSING
@@ -93,11 +93,11 @@ def _check(hint: Any, name: str) -> Check:
 
 
 def _limits(name: str) -> tuple[float, float]:
-    """Between what and what a number of this name lies."""
+    """The least and the largest value of a number of this name."""
     if name in ("loss", "temperature_c"):
         return -_MOST_ANY, _MOST_ANY
     seconds = name.endswith("_s") and not name.endswith(("bytes_s", "switches_s"))
-    return _HAIR, _MOST_SECONDS if seconds else _MOST
+    return _SLIGHTLY_NEGATIVE, _MOST_SECONDS if seconds else _MOST
 
 
 def _of_type(kind: type, item: Any) -> Any:
@@ -139,7 +139,7 @@ def _items(check: Check, item: Any) -> tuple[Any, ...]:
 
 
 def _good_items(check: Check, item: Any) -> tuple[Any, ...]:
-    """Those items that are as they should be."""
+    """The items that pass the check."""
     if type(item) is not list:
         raise ValueError(f"a list is expected, not {_shown(item)}")
     good = []
@@ -156,7 +156,7 @@ def _row(checks: tuple[Check, ...], item: Any) -> tuple[Any, ...]:
 
 
 def _plain(item: Any, depth: int = 0) -> Any:
-    """Anything JSON can say, if its numbers are numbers and it is not nested without end."""
+    """Any JSON whose numbers are finite and that is not nested too deeply."""
     if depth > _DEEPEST:
         raise ValueError(f"nested deeper than {_DEEPEST}")
     if isinstance(item, dict):

@@ -1,8 +1,8 @@
-"""How a trace of any length stays small.
+"""Keeps a trace of any length small.
 
 Steps: raw ones at first and around outliers, and windows over all of them. Hardware samples: all of them at first,
-then means of several. Each time another few megabytes have been written, windows and means become twice as long, so
-a file grows with the logarithm of the run. What is held back in memory does not grow at all.
+then means of several. After every few megabytes, windows and means become twice as long, so a file grows with the
+logarithm of the run. Memory does not grow.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 
 from flatout.model.records import GpuSample, HostSample, Sample, Step, Window
 from flatout.model.sketch import Sketch
-from flatout.trace.light_steps import PlainSteps
+from flatout.trace.light_steps import LightSteps
 
 T = TypeVar("T")
 
 # 24 MB for raw steps and 2.5 MB for each of 16 lengths of window; 16 MB and 3 MB for each of 16 strides of samples:
 # both fill the 64 MB of a file, after hundreds of millions of steps, or months of sampling.
-RAW_STEPS = 2_000  # more than a trial has
+RAW_STEPS = 2_000  # more than any trial has
 RAW_OUTLIERS = 4_000
-OUTLIERS_AT_FIRST, OUTLIERS_SHARE = 100, 0.02  # a restless run does not use them up in its first minute
+OUTLIERS_AT_FIRST, OUTLIERS_SHARE = 100, 0.02  # so that an uneven run keeps some for later
 RAW_STEP_BYTES = 24_000_000
 OUTLIER = 2.0  # times the median step
 NEIGHBOURS = 2
@@ -35,8 +35,8 @@ BYTES_A_STRIDE = 3_000_000
 _NOT_AVERAGED = ("index", "pid", "energy_j")
 
 
-class StepThinner:
-    """Takes every step; gives back what to write, and wants to hear how long that was."""
+class StepDownsampler:
+    """Takes every step and gives back the records to write; `wrote` tells it how large they were."""
 
     def __init__(self) -> None:
         self._outliers = _Outliers()
@@ -47,7 +47,7 @@ class StepThinner:
         self._window_bytes_left = BYTES_A_LENGTH
 
     def push(self, step: Step) -> list[Step | Window]:
-        """Count one step in. What is not plain training (set-up, X-ray, the tail) stays raw and out of the windows."""
+        """Add one step. Steps that are not plain training (set-up, X-ray, the tail) stay raw and out of the windows."""
         if step.kind != "train":
             return [step] if self._raw_bytes_left > 0 else []
         self._seen += 1
@@ -56,8 +56,8 @@ class StepThinner:
         self._window.add(step)
         return out + self.flush() if self._window.is_full(self._length) else out
 
-    def push_many(self, plain: PlainSteps) -> list[Step | Window]:
-        """Count plain steps in, all at once; one by one at the beginning of a run."""
+    def push_many(self, plain: LightSteps) -> list[Step | Window]:
+        """Add light steps, all at once; one by one at the beginning of a run."""
         if self._seen < RAW_STEPS:
             return [record for step in plain.steps() for record in self.push(step)]
         self._seen += len(plain.walls_ms)
@@ -76,7 +76,7 @@ class StepThinner:
         return [window]
 
     def wrote(self, record: Step | Window, size: int) -> None:
-        """Told of each write, so that a long run is thinned out."""
+        """Account for a record that was written: windows become longer as the file grows."""
         if isinstance(record, Step):
             self._raw_bytes_left -= size
             return
@@ -87,7 +87,7 @@ class StepThinner:
 
 
 class _Outliers:
-    """Steps far slower than the median so far, with their neighbours; a limited number of them at any time of a run."""
+    """Selects steps far slower than the median so far, with their neighbours; only so many at any time of a run."""
 
     def __init__(self) -> None:
         self._wall_ms = Sketch()
@@ -102,12 +102,12 @@ class _Outliers:
         return int(min(RAW_OUTLIERS, allowed)) - self._kept
 
     def learn(self, walls_ms: Sketch) -> None:
-        """How long steps usually take."""
+        """Learn how long steps usually take."""
         self._wall_ms.merge(walls_ms)
         self._median_ms = self._wall_ms.quantile(0.5)
 
     def among(self, step: Step) -> list[Step]:
-        """What this step shows to be worth keeping: nothing, itself, or itself and the ones before."""
+        """The steps to keep once this one is known: none, itself, or itself and the ones before."""
         if self._left <= 0:
             self._before.clear()
             self._after = 0
@@ -125,8 +125,8 @@ class _Outliers:
         self._kept += len(kept)
         return kept
 
-    def among_many(self, plain: PlainSteps) -> list[Step]:
-        """The same of many steps at once: only those worth keeping are made."""
+    def among_many(self, plain: LightSteps) -> list[Step]:
+        """The same for many steps at once: only those that are kept become records."""
         walls_ms, limit_ms = plain.walls_ms, OUTLIER * (self._median_ms or math.inf)
         kept: list[Step] = []
         kept_to, left = 0, self._left  # places
@@ -149,7 +149,7 @@ class _Outliers:
 
 
 class WindowBuilder:
-    """Sums steps up, one at a time."""
+    """Sums steps up into a window."""
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None  # index, and when it began
@@ -166,14 +166,13 @@ class WindowBuilder:
         self.steps = 0
 
     def add(self, step: Step) -> None:
-        """Count one step in."""
+        """Add one step."""
         self._first = self._first or (step.index, step.start_s)
         self._last_index = step.index
         self.steps += 1
         self._total_ms += step.wall_ms
         self._wall_ms.add(step.wall_ms)
-        if step.samples is not None:
-            self._samples = (self._samples or 0) + step.samples
+        self._add_samples(step.samples)
         if step.loss is not None:
             self._loss.add(step.loss)
         on_gpu = False
@@ -186,22 +185,26 @@ class WindowBuilder:
                     sums[key] = sums.get(key, 0.0) + ms
         self._gpu_steps += on_gpu
 
-    def add_many(self, plain: PlainSteps) -> None:
-        """Count plain steps in. What they took is only noted here; `window` makes sense of all of them at once."""
+    def add_many(self, plain: LightSteps) -> None:
+        """Add light steps. Their times are only collected here; `window` adds them up all at once."""
         walls = plain.walls_ms
         self._first = self._first or (plain.first_index, plain.start_s)
         self._last_index = plain.first_index + len(walls) - 1
         self.steps += len(walls)
         self._total_ms += sum(walls)
-        self._samples = (self._samples or 0) + plain.samples if plain.samples else self._samples
-        noted = self._plain_ms.setdefault((plain.waiting, plain.computing), ([], []))
-        noted[0].extend(walls)
-        noted[1].extend(plain.waits_ms)
+        self._add_samples(plain.samples or None)
+        all_walls, all_waits = self._plain_ms.setdefault((plain.waiting, plain.computing), ([], []))
+        all_walls.extend(walls)
+        all_waits.extend(plain.waits_ms)
+
+    def _add_samples(self, samples: int | None) -> None:
+        if samples is not None:
+            self._samples = (self._samples or 0) + samples
 
     def is_full(self, steps: int) -> bool:
         return self.steps >= steps and self._total_ms >= WINDOW_MS
 
-    def _sum_up_the_plain(self) -> None:
+    def _add_up_light_steps(self) -> None:
         for (waiting, computing), (walls, waits) in self._plain_ms.items():
             self._wall_ms.merge(Sketch.of(walls))
             worked = [wall - wait for wall, wait in zip(walls, waits, strict=True)]
@@ -210,9 +213,9 @@ class WindowBuilder:
         self._plain_ms.clear()
 
     def window(self) -> Window:
-        """What was counted in, as one record."""
+        """The window of all steps added."""
         assert self._first is not None
-        self._sum_up_the_plain()
+        self._add_up_light_steps()
         return Window(
             first_index=self._first[0],
             last_index=self._last_index,
@@ -257,13 +260,13 @@ def span_totals(step: Step) -> dict[str, tuple[float, float | None, float | None
     return totals
 
 
-class SampleThinner:
-    """Takes every hardware sample; gives back what to write, and wants to hear how long that was."""
+class SampleDownsampler:
+    """Takes every hardware sample and gives back those to write; `wrote` tells it how large they were."""
 
     def __init__(self) -> None:
         self._doublings = 0
         self._bytes_left = RAW_SAMPLE_BYTES
-        self._held: dict[int, Sample] = {}  # by how many doublings it stands for, as the ones of a binary number
+        self._held: dict[int, Sample] = {}  # the mean of 2**key samples, as in a binary counter
 
     def push(self, sample: Sample) -> list[Sample]:
         """Count one sample in."""
@@ -282,7 +285,7 @@ class SampleThinner:
         return [mean_of(earliest_first)] if earliest_first else []
 
     def wrote(self, size: int) -> None:
-        """Told of each write, so that a long recording is thinned out."""
+        """Account for a sample that was written: the stride becomes longer as the file grows."""
         self._bytes_left -= size
         if self._bytes_left <= 0:
             self._doublings += 1
@@ -290,28 +293,28 @@ class SampleThinner:
 
 
 def mean_of(samples: list[Sample]) -> Sample:
-    """One sample for several: rates and levels as means over the time, all else as it was last; pulses thinned."""
+    """One sample for several: rates and levels as means over time, everything else from the last; fewer pulses."""
     last = samples[-1]
     if len(samples) == 1:
         return last
-    cards = [(card, s.interval_s) for s in samples for card in s.gpus]
+    gpus = [(gpu, s.interval_s) for s in samples for gpu in s.gpus]
     processes = [(process, s.interval_s) for s in samples for process in s.processes]
     return Sample(
         time_s=last.time_s,
         interval_s=sum(s.interval_s for s in samples),
         host=_mean_host([(s.host, s.interval_s) for s in samples]),
-        gpus=tuple(_mean_card([c for c in cards if c[0].uuid == card.uuid], len(samples)) for card in last.gpus),
+        gpus=tuple(_mean_gpu([g for g in gpus if g[0].uuid == gpu.uuid], len(samples)) for gpu in last.gpus),
         processes=tuple(_mean([p for p in processes if p[0].pid == process.pid]) for process in last.processes),
     )
 
 
-def _mean_card(weighted: list[tuple[GpuSample, float]], samples: int) -> GpuSample:
-    pulses = tuple(pulse for card, _ in weighted for pulse in card.pulses)
+def _mean_gpu(weighted: list[tuple[GpuSample, float]], samples: int) -> GpuSample:
+    pulses = tuple(pulse for gpu, _ in weighted for pulse in gpu.pulses)
     return dataclasses.replace(_mean(weighted), pulses=pulses[::samples])
 
 
 def _mean_host(weighted: list[tuple[HostSample, float]]) -> HostSample:
-    """Cores and disks are means too, each with its like."""
+    """Cores and disks are averaged one by one."""
     last = weighted[-1][0]
     cores = [(host.cores_pct, length) for host, length in weighted if host.cores_pct is not None]
     disks = [(disk, length) for host, length in weighted for disk in host.disks or ()]
@@ -327,7 +330,7 @@ def _mean_host(weighted: list[tuple[HostSample, float]]) -> HostSample:
 
 
 def _mean(weighted: list[tuple[T, float]]) -> T:
-    """A record with the mean of every field that is a number, and of the last record what is not."""
+    """The mean of every field that is a number; other fields from the last record."""
     last: Any = weighted[-1][0]
     means: dict[str, Any] = {}
     for field in dataclasses.fields(last):
@@ -341,7 +344,7 @@ def _mean(weighted: list[tuple[T, float]]) -> T:
 
 
 def _over_time(weighted: list[tuple[float, float]]) -> float:
-    """The mean over time. The first sample of all took none, and counts only where there is no other."""
+    """The mean over time. The very first sample covers no time, so it counts only where it is alone."""
     total_s = sum(length for _, length in weighted)
     if total_s <= 0:
         return sum(value for value, _ in weighted) / len(weighted)

@@ -1,6 +1,6 @@
-"""Training steps of which only the ends and the waits for batches were noted: handed over as they were noted.
+"""Training steps of which only the ends and the waits for batches were recorded, handed over as a list of events.
 
-Making sense of them is the writer's work, many at a time; the training thread has better things to do.
+The writer turns many of them into records at once, on its own thread: the training thread only appends events.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from functools import cached_property
 
 from flatout.model.records import Span, Step
 
-Fetch = tuple[int, float, float, int | None]  # of which loader, from when, to when, how many samples
-Event = Fetch | float | None  # a batch was waited for; a step ended; a backward pass
+Fetch = tuple[int, float, float, int | None]  # loader, start, end, samples
+Event = Fetch | float | None  # a wait for a batch; the end of a step; a backward pass
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlainSteps:
-    """Whole steps in order, the first of which began at `start_s`."""
+class LightSteps:
+    """Whole steps in order; the first began at `start_s`."""
 
     first_index: int
     start_s: float
     events: list[Event]
-    waiting: str  # what a wait for a batch is called
-    computing: str  # and what all else
+    waiting: str  # the span name of a wait for a batch
+    computing: str  # the span name of all other time
 
     @cached_property
     def ends_s(self) -> list[float]:
@@ -36,7 +36,7 @@ class PlainSteps:
 
     @cached_property
     def waits_ms(self) -> list[float]:
-        """Of each step, no longer than itself."""
+        """Milliseconds each step waited for batches, at most its own length."""
         waits, waited = [], 0.0
         for event in self.events:
             if type(event) is tuple:
@@ -52,25 +52,25 @@ class PlainSteps:
 
     @cached_property
     def _starts(self) -> list[int]:
-        """Where the events of each step begin, and where those of the last end."""
+        """The place in `events` where each step begins, and where the last one ends."""
         return [0, *(place for place, event in enumerate(self.events, 1) if type(event) is float)]
 
     def last(self, count: int) -> list[Step]:
-        """The last few of them."""
+        """The last `count` steps."""
         return self.part(max(0, len(self.ends_s) - count), len(self.ends_s))
 
     def part(self, first: int, end: int) -> list[Step]:
-        """Those from one place up to another."""
-        some = replace(
+        """The steps from place `first` up to place `end`."""
+        selected = replace(
             self,
             first_index=self.first_index + first,
             start_s=self.ends_s[first - 1] if first else self.start_s,
             events=self.events[self._starts[first] : self._starts[end]],
         )
-        return list(some.steps())
+        return list(selected.steps())
 
     def steps(self) -> Iterator[Step]:
-        """One by one, as they would have been recorded."""
+        """One by one, as full records."""
         index, start_s = self.first_index, self.start_s
         cut_s, spans, samples, passes = start_s, [], 0, 0
 

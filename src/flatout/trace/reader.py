@@ -1,8 +1,7 @@
 """Reads a trace back, and joins the traces of several machines.
 
-A trace may have been damaged, or made by somebody else. A last line that was cut off is what a crash leaves; any other
-line that is not what it should be is passed over, and a note says so. However large a trace is, only so much of it is
-taken into memory: the first part of each file, and a note says that too.
+A trace may be damaged, or made by somebody else. A crash leaves a last line that is cut off; any other bad line is
+skipped, and a note says so. Of a trace too large for memory the first part of each file is read, and a note says so.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from flatout.trace.checked import from_json
 from flatout.trace.downsample import window_of
 
 R = TypeVar("R", bound=RunInfo | Summary)
-MOST_IN_MEMORY = 400_000_000  # bytes, about: no run of less than some hundred million steps takes so much
+MOST_IN_MEMORY = 400_000_000  # bytes, about: enough for some hundred million steps
 LONGEST_LINE = 4_000_000  # bytes
 _BYTES_A_VALUE = 60  # in memory, beside its text
-_VALUES = (b",", b":", b"[", b"{")  # each stands before one
+_VALUES = (b",", b":", b"[", b"{")  # a value follows each of them
 _LAST_COUNTS = (FactsRecord, Xray, End)
 
 
@@ -73,7 +72,7 @@ class Trace:
 
 
 def read(folder: Path, ranks: Collection[int] | None = None) -> Trace:
-    """The trace in `folder`; of so many ranks that reading them all would take too long, of these only."""
+    """The trace in `folder`; of the given ranks only, where there are too many to read."""
     if not folder.is_dir():
         raise TraceError(f"no trace at {folder}: there is no such folder")
     files = sorted(path for path in folder.glob("*.jsonl") if not path.name.startswith(("workers-", "proof-")))
@@ -89,11 +88,11 @@ def read(folder: Path, ranks: Collection[int] | None = None) -> Trace:
     notes: list[Note] = []
     ends: list[End] = []
     room = MOST_IN_MEMORY
-    for place, path in enumerate(sorted(files, key=_size)):  # what a small one leaves is for the large ones
+    for place, path in enumerate(sorted(files, key=_size)):  # large files may use the room that small ones leave
         file = _File(path, room // (len(files) - place))
         info = file.opening(RunInfo)
         if info is None:
-            continue  # a disk that was full from the start leaves an empty file; the others still tell their part
+            continue  # a full disk leaves an empty file; the other files still count
         if ranks is not None and info.rank is not None and info.rank not in ranks:
             continue
         by_kind: dict[type[Any], list[Any]] = {kind: [] for kind in KINDS.values()}
@@ -122,7 +121,7 @@ def read(folder: Path, ranks: Collection[int] | None = None) -> Trace:
 
 
 def _worst(ends: Iterable[End]) -> End | None:
-    """Of several machines, one on which the command failed."""
+    """Of several machines one on which the command failed, if there is one."""
     return max(ends, key=lambda end: bool(end.exit_code), default=None)
 
 
@@ -156,7 +155,7 @@ def read_summaries(folder: Path) -> tuple[Summary, ...]:
 
 
 def _rank(info: RunInfo, by_kind: dict[type[Any], list[Any]], workers: tuple[WorkerReport, ...]) -> RankTrace:
-    """A run that was cut off leaves raw steps after its last window: they get one of their own, if none is missing."""
+    """A run that was cut off leaves raw steps after its last window: they become a window, if none is missing."""
     steps, windows = by_kind[Step], by_kind[Window]
     covered = windows[-1].last_index if windows else None
     rest = [step for step in steps if covered is None or step.index > covered]
@@ -179,7 +178,7 @@ def _rank(info: RunInfo, by_kind: dict[type[Any], list[Any]], workers: tuple[Wor
 
 
 def _workers(file: _File) -> tuple[WorkerReport, ...]:
-    """The last word of each loader worker of a rank."""
+    """The last report of each loader worker of a rank."""
     last: dict[tuple[int, float], WorkerReport] = {}
     if file.path.exists():
         last |= {(r.pid, r.born_s): r for r in file.records() if isinstance(r, WorkerReport)}
@@ -189,12 +188,12 @@ def _workers(file: _File) -> tuple[WorkerReport, ...]:
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except OSError:  # which reading it will tell
+    except OSError:  # reading it will say why
         return 0
 
 
 class _File:
-    """One file of a trace: its records, and what is to be said of it."""
+    """One file of a trace: its records, and notes about what is missing of it."""
 
     def __init__(self, path: Path, room: int, *, a_value: int = _BYTES_A_VALUE) -> None:
         self.path = path
@@ -208,7 +207,7 @@ class _File:
         self._left_out_bytes = 0
 
     def opening(self, kind: type[R]) -> R | None:
-        """The record it begins with, which must be of this kind; None of an empty file."""
+        """The first record, which must be of this kind; None if the file is empty."""
         line = next(self._lines, None)
         if line is None:
             return None
@@ -233,7 +232,7 @@ class _File:
             raise TraceError(f"{refused}is damaged ({problem})") from None
 
     def records(self) -> Iterator[Record]:
-        """The records we know; a damaged one is passed over and counted."""
+        """The records of known kinds; a damaged one is skipped and counted."""
         for line in self._lines:
             try:
                 data = _parsed(line)
@@ -247,7 +246,7 @@ class _File:
                     self._count_damage(str(problem))
 
     def remarks(self, info: RunInfo) -> list[Note]:
-        """What is missing of it, in words."""
+        """Notes about what was left out."""
         words = []
         if self._damaged:
             lines = f"{self._damaged:,} damaged line{'s were' if self._damaged > 1 else ' was'}"
@@ -262,10 +261,10 @@ class _File:
         self._first_damage = self._first_damage or f"line {self._number}: {why}"
 
     def _read(self) -> Iterator[bytes]:
-        """Its lines, as far as there is room."""
+        """Its lines, as long as there is room in memory."""
         try:
             if not stat.S_ISREG(self.path.stat().st_mode) and not self.path.is_dir():
-                raise TraceError(f"cannot read {self.path}: it is not a file")  # a pipe would be waited for
+                raise TraceError(f"cannot read {self.path}: it is not a file")  # reading a pipe would wait for ever
             with self.path.open("rb") as file:
                 while line := file.readline(LONGEST_LINE):
                     self._number += 1
@@ -290,10 +289,10 @@ class _File:
 def _parsed(line: bytes) -> dict[str, Any]:
     try:
         data = json.loads(line.decode("utf-8", "replace"), parse_constant=_refused)
-        if b"\\ud" in line.lower():  # half a character is none that can be written again
+        if b"\\ud" in line.lower():  # half a character cannot be written again
             data = json.loads(json.dumps(data, ensure_ascii=False).encode("utf-8", "replace"))
     except RecursionError:
-        raise ValueError("nested without end") from None
+        raise ValueError("nested too deeply") from None
     except ValueError:
         raise ValueError("it is not JSON") from None
     if not isinstance(data, dict):

@@ -20,8 +20,8 @@ from flatout.model.errors import UsageError
 from flatout.model.records import End, Note, Record, RunInfo, Sample, Step, Summary, Window, encode
 from flatout.model.sketch import Sketch
 from flatout.redact import redact_command, redact_text
-from flatout.trace.downsample import SampleThinner, StepThinner, name_within
-from flatout.trace.light_steps import PlainSteps
+from flatout.trace.downsample import SampleDownsampler, StepDownsampler, name_within
+from flatout.trace.light_steps import LightSteps
 
 MAX_BYTES = 64_000_000
 MAX_PENDING = 20_000
@@ -44,20 +44,20 @@ class TraceWriter:
         self._summary_path = folder / f"{stem}.summary.json"
         self._file = _create(self.path)
         self._lines: list[bytes] = []
-        self._pending: deque[Record | PlainSteps] = deque()
+        self._pending: deque[Record | LightSteps] = deque()
         self._max_pending = max_pending
-        self._refused = 0  # counted by whoever calls `write`
-        self._unwritten = 0  # counted by the thread
+        self._refused = 0  # counted where `write` is called
+        self._unwritten = 0  # counted on the writer's thread
         self._bytes = 0
-        self._steps = StepThinner()
-        self._samples = SampleThinner()
+        self._steps = StepDownsampler()
+        self._samples = SampleDownsampler()
         info = dataclasses.replace(info, command=redact_command(info.command))
         self._totals = _Totals(info)
         self._pid = os.getpid()
         self._wake = threading.Event()
         self._closing = False
         self._put(info)
-        self._flush()  # a run that crashes at once leaves a file that says whose it is
+        self._flush()  # a run that crashes at once still leaves a file that describes it
         self._thread = threading.Thread(target=self._work, name="flatout-trace", daemon=True)
         self._thread.start()
 
@@ -69,11 +69,11 @@ class TraceWriter:
 
     @property
     def dropped(self) -> int:
-        """How many records were not written, for want of room."""
+        """How many records were not written because there was no room."""
         return self._refused + self._unwritten
 
-    def write(self, record: Record | PlainSteps) -> None:
-        """Hand over one record. Returns at once, whatever happens."""
+    def write(self, record: Record | LightSteps) -> None:
+        """Queue one record. Returns at once and never raises."""
         if os.getpid() != self._pid:
             return
         if len(self._pending) >= self._max_pending or self._closing:
@@ -95,7 +95,7 @@ class TraceWriter:
         with self._file:
             try:
                 self._drain_until_closed()
-            except Exception as problem:  # whatever it is, the training goes on
+            except Exception as problem:  # the training goes on without a recording
                 self._give_up(f"{type(problem).__name__}: {problem}")
 
     def _drain_until_closed(self) -> None:
@@ -118,7 +118,7 @@ class TraceWriter:
             if isinstance(record, Note):
                 record = dataclasses.replace(record, text=redact_text(record.text))
             self._totals.count(record)
-            if isinstance(record, Step | PlainSteps):
+            if isinstance(record, Step | LightSteps):
                 push = self._steps.push if isinstance(record, Step) else self._steps.push_many
                 for thinned in push(record):  # type: ignore[arg-type]
                     self._steps.wrote(thinned, self._put(thinned))
@@ -130,7 +130,7 @@ class TraceWriter:
         self._flush()
 
     def _put(self, record: Record) -> int:
-        """Line one record up for writing; its length."""
+        """Queue the line of one record; its length in bytes, or 0 if there is no room."""
         if isinstance(record, Window):
             self._totals.count(record)
         line = (_as_json(encode(record)) + "\n").encode("ascii")
@@ -142,7 +142,7 @@ class TraceWriter:
         return len(line)
 
     def _flush(self) -> None:
-        """Write the lines there are. The file has no buffer: a forked child would write its copy of one again."""
+        """Write the queued lines. The file is unbuffered: a forked child would write its copy of a buffer again."""
         rest = memoryview(b"".join(self._lines))
         waiting, self._lines = len(self._lines), []
         try:
@@ -177,10 +177,10 @@ class _Totals:
         self._samples: int | None = None
         self._notes: list[Note] = []
 
-    def count(self, record: Record | PlainSteps) -> None:
+    def count(self, record: Record | LightSteps) -> None:
         if isinstance(record, Step):
             self._steps += 1
-        elif isinstance(record, PlainSteps):
+        elif isinstance(record, LightSteps):
             self._steps += len(record.ends_s)
         elif isinstance(record, Sample):
             self._hardware_samples += 1
@@ -200,7 +200,7 @@ class _Totals:
                 self._idle_ms[key] = self._idle_ms.get(key, 0.0) + window.gpu_idle_ms[name]
 
     def summary_within(self, most_bytes: int, *, dropped: int, ended: bool) -> bytes:
-        """The summary as JSON, as exact as fits: coarser sketches first, then fewer notes, then without `facts`."""
+        """The summary as JSON that fits: first with coarser sketches, then with fewer notes, last without `facts`."""
         info = self._info
         text = b""
         for buckets, notes in ((128, NOTES_KEPT), (64, 50), (32, 20), (16, 5), (8, 0)):
@@ -225,7 +225,7 @@ class _Totals:
 
 
 def note_end(folder: Path, info: RunInfo, end: End) -> None:
-    """Add how a command ended to the recording of its machine, whose writer is done, or to a new one."""
+    """Append how a command ended to the recording of its machine, whose writer has closed, or to a new one."""
     path = folder / f"{_stem(info)}.jsonl"
     records: tuple[Record, ...] = (end,) if path.exists() else (info, end)
     with path.open("ab") as file:

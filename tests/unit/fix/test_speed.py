@@ -7,7 +7,7 @@ import pytest
 from flatout.fix.speed import Speed, measure, slower_pauses
 from flatout.model.facts import AppliedChange, Facts
 from flatout.trace import RankTrace, RunInfo, Span, Step, Trace, Window
-from flatout.trace.downsample import StepThinner
+from flatout.trace.downsample import StepDownsampler
 
 
 def run_of(taken: list[int | None]) -> Trace:
@@ -45,7 +45,7 @@ def test_a_loader_that_is_a_batch_ahead_does_not_change_what_speed_is_measured_i
 
 def epoch_of(steps: int, evaluation_ms: float, *, elastic: bool = False) -> Trace:
     """Steps of 10 ms as a recorder writes them down, and an evaluation at the end."""
-    thinner, raw, windows = StepThinner(), [], []
+    thinner, raw, windows = StepDownsampler(), [], []
     for index in range(steps):
         pause_ms = evaluation_ms if index == steps - 1 else 0.0
         spans = (Span(name="evaluation", start_ms=10.0, host_ms=pause_ms),) if pause_ms else ()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flatout.inside.recorder import QUIET, Recorder
 from flatout.trace import Span, Step
-from flatout.trace.light_steps import PlainSteps
+from flatout.trace.light_steps import LightSteps
 
 TRAIN, VALIDATION, OTHER = 1, 2, 3
 OPTIMIZER = 7
@@ -61,8 +61,8 @@ class Bench:
         self.bulks = 0
         self.recorder = Recorder(clock=self.clock, emit=self.take, gpu=self.gpu if gpu else None)
 
-    def take(self, record: Step | PlainSteps) -> None:
-        if isinstance(record, PlainSteps):
+    def take(self, record: Step | LightSteps) -> None:
+        if isinstance(record, LightSteps):
             self.bulks += 1
             self.steps += record.steps()
         else:

@@ -65,7 +65,7 @@ def test_damage_of_any_kind_ends_in_a_summary_or_in_one_line(tmp_path: Path) -> 
         ('{"record":"step","index":7,"start_s":1.0,"wall_ms":5.0,"spans":{}}', "spans: a list is expected"),
         ('{"record":[],"index":7}', "it does not say what it is"),
         ("[1, 2]", "it is not a JSON object"),
-        ("[" * 100_000, "nested without end"),
+        ("[" * 100_000, "nested too deeply"),
         (b"\xff\xfe\x00garbage", "it is not JSON"),
     ],
 )

@@ -11,8 +11,8 @@ import pytest
 
 from flatout.model.records import Record, encode
 from flatout.trace import DiskSample, HostSample, ProcessSample, Sample, Span, Step, Window, downsample
-from flatout.trace.downsample import SampleThinner, StepThinner, mean_of, window_of
-from flatout.trace.light_steps import Event, PlainSteps
+from flatout.trace.downsample import SampleDownsampler, StepDownsampler, mean_of, window_of
+from flatout.trace.light_steps import Event, LightSteps
 from flatout.trace.writer import MAX_BYTES
 
 SCALE = 50  # the bounds shrunk by this, so that 100,000 steps are as long to them as 5 million
@@ -22,7 +22,7 @@ def a_step(index: int, wall_ms: float = 10.0, spans: tuple[Span, ...] = ()) -> S
     return Step(index=index, start_s=index / 100, wall_ms=wall_ms, spans=spans, samples=32, loss=1.0)
 
 
-def feed(thinner: StepThinner, steps: list[Step]) -> tuple[list[Step], list[Window], int]:
+def feed(thinner: StepDownsampler, steps: list[Step]) -> tuple[list[Step], list[Window], int]:
     """Push steps as the writer does; the raw steps, the windows and how many bytes they took."""
     written: list[Step | Window] = []
     total = 0
@@ -52,7 +52,7 @@ def test_millions_of_steps_fit_and_every_one_is_counted() -> None:
     spans = (Span(name="data", start_ms=0.0, host_ms=4.0), Span(name="forward", start_ms=4.0, host_ms=6.0))
     steps = [a_step(i, wall_ms=10 + i % 7, spans=spans) for i in range(100_000)]
 
-    raw, windows, total = feed(StepThinner(), steps)
+    raw, windows, total = feed(StepDownsampler(), steps)
 
     assert total < MAX_BYTES / SCALE
     assert sum(window.wall_ms.count for window in windows) == len(steps)
@@ -64,14 +64,14 @@ def test_millions_of_steps_fit_and_every_one_is_counted() -> None:
     assert sum(window.spans_ms["data"].total for window in windows) == pytest.approx(4.0 * len(steps))
 
 
-def plain_steps(walls_ms: list[float], first_index: int = 0) -> PlainSteps:
+def plain_steps(walls_ms: list[float], first_index: int = 0) -> LightSteps:
     """Steps that begin with a millisecond of waiting for 32 samples."""
     now_s = first_index / 100
     events: list[Event] = []
     for wall_ms in walls_ms:
         events += [(1, now_s, now_s + 1e-3, 32), None, now_s + wall_ms / 1e3]
         now_s += wall_ms / 1e3
-    return PlainSteps(
+    return LightSteps(
         first_index=first_index, start_s=first_index / 100, events=events, waiting="data", computing="unsplit"
     )
 
@@ -83,9 +83,9 @@ def test_plain_steps_count_like_any_other(monkeypatch: pytest.MonkeyPatch) -> No
     for n in range(16, 20):  # and wherever they may come
         slow[n] = [50.0 if random.Random(100 * n + i).random() < 0.04 else wall for i, wall in enumerate(usual)]
     bulks = [plain_steps(slow.get(n, usual), 100 * n) for n in range(20)]
-    raw, windows, _ = feed(StepThinner(), [step for bulk in bulks for step in bulk.steps()])
+    raw, windows, _ = feed(StepDownsampler(), [step for bulk in bulks for step in bulk.steps()])
 
-    thinner = StepThinner()
+    thinner = StepDownsampler()
     written = [record for bulk in bulks for record in thinner.push_many(bulk)] + thinner.flush()
 
     assert [record.index for record in written if isinstance(record, Step)] == [step.index for step in raw]
@@ -108,7 +108,7 @@ def test_plain_steps_count_like_any_other(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("small_bounds")
 def test_steps_full_of_spans_leave_room_for_windows() -> None:
     spans = tuple(Span(name="sync", start_ms=1.0, host_ms=0.1, where=f"train.py:{n}") for n in range(300))
-    raw, windows, total = feed(StepThinner(), [a_step(i, spans=spans) for i in range(1_000)])
+    raw, windows, total = feed(StepDownsampler(), [a_step(i, spans=spans) for i in range(1_000)])
     assert total < MAX_BYTES / SCALE
     assert len(raw) < 100
     assert sum(window.wall_ms.count for window in windows) == 1_000
@@ -119,7 +119,7 @@ def test_an_outlier_is_kept_with_its_neighbours() -> None:
     steps = [a_step(i) for i in range(downsample.RAW_STEPS + 500)]
     slow = downsample.RAW_STEPS + 200
     steps[slow] = a_step(slow, wall_ms=100.0)
-    raw, _, _ = feed(StepThinner(), steps)
+    raw, _, _ = feed(StepDownsampler(), steps)
     assert [step.index for step in raw[downsample.RAW_STEPS :]] == [slow - 2, slow - 1, slow, slow + 1, slow + 2]
 
 
@@ -127,7 +127,7 @@ def test_outliers_without_end_are_not_kept_without_end(monkeypatch: pytest.Monke
     monkeypatch.setattr(downsample, "RAW_OUTLIERS", 50)
     monkeypatch.setattr(downsample, "RAW_STEPS", 100)
     steps = [a_step(i, wall_ms=10.0 if i % 10 else 100.0) for i in range(5_000)]
-    raw, _, _ = feed(StepThinner(), steps)
+    raw, _, _ = feed(StepDownsampler(), steps)
     assert 100 < len(raw) <= 100 + 50 + downsample.NEIGHBOURS
 
 
@@ -135,7 +135,7 @@ def test_a_restless_start_leaves_outliers_to_be_kept_later() -> None:
     slow = [100.0 if i % 4 == 0 else 10.0 for i in range(20_000)]
     later = [10.0] * 150_000
     later[149_990] = 100.0
-    thinner = StepThinner()
+    thinner = StepDownsampler()
     bulks = [plain_steps(walls, first) for walls, first in ((slow[n : n + 100], n) for n in range(0, 20_000, 100))]
     bulks += [plain_steps(later[n : n + 100], 20_000 + n) for n in range(0, 150_000, 100)]
     kept = [record.index for bulk in bulks for record in thinner.push_many(bulk) if isinstance(record, Step)]
@@ -160,7 +160,7 @@ def test_a_window_sums_spans_by_name_and_line() -> None:
 
 @pytest.mark.usefixtures("small_bounds")
 def test_weeks_of_samples_fit_and_keep_their_mean(make_sample: Callable[..., Sample]) -> None:
-    thinner = SampleThinner()
+    thinner = SampleDownsampler()
     total, kept = 0, []
     for second in range(6_000):
         sample = make_sample(float(second), sm=float(second % 100), pulses=(1.0, 2.0), workers=2)
