@@ -18,6 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 from flatout import __version__
 from flatout.cli.output import send_to_devnull
 from flatout.model.errors import FlatoutError, UsageError
+from flatout.model.formatting import printable
 from flatout.redact import redact_text
 
 INTERRUPTED = 130
@@ -129,5 +130,5 @@ def _open_closed_streams() -> None:
 
 
 def _exit_with_message(text: str, code: int) -> None:
-    print(f"flatout: {' '.join(redact_text(text).split())}", file=sys.stderr)
+    print(f"flatout: {printable(' '.join(redact_text(text).split()))}", file=sys.stderr)
     sys.exit(code)

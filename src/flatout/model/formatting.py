@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import signal
+
+# Escape sequences of terminals (colors, titles, links); then what is left of control characters, but for tabs and line
+# ends; then what reverses the order of letters.
+_UNPRINTABLE = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -~])?"
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f]|[\u202a-\u202e\u2066-\u2069]"
+)
+
+
+def printable(text: str) -> str:
+    """Text without what a terminal would obey instead of showing it."""
+    return text if text.isprintable() else _UNPRINTABLE.sub("", text)
 
 
 def in_full(value: float) -> str:

@@ -271,8 +271,8 @@ def _ticks(start: float, end: float, unit: str) -> Html:
     """Numbers along the x axis; page.js writes others there when one zooms."""
     texts = []
     for place in range(TICKS):
-        share = place / (TICKS - 1)
-        texts.append(tag("span", f"{in_full(start + share * (end - start))} {unit}".rstrip()))
+        value = start + (end - start) * place / (TICKS - 1)
+        texts.append(tag("span", f"{float(f'{value:.3g}'):,.9g} {unit}".rstrip()))
     return join(texts)
 
 

@@ -4,7 +4,7 @@
   const SIZE = 10000; // what a plot measures inside, each way
   const KEYS = { ArrowLeft: -1, ArrowRight: 1 };
   const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
-  const brief = (value) => Number(value.toPrecision(4)).toLocaleString("en", { maximumSignificantDigits: 4 });
+  const brief = (value, digits) => value.toLocaleString("en", { maximumSignificantDigits: digits });
 
   // A line's points from its path: absolute after M, relative after l.
   const points = (path) => {
@@ -26,13 +26,13 @@
   const values = (lines, at) => [...lines.querySelectorAll("[data-name]")].map((path) => {
     const [, y] = points(path).reduce((best, p) => Math.abs(p[0] - at) < Math.abs(best[0] - at) ? p : best);
     const { low, high } = lines.dataset;
-    return path.dataset.name + " " + brief(Number(low) + (1 - y / SIZE) * (high - low));
+    return path.dataset.name + " " + brief(Number(low) + (1 - y / SIZE) * (high - low), 4);
   }).join(", ");
 
   const makeZoomable = (group) => {
     let from = 0, to = 1, cursor = null, drag = null; // shares of the whole axis
     const { start, end, unit } = group.dataset;
-    const label = (share) => brief(Number(start) + share * (end - start)) + (unit ? " " + unit : "");
+    const label = (share) => brief(Number(start) + share * (end - start), 3) + (unit ? " " + unit : "");
     const lines = [...group.querySelectorAll(".lines")];
     lines.forEach((svg) => {
       svg.cursor = svg.appendChild(document.createElementNS("http://www.w3.org/2000/svg", "path"));

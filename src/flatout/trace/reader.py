@@ -7,6 +7,7 @@ skipped, and a note says so. Of a trace too large for memory the first part of e
 from __future__ import annotations
 
 import json
+import re
 import stat
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from flatout.model.errors import TraceError
 from flatout.model.facts import Facts
+from flatout.model.formatting import printable
 from flatout.model.records import (
     KINDS,
     SCHEMA,
@@ -38,6 +40,7 @@ MOST_IN_MEMORY = 400_000_000  # bytes, about: enough for some hundred million st
 LONGEST_LINE = 4_000_000  # bytes
 _BYTES_A_VALUE = 60  # in memory, beside its text
 _VALUES = (b",", b":", b"[", b"{")  # a value follows each of them
+_CONTROL = re.compile(rb"\\u(00|20)|\\[bf]|[\x7f-\xff]")  # a line without these has no control character
 _LAST_COUNTS = (FactsRecord, Xray, End)
 
 
@@ -291,6 +294,8 @@ def _parsed(line: bytes) -> dict[str, Any]:
         data = json.loads(line.decode("utf-8", "replace"), parse_constant=_refused)
         if b"\\ud" in line.lower():  # half a character cannot be written again
             data = json.loads(json.dumps(data, ensure_ascii=False).encode("utf-8", "replace"))
+        if _CONTROL.search(line):
+            data = _printable(data)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except ValueError:
@@ -298,6 +303,15 @@ def _parsed(line: bytes) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError("it is not a JSON object")
     return data
+
+
+def _printable(data: Any) -> Any:
+    """The same, with text that is safe to show in a terminal."""
+    if isinstance(data, dict):
+        return {printable(key): _printable(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_printable(item) for item in data]
+    return printable(data) if isinstance(data, str) else data
 
 
 def _refused(constant: str) -> None:

@@ -6,8 +6,10 @@ import base64
 import dataclasses
 import hashlib
 import re
+import tarfile
 from html.parser import HTMLParser
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 from report_runs import facts, rank_of, report_of, step, steps_of, trace_of, whole_run
@@ -16,9 +18,11 @@ from flatout.model.facts import Facts
 from flatout.model.finding import Finding
 from flatout.report.charts import SIZE
 from flatout.report.page import page
+from flatout.report.report import report_run
 from flatout.trace import Note, Trace
 from flatout.trace.downsample import window_of
 
+TRACES = Path(__file__).parents[2] / "traces"
 VOID = {"meta", "br"}
 FINDING = Finding(
     code="data.main-thread",
@@ -226,6 +230,23 @@ def test_a_day_long_run_stays_below_half_a_megabyte() -> None:
     assert len(page(report_of(whole, *[FINDING] * 20)).encode()) < 500_000
 
 
+@pytest.mark.parametrize(
+    "recording", ["cpu-data.worker-start", "h200-launch.bound-stock", "h200-data.main-thread-gray"]
+)
+def test_the_page_of_a_recorded_run_stays_below_150_kilobytes(recording: str, tmp_path: Path) -> None:
+    with tarfile.open(TRACES / f"{recording}.tgz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    text = page(report_run([tmp_path]))
+    assert len(text.encode()) < 150_000
+    assert Page(text).plots
+
+
+def test_a_line_can_be_read_back_from_its_path() -> None:
+    """GIVEN steps of 100 to 106 ms THEN what the page's script reads at each of them is right to 0.1%."""
+    values = page_of(whole_run()).lines["each step"][1:61]  # the first point is there twice; the last waits for data
+    assert values == pytest.approx([0.6 * (100.0 + index % 7) for index in range(60)], rel=1e-3)
+
+
 def luminance(colour: str) -> float:
     """By WCAG 2."""
     shares = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
@@ -246,6 +267,6 @@ def test_words_stand_out_from_what_they_stand_on() -> None:
             for name, value in scheme.items()
         }
         for family in ("compute", "data", "copy", "sync", "pause", "other", "ink", "muted"):
-            for under in ("paper", *(["on"] if family not in ("ink", "muted") else [])):
+            for under in ("paper", "panel" if family in ("ink", "muted") else "on"):
                 one, other = sorted((luminance(colours[family]), luminance(colours[under])))
                 assert (other + 0.05) / (one + 0.05) >= 4.5, f"{family} on {under}: {colours}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from benchmarks.damage import end_of, shown, unpacked
 from flatout.model.errors import TraceError
 from flatout.model.facts import LoaderFacts
 from flatout.report import terminal
-from flatout.trace import Facts, FactsRecord, RankTrace, RunInfo, Step, TraceWriter, reader
+from flatout.trace import Facts, FactsRecord, Note, RankTrace, RunInfo, Span, Step, TraceWriter, reader
 
 MUTATIONS = 40
 
@@ -163,6 +164,32 @@ def test_what_no_check_has_seen_is_one_line_too(
     code, _, said = flatout_says(*verb.split(), *folders)
     assert (code, said.count("\n")) == (2, 1)
     assert f"{tmp_path} cannot be shown: this trace is damaged (KeyError: 'wall_ms', at " in said
+
+
+@pytest.mark.parametrize("verb", ["report", "compare"])
+def test_a_hostile_trace_sends_no_escape_sequence_to_the_terminal(
+    verb: str, tmp_path: Path, flatout_says: Callable[..., Any]
+) -> None:
+    """GIVEN a trace whose every text holds colors, a window title, a bell, a backspace and reversed letters."""
+    hostile = "\x1b[31mred\x1b]0;title\x07\x9b1m\b\x7f\u202etxt"
+    loader = LoaderFacts(dataset=hostile, length=9, batch_size=3)
+    info = RunInfo(name=hostile, host=hostile, rank=0, command=(hostile,))
+    folders = [tmp_path / name for name in ("a", "b")]
+    for number, folder in enumerate(folders):
+        with TraceWriter(folder, info) as writer:
+            for index in range(60):
+                span = Span(name=hostile, start_ms=0.0, host_ms=10.0, where=hostile)
+                writer.write(Step(index=index, start_s=float(index), wall_ms=10.0, spans=(span,)))
+            writer.write(Note(time_s=1.0, text=hostile))
+            writer.write(FactsRecord(time_s=1.0, values=Facts(optimizer=hostile * (number + 1), loaders=(loader,))))
+    shown_folders = folders if verb == "compare" else folders[:1]
+
+    code, out, err = flatout_says(verb, *shown_folders)
+
+    assert code == 0
+    assert "red" in out
+    assert "title" not in out
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]", out + err)
 
 
 def test_the_harness_knows_a_traceback_when_it_sees_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
