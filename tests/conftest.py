@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+import hypothesis
 import psutil
 import pytest
 
@@ -33,6 +34,12 @@ NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "TRITON_", "KMP_", "QT_", "
 
 # The networks of tests are tiny: sharing them out among threads costs many times what it saves.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# No test depends on being fast, on a busy machine either.
+hypothesis.settings.register_profile(
+    "unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("unhurried")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, which hands it on to every child
     signal.signal(signal.SIGINT, signal.default_int_handler)
