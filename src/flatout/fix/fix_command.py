@@ -54,7 +54,7 @@ def fix(
 
         def search(*, overlay: bool) -> FixResult:
             launcher = Launcher(command, folder / ("overlay" if overlay else "redirection"), overlay=overlay)
-            return Search(launcher, wishes, budget_s=budget_s, steps=steps, progress=progress).go()
+            return Search(launcher, wishes, budget_s=budget_s, steps=steps, progress=progress).run()
 
         found = _in_a_sandbox(search, sandbox.why_no_overlay(command, folder), progress, unprotected=unprotected)
         if found.before is not None and not found.interrupted:

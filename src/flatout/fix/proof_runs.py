@@ -1,19 +1,18 @@
-"""The runs a proof takes, class by class, each on top of the one before: what is compared differs in nothing else.
+"""Which runs a proof takes, and what they show: from runs to verdicts.
 
     the command as it was ─► + reseeded ─┬─► + identical
                                          └─► + identical + equivalent
 
-Each follows the one that it is compared with: every few steps it goes on from that one's weights (inside/weights.py).
-Where the loss differs by more than it may all the same, what it is compared with runs once more, left to itself: what
-the machine alone does. Nobody times them, so they go side by side as far as there is room.
+The classes are proven one on top of the other, so that two runs that are compared differ in one class only. Each run
+follows the one that it is compared with: every few steps it goes on from that one's weights (inside/weights.py).
+Where the loss differs by more than it may, the run that it is compared with is repeated on its own: that shows what
+the machine alone does. Nobody times these runs, so they go side by side where there is room.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from flatout.fix.offers import all_in_words, with_changes
 from flatout.fix.proof import FEWEST_LOSSES, Proof, same_batches, same_loss
@@ -29,190 +28,204 @@ ONCE_MORE = "without it once more: what the machine alone does"
 Changes = tuple[Change, ...]
 
 
-class Bench(Protocol):
-    """Where the runs of a proof are made."""
+@dataclass(frozen=True, slots=True)
+class ProofVerdict:
+    """What was shown of some changes together."""
 
-    def prove_with(self, what: str, wanted: Sequence[ProofRun]) -> list[Run]:
-        """Runs, side by side as far as there is room."""
-        ...
-
-    @property
-    def room(self) -> int:
-        """How many can go side by side."""
-        ...
-
-    def has_time(self) -> bool:
-        """Whether there is any left."""
-        ...
-
-    def proven(self, changes: Sequence[Change], proof: Proof) -> None:
-        """What came of it."""
-        ...
-
-    def said(self, line: str) -> None:
-        """Something worth telling."""
-        ...
+    changes: Changes
+    proof: Proof
 
 
-class Led(NamedTuple):
-    """What others are compared with, and follow."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProofRunner:
+    """How runs of a proof are made: `run` takes what they are for, in words, and makes all of them."""
 
-    wanted: ProofRun
-    run: Run
+    run: Callable[[str, Sequence[ProofRun]], list[Run]]
+    side_by_side: bool
+    has_time: Callable[[], bool]
+    say: Callable[[str], None]
 
 
-def foreseen(reseeded: Changes, identical: Changes, rounded: Changes, *, side_by_side: bool) -> list[ProofRun]:
-    """The runs of a proof of all these. The first is the command as it was; the second, where anything is reseeded,
-    what the rest is compared with. Side by side, what may turn out to be needed goes along: the rest without compiling,
-    and what it is all compared with once more."""
-    long = PARITY_STEPS if rounded else IDENTITY_STEPS  # of what other rounding is compared with
+def prove(runner: ProofRunner, kept: Sequence[Change]) -> Iterator[ProofVerdict]:
+    """Prove everything that was kept, class by class; a verdict is given as soon as it is known."""
+    reseeded, identical, rounded = (
+        tuple(change for change in kept if change.safety == safety)
+        for safety in ("reseeded", "identical", "equivalent")
+    )
+    if reseeded or identical or rounded:
+        yield from _Proving(runner).prove(reseeded, identical, rounded)
+
+
+def proof_steps(changes: Sequence[Change]) -> int:
+    """How many steps the longest run of a proof of these changes has."""
+    return PARITY_STEPS if any(change.safety == "equivalent" for change in changes) else IDENTITY_STEPS
+
+
+def _first_runs(reseeded: Changes, identical: Changes, rounded: Changes, *, side_by_side: bool) -> list[ProofRun]:
+    """The runs that a proof begins with.
+
+    The first is the command as it was; where anything is reseeded, the second is what the rest is compared with. Side
+    by side, two that may turn out to be needed go along: the rest without compiling, and a repeat of what it is all
+    compared with.
+    """
+    long = PARITY_STEPS if rounded else IDENTITY_STEPS
     plain = ProofRun(changes=(), steps=IDENTITY_STEPS if reseeded else long, leads=1)
-    fed = ProofRun(changes=reseeded, steps=long, follows=1, leads=2) if reseeded else plain
-    runs = [plain, fed] if reseeded else [plain]
-    runs += [_on_top(fed, identical, IDENTITY_STEPS)] if identical else []
-    wanted = (rounded, _uncompiled(rounded)) if side_by_side else (rounded,)
-    runs += [_on_top(fed, (*identical, *some), PARITY_STEPS) for some in wanted if some]
-    return [*runs, *([_alone(fed)] if rounded and side_by_side else [])]
+    runs, base = [plain], plain
+    if reseeded:
+        base = ProofRun(changes=reseeded, steps=long, follows=1, leads=2)
+        runs.append(base)
+    if identical:
+        runs.append(_on_top(base, identical, IDENTITY_STEPS))
+    if rounded:
+        runs.append(_on_top(base, (*identical, *rounded), PARITY_STEPS))
+    if rounded and side_by_side:
+        without_compiling = _uncompiled(rounded)
+        if without_compiling:
+            runs.append(_on_top(base, (*identical, *without_compiling), PARITY_STEPS))
+        runs.append(_on_its_own(base))
+    return runs
 
 
-class Proving:
-    """A proof under way."""
+class _Proving:
+    """A proof under way. `base` is what the next class is compared with."""
 
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
-        self._made: list[tuple[ProofRun, Run]] = []
-        self._leaders = itertools.count(3)
+    def __init__(self, runner: ProofRunner) -> None:
+        self._runner = runner
+        self._finished: list[tuple[ProofRun, Run]] = []
+        self._leaders = 2  # numbers given to leaders so far
 
-    def prove(self, reseeded: Changes, identical: Changes, rounded: Changes) -> None:
-        """Everything that was kept, by its class."""
-        runs = foreseen(reseeded, identical, rounded, side_by_side=self._bench.room > 1)
-        self._run_ahead(runs)
-        led = Led(runs[0], self._run(AS_IT_WAS, runs[0]))
-        if led.run.broke_off:
-            failed = Proof(standing="not proven", text=f"the command as it was failed: {led.run.reason()}")
-            self._bench.proven((*reseeded, *identical, *rounded), failed)
+    def prove(self, reseeded: Changes, identical: Changes, rounded: Changes) -> Iterator[ProofVerdict]:
+        runs = _first_runs(reseeded, identical, rounded, side_by_side=self._runner.side_by_side)
+        self._run_together(runs)
+        base = runs[0]
+        as_it_was = self._run(AS_IT_WAS, base)
+        if as_it_was.broke_off:
+            failed = Proof(standing="not proven", text=f"the command as it was failed: {as_it_was.reason()}")
+            yield ProofVerdict((*reseeded, *identical, *rounded), failed)
             return
         if reseeded:
-            led = self._reseeded(led, runs[1])
-        same = led.wanted.changes
+            passed = yield from self._same_batches(base, runs[1], reseeded, ("reseeded", "identical"))
+            if passed == reseeded:
+                base = runs[1]
+            elif passed:
+                base = self._new_leader(passed, runs[1].steps, follows=base.leads)
+        same = base.changes
         if identical:
-            same = with_changes(same, self._same_batches(led, identical, ("identical",)))
+            wanted = _on_top(base, identical, IDENTITY_STEPS)
+            passed = yield from self._same_batches(base, wanted, identical, ("identical",))
+            same = with_changes(same, passed)
         if rounded:
-            self._same_loss(led, same, rounded)
+            yield from self._same_loss(base, same, rounded)
 
-    def _leader(self, changes: Changes, steps: int, follows: int = 0) -> ProofRun:
-        return ProofRun(changes=changes, steps=steps, follows=follows, leads=next(self._leaders))
+    def _new_leader(self, changes: Changes, steps: int, follows: int = 0) -> ProofRun:
+        self._leaders += 1
+        return ProofRun(changes=changes, steps=steps, follows=follows, leads=self._leaders)
 
-    def _reseeded(self, led: Led, wanted: ProofRun) -> Led:
-        """What the other classes are compared with: the run with what passed, or the command as it was."""
-        run = self._run(all_in_words(wanted.changes), wanted)
-        passed = self._same_batches(led, wanted.changes, ("reseeded", "identical"), run)
-        if passed == wanted.changes:
-            return Led(wanted, run)
-        if not passed:
-            return led
-        fewer = self._leader(passed, wanted.steps, follows=led.wanted.leads)
-        return Led(fewer, self._run(all_in_words(passed), fewer))
-
-    def _same_batches(self, led: Led, changes: Changes, needed: Sequence[str], run: Run | None = None) -> Changes:
-        """Whether the same batches reach the model; those changes that passed. `run`: with all of them."""
+    def _same_batches(
+        self, base: ProofRun, wanted: ProofRun, changes: Changes, needed: Sequence[str]
+    ) -> Generator[ProofVerdict, None, Changes]:
+        """Whether the same batches reach the model; returns those changes that passed."""
+        before = self._run(all_in_words(base.changes) or AS_IT_WAS, base)
         repeat: Run | None = None
 
-        def prove(run: Run) -> Proof:
-            proof = same_batches(led.run, run, repeat)
-            if proof.holds and proof.standing not in needed:
-                if repeat is not None and same_batches(led.run, repeat).standing not in needed:
-                    return Proof(standing="not proven", text="other bytes reach the model in every run, without it too")
-                return Proof(standing="failed", text=f"{proof.text}, where none should differ")
-            return proof
+        def judge(run: Run) -> Proof:
+            proof = same_batches(before, run, repeat)
+            if not proof.holds or proof.standing in needed:
+                return proof
+            if repeat is not None and same_batches(before, repeat).standing not in needed:
+                return Proof(standing="not proven", text="other bytes reach the model in every run, without it too")
+            return Proof(standing="failed", text=f"{proof.text}, where none should differ")
 
-        run = run or self._run(all_in_words(changes), _on_top(led.wanted, changes, IDENTITY_STEPS))
-        proof = prove(run)
-        again = _on_top(led.wanted, (), IDENTITY_STEPS)
-        if not proof.holds and self._is_within_reach(again):
+        run = self._run(all_in_words(changes), wanted)
+        proof = judge(run)
+        again = _on_top(base, (), IDENTITY_STEPS)
+        if not proof.holds and self._within_reach(again):
             repeat = self._run(ONCE_MORE, again)
-            proof = prove(run)
+            proof = judge(run)
         if proof.holds or len(changes) == 1:
-            self._bench.proven(changes, proof)
+            yield ProofVerdict(changes, proof)
             return changes if proof.holds else ()
-        self._bench.said(f"proof, {all_in_words(changes)}: {proof.text}. One by one")
-        return self._one_by_one(changes, proof, lambda some: _on_top(led.wanted, some, IDENTITY_STEPS), prove)
+        return (yield from self._one_by_one(changes, proof, lambda some: _on_top(base, some, IDENTITY_STEPS), judge))
 
-    def _same_loss(self, led: Led, same: Changes, changes: Changes) -> None:
-        """Whether these, on top of what is the `same`, teach what the run does that they are compared with."""
-        if led.wanted.steps < PARITY_STEPS:  # something was let go on the way here
-            longer = self._leader(led.wanted.changes, PARITY_STEPS)
-            led = Led(longer, self._run(WITHOUT, longer))
+    def _same_loss(self, base: ProofRun, same: Changes, changes: Changes) -> Iterator[ProofVerdict]:
+        """Whether these, on top of what is the `same`, teach the model what the base teaches it."""
+        if base.steps < PARITY_STEPS:  # something was dropped on the way here
+            base = self._new_leader(base.changes, PARITY_STEPS)
+        before = self._run(WITHOUT, base)
 
         def wanted(some: Changes) -> ProofRun:
-            return replace(_on_top(led.wanted, some, PARITY_STEPS), changes=with_changes(same, some))
+            return replace(_on_top(base, some, PARITY_STEPS), changes=with_changes(same, some))
 
         run, alone = self._run(all_in_words(changes), wanted(changes)), None
-        proof = same_loss(led.run, run)
-        if not proof.holds and self._is_within_reach(_alone(led.wanted)):
-            alone = self._run(ONCE_MORE, _alone(led.wanted))
-            proof = same_loss(led.run, run, alone)
+        proof = same_loss(before, run)
+        if not proof.holds and self._within_reach(_on_its_own(base)):
+            alone = self._run(ONCE_MORE, _on_its_own(base))
+            proof = same_loss(before, run, alone)
         if proof.holds or len(changes) == 1:
-            self._bench.proven(changes, proof)
+            yield ProofVerdict(changes, proof)
             return
         rest = _uncompiled(changes)
-        if rest and self._is_within_reach(wanted(rest)):  # compiling is the first suspect
-            without = same_loss(led.run, self._run(all_in_words(rest), wanted(rest)), alone)
+        if rest and self._within_reach(wanted(rest)):  # compiling is the first suspect
+            without = same_loss(before, self._run(all_in_words(rest), wanted(rest)), alone)
             if without.holds:
-                self._bench.proven(tuple(change for change in changes if change not in rest), proof)
-                self._bench.proven(rest, without)
+                yield ProofVerdict(tuple(change for change in changes if change not in rest), proof)
+                yield ProofVerdict(rest, without)
                 return
-        self._bench.said(f"proof, {all_in_words(changes)}: {proof.text}. One by one")
-        if self._bench.has_time():
-            self._run_ahead([one for one in (wanted((change,)) for change in changes) if self._there(one) is None])
-        self._one_by_one(changes, proof, wanted, lambda run: same_loss(led.run, run, alone))
+        yield from self._one_by_one(changes, proof, wanted, lambda run: same_loss(before, run, alone))
 
     def _one_by_one(
-        self, changes: Changes, of_all: Proof, wanted: Callable[[Changes], ProofRun], prove: Callable[[Run], Proof]
-    ) -> Changes:
-        """Each by itself, and then those that passed together, without the last ones until that holds too: what each
-        of them may do, all of them may not. `of_all`: how they fared together."""
+        self, changes: Changes, together: Proof, wanted: Callable[[Changes], ProofRun], judge: Callable[[Run], Proof]
+    ) -> Generator[ProofVerdict, None, Changes]:
+        """Each on its own, and then those that passed together, without the last ones until that holds too: what each
+        of them may do, all of them may not. `together`: the proof of all of them, which does not hold."""
+        self._runner.say(f"proof, {all_in_words(changes)}: {together.text}. One by one")
+        if self._runner.has_time():
+            self._run_together([wanted((change,)) for change in changes])
 
         def proof_of(some: Changes) -> Proof:
             if some == changes:
-                return of_all
-            if not self._is_within_reach(wanted(some)):
+                return together
+            if not self._within_reach(wanted(some)):
                 return Proof(standing="not proven", text="the budget was spent")
-            return prove(self._run(all_in_words(some), wanted(some)))
+            return judge(self._run(all_in_words(some), wanted(some)))
 
-        alone = {change.name: proof_of((change,)) for change in changes}
-        passed = tuple(change for change in changes if alone[change.name].holds)
+        passed: Changes = ()
         for change in changes:
-            if change not in passed:
-                self._bench.proven((change,), alone[change.name])
-        while passed:
-            proof = alone[passed[0].name] if len(passed) == 1 else proof_of(passed)
+            proof = proof_of((change,))
             if proof.holds:
-                self._bench.proven(passed, proof)
+                passed = (*passed, change)
+            else:
+                yield ProofVerdict((change,), proof)
+        while passed:
+            proof = proof_of(passed)
+            if proof.holds:
+                yield ProofVerdict(passed, proof)
                 return passed
             *rest, last = passed
             beside = f"{proof.text}, together with {all_in_words(rest)}"
-            self._bench.proven((last,), Proof(standing=proof.standing, text=beside))
+            yield ProofVerdict((last,), Proof(standing=proof.standing, text=beside))
             passed = tuple(rest)
         return ()
 
-    def _run_ahead(self, wanted: Sequence[ProofRun]) -> None:
-        """Side by side, where there is room for that; `_run` finds them."""
-        if self._bench.room > 1 and len(wanted) > 1:
-            runs = self._bench.prove_with(f"{len(wanted)} runs side by side", wanted)
-            self._made += zip(wanted, runs, strict=True)
+    def _run_together(self, wanted: Sequence[ProofRun]) -> None:
+        """Make these runs side by side, where there is room; `_run` finds them."""
+        missing = [one for one in wanted if self._run_there(one) is None]
+        if self._runner.side_by_side and len(missing) > 1:
+            runs = self._runner.run(f"{len(missing)} runs side by side", missing)
+            self._finished += zip(missing, runs, strict=True)
 
-    def _is_within_reach(self, wanted: ProofRun) -> bool:
-        return self._there(wanted) is not None or self._bench.has_time()
+    def _within_reach(self, wanted: ProofRun) -> bool:
+        return self._run_there(wanted) is not None or self._runner.has_time()
 
-    def _there(self, wanted: ProofRun) -> Run | None:
-        return next((run for there, run in self._made if there == wanted), None)
+    def _run_there(self, wanted: ProofRun) -> Run | None:
+        return next((run for made, run in self._finished if made == wanted), None)
 
     def _run(self, what: str, wanted: ProofRun) -> Run:
-        run = self._there(wanted)
+        """The run that is there already, or a new one."""
+        run = self._run_there(wanted)
         if run is None:
-            (run,) = self._bench.prove_with(what, [wanted])
-            self._made.append((wanted, run))
+            (run,) = self._runner.run(what, [wanted])
+            self._finished.append((wanted, run))
         return run
 
 
@@ -222,11 +235,11 @@ def _uncompiled(changes: Changes) -> Changes:
     return rest if len(rest) < len(changes) else ()
 
 
-def _alone(led: ProofRun) -> ProofRun:
-    """It once more, left to itself."""
-    return ProofRun(changes=led.changes, steps=PARITY_STEPS)
+def _on_its_own(base: ProofRun) -> ProofRun:
+    """The same run again, following nobody."""
+    return ProofRun(changes=base.changes, steps=PARITY_STEPS)
 
 
-def _on_top(led: ProofRun, changes: Changes, steps: int) -> ProofRun:
+def _on_top(base: ProofRun, changes: Changes, steps: int) -> ProofRun:
     """A run that follows another, with these changes too."""
-    return ProofRun(changes=with_changes(led.changes, changes), steps=steps, follows=led.leads)
+    return ProofRun(changes=with_changes(base.changes, changes), steps=steps, follows=base.leads)

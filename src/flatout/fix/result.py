@@ -25,13 +25,13 @@ class ProgressListener:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A change that was tried. `together`: the others it was measured with; `made`, `where` and `also`: how it got in,
+    """A change that was tried. `together`: the others it was measured with; `how`, `where` and `also`: how it was made,
     and at which places."""
 
     outcome: Outcome
     gain: Gain | None = None
     together: tuple[str, ...] = ()
-    made: str = ""
+    how: str = ""
     where: str = ""  # file:line
     also: tuple[str, ...] = ()
 
@@ -85,10 +85,6 @@ class FixResult:
         """The names of what would have been tried with more time or leave."""
         return {change.name for offer in (*self.withheld, *self.untried) for change in offer.changes}
 
-    def kept_as(self, safety: str) -> tuple[Change, ...]:
-        """What was kept of one class."""
-        return tuple(change for change in self.kept if change.safety == safety)
-
     def attempt_at(self, change: Change) -> Attempt:
         """What became of this one."""
         return next(a for a in self.attempts if (a.change.name, a.change.value) == (change.name, change.value))
@@ -108,25 +104,30 @@ class FixResult:
         for change in changes:
             together = tuple(in_words(other) for other in changes if other is not change)
             outcome = Outcome(change=change, verdict=verdict, before=before, after=after, note=note)
-            made, where = (d.get(change.name, "") for d in (run.made, run.where)) if run is not None else ("", "")
-            also = run.also.get(change.name, ()) if run is not None else ()
+            attempt = Attempt(outcome=outcome, gain=gained, together=together)
+            if run is not None:
+                attempt = replace(
+                    attempt,
+                    how=run.applied.get(change.name, ""),
+                    where=run.where.get(change.name, ""),
+                    also=run.also.get(change.name, ()),
+                )
             same = (change.name, change.value)
             self.attempts = [a for a in self.attempts if (a.change.name, a.change.value) != same]
-            attempt = Attempt(outcome=outcome, gain=gained, together=together, made=made, where=where, also=also)
             self.attempts.append(attempt)
 
     def amend(self, attempt: Attempt, **parts: Any) -> None:
         """More is known of it."""
         self.attempts[self.attempts.index(attempt)] = replace(attempt, **parts)
 
-    def let_go(self, change: Change, why: str) -> None:
+    def drop(self, change: Change, why: str) -> None:
         """It is kept no longer."""
         attempt = self.attempt_at(change)
         verdict: Verdict = "unsafe" if why.startswith("failed") else "undone"
         self.amend(attempt, outcome=replace(attempt.outcome, verdict=verdict, note=why))
         self.kept = tuple(kept for kept in self.kept if kept.name != change.name)
         for earlier in [a for a in self.attempts if a.change.name == change.name and a.outcome.verdict == "kept"]:
-            note = f"{in_words(change)} had taken its place, and was let go"
+            note = f"{in_words(change)} had taken its place, and was dropped"
             self.amend(earlier, outcome=replace(earlier.outcome, verdict="undone", note=note))
 
     @property
@@ -136,7 +137,7 @@ class FixResult:
         if run is None or not kept or not kept.items() <= {c.name: c.value for c in run.changes}.items():
             return None
         others = [change for change in run.changes if change.name not in kept]
-        return run if all(run.why_not_made(change) for change in others) else None
+        return run if all(run.why_not_applied(change) for change in others) else None
 
     @property
     def plan(self) -> Plan:

@@ -1,4 +1,8 @@
-"""One run of the user's command with a plan: as data, and how it is really started."""
+"""One run of the user's command in the sandbox, and what it measured.
+
+`Runner` makes runs (`Launcher` really does, tests simulate them); a `Run` is what became of one, read from what it left
+in its folder. Most runs are timed trials; a `ProofRun` is one with fingerprints, that nobody times.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +38,12 @@ from flatout.trace import Trace, read
 SEED = 20_261  # imposed where the script sets none: the same in every run
 CEILING = ("replay", "resident")  # kinds of steps
 LOOKING = (*CEILING, "xray", "after xray")
+SHORT_EPOCH_S = 30.0
 _TAIL_BYTES = 20_000
 _STANDS_STILL_S = 20.0
-SHORT_EPOCH_S = 30.0
-WEIGHTS_BYTES, _WEIGHTS_SHARE = 8 << 30, 0.1  # of the free disk; two may lead
+_MOST_WEIGHTS, _WEIGHTS_SHARE = 8 << 30, 0.1  # bytes, and of the free disk: what a leader may leave; two may lead
+_MEMORY_FOR_RUNS = 0.7  # of a GPU's or the host's, for runs side by side
+_CORES_A_RUN = 2
 _LINE_ENDS = re.compile(r"[\r\n]")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception(?! raised from)|Interrupt|Exit|Refused)\b.*")
@@ -48,24 +54,29 @@ _NO_MEMORY = re.compile(r"CUDA (?:error: )?out of memory", re.I)
 
 
 class WeightMove(NamedTuple):
-    """How far weights have come since they were those of another run, in terms of how far that one's have, and how much
-    in the same direction (a cosine)."""
+    """How far weights have moved since they were those of another run: the length of that way as a share of the other
+    run's, and how much they go in the same direction (a cosine)."""
 
     length: float
     direction: float
 
     def as_far(self, within: float) -> bool:
-        """Whether as far, within such a factor: by itself, since other random numbers in the model (dropout) turn it
-        elsewhere; or along the other's way, since rounding alone moves weights that nothing else does (a bias before a
-        batch norm)."""
+        """Whether as far as the other run's, within such a factor.
+
+        Either on their own, since other random numbers in the model (dropout) turn them elsewhere; or along the other's
+        way, since rounding alone moves weights that nothing else does (a bias before a batch norm).
+        """
         return any(1 / within <= far <= within for far in (self.length, self.length * self.direction))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """One tensor of a run that followed another: how far off in all, as a share of the other's way, and how many times
-    as far as chance alone would make it; how long its way was each time, typically, in terms of the other's; and the
-    other's pace beside that of its other tensors."""
+    """One tensor of a run that followed another.
+
+    `drift`: how far off it is in all, as a share of the other's way. `coherence`: how many times as far as chance alone
+    would make it. `length`: how long its way was each time, typically, as a share of the other's. `pace`: how fast the
+    other's moves, beside that one's other tensors.
+    """
 
     name: str
     size: int
@@ -78,10 +89,11 @@ class Drift:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofStep:
-    """What reached the model in a step: checksums of its inputs, the samples of each batch, and the loss: the mean of
-    the `losses` of its backward passes. In every fifth, how the weights `moved`.
+    """What reached the model in one step of a proof's run.
 
-    For each batch that `begins` a pass over the data, whether it was loaded "here", in the training process.
+    `inputs`: their checksums. `indices`: the samples of each batch. `begins`: for each batch that begins a pass over
+    the data, whether it was loaded "here", in the training process, or "elsewhere". `loss`: the mean of the `losses` of
+    its backward passes. `moved`: how the weights moved, in every fifth step of a run that follows another.
     """
 
     inputs: tuple[str, ...] = ()
@@ -92,9 +104,49 @@ class ProofStep:
     moved: WeightMove | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProofRun:
+    """A run that a proof needs: with these changes, so many steps. One that leads has a number; one that follows it
+    goes on from its weights every few steps."""
+
+    changes: tuple[Change, ...]
+    steps: int
+    leads: int = 0
+    follows: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How far a trial goes, and what is measured.
+
+    It has so many `steps`, or more where they take less than `at_least_s`, and goes on for up to twice as long while
+    its mean step is not `known_to` such a share. The X-ray and the ceiling follow only where a step takes less than
+    `look_below_s`; always where that is None.
+    """
+
+    steps: int
+    timeout_s: float
+    at_least_s: float = 0.0
+    known_to: float = math.inf
+    look_below_s: float | None = None
+
+
+class Runner(Protocol):
+    """Runs the user's command."""
+
+    def run(self, changes: Sequence[Change], options: RunOptions) -> Run:
+        """A trial with these changes."""
+        ...
+
+    def prove(self, wanted: Sequence[ProofRun], *, timeout_s: float, at_once: int = 1) -> list[Run]:
+        """Runs for a proof, with fingerprints, so many at once: nobody times them. Those that lead come first."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What became of one run. For each change: how it was `made` and `where`, or why it was `refused`."""
+    """What became of one run. Each change is either `applied` (how, and `where` and `also` at which places) or
+    `refused` (why)."""
 
     changes: tuple[Change, ...]
     code: int
@@ -103,7 +155,7 @@ class Run:
     trace: Trace | None = None
     speed: Speed | None = None
     output: str = ""
-    made: dict[str, str] = field(default_factory=dict)
+    applied: dict[str, str] = field(default_factory=dict)
     where: dict[str, str] = field(default_factory=dict)  # file:line
     also: dict[str, tuple[str, ...]] = field(default_factory=dict)  # other places
     refused: dict[str, str] = field(default_factory=dict)
@@ -138,30 +190,46 @@ class Run:
 
     @property
     def short_epoch(self) -> str:
-        """What there is to mind where starting an epoch is a share worth telling, and was not seen."""
-        steps, epoch_s = self.case.steps_an_epoch, self.epoch_s(self.speed) if self.speed is not None else None
-        seen = self.speed is None or not steps or self.speed.steps >= steps
-        if seen or epoch_s is None or epoch_s >= SHORT_EPOCH_S:
+        """A remark where the start of an epoch is a share that matters, and this run has not seen one; else nothing."""
+        steps = self.case.steps_an_epoch
+        if self.speed is None or not steps or self.speed.steps >= steps:
+            return ""
+        epoch_s = self.epoch_s(self.speed)
+        if epoch_s is None or epoch_s >= SHORT_EPOCH_S:
             return ""
         return f"an epoch takes {epoch_s:.0f} s now, and what its start costs may not be in these figures"
 
+    @property
+    def start_s(self) -> float:
+        """What the run took beside its training steps, X-ray and ceiling."""
+        if self.trace is None:
+            return self.seconds
+        looking_ms = sum(step.wall_ms for step in self.trace.ranks[0].steps if step.kind in LOOKING)
+        return max(0.0, self.seconds - (self.case.breakdown.training_ms + looking_ms) / 1e3)
+
+    @property
+    def step_s(self) -> float:
+        """Its mean training step."""
+        return (self.case.breakdown.step_ms.mean or 0.0) / 1e3
+
     def step_s_at(self, speed: Speed, changes: Sequence[Change]) -> float:
-        """How long one of its steps with these changes too would take, were it that fast."""
+        """How long one of its steps would take at that speed with these changes too."""
         batch, seen = self.case.loader.batch_size, self.case.breakdown
         new: int | None = next((change.value for change in changes if change.name == "batch_size"), batch)
         each = (seen.samples or 0) / seen.steps if speed.unit == "samples/s" else 1.0
         return each / speed.value * (new / batch if new and batch else 1.0)
 
-    def seen_like(self, earlier: Trace | None) -> Run:
-        """It, with the X-ray and the ceiling of an earlier trace where it has none of its own."""
-        seen = seen_like(self.trace, earlier) if self.trace is not None and earlier is not None else self.trace
-        return replace(self, trace=seen)
+    def with_ceiling_from(self, earlier: Trace | None) -> Run:
+        """The run, with the X-ray and the ceiling of an earlier trace where it has none."""
+        if self.trace is None or earlier is None:
+            return self
+        return replace(self, trace=with_ceiling_from(self.trace, earlier))
 
     @property
     def in_company(self) -> bool:
         """Whether others used the machine meanwhile, so that it says less."""
-        found = diagnose(self.trace) if self.trace is not None else ()
-        return any(finding.code == "hardware.shared" for finding in found)
+        findings = diagnose(self.trace) if self.trace is not None else ()
+        return any(finding.code == "hardware.shared" for finding in findings)
 
     @property
     def hung(self) -> bool:
@@ -172,7 +240,7 @@ class Run:
         """Whether a proof's run has come to nothing, or not to the steps asked of it."""
         return self.hung or not self.proof or bool(self.code and min(map(len, self.proof)) < self.asked)
 
-    def why_not_made(self, change: Change) -> str | None:
+    def why_not_applied(self, change: Change) -> str | None:
         """Why a change was refused; or why its knob had no effect."""
         if change.name in self.refused or not change.knob:
             return self.refused.get(change.name)
@@ -183,35 +251,44 @@ class Run:
         if self.folder is None or not (output := self.folder / launcher.OUTPUT).is_file():
             return None
         with output.open(encoding="utf-8", errors="replace") as lines:
-            found = (_UNMEASURED.match(line) for line in lines)
-            return next((redact_text(match[1]) for match in found if match), None)
+            matches = (_UNMEASURED.match(line) for line in lines)
+            return next((redact_text(match[1]) for match in matches if match), None)
 
     def why_no_baseline(self, steps: int) -> str:
-        """Why this run of the command as it is, which was to take so many steps, is nothing to begin from."""
-        taken = self.case.breakdown.steps if self.trace is not None else 0
-        if self.hung and (taken >= steps or self._stood_still_s > _STANDS_STILL_S):
-            still = f" for {self._stood_still_s:.0f} s" if self._stood_still_s > _STANDS_STILL_S else ""
-            hint = ": a worker, or another process that it waits for, may be stuck" if taken < steps else ""
-            ended = f"and was ended after {self.seconds:.0f} s"
-            return f"the command stood still{still} after {taken} training steps, {ended}{hint}"
+        """Why this run of the command as it is, which was to take so many steps, cannot be compared with."""
         if self.hung:
+            return self._how_it_hung(steps)
+        if self.code != 0:
+            hint = "; a trial has nothing to read from stdin" if "EOFError" in self.output else ""
+            return f"the command fails by itself: {self.reason()}{hint}"
+        if self.trace is not None:
+            return "the command ended after a few steps: too few to measure"
+        why = self.unmeasured()
+        if why:
+            return f"flatout could not look into the command: {why}"
+        return "no optimizer step was seen: nothing to fix (does the command train, and with this Python?)"
+
+    def _how_it_hung(self, steps: int) -> str:
+        taken = self.case.breakdown.steps if self.trace is not None else 0
+        still_s = self._stood_still_s
+        if taken < steps and still_s <= _STANDS_STILL_S:
             tried = f"{steps} training steps in {self.seconds:.0f} s"
             return f"the command did not come to {tried}: fewer may do (--steps 20), or more time (--budget)"
-        if self.code != 0:
-            unfed = "; a trial has nothing to read from stdin" if "EOFError" in self.output else ""
-            return f"the command fails by itself: {self.reason()}{unfed}"
-        if self.trace is None and (why := self.unmeasured()):
-            return f"flatout could not look into the command: {why}"
-        if self.trace is None:
-            return "no optimizer step was seen: nothing to fix (does the command train, and with this Python?)"
-        return "the command ended after a few steps: too few to measure"
+        still = f" for {still_s:.0f} s" if still_s > _STANDS_STILL_S else ""
+        hint = ": a worker, or another process that it waits for, may be stuck" if taken < steps else ""
+        return (
+            f"the command stood still{still} after {taken} training steps, "
+            f"and was ended after {self.seconds:.0f} s{hint}"
+        )
 
     @property
     def _stood_still_s(self) -> float:
-        """How long before its end no step has ended any more."""
-        samples = [s.time_s for some in self.trace.samples.values() for s in some] if self.trace is not None else []
-        steps = self.trace.ranks[0].steps if self.trace is not None else ()
-        return max(samples) - max(step.start_s + step.wall_ms / 1e3 for step in steps) if samples and steps else 0.0
+        """How long before its end the last step ended."""
+        if self.trace is None:
+            return 0.0
+        seen_s = [sample.time_s for samples in self.trace.samples.values() for sample in samples]
+        ends_s = [step.start_s + step.wall_ms / 1e3 for step in self.trace.ranks[0].steps]
+        return max(seen_s) - max(ends_s) if seen_s and ends_s else 0.0
 
     def reason(self) -> str:
         """Why it ended as it did, in its own words where it left some."""
@@ -226,40 +303,14 @@ class Run:
         return f"exit code {self.code}: {said.strip()[:160]}{where}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProofRun:
-    """A run for a proof: with these changes, so many steps. Those that lead have a number; who follows one of them goes
-    on from its weights every few steps."""
-
-    changes: tuple[Change, ...]
-    steps: int
-    leads: int = 0
-    follows: int = 0
-
-
-class Runner(Protocol):
-    """Runs the command with these changes."""
-
-    def __call__(
-        self,
-        changes: Sequence[Change],
-        *,
-        steps: int,
-        timeout_s: float,
-        at_least_s: float = 0.0,
-        known_to: float = math.inf,
-        look_below_s: float | None = None,
-    ) -> Run:
-        """One run of so many steps, or more where they take less than so long.
-
-        It goes on for up to twice as long while its mean step is not `known_to` such a share.
-        The X-ray and the ceiling follow only where a step takes less than `look_below_s`.
-        """
-        ...
-
-    def prove(self, wanted: Sequence[ProofRun], *, timeout_s: float, at_once: int = 1) -> list[Run]:
-        """Runs for a proof, with fingerprints, so many at once: nobody times them. Who leads comes first."""
-        ...
+def runs_at_once(before: Run, now: Run) -> int:
+    """How many runs have room side by side: on one GPU and one host, of one process each, with cores for each."""
+    total = now.case.card("memory_total_bytes").high
+    reserved = max(run.case.facts.memory_reserved_bytes or 0 for run in (before, now))
+    if not reserved or not math.isfinite(total) or now.case.rank.info.world_size > 1:
+        return 1
+    fit = min(total / reserved, before.case.fits_in_memory, now.case.fits_in_memory)
+    return max(1, min(int(_MEMORY_FOR_RUNS * fit), int((now.case.cores or 0) / _CORES_A_RUN)))
 
 
 class Launcher:
@@ -275,22 +326,17 @@ class Launcher:
         self._overlay = overlay
         self._numbers = itertools.count(1)
 
-    def __call__(
-        self,
-        changes: Sequence[Change],
-        *,
-        steps: int,
-        timeout_s: float,
-        at_least_s: float = 0.0,
-        known_to: float = math.inf,
-        look_below_s: float | None = None,
-    ) -> Run:
+    def run(self, changes: Sequence[Change], options: RunOptions) -> Run:
         for weights in self._folder.glob("weights-*"):  # a proof is over
             shutil.rmtree(weights, ignore_errors=True)
         trial = Trial(
-            seed=SEED, at_least_s=at_least_s, known_to=known_to, look_below_s=look_below_s, timeout_s=timeout_s
+            seed=SEED,
+            at_least_s=options.at_least_s,
+            known_to=options.known_to,
+            look_below_s=options.look_below_s,
+            timeout_s=options.timeout_s,
         )
-        return self._run(changes, steps, trial)
+        return self._run(changes, options.steps, trial)
 
     def _run(self, changes: Sequence[Change], steps: int, trial: Trial) -> Run:
         folder = self._folder / f"{next(self._numbers):02d}"
@@ -302,22 +348,25 @@ class Launcher:
             trial, xray = replace(trial, protect=Path(scratch), overlay=self._overlay), not trial.fingerprints
             code = launcher.run(self._command, folder=folder, max_steps=steps, xray=xray, plan=plan, trial=trial)
         run = recorded(tuple(changes), code, time.monotonic() - start_s, folder, asked=steps)
-        self._complain_of_the_overlay(run, first=folder.name == "01")
+        self._check_overlay(run, first=folder.name == "01")
         return run
 
-    def _complain_of_the_overlay(self, run: Run, *, first: bool) -> None:
-        """Of a disk that takes none; and of others' files that could not be copied into it: where the run says so, or
-        may not have said why it failed (torch.save does not) and has never worked yet."""
+    def _check_overlay(self, run: Run, *, first: bool) -> None:
+        """Raise OverlayError where a run has failed because of its overlay.
+
+        Either a disk takes none; or files of others could not be copied into it. The second is said by the run, or may
+        be why the `first` run fails without saying so (torch.save does not).
+        """
         if run.code in (0, launcher.TIMED_OUT) or not self._overlay:
             return
         if _READ_ONLY.search(run.output):
             raise OverlayError(f"a disk that takes none can only be read: {run.reason()}")
-        said = _NOT_COPIED.search(run.output)
-        if sandbox.may_mount() or not (said or first):
+        not_copied = _NOT_COPIED.search(run.output)
+        if sandbox.may_mount() or not (not_copied or first):
             return
         theirs = sandbox.of_others(self._command)
         why = f"{theirs or 'what it writes to'} belongs to another user or group, and without root it cannot hold that"
-        if said:
+        if not_copied:
             raise OverlayError(why)
         if theirs:
             raise OverlayError(f"{why}, which may be why the command fails: {run.reason()}")
@@ -326,13 +375,13 @@ class Launcher:
         leads, follows = self._weights(wanted.leads), self._weights(wanted.follows)
         trial = Trial(seed=SEED, fingerprints=True, leads=leads, follows=follows, timeout_s=timeout_s)
         if leads is not None:
-            affordable = min(WEIGHTS_BYTES, int(_WEIGHTS_SHARE * shutil.disk_usage(leads).free))
-            trial = replace(trial, weights_bytes=affordable)
+            room = int(_WEIGHTS_SHARE * shutil.disk_usage(leads).free)
+            trial = replace(trial, weights_bytes=min(_MOST_WEIGHTS, room))
         try:
             return self._run(wanted.changes, wanted.steps, trial)
         finally:
             if leads is not None:
-                (leads / WEIGHTS_OVER).touch()  # whoever waits for more, waits in vain
+                (leads / WEIGHTS_OVER).touch()  # those that follow wait for no more
 
     def _weights(self, leader: int) -> Path | None:
         if not leader:
@@ -355,7 +404,7 @@ class Launcher:
             finally:
                 under_way.discard(me)
 
-        with ThreadPoolExecutor(at_once) as pool, _heard_as_ctrl_c():
+        with ThreadPoolExecutor(at_once) as pool, _signals_as_ctrl_c():
             try:
                 runs = [pool.submit(start, one) for one in wanted]
                 while not all(run.done() for run in runs):
@@ -364,7 +413,7 @@ class Launcher:
                         if run.done():
                             run.result()  # raises what it has raised
             except BaseException:
-                over.set()  # whichever of them has not begun does not
+                over.set()  # those that have not begun never do
                 while under_way:
                     for folder in self._folder.iterdir():  # one may only be starting: then the next round ends it
                         launcher.end(folder)
@@ -374,8 +423,8 @@ class Launcher:
 
 
 @contextlib.contextmanager
-def _heard_as_ctrl_c() -> Iterator[None]:
-    """What would end us, and leave our trials behind, interrupts."""
+def _signals_as_ctrl_c() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt meanwhile: else they would end us, and leave our trials behind."""
     signals = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
     before = [(number, signal.getsignal(number)) for number in signals]
     before = [(number, handler) for number, handler in before if handler not in (signal.SIG_IGN, None)]
@@ -396,7 +445,7 @@ def recorded(changes: tuple[Change, ...], code: int, seconds: float, folder: Pat
         trace = None
     if trace is not None and not trace.ranks:
         trace = None
-    entries = trace.ranks[0].facts.changes if trace is not None else ()
+    changed = trace.ranks[0].facts.changes if trace is not None else ()
     return Run(
         changes=changes,
         code=code,
@@ -405,24 +454,25 @@ def recorded(changes: tuple[Change, ...], code: int, seconds: float, folder: Pat
         trace=trace,
         speed=measure(trace) if trace is not None else None,
         output=end_of(folder / launcher.OUTPUT),
-        made={entry.name: entry.how for entry in entries if entry.applied},
-        where={entry.name: entry.where for entry in entries if entry.applied and entry.where},
-        also={entry.name: entry.also for entry in entries},
-        refused={entry.name: entry.how or "no reason given" for entry in entries if not entry.applied},
-        proof=tuple(_proof(path) for path in sorted(folder.glob("proof-*.jsonl"))),
-        drifts=tuple(Drift(**drift) for path in sorted(folder.glob("drifts-*.json")) for drift in _list(path)),
+        applied={change.name: change.how for change in changed if change.applied},
+        where={change.name: change.where for change in changed if change.applied and change.where},
+        also={change.name: change.also for change in changed},
+        refused={change.name: change.how or "no reason given" for change in changed if not change.applied},
+        proof=tuple(_proof_steps(path) for path in sorted(folder.glob("proof-*.jsonl"))),
+        drifts=tuple(drift for path in sorted(folder.glob("drifts-*.json")) for drift in _drifts(path)),
         folder=folder,
     )
 
 
-def seen_like(trace: Trace, earlier: Trace) -> Trace:
-    """The trace, with the X-ray and the ceiling of an earlier one where it has none of its own."""
-    ranks = []
-    for rank, before in zip(trace.ranks, earlier.ranks, strict=False):
-        measured = any(step.kind in CEILING for step in rank.steps)
-        ceiling = () if measured else tuple(step for step in before.steps if step.kind in CEILING)
-        ranks.append(replace(rank, xray=rank.xray or before.xray, steps=(*rank.steps, *ceiling)))
-    return replace(trace, ranks=(*ranks, *trace.ranks[len(ranks) :]))
+def with_ceiling_from(trace: Trace, earlier: Trace) -> Trace:
+    """The trace, with the X-ray and the ceiling of an earlier one where it has none."""
+    ranks = list(trace.ranks)
+    for number, (rank, before) in enumerate(zip(trace.ranks, earlier.ranks, strict=False)):
+        steps = rank.steps
+        if not any(step.kind in CEILING for step in steps):
+            steps = (*steps, *(step for step in before.steps if step.kind in CEILING))
+        ranks[number] = replace(rank, xray=rank.xray or before.xray, steps=steps)
+    return replace(trace, ranks=tuple(ranks))
 
 
 def end_of(output: Path, most: int = _TAIL_BYTES) -> str:
@@ -438,29 +488,30 @@ def end_of(output: Path, most: int = _TAIL_BYTES) -> str:
     return redact_text(printed[whole.end() :] if whole is not None else printed)
 
 
-def _list(path: Path) -> list[dict[str, Any]]:
+def _drifts(path: Path) -> list[Drift]:
     try:
-        found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+        return [Drift(**drift) for drift in json.loads(path.read_text(encoding="utf-8"))]
     except ValueError:
         return []  # cut off
-    return found
 
 
-def _proof(path: Path) -> tuple[ProofStep, ...]:
+def _proof_steps(path: Path) -> tuple[ProofStep, ...]:
     steps = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             data = json.loads(line)
         except ValueError:
             break  # cut off in mid-line
-        steps.append(
-            ProofStep(
-                inputs=tuple(data.get("inputs") or ()),
-                indices=tuple(tuple(batch) for batch in data.get("indices") or ()),
-                begins=tuple(data.get("begins") or ()),
-                loss=data.get("loss"),
-                losses=tuple(data.get("losses") or ()),
-                moved=WeightMove(*data["moved"]) if data.get("moved") else None,
-            )
-        )
+        steps.append(_proof_step(data))
     return tuple(steps)
+
+
+def _proof_step(data: dict[str, Any]) -> ProofStep:
+    return ProofStep(
+        inputs=tuple(data.get("inputs") or ()),
+        indices=tuple(tuple(batch) for batch in data.get("indices") or ()),
+        begins=tuple(data.get("begins") or ()),
+        loss=data.get("loss"),
+        losses=tuple(data.get("losses") or ()),
+        moved=WeightMove(*data["moved"]) if data.get("moved") else None,
+    )

@@ -1,13 +1,13 @@
 """Try, measure, keep or undo; then prove, and measure before against after once more.
 
-    baseline ─► offers ─► run with one offer more ─► faster, beyond the noise? ─► kept, and diagnosed anew ─┐
-                  ▲                                   crashed, hung, no use ─► undone; a bundle is taken apart │
-                  └────────────────────────────────────────────────────────────────────────────────────────┘
-    nothing promises more, or the budget is spent ─► what pays nothing is pruned ─► proof ─► headline
+    baseline ─► offers ─► a trial of the next offer ─► faster, beyond the noise? ─► kept, and diagnosed again ─┐
+                  ▲                                     crashed, hung, no use ─► undone; a bundle is taken apart │
+                  └──────────────────────────────────────────────────────────────────────────────────────────────┘
+    nothing promises more, or the budget is spent ─► what pays nothing is pruned ─► proof ─► before against after
 
-A run costs its start-up first of all (many seconds with torch on a GPU machine), so the number of runs is what is
-saved: bundles first, repeats only for close calls, when nothing else is left to try. A change is kept when the interval
-of its gain lies above 1 and the gain above 2%.
+A run costs its start-up first of all (many seconds with torch on a GPU machine), so there are few of them: bundles are
+tried first, and only close calls are repeated. A change is kept when the interval of its gain lies above 1 and the gain
+above 2%.
 """
 
 from __future__ import annotations
@@ -31,40 +31,32 @@ from flatout.fix.offers import (
     scaled_twice,
     with_changes,
 )
-from flatout.fix.pauses import Pauses, may_be_changed
-from flatout.fix.proof import Proof
-from flatout.fix.proof_runs import Proving
+from flatout.fix.proof_runs import ProofRunner, ProofVerdict, proof_steps, prove
 from flatout.fix.result import FixResult, ProgressListener, RunRecord
-from flatout.fix.runs import ProofRun, Run, Runner, seen_like
-from flatout.fix.speed import (
-    Speed,
-    gain_of_rarer_pauses,
-    pooled,
-    slower_pauses,
-    with_equal_steps,
-)
-from flatout.fix.speeds import Speeds
-from flatout.fix.time_budget import TimeBudget, compiling
+from flatout.fix.run_history import RunHistory
+from flatout.fix.runs import ProofRun, Run, Runner, RunOptions, runs_at_once
+from flatout.fix.speed import Speed, gain_of_rarer_pauses, pooled, slower_pauses, with_equal_steps
+from flatout.fix.time_budget import TimeBudget
 from flatout.launch.protocol import MOST_STEPS
 from flatout.model.errors import RealWriteError, UsageError
 from flatout.model.plan import Change, Figure, Verdict
-from flatout.model.stats import MIN_GAIN, ONE_RUN, USUAL_RUN_NOISE, Gain, gain
+from flatout.model.stats import MIN_GAIN, ONE_RUN, Gain, gain
 from flatout.trace import Trace
 
 FIRST_STEPS = 48
-STEADY_NOISE = 0.01  # from run to run, of a GPU that waits for nothing
-KNOWN_TO = 0.02  # how well the baseline is to be known …
-HARDLY_KNOWN_TO = 0.05  # … and when it is measured once more
 MEASURE_S = 6.0  # of training in a trial
-CLEAR = 1.25  # a gain that is believed before any run was repeated …
-CLEAR_IN_COMPANY = 2.0  # … and where others use the machine
-CLOSE_CALLS = 4  # runs more that a close call may take, the side with fewer of them first
-PROMISING = 1.15  # what hopes for more may take the time of the last comparison: both sides were measured before
-DRIFT = 0.05
-DRIFT_OF_AN_EPOCH = 0.2  # whose start and end a trial does not have
+KNOWN_TO = 0.02  # how well the baseline should be known …
+HARDLY_KNOWN_TO = 0.05  # … and when it is run once more
+COLD_STORAGE = 0.05  # of the time spent waiting for storage: the page cache is not warm yet
+BELIEVED_AT_ONCE = 1.25  # a gain that is believed before any run was repeated …
+BELIEVED_ON_BUSY_MACHINE = 2.0  # … and where others use the machine
+MOST_REPEATS = 4  # of runs, for a close call
+PROMISING = 1.15  # a close call this large is settled before anything else is tried
+PROOF_RUNS = 3  # time is set aside for so many: the command as it was, and two with what is kept
+DRIFT = 0.05  # of the machine, from the first run to the last, that deserves a remark …
+DRIFT_OF_AN_EPOCH = 0.2  # … over a whole epoch, whose start and end a trial does not have
 AT_CEILING = 1.05  # times as fast, and no more, it would be with its data at hand
 UNSTEADY = 0.08  # from run to run: what few repeats cannot see through
-COLD = 0.05  # of the time spent waiting for storage: the page cache is not warm yet
 
 
 class Search:
@@ -72,7 +64,7 @@ class Search:
 
     def __init__(
         self,
-        run: Runner,
+        runner: Runner,
         wishes: Wishes,
         *,
         budget_s: float,
@@ -80,280 +72,302 @@ class Search:
         progress: ProgressListener | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._start = run
+        self._runner = runner
         self._wishes = wishes
         self._steps = steps
         self._progress = progress or ProgressListener()
-        self._speeds = Speeds()
-        self._clear = CLEAR
-        self._undecided: list[Offer] = []  # looked like a gain, and could not be told from noise: once more, at the end
-        self._long: Run | None = None  # what was kept, over more than an epoch
-        self._sight: Trace | None = None  # of what was kept, with the latest X-ray and ceiling there are
-        self.found = FixResult()
-        self._purse = TimeBudget(self.found, budget_s, clock)
-        self._pauses = Pauses()
+        self._budget = TimeBudget(budget_s, clock)
+        self._history = RunHistory()
+        self._believed_at_once = BELIEVED_AT_ONCE
+        self._undecided: list[Offer] = []  # may be gains, and could not be told from noise: once more, at the end
+        self._epoch_run: Run | None = None  # of what is kept, over more than an epoch
+        self._ceiling_trace: Trace | None = None  # of what is kept, with the latest X-ray and ceiling there are
+        self.result = FixResult()
 
-    def go(self) -> FixResult:
+    def run(self) -> FixResult:
         """Everything, in order. An interruption ends it with what is known so far, and so does a real write."""
+        result = self.result
         try:
-            self._baseline()
-            self._improve()
+            self._measure_baseline()
+            self._try_offers()
             self._prune()
             self._prove()
-            self._headline()
+            self._compare_before_and_after()
         except KeyboardInterrupt:
-            self.found.stopped, self.found.interrupted = "interrupted", True
-            self._let_go_of_the_unproven("interrupted before the proof")
+            result.stopped, result.interrupted = "interrupted", True
+            self._drop_unproven("interrupted before the proof")
         except RealWriteError as problem:
-            self.found.stopped, self.found.written = "a trial has written to your files", problem.files
-            self._let_go_of_the_unproven("ended before the proof")
-        self.found.seconds = self._purse.spent_s
-        self.found.noise = noise = self._speeds.noise
+            result.stopped, result.written = "a trial has written to your files", problem.files
+            self._drop_unproven("ended before the proof")
+        result.seconds = self._budget.spent_s
+        result.noise = noise = self._history.noise
         if noise.repeats and noise.sd > UNSTEADY:
             self._remark(f"runs of the same plan vary by ±{noise.sd:.0%}: a gain below that may not have shown")
-        return self.found
+        return result
+
+    @property
+    def _before(self) -> Run:
+        """The latest run of the command as it was."""
+        assert self.result.before is not None
+        return self.result.before
+
+    @property
+    def _after(self) -> Run:
+        """The latest run of what is kept so far."""
+        assert self.result.after is not None
+        return self.result.after
 
     # -- the baseline -----------------------------------------------------------------------------------------------
 
-    def _baseline(self) -> None:
+    def _measure_baseline(self) -> None:
         steps = self._steps or FIRST_STEPS
         first = self._run("the command as it is", (), steps=steps, known_to=KNOWN_TO)
-        if (
-            first.speed is None
-            or first.trace is None
-            or first.hung
-            or (first.code != 0 and first.case.breakdown.steps < steps)
-        ):
+        failed_early = first.code != 0 and (first.trace is None or first.case.breakdown.steps < steps)
+        if first.speed is None or first.trace is None or first.hung or failed_early:
             raise UsageError(first.why_no_baseline(steps))
         if first.code != 0:
-            self._remark(f"the command does not end well by itself: {first.reason()}")
-        self.found.before = self.found.after = first
-        self._speeds.note((), first)
-        speed, case = first.speed, first.case
-        cold = case.storage_share >= COLD
-        affordable = self._purse.left_s > 5 * first.seconds
-        if self._steps is None and affordable and (speed.known_to > HARDLY_KNOWN_TO or cold):
-            again = self._run("the command once more", ())
-            if again.speed is not None and again.trace is not None and not again.hung:
-                faster = again.speed.value / speed.value
-                if cold and faster > 1 + DRIFT:
-                    self._remark(
-                        f"the first run read from a cold disk: the second was {faster:.2f}× as fast and counts"
-                    )
-                if cold:
-                    self._speeds.forget()
-                self._speeds.note((), again)
-                self.found.before = self.found.after = again
-        self._sight = self.before.trace
-        found = diagnose(self.before.trace) if self.before.trace is not None else ()
-        self._progress.say(f"{self._incumbent}: {found[0].title if found else 'nothing wrong was found'}")
+            self._remark(f"the command does not end well without any change: {first.reason()}")
+        self.result.before = self.result.after = first
+        self._history.note((), first)
+        cold = first.case.storage_share >= COLD_STORAGE
+        affordable = self._budget.left_s > 5 * first.seconds
+        if self._steps is None and affordable and (cold or first.speed.known_to > HARDLY_KNOWN_TO):
+            self._measure_baseline_again(first.speed, cold=cold)
+        self._ceiling_trace = self._before.trace
+        findings = diagnose(self._before.trace) if self._before.trace is not None else ()
+        title = findings[0].title if findings else "nothing wrong was found"
+        self._progress.say(f"{self._history.speeds(())[-1]}: {title}")
 
-    @property
-    def before(self) -> Run:
-        assert self.found.before is not None
-        return self.found.before
+    def _measure_baseline_again(self, first: Speed, *, cold: bool) -> None:
+        again = self._run("the command once more", ())
+        if again.speed is None or again.trace is None or again.hung:
+            return
+        faster = again.speed.value / first.value
+        if cold and faster > 1 + DRIFT:
+            self._remark(f"the first run read from a cold disk: the second was {faster:.2f}× as fast and counts")
+        if cold:
+            self._history.forget_speeds()
+        self._history.note((), again)
+        self.result.before = self.result.after = again
 
-    @property
-    def _now(self) -> Run:
-        """The run of what is kept so far."""
-        assert self.found.after is not None
-        return self.found.after
+    # -- which offer is next ----------------------------------------------------------------------------------------
 
-    # -- trials -----------------------------------------------------------------------------------------------------
-
-    def _improve(self) -> None:
+    def _try_offers(self) -> None:
+        """Offer after offer, until nothing promises more or there is no time for the next one and its proof."""
         while True:
             view = self._view()
-            wanted, self.found.withheld = offers(view, self._wishes)
-            wanted = [offer for offer in wanted if offer.promise >= MIN_GAIN]
-            affordable = [offer for offer in map(self._with_time_to_prove, wanted) if self._has_time_for(offer)]
-            if not affordable and self._may_look_at_an_epoch(view):
+            offered, self.result.withheld = offers(view, self._wishes)
+            promising = [offer for offer in offered if offer.promise >= MIN_GAIN]
+            affordable = [offer for offer in map(self._provable_part, promising) if self._affords(offer)]
+            if affordable:
+                self._try(affordable[0])
+            elif self._may_look_at_an_epoch(view):
                 self._look_at_an_epoch()
-                continue
-            if not affordable and self._undecided and self._purse.affords(self._undecided[0].changes):
+            elif self._undecided and self._affords(self._undecided[0]):
                 self._try(self._undecided.pop(0), again=True)
-                continue
-            if not wanted:
-                at_ceiling = view.case.has_ceiling and view.case.headroom < AT_CEILING
-                left = " of what --only and --skip leave" if self._wishes.only or self._wishes.skip else ""
-                why = "at the ceiling of the step itself" if at_ceiling else f"nothing{left} promises more"
-                unsure = ", ".join(offer.name for offer in self._undecided)
-                self.found.stopped = f"too little time was left to look again at {unsure}" if unsure else why
+            else:
+                self.result.untried = promising
+                self.result.stopped = self._why_stopped(view, promising)
                 return
-            if not affordable:
-                self.found.untried = wanted
-                self.found.stopped = self._too_short_for(wanted)
-                return
-            self._try(self._next_of(affordable))
 
-    def _with_time_to_prove(self, offer: Offer) -> Offer:
-        """It, or where there is no time for that, it without what takes the longest to prove: other rounding."""
+    def _view(self) -> View:
+        run = (self._epoch_run or self._after).with_ceiling_from(self._ceiling_trace)
+        assert run.trace is not None
+        assert self._before.trace is not None
+        gained = {}
+        for attempt in self.result.attempts:
+            if attempt.change in self.result.kept and attempt.gain is not None:
+                gained[attempt.change.name] = attempt.gain.value
+        return View(
+            trace=run.trace,
+            first=self._before.trace,
+            kept=self.result.kept,
+            gained=gained,
+            tried=self.result.tried,
+        )
+
+    def _provable_part(self, offer: Offer) -> Offer:
+        """The offer; where there is no time for its proof, without other rounding, which takes the longest to prove."""
         quick = tuple(change for change in offer.changes if change.safety != "equivalent")
-        return replace(offer, changes=quick) if quick and offer.splits and not self._has_time_for(offer) else offer
+        if quick and offer.splits and not self._affords(offer):
+            return replace(offer, changes=quick)
+        return offer
 
-    def _next_of(self, affordable: Sequence[Offer]) -> Offer:
-        """The first of them; but where there is no time for both, what promises most."""
-        first, best = affordable[0], max(affordable, key=lambda offer: offer.promise)
-        both_s = 1.1 * (self._trying_s(first) + self._trying_s(best))
-        reserve_s = self._purse.reserve_s((*first.changes, *best.changes), compare=best.promise < PROMISING)
-        return best if best.promise > first.promise and self._purse.left_s - reserve_s < both_s else first
+    def _why_stopped(self, view: View, promising: Sequence[Offer]) -> str:
+        if promising:
+            first = promising[0]
+            compare_s = self._seconds_again(self._before) + self._seconds_again(self._after)
+            needed_s = self._reserve_s(first.changes, compare=False) + self._trying_s(first) + compare_s
+            names = ", ".join(offer.name for offer in promising)
+            enough = self._budget.enough_m(needed_s)
+            return f"too little time was left to try and prove {names}: --budget {enough}m would do"
+        if self._undecided:
+            names = ", ".join(offer.name for offer in self._undecided)
+            return f"too little time was left to look again at {names}"
+        if view.case.has_ceiling and view.case.headroom < AT_CEILING:
+            return "at the ceiling of the step itself"
+        left = " of what --only and --skip leave" if self._wishes.only or self._wishes.skip else ""
+        return f"nothing{left} promises more"
 
-    def _has_time_for(self, offer: Offer) -> bool:
-        reserve_s = self._purse.reserve_s(offer.changes, compare=offer.promise < PROMISING)
-        return self._purse.left_s - reserve_s > self._trying_s(offer)
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    def _affords(self, offer: Offer) -> bool:
+        """Whether there is time for a trial of the offer, its proof and, if it promises little, the last comparison."""
+        reserve_s = self._reserve_s(offer.changes, compare=offer.promise < PROMISING)
+        return self._budget.left_s - reserve_s > self._trying_s(offer)
+
+    def _affords_runs(self, changes: Sequence[Change], runs: int = 1) -> bool:
+        """Whether there is time for so many runs with these changes too, beside what is set aside."""
+        plan = with_changes(self.result.kept, changes)
+        return self._budget.left_s - self._reserve_s(changes) > runs * self._budget.run_s(plan)
 
     def _trying_s(self, offer: Offer) -> float:
         """What a trial takes; one of pauses has a whole epoch, and needs another one to be compared with."""
         steps = self._epoch_steps() if offer.pauses else None
         if steps is None:
-            return self._purse.trial_s(offer.changes)
-        looked = self._long is not None or self._now.case.breakdown.steps >= steps
-        return (1 if looked else 2) * self._purse.cost_s(self._now, steps)
+            return self._budget.run_s(with_changes(self.result.kept, offer.changes))
+        looked = self._epoch_run is not None or self._after.case.breakdown.steps >= steps
+        return (1 if looked else 2) * self._seconds_again(self._after, steps)
 
-    def _too_short_for(self, wanted: Sequence[Offer]) -> str:
-        """What was not tried for want of time, and a budget that would do for the first of it."""
-        enough = self._purse.enough_m(wanted[0].changes, self._trying_s(wanted[0]))
-        names = ", ".join(offer.name for offer in wanted)
-        return f"too little time was left to try and prove {names}: --budget {enough}m would do"
+    def _reserve_s(self, changes: Sequence[Change] = (), *, compare: bool = True) -> float:
+        """The time set aside: for the proof of what is kept and these changes, and for before against after."""
+        plan = with_changes(self.result.kept, changes)
+        reserve_s = 0.0
+        if any(change.safety != "semantic" for change in plan):
+            training_s = proof_steps(plan) * (self._before.step_s + (PROOF_RUNS - 1) * self._after.step_s)
+            reserve_s += PROOF_RUNS * self._before.start_s + training_s + self._budget.compiled_again_s(plan)
+        if compare and self.result.kept:
+            reserve_s += self._seconds_again(self._before) + self._seconds_again(self._after)
+        return reserve_s
 
-    def _view(self) -> View:
-        run = self._long or self._now
-        assert run.trace is not None
-        assert self.before.trace is not None
-        assert self._sight is not None
-        attempts = [(a.change.name, a.gain) for a in self.found.attempts if a.change in self.found.kept]
-        return View(
-            trace=seen_like(run.trace, self._sight),
-            first=self.before.trace,
-            kept=self.found.kept,
-            gained={name: gained.value for name, gained in attempts if gained is not None},
-            tried=self.found.tried,
-        )
+    def _seconds_again(self, run: Run, steps: int | None = None) -> float:
+        """What a run takes once more, without X-ray and ceiling: so many steps, or as many as it had."""
+        training_s = run.case.breakdown.training_ms / 1e3 if steps is None else steps * run.step_s
+        return self._before.start_s + self._budget.compiled_again_s(run.changes) + training_s
+
+    # -- one trial --------------------------------------------------------------------------------------------------
 
     def _try(self, offer: Offer, *, again: bool = False) -> None:
-        if offer.pauses and self._long is None:
+        if offer.pauses and self._epoch_run is None:
             self._look_at_an_epoch()
+        plan = with_changes(self.result.kept, offer.changes)
         steps = self._epoch_steps() if offer.pauses else None
-        plan = with_changes(self.found.kept, offer.changes)
-        look_below_s = 0.0 if offer.computes_alike else self._now.step_s_at(self._incumbent, offer.changes)
+        # What is slower than what is kept need not be understood, and the same work has the same ceiling.
+        look_below_s = 0.0 if offer.computes_alike else self._after.step_s_at(self._speed_now, offer.changes)
         run = self._run(offer.name, plan, steps=steps, look_below_s=look_below_s)
-        if offer.pauses and not self._failed(run) and not self._pauses.are_rarer(run, offer.changes):
+        if offer.pauses and not self._failed(run) and not self._history.pauses_are_rarer(run, offer.changes):
             run = self._in_a_second_epoch(offer, run)
         if self._failed(run):
             if offer.splits:
-                self._progress.say(f"{offer.name}: {run.reason()}. One by one")
-                self._one_by_one(offer)
+                self._try_one_by_one(offer, run.reason())
             else:
                 self._decide(offer.changes, "unsafe", note=run.reason())
             return
-        changes = self._effective(offer.changes, run)
+        changes = self._applied(offer.changes, run)
         if not changes:
             return
-        if offer.pauses and not self._pauses.are_rarer(run, changes):
+        if offer.pauses and not self._history.pauses_are_rarer(run, changes):
             self._decide(changes, "undone", note="in a trial there are as many pauses as before")
             return
-        self._speeds.note(with_changes(self.found.kept, changes), run, long=offer.pauses)
-        gained, kept = self._judge(offer, changes, steady=self._taken_at_its_word(offer, run), patient=again)
-        if kept:
-            too_dear = self._too_dear(changes, run, gained)
-            if too_dear is not None:
-                self._decide(changes, "undone", gained, note=too_dear)
+        self._history.note(with_changes(self.result.kept, changes), run, long=offer.pauses)
+        self._settle(replace(offer, changes=changes), run, again=again)
+
+    def _settle(self, offer: Offer, run: Run, *, again: bool) -> None:
+        """Keep or undo what a trial has shown to run, or leave it for the end."""
+        gained, pays = self._judge(offer, patient=again)
+        if pays:
+            too_dear = self._compiling_too_dear(offer.changes, run, gained)
+            if too_dear:
+                self._decide(offer.changes, "undone", gained, note=too_dear)
             else:
-                self._keep(changes, run, gained, long=offer.pauses)
-        elif gained.value > 1 and gained.high >= MIN_GAIN and not again:
-            self._undecided.append(replace(offer, changes=changes))
-            self._decide(changes, "undone", gained, note=self._not_shown(gained, changes))
-        elif len(changes) > 1 and offer.worth_splitting and self._purse.affords(changes, runs=len(offer.parts)):
-            self._progress.say(f"{offer.name}: {gained}. One by one")
-            self._one_by_one(replace(offer, changes=changes))
-        else:
-            self._decide(changes, "undone", gained, note=self._not_shown(gained, changes))
+                self._keep(offer, run, gained)
+            return
+        open_still = gained.value > 1 and gained.high >= MIN_GAIN
+        if open_still and not again:
+            self._undecided.append(offer)
+        elif offer.worth_splitting and self._affords_runs(offer.changes, runs=len(offer.parts)):
+            self._try_one_by_one(offer, str(gained))
+            return
+        self._decide(offer.changes, "undone", gained, note=self._why_not_shown(gained, offer.changes))
 
-    def _not_shown(self, gained: Gain, changes: tuple[Change, ...]) -> str:
-        again = gained.value > MIN_GAIN and not self._purse.affords(changes)
-        return _shortfall(gained) + (", and what time is left is for proof and comparison" if again else "")
+    def _judge(self, offer: Offer, *, patient: bool) -> tuple[Gain, bool]:
+        """The gain of an offer that ran, and whether it pays.
 
-    def _one_by_one(self, offer: Offer) -> None:
+        One rule for repeats: while the answer is open, the side that has run less often runs again, four times at the
+        most. It is open until a repeat has shown the gain, or it is too large for noise, or it cannot reach 2%.
+        Small gains stay open until nothing else is left to try: then one is `patient`.
+        """
+        kept, new = self.result.kept, with_changes(self.result.kept, offer.changes)
+        repeats = 0
+        while True:
+            before, after = (self._history.speeds(plan, long=offer.pauses) for plan in (kept, new))
+            noise = self._history.noise_near(before, after)
+            compared = gain_of_rarer_pauses if offer.pauses else gain
+            gained = compared(before, after, noise)
+            shown = gained.low > 1 and gained.value > MIN_GAIN
+            # How long evaluation and checkpoints take was measured: that they are rarer is arithmetic.
+            believed = shown and (noise.repeats > 0 or offer.pauses or gained.value > self._believed_at_once)
+            if gained.high < MIN_GAIN or repeats >= MOST_REPEATS or not self._affords_runs(offer.changes):
+                return gained, shown
+            if believed or (gained.value < PROMISING and not patient):
+                return gained, believed
+            repeats += 1
+            plan, what = kept, "what is kept" if kept else "the command as it was"
+            if len(after) < len(before):
+                plan, what = new, offer.name
+            steps = self._epoch_steps() if offer.pauses else None
+            run = self._run(f"{what}, again ({gained} is close)", plan, steps=steps, look_below_s=0.0)
+            self._history.note(plan, run, long=offer.pauses)
+
+    def _why_not_shown(self, gained: Gain, changes: Sequence[Change]) -> str:
+        if gained.high < 1:
+            return f"{gained}: slower"
+        shown = "too little to be believed of so few runs" if gained.low > 1 else "no gain over 2% was shown"
+        if gained.value > MIN_GAIN and not self._affords_runs(changes):
+            shown += ", and what time is left is for proof and comparison"
+        return f"{gained}: {shown}"
+
+    def _try_one_by_one(self, offer: Offer, why: str) -> None:
+        self._progress.say(f"{offer.name}: {why}. One by one")
         for part in offer.parts:
-            if self._purse.affords(part.changes):
+            if self._affords_runs(part.changes):
                 self._try(part)
             else:
                 self._decide(part.changes, "undone", note="the budget was spent before it could be tried alone")
 
     def _failed(self, run: Run) -> bool:
-        return run.hung or run.speed is None or (run.code != 0 and run.code != self.before.code)
+        return run.hung or run.speed is None or (run.code != 0 and run.code != self._before.code)
 
-    def _effective(self, changes: Sequence[Change], run: Run) -> tuple[Change, ...]:
-        """Those that were really made; the others are told why not."""
-        left = []
+    def _applied(self, changes: Sequence[Change], run: Run) -> tuple[Change, ...]:
+        """Those that were really made in the run; of the others it is written down why not."""
+        applied = []
         for change in changes:
-            refused = run.why_not_made(change) or scaled_twice(change, self.before.case, run.case)
+            refused = run.why_not_applied(change) or scaled_twice(change, self._before.case, run.case)
             if refused:
                 self._decide((change,), "not applicable", note=refused)
             else:
-                left.append(change)
-        return tuple(left)
+                applied.append(change)
+        return tuple(applied)
 
-    def _taken_at_its_word(self, offer: Offer, run: Run) -> bool:
-        """Whether one run has to do: what else is to be tried leaves no time to come back to this offer, and where the
-        card is the limit, with it and without, and nobody else is here, runs hardly differ."""
-        view = self._view()
-        limited = (c.on_gpu and c.has_ceiling and c.headroom < AT_CEILING for c in (view.case, run.case))
-        if self._clear != CLEAR or not all(limited):
-            return False
-        others = [
-            one for one in offers(view, self._wishes)[0] if one.promise >= MIN_GAIN and one.changes != offer.changes
-        ]
-        later = [one for one in others if self._has_time_for(one)]
-        each_s = [self._trying_s(one) for one in (offer, *later)]
-        later_s = sum(each_s[1:]) + 2 * max(each_s)  # and what is compiled once is compiled in every run after it
-        every = (*offer.changes, *(change for one in later for change in one.changes))
-        return self._purse.left_s - self._purse.reserve_s(every, compare=False) < later_s
-
-    def _judge(self, offer: Offer, changes: tuple[Change, ...], *, steady: bool, patient: bool) -> tuple[Gain, bool]:
-        """The gain of these changes, and whether they pay. Close calls are run again with patience, promising ones
-        always: nothing else would show while training waits for what they mend."""
-        old, new = self.found.kept, with_changes(self.found.kept, changes)
-        repeats = 0
-        while True:
-            before, after = (self._speeds.of(plan, long=offer.pauses) for plan in (old, new))
-            noise = self._speeds.noise_near(before, after, usual=STEADY_NOISE if steady else USUAL_RUN_NOISE)
-            compared = gain_of_rarer_pauses if offer.pauses else gain
-            gained = compared(before, after, noise)
-            shown = gained.low > 1 and gained.value > MIN_GAIN
-            # How long evaluation and checkpoints take was measured: that they are rarer is arithmetic.
-            believed = shown and (steady or noise.repeats > 0 or offer.pauses or gained.value > self._clear)
-            if gained.high < MIN_GAIN or repeats >= CLOSE_CALLS or not self._purse.affords(changes):
-                return gained, shown
-            if (believed and gained.low > MIN_GAIN) or (not patient and (believed or gained.value < PROMISING)):
-                return gained, believed
-            repeats += 1
-            steps = self._epoch_steps() if offer.pauses else None
-            fewer = len(after) < len(before)
-            what, plan = (offer.name, new) if fewer else ("what is kept" if old else "the command as it was", old)
-            again = self._run(f"{what}, again ({gained} is close)", plan, steps=steps, look_below_s=0.0)
-            self._speeds.note(plan, again, long=offer.pauses)
-
-    def _keep(self, changes: tuple[Change, ...], run: Run, gained: Gain, *, long: bool) -> None:
-        earlier, self.found.kept = self.found.kept, with_changes(self.found.kept, changes)
-        assert run.trace is not None
-        assert self._sight is not None
-        self._sight = seen_like(run.trace, self._sight)
-        names = {change.name for change in changes}
-        replaced = [change for change in earlier if change not in self.found.kept and change.name not in names]
+    def _keep(self, offer: Offer, run: Run, gained: Gain) -> None:
+        changes = offer.changes
+        earlier, self.result.kept = self.result.kept, with_changes(self.result.kept, changes)
+        run = run.with_ceiling_from(self._ceiling_trace)
+        self._ceiling_trace = run.trace
         # A long run has other pauses in it; what it costs is judged by it alone.
-        self._long = run if long else None
-        if long:
-            self._speeds.note(self.found.kept, run)
+        if offer.pauses:
+            self._epoch_run = run
+            self._history.note(self.result.kept, run)
         else:
-            self.found.after = run = run.seen_like(self._sight)
-        if {change.safety for change in self.found.kept} <= {"identical", "reseeded"}:
-            self._purse.unrounded = run
+            self._epoch_run, self.result.after = None, run
+        names = {change.name for change in changes}
         if "loader" in names:
             self._undecided = [o for o in self._undecided if not {c.name for c in o.changes} <= LOADED_BY_HAND]
-        for change in replaced:
-            self._decide((change,), "undone", note=f"{all_in_words(changes)} takes its place")
-        self._decide(changes, "kept", gained, run=run, before=self._speeds.figure_without(changes, self.found.kept))
+        for change in earlier:
+            if change not in self.result.kept and change.name not in names:
+                self._decide((change,), "undone", note=f"{all_in_words(changes)} takes its place")
+        before = self._history.figure_without(changes, self.result.kept)
+        self._decide(changes, "kept", gained, run=run, before=before)
 
     def _decide(
         self,
@@ -365,193 +379,233 @@ class Search:
         run: Run | None = None,
         before: Figure | None = None,
     ) -> None:
-        """Write down what became of some changes, and tell it."""
-        self.found.write_down(changes, verdict, gained, note=note, run=run, before=before)
-        told = f": {note}" if note else f", {gained}" if gained else ""
-        self._progress.say(f"{all_in_words(changes)}: {verdict}{told}")
+        """Write down what became of some changes, and say it."""
+        self.result.write_down(changes, verdict, gained, note=note, run=run, before=before)
+        line = f"{all_in_words(changes)}: {verdict}"
+        if note:
+            line += f": {note}"
+        elif gained is not None:
+            line += f", {gained}"
+        self._progress.say(line)
 
-    def _too_dear(self, changes: Sequence[Change], run: Run, gained: Gain) -> str | None:
-        """Why compiling does not pay in the training as planned; None when it does, or when that is not known."""
+    def _compiling_too_dear(self, changes: Sequence[Change], run: Run, gained: Gain) -> str:
+        """Why compiling does not pay in the training as planned; empty where it does, or where that is not known."""
+        extra_s = run.start_s - self._after.start_s
         compiles = any(change.name == "compile" for change in changes)
-        cost = compiling(run, self._now, gained.value) if compiles else None
-        if cost is None or cost.pays is False:
-            return cost.said if cost is not None else None
-        self._remark(cost.said)
-        return None
+        if not compiles or run.speed is None or not run.case.loader.batch_size or extra_s <= 0:
+            return ""
+        pays_after = extra_s / ((gained.value - 1) / run.speed.value)
+        cost = f"compiling takes {extra_s:.0f} s and pays after {pays_after:,.0f} samples"
+        planned = run.planned_samples
+        if planned is not None and pays_after > planned:
+            return f"{cost}, more than the {planned:,.0f} of the whole training"
+        self._remark(cost)
+        return ""
 
     # -- evaluation and checkpoints ---------------------------------------------------------------------------------
 
     def _may_look_at_an_epoch(self, view: View) -> bool:
         """Whether pauses could be had less often, a short trial did not see them, and a longer one is affordable."""
-        if self._long is not None or not pause_knobs(view) or not may_be_changed(self._wishes):
-            return False
+        permitted = any(self._wishes.permits(Change(name=name, value=0, safety="semantic")) for name in PAUSES)
         steps = self._epoch_steps()
-        wanted = steps is not None and steps > self._steps_for(self._now)
-        return wanted and self._purse.left_s - self._purse.reserve_s() > 2 * self._purse.cost_s(self._now, steps or 0)
+        if self._epoch_run is not None or steps is None or not permitted or not pause_knobs(view):
+            return False
+        longer = steps > self._usual_steps(self._after)
+        return longer and self._budget.left_s - self._reserve_s() > 2 * self._seconds_again(self._after, steps)
 
     def _epoch_steps(self) -> int | None:
         """One epoch and a little more, at the batch size of what is kept; never less than a trial has."""
-        steps = self._now.case.steps_an_epoch
-        return max(math.ceil(1.1 * steps) + 5, self._steps_for(self._now)) if steps is not None else None
+        steps = self._after.case.steps_an_epoch
+        return max(math.ceil(1.1 * steps) + 5, self._usual_steps(self._after)) if steps is not None else None
 
     def _look_at_an_epoch(self) -> None:
-        steps, run = self._epoch_steps(), self._now
+        steps, run = self._epoch_steps(), self._after
         if steps is None or run.case.breakdown.steps < steps:  # else it was long enough already
             what = "a whole epoch, for its pauses" if steps is not None else "what is kept, for its pauses"
-            run = self._run(what, self.found.kept, steps=steps, look_below_s=0.0)
+            run = self._run(what, self.result.kept, steps=steps, look_below_s=0.0)
             if self._failed(run):
                 self._remark(f"its pauses could not be looked at: {run.reason()}")
-                run = self._now
-        self._pauses.look_at(run, self.found.kept)
-        self._speeds.note(self.found.kept, run, long=True)
-        self._long = run
+                run = self._after
+        self._history.look_at_pauses(run, self.result.kept)
+        self._history.note(self.result.kept, run, long=True)
+        self._epoch_run = run
 
     def _in_a_second_epoch(self, offer: Offer, run: Run) -> Run:
         """After the first one a script may evaluate in any case."""
         steps = 2 * (self._epoch_steps() or 0)
-        if not steps or self._purse.left_s - self._purse.reserve_s(offer.changes) < self._purse.cost_s(run, steps):
+        affordable = self._budget.left_s - self._reserve_s(offer.changes) >= self._seconds_again(run, steps)
+        if not steps or not affordable:
             return run
-        return self._run(f"{offer.name}, two epochs", with_changes(self.found.kept, offer.changes), steps=steps)
+        return self._run(f"{offer.name}, two epochs", with_changes(self.result.kept, offer.changes), steps=steps)
 
     # -- what pays nothing in company -------------------------------------------------------------------------------
 
     def _prune(self) -> None:
         """Take out, one at a time, what was kept in a bundle and changes rounding: it has to pay for itself."""
         unknown = []
-        for attempt in list(self.found.attempts):
+        for attempt in list(self.result.attempts):
             change = attempt.change
-            if change not in self.found.kept or not attempt.together or change.safety != "equivalent":
+            if change not in self.result.kept or not attempt.together or change.safety != "equivalent":
                 continue
-            if not self._purse.affords((change,)):
+            if not self._affords_runs((change,)):
                 unknown.append(change)
                 continue
-            without = tuple(other for other in self.found.kept if other.name != change.name)
+            without = tuple(other for other in self.result.kept if other.name != change.name)
             run = self._run(f"without {in_words(change)}", without, look_below_s=0.0)
             if self._failed(run):
                 continue
-            self._speeds.note(without, run)
-            pair = self._speeds.of(without), self._speeds.of(self.found.kept)
-            alone = gain(*pair, self._speeds.noise_near(*pair))
+            self._history.note(without, run)
+            before, after = self._history.speeds(without), self._history.speeds(self.result.kept)
+            alone = gain(before, after, self._history.noise_near(before, after))
             if alone.value >= MIN_GAIN:
-                self.found.amend(attempt, gain=alone, together=())
-                self._progress.say(f"{in_words(change)} by itself: {alone}")
+                self.result.amend(attempt, gain=alone, together=())
+                self._progress.say(f"{in_words(change)} alone: {alone}")
             else:
-                self.found.kept, self.found.after, self._long = without, run.seen_like(self._sight), None
+                self.result.kept = without
+                self.result.after, self._epoch_run = run.with_ceiling_from(self._ceiling_trace), None
                 self._decide((change,), "undone", alone, note=f"{alone}: brings nothing beside the others")
         if unknown:
-            self._remark(f"no time to see what each brings by itself: {', '.join(map(in_words, unknown))}")
+            self._remark(f"no time to see what each brings alone: {', '.join(map(in_words, unknown))}")
 
-    # -- proof: what `Proving` wants of us ----------------------------------------------------------------------------
+    # -- proof ------------------------------------------------------------------------------------------------------
 
     def _prove(self) -> None:
-        reseeded, identical, rounded = map(self.found.kept_as, ("reseeded", "identical", "equivalent"))
-        if not reseeded and not identical and not rounded:
+        if all(change.safety == "semantic" for change in self.result.kept):
             return
-        if not self.has_time():
-            self._let_go_of_the_unproven("the budget was spent before the proof")
+        if self._budget.left_s <= 0:
+            self._drop_unproven("the budget was spent before the proof")
             return
-        Proving(self).prove(reseeded, identical, rounded)
+        runner = ProofRunner(
+            run=self._run_proof,
+            side_by_side=runs_at_once(self._before, self._after) > 1,
+            has_time=lambda: self._budget.left_s > 0,
+            say=self._progress.say,
+        )
+        for verdict in prove(runner, self.result.kept):
+            self._apply(verdict)
 
-    def has_time(self) -> bool:
-        return self._purse.left_s > 0
-
-    @property
-    def room(self) -> int:
-        return self._purse.room
-
-    def prove_with(self, what: str, wanted: Sequence[ProofRun]) -> list[Run]:
-        self._progress.run_begins(f"proof: {what}", self._purse.left_s)
-        at_once, began_s = min(len(wanted), self.room), self._purse.spent_s
-        runs = self._start.prove(wanted, timeout_s=self._purse.proof_timeout_s(wanted, at_once), at_once=at_once)
-        took_s = self._purse.spent_s - began_s
-        self.found.trials.append(RunRecord(what=f"proof: {what}", seconds=took_s, speed=None))
+    def _run_proof(self, what: str, wanted: Sequence[ProofRun]) -> list[Run]:
+        self._progress.run_begins(f"proof: {what}", self._budget.left_s)
+        at_once, began_s = min(len(wanted), runs_at_once(self._before, self._after)), self._budget.spent_s
+        # Side by side, they take turns on a busy GPU.
+        crowded = 1 + (at_once - 1) * (self._after.case.busy_share or 0.0)
+        longest_s = max(self._seconds_again(self._before, one.steps) for one in wanted)
+        compiling_s = max(self._budget.compiled_again_s(one.changes) for one in wanted)
+        timeout_s = crowded * self._budget.timeout_s(longest_s + compiling_s)
+        timeout_s = min(timeout_s, 2 * max(0.0, self._budget.left_s) + 30)
+        runs = self._runner.prove(wanted, timeout_s=timeout_s, at_once=at_once)
+        took_s = self._budget.spent_s - began_s
+        self.result.trials.append(RunRecord(what=f"proof: {what}", seconds=took_s, speed=None))
         return runs
 
-    def said(self, line: str) -> None:
-        self._progress.say(line)
-
-    def proven(self, changes: Sequence[Change], proof: Proof) -> None:
-        """Write the proof down; what has none is let go."""
-        for change in changes:
-            attempt = self.found.attempt_at(change)
+    def _apply(self, verdict: ProofVerdict) -> None:
+        """Write a proof down; what has none is dropped."""
+        proof = verdict.proof
+        for change in verdict.changes:
+            attempt = self.result.attempt_at(change)
             if proof.holds:
-                self.found.amend(attempt, outcome=replace(attempt.outcome, proof=proof.text))
+                self.result.amend(attempt, outcome=replace(attempt.outcome, proof=proof.text))
             else:
-                self.found.let_go(change, f"{proof.standing}: {proof.text}")
-        self._progress.say(f"proof, {all_in_words(changes)}: {proof.standing} ({proof.text})")
+                self.result.drop(change, f"{proof.standing}: {proof.text}")
+        self._progress.say(f"proof, {all_in_words(verdict.changes)}: {proof.standing} ({proof.text})")
 
-    def _let_go_of_the_unproven(self, why: str) -> None:
-        """Rounding that was not looked at is not kept; the rest stays, and says so."""
-        for change in self.found.kept:
-            attempt = self.found.attempt_at(change)
+    def _drop_unproven(self, why: str) -> None:
+        """Other rounding without a proof is not kept; the rest stays, and says so."""
+        for change in self.result.kept:
+            attempt = self.result.attempt_at(change)
             if attempt.outcome.proof or change.safety == "semantic":
                 continue
             if change.safety == "equivalent":
-                self.found.let_go(change, f"not proven: {why}")
+                self.result.drop(change, f"not proven: {why}")
             else:
-                self.found.amend(attempt, outcome=replace(attempt.outcome, proof=f"not proven: {why}"))
+                self.result.amend(attempt, outcome=replace(attempt.outcome, proof=f"not proven: {why}"))
 
     # -- before against after ---------------------------------------------------------------------------------------
 
-    def _headline(self) -> None:
-        """Both once more, side by side; the machine may have changed since the first run."""
-        kept = self.found.kept
+    def _compare_before_and_after(self) -> None:
+        """The headline: both sides once more, one after the other; the machine may have changed since the first run."""
+        kept = self.result.kept
         if not kept:
             return
         paused = any(change.name in PAUSES for change in kept)
         steps = self._epoch_steps() if paused else None  # None, too, where an epoch has no length: a trial has to do
-        in_time = paused and self._purse.comparing_s(steps) < self._purse.left_s
-        long = in_time or (paused and all(self._speeds.of(plan, long=True) for plan in ((), kept)))
+        long = paused and (
+            self._has_time_to_compare(steps) or all(self._history.speeds(plan, long=True) for plan in ((), kept))
+        )
         if paused and not long:
             self._remark("the gain is that of the steps alone: there was no time for a whole epoch as it was")
             steps = None
-        rarer = long and all(change.name in PAUSES for change in kept)  # steps take as long as before, but for luck
-        first, fresh = self._speeds.of(())[0], None
-        measured = bool(self._speeds.of(kept, long=long))
-        if in_time if long else self._purse.left_s > (self._purse.comparing_s() if measured else 0.0):
+        # Where only pauses changed, steps take as long as before but for luck.
+        equal_steps = long and all(change.name in PAUSES for change in kept)
+        measured = bool(self._history.speeds(kept, long=long))
+        fresh: list[Speed] = []
+        if self._has_time_to_compare(steps) or (not measured and self._budget.left_s > 0):
             old = self._run("the command as it was, again", (), steps=steps, look_below_s=0.0)
             new = self._run("with all that was kept", kept, steps=steps, look_below_s=0.0)
-            cut_off = new.hung and not self.has_time()
+            cut_off = new.hung and self._budget.left_s <= 0
             if self._failed(new) and not cut_off:
-                self._let_go_of_all(kept, f"failed: with all that was kept, {new.reason()}")
+                self._drop_all(f"failed: with all that was kept, {new.reason()}")
                 return
-            if not cut_off and not self._failed(old) and old.speed is not None and new.speed is not None:
-                self.found.before, self.found.after = old.seen_like(self.before.trace), new.seen_like(self._sight)
-                both = with_equal_steps([old.speed], [new.speed]) if rarer else ([old.speed], [new.speed])
-                fresh = gain(_counting(long, both[0]), _counting(long, both[1]), ONE_RUN).value
-                drift = old.speed.value / first.value
-                if abs(math.log(drift)) > (DRIFT_OF_AN_EPOCH if long else DRIFT):
-                    self._remark(f"the machine drifted: the command as it was ran at {drift:.2f}× its first speed")
-                self._speeds.note((), old, long=long)
-                self._speeds.note(kept, new, long=long)
+            if not self._failed(new) and not self._failed(old):
+                fresh = self._note_last_runs(old, new, long=long)
         elif measured:
-            self.found.after = self._long or self.found.after
+            self.result.after = self._epoch_run or self._after
             self._remark("no time was left to measure before and after once more: the gain is that of the trials")
-        before, after = (self._speeds.of(plan, long=long) for plan in ((), kept))
+        before, after = (self._history.speeds(plan, long=long) for plan in ((), kept))
         if not before or not after:  # interrupted in between, or a proof has taken something away
             self._remark("what was kept in the end was not measured as a whole")
             return
-        for mind in (self._now.short_epoch, "" if long else slower_pauses(before[-1], after[-1])):
-            if mind:
-                self._remark(mind)
-        before, after = with_equal_steps(before, after) if rarer else (before, after)
-        # Both were measured early and late: a machine that drifts treats them alike.
-        noise = self._speeds.noise_near(before, after)
-        self.found.gain = gain(_counting(long, before), _counting(long, after), noise)
-        self.found.speeds, self.found.paused = (pooled(before), pooled(after)), long
-        self._progress.say(f"before → after: {self.found.gain}")
-        # What was kept was picked for how fast it looked: the last runs have to say so too, or all of them be sure.
-        unconfirmed = self.found.gain.low <= 1 if fresh is None else fresh < 1
-        if self.found.gain.value < MIN_GAIN or unconfirmed:
-            self._let_go_of_all(kept, f"not confirmed: {self.found.gain} in the end, with all that was kept")
+        for remark in (self._after.short_epoch, "" if long else slower_pauses(before[-1], after[-1])):
+            if remark:
+                self._remark(remark)
+        self._conclude(before, after, fresh, long=long, equal_steps=equal_steps)
 
-    def _let_go_of_all(self, kept: Sequence[Change], why: str) -> None:
-        for change in kept:
-            self.found.let_go(change, why)
-        self.found.gain = None
-        self._remark("what had been kept was not confirmed by the last comparison, and was let go")
+    def _has_time_to_compare(self, steps: int | None) -> bool:
+        both_s = self._seconds_again(self._before, steps) + self._seconds_again(self._after, steps)
+        return both_s < self._budget.left_s
 
-    # -- runs, time and noise ---------------------------------------------------------------------------------------
+    def _note_last_runs(self, old: Run, new: Run, *, long: bool) -> list[Speed]:
+        assert old.speed is not None
+        assert new.speed is not None
+        drift = old.speed.value / self._history.speeds(())[0].value
+        self.result.before = old.with_ceiling_from(self._before.trace)
+        self.result.after = new.with_ceiling_from(self._ceiling_trace)
+        if abs(math.log(drift)) > (DRIFT_OF_AN_EPOCH if long else DRIFT):
+            self._remark(f"the machine drifted: the command as it was ran at {drift:.2f}× its first speed")
+        self._history.note((), old, long=long)
+        self._history.note(self.result.kept, new, long=long)
+        return [old.speed, new.speed]
+
+    def _conclude(
+        self, before: Sequence[Speed], after: Sequence[Speed], fresh: Sequence[Speed], *, long: bool, equal_steps: bool
+    ) -> None:
+        """The gain of all that was kept, over all runs: both sides were measured early and late, so that a machine that
+        drifts treats them alike. `fresh`: the last run of each."""
+
+        def compared(before: Sequence[Speed], after: Sequence[Speed], *, alone: bool) -> Gain:
+            noise = ONE_RUN if alone else self._history.noise_near(before, after)
+            if equal_steps:
+                before, after = with_equal_steps(before, after)
+            if long:
+                before, after = ([run.counting_pauses for run in side] for side in (before, after))
+            return gain(before, after, noise)
+
+        self.result.gain = gained = compared(before, after, alone=False)
+        sides = with_equal_steps(before, after) if equal_steps else (before, after)
+        self.result.speeds, self.result.paused = (pooled(sides[0]), pooled(sides[1])), long
+        self._progress.say(f"before → after: {gained}")
+        # What was kept was picked for how fast it looked: the last runs have to agree, or all of them be sure.
+        confirmed = compared(fresh[:1], fresh[1:], alone=True).value >= 1 if fresh else gained.low > 1
+        if gained.value < MIN_GAIN or not confirmed:
+            self._drop_all(f"not confirmed: {gained} in the end, with all that was kept")
+
+    def _drop_all(self, why: str) -> None:
+        for change in self.result.kept:
+            self.result.drop(change, why)
+        self.result.gain = None
+        self._remark("what had been kept was not confirmed by the last comparison, and was dropped")
+
+    # -- runs -------------------------------------------------------------------------------------------------------
 
     def _run(
         self,
@@ -562,55 +616,45 @@ class Search:
         known_to: float = math.inf,
         look_below_s: float | None = None,
     ) -> Run:
-        self._progress.run_begins(what, self._purse.left_s)
-        wanted = steps or self._steps_for(self._now if changes else self.before)
-        run = self._start(
-            changes,
+        self._progress.run_begins(what, self._budget.left_s)
+        first = self.result.before is None
+        wanted = steps or self._usual_steps(self._after if changes else self._before)
+        expected_s = (
+            0.0 if first else self._seconds_again(self._before, wanted) + self._budget.compiled_again_s(changes)
+        )
+        options = RunOptions(
             steps=wanted,
-            timeout_s=self._purse.timeout_s(changes, wanted),
+            timeout_s=self._budget.timeout_s(max(expected_s, self._budget.run_s(changes))),
             at_least_s=MEASURE_S if self._ends_by_time else 0.0,
             known_to=known_to,
             look_below_s=look_below_s,
         )
-        self.found.trials.append(RunRecord(what=what, seconds=run.seconds, speed=run.speed))
-        if self._clear == CLEAR and run.in_company:
-            self._clear = CLEAR_IN_COMPANY
+        run = self._runner.run(changes, options)
+        self.result.trials.append(RunRecord(what=what, seconds=run.seconds, speed=run.speed))
+        if run.speed is not None and (first or steps is None):
+            self._budget.note(changes, run.seconds)
+        if self._believed_at_once == BELIEVED_AT_ONCE and run.in_company:
+            self._believed_at_once = BELIEVED_ON_BUSY_MACHINE
             self._remark("others use this machine: a gain may not show, run it again when it is quiet")
-        return self._pauses.as_planned(run, changes)
+        return self._history.with_planned_pauses(run, changes)
 
     @property
-    def _incumbent(self) -> Speed:
-        return self._speeds.of(self.found.kept)[-1]
+    def _speed_now(self) -> Speed:
+        return self._history.speeds(self.result.kept)[-1]
 
     @property
     def _ends_by_time(self) -> bool:
         """Whether a trial goes on until it has trained for some seconds; several ranks would not agree on when."""
-        alone = self.found.before is None or self.before.case.rank.info.world_size == 1
+        alone = self.result.before is None or self._before.case.rank.info.world_size == 1
         return alone and self._steps is None
 
-    def _steps_for(self, run: Run) -> int:
+    def _usual_steps(self, run: Run) -> int:
         """More than the batches that lie ready at the start; where steps alone say when it ends, for some seconds."""
         if self._steps is not None:
             return self._steps
-        case = run.case
-        step_s = max(1e-4, (case.breakdown.step_ms.mean or 0.0) / 1e3)
-        enough = 0.0 if self._ends_by_time else MEASURE_S / step_s
+        enough = 0.0 if self._ends_by_time else MEASURE_S / max(1e-4, run.step_s)
         return int(min(MOST_STEPS, max(FIRST_STEPS, enough)))
 
     def _remark(self, text: str) -> None:
-        self.found.remarks.append(text)
+        self.result.remarks.append(text)
         self._progress.say(text)
-
-
-def _shortfall(gained: Gain) -> str:
-    """Why it does not count."""
-    if gained.high < 1:
-        return f"{gained}: slower"
-    if gained.low > 1:
-        return f"{gained}: too little to be believed of so few runs"
-    return f"{gained}: no gain over 2% was shown"
-
-
-def _counting(pauses: bool, runs: Sequence[Speed]) -> list[Speed]:
-    """The runs with or without evaluation and checkpoints in their time."""
-    return [run.counting_pauses for run in runs] if pauses else list(runs)

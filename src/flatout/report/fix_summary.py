@@ -344,7 +344,7 @@ def _attempt_to_json(attempt: Attempt, permanently: str | None = None) -> dict[s
         "after": _as_dict(outcome.after),
         "proof": outcome.proof,
         "why": outcome.note,
-        "made": attempt.made,
+        "made": attempt.how,
         "where": attempt.where,
         "also": list(attempt.also),
         "permanently": permanently,

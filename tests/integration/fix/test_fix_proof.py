@@ -104,7 +104,7 @@ class Trials:
             wanted = ProofRun(changes=(change,), steps=220, leads=int(leads), follows=int(not leads))
             (run,) = self._launcher.prove([wanted], timeout_s=100)
             assert run.code == 0, run.output
-            assert run.made, run.refused
+            assert run.applied, run.refused
             self._made[knob, value] = run
         return self._made[knob, value]
 
@@ -269,7 +269,7 @@ def test_a_compiled_model_that_draws_random_numbers_draws_the_same_in_a_proof(tm
     compiled = (Change(name="compile", value="default", safety="equivalent"),)
     (plain,) = launcher.prove([ProofRun(changes=(), steps=220, leads=1)], timeout_s=100)
     (after,) = launcher.prove([ProofRun(changes=compiled, steps=220, follows=1)], timeout_s=170)
-    assert "compile" in after.made, after.refused
+    assert "compile" in after.applied, after.refused
     proof = same_loss(plain, after)
     assert proof.standing == "equivalent", proof.text
 

@@ -14,6 +14,7 @@ from simulated_world import Machine, World, flag
 
 from flatout.diagnose.knobs import knobs
 from flatout.fix.offers import View, Wishes, not_offered, offers, scaled_twice
+from flatout.fix.runs import RunOptions
 from flatout.model.errors import UsageError
 from flatout.model.facts import SettingsRead
 from flatout.model.plan import Change
@@ -24,7 +25,7 @@ LAUNCHES = {"idle_by_phase_ms": {"forward": 60.0}, "kernel_us": Sketch.of([3.0] 
 
 
 def view(world: World, **more: Any) -> View:
-    trace = world((), steps=48, timeout_s=60).trace
+    trace = world.run((), RunOptions(steps=48, timeout_s=60)).trace
     assert trace is not None
     return View(trace=trace, first=trace, **more)
 
@@ -90,7 +91,7 @@ def test_what_is_asked_for_cannot_be_skipped(option: str) -> None:
 def test_there_is_an_evaluation_left(settings: dict[str, int], value: int | None) -> None:
     (name, every), *others = settings.items()
     world = World(machine=Machine(eval_s=2.0), length=19_200, settings=[flag(name, every, **dict(others))])
-    seen = View(trace=(made := world((), steps=330, timeout_s=60).trace), first=made)
+    seen = View(trace=(made := world.run((), RunOptions(steps=330, timeout_s=60)).trace), first=made)
     changes = [change for offer in offers(seen, Wishes.of(allow="all"))[0] for change in offer.changes]
     assert [change.value for change in changes if change.name == "eval_interval"] == ([value] if value else [])
 

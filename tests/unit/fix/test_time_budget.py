@@ -1,92 +1,73 @@
-"""What a proof and a comparison are thought to take."""
+"""What is left of a fix's time, what a run is expected to take, and how many runs go side by side."""
 
 from __future__ import annotations
 
 import pytest
-from simulated_world import START_S, Machine, World
+from simulated_world import World
 
-from flatout.fix.proof_runs import IDENTITY_STEPS, PARITY_STEPS
-from flatout.fix.result import FixResult
-from flatout.fix.time_budget import COMPILED_AGAIN, COMPILING_S, TimeBudget
+from flatout.fix.runs import RunOptions, runs_at_once
+from flatout.fix.time_budget import COMPILED_AGAIN, COMPILING_S, TUNING_S, TimeBudget
 from flatout.model.plan import Change
 
-BF16 = Change(name="precision", value="bf16", safety="equivalent")
 ELASTIC = Change(name="loader", value="elastic", safety="reseeded")
-PREFETCHED = Change(name="device_prefetch", value=True, safety="identical")
 COMPILED = Change(name="compile", value="default", safety="equivalent")
-LARGER = Change(name="batch_size", value=128, safety="semantic")
-ROOMY = {"memory_reserved_bytes": 1 << 30}
+TUNED = Change(name="compile", value="max-autotune", safety="equivalent")
 
 
-def purse(world: World, *kept: Change) -> TimeBudget:
-    before, now = (world(plan, steps=48, timeout_s=60, at_least_s=6.0) for plan in ((), kept))
-    return TimeBudget(FixResult(before=before, after=now, kept=kept), 240.0, lambda: 0.0)
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
-@pytest.mark.parametrize("busy", [0.2, 1.0])
-def test_runs_side_by_side_share_the_card(busy: float) -> None:
-    """GIVEN two runs of 100 ms a step, and one of half that THEN a card that is busy all the time takes their sum."""
-    at_work = purse(World(machine=Machine(compute_ms=100.0, busy=busy), facts=ROOMY), BF16)
-    longest_s, all_s = PARITY_STEPS * 0.1, PARITY_STEPS * (0.1 + 0.05 + 0.1)
-    expected_s = max(1.5 * (START_S + longest_s), START_S + busy * all_s)
-    assert at_work.reserve_s(compare=False) == pytest.approx(expected_s, rel=0.1)
+def test_what_was_spent_is_gone() -> None:
+    clock = Clock()
+    budget = TimeBudget(240.0, clock)
+    clock.now_s += 100
+    assert (budget.spent_s, budget.left_s) == (100, 140)
 
 
-def test_runs_side_by_side_share_the_cores_and_those_without_room_come_after_them() -> None:
-    """GIVEN workers that keep every core busy THEN all of it is theirs to do; and half the room takes twice as long."""
-    every = (ELASTIC, PREFETCHED, BF16)
-    loading = World(machine=Machine(compute_ms=100.0, busy=0.1), facts=ROOMY, cpu_pct=100.0)
-    training_s = IDENTITY_STEPS * (0.1 + 0.1) + PARITY_STEPS * (0.1 + 0.05 + 0.1)
-    assert purse(loading, *every).reserve_s(compare=False) == pytest.approx(START_S + training_s, rel=0.1)
-    crowded = World(machine=Machine(compute_ms=100.0, busy=1.0), facts={"memory_reserved_bytes": 40 << 30})
-    assert purse(crowded, *every).room == 2
-    two_of_them_s = 1.5 * (2 * START_S + 2 * PARITY_STEPS * 0.1)  # what is compared with, and it again
-    assert purse(crowded, *every).reserve_s(compare=False) == pytest.approx(two_of_them_s, rel=0.1)
+def test_a_run_is_expected_to_take_as_long_as_the_longest_so_far() -> None:
+    budget = TimeBudget(240.0, Clock())
+    for seconds in (16.0, 20.0, 12.0):
+        budget.note((), seconds)
+    assert budget.run_s([ELASTIC]) == 20
 
 
-@pytest.mark.parametrize(("gib", "room"), [(2, 8), (20, 4), (50, 1), (200, 1)])
-def test_as_many_go_side_by_side_as_the_hosts_memory_holds(gib: int, room: int) -> None:
-    """GIVEN a card with room for many, sixteen cores, and 120 GiB of memory that nobody uses."""
-    assert purse(World(facts=ROOMY, host_gib=gib), ELASTIC).room == room
+def test_what_compiling_takes_is_guessed_until_it_is_seen_and_less_from_then_on() -> None:
+    budget = TimeBudget(240.0, Clock())
+    budget.note((), 20.0)
+    assert budget.run_s([ELASTIC, COMPILED]) == 20 + COMPILING_S
+    assert budget.run_s([TUNED]) == 20 + TUNING_S
+    budget.note([COMPILED], 50.0)
+    assert budget.run_s([ELASTIC, COMPILED]) == 20 + COMPILED_AGAIN * 30
+    assert budget.run_s([ELASTIC]) == 20
+    assert budget.run_s([TUNED]) == 20 + TUNING_S
 
 
-@pytest.mark.parametrize(("batch", "again"), [((), COMPILED_AGAIN), ((LARGER,), 1.0)])
-def test_a_proof_compiles_anew_where_the_batch_has_been_another_since(batch: tuple[Change, ...], again: float) -> None:
-    world = World(machine=Machine(compute_ms=100.0, busy=0.2), facts=ROOMY)
-    eager, compiled = (purse(world, *batch).reserve_s(plan, compare=False) for plan in ((BF16,), (BF16, COMPILED)))
-    assert compiled - eager == pytest.approx(again * COMPILING_S, abs=2)
+def test_a_run_that_takes_several_times_as_long_as_expected_is_ended() -> None:
+    clock = Clock()
+    budget = TimeBudget(600.0, clock)
+    assert budget.timeout_s(0.0) == 600  # the first: nobody knows what it takes
+    budget.note((), 20.0)
+    assert budget.timeout_s(20.0) == 140
+    clock.now_s += 590
+    assert budget.timeout_s(20.0) == 40, "the budget is not overrun by much"
 
 
-def test_weights_that_go_from_run_to_run_take_their_time() -> None:
-    """GIVEN 10 million of them THEN 44 times; of very many only as many as there is room for."""
-
-    def reserve_s(weights: float) -> float:
-        facts = ROOMY | {"parameters": int(weights)}
-        return purse(World(machine=Machine(compute_ms=20.0, busy=0.2), facts=facts), BF16).reserve_s(compare=False)
-
-    assert reserve_s(10e6) - reserve_s(0) == pytest.approx(1.5 * 11, rel=0.1)
-    assert reserve_s(1e9) - reserve_s(0) == pytest.approx(1.5 * 18, rel=0.1)
+@pytest.mark.parametrize(("needed_s", "minutes"), [(100, 5), (240, 5), (300, 6), (600, 11)])
+def test_a_budget_that_would_do_is_in_whole_minutes_and_a_little_more(needed_s: float, minutes: int) -> None:
+    assert TimeBudget(240.0, Clock()).enough_m(needed_s) == minutes
 
 
-def test_what_changes_learning_takes_no_proof() -> None:
-    assert purse(World(), LARGER).reserve_s(compare=False) == 0
-
-
-def test_what_other_rounding_is_held_against_may_be_faster_than_the_command_as_it_was() -> None:
-    starved = purse(World(machine=Machine(data_ms=400.0, compute_ms=20.0), facts=ROOMY), ELASTIC, BF16)
-    slow_s = starved.reserve_s(compare=False)
-    starved.unrounded = World(machine=Machine(compute_ms=20.0))((), steps=48, timeout_s=60)
-    assert starved.reserve_s(compare=False) < slow_s / 2
-
-
-def test_what_was_compiled_once_starts_sooner() -> None:
-    compiled = purse(World(machine=Machine(compute_ms=100.0)), COMPILED)
-    now = compiled._now
-    again_s = compiled.cost_s(now, 10) - 10 * 0.08
-    assert now.seconds - 6 > START_S + 20
-    assert again_s == pytest.approx(START_S + COMPILED_AGAIN * 25, abs=2)
-
-
-def test_what_promises_much_may_take_the_time_of_the_comparison() -> None:
-    at_work = purse(World(), BF16)
-    assert at_work.reserve_s() > at_work.reserve_s(compare=False) + 2 * START_S
+@pytest.mark.parametrize(
+    ("reserved_gib", "host_gib", "room"),
+    [(1, 2, 8), (1, 20, 4), (1, 50, 1), (1, 200, 1), (40, 2, 2), (100, 2, 1)],
+    ids=["cores", "host memory", "half of it", "more than there is", "GPU memory", "a full GPU"],
+)
+def test_as_many_runs_go_side_by_side_as_have_room(reserved_gib: int, host_gib: int, room: int) -> None:
+    """GIVEN a GPU with 140 GiB, sixteen cores, and 120 GiB of memory that nobody uses."""
+    world = World(facts={"memory_reserved_bytes": reserved_gib << 30}, host_gib=host_gib)
+    run = world.run((), RunOptions(steps=48, timeout_s=60))
+    assert runs_at_once(run, run) == room

@@ -31,7 +31,7 @@ from flatout.report.terminal import FixProgress, show
 
 
 def fixed(world: World, allow: str = "", price: Price | None = None, budget_s: float = 600, only: str = "") -> Report:
-    found = Search(world, Wishes.of(allow=allow, only=only), budget_s=budget_s, clock=world.clock).go()
+    found = Search(world, Wishes.of(allow=allow, only=only), budget_s=budget_s, clock=world.clock).run()
     return report_fix(found, ("python", "train.py"), "flatout-plan.yaml", price)
 
 
@@ -269,7 +269,7 @@ def test_in_a_pipe_the_progress_is_lines() -> None:
     console = Console(file=io.StringIO(), width=80, highlight=False)
     world = World(machine=Machine(data_ms=80.0), workers=0)
     with FixProgress(console, 600) as progress:
-        Search(world, Wishes(), budget_s=600, clock=world.clock, progress=progress).go()
+        Search(world, Wishes(), budget_s=600, clock=world.clock, progress=progress).run()
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert lines[0] == "… the command as it is (10 min 0 s left)"
     assert any(line.startswith("elastic loader + device_prefetch: kept, 4.") for line in lines)
