@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from flatout.check.settings import read_data
 from flatout.engine import load as load_config
 from flatout.model.errors import PlanError, UsageError
-from flatout.model.inputs import MOST_NODES, load_json, load_yaml, text_of
+from flatout.model.inputs import MOST_NODES, UNREAD, load_json, load_yaml, read_settings, text_of
 from flatout.model.plan import Plan
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -63,16 +62,24 @@ def test_configs_that_are_checked_are_read_that_way(tmp_path: Path, name: str) -
     path = tmp_path / "file.yaml"
     path.write_text(BAD[name][0])
     with pytest.raises(UsageError, match="line"):
-        read_data(path)
+        read_settings(path)
 
 
-def test_what_only_its_own_loader_knows_is_unknown_to_a_check(tmp_path: Path) -> None:
+def test_what_only_another_program_can_read_is_unread(tmp_path: Path) -> None:
     path = tmp_path / "file.yaml"
     path.write_text("lr: 1\nlr: 2\nwhen: 2001-99-99\nwhat: !mine {a: 1}\nmodel: !!timestamp soon\n")
-    found = {".".join(name): value for name, value in read_data(path)}
-    assert found["lr"].what == 2
-    assert not found["when"].known
-    assert not found["model"].known
+    settings = {".".join(name): value for name, (value, _) in read_settings(path).items()}
+    assert settings["lr"] == 2
+    assert settings["when"] is settings["model"] is UNREAD
+
+
+def test_settings_know_their_lines_and_what_is_merged_into_them(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("base: &base\n  lr: 0.1\n  deep: !mine 3\ntrain:\n  <<: *base\n  epochs: 10\n")
+    settings = read_settings(path)
+    assert settings["train", "lr"][0] == 0.1
+    assert settings["train", "epochs"] == (10, 6)
+    assert settings["train", "deep"][0] is UNREAD
 
 
 def test_what_is_usual_is_read() -> None:

@@ -1,187 +1,166 @@
-"""Where a Program trains: the loop over batches, the loop over epochs around it, and what runs every batch.
+"""What the checks may ask of one training: its settings, its loader, its loops, and the machine.
 
-A training region is the innermost loop that does a backward pass and an optimizer step, or the function that such a
-loop calls for every batch. A framework's `training_step` is one too.
+Known values are literals, settings, `os.cpu_count()`, and names bound once in their file to one of these. Everything
+else is unknown, and no check guesses.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from flatout.check import tree
-from flatout.check.source import Program
-from flatout.check.tree import Loop
+from flatout.check import script as source
+from flatout.check.known_settings import HOLDER, KnownSettings, KnownValue, setting_path
+from flatout.check.script import LOOPS, Node, Script, last_name, only_value, where
+from flatout.model.frameworks import FRAMEWORKS, packages
+from flatout.sample.budget import Budget
+from flatout.trace import GpuSample
 
+Gpus = tuple[GpuSample, ...] | None  # None where no driver answers
+# The options of a DataLoader that matter here: place and default.
+_OPTIONS: dict[str, tuple[int | None, object]] = {
+    "batch_size": (1, 1),
+    "num_workers": (5, 0),
+    "pin_memory": (7, False),
+    "prefetch_factor": (None, None),
+    "persistent_workers": (None, False),
+}
+# Classes of frameworks whose arguments configure the loader, each with its names and defaults for these options.
+_CONFIGURES_LOADER = {
+    name.rpartition(".")[2]: framework.loader_arguments for framework in FRAMEWORKS for name in framework.arguments
+}
 _EPOCH = re.compile(r"(^|[^a-z])ep(och)?s?([^a-z]|$)|epoch", re.IGNORECASE)
-# From here on the value is on the host, or is only about the tensor.
-_LEAVES_THE_GPU = frozenset((
-    "item", "cpu", "tolist", "numpy", "size", "dim", "numel", "shape", "dtype", "device", "ndim", "requires_grad",
-    "data_ptr", "element_size", "is_cuda",
-))  # fmt: skip
-_HOST_FUNCTIONS = frozenset(("len", "float", "int", "bool", "isinstance", "type"))
-BACKWARD = ("backward", "manual_backward")
+_EVALUATION = re.compile(r"val|test|eval|dev(?!ice)|infer|predict", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
-    """What runs once a batch; `epochs` is the loop over epochs around it, in whichever function that stands."""
+class TrainingLoop:
+    """The loop over batches, or the function called for each; `epochs` is the loop over epochs around it."""
 
-    node: Loop | ast.FunctionDef
-    epochs: Loop | None
-
-    @property
-    def where(self) -> str:
-        """file:line of it."""
-        return tree.where(self.node)
-
-    def calls(self) -> Iterator[ast.Call]:
-        """The calls inside."""
-        return tree.calls_in(self.node)
+    node: Node
+    epochs: Node
 
 
-def method_of(call: ast.Call) -> str | None:
-    """The name of the method a call calls."""
-    return call.func.attr if isinstance(call.func, ast.Attribute) else None
+class Training:
+    """One training before it starts. Without a script, only its config and the machine are known."""
 
+    def __init__(
+        self, budget: Budget, gpus: Gpus, path: Path | None, flags: tuple[str, ...] = (), config: Path | None = None
+    ) -> None:
+        self.budget, self.gpus, self.path, self.config = budget, gpus, path, config
+        self.script = Script(path)
+        self.settings = KnownSettings(self.script, flags, config)
+        self.loops = find_loops(self.script)
+        # Whether all of the training was read: its loop, every module of its own, and no framework around it.
+        unread = self.script.not_read or self.script.packages.intersection(packages(has_loop=True))
+        self.is_complete = bool(self.loops) and not unread
+        loaders = self.script.calls("DataLoader", "StatefulDataLoader")
+        self.loader = next((call for call in loaders if len(loaders) == 1 or not is_of_evaluation(call)), None)
+        self._configuring = [] if loaders else self.script.calls(*_CONFIGURES_LOADER)[:1]
 
-def find_regions(program: Program) -> list[Region]:
-    """Every place that trains."""
-    return [Region(node, _epochs(program, node)) for node in dict.fromkeys(_places(program))]
+    def option(self, name: str) -> KnownValue:
+        """An option of the training's loader, or of what configures it; without either, a setting of the name."""
+        call, (position, default) = self.loader, _OPTIONS[name]
+        for call in self._configuring:
+            position, (name, default) = None, _CONFIGURES_LOADER[last_name(call.func)][name]
+        if call is None:
+            return self.setting(name)
+        value = self.argument(call, name, position) or KnownValue(default)
+        return value if value.where else replace(value, where=where(call))
 
+    def spelled(self, option: str) -> str:
+        """What an option is called in this training."""
+        theirs = [_CONFIGURES_LOADER[last_name(call.func)][option][0] for call in self._configuring]
+        return theirs[0] if theirs else option
 
-def _places(program: Program) -> Iterator[Loop | ast.FunctionDef]:
-    for module in program.modules:
-        for call in module.calls:
-            loops = tree.loops(call)
-            if method_of(call) in BACKWARD:
-                yield from _place_of(program, call, loops)
-            elif method_of(call) == "zero_grad" and loops and _over_batches(loops[0]):
-                yield loops[0]  # the backward pass hides in a scaler's call
-        yield from (one for one in module.functions.get("training_step", []) if tree.class_of(one) is not None)
+    def setting(self, subject: str) -> KnownValue:
+        """A setting by any of the names people give it."""
+        return next((value for _, value in self.settings.about(subject)), KnownValue())
 
+    def argument(self, call: ast.Call, name: str, position: int | None = None) -> KnownValue | None:
+        """What a call is given under a name; None where it is not given, unknown where that cannot be told."""
+        node = source.argument(call, name, position)
+        spread = [keyword.value for keyword in call.keywords if keyword.arg is None]
+        for mapping in spread if node is None else ():
+            items = _items(mapping)
+            if items is None:
+                return KnownValue()
+            node = items.get(name)
+        return self.value(node) if node is not None else None
 
-def _place_of(program: Program, call: ast.Call, loops: list[Loop]) -> Iterator[Loop | ast.FunctionDef]:
-    function = tree.function_of(call)
-    if loops:
-        yield next((loop for loop in loops if _steps(loop)), loops[0])
-    elif function is not None and (outside := tree.loops(function)):  # a closure, as LBFGS wants it
-        yield outside[0]
-    elif function is not None:
-        in_a_loop = any(tree.loops(caller) for caller, _ in program.calls(function.name))
-        if in_a_loop or (_steps(function) and _handed_over(program, function)):  # as in Engine(train_step)
-            yield function
-
-
-def _over_batches(loop: Loop) -> bool:
-    return isinstance(loop, ast.For) and "range(" not in ast.unparse(loop.iter)
-
-
-def _steps(node: Loop | ast.FunctionDef) -> bool:
-    return any(method_of(call) in ("step", "step_and_update_lr") for call in tree.calls_in(node))
-
-
-def _handed_over(program: Program, function: ast.FunctionDef) -> bool:
-    """Whether a function is given to something else to call."""
-    return any(
-        isinstance(given, ast.Name) and given.id == function.name
-        for call, _ in program.calls()
-        for given in (*call.args, *(keyword.value for keyword in call.keywords))
-    )
-
-
-def _epochs(program: Program, node: ast.AST, depth: int = 3) -> Loop | None:
-    """The loop over epochs around a node, there or where its function is called."""
-    for loop in tree.loops(node):
-        if is_epoch_loop(loop):
-            return loop
-    function = node if isinstance(node, ast.FunctionDef) else tree.function_of(node)
-    if function is None or depth == 0:
-        return None
-    callers = (call for call, _ in program.calls(function.name) if tree.function_of(call) is not function)
-    return next((found for call in callers if (found := _epochs(program, call, depth - 1))), None)
-
-
-def is_epoch_loop(loop: Loop) -> bool:
-    """Whether a loop's own words say that it counts epochs."""
-    head = (loop.target, loop.iter) if isinstance(loop, ast.For) else (loop.test,)
-    words = " ".join(ast.unparse(part) for part in head)
-    return bool(_EPOCH.search(words)) and "loader" not in words.lower()
-
-
-# ---------------------------------------------------------------- what lives on the GPU
-
-
-def gpu_names(region: Region) -> set[str]:
-    """Names that hold results of the model: those the loss is made of, and what is made of them in turn."""
-    assigned = list(_assigned(region))
-    names = {target for targets, _ in assigned for target in targets}
-    found = (set(_losses(region)) or {name for name in names if "loss" in name.lower()}) & names
-    while more := {name for targets, used in assigned if targets & found for name in used & names} - found:
-        found |= more
-    while more := {target for targets, used in assigned if used & found for target in targets} - found:
-        found |= more
-    return found
-
-
-def _losses(region: Region) -> Iterator[str]:
-    for call in region.calls():
-        if isinstance(call.func, ast.Attribute) and call.func.attr in BACKWARD:
-            for part in (call.func.value, *call.args):
-                yield from atoms(part)
-    if isinstance(region.node, ast.FunctionDef) and region.node.name == "training_step":
-        for node in ast.walk(region.node):
-            if isinstance(node, ast.Return) and node.value is not None:
-                yield from atoms(node.value)
-
-
-def _assigned(region: Region) -> Iterator[tuple[set[str], set[str]]]:
-    """(names that get a value, names on the GPU it may be made of) for every assignment inside."""
-    for node in ast.walk(region.node):
+    def value(self, node: Node, *, follow: bool = True) -> KnownValue:
+        """What an expression is worth; a name is followed one step."""
         match node:
-            case ast.Assign(targets=targets, value=value):
-                yield {name for target in targets for name in _targets(target)}, set(atoms(value))
-            case (
-                ast.AugAssign(target=target, value=value)
-                | ast.NamedExpr(target=target, value=value)
-                | ast.AnnAssign(target=target, value=ast.expr() as value)
-            ):
-                yield _targets(target), set(atoms(value))
+            case ast.Constant(value=what):
+                return KnownValue(what, where(node))
+            case ast.BoolOp(op=ast.And(), values=[first, *_]) | ast.IfExp(body=first, orelse=ast.Constant(value=None)):
+                return self.value(first)  # cfg.pin_memory and on_gpu: on a machine with a GPU, it is the setting
+            case ast.Call() if last_name(node.func) == "cpu_count":
+                return KnownValue(self.budget.cores_of_machine, where(node))
+            case ast.Name() if follow and (assigned := only_value(node)):
+                return self.value(assigned, follow=False)
+        path = setting_path(node)
+        holder = next((place for place, name in enumerate(path) if HOLDER.fullmatch(name)), len(path))
+        return self.settings.at(path[holder + 1 :])
 
 
-def _targets(node: ast.expr) -> set[str]:
-    match node:
-        case ast.Name(id=name):
-            return {name}
-        case ast.Attribute(value=ast.Name(id="self"), attr=name):
-            return {f"self.{name}"}
-        case ast.Tuple(elts=parts) | ast.List(elts=parts):
-            return {name for part in parts for name in _targets(part)}
-    return set()
+def _items(node: Node) -> dict[str, Node] | None:
+    """The items of a dict display, or of a name bound once to one that nothing adds to."""
+    if isinstance(node, ast.Name):
+        uses = [one for one in node.file.nodes if isinstance(one, ast.Name) and one.id == node.id]  # type: ignore[attr-defined]
+        changed = any(isinstance(use.around, ast.Subscript | ast.Attribute) for use in uses)  # type: ignore[attr-defined]
+        node = None if changed else only_value(node)
+    if not isinstance(node, ast.Dict) or not all(isinstance(key, ast.Constant) for key in node.keys):
+        return None
+    return {str(getattr(key, "value", "")): value for key, value in zip(node.keys, node.values, strict=True)}
 
 
-def atoms(node: ast.AST) -> Iterator[str]:
-    """The names in an expression whose tensors go into its value; not those it only takes the size of, or fetches."""
-    match node:
-        case ast.Name(id=name):
-            yield name
-        case ast.Attribute(attr=name) | ast.Call(func=ast.Attribute(attr=name)) if name in _LEAVES_THE_GPU:
-            return
-        case ast.Attribute(value=ast.Name(id="self"), attr=name):
-            yield f"self.{name}"
-        case ast.Call(func=ast.Name(id=name)) if name in _HOST_FUNCTIONS:
-            return
-        case ast.Call(func=func, args=given, keywords=named):
-            for part in (*([func] if isinstance(func, ast.Attribute) else []), *given, *(k.value for k in named)):
-                yield from atoms(part)
-        case ast.Subscript(value=value):
-            yield from atoms(value)  # the index does not go into the value
-        case ast.Lambda():
-            return
-        case ast.Compare(ops=ops) if any(isinstance(op, ast.Is | ast.IsNot) for op in ops):
-            return
-        case _:
-            for child in ast.iter_child_nodes(node):
-                yield from atoms(child)
+def is_of_evaluation(call: ast.Call) -> bool:
+    """Whether a loader or sampler is not for training: by its name, its dataset, the function it is built in."""
+    statement = next((node for node in source.parents(call) if isinstance(node, ast.stmt)), None)
+    parts = [
+        *getattr(statement, "targets", []),
+        source.argument(call, "dataset", 0),
+        getattr(source.function_of(call), "name", None),
+    ]
+    texts = [part if isinstance(part, str) else ast.unparse(part) for part in parts if part is not None]
+    telling = next((text for text in texts if "train" in text.lower() or _EVALUATION.search(text)), "train")
+    return "train" not in telling.lower()
+
+
+def find_loops(script: Script) -> list[TrainingLoop]:
+    """Every loop that trains, and every function that trains on one batch."""
+    places = [
+        next(iter(source.loops_around(call)), source.function_of(call))
+        for call in script.calls("backward", "manual_backward")
+    ]
+    places += [node for node in script.nodes if getattr(node, "name", "") == "training_step"]
+    return [TrainingLoop(place, _epoch_loop(script, place)) for place in dict.fromkeys(places) if place is not None]
+
+
+def _epoch_loop(script: Script, node: Node) -> Node:
+    """The loop over epochs around a node: there, or where its function is called."""
+    function = node if isinstance(node, ast.FunctionDef) else source.function_of(node)
+    callers = script.calls(function.name) if function is not None else []
+    loops = [loop for place in (node, *callers) for loop in source.loops_around(place)]
+    return next((loop for loop in loops if _EPOCH.search(ast.unparse(loop).partition(":\n")[0])), None)
+
+
+def runs_every_time(node: Node, within: Node) -> bool:
+    """Whether a node runs each time `within` does: no condition stands between, and no `continue` above it."""
+    below = node
+    for above in source.parents(node):
+        if isinstance(above, LOOPS) and below in above.body:
+            earlier = above.body[: above.body.index(below)]
+            if any(isinstance(one, ast.If) and isinstance(one.body[-1], ast.Continue) for one in earlier):
+                return False
+        if above is within:
+            return True
+        if isinstance(above, ast.BoolOp | ast.FunctionDef | ast.Lambda | ast.ExceptHandler):
+            return False
+        if isinstance(above, ast.If | ast.IfExp) and below is not above.test:
+            return False
+        below = above
+    return False

@@ -1,6 +1,6 @@
 """What people write for flatout to read (YAML, JSON, notebooks), read so that no text can hold up or end the process.
 
-    file ─► text_of (a limit on its size) ─► load_yaml, first_yaml_node, load_json (limits on nesting and on aliases)
+    file ─► text_of (a limit on its size) ─► load_yaml, read_settings, load_json (limits on nesting and on aliases)
 
 Whatever is wrong with a text is a UsageError of one line that names the file and, where it can be told, the line.
 PyYAML is imported only where YAML is read: a plan also travels into a Python that may lack it.
@@ -17,7 +17,17 @@ from typing import Any
 
 from flatout.model.errors import UsageError
 
-__all__ = ["first_yaml_node", "is_file", "is_folder", "load_json", "load_yaml", "short", "text_of", "yaml_loader"]
+__all__ = [
+    "UNREAD",
+    "is_file",
+    "is_folder",
+    "load_json",
+    "load_yaml",
+    "read_settings",
+    "short",
+    "text_of",
+    "yaml_loader",
+]
 
 MOST_BYTES = 1_000_000
 MOST_NODES = 100_000  # of a YAML text, each counted as often as aliases repeat it
@@ -26,6 +36,7 @@ LONGEST_NUMBER = 100  # digits
 LONGEST_KEY = 200  # letters
 _LETTERS_A_NODE = 100  # a long text counts as so many nodes: aliases can repeat that too
 _SHORT = 60
+UNREAD: Any = object()  # a value that only the program it was written for can read
 
 
 def text_of(path: Path, most_bytes: int = MOST_BYTES) -> str:
@@ -84,14 +95,46 @@ def load_yaml(text: str, where: str, loader: Any = None) -> Any:
     return _read(text, where, loader or yaml_loader(), lambda reader: reader.get_single_data())
 
 
-def first_yaml_node(text: str, where: str) -> Any:
-    """The first document of a YAML text as nodes that know their lines; None where there is none."""
+def read_settings(path: Path) -> dict[tuple[str, ...], tuple[Any, int]]:
+    """The settings in a YAML or JSON file by their path (`train`, `amp`), each with its line."""
+    import yaml
+
+    text = text_of(path)
+    if path.suffix == ".json":
+        load_json(text, str(path))
+        text = text.replace("\t", " ")  # JSON is YAML but for tabs between its tokens
 
     def read(reader: Any) -> Any:
-        reader.keys_once = False  # the program it was written for takes the last one
+        reader.keys_once = False  # the program that the file was written for takes the last one
         return reader.get_node() if reader.check_node() else None
 
-    return _read(text, where, yaml_loader(), read)
+    root = _read(text, str(path), yaml_loader(), read)
+    if root is None:
+        return {}
+    if not isinstance(root, yaml.MappingNode):
+        raise UsageError(f"{path} holds no settings: not a mapping of names to values")
+    return _settings_in(root, ())
+
+
+def _settings_in(mapping: Any, above: tuple[str, ...]) -> dict[tuple[str, ...], tuple[Any, int]]:
+    import yaml
+
+    found: dict[tuple[str, ...], tuple[Any, int]] = {}
+    for key, node in mapping.value:
+        path = (*above, str(key.value))
+        if key.tag == "tag:yaml.org,2002:merge":  # <<: *defaults
+            for source in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+                if isinstance(source, yaml.MappingNode):
+                    found = _settings_in(source, above) | found
+        elif isinstance(node, yaml.MappingNode):
+            found |= _settings_in(node, path)
+        else:
+            try:
+                value = yaml.constructor.SafeConstructor().construct_object(node, deep=True)
+            except Exception:  # a tag of the user's own, or a date that is none: only their loader knows what it means
+                value = UNREAD
+            found[path] = value, key.start_mark.line + 1
+    return found
 
 
 def _read(text: str, where: str, loader: Any, read: Callable[[Any], Any]) -> Any:

@@ -7,10 +7,9 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from preflight_cases import SCRIPTS
+from check_cases import SCRIPTS
 
 from flatout.check import check
-from flatout.check.settings import read_command
 from flatout.model import changes
 from flatout.model.errors import FlatoutError
 from flatout.model.plan import Plan
@@ -70,7 +69,7 @@ def read_or_refused(read: Callable[[Path], object], path: Path, texts: Iterator[
             complaint, code = str(problem), problem.exit_code
             refused += 1
             assert (code, 10 < len(complaint) < 1000) == (2, True), complaint[:300]
-    assert refused > 10  # the texts were none that anybody takes
+    assert refused > 10  # else the texts were not wrong enough to test anything
 
 
 def test_plans(tmp_path: Path, mutated: Mutated) -> None:
@@ -95,8 +94,3 @@ def test_scripts_that_are_checked(tmp_path: Path, mutated: Mutated) -> None:
         tmp_path / "train.py",
         chain(mutated(text, PYTHON, 50), mutated(text, WORDS, 150)),
     )
-
-
-def test_shell_scripts_that_are_checked(tmp_path: Path, mutated: Mutated) -> None:
-    text = "cd here\ntorchrun --nproc_per_node=4 train.py --amp \\\n  --lr 0.1 $@\n"
-    read_or_refused(read_command, tmp_path / "run.sh", mutated(text, [*YAML, *PYTHON, "$(", "torchrun "], 200))

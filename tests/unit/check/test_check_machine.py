@@ -1,0 +1,146 @@
+"""flatout check on machines: shared memory, ranks, GPUs, a disk; and as a command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from check_cases import SCRIPTS, check_script, line_of, make_budget, make_gpu
+from rich.console import Console
+
+from flatout.check import FAIL, NOT_APPLICABLE, OK, WARN, Training
+from flatout.check.machine_checks import check_disk, visible_gpus
+from flatout.model.errors import UsageError
+from flatout.report.checklist import show
+
+HEALTHY = SCRIPTS / "healthy.py"
+FOUR = tuple(make_gpu(index) for index in range(4))
+ONE_GPU = "for epoch in range(3):\n    for x in loader:\n        model(x.cuda()).backward()\n        o.step()\n"
+
+
+def test_the_64_mib_of_a_container_are_too_little_shared_memory() -> None:
+    small = make_budget(shm_bytes=64 << 20, shm_free_bytes=64 << 20)
+    line = line_of(check_script(HEALTHY, budget=small), "shared memory")
+    assert (line.status, line.code) == (WARN, "memory.host")
+    assert "--shm-size" in (line.fix or "")
+    assert "16 batches may wait in /dev/shm: each may be up to 4.0 MiB" in line.reason
+
+
+def test_ranks_share_the_cores() -> None:
+    shared = make_budget(cores=2, cores_allowed=4.0, ranks_on_node=4)
+    line = line_of(check_script(HEALTHY, budget=shared), "workers")
+    assert line.reason == "num_workers=8, but this process may use 4 cores (a rank's share of 4): 2 for loading"
+    line = line_of(check_script(HEALTHY, budget=make_budget(cores=1, cores_allowed=1.0)), "workers")
+    assert line.reason == "num_workers=8, but this process may use 1 core: 1 for loading"
+
+
+def test_gpus_that_a_script_does_not_use(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ONE_GPU)
+    line = line_of(check_script(script, gpus=FOUR[:2]), "GPUs")
+    assert (line.status, line.code) == (WARN, "hardware.idle-gpus")
+    assert f"torchrun --nproc-per-node 2 {script}" in (line.fix or "")
+    assert line_of(check_script(script), "GPUs").status == OK
+    assert line_of(check_script(HEALTHY, gpus=FOUR), "GPUs").status == NOT_APPLICABLE  # it has DistributedDataParallel
+    script.write_text(ONE_GPU.replace(".cuda()", ""))
+    line = line_of(check_script(script), "GPUs")
+    assert (line.status, line.where) == (WARN, f"{script}:2")
+
+
+def test_only_visible_gpus_count() -> None:
+    assert visible_gpus(FOUR, {}) == FOUR
+    assert visible_gpus(FOUR, {"CUDA_VISIBLE_DEVICES": "2"}) == (FOUR[2],)
+    assert visible_gpus(FOUR, {"CUDA_VISIBLE_DEVICES": "GPU-3"}) == (FOUR[3],)
+    assert line_of(check_script(HEALTHY, gpus=visible_gpus(FOUR, {"CUDA_VISIBLE_DEVICES": ""})), "GPUs").status == FAIL
+
+
+# ---------------------------------------------------------------- the disk
+
+
+def files_in(folder: Path, count: int) -> Path:
+    for index in range(count):
+        (folder / f"{index}.bin").write_bytes(b"x" * 1000)
+    return folder
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(0.01, OK), (1.0, WARN)])
+def test_a_disk_is_judged_in_batches_a_second(tmp_path: Path, seconds: float, status: str) -> None:
+    training = Training(make_budget(), None, HEALTHY)  # batches of 128
+    ticks = iter([0.0, *[0.0] * 5, seconds])
+    line = check_disk(training, files_in(tmp_path, 5), clock=lambda: next(ticks))
+    assert line is not None
+    assert line.status == status
+    assert f"{5 / seconds:,.0f} files/s" in line.reason
+
+
+def test_reading_stops_when_the_time_is_over(tmp_path: Path) -> None:
+    ticks = iter([0.0, *[3.0] * 50])
+    line = check_disk(Training(make_budget(), None, HEALTHY), files_in(tmp_path, 5), clock=lambda: next(ticks))
+    assert line is not None
+    assert "0 files/s" in line.reason
+
+
+@pytest.mark.parametrize(("name", "complaint"), [("nowhere", "is not a folder"), (".", "holds no files")])
+def test_a_folder_that_cannot_be_read(tmp_path: Path, name: str, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        check_disk(Training(make_budget(), None, HEALTHY), tmp_path / name)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_exit_codes_and_json(flatout_says: Callable[..., Any], tmp_path: Path) -> None:
+    warned = tmp_path / "train.py"
+    warned.write_text(ONE_GPU)
+    failed = ("--config", SCRIPTS / "asked.yaml", SCRIPTS / "asked.py")
+    assert flatout_says("check", warned)[0] == 0
+    assert flatout_says("check", warned, "--strict")[0] == 1
+    code, out, _ = flatout_says("check", *failed, "--json", "-")
+    data = json.loads(out)
+    assert (code, data["schema"], data["counts"]["fail"]) == (1, 1, 3)
+    assert {"subject", "status", "reason", "fix", "where", "code"} == set(data["lines"][0])
+
+
+def test_the_scripts_flags_go_behind_two_dashes(flatout_says: Callable[..., Any]) -> None:
+    _, out, _ = flatout_says("check", HEALTHY, "--json", "-", "--", "--num-workers", "4096")
+    lines = {line["subject"]: line for line in json.loads(out)["lines"]}
+    assert "num_workers=4096, but" in lines["workers"]["reason"]
+    assert lines["workers"]["where"] == "the command line"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("nowhere.py",), "no such file: nowhere.py"),
+        ((".",), "is no Python script"),
+        (("train.sh",), "the script's flags after --"),
+        (("--config", "nowhere.yaml"), "no such file: nowhere.yaml"),
+        (("--data", "nowhere"), "is not a folder"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    flatout_says: Callable[..., Any], arguments: tuple[str, ...], complaint: str
+) -> None:
+    code, out, err = flatout_says("check", *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert complaint in err
+
+
+@pytest.mark.parametrize("all_lines", [False, True])
+def test_the_terminal_shows_what_to_fix_first_in_80_columns(
+    capsys: pytest.CaptureFixture[str], all_lines: bool
+) -> None:
+    checklist = check_script(SCRIPTS / "asked.py", config=SCRIPTS / "asked.yaml")
+    show(checklist, Console(width=80, highlight=False), all_lines=all_lines)
+    out = capsys.readouterr().out
+    statuses = [row[:4].strip() for row in out.splitlines() if row[:4].strip() in (FAIL, WARN, OK, NOT_APPLICABLE)]
+    assert statuses == sorted(statuses, key=[FAIL, WARN, OK, NOT_APPLICABLE].index)
+    assert (NOT_APPLICABLE in statuses) is all_lines
+    assert "→ train.amp: bf16" in out
+    assert out.rstrip().splitlines()[-1].startswith("3 failed, ")
+    assert ("--all" in out) is not all_lines
+    assert "\x1b" not in out
+    assert max(map(len, out.splitlines())) <= 80
