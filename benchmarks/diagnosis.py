@@ -389,7 +389,7 @@ def run(script: Script, path: Path, scratch: Path) -> str:
 def verdict(script: Script, folder: Path, problem: str) -> dict[str, Any]:
     """What the diagnosis says, and whether it is right."""
     from flatout import trace
-    from flatout.diagnose.rank_metrics import cases
+    from flatout.diagnose.rank_metrics import metrics_of
     from flatout.diagnose.rules import diagnose
     from flatout.model.errors import TraceError
 
@@ -399,7 +399,7 @@ def verdict(script: Script, folder: Path, problem: str) -> dict[str, Any]:
         return {"found": [], "right": False, "among": False, "problem": f"{problem} {trouble}"}
     if not recorded.ranks:
         return {"found": [], "right": False, "among": False, "problem": problem or "no training step was seen"}
-    case, found = cases(recorded)[0], diagnose(recorded)
+    case, found = metrics_of(recorded)[0], diagnose(recorded)
     codes = [finding.code for finding in found]
     return {
         "found": codes,

@@ -798,12 +798,12 @@ def look_at(folder: Path) -> tuple[float, float, list[tuple[str, float, float]]]
     """How many cores were busy with something else, how much the training waited for one, and what is found in it."""
     sys.path.insert(0, str(ROOT / "src"))
     from flatout import trace
-    from flatout.diagnose.rank_metrics import cases
+    from flatout.diagnose.rank_metrics import metrics_of
     from flatout.diagnose.rules import diagnose
 
     recorded = trace.read(folder)
     found = [(finding.code, finding.share, finding.gain_high) for finding in diagnose(recorded)]
-    case = cases(recorded)[0]
+    case = metrics_of(recorded)[0]
     return case.cores_others or 0.0, case.trainer_delay or 0.0, found
 
 

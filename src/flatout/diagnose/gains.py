@@ -1,13 +1,12 @@
-"""What mending one cause, and nothing else, would give: a range of factors of speed.
+"""What fixing one cause alone would give: a range of factors of speed, as keyword arguments of a Finding.
 
-Its upper end is what the evidence leaves room for, its lower end what the evidence makes sure of; 1.0 where that is
-nothing.
+Its upper end is what the evidence leaves room for, its lower end what the evidence makes sure of, 1.0 for nothing.
 
-    fed        batches come sooner   what replaying a step without its waits saves is sure, as far as the loader can
-                                     then deliver; the measured ceiling is the most
-    spared     the host does less    what replaying a step without it saves, up to the same ceiling
-    computed   the card does less    its kernels shrink; no further than the loader delivers as it is
-    removed    a pause, or a wait    that share of the time, in part or in whole
+    gain_if_fed         batches come sooner: sure is what replaying a step without its waits saves, as far as the
+                        loader can then deliver; the measured ceiling is the most
+    gain_if_host_spared the host does less: what replaying a step without it saves, up to the same ceiling
+    gain_if_gpu_spared  the GPU does less: its kernels shrink, no further than the loader delivers as it is
+    gain_if_removed     a pause or a wait: that share of the time, in part or in whole
 """
 
 from __future__ import annotations
@@ -15,67 +14,70 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from flatout.diagnose.rank_metrics import RankMetrics
+from flatout.diagnose.rank_metrics import MAX_SAVED, RankMetrics
 
-WORTH = 0.03  # a cause below this share of the step is not worth a word
-KERNELS = "model of the kernels"
-HELD_BACK = ", as far as the loader can follow"
-_KNOWN_TO = 1.05  # how fast workers can deliver, as seen while they share the cores
-BOUNDED = ("measured ceiling", "model of the step")  # gains that share what the ceiling leaves
-
-
-def fed(case: RankMetrics, saved: float, least: float = 1.0, most: float = math.inf) -> dict[str, Any]:
-    """Waiting for batches takes a share `saved` less; the loader delivers `least` to `most` times what is eaten now."""
-    replayed = _factor(saved)
-    if not case.on_gpu:  # who trains needs the cores that load: nothing is sure, and more than all of them nobody has
-        least, most = 1.0, min(most, 1 / max(0.01, case.own_cpu_share or 0.0))
-    ceiling = case.headroom if case.has_ceiling else min(replayed, case.headroom)
-    return _range(min(replayed, least), most, ceiling, _by(case))
+MIN_SHARE = 0.03  # of the time: a cause that takes less is not reported
+FROM_KERNELS = "model of the kernels"
+LOADER_LIMITS = ", as far as the loader can follow"
+FROM_CEILING, FROM_STEP = "measured ceiling", "model of the step"
+BOUNDED = (FROM_CEILING, FROM_STEP)  # such gains share what the ceiling leaves
+_SUPPLY_ERROR = 1.05  # workers were timed while they shared the cores
 
 
-def spared(case: RankMetrics, low: float, high: float) -> dict[str, Any]:
+def gain_if_fed(metrics: RankMetrics, saved: float, least: float = 1.0, most: float = math.inf) -> dict[str, Any]:
+    """Waiting for batches takes a share `saved` less; the loader delivers `least` to `most` times what is used now."""
+    replayed = factor(saved)
+    if not metrics.on_gpu:  # training needs the cores that load, so nothing is sure
+        least, most = 1.0, min(most, 1 / max(0.01, metrics.own_cpu_share or 0.0))
+    ceiling = metrics.headroom
+    if not metrics.has_ceiling:
+        ceiling = min(replayed, ceiling)
+    return _range(min(replayed, least), most, ceiling, _source(metrics))
+
+
+def gain_if_host_spared(metrics: RankMetrics, low: float, high: float) -> dict[str, Any]:
     """The host needs these shares of the step less."""
-    return _range(_factor(low), _factor(high), case.headroom, _by(case))
+    return _range(factor(low), factor(high), metrics.headroom, _source(metrics))
 
 
-def computed(case: RankMetrics, low: float, high: float) -> dict[str, Any]:
-    """The card needs these shares of the time less."""
-    sure, most, derived = min(_factor(low), case.supply), _factor(high), KERNELS
-    if most > case.supply:
-        derived += HELD_BACK
-    return _range(sure, most, _KNOWN_TO * case.supply, derived)
+def gain_if_gpu_spared(metrics: RankMetrics, low: float, high: float) -> dict[str, Any]:
+    """The GPU needs these shares of the time less."""
+    most, derived = factor(high), FROM_KERNELS
+    if most > metrics.supply:
+        derived += LOADER_LIMITS
+    return _range(min(factor(low), metrics.supply), most, _SUPPLY_ERROR * metrics.supply, derived)
 
 
-def removed(low: float, high: float) -> dict[str, Any]:
+def gain_if_removed(low: float, high: float) -> dict[str, Any]:
     """These shares of the time are no longer spent."""
-    return _range(_factor(low), _factor(high), math.inf, "share of the time")
+    return _range(factor(low), factor(high), math.inf, "share of the time")
 
 
-def _range(low: float, high: float, cap: float, derived: str) -> dict[str, Any]:
-    high = max(1.0, min(high, cap))
-    return {"gain_low": max(1.0, min(low, high)), "gain_high": high, "derived": derived}
+def factor(saved: float) -> float:
+    """How many times as fast training is when a share of its time is saved."""
+    return 1 / (1 - min(MAX_SAVED, max(0.0, saved)))
 
 
-def _factor(saved: float) -> float:
-    return 1 / (1 - min(0.99, max(0.0, saved)))
-
-
-def _by(case: RankMetrics) -> str:
-    return BOUNDED[0] if case.has_ceiling else BOUNDED[1]
-
-
-def data_saved(case: RankMetrics) -> float:
+def data_saved(metrics: RankMetrics) -> float:
     """The share of a step that would be saved if batches were there when asked for."""
-    saved = case.saved_without("data")
-    return saved if saved is not None else 0.0
+    return metrics.saved_without("data") or 0.0
 
 
-def spare_cores(case: RankMetrics) -> int:
+def spare_cores(metrics: RankMetrics) -> int:
     """Cores left for loading beside training itself and the system."""
-    cores = case.cores or 1.0
+    cores = metrics.cores or 1.0
     return max(1, int(cores - 1 - cores / 16))
 
 
 def rounded(value: float | None) -> float | None:
     """As many digits as evidence needs."""
     return round(value, 4) if value is not None else None
+
+
+def _range(low: float, high: float, most: float, derived: str) -> dict[str, Any]:
+    high = max(1.0, min(high, most))
+    return {"gain_low": max(1.0, min(low, high)), "gain_high": high, "derived": derived}
+
+
+def _source(metrics: RankMetrics) -> str:
+    return FROM_CEILING if metrics.has_ceiling else FROM_STEP

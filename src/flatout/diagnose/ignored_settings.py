@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.diagnose.compute import with_benchmark, with_tf32
+from flatout.diagnose.compute_rules import gain_of_cudnn_benchmark, gain_of_tf32
 from flatout.diagnose.rank_metrics import RankMetrics, Setting
 from flatout.model.causes import CAUSES
 from flatout.model.changes import CHANGES, SETTING
@@ -29,16 +29,16 @@ class _Contradiction:
     gain: Gain | None = None
 
 
-def ignored_settings(case: RankMetrics, others: Iterable[Finding]) -> list[Finding]:
+def ignored_settings(metrics: RankMetrics, others: Iterable[Finding]) -> list[Finding]:
     """A finding for each setting that was read and has no effect. It promises what fixing its cause would give."""
     costs = {finding.code: finding for finding in others}
     found: dict[str, Finding] = {}
-    for read in case.settings:
+    for read in metrics.settings:
         for contradiction in _CONTRADICTIONS:
             asked = contradiction.names.fullmatch(read.key) and is_on(read.value)
-            if asked and contradiction.off not in found and contradiction.is_off(case.facts):
+            if asked and contradiction.off not in found and contradiction.is_off(metrics.facts):
                 cost = costs.pop(contradiction.cause, None)
-                gain = contradiction.gain(case) if contradiction.gain is not None else _gain_of(cost)
+                gain = contradiction.gain(metrics) if contradiction.gain is not None else _gain_of(cost)
                 found[contradiction.off] = _finding(read, contradiction.off, gain, cost)
     return list(found.values())
 
@@ -73,7 +73,7 @@ def _finding(read: Setting, off: str, gain: dict[str, Any], cost: Finding | None
 
 
 def _contradictions() -> list[_Contradiction]:
-    gains: dict[str, Gain] = {"cudnn_benchmark": with_benchmark}
+    gains: dict[str, Gain] = {"cudnn_benchmark": gain_of_cudnn_benchmark}
     more_names = {"precision": ("fp16",)}
     every = []
     for spec in CHANGES:
@@ -90,6 +90,6 @@ _TF32 = _Contradiction(
     names=pattern_of("tf32"),
     is_off=lambda facts: facts.on_gpu and facts.tf32_matmul is False,
     off="matrix products do not use TF32",
-    gain=with_tf32,
+    gain=gain_of_tf32,
 )
 _CONTRADICTIONS = tuple(_contradictions())

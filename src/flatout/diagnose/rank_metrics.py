@@ -1,4 +1,4 @@
-"""A Case: one rank's trace with the figures that the rules reason about, each worked out once.
+"""RankMetrics: the figures of one rank that the rules reason about, each computed once, when it is first asked for.
 
 Shares are of the training time, 0 to 1. What the trace does not tell is None, and a rule that needs it stays silent.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,10 +17,12 @@ from flatout.diagnose.replay import gain_without
 from flatout.model.facts import NO_LOADER, Facts, LoaderFacts
 from flatout.trace import GpuSample, ProcessSample, RankTrace, Sample, Sketch, Step, Trace, WorkerReport, Xray
 
-LAUNCHING = ("forward", "loss", "backward", "optimizer", "rest", "copy")
-_MARKED_STEPS_USED = 200
-LAUNCHES_LATE = 0.15  # of the time of a phase: the card waits for the host
-DISTURBED = 0.8  # a ceiling below so much of what the run itself did
+LAUNCHING = ("forward", "loss", "backward", "optimizer", "rest", "copy")  # phases in which kernels are launched
+LATE_LAUNCHES = 0.15  # of the time of a phase: beyond this the GPU waits for the host in it
+MIN_CEILING = 0.8  # of the run's own speed: a ceiling below this was disturbed by others
+MAX_SAVED = 0.99  # a share of the time that can be saved at the most
+_MOST_STEPS = 200  # with events, that are replayed
+_NO_WAIT = 0.01  # of the time: training that waits less for data has all the data it wants
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +33,6 @@ class Setting:
     file: str | None
     key: str
     value: Any
-
-
-def _leaves(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value)
-        else:
-            yield str(key).lower(), value
 
 
 @dataclass(frozen=True)
@@ -64,9 +58,10 @@ class RankMetrics:
 
     @cached_property
     def mean_ms(self) -> float:
-        """The mean step, without what measuring it took: waits that come in bursts are in it."""
-        b = self.breakdown
-        return b.training_ms * (1 - b.share_of("flatout")) / b.steps if b.steps else 0.0
+        """The mean step, without what measuring it took. Waits that come in bursts are in it."""
+        if not self.breakdown.steps:
+            return 0.0
+        return self.breakdown.training_ms * (1 - self.share("flatout")) / self.breakdown.steps
 
     @property
     def facts(self) -> Facts:
@@ -87,10 +82,9 @@ class RankMetrics:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether training ran on a card."""
         return self.facts.on_gpu
 
-    # -- the loader -------------------------------------------------------------------------------------------------
+    # -- the loader and its workers ---------------------------------------------------------------------------------
 
     @cached_property
     def loader(self) -> LoaderFacts:
@@ -99,7 +93,7 @@ class RankMetrics:
 
     @property
     def steps_an_epoch(self) -> float | None:
-        """Optimizer steps from one pass over the data to the next, where that is known."""
+        """Optimizer steps from one pass over the data to the next."""
         loader, batches = self.loader, float(self.loader.batches or 0)
         if not batches and loader.length and loader.batch_size:
             batches = loader.length / loader.batch_size / max(1, self.rank.info.world_size)
@@ -107,29 +101,35 @@ class RankMetrics:
 
     @property
     def _batches_a_step(self) -> float:
-        """More than one where gradients are added up: by the backward passes, but not where a batch has several of
-        them, for one optimizer after the other; less than one where each of these has steps of its own."""
+        """More than 1 where gradients are accumulated, less where several optimizers step for each batch.
+
+        Backward passes count accumulation, but there may be several for one batch: the samples of a step tell.
+        """
         backward = statistics.median([step.micro_steps for step in self.steps] or [1]) or 1
         batch, seen = self.loader.batch_size, self.breakdown
-        taken = seen.samples / seen.steps / batch if batch and seen.samples and seen.steps else backward
-        if taken > 1.5:  # a batch of each of several loaders is one batch
+        taken = backward
+        if batch and seen.samples and seen.steps:
+            taken = seen.samples / seen.steps / batch
+        if taken > 1.5:  # a batch from each of several loaders counts as one batch
             taken /= self.facts.loaders_side_by_side or 1
-        return 1 / round(1 / taken) if taken < 0.6 else min(backward, round(taken))
+        if taken < 0.6:
+            return 1 / round(1 / taken)
+        return min(backward, round(taken))
 
     @property
     def workers(self) -> int:
-        """How many workers it has."""
+        """How many workers the loader has."""
         return self.loader.num_workers or 0
 
     @cached_property
     def elastic(self) -> bool:
-        """Whether flatout's loader is in place: it finds the number of workers by itself."""
-        made = any(change.name == "loader" and change.applied for change in self.facts.changes)
-        return made or bool(self.loader.elastic)
+        """Whether flatout's loader is in place, which finds the number of workers itself."""
+        applied = any(change.name == "loader" and change.applied for change in self.facts.changes)
+        return applied or bool(self.loader.elastic)
 
     @cached_property
     def reports(self) -> tuple[WorkerReport, ...]:
-        """What that loader's workers said at last (or the training process, with num_workers=0)."""
+        """The last report of each worker of that loader; of the training process with num_workers=0."""
         if self.loader is NO_LOADER:
             return ()
         name, length = self.loader.dataset.rpartition(".")[2], self.loader.length
@@ -138,74 +138,99 @@ class RankMetrics:
     @cached_property
     def sample_ms(self) -> Sketch:
         """How long a sample takes to load."""
-        times = Sketch()
-        for report in self.reports:
-            times.merge(report.sample_ms)
-        return times
+        return Sketch.merged(report.sample_ms for report in self.reports)
 
     @cached_property
+    def transforms_ms(self) -> dict[str, float]:
+        """How long each transform takes of a sample."""
+        spent: dict[str, float] = {}
+        for report in self.reports:
+            for name, seconds in report.transforms_s.items():
+                spent[name] = spent.get(name, 0.0) + seconds * 1e3 / self._samples
+        return spent
+
+    @cached_property
+    def slowest_samples(self) -> list[tuple[float, int]]:
+        """Milliseconds and index of the slowest samples."""
+        slowest = ((ms, int(index)) for report in self.reports for ms, index in report.slowest)
+        return sorted(slowest, reverse=True)[:5]
+
+    @cached_property
+    def _samples(self) -> int:
+        return sum(report.samples for report in self.reports)
+
+    @cached_property
+    def _loading_s(self) -> float:
+        return sum(report.sample_wall_s for report in self.reports)
+
+    @cached_property
+    def _collating_s(self) -> float:
+        return sum(report.collate_s for report in self.reports)
+
+    @property
     def worked_s(self) -> float:
-        """How long the workers were at work, all together: loading samples and joining them."""
-        return sum(r.sample_wall_s + r.collate_s for r in self.reports)
+        """How long all workers were at work: loading samples and joining them."""
+        return self._loading_s + self._collating_s
 
     @cached_property
     def worker_busy(self) -> float | None:
-        """The share of their time the workers were at work, not waiting to be asked."""
-        waited_s = sum(r.waiting_s for r in self.reports)
-        return self.worked_s / (self.worked_s + waited_s) if self.worked_s else None
+        """The share of their time the workers were at work, not waiting for something to do."""
+        return _share(self.worked_s, self.worked_s + sum(report.waiting_s for report in self.reports))
 
     @cached_property
     def worker_on_core(self) -> float | None:
         """The share of loading time that was spent on a core."""
-        wall = sum(r.sample_wall_s for r in self.reports)
-        return min(1.0, sum(r.sample_cpu_s for r in self.reports) / wall) if wall else None
+        return _share(sum(report.sample_cpu_s for report in self.reports), self._loading_s)
 
     @cached_property
     def worker_delay(self) -> float | None:
         """The share of loading time in which a worker was ready to run but had no core."""
-        delays = [r.run_delay_s for r in self.reports if r.run_delay_s is not None]
-        return min(1.0, sum(delays) / self.worked_s) if delays and self.worked_s else None
+        delays = [report.run_delay_s for report in self.reports if report.run_delay_s is not None]
+        return _share(sum(delays), self.worked_s) if delays else None
 
     @cached_property
     def collate_share(self) -> float | None:
         """The share of the workers' work that is joining samples."""
-        return sum(r.collate_s for r in self.reports) / self.worked_s if self.worked_s else None
+        return _share(self._collating_s, self.worked_s)
 
     @cached_property
     def samples_a_worker_s(self) -> float | None:
-        """What one worker can make, in samples a second."""
-        return sum(r.samples for r in self.reports) / self.worked_s if self.worked_s else None
+        """Samples a second that one worker can make."""
+        return self._samples / self.worked_s if self.worked_s else None
 
     @cached_property
     def supply(self) -> float:
-        """How many times as fast as now the workers could deliver; without any there is no such bound."""
+        """How many times as fast as now the workers could deliver; infinite where that is not known."""
         rate, now = self.samples_a_worker_s, self.breakdown.samples_per_s
         workers = min(self.workers, self.cores or math.inf)
         if not rate or not now or not workers or self.elastic:
             return math.inf
-        in_hand = 1 / self.worker_busy if self.worker_busy and self.share("data") < 0.01 else 1.0
-        return max(in_hand, rate * workers / now)
+        by_rate = rate * workers / now
+        if self.worker_busy and self.share("data") < _NO_WAIT:
+            return max(1 / self.worker_busy, by_rate)
+        return max(1.0, by_rate)
 
     @cached_property
     def worker_samples(self) -> tuple[ProcessSample, ...]:
-        """What was seen of the workers from outside."""
-        return tuple(p for s in self.samples for p in s.processes if p.role == "worker")
+        """The workers as seen from outside."""
+        return tuple(p for sample in self.samples for p in sample.processes if p.role == "worker")
 
     @cached_property
     def start_share(self) -> float:
-        """The share of time that starting workers takes: the start itself, and the wait for a first batch beyond what
-        a worker takes to make one. The raw steps tell how long such a wait is beside a start."""
+        """The share of time that starting workers takes: the start, and the wait for a first batch beyond what a
+        worker takes to make one. Raw steps tell how long such a wait is beside a start."""
         started, rate, batch = self.share("loader start"), self.samples_a_worker_s, self.loader.batch_size
         if not rate or not batch or self.loader.persistent_workers or not self.workers:
             return started
         starts_ms = beyond_ms = 0.0
         for step in self.steps:
-            start_ms = sum(span.host_ms for span in step.spans if span.name == "loader start")
+            start_ms = host_ms_in(step, "loader start")
             if start_ms:
-                wait_ms = sum(span.host_ms for span in step.spans if span.name == "data")
                 starts_ms += start_ms
-                beyond_ms += max(0.0, wait_ms - batch / rate * 1e3)
-        return started + (min(self.share("data"), started * beyond_ms / starts_ms) if starts_ms else 0.0)
+                beyond_ms += max(0.0, host_ms_in(step, "data") - batch / rate * 1e3)
+        if not starts_ms:
+            return started
+        return started + min(self.share("data"), started * beyond_ms / starts_ms)
 
     # -- time -------------------------------------------------------------------------------------------------------
 
@@ -214,10 +239,9 @@ class RankMetrics:
         return self.breakdown.share_of(phase)
 
     @cached_property
-    def marked(self) -> tuple[Step, ...]:
-        """Steps that carried events."""
-        has = [s for s in self.steps if any(p.gpu_idle_ms is not None or p.gpu_busy_ms is not None for p in s.spans)]
-        return tuple(has[-_MARKED_STEPS_USED:])
+    def steps_with_events(self) -> tuple[Step, ...]:
+        """Steps in which CUDA events timed the GPU."""
+        return tuple(step for step in self.steps if any(_has_event(span) for span in step.spans))[-_MOST_STEPS:]
 
     def saved_without(self, *phases: str) -> float | None:
         """The share of training time that would be saved if the host spent none in these phases.
@@ -227,86 +251,95 @@ class RankMetrics:
         """
         share = sum(self.share(phase) for phase in phases)
         if not self.on_gpu:
-            return min(0.99, share)
-        spent_ms = saved_ms = 0.0
-        for step in self.marked:
-            saved = gain_without(step, *phases, at_work=self._at_work)
-            if saved is not None:
-                spent_ms += sum(span.host_ms for span in step.spans if span.name in phases)
-                saved_ms += saved * step.wall_ms
-        if not self.marked:
+            return min(MAX_SAVED, share)
+        if not self.steps_with_events:
             return None
-        if not spent_ms:  # none in the steps looked at: a wait for data leaves the card idle, one for the card need not
-            return min(0.99, self.share("data")) if "data" in phases else 0.0
-        return min(0.99, share * saved_ms / spent_ms)
+        spent_ms = saved_ms = 0.0
+        for step in self.steps_with_events:
+            saved = gain_without(step, *phases, at_work=self._gpu_busy_in_phase)
+            if saved is not None:
+                spent_ms += host_ms_in(step, *phases)
+                saved_ms += saved * step.wall_ms
+        if spent_ms:
+            return min(MAX_SAVED, share * saved_ms / spent_ms)
+        # None in the steps looked at: a wait for data leaves the GPU idle, one for the GPU need not.
+        return min(MAX_SAVED, self.share("data")) if "data" in phases else 0.0
 
     @cached_property
-    def _at_work(self) -> dict[str, float]:
-        """The share of its time in a phase that the card works, by the X-ray: events see no gaps between kernels."""
-        work, idle = (self.xray.busy_by_phase_ms, self.xray.idle_by_phase_ms) if self.xray is not None else ({}, {})
-        return {phase: work.get(phase, 0.0) / (work.get(phase, 0.0) + ms) for phase, ms in idle.items() if ms}
+    def _gpu_busy_in_phase(self) -> dict[str, float]:
+        """The share of a phase's GPU time with kernels, by the X-ray: events do not see the gaps between them."""
+        if self.xray is None:
+            return {}
+        busy_ms = self.xray.busy_by_phase_ms
+        return {
+            phase: busy_ms.get(phase, 0.0) / (busy_ms.get(phase, 0.0) + idle_ms)
+            for phase, idle_ms in self.xray.idle_by_phase_ms.items()
+            if idle_ms
+        }
 
     @cached_property
     def busy_share(self) -> float | None:
-        """The share of the time in which the card has work: the X-ray's kernels laid over the mean step."""
+        """The share of the time in which the GPU has work: the X-ray's kernels over the mean step."""
         xray = self.xray
         if xray is None or not xray.steps or not self.mean_ms:
             return None
         return min(1.0, xray.busy_ms / xray.steps / self.mean_ms)
 
     @cached_property
-    def exposed(self) -> float:
-        """How much of what the card saves is sure to be saved: not so where it waits for launches, by the X-ray."""
+    def saved_for_sure(self) -> float:
+        """How much of the GPU time saved surely shortens the step: less where the GPU waits for launches."""
         xray = self.xray
         if xray is None or not xray.busy_ms:
             return 1.0
-        return xray.busy_ms / (xray.busy_ms + sum(xray.idle_by_phase_ms.get(phase, 0.0) for phase in LAUNCHING))
+        return xray.busy_ms / (xray.busy_ms + _idle_ms(xray, LAUNCHING))
 
     @cached_property
-    def card_bound(self) -> float:
-        """The share of the card's work that, done sooner, ends the step sooner.
+    def saved_at_most(self) -> float:
+        """How much of the GPU time saved may shorten the step.
 
-        In a phase whose launches the card waits for, kernels that end sooner only wait longer for the next one.
+        Where the GPU waits for launches, kernels that end sooner only wait longer for the next one.
         """
         xray = self.xray
         if xray is None or not xray.busy_by_phase_ms:
             return 1.0
-        work, idle = xray.busy_by_phase_ms, xray.idle_by_phase_ms
-        kept_waiting = sum(
-            ms for phase, ms in work.items() if idle.get(phase, 0.0) > LAUNCHES_LATE * (ms + idle.get(phase, 0.0))
-        )
-        return 1 - kept_waiting / (sum(work.values()) or 1.0)
+        late_ms = 0.0
+        for phase, busy_ms in xray.busy_by_phase_ms.items():
+            idle_ms = xray.idle_by_phase_ms.get(phase, 0.0)
+            if idle_ms > LATE_LAUNCHES * (busy_ms + idle_ms):
+                late_ms += busy_ms
+        return 1 - late_ms / (sum(xray.busy_by_phase_ms.values()) or 1.0)
 
     def waits_for_launches(self, *phases: str) -> float:
-        """The share of the step in which the card waits for what the host launches, in these phases or in all."""
+        """The share of the step in which the GPU waits for what the host launches, in these phases or in all."""
         xray = self.xray
         if xray is None or not xray.steps or not self.mean_ms:
             return 0.0
-        idle_ms = sum(xray.idle_by_phase_ms.get(phase, 0.0) for phase in phases or LAUNCHING)
-        # An X-ray slows the host down. It may be of an earlier run, which waited for data otherwise than this one does.
-        xrayed_ms = (xray.wall_ms - xray.idle_by_phase_ms.get("data", 0.0)) / xray.steps
-        return min(0.99, idle_ms / xray.steps / max(self.mean_ms, xrayed_ms + self.share("data") * self.mean_ms))
+        # An X-ray slows the host down. It may be of an earlier run, which waited more or less for data than this one.
+        step_in_xray_ms = (xray.wall_ms - xray.idle_by_phase_ms.get("data", 0.0)) / xray.steps
+        step_ms = max(self.mean_ms, step_in_xray_ms + self.share("data") * self.mean_ms)
+        return min(MAX_SAVED, _idle_ms(xray, phases or LAUNCHING) / xray.steps / step_ms)
 
     @cached_property
     def headroom(self) -> float:
         """How many times faster the step could be at most: by the measured ceiling, or else by the X-ray."""
-        if self._above_now is not None:
-            return max(1.0, self._above_now)
-        return 1 / self.busy_share if self.busy_share else float("inf")
+        if self._ceiling is not None:
+            return max(1.0, self._ceiling)
+        return 1 / self.busy_share if self.busy_share else math.inf
 
     @property
     def has_ceiling(self) -> bool:
         """Whether the headroom was measured by replaying batches."""
-        return self._above_now is not None
+        return self._ceiling is not None
 
     @cached_property
-    def _above_now(self) -> float | None:
-        """The ceiling as a multiple of the run. One far below the run says nothing: others had the cores meanwhile."""
-        b = self.breakdown
-        # Batches that are on the card already cannot be slower than others: the higher of the two was disturbed less.
-        ceiling = max(b.ceiling_samples_per_s or 0.0, b.replay_samples_per_s or 0.0)
-        above = ceiling / b.samples_per_s if ceiling and b.samples_per_s else None
-        return above if above is not None and above > DISTURBED else None
+    def _ceiling(self) -> float | None:
+        """The ceiling as a multiple of the run's speed; None where others had the cores while it was measured."""
+        seen = self.breakdown
+        # Batches that are on the GPU already cannot be slower than others: the faster of the two was disturbed less.
+        ceiling = max(seen.ceiling_samples_per_s or 0.0, seen.replay_samples_per_s or 0.0)
+        if not ceiling or not seen.samples_per_s or ceiling / seen.samples_per_s <= MIN_CEILING:
+            return None
+        return ceiling / seen.samples_per_s
 
     # -- the machine ------------------------------------------------------------------------------------------------
 
@@ -316,15 +349,22 @@ class RankMetrics:
         taken = self.trace.samples.get(self.rank.info.host, ())
         if not self.steps:
             return taken
-        start, last = self.steps[0].start_s, self.steps[-1]
-        ends = [last.start_s + last.wall_ms / 1e3, *(w.start_s + w.wall_ms.total / 1e3 for w in self.rank.windows[-1:])]
-        xray = [step for step in self.rank.steps if step.kind in ("xray", "after xray")]
-
-        def trains(at_s: float) -> bool:
-            looked_at = any(step.start_s < at_s <= step.start_s + step.wall_ms / 1e3 for step in xray)
-            return start < at_s <= max(ends) and not looked_at
-
-        return tuple(s for s in taken if trains(s.time_s - s.interval_s / 2))
+        last = self.steps[-1]
+        end_s = last.start_s + last.wall_ms / 1e3
+        for window in self.rank.windows[-1:]:
+            end_s = max(end_s, window.start_s + window.wall_ms.total / 1e3)
+        xrayed = [
+            (step.start_s, step.start_s + step.wall_ms / 1e3)
+            for step in self.rank.steps
+            if step.kind in ("xray", "after xray")
+        ]
+        training = []
+        for sample in taken:
+            middle_s = sample.time_s - sample.interval_s / 2
+            in_xray = any(start_s < middle_s <= over_s for start_s, over_s in xrayed)
+            if self.steps[0].start_s < middle_s <= end_s and not in_xray:
+                training.append(sample)
+        return tuple(training)
 
     @cached_property
     def fits_in_memory(self) -> float:
@@ -332,89 +372,123 @@ class RankMetrics:
         hosts = [sample.host for sample in self.trace.samples.get(self.rank.info.host, ())]
         used = [host.memory_used_bytes for host in hosts if host.memory_used_bytes is not None]
         total = next((host.memory_total_bytes for host in hosts if host.memory_total_bytes), None)
-        grew = max(used) - used[0] if used else 0
-        return (total - used[0]) / grew if total is not None and grew > 0 else math.inf
+        if not used or total is None or max(used) <= used[0]:
+            return math.inf
+        return (total - used[0]) / (max(used) - used[0])
 
     @cached_property
     def cores(self) -> float | None:
         """Cores this rank may use."""
-        if self.facts.cores_allowed:
-            return self.facts.cores_allowed
-        return float(self.cores_of_machine) if self.cores_of_machine else None
+        return self.facts.cores_allowed or self.cores_of_machine
 
     @cached_property
     def cores_of_machine(self) -> int | None:
-        """Cores there are, whoever may use them."""
+        """Cores there are."""
         return max((len(s.host.cores_pct) for s in self.samples if s.host.cores_pct), default=None)
 
     @cached_property
     def cpu_share(self) -> float | None:
         """How busy the cores were that this run may use: all of the machine's, or else by its own processes."""
-        machine, own = self.cores_of_machine, self.own_cpu_share
-        if own is not None and machine and (self.cores or 0.0) * self._ranks_here < 0.9 * machine:
-            return own
-        mean = Sketch.of(s.host.cpu_pct for s in self.samples).mean
-        return mean / 100 if mean is not None else None
+        may_use = (self.cores or 0.0) * self._ranks_of_host
+        if self.own_cpu_share is not None and self.cores_of_machine and may_use < 0.9 * self.cores_of_machine:
+            return self.own_cpu_share
+        return _percent(sample.host.cpu_pct for sample in self.samples)
 
     @cached_property
     def own_cpu_share(self) -> float | None:
-        """How busy this run itself kept them, whatever others did; None where that was not seen."""
-        ours = Sketch.of(self._cores_ours(s) for s in self.samples).mean
-        if ours is None and self.workers and self.worker_busy and not self.elastic:  # by what they said themselves
-            ours = self.workers * self.worker_busy * (self.worker_on_core or 1.0) * self._ranks_here
-        return min(1.0, ours / (self.cores * self._ranks_here)) if ours is not None and self.cores else None
+        """How busy this run itself kept them, whatever others did."""
+        busy = Sketch.of(self._own_cores(sample) for sample in self.samples).mean
+        if busy is None and self.workers and self.worker_busy and not self.elastic:  # by the workers' own reports
+            busy = self.workers * self.worker_busy * (self.worker_on_core or 1.0) * self._ranks_of_host
+        if busy is None or not self.cores:
+            return None
+        return min(1.0, busy / (self.cores * self._ranks_of_host))
 
     @cached_property
     def cores_others(self) -> float | None:
-        """How many cores were kept busy by what is none of this run's."""
-        machine = self.cores_of_machine or 0
-        seen = ((s.host.cpu_pct, self._cores_ours(s)) for s in self.samples)
-        mean = Sketch.of(pct / 100 * machine - ours for pct, ours in seen if pct is not None and ours is not None).mean
+        """How many cores other processes kept busy."""
+        others = []
+        for sample in self.samples:
+            own = self._own_cores(sample)
+            if sample.host.cpu_pct is not None and own is not None:
+                others.append(sample.host.cpu_pct / 100 * (self.cores_of_machine or 0) - own)
+        mean = Sketch.of(others).mean
         return max(0.0, mean) if mean is not None else None
 
     @property
-    def _ranks_here(self) -> int:
+    def _ranks_of_host(self) -> int:
         return sum(rank.info.host == self.rank.info.host for rank in self.trace.ranks)
 
-    def _cores_ours(self, sample: Sample) -> float | None:
-        """How many cores this run kept busy; None of a sample that did not see all its workers: they are found late."""
-        known = [p for p in sample.processes if p.cpu_pct is not None]
-        workers = sum(p.role == "worker" for p in known)
-        if not known or workers < self.workers * self._ranks_here:
+    def _own_cores(self, sample: Sample) -> float | None:
+        """How many cores this run kept busy; None of a sample without all its workers, which are found late."""
+        known = [process for process in sample.processes if process.cpu_pct is not None]
+        workers = sum(process.role == "worker" for process in known)
+        if not known or workers < self.workers * self._ranks_of_host:
             return None
-        return sum(p.cpu_pct or 0.0 for p in known) / 100
+        return sum(process.cpu_pct or 0.0 for process in known) / 100
 
     @cached_property
     def trainer_delay(self) -> float | None:
         """The share of time in which the training process was ready to run but had no core."""
-        taken = (p for s in self.samples for p in s.processes if p.pid == self.rank.info.pid)
-        mean = Sketch.of(p.run_delay_pct for p in taken).mean
-        return min(1.0, mean / 100) if mean is not None else None
+        pid = self.rank.info.pid
+        share = _percent(p.run_delay_pct for sample in self.samples for p in sample.processes if p.pid == pid)
+        return min(1.0, share) if share is not None else None
 
     @cached_property
     def storage_share(self) -> float:
-        """The share of time in which tasks stood still for storage: the larger of PSI and iowait."""
-        pressure = Sketch.of(s.host.pressure_io_pct for s in self.samples).mean or 0.0
-        iowait = Sketch.of(s.host.iowait_pct for s in self.samples).mean or 0.0
-        return max(pressure, iowait) / 100
+        """The share of time in which processes waited for storage: the larger of PSI and iowait."""
+        pressure = _percent(sample.host.pressure_io_pct for sample in self.samples)
+        iowait = _percent(sample.host.iowait_pct for sample in self.samples)
+        return max(pressure or 0.0, iowait or 0.0)
 
     @cached_property
-    def card_samples(self) -> tuple[GpuSample, ...]:
-        """What was seen of this rank's card."""
-        return tuple(gpu for s in self.samples for gpu in s.gpus if is_card_of(self.rank, gpu))
+    def gpu_samples(self) -> tuple[GpuSample, ...]:
+        """This rank's GPU."""
+        return tuple(gpu for sample in self.samples for gpu in sample.gpus if is_gpu_of(self.rank, gpu))
 
-    def card(self, field: str) -> Sketch:
-        """A figure of it over the training."""
-        return Sketch.of(getattr(gpu, field) for gpu in self.card_samples)
+    def gpu(self, reading: str) -> Sketch:
+        """A reading of it over the training."""
+        return Sketch.of(getattr(sample, reading) for sample in self.gpu_samples)
 
 
-def is_card_of(rank: RankTrace, gpu: GpuSample) -> bool:
-    """Whether a rank trains on this card. Torch counts only the cards it may see, in an order of its own; so its number
-    tells only where nothing better was recorded."""
+def is_gpu_of(rank: RankTrace, gpu: GpuSample) -> bool:
+    """Whether a rank trains on this GPU. PyTorch numbers the GPUs it may see in its own order, so the number tells
+    only where no UUID was recorded."""
     uuid = rank.facts.gpu_uuid
     return gpu.uuid.endswith(uuid) if uuid else gpu.index == rank.facts.gpu_index
 
 
-def cases(trace: Trace) -> tuple[RankMetrics, ...]:
-    """A case for every rank."""
+def metrics_of(trace: Trace) -> tuple[RankMetrics, ...]:
+    """The metrics of every rank."""
     return tuple(RankMetrics(trace, rank) for rank in trace.ranks)
+
+
+def host_ms_in(step: Step, *phases: str) -> float:
+    """How long the host was in these phases of a step."""
+    return sum(span.host_ms for span in step.spans if span.name in phases)
+
+
+def _has_event(span: Any) -> bool:
+    return span.gpu_idle_ms is not None or span.gpu_busy_ms is not None
+
+
+def _idle_ms(xray: Xray, phases: Iterable[str]) -> float:
+    return sum(xray.idle_by_phase_ms.get(phase, 0.0) for phase in phases)
+
+
+def _share(part: float, whole: float) -> float | None:
+    return min(1.0, part / whole) if whole else None
+
+
+def _percent(values: Iterable[float | None]) -> float | None:
+    """The mean of percentages, as a share."""
+    mean = Sketch.of(values).mean
+    return mean / 100 if mean is not None else None
+
+
+def _leaves(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value)
+        else:
+            yield str(key).lower(), value

@@ -23,10 +23,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, get_args
 
-from flatout.diagnose.compute import FUSABLE
+from flatout.diagnose.compute_rules import FUSABLE
 from flatout.diagnose.gains import spare_cores
 from flatout.diagnose.knobs import Knob, knobs
-from flatout.diagnose.rank_metrics import LAUNCHES_LATE, RankMetrics, cases
+from flatout.diagnose.rank_metrics import LATE_LAUNCHES, RankMetrics, metrics_of
 from flatout.diagnose.rules import diagnose
 from flatout.model.causes import cured_by
 from flatout.model.changes import CHANGES, TO_MAKE, named, safety_of
@@ -175,7 +175,7 @@ class View:
 
     @cached_property
     def case(self) -> RankMetrics:
-        return cases(self.trace)[0]
+        return metrics_of(self.trace)[0]
 
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
@@ -184,7 +184,7 @@ class View:
     @cached_property
     def settings(self) -> tuple[SettingsRead, ...]:
         """What the script read, before any knob was turned."""
-        return cases(self.first)[0].facts.settings
+        return metrics_of(self.first)[0].facts.settings
 
     def found(self, *codes: str) -> list[Finding]:
         """Findings whose code begins like one of these, or that an ignored setting is the reason of."""
@@ -419,7 +419,7 @@ def _compile(view: View) -> Offer | None:
     case, held, late = view.case, view.holds("compile"), _late(view)
     found, asked = view.found("compute.eager", "launch.bound"), view.ignored("compiled")
     by_the_script = case.facts.compiled and not held
-    if not case.on_gpu or by_the_script or not (found or asked or held or late > LAUNCHES_LATE):
+    if not case.on_gpu or by_the_script or not (found or asked or held or late > LATE_LAUNCHES):
         return None
     mode = next((mode for mode in _modes(view) if view.verdict("compile", mode) is None), None)
     if mode is None:
@@ -448,7 +448,7 @@ def _modes(view: View) -> list[str]:
     if view.case.rank.info.world_size == 1:
         return ["reduce-overhead", "default"]  # launches that were in time are late once kernels are quicker
     # Collectives in a graph are another matter: with several ranks it is seen first whether compiling works at all.
-    graphs = ["reduce-overhead"] if late > LAUNCHES_LATE or view.found("launch.bound") else []
+    graphs = ["reduce-overhead"] if late > LATE_LAUNCHES or view.found("launch.bound") else []
     return ["default", *graphs]
 
 
@@ -458,7 +458,7 @@ def _modes(view: View) -> list[str]:
 def _batch(view: View) -> Offer | None:
     case, found = view.case, view.found("launch.bound", "memory.underused")
     now = case.loader.batch_size
-    then = cases(view.first)[0].loader.batch_size
+    then = metrics_of(view.first)[0].loader.batch_size
     there = knobs(view.settings, "batch_size", lambda value: value == then)
     if not there or not isinstance(now, int) or not isinstance(then, int):
         return None
@@ -466,7 +466,7 @@ def _batch(view: View) -> Offer | None:
         return None
     if view.holds("loader") and case.share("data") > _STARVED:  # which has all workers that help
         return None
-    reserved, total = case.facts.memory_reserved_bytes, case.card("memory_total_bytes").high
+    reserved, total = case.facts.memory_reserved_bytes, case.gpu("memory_total_bytes").high
     share = reserved / total if reserved and math.isfinite(total) else None
     if share is None or share > _HALF_A_GPU_IDLE:
         return None
@@ -489,7 +489,7 @@ def _batch(view: View) -> Offer | None:
 
 def _learning_rate(view: View, times: float) -> list[Change]:
     """Adam and its kin: by the square root of the batch; SGD: in proportion."""
-    facts = cases(view.first)[0].facts
+    facts = metrics_of(view.first)[0].facts
     there = knobs(view.settings, "learning_rate", lambda value: isinstance(value, float) and value > 0)
     in_force = facts.learning_rate
     equal = [knob for knob in there if in_force and math.isclose(knob.value, in_force, rel_tol=1e-6)]

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from flatout.diagnose.knobs import knobs
-from flatout.diagnose.rank_metrics import RankMetrics, cases
+from flatout.diagnose.rank_metrics import RankMetrics, metrics_of
 from flatout.diagnose.rules import diagnose
 from flatout.fix.speed import Speed, measure
 from flatout.launch import launcher, sandbox
@@ -167,7 +167,7 @@ class Run:
     def case(self) -> RankMetrics:
         """Its first rank, as the diagnosis sees it."""
         assert self.trace is not None
-        return cases(self.trace)[0]
+        return metrics_of(self.trace)[0]
 
     @property
     def planned_samples(self) -> float | None:
@@ -305,7 +305,7 @@ class Run:
 
 def runs_at_once(before: Run, now: Run) -> int:
     """How many runs have room side by side: on one GPU and one host, of one process each, with cores for each."""
-    total = now.case.card("memory_total_bytes").high
+    total = now.case.gpu("memory_total_bytes").high
     reserved = max(run.case.facts.memory_reserved_bytes or 0 for run in (before, now))
     if not reserved or not math.isfinite(total) or now.case.rank.info.world_size > 1:
         return 1

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.diagnose.breakdown import Breakdown, split
-from flatout.diagnose.rank_metrics import DISTURBED, RankMetrics, is_card_of
+from flatout.diagnose.rank_metrics import MIN_CEILING, RankMetrics, is_gpu_of
 from flatout.model.errors import TraceError
 from flatout.model.facts import Facts
 from flatout.model.finding import Finding
@@ -116,7 +116,7 @@ class Account:
             (b.ceiling_samples_per_s, "with the data there"),
             (b.replay_samples_per_s, "without the loader"),
         ):
-            if most and b.samples_per_s and most > DISTURBED * b.samples_per_s:
+            if most and b.samples_per_s and most > MIN_CEILING * b.samples_per_s:
                 faster = most / b.samples_per_s
                 return f"{most:,.0f} samples/s {how} ({faster:.1f}×)" if faster > 1 else f"no faster {how}"
         return None
@@ -323,7 +323,7 @@ def gpu_of(rank: RankTrace, samples: Iterable[Sample]) -> str | None:
     """The UUID of the GPU a rank trains on: the one it named, else the one that drew the most power."""
     gpus = samples_by_gpu(samples)
     for uuid, seen in gpus.items():
-        if is_card_of(rank, seen[0]):
+        if is_gpu_of(rank, seen[0]):
             return uuid
     return max(gpus, key=lambda uuid: Sketch.of(gpu.power_w for gpu in gpus[uuid]).mean or 0.0, default=None)
 

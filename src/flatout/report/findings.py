@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.diagnose.breakdown import REST
-from flatout.diagnose.gains import HELD_BACK
+from flatout.diagnose.gains import LOADER_LIMITS
 from flatout.diagnose.knobs import knob_for
 from flatout.fix.result import Attempt
 from flatout.model.changes import BY_NAME
@@ -60,7 +60,7 @@ def one_line(finding: Finding) -> str:
 
 def gain(finding: Finding) -> str:
     """What fixing it would give."""
-    more = ", more once the loader can follow" if finding.derived.endswith(HELD_BACK) else ""
+    more = ", more once the loader can follow" if finding.derived.endswith(LOADER_LIMITS) else ""
     if finding.gain_low < CAN_COST:
         return f"{finding.gain_low:.2f} to {finding.gain_high:.2f}× as fast on its own"
     if finding.gain_high < MIN_SHOWN_GAIN:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.diagnose.rank_metrics import cases
+from flatout.diagnose.rank_metrics import metrics_of
 from flatout.fix.offers import Offer, all_in_words, in_words
 from flatout.fix.result import Attempt, FixResult
 from flatout.fix.runs import Run
@@ -309,9 +309,9 @@ def _side(run: Run | None, speed: Speed | None, price: Price | None, *, paused: 
     speed = speed or (run.speed if run is not None else None)
     if run is None or run.trace is None or speed is None:
         return None
-    metrics = cases(run.trace)[0]
+    metrics = metrics_of(run.trace)[0]
     rate = speed.with_pauses if paused else speed.value
-    power, joules, money = metrics.card("power_w").mean, None, None
+    power, joules, money = metrics.gpu("power_w").mean, None, None
     if power is not None:
         power *= len(run.trace.ranks)
     if power is not None and speed.unit == "samples/s":
@@ -324,8 +324,8 @@ def _side(run: Run | None, speed: Speed | None, price: Price | None, *, paused: 
         unit=speed.unit,
         steps=speed.steps,
         step_ms=metrics.step_ms or None,
-        sm_active_pct=metrics.card("sm_active_pct").mean,
-        gpu_util_pct=metrics.card("gpu_util_pct").mean,
+        sm_active_pct=metrics.gpu("sm_active_pct").mean,
+        gpu_util_pct=metrics.gpu("gpu_util_pct").mean,
         power_w=power,
         joules_a_sample=joules,
         epoch_s=epoch_s,

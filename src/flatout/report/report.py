@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flatout.diagnose.rank_metrics import cases
+from flatout.diagnose.rank_metrics import metrics_of
 from flatout.diagnose.rules import diagnose_ranks
 from flatout.fix.result import FixResult
 from flatout.fix.runs import Run
@@ -85,7 +85,7 @@ def read_run(folders: Sequence[Path]) -> RecordedRun:
 
 def run_of(trace: Trace, folder: str, by_rank: Sequence[RankFigures] = ()) -> RecordedRun:
     """The run in a trace; `by_rank` where not all of its ranks were read."""
-    metrics = cases(trace)
+    metrics = metrics_of(trace)
     findings = diagnose_ranks(metrics)
     return RecordedRun(account=account(trace, folder, metrics, by_rank), findings=findings, trace=trace)
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from diagnose_cases import CORES, FACTS, HEALTHY, LOADER, hardware, steps, trace, workers, xray
 
-from flatout.diagnose.rank_metrics import cases
+from flatout.diagnose.rank_metrics import metrics_of
 from flatout.diagnose.rules import diagnose
 from flatout.model.causes import CODES
 from flatout.model.finding import Finding
@@ -275,9 +275,9 @@ def test_no_worker_is_advised_where_the_loop_writes_to_its_dataset() -> None:
 def test_a_larger_loader_that_evaluates_is_not_taken_for_the_one_that_trains() -> None:
     evaluates = LOADER | {"length": 10**9, "num_workers": 3, "trains": False}
     made = trace(facts={"loaders": [evaluates, LOADER | {"num_workers": 5, "trains": True}]})
-    assert cases(made)[0].loader.num_workers == 5
+    assert metrics_of(made)[0].loader.num_workers == 5
     old = trace(facts={"loaders": [LOADER | {"num_workers": 5}, LOADER | {"length": 10**9, "num_workers": 3}]})
-    assert cases(old)[0].loader.num_workers == 3, "of a recording that does not say"
+    assert metrics_of(old)[0].loader.num_workers == 3, "of a recording that does not say"
 
 
 @pytest.mark.parametrize(
@@ -673,6 +673,6 @@ def test_the_card_is_judged_by_its_training_and_not_by_the_x_ray() -> None:
     idle = tuple(dataclasses.replace(s, gpus=(dataclasses.replace(s.gpus[0], sm_active_pct=0.0),)) for s in busy)
     run = trace(samples=tuple(i if 101.2 < s.time_s - 0.5 < 103.2 else s for i, s in zip(idle, busy, strict=True)))
     rank = dataclasses.replace(run.ranks[0], steps=(*made, looking), windows=(window_of(list(made)), window_of(later)))
-    case = cases(dataclasses.replace(run, ranks=(rank,)))[0]
+    case = metrics_of(dataclasses.replace(run, ranks=(rank,)))[0]
     assert [s.time_s for s in case.samples] == [101.5, 104.5]
-    assert case.card("sm_active_pct").mean == pytest.approx(85.0)
+    assert case.gpu("sm_active_pct").mean == pytest.approx(85.0)

@@ -186,7 +186,7 @@ def test_a_rank_that_may_see_one_card_of_two_is_not_shown_the_other() -> None:
     run = trace_of(rank, samples=[dataclasses.replace(sample, gpus=gpus)])
     assert gpu_of(rank, run.samples["box"]) == "GPU-5e7a-11"
     assert account_of(run).gpu["power_w"] == 90.0
-    assert {gpu.index for gpu in RankMetrics(run, rank).card_samples} == {1}
+    assert {gpu.index for gpu in RankMetrics(run, rank).gpu_samples} == {1}
 
 
 def test_a_workers_life_adds_up() -> None:

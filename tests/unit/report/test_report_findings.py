@@ -10,7 +10,7 @@ import pytest
 from report_runs import account_of, printed, rank_of, report_of, steps_of, trace_of, whole_run
 from test_report_html import FINDING
 
-from flatout.diagnose.gains import HELD_BACK
+from flatout.diagnose.gains import LOADER_LIMITS
 from flatout.model.facts import Facts, LoaderFacts, SettingsRead
 from flatout.report.findings import change_as_typed, gain, headline
 from flatout.report.terminal import show
@@ -34,7 +34,7 @@ def test_a_gain_has_the_digits_that_mean_something(low: float, high: float, said
 
 
 def test_a_gain_that_the_loader_holds_back_says_so() -> None:
-    held = dataclasses.replace(FINDING, gain_low=1.01, gain_high=1.06, derived=f"model of the kernels{HELD_BACK}")
+    held = dataclasses.replace(FINDING, gain_low=1.01, gain_high=1.06, derived=f"model of the kernels{LOADER_LIMITS}")
     assert gain(held) == "up to 1.06× faster, more once the loader can follow"
 
 
