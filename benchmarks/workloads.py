@@ -12,7 +12,7 @@
 | auto           | (with --auto) under `flatout run --auto`: no trials                                     |
 | auto ceiling   | that, fed from the device                                                               |
 | auto supply    | its loader drained by nobody                                                            |
-| stock's loader | (with --stock FLAGS) the script with these flags instead, in the same turns             |
+| PyTorch's loader | (with --pytorch FLAGS) the script with these flags instead, in the same turns             |
 | auto in turns  | (with --in-turns) under --auto, in one run, a second each: fed; from the device; that, |
 |                | while as many samples are made beside it                                                |
 | fix            | (with --fix BUDGET) with the plan that `flatout fix --allow all` has found by then      |
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--no-ceilings", action="store_true", help="of before and by hand")
     parser.add_argument("--no-script", action="store_true", help="neither before nor by hand")
     parser.add_argument("--auto", action="store_true", help="measure flatout run --auto too")
-    parser.add_argument("--stock", metavar="FLAGS", help="measure the script with these flags beside --auto")
+    parser.add_argument("--pytorch", metavar="FLAGS", help="measure the script with these flags beside --auto")
     parser.add_argument("--in-turns", action="store_true", help="measure it against its ceiling in one run, too")
     parser.add_argument("--fix", metavar="BUDGET", help="measure flatout fix too, such as 4m")
     parser.add_argument("--turns", type=int, default=1, metavar="N", help="of auto, fix, engine and what each could do")
@@ -170,9 +170,9 @@ def through_run(root: Path, name: str, flags: Sequence[str], through: Sequence[s
 
 
 def auto_variants(root: Path, name: str, flags: Sequence[str], options: argparse.Namespace) -> Measured:
-    """`flatout run --auto` of the script as it is, and stock's loader as a person would set it."""
-    by_hand = [*flags, *options.stock.split()] if options.stock is not None else None
-    beside = {"stock's loader": functools.partial(measure, root, name, by_hand)} if by_hand else {}
+    """`flatout run --auto` of the script as it is, and PyTorch's loader as a person would set it."""
+    by_hand = [*flags, *options.pytorch.split()] if options.pytorch is not None else None
+    beside = {"PyTorch's loader": functools.partial(measure, root, name, by_hand)} if by_hand else {}
     return in_turns("auto", through_run(root, name, flags, ["--auto"]), options, beside)
 
 
@@ -209,7 +209,7 @@ RATIOS = (
     ("by hand", "by hand ceiling"),
     ("supply", "by hand ceiling"),
     ("auto", "before"),
-    ("auto", "stock's loader"),
+    ("auto", "PyTorch's loader"),
     ("fix", "before"),
     ("fix", "by hand"),
     ("engine", "by hand"),
