@@ -4,7 +4,7 @@
 
 Cost: a training whose step takes about 2 ms and one of about 20 ms, observed and not by turns of ten steps, many
 hundred times over; the median difference in time a step. The X-ray is off: it is taken once in a run, not in every
-step. What remains while the hooks are off (a look at a flag in each wrapper, a microsecond or two) is not in it.
+step. What remains while the wrappers are off (a look at a flag in each wrapper, a microsecond or two) is not in it.
 
 Truth: 10 ms planted into `__getitem__`, the loop, before `.item()`, evaluation, a log line and a checkpoint; what each
 is reported as, a step.
@@ -143,27 +143,27 @@ def costs(folder: Path) -> Iterator[Check]:
 
 
 def cost(step_ms: float, folder: Path) -> dict[str, Any]:
-    """Hundreds of short stretches, with the hooks on and off by turns: the machine's own moods last longer than two.
+    """Hundreds of short stretches, with the wrappers on and off by turns: the machine's own moods last longer than two.
 
     The thread that writes the trace goes on all the while. What it takes is measured over steps in a row, none of them
     left out, and is added, as if training waited for it.
     """
     training = Training(step_ms)
     with flatout.attach(folder / f"cost-{step_ms}", xray=False) as attachment:
-        session = attachment._recording
-        assert session is not None
+        recording = attachment._recording
+        assert recording is not None
         batches = {False: training.batches, True: training.endless()}
         training.batches = batches[True]
         training.hurry(RAW_STEPS)  # the first steps of a run are written one by one
         training.run(50)
-        before = dict(session._own_cost(), steps=session._recorder.steps)
+        before = dict(recording._own_cost(), steps=recording._recorder.steps)
         training.run(round(WRITING_FOR_S * 1e3 / step_ms))
         time.sleep(1.0)  # until all of them are written
-        after = dict(session._own_cost(), steps=session._recorder.steps)
+        after = dict(recording._own_cost(), steps=recording._recorder.steps)
         pairs, end_s = [], time.monotonic() + COST_FOR_S
         while time.monotonic() < end_s:
             order = (True, False) if len(pairs) % 2 else (False, True)
-            turn = {observed: training_for(training, session, observed, batches[observed]) for observed in order}
+            turn = {observed: training_for(training, recording, observed, batches[observed]) for observed in order}
             pairs.append((turn[False], turn[True]))
     counted = after["steps"] - before["steps"]
     own = {
@@ -186,12 +186,12 @@ def cost(step_ms: float, folder: Path) -> dict[str, Any]:
     }
 
 
-def training_for(training: Training, session: Any, observed: bool, batches: Iterator[Any]) -> float:
-    session._hooks.off, training.batches = not observed, batches
+def training_for(training: Training, recording: Any, observed: bool, batches: Iterator[Any]) -> float:
+    recording._timing._time.off, training.batches = not observed, batches
     try:
         return training.run(STEPS_A_TURN)
     finally:
-        session._hooks.off = False
+        recording._timing._time.off = False
 
 
 def sync() -> None:

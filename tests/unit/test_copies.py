@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.utils.data.dataloader as stock
 from torch.utils.data import DataLoader, Dataset
 
 import flatout
@@ -23,19 +22,17 @@ from flatout.feed.iterator import FeedIterator
 from flatout.feed.loader import Options, iterator_for
 from flatout.feed.scheduler import BatchScheduler
 from flatout.inside.changes import device_prefetch as copying
-
-PATCHED = ("to", "cuda", "numpy", "__array__", "__dlpack__")
+from flatout.inside.patches import Patches, Stage
 
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[copying._Copies]:
-    before = {name: getattr(torch.Tensor, name) for name in PATCHED}
     monkeypatch.setattr(copying, "_copies", copying._Copies())
     monkeypatch.setattr(copying, "_copying", deque())
-    copying.answer_with_copies()
+    changes = Patches().subscriber(Stage.CHANGE, pytest.fail)
+    copying.answer_with_copies(changes)
     yield copying._copies
-    for name, method in before.items():
-        setattr(torch.Tensor, name, method)
+    changes.leave()
 
 
 @pytest.mark.parametrize("look", [lambda host: host.numpy(), np.asarray, np.from_dlpack])
@@ -101,7 +98,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
     monkeypatch.setattr(copying, "_side_stream", lambda device: card)
     monkeypatch.setattr(copying, "_look_ahead_after_steps", lambda: None)
-    monkeypatch.setattr(copying, "_move", lambda host, device, non_blocking: torch.empty(host.shape, device=device))
+    monkeypatch.setattr(copying, "_move", lambda host, device: torch.empty(host.shape, device=device))
     return card
 
 
@@ -240,9 +237,9 @@ def test_else_it_gets_its_copies(
             move(host)
 
 
-def test_a_profiler_still_hears_of_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock._BaseDataLoaderIter, "__next__", stock._BaseDataLoaderIter.__next__)
-    copying.fetch_without_a_span()
+def test_a_profiler_still_hears_of_every_batch() -> None:
+    changes = Patches().subscriber(Stage.CHANGE, pytest.fail)
+    copying.fetch_without_a_span(changes)
     loader = flatout.DataLoader(Numbers(), batch_size=1, num_workers=1)
     assert [int(batch) for batch in loader] == list(range(12))
     batches = iter(loader)
@@ -251,6 +248,7 @@ def test_a_profiler_still_hears_of_every_batch(monkeypatch: pytest.MonkeyPatch) 
         assert int(next(batches)) == 1
     assert any("__next__" in event.name for event in profiler.events() or ())
     assert [int(batch) for batch in batches] == list(range(2, 12))
+    changes.leave()
 
 
 class Numbers(Dataset[int]):

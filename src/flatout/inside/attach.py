@@ -8,14 +8,15 @@ from pathlib import Path
 
 import torch
 
-from flatout.inside import session, start
+from flatout.inside import start
+from flatout.inside.recording import Recording, process
 from flatout.launch.protocol import Options, new_folder
 
 
 class Attachment:
     """A recording in progress. It ends with the process, with `close`, or with the `with` block."""
 
-    def __init__(self, folder: Path | None, recording: session.Session | None) -> None:
+    def __init__(self, folder: Path | None, recording: Recording | None) -> None:
         self.folder = folder
         self._recording = recording
 
@@ -40,9 +41,10 @@ def attach(trace: str | Path | None = None, *, xray: bool = True) -> Attachment:
     if os.environ.get("FLATOUT") == "off":
         return Attachment(None, None)
     if launched is not None:
-        return Attachment(launched.folder, session.current())
+        return Attachment(launched.folder, process.recording)
     start.require_torch(torch)
     name = Path(sys.argv[0] or "notebook").stem or "notebook"
     options = Options(folder=Path(trace or new_folder(name)).absolute(), name=name, xray=xray)
     start.watch_settings()
-    return Attachment(options.folder, session.begin(options, start.settings, made=session.modules_alive()))
+    process.roots.note_living()
+    return Attachment(options.folder, process.begin(options, start.settings))

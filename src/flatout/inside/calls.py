@@ -32,18 +32,18 @@ def batch_size(batch: Any) -> int | None:
     return len(batch) if isinstance(batch, list) else None
 
 
-def on_card(tensor: Any) -> bool:
+def is_on_gpu(tensor: Any) -> bool:
     """Whether reading this tensor makes the host wait for a GPU."""
     return bool(tensor.is_cuda)
 
 
-def crosses(target: Any, source: Any) -> bool:
-    """Whether a copy goes from the host to a card."""
+def copies_to_gpu(target: Any, source: Any) -> bool:
+    """Whether a copy goes from the host to a GPU."""
     return bool(target.is_cuda) and isinstance(source, torch.Tensor) and not source.is_cuda
 
 
-def names_card(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether `.to(*args, **kwargs)` goes to a card."""
+def names_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether `.to(*args, **kwargs)` goes to a GPU."""
     target = kwargs.get("device", args[0] if args else None)
     if isinstance(target, torch.Tensor):
         return bool(target.is_cuda)

@@ -6,11 +6,14 @@ device copies (`resident`: no loader and no copy).
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
+from flatout.inside.patches import Patches, Stage
 
 _KEPT = 4
 _STEPS_EACH = 12
@@ -27,6 +30,23 @@ class Ceiling:
         self._replaying = False
         self._fetches = 0
         self._turn = 0
+        self.resident = False  # whether device copies are given back, too
+
+    def install(self, patches: Patches, fail: Callable[[Exception], None]) -> None:
+        """Answer `.to` and `.cuda` with the device copy made before, while `resident`."""
+        self._changes = patches.subscriber(Stage.CHANGE, fail)
+        for name in ("to", "cuda"):
+            self._changes.around(f"torch.Tensor.{name}", functools.partial(self._move, name))
+
+    def remove(self) -> None:
+        """It is over."""
+        self._changes.leave()
+
+    def _move(self, name: str, call: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.resident:
+            return call(tensor, *args, **kwargs)
+        copy = functools.partial(call, tensor, *args, **kwargs)
+        return self.copy_of(tensor, f"{name} {args} {kwargs}", copy)
 
     def keep(self, loader: int, batch: Any) -> None:
         """Remember a batch that came from a loader."""

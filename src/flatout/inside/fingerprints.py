@@ -13,7 +13,6 @@ so it comes out the same on any device and in any order of adding, and says so w
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from collections import deque
@@ -22,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils.data.dataloader as stock
+import torch.utils.data.dataloader as torch_loader
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from flatout.files import write_whole_by
 from flatout.inside.ceiling import tensors_in
-from flatout.inside.root_modules import Alive
+from flatout.inside.patches import Subscriber
+from flatout.inside.root_modules import WeakIdMap
 from flatout.inside.weights import Moved
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -42,38 +42,34 @@ class FingerprintLog:
         self._steps: list[dict[str, Any]] = []
         self._open = _step()
         self._made: list[StorageWeakRef] = []
-        self.roots = Alive()  # the modules that tell of themselves
+        self.roots = WeakIdMap()  # the modules that tell of themselves
 
-    def install(self) -> None:
+    def install(self, subscriber: Subscriber) -> None:
         """Watch loaders and losses (root modules tell `inputs` themselves)."""
-        loader_class: Any = stock.DataLoader
-        iterator_class: Any = stock._BaseDataLoaderIter
-        index_sampler = loader_class._index_sampler.fget
-        fetch, backward = iterator_class.__next__, torch.autograd.backward
+        self._subscriber = subscriber
+        subscriber.around("torch.utils.data.dataloader.DataLoader._index_sampler", self._index_sampler)
+        subscriber.after("torch.utils.data.dataloader._BaseDataLoaderIter.__next__", self._fetched)
+        subscriber.before("torch.autograd.backward", self._loss)
 
-        @functools.wraps(fetch)
-        def fetch_and_note(iterator: Any) -> Any:
-            batch = fetch(iterator)
-            asked = iterator._index_sampler
-            if torch.is_grad_enabled() and isinstance(asked, _Asked) and asked.taken:
-                here = isinstance(iterator, stock._SingleProcessDataLoaderIter)
-                indices = asked.taken.popleft()
-                if indices is not None:
-                    self._open["indices"].append(indices)
-                    self._open["begins"].append(("here" if here else "elsewhere") if asked.begins else None)
-                asked.begins = False
-            return batch
+    def _index_sampler(self, call: Any, loader: Any) -> Any:
+        return _Asked(call(loader))
 
-        @functools.wraps(backward)
-        def backward_and_note(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            loss = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
-            if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-                self._open["losses"].append(loss.detach().double().clone())
-            return backward(tensors, *args, **kwargs)
+    def _fetched(self, iterator: Any) -> None:
+        asked = iterator._index_sampler
+        if not torch.is_grad_enabled() or not isinstance(asked, _Asked) or not asked.taken:
+            return
+        in_process = isinstance(iterator, torch_loader._SingleProcessDataLoaderIter)
+        indices = asked.taken.popleft()
+        if indices is not None:
+            self._open["indices"].append(indices)
+            where = "here" if in_process else "elsewhere"
+            self._open["begins"].append(where if asked.begins else None)
+        asked.begins = False
 
-        loader_class._index_sampler = property(lambda loader: _Asked(index_sampler(loader)))
-        iterator_class.__next__ = fetch_and_note
-        torch.autograd.backward = backward_and_note
+    def _loss(self, tensors: Any, *_: Any, **__: Any) -> None:
+        loss = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            self._open["losses"].append(loss.detach().double().clone())
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """These reach a root module in training."""

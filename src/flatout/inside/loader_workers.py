@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import heapq
 import json
+import multiprocessing.util
 import os
 import random
 import sys
@@ -20,8 +21,11 @@ from typing import Any
 
 import torch
 
+from flatout.inside.patches import Patches, Stage, Subscriber
+from flatout.launch.protocol import RANK
 from flatout.model.records import encode
 from flatout.model.sizes import length_of
+from flatout.redact import redact_text
 from flatout.trace import Sketch, WorkerReport
 
 _SLOWEST_KEPT = 8
@@ -187,6 +191,66 @@ class Meter:
                 os.close(descriptor)
         except OSError:
             self._path = None
+
+
+class Meters:
+    """Measures what PyTorch fetches samples with: in loader workers, and in the training process with num_workers=0."""
+
+    def __init__(self, patches: Patches, in_worker: Callable[[], None]) -> None:
+        self._patches = patches
+        self._in_worker = in_worker  # called in a loader worker, when it begins
+        self._subscriber: Subscriber | None = None
+        self._meters: list[Meter] = []
+        self._folder: Path | None = None
+
+    def start(self, folder: Path) -> None:
+        """Measure from now on, into this folder."""
+        self._folder = folder
+        if self._subscriber is None:
+            self._subscriber = self._patches.subscriber(Stage.OBSERVE, _fail)
+            self._subscriber.around("torch.utils.data.dataloader._DatasetKind.create_fetcher", self._create_fetcher)
+
+    def clear(self) -> None:
+        """Forget what was measured: it is another process's."""
+        self._meters.clear()
+
+    def finish(self) -> None:
+        """Write what was measured, and measure no more."""
+        for meter in self._meters:
+            meter.write()
+        self._meters.clear()
+        if self._subscriber is not None:
+            self._subscriber.leave()
+            self._subscriber = None
+
+    def _create_fetcher(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        fetcher = call(*args, **kwargs)
+        if self._subscriber is not None:
+            self._subscriber.guarded(self._measure, fetcher)
+        return fetcher
+
+    def _measure(self, fetcher: Any) -> None:
+        worker: Any = torch.utils.data.get_worker_info()
+        dataset = worker.dataset if worker is not None else fetcher.dataset  # the user's own, under any loader
+        known = [meter for meter in self._meters if worker is None and meter.is_of(dataset)]
+        meter = known[0] if known else Meter(dataset, worker.id if worker is not None else None, self._path())
+        meter.pass_begins()
+        measure_fetcher(fetcher, meter)
+        if worker is not None:
+            self._meters = [meter]
+            multiprocessing.util.Finalize(None, meter.write, exitpriority=1)
+            self._in_worker()
+        elif not known:
+            self._meters.append(meter)
+
+    def _path(self) -> Path | None:
+        rank = int(os.environ.get(RANK, "0"))
+        return self._folder / f"workers-{rank:05d}.jsonl" if self._folder is not None else None
+
+
+def _fail(problem: Exception) -> None:
+    reason = redact_text(f"{type(problem).__name__}: {problem}")
+    print(f"flatout: loader work is not measured ({reason})", file=sys.stderr)
 
 
 def measure_fetcher(fetcher: Any, meter: Meter) -> None:

@@ -1,44 +1,53 @@
-"""Finds the modules the user calls, and times those calls only: a hook on every layer would cost more than the layer.
+"""The modules a script calls: which they are, and what goes around each call of one.
 
-Module.__init__, __setstate__ ──► noted ──after a step──► those that are part of no other ──► timed
+Every module is noted (weakly) when it is made. A mark on a module stands where it keeps its compiled call
+(`_compiled_call_impl`): pickling and copying leave that out, and it works around a compiled module from the outside.
+
+    timed    after the first step, the modules that are part of no other. A hook on every layer would cost more than
+             the layer. Of those that are trained but never called (a LightningModule calls its parts) the children.
+    changed  when an optimizer is made, every module that holds some of its parameters is armed. The outermost one that
+             is called fires first: it is a root, its parts are disarmed, and a plan's changes go around its calls.
+             What the script compiles is disarmed first and, if it is a module, armed again as a whole.
 """
 
 from __future__ import annotations
 
-import functools
+import gc
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from flatout.inside.patches import Patches, Stage, Subscriber
 from flatout.inside.recorder import OWN, Recorder
 
-if TYPE_CHECKING:
-    from flatout.inside.hooks import Hooks
-
+_MODULE = "torch.nn.modules.module.Module"
 _LOOKS = 4
 
+Call = Callable[..., Any]
+Around = Callable[[Any, Call], Call]  # (module, how it is called) -> how it is to be called
 
-class Alive:
-    """Things and a value for each, for as long as they live. By identity: how they compare is the user's affair."""
+
+class WeakIdMap:
+    """Things and a value for each, for as long as they live. By identity: the user's own `==` does not count."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[Any], Any]] = {}
         self._crowded = 1024
 
     def put(self, thing: Any, value: Any = None) -> None:
-        """Take one in."""
+        """Add one."""
         self._entries[id(thing)] = (weakref.ref(thing), value)
         if len(self._entries) > self._crowded:
             self._entries = {key: entry for key, entry in self._entries.items() if entry[0]() is not None}
             self._crowded = 2 * len(self._entries) + 1024
 
     def get(self, thing: Any) -> Any:
-        """The value of one, or None where it has not been taken in."""
+        """The value of one, or None where it has not been added."""
         entry = self._entries.get(id(thing))
         return entry[1] if entry is not None and entry[0]() is thing else None
 
@@ -47,104 +56,228 @@ class Alive:
         return (thing for thing in living if thing is not None)
 
 
-class Roots:
-    """Every module made is noted (weakly). After the first step the ones that are part of no other are wrapped through
-    `_compiled_call_impl`, which pickling and copying leave out, and which works around a compiled module from the
-    outside. Of those that are trained but never called (a LightningModule calls its parts) the children are wrapped.
-    """
+class RootModules:
+    """All modules of this process, and the marks on those that the script calls."""
 
-    def __init__(self, hooks: Hooks, recorder: Recorder) -> None:
-        self._hooks = hooks
-        self._recorder = recorder
-        self.made = Alive()
+    def __init__(self, patches: Patches) -> None:
+        self._patches = patches
+        self.made = WeakIdMap()
+        self._users: list[Subscriber] = []
+        self._noting: Subscriber | None = None
+        self._time: Subscriber | None = None
+        self.recorder: Any = None
         self._looks = 0
         self._not_before = 1.0  # a look at the modules, by the count of steps
         self.next_look = 1.0  # never, where none have been made or compiled since the last
         self._trained: set[int] = set()
-        self.inside = False
+        self.inside_timed = False
+        self._changes: Subscriber | None = None
+        self._around: Around | None = None
+        self._script_compiles_functions = False
+        self._compiles_in_place = False
+        self.inside_changed = False
 
-    def watch(self, made: Iterable[Any]) -> None:
-        """Note every module made from now on, beside those that are there."""
-        for name in ("__init__", "__setstate__", "compile"):
-            self._noting(name)
-        for module in made:
-            self._note(module)
+    def note_living(self) -> None:
+        """Note the modules that are there already, by looking through all objects: slow, for a late start only."""
+        module = torch.nn.Module
+        for thing in gc.get_objects():
+            if issubclass(type(thing), module):  # isinstance wakes lazy objects
+                self.made.put(thing)
 
-    def _noting(self, name: str) -> None:
-        original = getattr(torch.nn.Module, name)
+    def _begin_noting(self, user: Subscriber) -> None:
+        self._users.append(user)
+        user.on_leaving(lambda: self._end_noting(user))
+        if self._noting is None:
+            self._noting = self._patches.subscriber(Stage.OBSERVE, self._fail)
+            for name in ("__init__", "__setstate__", "compile"):
+                self._noting.after(f"{_MODULE}.{name}", self._note)
 
-        @functools.wraps(original)
-        def noted(module: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(module, *args, **kwargs)
-            if not is_dynamo_compiling() and not self._hooks.off:
-                self._hooks.guarded(self._note, module)
-            return result
+    def _end_noting(self, user: Subscriber) -> None:
+        self._users.remove(user)
+        if not self._users and self._noting is not None:
+            self._noting.leave()
+            self._noting = None
 
-        self._hooks.replace(torch.nn.Module, name, noted)
+    def _fail(self, problem: Exception) -> None:
+        self._noting = None
+        for user in list(self._users):
+            user.failed(problem)
 
-    def _note(self, module: Any) -> None:
+    def _note(self, module: Any, *_: Any, **__: Any) -> None:
         self.next_look = self._not_before
         self.made.put(module)
+
+    # -- timed ------------------------------------------------------------------------------------------------------
+
+    def start_timing(self, time: Subscriber, recorder: Recorder) -> None:
+        """Time the calls of root modules for this recorder, until `time` leaves."""
+        self._time, self.recorder = time, recorder
+        self._looks, self._not_before, self.next_look = 0, 1.0, 1.0
+        self._trained = set()
+        self.inside_timed = False
+        self._begin_noting(time)
+        time.on_leaving(self._stop_timing)
+
+    def _stop_timing(self) -> None:
+        for module in self.made:
+            mark = vars(module).get("_compiled_call_impl")
+            if isinstance(mark, _Mark):
+                mark.timed = False
+                mark.take_off_if_idle()
 
     def find(self, optimizer: Any) -> None:
         """Look at the modules: after the first steps, and later, ever more rarely, when some were made."""
         self._looks += 1
-        steps = self._recorder.steps
+        steps = self.recorder.steps
         self._not_before = steps + 1 if self._looks < _LOOKS else 2 * steps
         self.next_look = self._not_before if self._looks < _LOOKS else math.inf
-        self._recorder.push(OWN)
+        self.recorder.push(OWN)
         self._trained |= {id(p) for group in optimizer.param_groups for p in group["params"]}
         modules = [m for m in self.made if any(True for _ in m.parameters())]
         parts = {id(child) for m in modules for child in m.children()}
         for module in modules:
             if id(module) not in parts:
-                self._wrap_called(module)
-        self._recorder.pop()
+                self._time_called(module)
+        self.recorder.pop()
 
-    def _wrap_called(self, module: Any) -> None:
-        """Wrap a module; its parts instead, where several steps have gone by without a call."""
-        timed = vars(module).get("_compiled_call_impl")
-        if not isinstance(timed, _TimedCall):
-            self._wrap(module)
-        elif timed.trained and not timed.called:
+    def _time_called(self, module: Any) -> None:
+        """Time a module; its parts instead, where several steps have gone by without a call."""
+        mark = _mark_of(module)
+        if mark is None or not mark.timed:
+            self._time_module(module)
+        elif mark.trained and not mark.called:
             for part in _called_parts(module):
-                self._wrap_called(part)
+                self._time_called(part)
 
-    def _wrap(self, module: Any) -> None:
-        inner = vars(module).get("_compiled_call_impl")
-        trained = any(id(p) in self._trained for p in module.parameters())
-        timed = _TimedCall(self, self._recorder, module, inner, trained)
-        vars(module)["_compiled_call_impl"] = timed
-        self._hooks.on_removal(functools.partial(_unwrap, weakref.ref(module), timed, inner))
+    def _time_module(self, module: Any) -> None:
+        mark = _mark_of(module) or _Mark.put(self, module)
+        mark.timed, mark.called = True, False
+        mark.trained = any(id(p) in self._trained for p in module.parameters())
 
-    def is_off(self) -> bool:
+    def is_untimed(self) -> bool:
         """Whether a call is none of ours to time: it is inside another, in another thread, or all is over."""
-        return self.inside or self._hooks.off or get_ident() != self._recorder.thread
+        return self.inside_timed or self._time is None or self._time.off or get_ident() != self.recorder.thread
 
-    def begin(self, **how: bool) -> None:
+    def begin(self, *, learns: bool, training: bool, trained: bool) -> None:
         """A call that is to be timed begins (see Recorder.forward)."""
-        self.inside = True
-        if self._recorder.light:
-            self._hooks.guarded(self._recorder.look_closely)
-        self._hooks.guarded(functools.partial(self._recorder.forward, **how))
+        assert self._time is not None
+        self.inside_timed = True
+        recorder = self.recorder
+        if recorder.light:
+            self._time.guarded(recorder.look_closely)
+        self._time.guarded(recorder.forward, learns=learns, training=training, trained=trained)
 
     def end(self) -> None:
         """It is over."""
-        self.inside = False
-        if not self._hooks.off:
-            self._hooks.guarded(self._recorder.pop)
+        self.inside_timed = False
+        if self._time is not None and not self._time.off:
+            self._time.guarded(self.recorder.pop)
+
+    # -- changed ----------------------------------------------------------------------------------------------------
+
+    def start_changing(self, changes: Subscriber, around: Around) -> None:
+        """Have `around` say, once for each root module, how it is to be called."""
+        self._changes, self._around = changes, around
+        self._begin_noting(changes)
+        changes.after("torch.optim.optimizer.Optimizer.__init__", self._optimizer_built)
+        changes.around("torch.compile", self._script_compiles)
+        changes.around(f"{_MODULE}.compile", self._script_compiles_in_place)
+
+    def why_none(self) -> str:
+        """Why no root may have been found."""
+        if self._script_compiles_functions:
+            return "the script compiles a function of its own, and what is called in there is not ours to change"
+        return "no module that an optimizer trains was called"
+
+    def _optimizer_built(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        if self._script_compiles_functions:
+            return
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        armed = [m for m in self.made if any(id(p) in trained for p in m.parameters())]
+        compiled = {id(part) for m in armed if _is_compiled(m) for part in m.modules() if part is not m}
+        for module in armed:
+            if id(module) not in compiled:
+                self._arm(module)
+
+    def _arm(self, module: Any) -> None:
+        mark = _mark_of(module)
+        if mark is None and isinstance(vars(module).get("_compiled_call_impl"), torch.jit.ScriptModule):
+            return
+        mark = mark or _Mark.put(self, module)
+        mark.armed = True
+
+    def _disarm(self, module: Any) -> bool:
+        """Disarm a module and its parts; whether it was armed itself."""
+        mark = _mark_of(module)
+        was_armed = mark is not None and mark.armed
+        for part in module.modules():
+            self._disarm_one(part)
+        return was_armed
+
+    def _disarm_one(self, module: Any) -> None:
+        mark = _mark_of(module)
+        if mark is not None:
+            mark.armed, mark.changed = False, None
+            mark.take_off_if_idle()
+
+    def _script_compiles(self, call: Call, model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if self._compiles_in_place:
+            return call(model, *args, **kwargs)
+        if isinstance(model, torch.nn.Module):
+            was_armed = self._disarm(model)
+            compiled = call(model, *args, **kwargs)
+            if was_armed:
+                self._arm(compiled)
+            return compiled
+        self._script_compiles_functions = True  # what it calls is not known: nothing of ours may be in there
+        for module in self.made:
+            self._disarm_one(module)
+        return call(model, *args, **kwargs)
+
+    def _script_compiles_in_place(self, call: Call, module: Any, *args: Any, **kwargs: Any) -> Any:
+        was_armed = self._disarm(module)
+        self._compiles_in_place = True
+        try:
+            result = call(module, *args, **kwargs)
+        finally:
+            self._compiles_in_place = False
+        if was_armed:
+            self._arm(module)
+        return result
+
+    def first_call(self, module: Any, call: Call) -> Call:
+        """A root is called for the first time: its parts are no roots. How it is to be called from now on."""
+        assert self._changes is not None
+        assert self._around is not None
+        for part in module.modules():
+            if part is not module:
+                self._disarm_one(part)
+        return self._changes.guarded(self._around, module, call) or call
 
 
-class _TimedCall:
+class _Mark:
     """Stands where a module keeps its compiled call. Where it is pickled or copied after all, it becomes None."""
 
-    def __init__(self, roots: Roots, recorder: Recorder, module: Any, inner: Any, trained: bool) -> None:
+    __slots__ = ("_inner", "_module", "_roots", "armed", "called", "changed", "timed", "trained")
+
+    def __init__(self, roots: RootModules, module: Any, inner: Any) -> None:
         self._roots = roots
-        self._recorder = recorder
         self._module = weakref.ref(module)
         self._inner = inner
-        self.trained = trained
-        self.called = False
+        self.timed = self.trained = self.called = self.armed = False
+        self.changed: Call | None = None
+
+    @classmethod
+    def put(cls, roots: RootModules, module: Any) -> _Mark:
+        """A mark on a module, around what it calls now."""
+        mark = cls(roots, module, vars(module).get("_compiled_call_impl"))
+        vars(module)["_compiled_call_impl"] = mark
+        return mark
+
+    @property
+    def wraps_compiled(self) -> bool:
+        """Whether there is a compiled call inside."""
+        return self._inner is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
@@ -152,30 +285,61 @@ class _TimedCall:
         call = self._inner if self._inner is not None else module._call_impl
         if is_dynamo_compiling():
             return call(*args, **kwargs)
-        learns, training = torch.is_grad_enabled(), module.training
-        if self._recorder.light and learns and training:
+        if self.armed:
+            call = self._call_changed
+        if not self.timed:
             return call(*args, **kwargs)
-        if self._roots.is_off():
+        roots = self._roots
+        learns, training = torch.is_grad_enabled(), module.training
+        if roots.recorder.light and learns and training:
+            return call(*args, **kwargs)
+        if roots.is_untimed():
             return call(*args, **kwargs)
         self.called = True
-        self._roots.begin(learns=learns, training=training, trained=self.trained)
+        roots.begin(learns=learns, training=training, trained=self.trained)
         try:
             return call(*args, **kwargs)
         finally:
-            self._roots.end()
+            roots.end()
+
+    def _call_changed(self, *args: Any, **kwargs: Any) -> Any:
+        module, roots = self._module(), self._roots
+        assert module is not None, "a module is calling itself"
+        plain: Call = self._inner if self._inner is not None else module._call_impl
+        if roots.inside_changed:
+            return plain(*args, **kwargs)
+        if self.changed is None:
+            self.changed = roots.first_call(module, plain)
+        roots.inside_changed = True
+        try:
+            return self.changed(*args, **kwargs)
+        finally:
+            roots.inside_changed = False
+
+    def take_off_if_idle(self) -> None:
+        """Leave the module as it was, where nothing is to be done at its calls and nobody's mark is on top."""
+        module = self._module()
+        if self.timed or self.armed or module is None or _mark_of(module) is not self:
+            return
+        if self._inner is None:
+            del vars(module)["_compiled_call_impl"]
+        else:
+            vars(module)["_compiled_call_impl"] = self._inner
 
     def __reduce__(self) -> Any:
         return type(None), ()
 
 
-def _unwrap(module: weakref.ref[Any], timed: _TimedCall, inner: Any) -> None:
-    owner = module()
-    if owner is None or vars(owner).get("_compiled_call_impl") is not timed:
-        return
-    if inner is None:
-        del vars(owner)["_compiled_call_impl"]
-    else:
-        vars(owner)["_compiled_call_impl"] = inner
+def _mark_of(module: Any) -> _Mark | None:
+    mark = vars(module).get("_compiled_call_impl")
+    return mark if isinstance(mark, _Mark) else None
+
+
+def _is_compiled(module: Any) -> bool:
+    mark = _mark_of(module)
+    if mark is not None:
+        return mark.wraps_compiled or hasattr(module, "_orig_mod")
+    return vars(module).get("_compiled_call_impl") is not None or hasattr(module, "_orig_mod")
 
 
 def _called_parts(module: Any) -> Iterable[Any]:

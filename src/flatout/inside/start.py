@@ -90,9 +90,9 @@ def _torch_is_here(torch: Any, options: Options) -> None:
         from flatout.inside import lazy_dynamo
 
         lazy_dynamo.install(torch)
-    from flatout.inside.session import begin
+    from flatout.inside.recording import process
 
-    begin(options, settings, ledger=ledger)
+    process.begin(options, settings, ledger)
 
 
 def require_torch(torch: Any) -> None:

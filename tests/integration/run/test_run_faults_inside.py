@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
-from flatout.inside import clock, facts, hooks, recorder, root_modules, session
+from flatout.inside import clock, facts, recorder, recording, root_modules, timing
 from flatout.trace import TraceWriter
 
 
@@ -48,16 +48,16 @@ def methods(owner: type, *names: str) -> list[Any]:
 EVERY_HOOK = [
     *methods(recorder.Recorder, "push", "pop", "fetching", "fetched", "forward", "backward", "leave"),
     *methods(recorder.Recorder, "optimizer_begins", "optimizer_ended", "set_kind", "finish", "_cut", "_send", "_close"),
-    *methods(session.Session, "loader_seen", "fetched", "replayed_batch", "backward_begins", "step_ended"),
-    *methods(session.Session, "_open_trace", "_write_facts", "_emit", "_own_cost"),
-    *methods(root_modules.Roots, "find", "_wrap", "_note"),
-    *methods(hooks._Numbers, "of"),
-    *methods(hooks._Optimizers, "versions"),
+    *methods(recording.Recording, "loader_seen", "fetched", "replayed_batch", "backward_begins", "step_ended"),
+    *methods(recording.Recording, "_open_trace", "_write_facts", "_emit", "_own_cost"),
+    *methods(root_modules.RootModules, "find", "_time_module", "_note"),
+    *methods(timing._Numbers, "of"),
+    pytest.param(timing, "_versions_of", id="_versions_of"),
     *methods(clock.LossReader, "take", "read"),
     *methods(TraceWriter, "__init__", "write"),
-    pytest.param(hooks, "batch_size", id="batch_size"),
-    pytest.param(hooks, "on_card", id="on_card"),
-    pytest.param(hooks, "caller", id="caller"),
+    pytest.param(timing, "batch_size", id="batch_size"),
+    pytest.param(timing, "is_on_gpu", id="is_on_gpu"),
+    pytest.param(timing, "caller", id="caller"),
     *(pytest.param(facts, name, id=name) for name in ("in_force", "optimizer_facts")),
     pytest.param(facts, "loader_facts", id="loader_facts"),
 ]

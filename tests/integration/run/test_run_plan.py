@@ -324,10 +324,10 @@ def test_every_place_is_told_where_a_change_was_made(tmp_path: Path) -> None:
 
 HEARD = """
     import torch
-    from flatout.inside.session import Session
+    from flatout.inside.recording import Recording
 
-    heard, step_ended = [], Session.step_ended
-    Session.step_ended = lambda session, optimizer: heard.append(1) or step_ended(session, optimizer)
+    heard, step_ended = [], Recording.step_ended
+    Recording.step_ended = lambda recording, optimizer: heard.append(1) or step_ended(recording, optimizer)
     weight = torch.zeros(2, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)
     for _ in range(160):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import pytest
 import torch
 from observing import write
 
+from flatout.inside.changes.applied import impose_seed
 from flatout.inside.changes.computing import LossScale
-from flatout.inside.changes.seed import impose_seed
 from flatout.inside.fingerprints import FingerprintLog, _Asked, checksum
-from flatout.inside.root_modules import Alive
+from flatout.inside.patches import Patches, Stage, Subscriber
+from flatout.inside.root_modules import WeakIdMap
 from flatout.launch import launcher
 from flatout.launch.protocol import Trial
 from flatout.model.plan import Change, Plan
@@ -111,24 +113,32 @@ def test_a_checksum_sees_every_change_but_not_the_layout(dtype: torch.dtype) -> 
         assert int(checksum(tensor.flip(3))) != known
 
 
-def test_a_generator_is_seeded_where_the_script_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(np.random, "default_rng", plain := np.random.default_rng)
-    impose_seed(3)
+@pytest.fixture
+def changes() -> Iterator[Subscriber]:
+    """A subscriber that changes calls."""
+    subscriber = Patches().subscriber(Stage.CHANGE, pytest.fail)
+    yield subscriber
+    subscriber.leave()
+
+
+def test_a_generator_is_seeded_where_the_script_does_not(changes: Subscriber) -> None:
+    plain = np.random.default_rng
+    impose_seed(3, changes)
     assert np.random.default_rng(seed=42).random() == np.random.default_rng(42).random() == plain(42).random()
     first, second = (np.random.default_rng().random() for _ in range(2))
     assert first != second
-    np.random.default_rng = plain
-    impose_seed(3)
+    changes.leave()
+    assert np.random.default_rng is plain
+    impose_seed(3, changes)
     assert np.random.default_rng().random() == first
 
 
-def test_a_scaled_loss_gives_true_gradients_and_skips_what_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)  # put back afterwards
+def test_a_scaled_loss_gives_true_gradients_and_skips_what_is_not_finite(changes: Subscriber) -> None:
     weight = torch.ones(3, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    optimizers = Alive()
+    optimizers = WeakIdMap()
     optimizers.put(optimizer)
-    scale = LossScale()
+    scale = LossScale(changes)
     scale.guard([weight], optimizers)
     scale.guard([weight], optimizers)  # the next root with the same parameters
     seen: list[float] = []
@@ -144,13 +154,12 @@ def test_a_scaled_loss_gives_true_gradients_and_skips_what_is_not_finite(monkeyp
     assert scale.scale == LossScale.FIRST / 2
 
 
-def test_what_is_trained_only_later_gets_true_gradients_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
+def test_what_is_trained_only_later_gets_true_gradients_too(changes: Subscriber) -> None:
     frozen, added = torch.ones(2), torch.ones(2, requires_grad=True)
     weight = torch.ones(2, requires_grad=True)
-    optimizers = Alive()
+    optimizers = WeakIdMap()
     optimizers.put(optimizer := torch.optim.SGD([weight, frozen], lr=1.0))
-    LossScale().guard([weight, frozen], optimizers)
+    LossScale(changes).guard([weight, frozen], optimizers)
     optimizer.step()  # without any gradient: nothing happens, as ever
     frozen.requires_grad_(True)
     optimizer.add_param_group({"params": [added]})
@@ -176,23 +185,17 @@ def test_what_sparse_tensors_are_made_of_is_summed_up(layout: Any) -> None:
     assert sums(eye) != sums(eye.flip(0))
 
 
-def test_a_scaled_loss_is_noted_as_it_is_and_unscales_all_that_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scaled_loss_is_noted_as_it_is_and_unscales_all_that_is_trained(changes: Subscriber) -> None:
     """GIVEN a weight of a loss that is no part of the model, THEN its gradient is a true one too."""
-    noted: list[float] = []
-    plain = torch.autograd.backward
-
-    def note(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        noted.append(float(tensors.detach()))
-        return plain(tensors, *args, **kwargs)
-
-    monkeypatch.setattr(torch.autograd, "backward", note)
+    proof = FingerprintLog()
+    proof.install(changes)
     model, free = torch.nn.Linear(2, 1), torch.ones((), requires_grad=True)
-    optimizers = Alive()
+    optimizers = WeakIdMap()
     optimizers.put(optimizer := torch.optim.SGD([*model.parameters(), free], lr=1.0))
-    LossScale().guard(list(model.parameters()), optimizers)
+    LossScale(changes).guard(list(model.parameters()), optimizers)
     loss = model(torch.ones(3, 2)).square().mean() * free
     loss.backward()
-    assert noted == [loss.item()]
+    assert [float(noted) for noted in proof._open["losses"]] == [loss.item()]
     assert free.grad is not None
     assert free.grad.item() == pytest.approx(loss.item())
     optimizer.zero_grad()

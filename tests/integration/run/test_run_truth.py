@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from flatout.inside import hooks
+from flatout.inside import timing
 
 STEPS = 10
 DELAY_MS = 10.0
@@ -39,7 +39,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     frozen = SimpleNamespace(
         monotonic=lambda: clock.now_s, time=time.time, perf_counter=time.perf_counter, sleep=time.sleep
     )
-    monkeypatch.setattr("flatout.inside.session.time", frozen)
+    monkeypatch.setattr("flatout.inside.recording.time", frozen)
     return clock
 
 
@@ -161,7 +161,7 @@ def total(observed: Observed, name: str) -> float:
 def test_a_planted_delay_shows_under_its_name(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, where: str, name: str
 ) -> None:
-    monkeypatch.setattr(hooks, "on_card", lambda tensor: isinstance(tensor, SlowItem))
+    monkeypatch.setattr(timing, "is_on_gpu", lambda tensor: isinstance(tensor, SlowItem))
     observed = observe(tmp_path / "trace", lambda: train(Plan(clock, where), tmp_path))
     assert len(observed.steps) == STEPS
     assert total(observed, name) == pytest.approx(STEPS * DELAY_MS)
@@ -178,7 +178,7 @@ def test_a_planted_delay_shows_under_its_name(
 def test_every_way_of_reading_a_tensor_on_the_card_is_a_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(hooks, "on_card", lambda tensor: True)
+    monkeypatch.setattr(timing, "is_on_gpu", lambda tensor: True)
     ways = {
         "item": lambda t: t.item(),
         "tolist": lambda t: t.tolist(),

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import random
 import sys
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+
+import torch
 
 from flatout.files import write_whole
 from flatout.inside.changes.computing import Computing
 from flatout.inside.changes.ledger import Ledger
 from flatout.inside.changes.loading import Loading
-from flatout.inside.changes.seed import impose_seed
 from flatout.inside.fingerprints import FingerprintLog
+from flatout.inside.imports import when_imported
+from flatout.inside.patches import Patches, Stage, Subscriber
+from flatout.inside.root_modules import RootModules
 from flatout.inside.weights import Weights
 from flatout.launch.protocol import Options
 from flatout.redact import redact_text
@@ -21,24 +28,42 @@ from flatout.redact import redact_text
 class Applied:
     """The plan's changes in this process, the imposed seed, and the record for a proof."""
 
-    def __init__(self, options: Options, ledger: Ledger, ranks: Callable[[], tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        options: Options,
+        ledger: Ledger,
+        ranks: Callable[[], tuple[int, int]],
+        patches: Patches,
+        roots: RootModules,
+    ) -> None:
         self.ledger = ledger
         trial = options.trial
         self._proof = FingerprintLog() if trial is not None and trial.fingerprints else None
         self._weights = Weights(trial, ranks) if trial is not None else None
-        self._computing = Computing(ledger, self._proof)
-        self._loading = Loading(ledger, self._computing.device)
+        changes = patches.subscriber(Stage.CHANGE, self._fail)
+        proof = patches.subscriber(Stage.OBSERVE, self._fail_proof)
+        self._subscribers = changes, proof
+        self._computing = Computing(ledger, changes, roots, self._proof)
+        self._loading = Loading(ledger, changes, self._computing.device)
         try:
             if trial is not None and trial.seed is not None:
-                impose_seed(trial.seed + ranks()[0])
+                impose_seed(trial.seed + ranks()[0], changes)
             if ledger.changes or self._proof is not None:
                 self._computing.install()
                 self._loading.install()
             if self._proof is not None:
-                self._proof.install()
+                self._proof.install(proof)
         except Exception as problem:
             reason = redact_text(f"{type(problem).__name__}: {problem}")
             print(f"flatout: the plan is not applied ({reason})", file=sys.stderr)
+
+    def _fail(self, problem: Exception) -> None:
+        for name in self.ledger.changes:
+            self.ledger.failed(name, problem)
+
+    def _fail_proof(self, problem: Exception) -> None:
+        reason = redact_text(f"{type(problem).__name__}: {problem}")
+        print(f"flatout: what reaches the model is no longer noted ({reason})", file=sys.stderr)
 
     @property
     def wants_every_step(self) -> bool:
@@ -58,10 +83,29 @@ class Applied:
         return self._computing.compile_s + self._loading.compile_s or None
 
     def finish(self, path: Path) -> None:
-        """The run is over: say what was not made, and write the proof."""
+        """The run is over: say what was not made, write the proof, and take the patches off."""
         self._computing.finish()
+        for subscriber in self._subscribers:
+            subscriber.leave()
         if self._proof is not None:
             self._proof.write(path)
         if self._weights is not None and (drifts := self._weights.drifts()):
             drifted = path.with_name(path.name.replace("proof-", "drifts-")).with_suffix(".json")
             write_whole(drifted, json.dumps(drifts))
+
+
+def impose_seed(imposed: int, changes: Subscriber) -> None:
+    """Seed torch, numpy and `random` before the script's first line; one that seeds later has the last word."""
+    torch.manual_seed(imposed)
+    random.seed(imposed)
+    when_imported("numpy", functools.partial(_seed_numpy, imposed, changes))
+
+
+def _seed_numpy(imposed: int, changes: Subscriber, numpy: Any) -> None:
+    numpy.random.seed(imposed % (1 << 32))
+    number = count()
+
+    def default_rng(call: Any, seed: Any = None) -> Any:
+        return call(seed if seed is not None else [imposed, next(number)])
+
+    changes.around("numpy.random.default_rng", default_rng)

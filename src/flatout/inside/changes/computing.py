@@ -18,26 +18,32 @@ from torch.utils._pytree import tree_map_only
 
 from flatout.inside.calls import caller
 from flatout.inside.changes.ledger import Ledger
-from flatout.inside.changes.root_calls import Call, RootCalls
 from flatout.inside.fingerprints import FingerprintLog
 from flatout.inside.inductor_rounding import draw_as_this, round_as_eager
-from flatout.inside.root_modules import Alive
+from flatout.inside.patches import Subscriber, original
+from flatout.inside.root_modules import Call, RootModules, WeakIdMap
 from flatout.model.changes import named
 
 _AT_ROOTS = named(moment="model call")
 _HAVE_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _CAPTURING = ("reduce-overhead", "max-autotune")  # ways to compile that make CUDA graphs
-_compile = torch.compile  # before anything times it: a root's call is timed as such
 
 
 class Computing:
     """The plan's changes to model and optimizer; a `proof` is told what reaches a root module."""
 
-    def __init__(self, ledger: Ledger, proof: FingerprintLog | None = None) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        changes: Subscriber,
+        roots: RootModules,
+        proof: FingerprintLog | None = None,
+    ) -> None:
         self._ledger = ledger
+        self._changes = changes
+        self._roots = roots
         self._proof = proof
-        self.optimizers = Alive()
-        self._roots = RootCalls(self._around)
+        self.optimizers = WeakIdMap()
         self._scaler: LossScale | None = None
         self._frozen = False
         self.compile_s = 0.0  # the first calls of what we compiled
@@ -48,9 +54,9 @@ class Computing:
         if wanted("fused_optimizer"):
             for kind in _HAVE_FUSED:
                 self._build_fused(kind)
-        self._note_optimizers()
+        self._changes.after("torch.optim.optimizer.Optimizer.__init__", self._optimizer_built)
         if any(wanted(name) for name in _AT_ROOTS) or self._proof is not None:
-            self._roots.install()
+            self._roots.start_changing(self._changes, self._around)
 
     def device(self) -> torch.device | None:
         """Where the parameters are that an optimizer trains; None where that is in several places, or nowhere yet."""
@@ -68,25 +74,16 @@ class Computing:
 
     # -- the optimizer ----------------------------------------------------------------------------------------------
 
-    def _note_optimizers(self) -> None:
-        optimizer_class: Any = torch.optim.Optimizer
-        init = optimizer_class.__init__
-
-        @functools.wraps(init)
-        def build(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            init(optimizer, *args, **kwargs)
-            self.optimizers.put(optimizer)
-            if self._ledger.wanted("fused_optimizer") and not isinstance(optimizer, _HAVE_FUSED):
-                self._ledger.refused("fused_optimizer", f"{type(optimizer).__name__} has no fused form in torch")
-
-        optimizer_class.__init__ = build
+    def _optimizer_built(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.optimizers.put(optimizer)
+        if self._ledger.wanted("fused_optimizer") and not isinstance(optimizer, _HAVE_FUSED):
+            self._ledger.refused("fused_optimizer", f"{type(optimizer).__name__} has no fused form in torch")
 
     def _build_fused(self, kind: Any) -> None:
-        init = kind.__init__
-        signature = inspect.signature(init)
+        where = f"{kind.__module__}.{kind.__qualname__}.__init__"
+        signature = inspect.signature(kind.__init__)
 
-        @functools.wraps(init)
-        def build(optimizer: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        def build(init: Call, optimizer: Any, params: Any, *args: Any, **kwargs: Any) -> None:
             params = list(params)  # to be gone through twice, should the first time fail
             given = signature.bind_partial(optimizer, params, *args, **kwargs).arguments
             if given.get("fused") is None and given.get("foreach") is None and not given.get("differentiable"):
@@ -101,7 +98,7 @@ class Computing:
                 self._ledger.refused("fused_optimizer", "the script chooses another way of stepping itself")
             init(optimizer, params, *args, **kwargs)
 
-        kind.__init__ = build
+        self._changes.around(where, build)
 
     @property
     def wants_a_step(self) -> bool:
@@ -185,7 +182,9 @@ class Computing:
             self._ledger.refused("compile", "the script compiles the model itself")
             return call
         round_as_eager()
-        compiled = _compile(_visible(module, call), mode=None if change.value == "default" else change.value)
+        compiled = original(torch.compile)(
+            _visible(module, call), mode=None if change.value == "default" else change.value
+        )
         self._ledger.made("compile", f"model.compile(mode={change.value!r})", where)
         captured = change.value in _CAPTURING
         stop_looking = _refuse_to_add_up(module) if captured else None
@@ -233,7 +232,7 @@ class Computing:
             self._ledger.refused("precision", why_not)
             return call
         if dtype == torch.float16:
-            self._scaler = self._scaler or LossScale()
+            self._scaler = self._scaler or LossScale(self._changes)
             self._scaler.guard(parameters, self.optimizers)
         self._ledger.made("precision", f"each call of the model under torch.autocast({device!r}, {dtype})", where)
 
@@ -331,27 +330,24 @@ class LossScale:
 
     FIRST, GROW_AFTER = 2.0**16, 2000
 
-    def __init__(self) -> None:
+    def __init__(self, changes: Subscriber) -> None:
         self.scale = self.FIRST
         self._good = 0
         self._scaling = False
-        self._guarded, self._parameters, self._optimizers = Alive(), Alive(), Alive()
-        backward = torch.autograd.backward
+        self._guarded, self._parameters, self._optimizers = WeakIdMap(), WeakIdMap(), WeakIdMap()
+        changes.around("torch.autograd.backward", self._backward)
 
-        @functools.wraps(backward)
-        def backward_scaled(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(tensors, torch.Tensor) or tensors.numel() != 1 or grad_tensors is not None:
-                return backward(tensors, grad_tensors, *args, **kwargs)
-            self._guard()
-            self._scaling = True
-            try:
-                return backward(tensors, torch.full_like(tensors, self.scale), *args, **kwargs)
-            finally:
-                self._scaling = False
+    def _backward(self, call: Call, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(tensors, torch.Tensor) or tensors.numel() != 1 or grad_tensors is not None:
+            return call(tensors, grad_tensors, *args, **kwargs)
+        self._guard()
+        self._scaling = True
+        try:
+            return call(tensors, torch.full_like(tensors, self.scale), *args, **kwargs)
+        finally:
+            self._scaling = False
 
-        torch.autograd.backward = backward_scaled
-
-    def guard(self, parameters: list[Any], optimizers: Alive) -> None:
+    def guard(self, parameters: list[Any], optimizers: WeakIdMap) -> None:
         """Unscale what arrives at these parameters and those of the optimizers, which look at it before they step."""
         for parameter in parameters:
             self._parameters.put(parameter, True)

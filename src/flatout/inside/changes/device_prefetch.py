@@ -27,12 +27,13 @@ from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils.data.dataloader as stock
+import torch.utils.data.dataloader as torch_loader
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import _DatasetKind
 
 from flatout.feed.iterator import NOT_YET, FeedIterator
 from flatout.inside.ceiling import tensors_in
+from flatout.inside.patches import Subscriber, original
 
 SMALL_BYTES = 16 << 20  # about 0.3 ms on the bus
 _SURE = 8  # batches in a row
@@ -147,29 +148,31 @@ def _let_go() -> None:
             return
 
 
-def answer_with_copies() -> None:
+def answer_with_copies(changes: Subscriber) -> None:
     """Have `.to` and `.cuda` give the copy that is there already."""
-    for name in ("to", "cuda"):
-        original = getattr(torch.Tensor, name)
-
-        @functools.wraps(original)
-        def move(tensor: Any, *args: Any, _original: Any = original, _name: str = name, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling() and _copies and not tensor.is_cuda:
-                asked = args if _name == "to" or args else ("cuda",)
-                tensor = _copies.take(tensor, asked, kwargs)
-            return _original(tensor, *args, **kwargs)
-
-        setattr(torch.Tensor, name, move)
+    changes.around("torch.Tensor.to", _move_copied)
+    changes.around("torch.Tensor.cuda", _cuda_copied)
     for name in ("numpy", "__array__", "__dlpack__"):
-        shown = getattr(torch.Tensor, name)
+        changes.around(f"torch.Tensor.{name}", _show)
 
-        @functools.wraps(shown)
-        def show(tensor: Any, *args: Any, _original: Any = shown, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling() and _copies:
-                _copies.forget(tensor)
-            return _original(tensor, *args, **kwargs)
 
-        setattr(torch.Tensor, name, show)
+def _move_copied(call: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    if _copies and not tensor.is_cuda:
+        tensor = _copies.take(tensor, args, kwargs)
+    return call(tensor, *args, **kwargs)
+
+
+def _cuda_copied(call: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    if _copies and not tensor.is_cuda:
+        tensor = _copies.take(tensor, args or ("cuda",), kwargs)
+    return call(tensor, *args, **kwargs)
+
+
+def _show(call: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """The script sees the memory of a tensor, and may write to it unseen."""
+    if _copies:
+        _copies.forget(tensor)
+    return call(tensor, *args, **kwargs)
 
 
 def _target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
@@ -209,17 +212,16 @@ def _stepped(*_: Any) -> None:
         ahead.look()
 
 
-def fetch_without_a_span() -> None:
+def fetch_without_a_span(changes: Subscriber) -> None:
     """Have iterators of ours tell of every batch only where a profiler runs (an `ExecutionTraceObserver` is none)."""
-    following: Any = functools.wraps(_stock_next)(_following)
-    stock._BaseDataLoaderIter.__next__ = following  # type: ignore[method-assign]
+    changes.around("torch.utils.data.dataloader._BaseDataLoaderIter.__next__", _following)
 
 
-def _following(iterator: Any) -> Any:
-    """The next batch. What stock does around fetching it takes 40 µs in the middle of a training on a CPU."""
+def _following(call: Any, iterator: Any) -> Any:
+    """The next batch. What PyTorch does around fetching it takes 40 µs in the middle of a training on a CPU."""
     ours = isinstance(iterator, (DevicePrefetcher, FeedIterator)) and iterator._dataset_kind == _DatasetKind.Map
     if not ours or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-        return _stock_next(iterator)
+        return call(iterator)
     batch = iterator._next_data()
     iterator._num_yielded += 1
     return batch
@@ -229,7 +231,7 @@ def _here() -> tuple[int, int]:
     return os.getpid(), get_ident()
 
 
-class DevicePrefetcher(stock._BaseDataLoaderIter):
+class DevicePrefetcher(torch_loader._BaseDataLoaderIter):
     """A loader's iterator that fetches one batch ahead and starts its copy to the GPU on a stream of its own.
 
     A loop that reads its loss in every step leaves the card idle until the next one begins, and what fetching takes
@@ -275,7 +277,9 @@ class DevicePrefetcher(stock._BaseDataLoaderIter):
         self._since_step += 1
         batch, self._next = self._next, NOT_YET
         if batch is NOT_YET:
-            batch = self._fetched(functools.partial(_following, self._inner))
+            batch = self._fetched(
+                functools.partial(_following, original(torch_loader._BaseDataLoaderIter.__next__), self._inner)
+            )
         elif isinstance(self._inner, FeedIterator) and not isinstance(batch, Exception):
             batch = self._inner.in_its_turn(batch)
         if isinstance(batch, Exception):
@@ -286,8 +290,13 @@ class DevicePrefetcher(stock._BaseDataLoaderIter):
         if later:
             self._make_room(batch)
         elif not (isinstance(self._inner, FeedIterator) and self._inner.made_when_asked):
-            self._next = self._fetched(functools.partial(_following, self._inner))
+            self._next = self._fetched(
+                functools.partial(_following, original(torch_loader._BaseDataLoaderIter.__next__), self._inner)
+            )
         return batch
+
+    def _next_inner(self) -> Any:
+        return _following(original(torch_loader._BaseDataLoaderIter.__next__), self._inner)
 
     def _make_room(self, batch: Any) -> None:
         """For the next batch, which will be like this one, before this one is learned from."""
@@ -400,7 +409,7 @@ class _ReservedBuffers:
         """The copies, on the current stream."""
         torch.cuda.current_stream(self._device).wait_event(self._free)
         return [
-            _move(host, self._device, non_blocking=True) if copy is None else _fill(copy, host, non_blocking=True)
+            _move(host, self._device) if copy is None else _fill(copy, host)
             for host, copy in zip(hosts, self.copies, strict=True)
         ]
 
@@ -415,5 +424,12 @@ def _alike(host: Any, copy: Any) -> bool:
     return bool(host.dtype == copy.dtype and host.shape == copy.shape and host.stride() == copy.stride())
 
 
-# Before anything times them: fetching is timed from the outside.
-_stock_next, _move, _fill = stock._BaseDataLoaderIter.__next__, torch.Tensor.to, torch.Tensor.copy_
+# What is done ahead of time is not timed, and not changed again.
+
+
+def _move(host: Any, device: torch.device) -> Any:
+    return original(torch.Tensor.to)(host, device, non_blocking=True)
+
+
+def _fill(copy: Any, host: Any) -> Any:
+    return original(torch.Tensor.copy_)(copy, host, non_blocking=True)

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.utils.data.dataloader as stock
 from torch.utils.data import IterableDataset
-from torch.utils.data._utils import worker as stock_worker
 
 from flatout.feed import DataLoader as OurLoader
 from flatout.feed import Options as FeedOptions
@@ -37,7 +36,8 @@ from flatout.inside.changes.device_prefetch import (
     fetch_without_a_span,
 )
 from flatout.inside.changes.ledger import Ledger
-from flatout.inside.root_modules import Alive
+from flatout.inside.patches import Subscriber
+from flatout.inside.root_modules import WeakIdMap
 from flatout.model.changes import STRICT, named
 from flatout.model.frameworks import packages
 
@@ -50,11 +50,12 @@ _ARGUMENTS = named(moment="DataLoader()")
 class Loading:
     """The plan's changes to loaders. `device` says where the model is trained (None: not known yet)."""
 
-    def __init__(self, ledger: Ledger, device: Callable[[], torch.device | None]) -> None:
+    def __init__(self, ledger: Ledger, changes: Subscriber, device: Callable[[], torch.device | None]) -> None:
         self._ledger = ledger
+        self._changes = changes
         self._device = device
-        self._built = Alive()  # the loaders and their datasets, and where each loader was made
-        self._habits = Alive()  # of the loaders
+        self._built = WeakIdMap()  # the loaders and their datasets, and where each loader was made
+        self._habits = WeakIdMap()  # of the loaders
         self._kernels = CompiledPrograms()
 
     def install(self) -> None:
@@ -64,9 +65,9 @@ class Loading:
             self._construction()
         if wanted("loader") or wanted("device_prefetch"):
             self._passes()
-            fetch_without_a_span()
+            fetch_without_a_span(self._changes)
         if wanted("device_prefetch"):
-            answer_with_copies()
+            answer_with_copies(self._changes)
         if wanted("gpu_transforms") and not wanted("loader"):
             self._ledger.refused("gpu_transforms", "needs the elastic loader in the same plan")
         if wanted("gpu_transforms") and wanted("compile"):
@@ -82,11 +83,9 @@ class Loading:
     # -- at construction --------------------------------------------------------------------------------------------
 
     def _construction(self) -> None:
-        init = _Loader.__init__
-        signature = inspect.signature(init)
+        signature = inspect.signature(_Loader.__init__)
 
-        @functools.wraps(init)
-        def build(loader: Any, *args: Any, **kwargs: Any) -> None:
+        def build(init: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
             called, where = caller(), caller(beyond=_FRAMEWORKS)
             try:
                 bound = signature.bind(loader, *args, **kwargs)
@@ -113,7 +112,7 @@ class Loading:
                     return
             init(loader, *args, **kwargs)
 
-        _Loader.__init__ = build
+        self._changes.around("torch.utils.data.dataloader.DataLoader.__init__", build)
 
     def _changed(self, bound: inspect.BoundArguments) -> dict[str, Any]:
         """The arguments that are to be others, with those that have to follow."""
@@ -141,10 +140,7 @@ class Loading:
     # -- when a pass begins -----------------------------------------------------------------------------------------
 
     def _passes(self) -> None:
-        build = _Loader._get_iterator
-
-        @functools.wraps(build)
-        def get_iterator(loader: Any) -> Any:
+        def get_iterator(build: Any, loader: Any) -> Any:
             device = None
             if self._ledger.wanted("device_prefetch"):
                 device = self._ledger.attempt("device_prefetch", self._prefetch_to, loader)
@@ -157,7 +153,7 @@ class Loading:
             ahead = self._ledger.attempt("device_prefetch", self._ahead, loader, iterator, device)
             return ahead if ahead is not None else iterator
 
-        _Loader._get_iterator = get_iterator
+        self._changes.around("torch.utils.data.dataloader.DataLoader._get_iterator", get_iterator)
 
     def _ahead(self, loader: Any, iterator: Any, device: torch.device) -> DevicePrefetcher:
         how = f"batches are copied to {device} one step ahead"
@@ -255,14 +251,12 @@ class Loading:
     def _worker_threads(self) -> None:
         change = self._ledger.wanted("worker_threads")
         assert change is not None
-        main = stock_worker._worker_loop
 
-        @functools.wraps(main)
-        def with_few_threads(*args: Any, **kwargs: Any) -> Any:
+        def with_few_threads(main: Any, *args: Any, **kwargs: Any) -> Any:
             self._ledger.attempt("worker_threads", limit_threads, change.value)
             return main(*args, **kwargs)
 
-        stock_worker._worker_loop = with_few_threads
+        self._changes.around("torch.utils.data._utils.worker._worker_loop", with_few_threads)
         self._ledger.made("worker_threads", f"{change.value} threads for BLAS, OpenMP and OpenCV in each worker")
 
 

@@ -1,4 +1,4 @@
-"""One training process being recorded: Recorder, Hooks and TraceWriter, tied together.
+"""One training process being recorded: Recorder, Timing and TraceWriter, tied together.
 
 Nothing is written before the first optimizer step, so a process that never trains leaves no file. Whatever goes wrong
 here is said once, switched off, and the user's run goes on.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import functools
-import gc
-import multiprocessing.util
 import os
 import socket
 import sys
@@ -18,12 +16,12 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.utils.data.dataloader as stock
+import torch.utils.data.dataloader as torch_loader
 
 from flatout.feed.watch import Filling, Watch
 from flatout.inside import facts as look
@@ -31,12 +29,13 @@ from flatout.inside.calls import called_from, raised_at
 from flatout.inside.ceiling import Ceiling
 from flatout.inside.changes.ledger import Ledger
 from flatout.inside.clock import CudaClock, Leash, LossReader
-from flatout.inside.hooks import Hooks
 from flatout.inside.imports import when_imported
-from flatout.inside.listener import Listener
-from flatout.inside.loader_workers import Meter, measure_fetcher
+from flatout.inside.loader_workers import Meters
+from flatout.inside.patches import Patches
 from flatout.inside.recorder import DATA, HELD, OWN, Recorder
+from flatout.inside.root_modules import RootModules
 from flatout.inside.settings import Settings
+from flatout.inside.timing import LIBRARIES, Timing
 from flatout.inside.trial_progress import TrialProgress
 from flatout.inside.xray import Profiler, read_kernels
 from flatout.launch.protocol import RANK, Options
@@ -61,47 +60,67 @@ _RECOVERY_STEPS = 12
 _AHEAD, _AHEAD_OF_CEILING = 8, 2  # steps, of a run with an end
 _GRACE_S = 5.0  # for a script that swallows SystemExit, or saves what it has on its way out
 
-_session: Session | None = None
-_applied: Applied | None = None
+
+class Process:
+    """What there is once in a process: the patches, the modules, a plan's changes, and the recording."""
+
+    def __init__(self) -> None:
+        self.patches = Patches()
+        self.roots = RootModules(self.patches)
+        self.meters = Meters(self.patches, self._stand_aside)
+        self.applied: Applied | None = None
+        self.recording: Recording | None = None
+        self._begun = False
+
+    def begin(self, options: Options, settings: Settings, ledger: Ledger | None = None) -> Recording:
+        """Make a plan's changes and start recording; `ledger` has changes that are made already."""
+        self.meters.start(options.folder)
+        if self.applied is None and (options.plan is not None or options.trial is not None):
+            from flatout.inside.changes.applied import Applied  # seldom needed, and not small
+
+            ranks = lambda: (_rank(), _world_size())  # noqa: E731
+            self.applied = Applied(options, ledger or Ledger(), ranks, self.patches, self.roots)
+        if self.recording is None or self.recording.closed:
+            self.recording = Recording(self, options, settings)
+        if not self._begun:
+            self._begun = True
+            os.register_at_fork(after_in_child=self._start_over_in_child)
+        return self.recording
+
+    def _stand_aside(self) -> None:
+        """This process turns out to be a loader worker: it never trains."""
+        if self.recording is not None:
+            self.recording.abandon()
+
+    def _start_over_in_child(self) -> None:
+        """In a forked child nothing is written for the parent. A child that trains gets a recording of its own."""
+        recording = self.recording
+        if recording is None or recording.closed:
+            return
+        recording.abandon()
+        self.recording = None
+        self.meters.clear()
+        if not called_from(torch_loader.__file__):  # a loader is starting a worker: it never trains
+            self.begin(recording.options, recording.settings)
 
 
-def begin(options: Options, settings: Settings, *, made: Iterable[Any] = (), ledger: Ledger | None = None) -> Session:
-    """Start recording this process; `made` are the modules that are there already, `ledger` has changes to make."""
-    global _session, _applied
-    measure_workers(options)
-    if _applied is None and (options.plan is not None or options.trial is not None):
-        from flatout.inside.changes.applied import Applied  # seldom wanted, and not small
-
-        # Under the hooks: what they time is as changed.
-        _applied = Applied(options, ledger or Ledger(), lambda: (_rank(), _world_size()))
-    if _session is None or _session.closed:
-        _session = Session(options, settings, made)
-    return _session
+process = Process()
 
 
-def current() -> Session | None:
-    """The recording that is going on in this process."""
-    return _session
-
-
-def modules_alive() -> Iterable[Any]:
-    """Every module there is, found by looking through all objects: slow, for a late start only."""
-    module = torch.nn.Module
-    return (thing for thing in gc.get_objects() if issubclass(type(thing), module))  # isinstance wakes lazy objects
-
-
-class Session(Listener):
+class Recording:
     """What goes on in one training process."""
 
-    def __init__(self, options: Options, settings: Settings, made: Iterable[Any]) -> None:
-        self._options = options
-        self._settings = settings
+    def __init__(self, process: Process, options: Options, settings: Settings) -> None:
+        self._process = process
+        self.options = options
+        self.settings = settings
         self._writer: TraceWriter | None = None
         self._losses = LossReader()
         gpu = CudaClock() if torch.version.cuda is not None else None
         self._began_s = time.monotonic()
         self._recorder = Recorder(clock=time.monotonic, emit=self._emit, gpu=gpu, losses=self._losses)
-        self._hooks = Hooks(self._recorder, self, self._fail)
+        self._timing = Timing(process.patches, process.roots, self._recorder, self, self._fail)
+        self.next_look = 0  # the step after which `step_ended` is to be called next
         self._loaders: dict[int, LoaderFacts] = {}
         self._passes: Counter[int] = Counter()
         self.watched: dict[int, Watch] = {}  # datasets that the training process reads itself
@@ -114,6 +133,8 @@ class Session(Listener):
         measures_ceiling = options.trial is None or not options.trial.fingerprints
         self._ceiling = Ceiling() if options.max_steps is not None and measures_ceiling else None
         self.replays = self._ceiling is not None
+        if self._ceiling is not None:
+            self._ceiling.install(process.patches, self._timing.fail)
         self._leash = Leash(_AHEAD)
         self._early: list[Step | LightSteps] = []
         self._first_step_s: float | None = None
@@ -122,12 +143,10 @@ class Session(Listener):
         self._optimizer_facts = OptimizerFacts()
         self._facts_at_step = _FIRST_FACTS_AT_STEP
         self.closed = False
-        self._hooks.install(made)
-        for library in Hooks.LIBRARIES:
-            when_imported(library, lambda module: self._hooks.after_import(module.__name__))
+        self._timing.install()
+        for library in LIBRARIES:
+            when_imported(library, lambda module: self._timing.after_import(module.__name__))
         atexit.register(self._close_at_exit)
-        os.register_at_fork(after_in_child=self._start_over_in_child)
-        self._flush_before_hard_exit()
 
     # -- what the hooks tell ----------------------------------------------------------------------------------------
 
@@ -169,9 +188,6 @@ class Session(Listener):
             return None
         return self._ceiling.batch(loader)
 
-    def resident_copy(self, tensor: Any, how: str, copy: Callable[[], Any]) -> Any:
-        return self._ceiling.copy_of(tensor, how, copy) if self._ceiling is not None else copy()
-
     def autocast_entered(self, dtype: str) -> None:
         self._autocast.add(dtype)
 
@@ -184,7 +200,7 @@ class Session(Listener):
         """A training step is over: the few things that happen once, each at its step, and afterwards a rare look."""
         steps = self._recorder.steps
         self._last_optimizer = weakref.ref(optimizer)
-        if self._options.max_steps is not None:
+        if self.options.max_steps is not None:
             self._stay_close()
         self._course.step_ended(self._recorder.measured)
         if self._writer is None:
@@ -196,15 +212,15 @@ class Session(Listener):
             self._facts_at_step *= _FACTS_EVERY_TIMES
             self._as_ours(self._write_facts)
         awaits_xray = not self._xray.done and torch.cuda.is_initialized()
-        if awaits_xray and self._options.max_steps is None:
+        if awaits_xray and self.options.max_steps is None:
             self._xray.step_ended(self)
-        changing = _applied is not None and _applied.wants_every_step
-        every_step = awaits_xray or changing or self._options.max_steps is not None
+        changing = self._process.applied is not None and self._process.applied.wants_every_step
+        every_step = awaits_xray or changing or self.options.max_steps is not None
         self.next_look = steps + (1 if every_step else _LOOK_EVERY_STEPS)
-        if _applied is not None:
-            first = self._writer is not None and self._writer.path.parent == self._options.folder
-            self._as_ours(functools.partial(_applied.step_ended, first=first))
-        if self._options.max_steps is not None:
+        if self._process.applied is not None:
+            first = self._writer is not None and self._writer.path.parent == self.options.folder
+            self._as_ours(functools.partial(self._process.applied.step_ended, first=first))
+        if self.options.max_steps is not None:
             self._end_in_time()
         self._course.step_begins()
 
@@ -231,13 +247,14 @@ class Session(Listener):
                 if taking or self._xray.running:
                     return
             kind = self._ceiling.next_step() if self._ceiling is not None else None
-            self.resident = kind == "resident"
+            if self._ceiling is not None:
+                self._ceiling.resident = kind == "resident"
             self._leash.steps = _AHEAD_OF_CEILING
             if kind is not None:
                 self._recorder.set_kind(kind)
                 return
         self.close()
-        if self._options.trial is not None:
+        if self.options.trial is not None:
             sys.stdout.flush()
             os._exit(0)  # a script that catches SystemExit would go on to its checkpoint
         threading.Thread(target=_exit_after_grace, name="flatout-grace", daemon=True).start()
@@ -260,7 +277,7 @@ class Session(Listener):
 
     def _open_trace(self) -> None:
         info = RunInfo(
-            name=self._options.name,
+            name=self.options.name,
             command=redact_command(sys.orig_argv),
             host=socket.gethostname(),
             rank=_rank(),
@@ -269,7 +286,7 @@ class Session(Listener):
             started_unix_s=time.time() - (time.monotonic() - self._began_s),
             started_s=self._began_s,
         )
-        self._writer = _first_free(self._options.folder, info)
+        self._writer = _first_free(self.options.folder, info)
         self._look_at_optimizer()
         for step in self._early:
             self._writer.write(step)
@@ -286,8 +303,8 @@ class Session(Listener):
     def _write_facts(self) -> None:
         if self._writer is None:
             return
-        self._settings.note_config_modules()
-        self._exchange = look.gradient_exchange(self._hooks.modules()) or self._exchange  # the model may be gone
+        self.settings.note_config_modules()
+        self._exchange = look.gradient_exchange(self._process.roots.made) or self._exchange  # the model may be gone
         self._look_at_optimizer()
         facts = dataclasses.replace(
             look.in_force(self._optimizer_facts),
@@ -295,11 +312,12 @@ class Session(Listener):
             loaders_side_by_side=self._recorder.loaders_side_by_side,
             autocast=tuple(sorted(self._autocast)) or ("None",),
             gradient_exchange=self._exchange,
-            settings=tuple(self._settings.read),
+            settings=tuple(self.settings.read),
             own_cost=self._own_cost(),
         )
-        if _applied is not None and _applied.ledger.changes:
-            facts = dataclasses.replace(facts, changes=_applied.ledger.entries(), compile_s=_applied.compile_s)
+        applied = self._process.applied
+        if applied is not None and applied.ledger.changes:
+            facts = dataclasses.replace(facts, changes=applied.ledger.entries(), compile_s=applied.compile_s)
         self._writer.write(FactsRecord(time_s=time.monotonic(), values=facts))
 
     def _look_at_optimizer(self) -> None:
@@ -324,7 +342,7 @@ class Session(Listener):
         )
 
     def _note_changes_not_made(self) -> None:
-        for entry in _applied.ledger.entries() if _applied is not None else ():
+        for entry in self._process.applied.ledger.entries() if self._process.applied is not None else ():
             if not entry.applied:
                 self.note(f"{entry.name} was not changed: {entry.how}")
 
@@ -359,17 +377,15 @@ class Session(Listener):
             if self._writer is not None:
                 self._recorder.finish()
                 self._xray.finish(self)
-                if _applied is not None:
-                    _applied.finish(self._writer.path.with_name(f"proof-{_rank():05d}.jsonl"))
+                if self._process.applied is not None:
+                    self._process.applied.finish(self._writer.path.with_name(f"proof-{_rank():05d}.jsonl"))
                 self._write_facts()
                 self._note_changes_not_made()
-                for meter in _meters:
-                    meter.write()
-                _meters.clear()
+                self._process.meters.finish()
         except Exception as problem:
-            self._hooks.fail(problem)
+            self._timing.fail(problem)
         finally:
-            self._hooks.remove()
+            self._take_off()
             os.environ.pop(RANK, None)
             atexit.unregister(self._close_at_exit)
             if self._writer is not None:
@@ -380,7 +396,7 @@ class Session(Listener):
         try:
             writer.write(_end(raised))
         except Exception as problem:
-            self._hooks.fail(problem)
+            self._timing.fail(problem)
 
     def _fail(self, problem: BaseException) -> None:
         what = str(problem) if isinstance(problem, FlatoutError) else f"{type(problem).__name__}: {problem}"
@@ -388,35 +404,15 @@ class Session(Listener):
         print(text, file=sys.stderr)
         self.note(text)
 
-    def _start_over_in_child(self) -> None:
-        """In a forked child nothing is written for the parent. A child that trains itself gets a session of its own."""
-        global _session
-        if self.closed:
-            return
+    def abandon(self) -> None:
+        """Take everything off and write nothing more: this is another process than the one that was recorded."""
         self.closed = True
-        self._hooks.remove()
-        _meters.clear()
-        _session = None
-        if called_from(stock.__file__):  # a loader is starting a worker: it never trains
-            return
-        begin(self._options, self._settings, made=self._hooks.modules())
+        self._take_off()
 
-    def stand_aside(self) -> None:
-        """This process turns out to be a loader worker: it never trains."""
-        self.closed = True
-        self._hooks.remove()
-
-    def _flush_before_hard_exit(self) -> None:
-        hard_exit = os._exit
-        owner = os.getpid()
-
-        @functools.wraps(hard_exit)
-        def exit_after_flush(status: int) -> None:
-            if os.getpid() == owner:
-                self.close()
-            hard_exit(status)
-
-        self._hooks.replace(os, "_exit", exit_after_flush)
+    def _take_off(self) -> None:
+        self._timing.remove()
+        if self._ceiling is not None:
+            self._ceiling.remove()
 
 
 class _XrayPlan:
@@ -434,33 +430,35 @@ class _XrayPlan:
         self._before_ms: list[float] = []
         self._after_ms: list[float] = []
 
-    def step_ended(self, session: Session) -> None:
+    def step_ended(self, recording: Recording) -> None:
         """Take it when its time has come. What goes wrong with it costs the X-ray, and nothing else."""
         try:
-            self._step_ended(session)
+            self._step_ended(recording)
         except Exception as problem:
             self.done, self.running = True, False
-            session.note(f"no X-ray was taken ({type(problem).__name__}: {problem})")
+            recording.note(f"no X-ray was taken ({type(problem).__name__}: {problem})")
 
-    def _step_ended(self, session: Session) -> None:
-        recorder = session._recorder
+    def _step_ended(self, recording: Recording) -> None:
+        recorder = recording._recorder
         if self.running:
             self._left -= 1
             if self._left and self._profiler.running:
                 recorder.set_kind("xray")
                 return
-            session._as_ours(self._stop)
+            recording._as_ours(self._stop)
             recorder.set_kind("after xray")
         elif self._results is None:
-            warm_s = time.monotonic() - (session._first_step_s or 0.0)
+            warm_s = time.monotonic() - (recording._first_step_s or 0.0)
             if recorder.measured >= self._after_steps and warm_s >= self._after_s and self._profiler.available():
-                session._as_ours(self._profiler.start)
+                recording._as_ours(self._profiler.start)
                 recorder.set_kind("xray")
                 self.running = True
         elif len(self._after_ms) >= _RECOVERY_STEPS and len(self._steps) >= _XRAY_STEPS:
             self.done = True
             recorder.set_kind("after xray")
-            session._as_ours(functools.partial(self._read, session))  # a thread would take the trainer's time unseen
+            recording._as_ours(
+                functools.partial(self._read, recording)
+            )  # a thread would take the trainer's time unseen
 
     def _stop(self) -> None:
         self.running = False
@@ -476,66 +474,27 @@ class _XrayPlan:
                 walls.append(sum(span.host_ms for span in one.spans if span.name not in (DATA, OWN)))
         del walls[: -4 * _RECOVERY_STEPS]
 
-    def finish(self, session: Session) -> None:
+    def finish(self, recording: Recording) -> None:
         """The run ends: read what there is, if that has not been done."""
         if self.running:
             self._stop()
         if self._results is not None and not self.done:
             self.done = True
-            self._read(session)
+            self._read(recording)
 
-    def _read(self, session: Session) -> None:
+    def _read(self, recording: Recording) -> None:
         try:
             xray = read_kernels(self._profiler.kernels(self._results), self._steps[1:])
             if xray is not None:
-                session.write(xray.with_recovery(self._recovered()))
+                recording.write(xray.with_recovery(self._recovered()))
         except Exception as problem:
-            session.note(f"the X-ray could not be read ({type(problem).__name__}: {problem})")
+            recording.note(f"the X-ray could not be read ({type(problem).__name__}: {problem})")
 
     def _recovered(self) -> bool | None:
         if len(self._before_ms) < 4 or len(self._after_ms) < 4:
             return None
         before, after = (sorted(ms)[len(ms) // 2] for ms in (self._before_ms[-_RECOVERY_STEPS:], self._after_ms))
         return after <= 1.1 * before + 0.1
-
-
-_meters: list[Meter] = []  # of this process
-_folder: Path | None = None  # where meters report
-
-
-def measure_workers(options: Options) -> None:
-    """Wrap what torch fetches samples with: in loader workers, and in the training process with num_workers=0."""
-    global _folder
-    _folder = options.folder
-    create = stock._DatasetKind.create_fetcher
-    if getattr(create, "_flatout", False):
-        return
-
-    @functools.wraps(create)
-    def create_fetcher(*args: Any, **kwargs: Any) -> Any:
-        fetcher = create(*args, **kwargs)  # type: ignore[no-untyped-call]
-        try:
-            worker = torch.utils.data.get_worker_info()
-            path = _folder / f"workers-{int(os.environ.get(RANK, '0')):05d}.jsonl" if _folder is not None else None
-            dataset = worker.dataset if worker is not None else fetcher.dataset  # the user's own, under any loader
-            known = [meter for meter in _meters if worker is None and meter.is_of(dataset)]
-            meter = known[0] if known else Meter(dataset, worker.id if worker is not None else None, path)
-            meter.pass_begins()
-            measure_fetcher(fetcher, meter)
-            if worker is None:
-                _meters[:] = [*_meters, *([] if known else [meter])]
-            else:
-                _meters[:] = [meter]
-                multiprocessing.util.Finalize(None, meter.write, exitpriority=1)
-                if _session is not None:
-                    _session.stand_aside()
-        except Exception as problem:
-            reason = redact_text(f"{type(problem).__name__}: {problem}")
-            print(f"flatout: loader work is not measured ({reason})", file=sys.stderr)
-        return fetcher
-
-    create_fetcher._flatout = True  # type: ignore[attr-defined]
-    stock._DatasetKind.create_fetcher = staticmethod(create_fetcher)  # type: ignore[method-assign]
 
 
 def _end(raised: BaseException | None) -> End:

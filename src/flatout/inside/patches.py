@@ -1,0 +1,342 @@
+"""Every attribute of Python, PyTorch or a library that flatout replaces: one table, and one wrapper for each attribute.
+
+Whoever wants to see or change a call subscribes to it at a stage. The stages are passed in this order, whenever their
+subscribers came:
+
+    script ─► TIME (the recorder) ─► OBSERVE (fingerprints, lists of modules) ─► CHANGE (a plan's changes) ─► original
+
+So the recorder times the call as it was changed, and a fingerprint is taken of what the script passed. A subscriber
+that raises is switched off and reported once; the script's call goes through. When the last subscriber of an attribute
+leaves, the original is put back. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+Call = Callable[..., Any]
+_MISSING = object()
+
+RECORDING, PLAN, PROOF, TRIAL = "a recording", "a plan", "a proof", "a trial"
+
+
+class Stage(IntEnum):
+    """How close to the original call a subscriber works: CHANGE is next to it."""
+
+    CHANGE = 0
+    OBSERVE = 1
+    TIME = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """Attributes of one owner that are replaced for the same reason, and what has to be going on for that."""
+
+    owner: str
+    names: str
+    why: str
+    when: str = RECORDING
+
+    @property
+    def attributes(self) -> list[str]:
+        """Their full names."""
+        return [f"{self.owner}.{name}" for name in self.names.split()]
+
+
+TABLE: tuple[Patch, ...] = (
+    Patch("torch.utils.data.dataloader.DataLoader", "__iter__", "a pass over the data begins"),
+    Patch("torch.utils.data.dataloader._BaseDataLoaderIter", "__init__", "which loader an iterator belongs to"),
+    Patch("torch.utils.data.dataloader._BaseDataLoaderIter", "__next__", "waiting for data; a batch that is there"),
+    Patch("torch.utils.data.dataloader._DatasetKind", "create_fetcher", "what loading samples takes, in each worker"),
+    Patch("queue.Queue", "get", "waiting for data from a thread of the script's"),
+    Patch("concurrent.futures._base.Future", "result", "waiting for data from a thread of the script's"),
+    Patch("torch.nn.modules.module.Module", "__init__ __setstate__", "a list of all modules, to find the model"),
+    Patch("torch.nn.modules.module.Module", "compile", "what the script compiles by itself"),
+    Patch("torch", "compile", "what the script compiles by itself; the time of compiled functions"),
+    Patch("torch.autograd", "backward", "the time of the backward pass; the loss"),
+    Patch("torch.autograd", "grad", "the time of the backward pass"),
+    Patch("torch.autocast", "__enter__", "which mixed precision is in force"),
+    Patch("torch.optim.optimizer.Optimizer", "__init__", "a list of all optimizers"),
+    Patch("torch.optim.optimizer.Optimizer", "zero_grad", "the time of the optimizer"),
+    Patch("torch.nn.utils", "clip_grad_norm_ clip_grad_value_", "the time of the optimizer"),
+    Patch("torch.nn.utils.clip_grad", "clip_grad_norm_ clip_grad_value_", "the time of the optimizer"),
+    Patch("torch.amp.grad_scaler.GradScaler", "step", "steps that are skipped"),
+    Patch("torch.Tensor", "to cuda", "copies to the GPU; a copy that is there already"),
+    Patch("torch.Tensor", "pin_memory copy_", "copies to the GPU"),
+    Patch(
+        "torch.Tensor",
+        "item tolist numpy cpu __bool__ __float__ __int__ __index__ __repr__ __format__",
+        "waiting for the GPU, with the line of the script",
+    ),
+    Patch("torch.Tensor", "__array__ __dlpack__", "memory that is handed out: no copy of it is valid", PLAN),
+    Patch("torch.cuda", "synchronize", "waiting for the GPU"),
+    Patch("torch.cuda.streams.Event", "synchronize", "waiting for the GPU"),
+    Patch("torch.cuda.streams.Stream", "synchronize", "waiting for the GPU"),
+    Patch("torch", "save", "the time of checkpoints"),
+    Patch("safetensors.torch", "save_file", "the time of checkpoints"),
+    Patch("torch.distributed.checkpoint", "save", "the time of checkpoints"),
+    Patch("builtins", "print", "the time of logging"),
+    Patch("logging.Logger", "callHandlers", "the time of logging"),
+    Patch(
+        "torch.utils.tensorboard.writer.SummaryWriter",
+        "add_scalar add_scalars add_histogram add_image add_images add_figure add_text flush",
+        "the time of logging",
+    ),
+    Patch("wandb.sdk.wandb_run.Run", "log", "the time of logging"),
+    Patch("tqdm.std.tqdm", "refresh", "the time of logging"),
+    Patch("sys", "unraisablehook", "a signal during a garbage collection still reaches the script"),
+    Patch("os", "_exit", "the trace is completed first"),
+    Patch("torch.utils.data.dataloader.DataLoader", "__init__", "num_workers, pin_memory and so on are changed", PLAN),
+    Patch("torch.utils.data.dataloader.DataLoader", "_get_iterator", "flatout's loader, copies ahead of time", PLAN),
+    Patch("torch.utils.data._utils.worker", "_worker_loop", "the number of threads in a worker", PLAN),
+    Patch("torch.optim.adam.Adam", "__init__", "fused=True", PLAN),
+    Patch("torch.optim.adamw.AdamW", "__init__", "fused=True", PLAN),
+    Patch("torch.optim.sgd.SGD", "__init__", "fused=True", PLAN),
+    Patch("torch.optim.adagrad.Adagrad", "__init__", "fused=True", PLAN),
+    Patch("torch.utils.data.dataloader.DataLoader", "_index_sampler", "which samples are asked for", PROOF),
+    Patch("numpy.random", "default_rng", "a seed where the script sets none", TRIAL),
+)
+"""What goes through this layer."""
+
+ELSEWHERE: tuple[Patch, ...] = (
+    Patch("argparse.ArgumentParser", "parse_known_args", "the script's settings; a plan's values for them"),
+    Patch("yaml", "load", "the script's settings; a plan's values for them"),
+    Patch("json", "load", "the script's settings; a plan's values for them"),
+    Patch("sys", "meta_path", "what is imported"),
+    Patch("gc", "callbacks", "the time of garbage collections"),
+    Patch("importlib.machinery.SourceFileLoader", "get_code", "a plan's values in Python config modules", PLAN),
+    Patch("torch.autograd.profiler.profile", "_prepare_trace", "the X-ray gives way to a profiler", "an X-ray"),
+    Patch("sys.modules", "torch._dynamo", "the compiler is loaded only when it is used", TRIAL),
+    Patch(
+        "os, io, shutil",
+        "(functions that write)",
+        "a trial without an overlay writes into a folder of its own",
+        TRIAL,
+    ),
+    Patch("a model", "_compiled_call_impl", "the time of the forward pass; what a plan changes around it"),
+    Patch("an optimizer", "step", "steps with infinite gradients are left out, with fp16", PLAN),
+)
+"""What is replaced in other ways: before torch is imported, for a moment, or on one object."""
+
+_WHERE = {name: patch for patch in TABLE for name in patch.attributes}
+
+
+class _Point:
+    """One attribute: its original, who subscribed to it, and the wrapper that stands there."""
+
+    __slots__ = ("_built", "_had", "_name", "_owner", "_raw", "_time", "call", "handlers", "original")
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._owner, self._name = owner, name
+        raw = vars(owner).get(name, _MISSING)
+        self._had = raw is not _MISSING
+        self._raw = raw if self._had else getattr(owner, name)
+        self.original: Call = getattr(owner, name)
+        if isinstance(self._raw, property):
+            self.original = self._raw.fget  # type: ignore[assignment]
+        self.call = self.original  # what a wrapper calls
+        self.handlers: list[tuple[Stage, Subscriber, Call]] = []
+        self._time: tuple[Subscriber, Callable[[_Point], Call]] | None = None
+        self._built: Any = None
+
+    @property
+    def stands(self) -> bool:
+        """Whether our wrapper is what the attribute is now; somebody may have put theirs on top of it."""
+        return self._built is not None and vars(self._owner).get(self._name) is self._built
+
+    def add(self, stage: Stage, subscriber: Subscriber, handler: Call) -> None:
+        """One more subscriber; of one stage the later is the outer one."""
+        self.handlers.append((stage, subscriber, handler))
+        self.handlers.sort(key=lambda entry: entry[0])
+        self._compose()
+        if self._built is None:
+            self._put(_passing(self))
+
+    def add_time(self, subscriber: Subscriber, build: Callable[[_Point], Call]) -> None:
+        """The recorder's own wrapper, which calls everybody else: the step path can afford no other call."""
+        self._time = (subscriber, build)
+        self._put(build(self))
+
+    def remove(self, subscriber: Subscriber) -> None:
+        """Without this one; without anybody the original stands there again."""
+        self.handlers = [entry for entry in self.handlers if entry[1] is not subscriber]
+        self._compose()
+        if self._time is not None and self._time[0] is subscriber:
+            self._time = None
+            if self.handlers and self.stands:
+                self._put(_passing(self))
+        if not self.handlers and self._time is None and self.stands:
+            self._take_off()
+
+    def _compose(self) -> None:
+        self.call = self.original
+        for _, _, handler in self.handlers:
+            self.call = functools.partial(handler, self.call)
+
+    def _put(self, wrapper: Any) -> None:
+        functools.update_wrapper(wrapper, self.original)
+        wrapper.flatout_original = self.original
+        if isinstance(self._raw, property):
+            wrapper = property(wrapper)
+        elif isinstance(self._raw, staticmethod):
+            wrapper = staticmethod(wrapper)
+        setattr(self._owner, self._name, wrapper)
+        self._built = vars(self._owner)[self._name]
+
+    def _take_off(self) -> None:
+        if self._had:
+            setattr(self._owner, self._name, self._raw)
+        else:
+            delattr(self._owner, self._name)
+        self._built = None
+
+
+def _passing(point: _Point) -> Call:
+    """The wrapper where nothing is timed."""
+    from torch.compiler import is_dynamo_compiling
+
+    original = point.original
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return original(*args, **kwargs)
+        return point.call(*args, **kwargs)
+
+    return patched
+
+
+class Patches:
+    """The attributes that are replaced now."""
+
+    def __init__(self) -> None:
+        self._points: dict[str, _Point] = {}
+
+    def subscriber(self, stage: Stage, fail: Callable[[Exception], None]) -> Subscriber:
+        """Somebody new; `fail` is called once, with what it raised, after it has been switched off."""
+        return Subscriber(self, stage, fail)
+
+    def replaced(self) -> list[str]:
+        """The attributes that are replaced now."""
+        return [where for where, point in self._points.items() if point.stands]
+
+    def point(self, where: str) -> _Point | None:
+        """The place of one; None where this version of a library has no such attribute."""
+        if where not in _WHERE:
+            raise KeyError(f"{where} is not in the table of patches")
+        point = self._points.get(where)
+        if point is None or not point.stands:  # somebody has put theirs on top of ours, which lets everything through
+            owner, _, name = where.rpartition(".")
+            holder = _resolve(owner)
+            if getattr(holder, name, None) is None:
+                return None
+            point = self._points[where] = _Point(holder, name)
+        return point
+
+
+class Subscriber:
+    """One who sees or changes calls. What it raises switches it off; the script's own exceptions pass."""
+
+    def __init__(self, patches: Patches, stage: Stage, fail: Callable[[Exception], None]) -> None:
+        self._patches = patches
+        self._stage = stage
+        self._fail = fail
+        self._points: list[_Point] = []
+        self._undo: list[Callable[[], None]] = []
+        self.off = False
+
+    def around(self, where: str, handler: Call) -> None:
+        """Have `handler(call, *args, **kwargs)` called instead; it has to keep its own exceptions to itself."""
+        point = self._patches.point(where)
+        if point is not None:
+            point.add(self._stage, self, handler)
+            self._points.append(point)
+
+    def before(self, where: str, told: Call) -> None:
+        """Have `told(*args, **kwargs)` called before each call."""
+
+        def tell_and_call(call: Call, *args: Any, **kwargs: Any) -> Any:
+            self.guarded(told, *args, **kwargs)
+            return call(*args, **kwargs)
+
+        self.around(where, tell_and_call)
+
+    def after(self, where: str, told: Call) -> None:
+        """Have `told(*args, **kwargs)` called after each call."""
+
+        def call_and_tell(call: Call, *args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            self.guarded(told, *args, **kwargs)
+            return result
+
+        self.around(where, call_and_tell)
+
+    def time(self, where: str, build: Callable[[_Point], Call]) -> None:
+        """Have the wrapper made by `build(point)`; it calls `point.call`."""
+        point = self._patches.point(where)
+        if point is not None:
+            point.add_time(self, build)
+            self._points.append(point)
+
+    def on_leaving(self, undo: Callable[[], None]) -> None:
+        """What else to do when this one leaves."""
+        self._undo.append(undo)
+
+    def guarded(self, function: Call, *args: Any, **kwargs: Any) -> Any:
+        """Call something of this subscriber's: what it raises ends the subscriber, not the run."""
+        try:
+            return function(*args, **kwargs)
+        except Exception as problem:
+            self.failed(problem)
+            return None
+
+    def failed(self, problem: Exception) -> None:
+        """Something of this subscriber's went wrong: it is switched off, and that is said once."""
+        if not self.off:
+            self.leave()
+            self._fail(problem)
+
+    def leave(self) -> None:
+        """See no more calls."""
+        self.off = True
+        while self._points:
+            self._points.pop().remove(self)
+        while self._undo:
+            self._undo.pop()()
+
+
+def original(function: Any) -> Any:
+    """What one of our wrappers stands for; any other function itself."""
+    return getattr(function, "flatout_original", function)
+
+
+def lines(patches: Iterable[Patch] = (*TABLE, *ELSEWHERE)) -> list[tuple[str, str, str]]:
+    """The table as rows of text: what is replaced, while what is going on, and why."""
+    return [(f"{patch.owner}: {patch.names.replace(' ', ', ')}", patch.when, patch.why) for patch in patches]
+
+
+def libraries() -> list[str]:
+    """The modules in the table that a script may or may not import."""
+    optional = ("safetensors.torch", "torch.distributed.checkpoint", "torch.utils.tensorboard.writer", "tqdm.std")
+    return [*optional, "wandb.sdk.wandb_run"]
+
+
+def attributes_of(library: str) -> list[str]:
+    """What is replaced in one module and its classes."""
+    return [where for where in _WHERE if where.startswith(f"{library}.")]
+
+
+def _resolve(path: str) -> Any:
+    """What a full name stands for; None where its module has not been imported or has no such thing."""
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        thing: Any = sys.modules.get(".".join(parts[:length]))
+        if thing is not None:
+            for name in parts[length:]:
+                thing = getattr(thing, name, None)
+            return thing
+    return None

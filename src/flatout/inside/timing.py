@@ -1,0 +1,553 @@
+"""The wrappers by which a Recorder learns what the training thread does: the TIME stage of the patch layer.
+
+In light steps, which are most, they do next to nothing: a batch and the end of a step go on the recorder's tape. If
+anything of ours raises, all of this is taken off, that is said once, and the script's calls go through.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterable
+from itertools import count
+from threading import Timer, get_ident
+from types import CodeType, FrameType, FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from flatout.inside import recorder as recorder_module
+from flatout.inside.calls import batch_size, caller, copies_to_gpu, is_on_gpu, names_cpu, names_gpu
+from flatout.inside.patches import Patches, Stage, _Point, attributes_of, libraries
+from flatout.inside.recorder import BACKWARD, CHECKPOINT, COPY, DATA, GC, LOGGING, OPTIMIZER, START, SYNC, Recorder
+from flatout.inside.root_modules import RootModules, WeakIdMap
+
+if TYPE_CHECKING:
+    from flatout.inside.recording import Recording
+
+_LOADER = "torch.utils.data.dataloader.DataLoader"
+_ITERATOR = "torch.utils.data.dataloader._BaseDataLoaderIter"
+# Methods that make the host wait for the GPU, where the tensor is on one.
+_SYNC_METHODS = (
+    "item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__repr__", "__format__",
+)  # fmt: skip
+_COMPILER = "torch._dynamo.eval_frame"
+_CHECKPOINTS = ("safetensors.torch", "torch.distributed.checkpoint")
+_MOMENT_S = 0.05
+_STEPS_TO_FOLLOW = 3  # so many optimizer steps in another thread, and we follow training there
+LIBRARIES = (*libraries(), _COMPILER)
+
+Phase = Callable[..., str | None]
+
+
+class Timing:
+    """Times the training thread's calls for one Recorder, and tells a Recording what else it wants to know."""
+
+    def __init__(
+        self, patches: Patches, roots: RootModules, recorder: Recorder, recording: Recording, fail: Callable[..., None]
+    ) -> None:
+        self._recorder = recorder
+        self._recording = recording
+        self._roots = roots
+        self._time = patches.subscriber(Stage.TIME, fail)
+        self._guarded = self._time.guarded
+        self._loaders = _Numbers()
+        self._optimizers = WeakIdMap()
+        self._optimizer_calls = 0
+        self._steps_elsewhere = 0
+
+    @property
+    def off(self) -> bool:
+        """Whether the wrappers are off."""
+        return self._time.off
+
+    def install(self) -> None:
+        """Put every wrapper in place."""
+        self._roots.start_timing(self._time, self._recorder)
+        self._install_data()
+        self._install_compute()
+        self._install_optimizer_steps()
+        self._install_copies()
+        self._install_waits()
+        self._install_pauses()
+        self._time.time("os._exit", self._hard_exit)
+        for library in LIBRARIES:
+            self.after_import(library)
+
+    def remove(self) -> None:
+        """Take them off."""
+        self._time.leave()
+
+    def fail(self, problem: Exception) -> None:
+        """Something of ours went wrong: off with all of it, once."""
+        self._time.failed(problem)
+
+    def after_import(self, library: str) -> None:
+        """A library has just been imported: patch what it brings."""
+        module = sys.modules.get(library)
+        if self.off or module is None:
+            return
+        phase = CHECKPOINT if library in _CHECKPOINTS else LOGGING
+        for where in attributes_of(library):
+            self._phase(where, lambda *_, **__: phase)
+        if library == _COMPILER:
+            for code in _our_code():
+                module.skip_code(code)
+
+    def _hard_exit(self, point: _Point) -> Any:
+        owner = os.getpid()
+
+        def exit_after_close(status: int) -> None:
+            if os.getpid() == owner:
+                self._recording.close()
+            point.call(status)
+
+        return exit_after_close
+
+    def _phase(self, where: str, phase: Phase, *, computes: bool = False) -> None:
+        """Time an attribute as the phase that `phase(*arguments)` names; None lets the call pass untimed.
+
+        What `computes` is timed only in steps that are looked at closely.
+        """
+        self._time.time(where, functools.partial(self._build_phase, phase, computes))
+
+    def _build_phase(self, phase: Phase, computes: bool, point: _Point) -> Any:
+        recorder, time = self._recorder, self._time
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling() or time.off or (computes and recorder.light) or get_ident() != recorder.thread:
+                return point.call(*args, **kwargs)
+            named = None
+            try:
+                named = phase(*args, **kwargs)
+                if named is not None:
+                    recorder.push(named, caller() if named == SYNC else None)
+            except Exception as problem:
+                time.failed(problem)
+            try:
+                return point.call(*args, **kwargs)
+            finally:
+                if named is not None and not time.off:
+                    time.guarded(recorder.pop)
+
+        return timed
+
+    # -- data -------------------------------------------------------------------------------------------------------
+
+    def _install_data(self) -> None:
+        self._time.time(f"{_ITERATOR}.__next__", self._next_batch)
+        self._time.time(f"{_ITERATOR}.__init__", self._iterator_built)
+        self._time.time(f"{_LOADER}.__iter__", self._pass_begins)
+        self._time.time("queue.Queue.get", self._get_from_queue)
+        self._phase(
+            "concurrent.futures._base.Future.result",
+            lambda future, *_, **__: None if self._recorder.busy or future.done() else DATA,
+        )
+
+    def _next_batch(self, point: _Point) -> Any:
+        recorder, time, fetch = self._recorder, self._time, self._fetch
+
+        def next_batch(iterator: Any) -> Any:
+            if time.off or get_ident() != recorder.thread:
+                return point.call(iterator)
+            return fetch(getattr(iterator, "_flatout_loader", 0), point.call, iterator)
+
+        return next_batch
+
+    def _iterator_built(self, point: _Point) -> Any:
+        @_unseen_by_warnings
+        def numbered(iterator: Any, loader: Any) -> None:
+            # PyTorch's iterators and those of flatout.feed have this class in common.
+            iterator._flatout_loader = 0 if self.off else self._guarded(self._loaders.of, loader) or 0
+            if not loader.num_workers:  # PyTorch's does not hold it, and the check for writes ends with it
+                iterator._flatout_of = loader
+            point.call(iterator, loader)
+
+        return numbered
+
+    def _pass_begins(self, point: _Point) -> Any:
+        timed = self._build_phase(lambda *_: START, False, point)
+
+        def begin_pass(loader: Any) -> Any:
+            if not self.off:
+                self._guarded(self._loader_seen, loader)
+            return timed(loader)
+
+        return begin_pass
+
+    def _loader_seen(self, loader: Any) -> None:
+        self._recording.loader_seen(self._loaders.of(loader), loader)
+
+    def _get_from_queue(self, point: _Point) -> Any:
+        recorder, time = self._recorder, self._time
+
+        def get(source: Any, *args: Any, **kwargs: Any) -> Any:
+            # A thread of the user's that prefetches hands its batches over by such a queue.
+            if is_dynamo_compiling() or time.off or get_ident() != recorder.thread:
+                return point.call(source, *args, **kwargs)
+            if recorder.busy or not recorder.steps:
+                return point.call(source, *args, **kwargs)
+            return self._fetch(self._guarded(self._loaders.of, source) or 0, point.call, source, *args, **kwargs)
+
+        return get
+
+    def _watched(self, loader: int, fetch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._guarded(self._recording.fetches, loader)
+        try:
+            return fetch(*args, **kwargs)
+        finally:
+            self._guarded(self._recording.has_fetched, loader)
+
+    def _fetch(self, loader: int, fetch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A batch, fetched or replayed, with the waiting for it timed."""
+        recorder, recording = self._recorder, self._recording
+        if loader in recording.watched:
+            fetch = functools.partial(self._watched, loader, fetch)
+        if recorder.light:
+            if loader in recorder.train_loaders and torch.is_grad_enabled():
+                start_s, batch, recorder.waiting = recorder.clock(), None, True
+                try:
+                    batch = fetch(*args, **kwargs)
+                    return batch
+                finally:
+                    recorder.waiting = False
+                    try:
+                        samples = None if batch is None else batch_size(batch) or 0
+                        recorder.tape.append((loader, start_s, recorder.clock(), samples))
+                        if recording.replays and batch is not None:
+                            recording.fetched(loader, batch)
+                    except Exception as problem:
+                        self.fail(problem)
+            self._guarded(recorder.look_closely)
+        self._guarded(recorder.fetching, loader, torch.is_grad_enabled())
+        samples = None
+        try:
+            batch = self._guarded(recording.replayed_batch, loader) if recording.replays else None
+            if batch is None:
+                batch = fetch(*args, **kwargs)
+                if recording.replays:
+                    self._guarded(recording.fetched, loader, batch)
+            samples = self._guarded(batch_size, batch) or 0
+            return batch
+        finally:
+            if not self.off:
+                self._guarded(recorder.fetched, samples)
+
+    # -- forward, backward, optimizer -------------------------------------------------------------------------------
+
+    def _install_compute(self) -> None:
+        self._time.time("torch.autograd.backward", self._run_backward)
+        self._time.time("torch.compile", self._compile_and_time)
+        self._time.time("torch.autocast.__enter__", self._enter_autocast)
+        self._phase("torch.autograd.grad", lambda *_, **__: BACKWARD, computes=True)
+        self._phase("torch.optim.optimizer.Optimizer.zero_grad", lambda *_, **__: OPTIMIZER, computes=True)
+        for module in ("torch.nn.utils", "torch.nn.utils.clip_grad"):
+            for name in ("clip_grad_norm_", "clip_grad_value_"):
+                self._phase(f"{module}.{name}", lambda *_, **__: OPTIMIZER, computes=True)
+
+    def _run_backward(self, point: _Point) -> Any:
+        recorder, time, recording = self._recorder, self._time, self._recording
+
+        def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling() or time.off or get_ident() != recorder.thread:
+                return point.call(tensors, *args, **kwargs)
+            if recorder.light:
+                recorder.tape.append(None)
+                return point.call(tensors, *args, **kwargs)
+            time.guarded(recording.backward_begins, tensors)
+            try:
+                return point.call(tensors, *args, **kwargs)
+            finally:
+                if not time.off:
+                    time.guarded(recorder.pop)
+
+        return run_backward
+
+    def _enter_autocast(self, point: _Point) -> Any:
+        def entered(region: Any) -> Any:
+            if not self.off and region._enabled and not is_dynamo_compiling():
+                dtype = str(region.fast_dtype).removeprefix("torch.")
+                self._guarded(self._recording.autocast_entered, dtype)
+            return point.call(region)
+
+        return entered
+
+    def _compile_and_time(self, point: _Point) -> Any:
+        def compile_and_time(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+            compiled = point.call(model, *args, **kwargs)
+            if model is None or isinstance(model, torch.nn.Module) or self.off:
+                return compiled  # a decorator comes back here with its function; a module is timed as such
+            return self._around_compiled(model, compiled)
+
+        return compile_and_time
+
+    def _around_compiled(self, function: Any, compiled: Any) -> Any:
+        """Time a compiled function. An optimizer step inside calls no hook; it shows by the parameters written to."""
+        recorder, roots = self._recorder, self._roots
+        steps_optimizer = isinstance(getattr(function, "__self__", None), torch.optim.Optimizer)
+
+        @functools.wraps(compiled)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling() or roots.is_untimed():
+                return compiled(*args, **kwargs)
+            calls, versions, closely = self._optimizer_calls, self._versions(), not recorder.light
+            if closely and steps_optimizer:
+                self._guarded(recorder.push, OPTIMIZER)
+            elif closely:
+                roots.begin(learns=torch.is_grad_enabled(), training=True, trained=True)
+            try:
+                result = compiled(*args, **kwargs)
+            finally:
+                if closely:
+                    roots.end()
+            if calls == self._optimizer_calls and not self.off:
+                for (optimizer, before), (_, after) in zip(versions, self._versions(), strict=False):
+                    if before != after:
+                        self._stepped(optimizer)
+            return result
+
+        return timed
+
+    def _versions(self) -> list[tuple[Any, int]]:
+        return self._guarded(_versions_of, self._optimizers) or []
+
+    def _install_optimizer_steps(self) -> None:
+        recorder, time = self._recorder, self._time
+        # Steps that have begun: how deep they are called, and how deep among the phases. A step may call another.
+        # Their frames are not held: one that raised would keep all that its callers have.
+        running: list[tuple[int, int]] = []
+
+        def forget_what_raised(frame: FrameType, depth: int) -> None:
+            while running and not _is_called_by_like(frame, depth - running[-1][0]):
+                leave()
+
+        def begin(frame: FrameType, depth: int) -> None:
+            forget_what_raised(frame, depth)
+            running.append((depth, recorder.optimizer_begins()))
+
+        def leave() -> None:
+            _, depth = running.pop()
+            if depth:
+                recorder.leave(depth)
+
+        def end(optimizer: Any) -> None:
+            self._optimizer_calls += 1
+            if running:
+                leave()
+            if not running:
+                self._stepped(optimizer)
+
+        def before(optimizer: Any, *_: Any) -> None:
+            if is_dynamo_compiling() or time.off or get_ident() != recorder.thread:
+                return
+            frame = sys._getframe(1)
+            depth = _depth(frame)
+            if recorder.light:
+                if running:
+                    self._guarded(forget_what_raised, frame, depth)
+                running.append((depth, 0))
+            else:
+                self._guarded(begin, frame, depth)
+
+        def after(optimizer: Any, *_: Any) -> None:
+            if is_dynamo_compiling() or time.off:
+                return
+            if recorder.light and len(running) == 1 and not running[0][1] and get_ident() == recorder.thread:
+                running.clear()
+                self._optimizer_calls += 1
+                self._stepped(optimizer)
+                return
+            if get_ident() == recorder.thread:
+                self._steps_elsewhere = 0
+            elif recorder.steps and self._steps_elsewhere < _STEPS_TO_FOLLOW:
+                self._steps_elsewhere += 1
+                return
+            else:
+                running.clear()
+                self._guarded(recorder.move_here)
+            self._guarded(end, optimizer)
+
+        for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
+            time.on_leaving(handle.remove)
+        time.after(
+            "torch.optim.optimizer.Optimizer.__init__", lambda optimizer, *_, **__: self._optimizers.put(optimizer)
+        )
+        time.time("torch.amp.grad_scaler.GradScaler.step", self._scaler_step)
+
+    def _optimizer_built(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self._optimizers.put(optimizer)
+
+    def _scaler_step(self, point: _Point) -> Any:
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            calls = self._optimizer_calls
+            result = point.call(scaler, optimizer, *args, **kwargs)
+            if calls == self._optimizer_calls and not self.off and get_ident() == self._recorder.thread:
+                self._stepped(optimizer)  # infinities were found and the optimizer was left out: the step is over
+            return result
+
+        return step
+
+    def _stepped(self, optimizer: Any) -> None:
+        """An optimizer is through. The recording may end the run here, with an exception that is none of ours."""
+        recorder = self._recorder
+        try:
+            if recorder.optimizer_ended(id(optimizer)):
+                if recorder.steps >= self._roots.next_look:
+                    self._roots.find(optimizer)
+                if recorder.steps >= self._recording.next_look:
+                    self._recording.step_ended(optimizer)
+        except Exception as problem:
+            self.fail(problem)
+
+    # -- copies, and waiting for the GPU ----------------------------------------------------------------------------
+
+    def _install_copies(self) -> None:
+        self._time.time("torch.Tensor.to", self._move)
+        self._phase("torch.Tensor.cuda", lambda t, *_, **__: None if t.is_cuda else COPY, computes=True)
+        self._phase(
+            "torch.Tensor.pin_memory", lambda *_, **__: COPY if torch.cuda.is_initialized() else None, computes=True
+        )
+        self._phase("torch.Tensor.copy_", lambda t, s, *_, **__: COPY if copies_to_gpu(t, s) else None, computes=True)
+
+    def _move(self, point: _Point) -> Any:
+        recorder = self._recorder
+        timed = self._build_phase(_phase_of_move, False, point)
+
+        def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            # The commonest call of all: in a light step it passes with as little ado as can be.
+            if is_dynamo_compiling() or (recorder.light and not tensor.is_cuda):
+                return point.call(tensor, *args, **kwargs)
+            return timed(tensor, *args, **kwargs)
+
+        return to
+
+    def _install_waits(self) -> None:
+        for name in _SYNC_METHODS:
+            self._phase(f"torch.Tensor.{name}", lambda t, *_, **__: SYNC if is_on_gpu(t) else None)
+        self._phase("torch.cuda.synchronize", lambda *_, **__: SYNC)
+        self._phase("torch.cuda.streams.Event.synchronize", lambda event, *_, **__: getattr(event, "phase", SYNC))
+        self._phase("torch.cuda.streams.Stream.synchronize", lambda *_, **__: SYNC)
+
+    # -- pauses -----------------------------------------------------------------------------------------------------
+
+    def _install_pauses(self) -> None:
+        self._phase("torch.save", lambda *_, **__: CHECKPOINT)
+        self._phase("builtins.print", lambda *_, **__: LOGGING)
+        self._phase("logging.Logger.callHandlers", lambda *_, **__: LOGGING)
+        recorder, time = self._recorder, self._time
+
+        def collecting(phase: str, info: dict[str, int]) -> None:
+            if info["generation"] < 2 or time.off or get_ident() != recorder.thread:
+                return
+            if sys._getframe(1).f_globals is vars(recorder_module):
+                return  # the recorder itself set off this collection
+            time.guarded(functools.partial(recorder.push, GC) if phase == "start" else recorder.pop)
+
+        def build(point: _Point) -> Any:
+            def report_or_raise(unraisable: Any) -> None:
+                """A signal during a collection runs its handler in our callback, where nothing can be raised."""
+                problem = unraisable.exc_value
+                # It may come again while another's callback runs.
+                if problem is not None and (unraisable.object is collecting or hasattr(problem, "_flatout_again")):
+                    _raise_later(get_ident(), problem)
+                else:
+                    point.call(unraisable)
+
+            return report_or_raise
+
+        time.time("sys.unraisablehook", build)
+        gc.callbacks.append(collecting)
+        time.on_leaving(lambda: gc.callbacks.remove(collecting))
+
+
+class _Numbers:
+    """A number for each loader that is never given to another, as an id may be."""
+
+    def __init__(self) -> None:
+        self._numbers = WeakIdMap()
+        self._next = count(1)
+
+    def of(self, thing: Any) -> int:
+        number: int | None = self._numbers.get(thing)
+        if number is None:
+            number = next(self._next)
+            self._numbers.put(thing, number)
+        return number
+
+
+def _phase_of_move(tensor: Any, *args: Any, **kwargs: Any) -> str | None:
+    if tensor.is_cuda:
+        return SYNC if names_cpu(args, kwargs) else None
+    return COPY if torch.cuda.is_initialized() and names_gpu(args, kwargs) else None
+
+
+def _versions_of(optimizers: Iterable[Any]) -> list[tuple[Any, int]]:
+    """How often each one's parameters have been written to; the first and the last of a group tell."""
+    return [
+        (optimizer, sum(p._version for g in optimizer.param_groups for p in (*g["params"][:1], *g["params"][-1:])))
+        for optimizer in optimizers
+    ]
+
+
+def _unseen_by_warnings(function: Any) -> Any:
+    """PyTorch warns in the name of its caller's line. Python skips its import machinery when it looks for that line,
+    and knows it by the name of the file: with such a name a warning still names PyTorch's own line, not one of ours."""
+    code = function.__code__
+    function.__code__ = code.replace(co_filename=f"{code.co_filename} (like importlib._bootstrap)")
+    return function
+
+
+def _raise_later(thread: int, problem: BaseException) -> None:
+    """Raise an exception in a thread a moment from now, from another thread: here and now it would be lost."""
+    kind: Any = type(problem) if not hasattr(problem, "_flatout_again") else type(problem).__base__
+
+    class Again(kind):  # type: ignore[misc]
+        _flatout_again = True
+
+        def __init__(self) -> None:
+            BaseException.__init__(self, *problem.args)
+            self.__dict__.update(problem.__dict__)
+            if isinstance(problem, SystemExit):
+                self.code = problem.code
+
+    Again.__name__ = Again.__qualname__ = kind.__name__
+    Again.__module__ = kind.__module__
+    deliver = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    Timer(_MOMENT_S, deliver, (ctypes.c_ulong(thread), ctypes.py_object(Again))).start()
+
+
+def _depth(frame: FrameType | None) -> int:
+    """How many calls led to this one."""
+    depth = 0
+    while frame is not None:
+        depth, frame = depth + 1, frame.f_back
+    return depth
+
+
+def _is_called_by_like(frame: FrameType, calls: int) -> bool:
+    """Whether the caller so many calls above is one of its own kind."""
+    above: FrameType | None = frame
+    for _ in range(calls):
+        above = above.f_back if above is not None else None
+    return calls > 0 and above is not None and above.f_code is frame.f_code
+
+
+def _our_code() -> Iterable[CodeType]:
+    """The code of every function that runs in the training thread: the compiler need not look into it."""
+    ours = [m for name, m in list(sys.modules.items()) if name.startswith("flatout.inside.")]
+    waiting = [
+        function.__code__
+        for module in ours
+        for thing in vars(module).values()
+        for function in (vars(thing).values() if isinstance(thing, type) else (thing,))
+        if isinstance(function, FunctionType)
+    ]
+    while waiting:
+        code = waiting.pop()
+        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        yield code
