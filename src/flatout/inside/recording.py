@@ -381,7 +381,7 @@ class Recording:
                     self._process.applied.finish(self._writer.path.with_name(f"proof-{_rank():05d}.jsonl"))
                 self._write_facts()
                 self._note_changes_not_made()
-                self._process.meters.finish()
+            self._process.meters.finish()
         except Exception as problem:
             self._timing.fail(problem)
         finally:
