@@ -182,6 +182,11 @@ class RootModules:
         changes.after("torch.optim.optimizer.Optimizer.__init__", self._optimizer_built)
         changes.around("torch.compile", self._script_compiles)
         changes.around(f"{_MODULE}.compile", self._script_compiles_in_place)
+        changes.on_leaving(self._stop_changing)
+
+    def _stop_changing(self) -> None:
+        for module in self.made:
+            self._disarm_one(module)
 
     def why_none(self) -> str:
         """Why no root may have been found."""
