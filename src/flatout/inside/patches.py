@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -112,12 +112,7 @@ ELSEWHERE: tuple[Patch, ...] = (
     Patch("importlib.machinery.SourceFileLoader", "get_code", "a plan's values in Python config modules", PLAN),
     Patch("torch.autograd.profiler.profile", "_prepare_trace", "the X-ray gives way to a profiler", "an X-ray"),
     Patch("sys.modules", "torch._dynamo", "the compiler is loaded only when it is used", TRIAL),
-    Patch(
-        "os, io, shutil",
-        "(functions that write)",
-        "a trial without an overlay writes into a folder of its own",
-        TRIAL,
-    ),
+    Patch("os, io, shutil", "open rename remove …", "the trial's files are kept apart", "a trial without an overlay"),
     Patch("a model", "_compiled_call_impl", "the time of the forward pass; what a plan changes around it"),
     Patch("an optimizer", "step", "steps with infinite gradients are left out, with fp16", PLAN),
 )
@@ -314,9 +309,11 @@ def original(function: Any) -> Any:
     return getattr(function, "flatout_original", function)
 
 
-def lines(patches: Iterable[Patch] = (*TABLE, *ELSEWHERE)) -> list[tuple[str, str, str]]:
-    """The table as rows of text: what is replaced, while what is going on, and why."""
-    return [(f"{patch.owner}: {patch.names.replace(' ', ', ')}", patch.when, patch.why) for patch in patches]
+def rows() -> list[tuple[str, str, str]]:
+    """The tables as text: what is replaced, in what, and why."""
+    return [
+        (f"{patch.owner}: {', '.join(patch.names.split())}", patch.when, patch.why) for patch in (*TABLE, *ELSEWHERE)
+    ]
 
 
 def libraries() -> list[str]:
