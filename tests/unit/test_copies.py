@@ -446,3 +446,20 @@ def test_a_batch_that_is_none_is_a_batch(
         got.append(batch if batch is None else batch.item())
         copying._stepped()
     assert got == [number if number % 2 == 0 else None for number in range(12)]
+
+
+def test_switched_off_in_mid_pass_nothing_is_fetched_ahead_and_no_batch_is_lost(
+    ahead: Callable[..., tuple[Any, list[str]]],
+) -> None:
+    iterator, did = ahead(flatout.DataLoader(Numbers(), batch_size=1, num_workers=1))
+    got = []
+    for number, batch in enumerate(iterator):
+        got.append(batch.item())
+        if number in (3, 7):
+            (iterator._change.off if number == 3 else iterator._change.on)()
+            did.clear()
+        copying._stepped()
+        if number in (5, 6):
+            assert did == [], "nothing is fetched or copied ahead"
+    assert got == list(range(12))
+    assert did, "it goes on when it is switched on again"

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from flatout.files import write_whole
-from flatout.inside.changes.computing import Computing
+from flatout.inside.changes.computing import Computing, LiveChange
+from flatout.inside.changes.device_prefetch import DevicePrefetch
 from flatout.inside.changes.ledger import Ledger
 from flatout.inside.changes.loading import Loading
 from flatout.inside.fingerprints import FingerprintLog
@@ -23,6 +24,7 @@ from flatout.inside.patches import Patches, Stage, Subscriber
 from flatout.inside.root_modules import RootModules
 from flatout.inside.weights import Weights
 from flatout.launch.protocol import Options
+from flatout.model.errors import UsageError
 from flatout.redact import redact_text
 
 
@@ -82,6 +84,21 @@ class Applied:
     def compile_s(self) -> float | None:
         """How long compiling took, where something was compiled."""
         return self._computing.compile_s + self._loading.compile_s or None
+
+    def switch(self, name: str, *, on: bool) -> None:
+        """Switch a change of the plan on or off between two steps: from the next step on, it is (not) made.
+
+        Raises UsageError where a change cannot be switched while training runs.
+        """
+        change: LiveChange | DevicePrefetch | None = (self._computing.live | self._loading.live).get(name)
+        if change is None:
+            raise UsageError(
+                f"{name} cannot be switched while training runs: it gets in earlier, or is not in the plan"
+            )
+        if on:
+            self.ledger.attempt(name, change.on)
+        else:
+            self.ledger.attempt(name, change.off)
 
     def finish(self, path: Path) -> None:
         """The run is over: say what was not made, write the proof, and take the patches off."""

@@ -1,7 +1,7 @@
-"""Changes to what is computed: the optimizer's kernels at its construction, the rest around a root module's calls.
+"""Changes to what is computed: the optimizer's kernels, and what happens around the calls of a root module.
 
-Autocast is entered anew for each call of a root, never for the process: cached casts of weights would go stale. What
-comes out is float32 again, as it was, so that the script's loss is computed as before.
+Each change is a class whose `on` and `off` may be called between two steps, as often as one likes. It begins switched
+on, and gets in at its moment: when an optimizer is built, at the first call of a root module, or when a step ends.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _device_dtype_check_for_fused
 from torch.utils._pytree import tree_map_only
 
 from flatout.inside.calls import caller
@@ -22,176 +23,153 @@ from flatout.inside.fingerprints import FingerprintLog
 from flatout.inside.inductor_rounding import draw_as_this, round_as_eager
 from flatout.inside.patches import Subscriber, original
 from flatout.inside.root_modules import Call, RootModules, WeakIdMap
-from flatout.model.changes import named
 
-_AT_ROOTS = named(moment="model call")
 _HAVE_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _CAPTURING = ("reduce-overhead", "max-autotune")  # ways to compile that make CUDA graphs
 
 
-class Computing:
-    """The plan's changes to model and optimizer; a `proof` is told what reaches a root module."""
+class LiveChange:
+    """A change that can be switched between two steps. `ledger` is told what became of it."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        changes: Subscriber,
-        roots: RootModules,
-        proof: FingerprintLog | None = None,
-    ) -> None:
+    name = ""
+
+    def __init__(self, ledger: Ledger, optimizers: WeakIdMap) -> None:
+        change = ledger.wanted(self.name)
+        assert change is not None
+        self.value = change.value
         self._ledger = ledger
-        self._changes = changes
-        self._roots = roots
-        self._proof = proof
-        self.optimizers = WeakIdMap()
-        self._scaler: LossScale | None = None
-        self._frozen = False
-        self.compile_s = 0.0  # the first calls of what we compiled
+        self._optimizers = optimizers
+        self.is_on = True
 
-    def install(self) -> None:
-        """Put the patches in place that the plan needs."""
-        wanted = self._ledger.wanted
-        if wanted("fused_optimizer"):
-            for kind in _HAVE_FUSED:
-                self._build_fused(kind)
-        self._changes.after("torch.optim.optimizer.Optimizer.__init__", self._optimizer_built)
-        if any(wanted(name) for name in _AT_ROOTS) or self._proof is not None:
-            self._roots.start_changing(self._changes, self._around)
+    def on(self) -> None:
+        """Make the change from the next step on."""
+        self.is_on = True
 
-    def device(self) -> torch.device | None:
-        """Where the parameters are that an optimizer trains; None where that is in several places, or nowhere yet."""
-        places = {
-            p.device for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
-        }
-        return places.pop() if len(places) == 1 else None
+    def off(self) -> None:
+        """Put back what it changed: from the next step on, training is as if it had never been made."""
+        self.is_on = False
 
-    def finish(self) -> None:
-        """The run is over: what has had no occasion says why."""
-        if self._frozen:
-            gc.unfreeze()
-        for name in filter(self._ledger.wanted, _AT_ROOTS):
-            self._ledger.refused(name, self._roots.why_none())
+    def _made(self, how: str, where: str | None = None) -> None:
+        self._ledger.made(self.name, how, where)
 
-    # -- the optimizer ----------------------------------------------------------------------------------------------
+    def _refused(self, why: str) -> None:
+        self._ledger.refused(self.name, why)
 
-    def _optimizer_built(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        self.optimizers.put(optimizer)
-        if self._ledger.wanted("fused_optimizer") and not isinstance(optimizer, _HAVE_FUSED):
-            self._ledger.refused("fused_optimizer", f"{type(optimizer).__name__} has no fused form in torch")
 
-    def _build_fused(self, kind: Any) -> None:
-        where = f"{kind.__module__}.{kind.__qualname__}.__init__"
-        signature = inspect.signature(kind.__init__)
+class RootChange(LiveChange):
+    """A change around the calls of root modules."""
 
-        def build(init: Call, optimizer: Any, params: Any, *args: Any, **kwargs: Any) -> None:
-            params = list(params)  # to be gone through twice, should the first time fail
-            given = signature.bind_partial(optimizer, params, *args, **kwargs).arguments
-            if given.get("fused") is None and given.get("foreach") is None and not given.get("differentiable"):
-                try:
-                    init(optimizer, params, *args, **{**kwargs, "fused": True})
-                except Exception as problem:  # sparse or integer parameters, a device without it
-                    self._ledger.refused("fused_optimizer", str(problem))
-                else:
-                    self._ledger.made("fused_optimizer", f"{kind.__name__}(…, fused=True)", caller())
-                    return
-            elif not given.get("fused"):
-                self._ledger.refused("fused_optimizer", "the script chooses another way of stepping itself")
-            init(optimizer, params, *args, **kwargs)
+    def around(self, module: Any, call: Call, where: str | None) -> Call:
+        """How a root module is to be called, at its first call."""
+        raise NotImplementedError
 
-        self._changes.around(where, build)
 
-    @property
-    def wants_a_step(self) -> bool:
-        return not self._frozen and self._ledger.wanted("gc_freeze") is not None
+class CudnnBenchmark(RootChange):
+    """torch.backends.cudnn.benchmark, for the process."""
 
-    def step_ended(self) -> None:
-        """A training step is over: what lives now lives long."""
-        if self.wants_a_step:
-            self._frozen = True
-            if self._ledger.attempt("gc_freeze", _collect_and_freeze) is not None:
-                self._ledger.made("gc_freeze", "what lived after the first step is left out of garbage collections")
+    name = "cudnn_benchmark"
+    _before: bool | None = None
 
-    # -- around a root module ---------------------------------------------------------------------------------------
-
-    def _around(self, module: Any, call: Call) -> Call:
-        """How a root is to be called: each change in turn, the proof's look at the inputs outermost."""
-        where = caller()
-        for name, make in (
-            ("cudnn_benchmark", self._benchmark),
-            ("compile", self._compiled),  # innermost: the compiler is to see nothing of ours
-            ("channels_last", self._channels_last),
-            ("precision", self._precise),
-        ):
-            if self._ledger.wanted(name):
-                changed = self._ledger.attempt(name, make, module, call, where)
-                call = changed if changed is not None else call
-        return call if self._proof is None else self._looked_at(module, call, self._proof)
-
-    def _looked_at(self, module: Any, call: Call, proof: FingerprintLog) -> Call:
-        proof.roots.put(module)
-
-        def look_and_call(*args: Any, **kwargs: Any) -> Any:
-            watched = module.training and torch.is_grad_enabled()
-            if watched:
-                proof.inputs(args, kwargs)
-            result = call(*args, **kwargs)
-            if watched:
-                proof.outputs(result, args, kwargs)
-            return result
-
-        return look_and_call
-
-    def _benchmark(self, module: Any, call: Call, where: str | None) -> Call:
+    def around(self, module: Any, call: Call, where: str | None) -> Call:
         if not torch.cuda.is_available():
-            self._ledger.refused("cudnn_benchmark", "there is no GPU")
+            self._refused("there is no GPU")
         elif torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic:
-            self._ledger.refused("cudnn_benchmark", "the script asks for deterministic algorithms")
+            self._refused("the script asks for deterministic algorithms")
         elif torch.backends.cudnn.benchmark:
-            self._ledger.refused("cudnn_benchmark", "it is on already")
+            self._refused("it is on already")
         else:
-            torch.backends.cudnn.benchmark = True
-            self._ledger.made("cudnn_benchmark", "torch.backends.cudnn.benchmark = True", where)
+            self._before = torch.backends.cudnn.benchmark
+            self._made("torch.backends.cudnn.benchmark = True", where)
+            self._set(self.is_on)
         return call
 
-    def _channels_last(self, module: Any, call: Call, where: str | None) -> Call:
-        pictures = [p for p in module.parameters() if p.dim() == 4]
-        if all(p.is_contiguous(memory_format=torch.channels_last) for p in pictures):
-            already = (
-                "the model is in channels_last already" if pictures else "the model has no convolutions over pictures"
-            )
-            self._ledger.refused("channels_last", already)
+    def on(self) -> None:
+        super().on()
+        self._set(True)
+
+    def off(self) -> None:
+        super().off()
+        self._set(False)
+
+    def _set(self, value: bool) -> None:
+        if self._before is not None:
+            torch.backends.cudnn.benchmark = value or self._before
+
+
+class ChannelsLast(RootChange):
+    """Convolution weights, their optimizer state and 4-d inputs in channels_last."""
+
+    name = "channels_last"
+
+    def __init__(self, ledger: Ledger, optimizers: WeakIdMap) -> None:
+        super().__init__(ledger, optimizers)
+        self._modules = WeakIdMap()
+
+    def around(self, module: Any, call: Call, where: str | None) -> Call:
+        images = [p for p in module.parameters() if p.dim() == 4]
+        if not images:
+            self._refused("the model has no convolutions over pictures")
             return call
-        module.to(memory_format=torch.channels_last)
-        for optimizer in self.optimizers:  # a state loaded before the first step has to lie as its parameter does
-            for state in optimizer.state.values():
-                for key, value in state.items():
-                    state[key] = _laid_out(value)
-        self._ledger.made(
-            "channels_last", "model.to(memory_format=torch.channels_last), and 4-d inputs likewise", where
-        )
+        if all(p.is_contiguous(memory_format=torch.channels_last) for p in images):
+            self._refused("the model is in channels_last already")
+            return call
+        self._modules.put(module)
+        if self.is_on:
+            self._lay_out(module, torch.channels_last)
+        self._made("model.to(memory_format=torch.channels_last), and 4-d inputs likewise", where)
 
         def call_laid_out(*args: Any, **kwargs: Any) -> Any:
-            return call(*map(_laid_out, args), **{name: _laid_out(value) for name, value in kwargs.items()})
+            if not self.is_on:
+                return call(*args, **kwargs)
+            return call(*map(_in_channels_last, args), **{key: _in_channels_last(one) for key, one in kwargs.items()})
 
         return call_laid_out
 
-    def _compiled(self, module: Any, call: Call, where: str | None) -> Call:
-        change = self._ledger.wanted("compile")
-        assert change is not None
+    def on(self) -> None:
+        super().on()
+        for module in self._modules:
+            self._lay_out(module, torch.channels_last)
+
+    def off(self) -> None:
+        super().off()
+        for module in self._modules:
+            self._lay_out(module, torch.contiguous_format)
+
+    def _lay_out(self, module: Any, memory_format: torch.memory_format) -> None:
+        module.to(memory_format=memory_format)
+        for optimizer in self._optimizers:  # a state has to lie as its parameter does
+            for state in optimizer.state.values():
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.dim() == 4:
+                        state[key] = value.contiguous(memory_format=memory_format)
+
+
+class Compile(RootChange):
+    """torch.compile of the root module; switched off, it is called as it was written."""
+
+    name = "compile"
+
+    def __init__(self, ledger: Ledger, optimizers: WeakIdMap, proof: FingerprintLog | None = None) -> None:
+        super().__init__(ledger, optimizers)
+        self._proof = proof
+        self.compile_s = 0.0  # the first calls of what we compiled
+
+    def around(self, module: Any, call: Call, where: str | None) -> Call:
         if hasattr(module, "_orig_mod") or call != module._call_impl:
-            self._ledger.refused("compile", "the script compiles the model itself")
+            self._refused("the script compiles the model itself")
             return call
         round_as_eager()
-        compiled = original(torch.compile)(
-            _visible(module, call), mode=None if change.value == "default" else change.value
-        )
-        self._ledger.made("compile", f"model.compile(mode={change.value!r})", where)
-        captured = change.value in _CAPTURING
-        stop_looking = _refuse_to_add_up(module) if captured else None
+        mode = None if self.value == "default" else self.value
+        compiled = original(torch.compile)(_visible(module, call), mode=mode)
+        self._made(f"model.compile(mode={self.value!r})", where)
+        captured = self.value in _CAPTURING
+        stop_looking = self._refuse_to_add_up(module) if captured else None
         went_well, seen = False, self._proof is None
 
         def call_compiled(*args: Any, **kwargs: Any) -> Any:
             nonlocal compiled, went_well, captured, seen
+            if not self.is_on:
+                return call(*args, **kwargs)
             if not seen:
                 seen = module.training and torch.is_grad_enabled()
                 with draw_as_this():
@@ -215,33 +193,287 @@ class Computing:
 
         return call_compiled
 
-    def _precise(self, module: Any, call: Call, where: str | None) -> Call:
-        change = self._ledger.wanted("precision")
-        assert change is not None
+    def _refuse_to_add_up(self, module: torch.nn.Module) -> Callable[[], None]:
+        """End a run that adds gradients of several passes: those of CUDA graphs are written over by the next pass, and
+        the sum would be wrong without a word. Returns what takes this back.
+
+        Only the parameter with the first gradient of all is looked at: some may never have one.
+        """
+        handles: dict[torch.nn.Parameter, Any] = {}
+
+        def look(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+            for other in [other for other in handles if other is not parameter]:
+                handles.pop(other).remove()
+            if self.is_on and parameter.grad is not None:
+                raise RuntimeError("gradients of several passes are added up, and CUDA graphs would write over them")
+
+        def stop() -> None:
+            for handle in handles.values():
+                handle.remove()
+            handles.clear()
+
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                handles[parameter] = parameter.register_hook(functools.partial(look, parameter))
+        return stop
+
+
+class Precision(RootChange):
+    """TF32 for the process; bf16 and fp16 by autocast around each call of a root, with a loss scale for fp16.
+
+    Autocast is never entered for the process: cached casts of weights would become stale. The result is float32 again,
+    so that the script's loss is computed as before.
+    """
+
+    name = "precision"
+
+    def __init__(self, ledger: Ledger, optimizers: WeakIdMap, changes: Subscriber) -> None:
+        super().__init__(ledger, optimizers)
+        self._changes = changes
+        self._scaler: LossScale | None = None
+        self._tf32_before: Callable[[], None] | None = None
+
+    def around(self, module: Any, call: Call, where: str | None) -> Call:
         parameters = list(module.parameters())
         device = parameters[0].device.type
-        if change.value == "tf32":
-            if _allow_tf32():
-                self._ledger.made("precision", "TF32 for matrix products and convolutions", where)
+        if self.value == "tf32":
+            if not self.is_on or self._allow_tf32():
+                self._made("TF32 for matrix products and convolutions", where)
             else:
-                self._ledger.refused("precision", "TF32 is on already")
+                self._refused("TF32 is on already")
             return call
-        dtype = torch.bfloat16 if change.value == "bf16" else torch.float16
+        dtype = torch.bfloat16 if self.value == "bf16" else torch.float16
         why_not = _why_no_autocast(parameters, device, dtype)
         if why_not:
-            self._ledger.refused("precision", why_not)
+            self._refused(why_not)
             return call
         if dtype == torch.float16:
             self._scaler = self._scaler or LossScale(self._changes)
-            self._scaler.guard(parameters, self.optimizers)
-        self._ledger.made("precision", f"each call of the model under torch.autocast({device!r}, {dtype})", where)
+            self._scaler.is_on = self.is_on
+            self._scaler.guard(parameters, self._optimizers)
+        self._made(f"each call of the model under torch.autocast({device!r}, {dtype})", where)
 
         def call_in_autocast(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_on:
+                return call(*args, **kwargs)
             with torch.autocast(device, dtype=dtype):
                 result = call(*args, **kwargs)
             return tree_map_only(torch.Tensor, functools.partial(_as_float, dtype), result)
 
         return call_in_autocast
+
+    def on(self) -> None:
+        super().on()
+        if self.value == "tf32":
+            self._allow_tf32()
+        if self._scaler is not None:
+            self._scaler.is_on = True
+
+    def off(self) -> None:
+        super().off()
+        if self._tf32_before is not None:
+            self._tf32_before()
+            self._tf32_before = None
+        if self._scaler is not None:
+            self._scaler.is_on = False
+
+    def _allow_tf32(self) -> bool:
+        if self._tf32_before is None:
+            self._tf32_before = _allow_tf32()
+        return self._tf32_before is not None
+
+
+class FusedOptimizer(LiveChange):
+    """fused=True for the optimizers that have it. Switching it off reads step counters from the GPU once."""
+
+    name = "fused_optimizer"
+
+    def __init__(self, ledger: Ledger, optimizers: WeakIdMap, changes: Subscriber) -> None:
+        super().__init__(ledger, optimizers)
+        self._ours = WeakIdMap()
+        for kind in _HAVE_FUSED:
+            where = f"{kind.__module__}.{kind.__qualname__}.__init__"
+            changes.around(where, functools.partial(self._build, kind, inspect.signature(kind.__init__)))
+
+    def built(self, optimizer: Any) -> None:
+        """An optimizer has been built."""
+        if not isinstance(optimizer, _HAVE_FUSED):
+            self._refused(f"{type(optimizer).__name__} has no fused form in torch")
+
+    def _build(
+        self,
+        kind: Any,
+        signature: inspect.Signature,
+        init: Call,
+        optimizer: Any,
+        params: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        params = list(params)  # to be gone through twice, should the first time fail
+        if self.is_on:
+            given = signature.bind_partial(optimizer, params, *args, **kwargs).arguments
+            if given.get("fused") is None and given.get("foreach") is None and not given.get("differentiable"):
+                try:
+                    init(optimizer, params, *args, **{**kwargs, "fused": True})
+                except Exception as problem:  # sparse or integer parameters, a device without it
+                    self._refused(str(problem))
+                else:
+                    self._ours.put(optimizer)
+                    self._made(f"{kind.__name__}(…, fused=True)", caller())
+                    return
+            elif not given.get("fused"):
+                self._refused("the script chooses another way of stepping itself")
+        init(optimizer, params, *args, **kwargs)
+
+    def on(self) -> None:
+        super().on()
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, _HAVE_FUSED) and all(map(_leaves_it_open, optimizer.param_groups)):
+                try:
+                    for parameter in _trained_by(optimizer):
+                        _device_dtype_check_for_fused(parameter)
+                except Exception as problem:
+                    self._refused(str(problem))
+                else:
+                    self._ours.put(optimizer)
+                    self._set(optimizer, fused=True)
+                    self._made(f"{type(optimizer).__name__}(…, fused=True)")
+
+    def off(self) -> None:
+        super().off()
+        for optimizer in self._ours:
+            self._set(optimizer, fused=False)
+
+    def _set(self, optimizer: Any, *, fused: bool) -> None:
+        for group in (optimizer.defaults, *optimizer.param_groups):
+            group["fused"] = True if fused else None
+        optimizer._step_supports_amp_scaling = fused
+        for parameter, state in optimizer.state.items():
+            if isinstance(state.get("step"), torch.Tensor):  # the fused kernels count on the parameter's own device
+                state["step"] = state["step"].to(parameter.device if fused else "cpu")
+
+
+class GcFreeze(LiveChange):
+    """What lives after the first step is left out of garbage collections."""
+
+    name = "gc_freeze"
+
+    def __init__(self, ledger: Ledger, optimizers: WeakIdMap) -> None:
+        super().__init__(ledger, optimizers)
+        self.is_frozen = False
+
+    def on(self) -> None:
+        super().on()
+        if not self.is_frozen:
+            gc.collect()
+            gc.freeze()
+            self.is_frozen = True
+            self._made("what lived after the first step is left out of garbage collections")
+
+    def off(self) -> None:
+        super().off()
+        if self.is_frozen:
+            gc.unfreeze()
+            self.is_frozen = False
+
+
+class Computing:
+    """The plan's changes to model and optimizer; a `proof` is told what reaches a root module."""
+
+    def __init__(
+        self, ledger: Ledger, changes: Subscriber, roots: RootModules, proof: FingerprintLog | None = None
+    ) -> None:
+        self._ledger = ledger
+        self._changes = changes
+        self._roots = roots
+        self._proof = proof
+        self.optimizers = WeakIdMap()
+        self.live: dict[str, LiveChange] = {}
+        self._at_roots: list[RootChange] = []  # the first is innermost
+        self._fused: FusedOptimizer | None = None
+        self._compile: Compile | None = None
+        self._freeze: GcFreeze | None = None
+
+    def install(self) -> None:
+        """Put the patches in place that the plan needs."""
+        wanted, optimizers = self._ledger.wanted, self.optimizers
+        if wanted("cudnn_benchmark"):
+            self._at_roots.append(CudnnBenchmark(self._ledger, optimizers))
+        if wanted("compile"):  # the compiler is to see nothing of ours
+            self._compile = Compile(self._ledger, optimizers, self._proof)
+            self._at_roots.append(self._compile)
+        if wanted("channels_last"):
+            self._at_roots.append(ChannelsLast(self._ledger, optimizers))
+        if wanted("precision"):
+            self._at_roots.append(Precision(self._ledger, optimizers, self._changes))
+        if wanted("fused_optimizer"):
+            self._fused = FusedOptimizer(self._ledger, optimizers, self._changes)
+        if wanted("gc_freeze"):
+            self._freeze = GcFreeze(self._ledger, optimizers)
+        others = [change for change in (self._fused, self._freeze) if change is not None]
+        self.live = {change.name: change for change in (*self._at_roots, *others)}
+        self._changes.after("torch.optim.optimizer.Optimizer.__init__", self._optimizer_built)
+        if self._at_roots or self._proof is not None:
+            self._roots.start_changing(self._changes, self._around)
+
+    @property
+    def compile_s(self) -> float:
+        """What the first calls of compiled models took."""
+        return self._compile.compile_s if self._compile is not None else 0.0
+
+    def device(self) -> torch.device | None:
+        """Where the parameters are that an optimizer trains; None where that is in several places, or nowhere yet."""
+        places = {parameter.device for optimizer in self.optimizers for parameter in _trained_by(optimizer)}
+        return places.pop() if len(places) == 1 else None
+
+    def finish(self) -> None:
+        """The run is over: what has had no occasion says why."""
+        if self._freeze is not None:
+            self._freeze.off()
+        for change in self._at_roots:
+            self._ledger.refused(change.name, self._roots.why_none())
+
+    @property
+    def wants_a_step(self) -> bool:
+        """Whether `step_ended` has something to do."""
+        return self._freeze is not None and self._freeze.is_on and not self._freeze.is_frozen
+
+    def step_ended(self) -> None:
+        """A training step is over: what lives now lives long."""
+        if self._freeze is not None and self.wants_a_step:
+            self._ledger.attempt("gc_freeze", self._freeze.on)
+            if not self._freeze.is_frozen:
+                self._freeze = None
+
+    def _optimizer_built(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.optimizers.put(optimizer)
+        if self._fused is not None:
+            self._fused.built(optimizer)
+
+    def _around(self, module: Any, call: Call) -> Call:
+        """How a root is to be called: each change in turn, the proof's look at the inputs outermost."""
+        where = caller()
+        for change in self._at_roots:
+            if self._ledger.wanted(change.name):
+                changed = self._ledger.attempt(change.name, change.around, module, call, where)
+                call = changed if changed is not None else call
+        return call if self._proof is None else _looked_at(module, call, self._proof)
+
+
+def _looked_at(module: Any, call: Call, proof: FingerprintLog) -> Call:
+    proof.roots.put(module)
+
+    def look_and_call(*args: Any, **kwargs: Any) -> Any:
+        watched = module.training and torch.is_grad_enabled()
+        if watched:
+            proof.inputs(args, kwargs)
+        result = call(*args, **kwargs)
+        if watched:
+            proof.outputs(result, args, kwargs)
+        return result
+
+    return look_and_call
 
 
 def _visible(module: Any, call: Call) -> Call:
@@ -251,38 +483,7 @@ def _visible(module: Any, call: Call) -> Call:
     return external_utils.wrap_inline(call) if trace_rules.check(module.forward) else call
 
 
-def _refuse_to_add_up(module: torch.nn.Module) -> Callable[[], None]:
-    """End a run that adds gradients of several passes: those of CUDA graphs are written over by the next pass, and what
-    was added up would be wrong without a word. Returns what takes this back.
-
-    Looked at is the parameter that has the first gradient of all: some may never have one.
-    """
-    handles: dict[torch.nn.Parameter, Any] = {}
-
-    def look(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-        for other in [other for other in handles if other is not parameter]:
-            handles.pop(other).remove()
-        if parameter.grad is not None:
-            raise RuntimeError("gradients of several passes are added up, and CUDA graphs would write over them")
-
-    def stop() -> None:
-        for handle in handles.values():
-            handle.remove()
-        handles.clear()
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            handles[parameter] = parameter.register_hook(functools.partial(look, parameter))
-    return stop
-
-
-def _collect_and_freeze() -> bool:
-    gc.collect()
-    gc.freeze()
-    return True
-
-
-def _laid_out(value: Any) -> Any:
+def _in_channels_last(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.dim() == 4:
         return value.contiguous(memory_format=torch.channels_last)
     return value
@@ -292,21 +493,28 @@ def _as_float(dtype: torch.dtype, tensor: Any) -> Any:
     return tensor.float() if tensor.dtype == dtype else tensor
 
 
-def _allow_tf32() -> bool:
-    """Through the interface the script has used: the old one cannot even be read after the new one was touched.
-
-    Whether anything had to be changed.
-    """
+def _allow_tf32() -> Callable[[], None] | None:
+    """Allow it by the interface that the script has used: the old one cannot even be read after the new one was
+    touched. Returns what takes it back; None where it was allowed already."""
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
     try:
-        if matmul.allow_tf32 and cudnn.allow_tf32:
-            return False
+        before: list[tuple[Any, str, Any]] = [(owner, "allow_tf32", owner.allow_tf32) for owner in (matmul, cudnn)]
+        allowed: Any = True
     except RuntimeError:
-        matmul.fp32_precision = cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32"
-    else:
-        matmul.allow_tf32 = cudnn.allow_tf32 = True
-    return True
+        owners = (matmul, cudnn.conv, cudnn.rnn)
+        before = [(owner, "fp32_precision", owner.fp32_precision) for owner in owners]
+        allowed = "tf32"
+    if all(value == allowed for _, _, value in before):
+        return None
+    for owner, switch, _ in before:
+        setattr(owner, switch, allowed)
+
+    def put_back() -> None:
+        for owner, switch, value in before:
+            setattr(owner, switch, value)
+
+    return put_back
 
 
 def _why_no_autocast(parameters: list[Any], device: str, dtype: torch.dtype) -> str:
@@ -317,7 +525,7 @@ def _why_no_autocast(parameters: list[Any], device: str, dtype: torch.dtype) -> 
     if dtype == torch.float16 and device != "cuda":
         return "float16 is for GPUs; a CPU has bfloat16"
     if device == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
-        return "this card has no bfloat16: float16 is what it has"
+        return "this GPU has no bfloat16: float16 is what it has"
     return ""
 
 
@@ -332,13 +540,15 @@ class LossScale:
 
     def __init__(self, changes: Subscriber) -> None:
         self.scale = self.FIRST
+        self.is_on = True
         self._good = 0
         self._scaling = False
         self._guarded, self._parameters, self._optimizers = WeakIdMap(), WeakIdMap(), WeakIdMap()
         changes.around("torch.autograd.backward", self._backward)
 
     def _backward(self, call: Call, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(tensors, torch.Tensor) or tensors.numel() != 1 or grad_tensors is not None:
+        is_loss = isinstance(tensors, torch.Tensor) and tensors.numel() == 1 and grad_tensors is None
+        if not self.is_on or not is_loss:
             return call(tensors, grad_tensors, *args, **kwargs)
         self._guard()
         self._scaling = True
@@ -371,6 +581,8 @@ class LossScale:
     def _guarded_step(self, optimizer: Any, step: Any) -> Any:
         @functools.wraps(step)
         def step_if_finite(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_on:
+                return step(*args, **kwargs)
             gradients = [p.grad for p in _trained_by(optimizer) if p.grad is not None]
             if gradients and not torch.stack(torch._foreach_norm(gradients)).isfinite().all():
                 self.scale, self._good = self.scale / 2, 0
@@ -385,3 +597,8 @@ class LossScale:
 
 def _trained_by(optimizer: Any) -> Iterator[Any]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _leaves_it_open(group: dict[str, Any]) -> bool:
+    """Whether the script has chosen no way of stepping."""
+    return group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable")

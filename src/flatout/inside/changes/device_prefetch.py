@@ -74,6 +74,23 @@ def _is_small(hosts: list[Any]) -> bool:
     return all(host.is_pinned() for host in hosts)
 
 
+class DevicePrefetch:
+    """Whether batches are fetched and copied ahead of time. It may be switched between two steps."""
+
+    name = "device_prefetch"
+
+    def __init__(self) -> None:
+        self.is_on = True
+
+    def on(self) -> None:
+        """Fetch and copy ahead from the next step on."""
+        self.is_on = True
+
+    def off(self) -> None:
+        """Leave that to the script; a batch that has been fetched already is still handed out in its turn."""
+        self.is_on = False
+
+
 class _Copy(NamedTuple):
     """A copy under way, in memory `of` this stream, of a host tensor as it was in that version."""
 
@@ -240,7 +257,12 @@ class DevicePrefetcher(torch_loader._BaseDataLoaderIter):
     """
 
     def __init__(
-        self, inner: Any, device: torch.device, fail: Callable[[Exception], None], habit: CopyPattern | None = None
+        self,
+        inner: Any,
+        device: torch.device,
+        fail: Callable[[Exception], None],
+        habit: CopyPattern | None = None,
+        change: DevicePrefetch | None = None,
     ) -> None:
         # Not stock's own: that would draw random numbers.
         self._inner = inner
@@ -254,6 +276,7 @@ class DevicePrefetcher(torch_loader._BaseDataLoaderIter):
         self._one_a_step = False
         self.asked_by = (0, 0)  # process and thread
         self._habit = CopyPattern() if habit is None else habit
+        self._change = DevicePrefetch() if change is None else change
         self._failed = False
         self._room: _ReservedBuffers | None = None  # for the next batch
         self._may_make_room: bool | None = None
@@ -287,7 +310,9 @@ class DevicePrefetcher(torch_loader._BaseDataLoaderIter):
                 raise batch
             finally:
                 del batch  # which knows this frame by now, and would keep the workers until all of it is collected
-        if later:
+        if not self._change.is_on:
+            self._room = None
+        elif later:
             self._make_room(batch)
         elif not (isinstance(self._inner, FeedIterator) and self._inner.made_when_asked):
             self._next = self._fetched(
@@ -317,7 +342,7 @@ class DevicePrefetcher(torch_loader._BaseDataLoaderIter):
             return
         if self._since_step:
             self._one_a_step, self._since_step = self._since_step == 1, 0
-        if self._next is NOT_YET:
+        if self._next is NOT_YET and self._change.is_on:
             self._next = self._fetched(self._inner.ahead)
 
     def _fetched(self, fetch: Callable[[], Any]) -> Any:
@@ -330,7 +355,7 @@ class DevicePrefetcher(torch_loader._BaseDataLoaderIter):
             return StopIteration()  # one that does not know this frame, and so keep us and the workers
         except Exception as problem:  # the script's own: raised when it is its turn
             return problem
-        if batch is not NOT_YET and not self._failed:
+        if batch is not NOT_YET and not self._failed and self._change.is_on:
             try:
                 if self._habit.good:
                     self._leave(batch)

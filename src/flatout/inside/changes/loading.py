@@ -31,6 +31,7 @@ from flatout.feed.loader import why_not_deferred
 from flatout.inside.calls import caller
 from flatout.inside.changes.device_prefetch import (
     CopyPattern,
+    DevicePrefetch,
     DevicePrefetcher,
     answer_with_copies,
     fetch_without_a_span,
@@ -56,6 +57,8 @@ class Loading:
         self._device = device
         self._built = WeakIdMap()  # the loaders and their datasets, and where each loader was made
         self._habits = WeakIdMap()  # of the loaders
+        self._prefetch = DevicePrefetch()
+        self.live: dict[str, DevicePrefetch] = {}
         self._kernels = CompiledPrograms()
 
     def install(self) -> None:
@@ -68,6 +71,7 @@ class Loading:
             fetch_without_a_span(self._changes)
         if wanted("device_prefetch"):
             answer_with_copies(self._changes)
+            self.live[self._prefetch.name] = self._prefetch
         if wanted("gpu_transforms") and not wanted("loader"):
             self._ledger.refused("gpu_transforms", "needs the elastic loader in the same plan")
         if wanted("gpu_transforms") and wanted("compile"):
@@ -162,7 +166,8 @@ class Loading:
         if habit is None:
             habit = CopyPattern(functools.partial(self._ledger.made_after_all, "device_prefetch", left))
             self._habits.put(loader, habit)
-        ahead = DevicePrefetcher(iterator, device, functools.partial(self._ledger.failed, "device_prefetch"), habit)
+        failed = functools.partial(self._ledger.failed, "device_prefetch")
+        ahead = DevicePrefetcher(iterator, device, failed, habit, self._prefetch)
         self._ledger.made("device_prefetch", left if habit.good else how, self._built.get(loader))
         return ahead
 
