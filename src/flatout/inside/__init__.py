@@ -2,10 +2,12 @@
 
     launch sets FLATOUT_RUN ──► path/sitecustomize.py (PYTHONPATH) or flatout.pth (installed beside flatout)
                                    └─► start.start()   waits for `import torch`; inert without it
-                                          ├─► changes           the changes of a plan
-                                          └─► session.Session   what is recorded, in the training process
-    hooks.Hooks ──► recorder.Recorder ──► Steps     root_modules: which modules to time; clock: the GPU's side of it
-    loader_workers ──► WorkerReports     xray ──► Xray     facts, settings: what is in force, what was read
+                                          └─► recording.process   what there is once in a process
 
-A hook that fails takes all of them off, is said once, and training goes on.
+    a call of the script ──► patches (one wrapper for each attribute)
+                                ├─ TIME     timing ──► recorder ──► Steps        clock: the GPU's side of it
+                                ├─ OBSERVE  fingerprints, loader_workers, root_modules
+                                └─ CHANGE   changes/ (of a plan), ceiling (of a trial)
+
+A subscriber that raises is switched off, that is said once, and training goes on.
 """

@@ -9,7 +9,7 @@ commonest events are only put on a tape, which is played when something else hap
 processor has forgotten our code from one step to the next, and all of it costs ten times what it costs in a loop.
 Nothing here imports torch, waits for the GPU, or does I/O.
 
-    hooks ──push/pop/fetched/stepped──► Recorder ──Step──► emit
+    timing ──push/pop/fetched/stepped──► Recorder ──Step──► emit
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Recorder:
         self._evaluation = _Evaluation()
         self.train_loaders = self._evaluation.train_loaders
         self.light = False  # this step is not looked at closely, and nothing but training has been seen in it
-        self.tape: list[Event] = []  # in light steps the hooks write here
+        self.tape: list[Event] = []  # in light steps the wrappers write here
         self.waiting = False  # for a batch, in a light step
         self._whole = 0  # events on the tape up to the end of a step
         self._closed = 0  # steps that ended, without those on the tape

@@ -148,7 +148,7 @@ class Recording:
             when_imported(library, lambda module: self._timing.after_import(module.__name__))
         atexit.register(self._close_at_exit)
 
-    # -- what the hooks tell ----------------------------------------------------------------------------------------
+    # -- what the wrappers tell ----------------------------------------------------------------------------------
 
     def loader_seen(self, number: int, loader: Any) -> None:
         os.environ[RANK] = str(_rank())  # its workers write beside the rank they belong to
