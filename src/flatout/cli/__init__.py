@@ -7,7 +7,7 @@ output   where results go: the terminal, --json, --html
 A verb imports what it needs inside its function, so that --help is quick. The docstring of that function is its help.
 """
 
-from flatout.cli import check, compare, doctor, fix, report, run, top, train
+from flatout.cli import check, compare, doctor, fix, hook, report, run, top, train
 from flatout.cli.entry import app, main
 
-__all__ = ["app", "check", "compare", "doctor", "fix", "main", "report", "run", "top", "train"]
+__all__ = ["app", "check", "compare", "doctor", "fix", "hook", "main", "report", "run", "top", "train"]

@@ -23,7 +23,7 @@ from flatout.redact import redact_text
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
-VERBS = ("run", "fix", "report", "compare", "check", "top", "train", "doctor")  # in the order of --help
+VERBS = ("run", "fix", "report", "compare", "check", "top", "train", "doctor", "hook")  # in the order of --help
 
 # What typer raises for a mistake in the arguments. typer keeps its base class private, under changing names.
 _ArgumentError: type[Exception] = cast("type[Exception]", typer.BadParameter.__mro__[2])

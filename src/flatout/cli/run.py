@@ -46,6 +46,7 @@ def run(
     """
     require_linux("run")
     from flatout.launch import launcher
+    from flatout.launch.protocol import reasons_not_measured
 
     changes = _plan_to_apply(plan, auto=auto, strict=strict)
     command = command_of(context)
@@ -59,7 +60,8 @@ def run(
                     changed = changes is not None
                     summarize_run(recording, quiet=quiet, changed=changed, json_to=json, html_to=html)
                     continue
-                _explain_missing_steps(code)
+                if not reasons_not_measured(recording):  # what is there has been said
+                    _explain_missing_steps(code)
                 if trace is None:
                     shutil.rmtree(recording, ignore_errors=True)
             if trace is None:

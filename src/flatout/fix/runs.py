@@ -28,7 +28,7 @@ from flatout.diagnose.rank_metrics import RankMetrics, metrics_of
 from flatout.diagnose.rules import diagnose
 from flatout.fix.speed import Speed, measure
 from flatout.launch import launcher, sandbox
-from flatout.launch.protocol import WEIGHTS_OVER, Trial
+from flatout.launch.protocol import WEIGHTS_OVER, Trial, reasons_not_measured
 from flatout.model.changes import why_without_effect
 from flatout.model.errors import OverlayError, TraceError
 from flatout.model.plan import Change, Plan
@@ -47,7 +47,6 @@ _CORES_A_RUN = 2
 _LINE_ENDS = re.compile(r"[\r\n]")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception(?! raised from)|Interrupt|Exit|Refused)\b.*")
-_UNMEASURED = re.compile(r"flatout: not measuring this process \((.*)\)$")
 _NOT_COPIED = re.compile(r"Errno 75\b|errno = 75\b|Value too large for defined data type")  # EOVERFLOW
 _READ_ONLY = re.compile(r"Errno 30\b|errno = 30\b|Read-only file system")  # EROFS
 _NO_MEMORY = re.compile(r"CUDA (?:error: )?out of memory", re.I)
@@ -248,11 +247,9 @@ class Run:
 
     def unmeasured(self) -> str | None:
         """Why flatout is not in the command, where it said so."""
-        if self.folder is None or not (output := self.folder / launcher.OUTPUT).is_file():
+        if self.folder is None:
             return None
-        with output.open(encoding="utf-8", errors="replace") as lines:
-            matches = (_UNMEASURED.match(line) for line in lines)
-            return next((redact_text(match[1]) for match in matches if match), None)
+        return next(iter(reasons_not_measured(self.folder)), None)
 
     def why_no_baseline(self, steps: int) -> str:
         """Why this run of the command as it is, which was to take so many steps, cannot be compared with."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from flatout.launch.protocol import Options, note_not_measured
 from flatout.model.errors import FlatoutError
 from flatout.redact import redact_text
 
@@ -34,12 +36,15 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
 
 
 def not_measured(problem: Exception) -> None:
-    """Say why nothing is recorded of this process."""
+    """Say why nothing is recorded of this process; once, if others of the command have the same reason."""
     if isinstance(problem, FlatoutError):
         reason = str(problem)
     else:
         reason = f"{type(problem).__name__}: {problem}"
-    print(f"flatout: not measuring this process ({redact_text(reason)})", file=sys.stderr)
+    reason = redact_text(reason)
+    options = Options.from_environment(os.environ)
+    if options is None or note_not_measured(options.folder, reason):
+        print(f"flatout: not measuring this process ({reason})", file=sys.stderr)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

@@ -24,7 +24,15 @@ from typing import Any
 
 from flatout.launch import sandbox
 from flatout.launch.launch_ranks import end_with_parent
-from flatout.launch.protocol import VARIABLE, Options, Trial, new_folder
+from flatout.launch.lost import INJECTED, LostProcesses
+from flatout.launch.protocol import (
+    VARIABLE,
+    Options,
+    Trial,
+    new_folder,
+    note_not_measured,
+    reasons_not_measured,
+)
 from flatout.launch.signals import SignalsReceived
 from flatout.launch.snapshot import SharedMemory, Snapshot
 from flatout.model.errors import OverlayError, RealWriteError, UsageError
@@ -35,6 +43,7 @@ from flatout.sample.process import descendants, process_ids
 from flatout.trace import End, Note, RunInfo, TraceWriter, note_end
 
 _SAMPLE_EVERY_S = 1.0
+_SHIMS = INJECTED.with_name("bin")
 _END_WITHIN_S = 5.0
 _CANNOT_START = 126
 _NOT_FOUND = 127
@@ -78,7 +87,7 @@ def run(
         raise UsageError("a trial has to be recorded: FLATOUT is off, or its folder cannot be written to")
     if plan is not None and not measured:
         _say("the plan is not applied: FLATOUT is off, or nothing can be recorded")
-    environment = {**os.environ, **_injection(options)} if measured else dict(os.environ)
+    environment = {**os.environ, **_injection(options, program)} if measured else dict(os.environ)
     words = [program, *command[1:]]
     if trial is not None:
         return _try(words, options, trial, environment)
@@ -222,14 +231,23 @@ def _name(command: Sequence[str]) -> str:
     return next(iter((*scripts, *modules[-1:], *(Path(word).stem for word in command[:1]))), "") or "run"
 
 
-def _injection(options: Options) -> dict[str, str]:
+def _injection(options: Options, program: str) -> dict[str, str]:
     """The environment that brings flatout into every Python the command starts."""
-    ours = str(Path(__file__).parents[1] / "inside" / "path")
-    before = os.environ.get("PYTHONPATH")
-    return {
+    environment = {
         VARIABLE: options.to_environment(),
-        "PYTHONPATH": os.pathsep.join([ours, before]) if before else ours,
+        "FLATOUT_PATH": str(INJECTED),
+        "PYTHONPATH": _in_front_of("PYTHONPATH", INJECTED),
     }
+    if not Path(program).name.startswith("python"):  # bash, make …: it may replace PYTHONPATH for the Pythons it starts
+        environment["PATH"] = _in_front_of("PATH", _SHIMS)
+    return environment
+
+
+def _in_front_of(variable: str, folder: Path) -> str:
+    before = os.environ.get(variable)
+    if not before:
+        return str(folder)
+    return f"{folder}{os.pathsep}{before}"
 
 
 def _wait(process: subprocess.Popen[bytes], heard: SignalsReceived | None = None, *, trial: Trial | None = None) -> int:
@@ -346,12 +364,16 @@ def _watch(pid: int, options: Options, stop: threading.Event) -> None:
     try:
         with Sampler(pids=[pid]) as sampler, TraceWriter(options.folder, info) as writer:
             sampler.read()
+            lost = LostProcesses(pid, time.monotonic())
             while not stop.wait(PULSE_EVERY_S):
+                text = lost.look(time.monotonic())
+                if text is not None and note_not_measured(options.folder, text) and options.trial is None:
+                    _say(text)
                 sampler.pulse()
                 if sampler.due(_SAMPLE_EVERY_S):
                     writer.write(sampler.read())
             writer.write(sampler.read())
-            for text in sampler.notes:
+            for text in [*sampler.notes, *reasons_not_measured(options.folder)]:
                 writer.write(Note(time_s=time.monotonic(), text=text))
     except Exception as problem:
         if Path(f"/proc/{pid}").exists():  # of a command that is over already there is nothing to watch

@@ -1,4 +1,4 @@
-"""What the launcher tells the processes inside, by one environment variable."""
+"""What the launcher tells the processes inside, by one environment variable, and what they tell it, by a file."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from flatout.files import write_whole
 
 if TYPE_CHECKING:
     from flatout.model.plan import Plan
 
 VARIABLE = "FLATOUT_RUN"
+NOT_MEASURED = "not-measured.txt"  # in the trace folder: why a process of the command is not measured, a line each
 RANK = "FLATOUT_RANK"  # what a training process tells its loader workers
 MOST_STEPS = 1_500  # of a trial, however short they are
 WEIGHTS_EVERY = 5  # steps
@@ -65,8 +68,11 @@ class Options:
     trial: Trial | None = None
 
     def to_environment(self) -> str:
-        """The value of the variable."""
-        return json.dumps(asdict(self), default=str)
+        """The value of the variable. The system takes 128 KiB at most: what a plan says of changes tried stays out."""
+        options = self
+        if self.plan is not None:
+            options = replace(self, plan=replace(self.plan, tried=()))
+        return json.dumps(asdict(options), default=str)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Options | None:
@@ -85,6 +91,26 @@ class Options:
 
             data["plan"] = Plan(changes=tuple(Change(**change) for change in data["plan"]["changes"]))
         return cls(**data)
+
+
+def note_not_measured(folder: Path, reason: str) -> bool:
+    """Leave word why a process is not measured; whether this is the first process that does so."""
+    try:
+        known = reasons_not_measured(folder)
+        if reason in known:
+            return False
+        write_whole(folder / NOT_MEASURED, "\n".join([*known, reason]))
+    except OSError:  # the line on stderr has to do
+        pass
+    return True
+
+
+def reasons_not_measured(folder: Path) -> list[str]:
+    """Why processes of a command are not measured; empty where none is known."""
+    try:
+        return (folder / NOT_MEASURED).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
 
 
 def new_folder(name: str) -> Path:

@@ -79,9 +79,6 @@ WAYS = {
     "module": (PYTHON, "-m", "pkg.train"),
     "shell": ("bash", "train.sh"),
     "make": ("make", "-s", "train"),
-    "-E": (PYTHON, "-E", "train.py"),
-    "-I": (PYTHON, "-I", "train.py"),
-    "PYTHONPATH": ("env", "PYTHONPATH=.", PYTHON, "train.py"),
     "accelerate": (str(Path(PYTHON).with_name("accelerate")), "launch", "--cpu", "--num_processes=1", "train.py"),
 }
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
-import pytest
 from observing import flatout_run, write
 
 REPOSITORY = Path(__file__).parents[3]
@@ -64,27 +61,3 @@ def test_losses_weights_and_random_numbers_are_the_same(tmp_path: Path) -> None:
     assert {report.random_used for report in reports} == {("numpy", "random", "torch")}
     settings = observed.observed.rank.facts.loaders
     assert [(one.num_workers, one.start_method) for one in settings][1:] == [(2, "fork"), (1, "spawn")]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_wheel_brings_a_start_up_line_that_is_inert_by_itself(tmp_path: Path) -> None:
-    """GIVEN the wheel WHEN its files lie in a site folder THEN flatout starts only where FLATOUT_RUN says so."""
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(build, cwd=REPOSITORY, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        assert "flatout/TROUBLESHOOTING.md" in archive.namelist()  # which summaries name
-        archive.extractall(tmp_path / "site")
-    site = str(tmp_path / "site")
-    look = f"import site, sys; site.addsitedir({site!r}); print('flatout.inside.start' in sys.modules)"
-    said = []
-    for options in ("", '{"folder": "/nowhere", "name": "train", "command": []}'):
-        done = subprocess.run(
-            [sys.executable, "-S", "-E", "-c", look],
-            env={"FLATOUT_RUN": options} if options else {},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        said.append((done.stdout, done.stderr))
-    assert said == [("False\n", ""), ("True\n", "")]

@@ -20,6 +20,7 @@ from flatout.fix.result import FixResult
 from flatout.fix.runs import ProofRun, ProofStep, Run, RunOptions
 from flatout.fix.search import Search
 from flatout.launch import launcher
+from flatout.launch.protocol import note_not_measured
 from flatout.model.errors import UsageError
 from flatout.model.plan import Change
 from flatout.trace import Sketch, Trace, WorkerReport
@@ -736,7 +737,7 @@ def test_the_script_s_own_switch_comes_first_and_the_hook_where_it_does_nothing(
 
 def test_a_command_that_flatout_cannot_look_into_says_why(tmp_path: Path) -> None:
     why = "ImportError: cannot import name 'x' from 'numpy' (mtrand.so)"
-    (tmp_path / "output.txt").write_text(f"flatout: not measuring this process ({why})\nepoch 0\n")
+    note_not_measured(tmp_path, why)
 
     class Blind(World):
         def run(self, changes: Sequence[Change], options: RunOptions) -> Run:
