@@ -1,6 +1,9 @@
 """DIAGNOSE: from a Trace to what it means. Reads saved traces only; never imports torch or what runs inside.
 
-Trace ──breakdown──► Breakdown   where the wall time went; the parts add up
-  └─────case───────► Case        the figures the rules reason about (replay: a step without one of its causes)
-           └─rules─► Findings    one small function a cause: data, compute, machine, configured
+    Trace ──breakdown──► Breakdown     where the wall time went; the parts add up
+      └──rank_metrics──► RankMetrics   the figures the rules reason about (replay: a step without one of its causes)
+              └──rules──► Findings     loading, copy, compute, machine and rank rules; ignored_settings
+
+`gains` says what each finding would give, `knobs` where the script reads a setting. What is to be known of a cause or
+a change besides is in `model`.
 """
