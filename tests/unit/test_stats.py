@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pytest
 
-from flatout.model.stats import ONE_RUN, Measured, RunNoise, blocks_of, error_of, gain, half_width
+from flatout.model.stats import ONE_RUN, Measured, RunNoise, block_means, error_of, gain, half_width
 
 PAIRS = 400
 PROMISED = 0.05
@@ -28,8 +28,7 @@ def steps_ms(draw: random.Random, count: int = 400, *, around: float = 100.0, st
 
 
 def measured(times_ms: Sequence[float]) -> Measured:
-    error = error_of([fmean(times_ms[block]) for block in blocks_of(len(times_ms))])
-    return Measured(value=1e3 / fmean(times_ms), error=error)
+    return Measured(value=1e3 / fmean(times_ms), error=error_of(block_means(times_ms)))
 
 
 @pytest.mark.parametrize("stalls", [0.0, 0.02])

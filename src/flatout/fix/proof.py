@@ -1,17 +1,17 @@
 """Is training the same? Fingerprints of two runs → a Proof, in the words of the safety classes.
 
-identical    what reaches the model is the same, byte for byte, and so are the samples and their order; the loss
-             stays within the margin too
-reseeded     the same samples in the same order; the bytes differ by the random numbers of augmentation. Where those
-             were drawn in the training process, they went into the shuffle of the next pass too: then the first pass
-             has the same order, and the later ones are shuffles of the same
-equivalent   paired runs, same seed and data: the mean difference of the loss over the last 100 of at least 200 steps
-             lies within a margin, and a bootstrap over blocks is sure of that; and the weights come as far, in the
-             same direction. The margin is 1% of the loss, or what two runs of the same plan differ by where that is
-             more. A loss that is lower by more is no proof either: the same mathematics does not learn better.
+identical    what reaches the model is the same, byte for byte, and so are the samples and their order; the loss stays
+             within the margin too
+reseeded     the same samples in the same order; the bytes differ by the random numbers of augmentation. Where these
+             were drawn in the training process, they also seeded the shuffle of the next pass: then the first pass has
+             the same order, and the later ones are shuffles of the same samples
+equivalent   paired runs with the same seed and data: the mean difference of the loss over the last 100 of at least 200
+             steps lies within a margin, with its whole interval, and the weights come as far, in the same direction.
+             The margin is 1% of the loss, or what two runs of the same plan differ by where that is more. A loss that
+             is lower by more is no proof either: the same mathematics does not learn better
 
-Every five steps the one run goes on from the weights of the other. Left to themselves, some trainings make a 30% other
-loss of any rounding, and of the order in which a card adds; so what a change does could not be told from that.
+Every five steps the one run goes on from the weights of the other. Left on their own, some trainings make a 30% other
+loss of any rounding, and of the order in which a GPU adds; so what a change does could not be told from that.
 Runs that are too short prove nothing, and say so.
 """
 
@@ -22,12 +22,11 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
-
-import numpy as np
-import numpy.typing as npt
+from statistics import median
+from typing import Any, Literal, NamedTuple
 
 from flatout.fix.runs import ProofStep, Run, WeightMove
+from flatout.model.stats import BLOCKS, block_means, half_width, mean_of, variance_of_mean
 
 FEWEST_BATCHES = 20
 FEWEST_LOSSES = 200
@@ -35,14 +34,12 @@ COMPARED = 100
 MARGIN, WIDEST_MARGIN, RESEEDED_MARGIN = 0.01, 0.03, 0.05  # of the loss
 AS_FAR, RESEEDED_AS_FAR = 1.05, 2.0  # times the way that weights come, or one such part of it
 SAME_WAY = 0.8  # a cosine; other random numbers in the model alone may make 0.9 of it
-_DRIFT, _COHERENCE = 0.05, 1.4  # of a tensor's way; times what chance would make of it, and more for a small one
+_MOST_DRIFT, _MOST_COHERENCE = 0.05, 1.4  # of a tensor's way; times what chance would make of it
 _STANDS_STILL, _NEVER_MOVES = 0.5, 0.01  # of the leader's way
-_USUAL_PACE = 0.2  # of what is usual; what nothing but rounding moves is often slower
+_USUAL_PACE = 0.2  # of the usual one; what nothing but rounding moves is often slower
 _FEW_PASSES = 3  # in a step; more are parts of a batch
-_RESAMPLES = 2_000
 _REPEATS_APART = 3.0  # times what two runs of the same plan differ by, others may
 
-Floats = npt.NDArray[np.float64]
 Batches = list[tuple[Any, ...]]
 Standing = Literal["identical", "reseeded", "equivalent", "failed", "not proven"]
 
@@ -61,36 +58,64 @@ class Proof:
 
 def same_batches(before: Run, after: Run, repeat: Run | None = None) -> Proof:
     """Whether the model gets the same samples, in the same order, the same bytes; `repeat` is `before` once more."""
-    broken = _not_whole(before, after)
+    broken = _cannot_compare(before, after)
     if broken is not None:
         return broken
     unlike = _other_samples(before, after)
     shuffled = unlike is not None and all(map(_only_shuffled, before.proof, after.proof))
     if unlike is not None and not shuffled:
-        return Proof(standing="failed", text=unlike)
-    batches, looked_into, same_bytes, known = 0, 0, True, True
+        return _failed(unlike)
+    batches, at_the_model, same_bytes, known = 0, 0, True, True
     for ours, theirs in zip(before.proof, after.proof, strict=True):
         indices, inputs = _in_order("indices", ours, theirs), _in_order("inputs", ours, theirs)
-        known = known and bool(indices[0] and indices[1])
+        known = known and all(indices)
         batches += min(map(len, indices)) or min(len(ours), len(theirs))
-        looked_into += min(map(len, inputs))
-        same_bytes = same_bytes and bool(inputs[0] and inputs[1]) and _first_difference(*inputs) is None
-    if batches < FEWEST_BATCHES * len(before.proof):
+        at_the_model += min(map(len, inputs))
+        same_bytes = same_bytes and all(inputs) and _first_difference(*inputs) is None
+    needed = FEWEST_BATCHES * len(before.proof)
+    if batches < needed:
         return _unproven(f"only {batches} batches were seen, {FEWEST_BATCHES} are needed")
-    if same_bytes and looked_into < FEWEST_BATCHES * len(before.proof):
-        return _unproven(f"only {looked_into} batches were seen at the model, {FEWEST_BATCHES} are needed")
+    if same_bytes and at_the_model < needed:
+        return _unproven(f"only {at_the_model} batches were seen at the model, {FEWEST_BATCHES} are needed")
     if same_bytes:
         return _with_losses(before, after, repeat, "identical", f"{batches} batches: the same bytes reach the model")
     if not known:
-        return Proof(standing="failed", text="other bytes reach the model, and which samples they are is not known")
+        return _failed("other bytes reach the model, and which samples they are is not known")
     order = "in the same order"
     if shuffled:
         order += " in the first epoch, and shuffled by other random numbers after it"
-    said = f"{batches} batches: the same samples {order}, other random numbers in them"
-    return _with_losses(before, after, repeat, "reseeded", said)
+    text = f"{batches} batches: the same samples {order}, other random numbers in them"
+    return _with_losses(before, after, repeat, "reseeded", text)
 
 
-def _not_whole(before: Run, after: Run) -> Proof | None:
+def same_loss(before: Run, after: Run, alone: Run | None = None) -> Proof:
+    """Whether the loss goes the same way, and the weights with it. `alone` is `before` once more, following nobody.
+
+    The loss of a step is the mean of its backward passes. Where it has a few, such as a critic's and a generator's,
+    none of them may have failed either: errors that go opposite ways have no mean.
+    """
+    proof = _same_mean_loss(before, after, alone)
+    runs = [run for run in (before, after, alone) if run is not None]
+    counts = {len(step.losses) for run in runs for rank in run.proof for step in rank}
+    several = min(counts, default=0) if len(counts) == 1 else 0
+    if not proof.holds or not 1 < several <= _FEW_PASSES:
+        return proof
+    for place in range(several):
+        one = _same_mean_loss(*(_of_pass(run, place) for run in runs))
+        if one.standing == "failed":
+            return _failed(f"backward pass {place + 1} of each step: {one.text}")
+    return proof
+
+
+def _failed(text: str) -> Proof:
+    return Proof(standing="failed", text=text)
+
+
+def _unproven(text: str) -> Proof:
+    return Proof(standing="not proven", text=text)
+
+
+def _cannot_compare(before: Run, after: Run) -> Proof | None:
     """Why two runs cannot be compared, or that one of them takes other steps than the other."""
     if before.hung or (before.code and not after.code):
         return _unproven(f"the run without it failed: {before.reason()}")
@@ -102,12 +127,14 @@ def _not_whole(before: Run, after: Run) -> Proof | None:
     for ours, theirs in zip(before.proof, after.proof, strict=True):
         steps, now = min(len(ours), asked), min(len(theirs), asked)
         if steps != now:
-            return Proof(standing="failed", text=f"training ends after {now} steps instead of {steps}")
-    unmade = {name: why for name, why in after.refused.items() if name not in before.refused}
-    if unmade:
-        said = "; ".join(f"{name}: {why}" for name, why in unmade.items())
-        return _unproven(f"it was not made in the proof's run ({said})")
+            return _failed(f"training ends after {now} steps instead of {steps}")
+    refused = [f"{name}: {why}" for name, why in after.refused.items() if name not in before.refused]
+    if refused:
+        return _unproven(f"it was not made in the proof's run ({'; '.join(refused)})")
     return None
+
+
+# Samples and batches
 
 
 def _other_samples(before: Run, after: Run) -> str | None:
@@ -117,14 +144,35 @@ def _other_samples(before: Run, after: Run) -> str | None:
         differs = _first_difference(*indices)
         if differs is not None:
             where = f"rank {rank}, " if len(before.proof) > 1 else ""
-            return f"{where}batch {differs + 1}: {_unlike(indices, differs)}"
+            return f"{where}batch {differs + 1}: {_how_unlike(indices, differs)}"
     return None
 
 
+def _how_unlike(batches: Sequence[Batches], place: int) -> str:
+    """What happened to the samples, in a word."""
+    ours, theirs = batches[0][place], batches[1][place]
+    if sorted(map(str, ours)) == sorted(map(str, theirs)):
+        return "the same samples in another order"
+    shown = f"{_few(ours)} became {_few(theirs)}"
+    if _most_frequent(batches[1]) > _most_frequent(batches[0]):
+        return f"samples come more than once: {shown}"
+    if len(ours) > len(theirs):
+        return f"samples are missing: {shown}"
+    return f"other samples: {shown}"
+
+
+def _few(batch: Sequence[Any]) -> str:
+    return "[" + ", ".join(str(index) for index in batch[:4]) + (", …]" if len(batch) > 4 else "]")
+
+
 def _only_shuffled(ours: Sequence[ProofStep], theirs: Sequence[ProofStep]) -> bool:
-    """Whether two runs part only in the shuffles of later passes, as they do when samples that draw random numbers are
-    no longer loaded in the training process: its stream, from which shuffles are seeded, then goes another way."""
-    if [next(iter(_in_order("begins", steps)[0]), None) for steps in (ours, theirs)] != ["here", "elsewhere"]:
+    """Whether two runs part only in the shuffles of later passes.
+
+    They do when samples that draw random numbers are no longer loaded in the training process: its stream of random
+    numbers, from which shuffles are seeded, then goes another way.
+    """
+    places = [next(iter(_in_order("begins", steps)[0]), None) for steps in (ours, theirs)]
+    if places != ["here", "elsewhere"]:
         return False
     (first, *later), (their_first, *their_later) = _passes(ours), _passes(theirs)
     return first == their_first and _are_shuffles(later, first) and _are_shuffles(their_later, first)
@@ -165,62 +213,92 @@ def _in_order(field: str, *ranks: Sequence[ProofStep]) -> list[list[Any]]:
     return [list(itertools.chain.from_iterable(getattr(step, field) for step in steps)) for steps in ranks]
 
 
-def _with_losses(before: Run, after: Run, repeat: Run | None, standing: Standing, said: str) -> Proof:
+def _first_difference(a: Sequence[Any], b: Sequence[Any]) -> int | None:
+    """Where two sequences part, as far as both go."""
+    return next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+
+
+# Losses
+
+
+class _Difference(NamedTuple):
+    """How far the mean of some losses is from that of others, as a share of the loss, with its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def _difference(a: Sequence[float], b: Sequence[float]) -> _Difference:
+    scale = max(mean_of([abs(loss) for loss in a]), 1e-12)
+    apart = [(y - x) / scale for x, y in zip(a, b, strict=True)]
+    sure = half_width([(variance_of_mean(block_means(apart)), BLOCKS - 1)])
+    mean = mean_of(apart)
+    return _Difference(mean, mean - sure, mean + sure)
+
+
+def _losses(before: Run, after: Run) -> tuple[list[float], list[float]]:
+    """The losses of the first rank, step by step, where both have one."""
+    pairs = [(x.loss, y.loss) for x, y in _steps(before, after) if x.loss is not None and y.loss is not None]
+    return [x for x, _ in pairs], [y for _, y in pairs]
+
+
+def _steps(before: Run, after: Run) -> Iterator[tuple[ProofStep, ProofStep]]:
+    return zip(before.proof[0], after.proof[0], strict=False) if before.proof and after.proof else iter(())
+
+
+def _became_infinite(a: Sequence[float], b: Sequence[float]) -> bool:
+    return any(math.isfinite(x) and not math.isfinite(y) for x, y in zip(a, b, strict=True))
+
+
+def _equal_to_the_last_bit(a: Sequence[float], b: Sequence[float]) -> bool:
+    return all(x == y or (math.isnan(x) and math.isnan(y)) for x, y in zip(a, b, strict=True))
+
+
+def _with_losses(before: Run, after: Run, repeat: Run | None, standing: Standing, text: str) -> Proof:
     """The same batches may still teach otherwise: weights that went stale, say."""
+    reseeded = standing == "reseeded"
     a, b = _losses(before, after)
-    astray = _astray(before, after, RESEEDED_AS_FAR if standing == "reseeded" else AS_FAR)
-    if not np.isfinite(b[np.isfinite(a)]).all():
-        return Proof(standing="failed", text=f"{said}, but the loss is not finite any more")
+    if _became_infinite(a, b):
+        return _failed(f"{text}, but the loss is not finite any more")
+    astray = _astray(before, after, RESEEDED_AS_FAR if reseeded else AS_FAR)
     if astray is not None:
-        return Proof(standing="failed", text=f"{said}, but {astray}")
-    if not len(a):
-        return Proof(standing=standing, text=f"{said}; no loss was seen")
-    if np.array_equal(a, b, equal_nan=True):
-        return Proof(standing=standing, text=f"{said}; {len(a)} losses equal to the last bit")
-    again = _losses(before, repeat)[1][: len(a)] if repeat is not None else a[:0]
-    again = again if len(again) == len(a) and np.isfinite(again).all() else a[:0]  # one that broke says nothing
-    if standing == "identical" and _repeats_exactly(before, a, again):
-        return Proof(standing="failed", text=f"{said}, but the losses are not equal to the last bit")
+        return _failed(f"{text}, but {astray}")
+    if not a:
+        return Proof(standing=standing, text=f"{text}; no loss was seen")
+    if _equal_to_the_last_bit(a, b):
+        return Proof(standing=standing, text=f"{text}; {len(a)} losses equal to the last bit")
+    again = _losses_of_repeat(before, repeat, len(a))
+    if not reseeded and _repeats_exactly(before, a, again):
+        return _failed(f"{text}, but the losses are not equal to the last bit")
     last = max(1, min(COMPARED, len(a) // 2))
-    low, high, scale = _interval(a[-last:], b[-last:])
-    alone = _REPEATS_APART * abs(float((again - a)[-last:].mean())) if len(again) else 0.0
-    margin = max(alone, (RESEEDED_MARGIN if standing == "reseeded" else MARGIN) * scale)
-    apart = float((b - a)[-last:].mean())
-    # Of the same bytes the loss itself has to lie within the margin; with other random numbers, its interval may.
-    within = abs(apart) <= margin if standing == "identical" else low <= margin and high >= -margin
+    apart = _difference(a[-last:], b[-last:])
+    margin = RESEEDED_MARGIN if reseeded else MARGIN
+    if again:
+        margin = max(margin, _REPEATS_APART * abs(_difference(a[-last:], again[-last:]).value))
+    # With the same bytes, the loss itself has to lie within the margin; with other random numbers, its interval may.
+    within = abs(apart.value) <= margin
+    if reseeded:
+        within = apart.low <= margin and apart.high >= -margin
     if not within:
-        off_by = f"the loss is {apart / scale:+.1%} ({last} steps, margin {margin / scale:.0%})"
-        return Proof(standing="failed", text=f"{said}, but {off_by}")
-    chance = ""
-    if abs(apart) > margin:
-        chance = f", by chance as far as {last} steps can tell ({low / scale:+.0%} to {high / scale:+.0%})"
-    return Proof(standing=standing, text=f"{said}; loss {apart / scale:+.2%} over the last {last} steps{chance}")
+        return _failed(f"{text}, but the loss is {apart.value:+.1%} ({last} steps, margin {margin:.0%})")
+    text = f"{text}; loss {apart.value:+.2%} over the last {last} steps"
+    if abs(apart.value) > margin:
+        text += f", by chance as far as {last} steps can tell ({apart.low:+.0%} to {apart.high:+.0%})"
+    return Proof(standing=standing, text=text)
 
 
-def _repeats_exactly(before: Run, first: Floats, again: Floats) -> bool:
+def _losses_of_repeat(before: Run, repeat: Run | None, count: int) -> list[float]:
+    """The first losses of the same plan once more; none where that run broke, which says nothing."""
+    again = _losses(before, repeat)[1][:count] if repeat is not None else []
+    return again if len(again) == count and all(map(math.isfinite, again)) else []
+
+
+def _repeats_exactly(before: Run, first: Sequence[float], again: Sequence[float]) -> bool:
     """Whether the same plan gives the same losses to the last bit: as seen, or as a CPU is supposed to do."""
-    if not len(again):
-        return before.trace is not None and not before.case.on_gpu
-    return np.array_equal(first, again, equal_nan=True)
-
-
-def same_loss(before: Run, after: Run, alone: Run | None = None) -> Proof:
-    """Whether the loss goes the same way, and the weights with it. `alone` is `before` once more, left to itself.
-
-    The loss of a step is the mean of its backward passes. Where it has a few, such as a critic's and a generator's,
-    none of them may have failed either: errors that go opposite ways have no mean.
-    """
-    proof = _same_loss(before, after, alone)
-    runs = [run for run in (before, after, alone) if run is not None]
-    counts = {len(step.losses) for run in runs for rank in run.proof for step in rank}
-    several = min(counts, default=0) if len(counts) == 1 else 0
-    if not proof.holds or not 1 < several <= _FEW_PASSES:
-        return proof
-    for place in range(several):
-        one = _same_loss(*(_of_pass(run, place) for run in runs))
-        if one.standing == "failed":
-            return Proof(standing="failed", text=f"backward pass {place + 1} of each step: {one.text}")
-    return proof
+    if again:
+        return _equal_to_the_last_bit(first, again)
+    return before.trace is not None and not before.case.on_gpu
 
 
 def _of_pass(run: Run, place: int) -> Run:
@@ -229,72 +307,85 @@ def _of_pass(run: Run, place: int) -> Run:
     return replace(run, proof=tuple(ranks))
 
 
-def _same_loss(before: Run, after: Run, alone: Run | None = None) -> Proof:
-    broken = _not_whole(before, after)
+def _same_mean_loss(before: Run, after: Run, alone: Run | None = None) -> Proof:
+    broken = _cannot_compare(before, after)
     if broken is not None:
         return broken
-    a, b = _losses(before, after)
     unlike = _other_samples(before, after)
     if unlike is not None:
-        return Proof(standing="failed", text=unlike)
+        return _failed(unlike)
+    a, b = _losses(before, after)
     if len(a) < FEWEST_LOSSES:
         return _unproven(f"{len(a)} steps with a loss, {FEWEST_LOSSES} are needed")
-    if not np.isfinite(b[np.isfinite(a)]).all():
-        return Proof(standing="failed", text="the loss is not finite any more")
-    low, high, scale = _interval(a[-COMPARED:], b[-COMPARED:])
-    apart, moved = float((b - a)[-COMPARED:].mean()), _moved(before, after)
-    margin, whose = _margin(before, alone, scale)
-    said = f"loss {apart / scale:+.2%} ({low / scale:+.2%} to {high / scale:+.2%}) over the last {COMPARED} steps"
-    said += f", margin {whose}" + (f"; {_in_words(moved)}" if moved is not None else "")
+    if _became_infinite(a, b):
+        return _failed("the loss is not finite any more")
+    apart, moved = _difference(a[-COMPARED:], b[-COMPARED:]), _typical_move(before, after)
+    margin, margin_in_words = _margin(before, alone)
+    text = f"loss {apart.value:+.2%} ({apart.low:+.2%} to {apart.high:+.2%}) over the last {COMPARED} steps"
+    text += f", margin {margin_in_words}"
+    if moved is not None:
+        text += f"; {_in_words(moved)}"
     astray = _astray(before, after, AS_FAR)
-    if low > margin or high < -margin or astray is not None:
-        return Proof(standing="failed", text=said if astray is None or astray in said else f"{said}; {astray}")
-    within = -margin < low and high < margin and (moved is None or moved.direction >= SAME_WAY)
-    return Proof(standing="equivalent", text=said) if within else _unproven(said)
+    if astray is not None and astray not in text:
+        text += f"; {astray}"
+    if astray is not None or apart.low > margin or apart.high < -margin:
+        return _failed(text)
+    same_way = moved is None or moved.direction >= SAME_WAY
+    if same_way and -margin < apart.low and apart.high < margin:
+        return Proof(standing="equivalent", text=text)
+    return _unproven(text)
 
 
-def _margin(before: Run, alone: Run | None, scale: float) -> tuple[float, str]:
-    """What the loss may differ by, and in words."""
-    first, again = _losses(before, alone) if alone is not None else (np.empty(0), np.empty(0))
-    if len(again) >= FEWEST_LOSSES and np.isfinite(again).all():
-        noise = max(map(abs, _interval(first[-COMPARED:], again[-COMPARED:])[:2])) / scale
+def _margin(before: Run, alone: Run | None) -> tuple[float, str]:
+    """What the loss may differ by, as a share of it, and in words."""
+    first, again = _losses(before, alone) if alone is not None else ([], [])
+    if len(again) >= FEWEST_LOSSES and all(map(math.isfinite, again)):
+        apart = _difference(first[-COMPARED:], again[-COMPARED:])
+        noise = max(abs(apart.low), abs(apart.high))
         margin = min(noise, WIDEST_MARGIN)
         if margin > MARGIN:
-            return margin * scale, f"{margin:.1%}: left to itself, the same plan makes {noise:.1%}"
-    return MARGIN * scale, f"{MARGIN:.0%}"
+            return margin, f"{margin:.1%}: left to itself, the same plan makes {noise:.1%}"
+    return MARGIN, f"{MARGIN:.0%}"
+
+
+# Weights
 
 
 def _moves(before: Run, after: Run) -> list[WeightMove]:
-    """How the weights of all ranks went beside those they followed, in the steps that both runs have."""
+    """How the weights of all ranks moved beside those they followed, in the steps that both runs have."""
     pairs = zip(before.proof, after.proof, strict=False)
-    steps = (there for ours, theirs in pairs for _, there in zip(ours, theirs, strict=False))
+    steps = (theirs for ours, rank in pairs for _, theirs in zip(ours, rank, strict=False))
     return [step.moved for step in steps if step.moved is not None]
 
 
-def _moved(before: Run, after: Run) -> WeightMove | None:
-    """How they went typically; None where they followed nobody."""
+def _typical_move(before: Run, after: Run) -> WeightMove | None:
+    """How they moved typically; None where they followed nobody."""
     moves = _moves(before, after)
     if not moves:
         return None
-    length, direction = np.median(np.asarray(moves), axis=0)
-    return WeightMove(length=float(length), direction=float(direction))
+    return WeightMove(length=median(move.length for move in moves), direction=median(move.direction for move in moves))
 
 
 def _astray(before: Run, after: Run, within: float) -> str | None:
-    """What weights do that those they follow do not, in words. Other random numbers lead each tensor elsewhere: then it
-    is asked of all of them together, and not more than within a factor of two."""
-    moved = _moved(before, after)
+    """What weights do that those they follow do not, in words.
+
+    Other random numbers lead each tensor elsewhere: then only all of them together are asked, and only for a factor of
+    two.
+    """
+    moved = _typical_move(before, after)
     if moved is None:
         return None
     if not moved.as_far(within):
         return _in_words(moved)
     if within > AS_FAR:
         return None
-    still = sum(move.length < _STANDS_STILL for move in _moves(before, after))
-    if still > 1 and still > len(_moves(before, after)) / 10:
-        return f"weights stand still {still} times of {len(_moves(before, after))}"
+    moves = _moves(before, after)
+    still = sum(move.length < _STANDS_STILL for move in moves)
+    if still > 1 and still > len(moves) / 10:
+        return f"weights stand still {still} times of {len(moves)}"
     for drift in after.drifts:
-        if drift.drift > _DRIFT and drift.coherence > _COHERENCE * (1 + 2 / math.sqrt(drift.size)):
+        by_chance = _MOST_COHERENCE * (1 + 2 / math.sqrt(drift.size))
+        if drift.drift > _MOST_DRIFT and drift.coherence > by_chance:
             return f"{drift.name} goes elsewhere, by {drift.drift:.0%} of its way"
         never = drift.length < _NEVER_MOVES and drift.pace > _USUAL_PACE
         if never or (drift.dims > 1 and drift.length < _STANDS_STILL):  # a bias may have no gradient but rounding
@@ -304,56 +395,3 @@ def _astray(before: Run, after: Run, within: float) -> str | None:
 
 def _in_words(moved: WeightMove) -> str:
     return f"weights move {moved.length:.2f} as far, {moved.direction:.2f} in the same direction"
-
-
-def _unproven(text: str) -> Proof:
-    return Proof(standing="not proven", text=text)
-
-
-def _losses(a: Run, b: Run) -> tuple[Floats, Floats]:
-    """The losses of the first rank, step by step, where both have one."""
-    pairs = [(x.loss, y.loss) for x, y in _steps(a, b) if x.loss is not None and y.loss is not None]
-    both = np.asarray(pairs, dtype=np.float64).reshape(-1, 2)
-    return both[:, 0], both[:, 1]
-
-
-def _steps(a: Run, b: Run) -> Iterator[tuple[ProofStep, ProofStep]]:
-    return zip(a.proof[0], b.proof[0], strict=False) if a.proof and b.proof else iter(())
-
-
-def _interval(a: Floats, b: Floats) -> tuple[float, float, float]:
-    """Of the mean difference, and the size of the loss it is measured against."""
-    low, high = np.percentile(_resampled_means(b - a), (2.5, 97.5))
-    return float(low), float(high), max(float(np.abs(a).mean()), 1e-12)
-
-
-def _resampled_means(values: Floats) -> Floats:
-    """A bootstrap: means of resamples by blocks of neighbours, which are alike; blocks wrap round the end."""
-    draw, length = np.random.default_rng(0), max(1, round(len(values) ** (1 / 3)))
-    starts = draw.integers(len(values), size=(_RESAMPLES, -(-len(values) // length), 1))
-    places = (starts + np.arange(length)) % len(values)
-    means: Floats = values[places.reshape(_RESAMPLES, -1)].mean(axis=1)
-    return means
-
-
-def _first_difference(a: Sequence[Any], b: Sequence[Any]) -> int | None:
-    """Where two sequences part, as far as both go."""
-    return next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-
-
-def _unlike(batches: Sequence[Sequence[tuple[Any, ...]]], place: int) -> str:
-    """What happened to the samples, in a word."""
-    a, b = (Counter(itertools.chain.from_iterable(some)) for some in batches)
-    here, there = batches[0][place], batches[1][place]
-    if sorted(map(str, here)) == sorted(map(str, there)):
-        return "the same samples in another order"
-    shown = f"{_few(here)} became {_few(there)}"
-    if max(b.values(), default=0) > max(a.values(), default=0):
-        return f"samples come more than once: {shown}"
-    if len(here) > len(there):
-        return f"samples are missing: {shown}"
-    return f"other samples: {shown}"
-
-
-def _few(batch: Sequence[Any]) -> str:
-    return "[" + ", ".join(str(index) for index in batch[:4]) + (", …]" if len(batch) > 4 else "]")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from flatout.launch.protocol import MOST_STEPS, Options
-from flatout.model.stats import BLOCKS, blocks_of, error_of, half_width, mean_of
+from flatout.model.stats import BLOCKS, block_means, error_of, half_width
 
 _WARM_UP_S = 9.0  # of a trial, at most
 _SHORT_S = 0.05  # a step
@@ -62,11 +62,9 @@ class TrialProgress:
 
     def _unsure(self) -> float:
         """Half the 95% interval of the mean step, as a share of it."""
-        count = len(self._took_s)
-        if count < BLOCKS:
+        if len(self._took_s) < BLOCKS:
             return math.inf
-        error = error_of([mean_of(self._took_s[block]) for block in blocks_of(count)])
-        return half_width([(error**2, BLOCKS - 1)])
+        return half_width([(error_of(block_means(self._took_s)) ** 2, BLOCKS - 1)])
 
     @functools.cached_property
     def worth_a_look(self) -> bool:

@@ -98,16 +98,27 @@ def blocks_of(count: int) -> list[slice]:
     return [slice(start, end) for start, end in itertools.pairwise(edges)]
 
 
+def block_means(values: Sequence[float]) -> list[float]:
+    """The means of the blocks that these values in a row are cut into."""
+    return [mean_of(values[block]) for block in blocks_of(len(values))]
+
+
 def mean_of(values: Sequence[float]) -> float:
     """Their mean; `statistics` takes too long to import in every training."""
-    return math.fsum(values) / len(values)
+    return sum(values) / len(values)
 
 
 def error_of(means: Sequence[float]) -> float:
     """The standard error of the mean of these block means, as a share of it."""
+    return math.sqrt(variance_of_mean(means)) / mean_of(means)
+
+
+def variance_of_mean(means: Sequence[float]) -> float:
+    """How far the mean of these block means may be off, squared; infinite of less than two."""
+    if len(means) < 2:
+        return math.inf
     mean = mean_of(means)
-    variance = sum((one - mean) ** 2 for one in means) / (len(means) - 1)
-    return math.sqrt(variance / len(means)) / mean
+    return sum((one - mean) ** 2 for one in means) / (len(means) - 1) / len(means)
 
 
 def half_width(parts: Iterable[tuple[float, float]]) -> float:
@@ -116,6 +127,8 @@ def half_width(parts: Iterable[tuple[float, float]]) -> float:
     if not known:
         return 0.0
     total = sum(variance for variance, _ in known)
+    if not math.isfinite(total):
+        return total
     uncertain = sum(variance**2 / freedom for variance, freedom in known)  # after Welch and Satterthwaite
     return _student(total**2 / uncertain if uncertain else math.inf) * math.sqrt(total)
 

@@ -7,15 +7,27 @@ between any two runs of the same training (page cache, clocks, neighbours) only 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import fmean, median, variance
+from statistics import fmean, median
 from typing import Any
 
 from flatout.diagnose.breakdown import Breakdown
 from flatout.model.formatting import count_of, duration, in_full, ms
 from flatout.model.records import to_json
-from flatout.model.stats import BLOCKS, ONE_RUN, Gain, Measured, blocks_of, error_of, gain, half_width, warm_up
+from flatout.model.stats import (
+    BLOCKS,
+    ONE_RUN,
+    Gain,
+    Measured,
+    block_means,
+    blocks_of,
+    error_of,
+    gain,
+    half_width,
+    variance_of_mean,
+    warm_up,
+)
 from flatout.report.account import Account, RecordedRun
 from flatout.report.chart_data import Panel, line, phase_name, step_times
 from flatout.trace import RankTrace, Sketch
@@ -397,14 +409,9 @@ def _losses(a: Curve, b: Curve, *, by_sample: bool) -> LossCurves | None:
     if min(len(last_a), len(last_b)) < MIN_LOSSES:
         return LossCurves(axis=axis, a=a, b=b)
     end_a, end_b = fmean(last_a), fmean(last_b)
-    sure = half_width([(_variance_of_mean(last), BLOCKS - 1) for last in (last_a, last_b)])
+    sure = half_width([(variance_of_mean(block_means(last)), BLOCKS - 1) for last in (last_a, last_b)])
     low, high = end_b - end_a - sure, end_b - end_a + sure
     return LossCurves(axis=axis, a=a, b=b, end_a=end_a, end_b=end_b, low=low, high=high)
-
-
-def _variance_of_mean(values: Sequence[float]) -> float:
-    means = [fmean(values[block]) for block in blocks_of(len(values))]
-    return variance(means) / len(means)
 
 
 def _panels(a: RecordedRun, b: RecordedRun, losses: LossCurves | None) -> tuple[Panel, ...]:
