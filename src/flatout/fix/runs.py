@@ -235,6 +235,11 @@ class Run:
         return self.code == launcher.TIMED_OUT
 
     @property
+    def is_measured(self) -> bool:
+        """Whether its speed is known, and it came to an end."""
+        return self.speed is not None and not self.hung
+
+    @property
     def broke_off(self) -> bool:
         """Whether a proof's run has come to nothing, or not to the steps asked of it."""
         return self.hung or not self.proof or bool(self.code and min(map(len, self.proof)) < self.asked)

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from flatout.diagnose.rules import diagnose
 from flatout.fix.offers import (
     LOADED_BY_HAND,
     PAUSES,
@@ -40,7 +39,7 @@ from flatout.fix.time_budget import TimeBudget
 from flatout.launch.protocol import MOST_STEPS
 from flatout.model.errors import RealWriteError, UsageError
 from flatout.model.plan import Change, Figure, Verdict
-from flatout.model.stats import MIN_GAIN, ONE_RUN, Gain, gain
+from flatout.model.stats import MIN_GAIN, ONE_RUN, Gain, RunNoise, gain
 from flatout.trace import Trace
 
 FIRST_STEPS = 48
@@ -122,33 +121,35 @@ class Search:
     def _measure_baseline(self) -> None:
         steps = self._steps or FIRST_STEPS
         first = self._run("the command as it is", (), steps=steps, known_to=KNOWN_TO)
-        failed_early = first.code != 0 and (first.trace is None or first.case.breakdown.steps < steps)
-        if first.speed is None or first.trace is None or first.hung or failed_early:
+        if not first.is_measured or (first.code != 0 and first.case.breakdown.steps < steps):
             raise UsageError(first.why_no_baseline(steps))
         if first.code != 0:
             self._remark(f"the command does not end well without any change: {first.reason()}")
-        self.result.before = self.result.after = first
-        self._history.note((), first)
+        self._use_as_baseline(first)
         cold = first.case.storage_share >= COLD_STORAGE
-        affordable = self._budget.left_s > 5 * first.seconds
-        if self._steps is None and affordable and (cold or first.speed.known_to > HARDLY_KNOWN_TO):
-            self._measure_baseline_again(first.speed, cold=cold)
+        well_known = first.speed is not None and first.speed.known_to <= HARDLY_KNOWN_TO
+        if self._steps is None and self._budget.left_s > 5 * first.seconds and (cold or not well_known):
+            again = self._run("the command once more", ())
+            if again.is_measured and cold:
+                self._forget_cold_run(again)
+            if again.is_measured:
+                self._use_as_baseline(again)
         self._ceiling_trace = self._before.trace
-        findings = diagnose(self._before.trace) if self._before.trace is not None else ()
+        findings = self._view().findings
         title = findings[0].title if findings else "nothing wrong was found"
-        self._progress.say(f"{self._history.speeds(())[-1]}: {title}")
+        self._progress.say(f"{self._speed_now}: {title}")
 
-    def _measure_baseline_again(self, first: Speed, *, cold: bool) -> None:
-        again = self._run("the command once more", ())
-        if again.speed is None or again.trace is None or again.hung:
-            return
-        faster = again.speed.value / first.value
-        if cold and faster > 1 + DRIFT:
+    def _use_as_baseline(self, run: Run) -> None:
+        self.result.before = self.result.after = run
+        self._history.note((), run)
+
+    def _forget_cold_run(self, again: Run) -> None:
+        """The first run read from a disk that was cold: only the second counts."""
+        assert again.speed is not None
+        faster = again.speed.value / self._speed_now.value
+        if faster > 1 + DRIFT:
             self._remark(f"the first run read from a cold disk: the second was {faster:.2f}× as fast and counts")
-        if cold:
-            self._history.forget_speeds()
-        self._history.note((), again)
-        self.result.before = self.result.after = again
+        self._history.forget_speeds()
 
     # -- which offer is next ----------------------------------------------------------------------------------------
 
@@ -206,8 +207,9 @@ class Search:
             return f"too little time was left to look again at {names}"
         if view.case.has_ceiling and view.case.headroom < AT_CEILING:
             return "at the ceiling of the step itself"
-        left = " of what --only and --skip leave" if self._wishes.only or self._wishes.skip else ""
-        return f"nothing{left} promises more"
+        if self._wishes.only or self._wishes.skip:
+            return "nothing of what --only and --skip leave promises more"
+        return "nothing promises more"
 
     # -- time -------------------------------------------------------------------------------------------------------
 
@@ -223,11 +225,12 @@ class Search:
 
     def _trying_s(self, offer: Offer) -> float:
         """What a trial takes; one of pauses has a whole epoch, and needs another one to be compared with."""
-        steps = self._epoch_steps() if offer.pauses else None
-        if steps is None:
+        steps = self._epoch_steps()
+        if not offer.pauses or steps is None:
             return self._budget.run_s(with_changes(self.result.kept, offer.changes))
+        epoch_s = self._seconds_again(self._after, steps)
         looked = self._epoch_run is not None or self._after.case.breakdown.steps >= steps
-        return (1 if looked else 2) * self._seconds_again(self._after, steps)
+        return epoch_s if looked else 2 * epoch_s
 
     def _reserve_s(self, changes: Sequence[Change] = (), *, compare: bool = True) -> float:
         """The time set aside: for the proof of what is kept and these changes, and for before against after."""
@@ -242,7 +245,7 @@ class Search:
 
     def _seconds_again(self, run: Run, steps: int | None = None) -> float:
         """What a run takes once more, without X-ray and ceiling: so many steps, or as many as it had."""
-        training_s = run.case.breakdown.training_ms / 1e3 if steps is None else steps * run.step_s
+        training_s = steps * run.step_s if steps is not None else run.case.breakdown.training_ms / 1e3
         return self._before.start_s + self._budget.compiled_again_s(run.changes) + training_s
 
     # -- one trial --------------------------------------------------------------------------------------------------
@@ -250,13 +253,7 @@ class Search:
     def _try(self, offer: Offer, *, again: bool = False) -> None:
         if offer.pauses and self._epoch_run is None:
             self._look_at_an_epoch()
-        plan = with_changes(self.result.kept, offer.changes)
-        steps = self._epoch_steps() if offer.pauses else None
-        # What is slower than what is kept need not be understood, and the same work has the same ceiling.
-        look_below_s = 0.0 if offer.computes_alike else self._after.step_s_at(self._speed_now, offer.changes)
-        run = self._run(offer.name, plan, steps=steps, look_below_s=look_below_s)
-        if offer.pauses and not self._failed(run) and not self._history.pauses_are_rarer(run, offer.changes):
-            run = self._in_a_second_epoch(offer, run)
+        run = self._run_trial(offer)
         if self._failed(run):
             if offer.splits:
                 self._try_one_by_one(offer, run.reason())
@@ -271,6 +268,20 @@ class Search:
             return
         self._history.note(with_changes(self.result.kept, changes), run, long=offer.pauses)
         self._settle(replace(offer, changes=changes), run, again=again)
+
+    def _run_trial(self, offer: Offer) -> Run:
+        plan = with_changes(self.result.kept, offer.changes)
+        if not offer.pauses:
+            # What is slower than what is kept need not be understood, and the same work has the same ceiling.
+            step_s = self._after.step_s_at(self._speed_now, offer.changes)
+            return self._run(offer.name, plan, look_below_s=0.0 if offer.computes_alike else step_s)
+        run = self._run(offer.name, plan, steps=self._epoch_steps(), look_below_s=0.0)
+        if self._failed(run) or self._history.pauses_are_rarer(run, offer.changes):
+            return run
+        steps = 2 * (self._epoch_steps() or 0)  # after the first epoch a script may evaluate in any case
+        if not steps or self._budget.left_s - self._reserve_s(offer.changes) < self._seconds_again(run, steps):
+            return run
+        return self._run(f"{offer.name}, two epochs", plan, steps=steps)
 
     def _settle(self, offer: Offer, run: Run, *, again: bool) -> None:
         """Keep or undo what a trial has shown to run, or leave it for the end."""
@@ -302,8 +313,7 @@ class Search:
         while True:
             before, after = (self._history.speeds(plan, long=offer.pauses) for plan in (kept, new))
             noise = self._history.noise_near(before, after)
-            compared = gain_of_rarer_pauses if offer.pauses else gain
-            gained = compared(before, after, noise)
+            gained = gain_of_rarer_pauses(before, after, noise) if offer.pauses else gain(before, after, noise)
             shown = gained.low > 1 and gained.value > MIN_GAIN
             # How long evaluation and checkpoints take was measured: that they are rarer is arithmetic.
             believed = shown and (noise.repeats > 0 or offer.pauses or gained.value > self._believed_at_once)
@@ -312,9 +322,9 @@ class Search:
             if believed or (gained.value < PROMISING and not patient):
                 return gained, believed
             repeats += 1
-            plan, what = kept, "what is kept" if kept else "the command as it was"
-            if len(after) < len(before):
-                plan, what = new, offer.name
+            plan, what = new, offer.name
+            if len(before) <= len(after):
+                plan, what = kept, "what is kept" if kept else "the command as it was"
             steps = self._epoch_steps() if offer.pauses else None
             run = self._run(f"{what}, again ({gained} is close)", plan, steps=steps, look_below_s=0.0)
             self._history.note(plan, run, long=offer.pauses)
@@ -336,7 +346,7 @@ class Search:
                 self._decide(part.changes, "undone", note="the budget was spent before it could be tried alone")
 
     def _failed(self, run: Run) -> bool:
-        return run.hung or run.speed is None or (run.code != 0 and run.code != self._before.code)
+        return not run.is_measured or run.code not in (0, self._before.code)
 
     def _applied(self, changes: Sequence[Change], run: Run) -> tuple[Change, ...]:
         """Those that were really made in the run; of the others it is written down why not."""
@@ -416,27 +426,20 @@ class Search:
     def _epoch_steps(self) -> int | None:
         """One epoch and a little more, at the batch size of what is kept; never less than a trial has."""
         steps = self._after.case.steps_an_epoch
-        return max(math.ceil(1.1 * steps) + 5, self._usual_steps(self._after)) if steps is not None else None
+        if steps is None:
+            return None
+        return max(math.ceil(1.1 * steps) + 5, self._usual_steps(self._after))
 
     def _look_at_an_epoch(self) -> None:
         steps, run = self._epoch_steps(), self._after
         if steps is None or run.case.breakdown.steps < steps:  # else it was long enough already
-            what = "a whole epoch, for its pauses" if steps is not None else "what is kept, for its pauses"
-            run = self._run(what, self.result.kept, steps=steps, look_below_s=0.0)
+            run = self._run("a run for its pauses", self.result.kept, steps=steps, look_below_s=0.0)
             if self._failed(run):
                 self._remark(f"its pauses could not be looked at: {run.reason()}")
                 run = self._after
         self._history.look_at_pauses(run, self.result.kept)
         self._history.note(self.result.kept, run, long=True)
         self._epoch_run = run
-
-    def _in_a_second_epoch(self, offer: Offer, run: Run) -> Run:
-        """After the first one a script may evaluate in any case."""
-        steps = 2 * (self._epoch_steps() or 0)
-        affordable = self._budget.left_s - self._reserve_s(offer.changes) >= self._seconds_again(run, steps)
-        if not steps or not affordable:
-            return run
-        return self._run(f"{offer.name}, two epochs", with_changes(self.result.kept, offer.changes), steps=steps)
 
     # -- what pays nothing in company -------------------------------------------------------------------------------
 
@@ -527,16 +530,8 @@ class Search:
         kept = self.result.kept
         if not kept:
             return
-        paused = any(change.name in PAUSES for change in kept)
-        steps = self._epoch_steps() if paused else None  # None, too, where an epoch has no length: a trial has to do
-        long = paused and (
-            self._has_time_to_compare(steps) or all(self._history.speeds(plan, long=True) for plan in ((), kept))
-        )
-        if paused and not long:
-            self._remark("the gain is that of the steps alone: there was no time for a whole epoch as it was")
-            steps = None
-        # Where only pauses changed, steps take as long as before but for luck.
-        equal_steps = long and all(change.name in PAUSES for change in kept)
+        long = self._compares_epochs()
+        steps = self._epoch_steps() if long else None
         measured = bool(self._history.speeds(kept, long=long))
         fresh: list[Speed] = []
         if self._has_time_to_compare(steps) or (not measured and self._budget.left_s > 0):
@@ -555,10 +550,21 @@ class Search:
         if not before or not after:  # interrupted in between, or a proof has taken something away
             self._remark("what was kept in the end was not measured as a whole")
             return
-        for remark in (self._after.short_epoch, "" if long else slower_pauses(before[-1], after[-1])):
-            if remark:
-                self._remark(remark)
-        self._conclude(before, after, fresh, long=long, equal_steps=equal_steps)
+        self._remark(self._after.short_epoch)
+        if not long:
+            self._remark(slower_pauses(before[-1], after[-1]))
+        self._conclude(before, after, fresh, long=long)
+
+    def _compares_epochs(self) -> bool:
+        """Whether whole epochs are compared, since evaluation or checkpoints were changed, and there is time."""
+        if not any(change.name in PAUSES for change in self.result.kept):
+            return False
+        if self._has_time_to_compare(self._epoch_steps()):
+            return True
+        if all(self._history.speeds(plan, long=True) for plan in ((), self.result.kept)):
+            return True
+        self._remark("the gain is that of the steps alone: there was no time for a whole epoch as it was")
+        return False
 
     def _has_time_to_compare(self, steps: int | None) -> bool:
         both_s = self._seconds_again(self._before, steps) + self._seconds_again(self._after, steps)
@@ -568,34 +574,38 @@ class Search:
         assert old.speed is not None
         assert new.speed is not None
         drift = old.speed.value / self._history.speeds(())[0].value
-        self.result.before = old.with_ceiling_from(self._before.trace)
-        self.result.after = new.with_ceiling_from(self._ceiling_trace)
         if abs(math.log(drift)) > (DRIFT_OF_AN_EPOCH if long else DRIFT):
             self._remark(f"the machine drifted: the command as it was ran at {drift:.2f}× its first speed")
+        self.result.before = old.with_ceiling_from(self._before.trace)
+        self.result.after = new.with_ceiling_from(self._ceiling_trace)
         self._history.note((), old, long=long)
         self._history.note(self.result.kept, new, long=long)
         return [old.speed, new.speed]
 
-    def _conclude(
-        self, before: Sequence[Speed], after: Sequence[Speed], fresh: Sequence[Speed], *, long: bool, equal_steps: bool
-    ) -> None:
-        """The gain of all that was kept, over all runs: both sides were measured early and late, so that a machine that
-        drifts treats them alike. `fresh`: the last run of each."""
+    def _conclude(self, before: list[Speed], after: list[Speed], fresh: list[Speed], *, long: bool) -> None:
+        """The gain of all that was kept, over all runs; `fresh`: the last one of each side.
 
-        def compared(before: Sequence[Speed], after: Sequence[Speed], *, alone: bool) -> Gain:
-            noise = ONE_RUN if alone else self._history.noise_near(before, after)
-            if equal_steps:
-                before, after = with_equal_steps(before, after)
+        Both sides were measured early and late, so that a machine that drifts treats them alike.
+        """
+        # Where only pauses changed, steps take as long as before but for luck.
+        only_pauses = long and all(change.name in PAUSES for change in self.result.kept)
+
+        def gain_of(before: list[Speed], after: list[Speed], noise: RunNoise) -> Gain:
+            if only_pauses:
+                return gain_of_rarer_pauses(before, after, noise)
             if long:
                 before, after = ([run.counting_pauses for run in side] for side in (before, after))
             return gain(before, after, noise)
 
-        self.result.gain = gained = compared(before, after, alone=False)
-        sides = with_equal_steps(before, after) if equal_steps else (before, after)
-        self.result.speeds, self.result.paused = (pooled(sides[0]), pooled(sides[1])), long
+        self.result.gain = gained = gain_of(before, after, self._history.noise_near(before, after))
+        if only_pauses:
+            before, after = with_equal_steps(before, after)
+        self.result.speeds, self.result.paused = (pooled(before), pooled(after)), long
         self._progress.say(f"before → after: {gained}")
         # What was kept was picked for how fast it looked: the last runs have to agree, or all of them be sure.
-        confirmed = compared(fresh[:1], fresh[1:], alone=True).value >= 1 if fresh else gained.low > 1
+        confirmed = gained.low > 1
+        if fresh:
+            confirmed = gain_of(fresh[:1], fresh[1:], ONE_RUN).value >= 1
         if gained.value < MIN_GAIN or not confirmed:
             self._drop_all(f"not confirmed: {gained} in the end, with all that was kept")
 
@@ -631,7 +641,7 @@ class Search:
         )
         run = self._runner.run(changes, options)
         self.result.trials.append(RunRecord(what=what, seconds=run.seconds, speed=run.speed))
-        if run.speed is not None and (first or steps is None):
+        if run.is_measured and (first or steps is None):
             self._budget.note(changes, run.seconds)
         if self._believed_at_once == BELIEVED_AT_ONCE and run.in_company:
             self._believed_at_once = BELIEVED_ON_BUSY_MACHINE
@@ -656,5 +666,7 @@ class Search:
         return int(min(MOST_STEPS, max(FIRST_STEPS, enough)))
 
     def _remark(self, text: str) -> None:
+        if not text:
+            return
         self.result.remarks.append(text)
         self._progress.say(text)
