@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ TORCHS = re.compile(r"torch_(?P<pid>\d+)_\w+")
 NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "TRITON_", "KMP_", "QT_", "CUDA_MODULE_LOADING", "TF2_BEHAVIOR")
 
 # The networks of tests are tiny: sharing them out among threads costs many times what it saves.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
 
 # No test depends on being fast, on a busy machine either.
 hypothesis.settings.register_profile(
@@ -85,6 +86,14 @@ def no_shared_memory_left_behind() -> Iterator[None]:
     while (left := _not_held_by_others(_segments() - before)) and time.monotonic() < end_s:
         time.sleep(0.05)  # a process that ended a moment ago may still be cleaned up after
     assert not left, f"the test left shared memory behind: {sorted(left)}"
+
+
+@pytest.fixture(autouse=True)
+def no_number_of_threads_left_behind() -> Iterator[None]:
+    """Puts torch's number of threads back, which engine and workloads set for themselves."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None and torch.get_num_threads() != THREADS:
+        torch.set_num_threads(THREADS)
 
 
 @pytest.fixture(autouse=True)
