@@ -37,6 +37,7 @@ def train_on_two(config: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.timing
 def test_two_ranks_learn_what_one_would_and_come_back_when_one_has_died(ready: Ready, config: Path) -> None:
     # GIVEN what one process learns from batches of 16
     alone = ready("model.args.dropout=0", "train.batch_size=16", "checkpoint.every=never")
@@ -127,6 +128,7 @@ def test_our_own_ranks_stop_in_good_order_when_told_to(config: Path) -> None:
     assert list((config.parent / "runs/toy/checkpoints").glob("step-*.pt"))
 
 
+@pytest.mark.timing
 def test_our_own_ranks_end_soon_when_one_of_them_dies(config: Path) -> None:
     started = time.monotonic()
     with by_ourselves(config, "model.factory=engine_toy:MortalNet", "model.args.dies_at=5") as process:

@@ -25,6 +25,7 @@ def test_each_rank_knows_its_place_and_all_end_well() -> None:
     assert sorted(ended.stderr.splitlines()) == places
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("dies", [0, 1])
 def test_the_end_of_one_ends_the_others_and_its_code_is_the_whole_ones(dies: int) -> None:
     started = time.monotonic()
@@ -52,6 +53,7 @@ def test_nobody_waits_for_an_stderr_that_takes_nothing() -> None:
     assert ended.returncode == 0
 
 
+@pytest.mark.timing
 def test_what_a_rank_leaves_running_does_not_hold_up_the_end() -> None:
     started = time.monotonic()
     ended = ranks("sleep 20 & exit 0", stderr=subprocess.DEVNULL)

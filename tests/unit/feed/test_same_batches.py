@@ -610,6 +610,7 @@ class Decoded(Things):
         return index
 
 
+@pytest.mark.timing
 def test_the_threads_of_a_decoder_do_not_pass_for_waits_for_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Done] = []
     monkeypatch.setattr(Tuning, "worked", lambda self, done, batches: seen.append(done))
@@ -674,6 +675,7 @@ def test_a_forked_process_has_workers_of_its_own() -> None:
     assert same(list(loader), usual)
 
 
+@pytest.mark.timing
 def test_a_pause_after_a_break_does_not_pass_for_work(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Observation] = []
     monkeypatch.setattr(Controller, "observe", lambda self, window: seen.append(window))
@@ -696,6 +698,7 @@ class Sleeping(Things):
         return super().__getitem__(index)
 
 
+@pytest.mark.timing
 def test_the_pace_of_workers_is_known_though_batches_come_in_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
     """GIVEN two workers with a batch each that takes 0.16 s, so that two come at once and then none for as long."""
     seen: list[Observation] = []
