@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from flatout.top.source import Source, Stop, replay
+from flatout.top.sample_source import SampleSource, Stop, replay
 from flatout.top.view import TopView
 from flatout.trace import Sample
 
@@ -56,7 +56,7 @@ async def draw(recording: Path, columns: int, lines: int, samples: int | None, *
     return svg
 
 
-def _beginning(recording: Path, count: int | None) -> tuple[Source, threading.Event]:
+def _beginning(recording: Path, count: int | None) -> tuple[SampleSource, threading.Event]:
     """The first samples of a recording, all at once; then it stands still until the view is left."""
     source, played = replay(recording), threading.Event()
 

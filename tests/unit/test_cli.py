@@ -40,7 +40,7 @@ def test_help_says_what_it_is_and_which_verbs_there_are(flatout_says: Run, argum
 def test_a_verbs_help_names_every_option(flatout_says: Run) -> None:
     code, out, _ = flatout_says("top", "--help")
     assert code == 0
-    for option in ("interval", "duration", "once", "gpu", "pid", "target", "fail-below", "json", "csv", "record"):
+    for option in ("interval", "duration", "once", "gpu", "pid", "fail-below", "json", "csv", "record"):
         assert f"--{option} " in out
 
 
@@ -80,7 +80,6 @@ def test_a_flag_is_shown_without_a_value(flatout_says: Run, verb: tuple[str, ...
         (("fix", "--html", "/no/such/page.html", "train.py"), "cannot write /no/such/page.html: there is no folder"),
         (("top", "--once", "--gpu", "99"), "there is no GPU 99"),
         (("top", "--once", "--pid", "999999999"), "there is no process 999999999"),
-        (("top", "--once", "--target", "memmory=70-90"), "did you mean memory?"),
         (("top", "--once", "--record", "/dev/null/run"), "cannot record into /dev/null/run"),
         (("top", "--once", "--json", "/dev/null/sum.json"), "cannot write /dev/null/sum.json"),
         (("top", "--replay", "/nowhere"), "no trace at /nowhere"),
@@ -165,7 +164,7 @@ def test_our_own_mistake_keeps_its_traceback(flatout_says: Run, monkeypatch: pyt
     def break_down(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("flatout.top.session.run", break_down)
+    monkeypatch.setattr("flatout.top.top_command.run", break_down)
     with pytest.raises(ZeroDivisionError):
         flatout_says("top")
 
@@ -174,7 +173,7 @@ def test_a_second_ctrl_c_is_exit_code_130(flatout_says: Run, monkeypatch: pytest
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("flatout.top.session.run", interrupted)
+    monkeypatch.setattr("flatout.top.top_command.run", interrupted)
     assert flatout_says("top").code == 130
 
 
@@ -230,7 +229,7 @@ def test_a_signal_ends_it_with_the_summary(tmp_path: Path, signal_number: signal
     assert list((tmp_path / "run").glob("*.summary.json"))
 
 
-@pytest.mark.parametrize("modules", ["flatout.cli", "flatout.top.session, flatout.top.view", "flatout.trace"])
+@pytest.mark.parametrize("modules", ["flatout.cli", "flatout.top.top_command, flatout.top.view", "flatout.trace"])
 def test_the_read_side_leaves_torch_alone(modules: str) -> None:
     script = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0

@@ -144,7 +144,10 @@ MAY_WRITE_OTHERWISE = {  # how often at most, and why
     "inside/loader_workers.py": (1, "a stream: each loader worker appends to it"),
     "engine/progress.py": (2, "streams: a row each time the losses are read"),
     "engine/checkpoint.py": (1, "into the file that files.py has opened"),
-    "top/session.py": (1, "a stream: a row a sample; whether it can be written is tried before anything is measured"),
+    "top/top_command.py": (
+        1,
+        "a stream: a row a sample; whether it can be written is tried before anything is measured",
+    ),
     "launch/launcher.py": (1, "a stream: what the command of a trial prints"),
     "inside/weights.py": (1, "renamed when it is whole; it goes with the proof, and the disk would hold training up"),
     "fix/fix_command.py": (2, "a lock; and a folder, copied under another name and then renamed"),

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from flatout.model.readings import GPU_READINGS, HOST_READINGS, Reading, shown_in
 from flatout.model.records import GpuSample, HostSample
-from flatout.top.readings import host_readings
+from flatout.top.figures import host_readings
 from flatout.trace import Sample
 
 NOT_FIGURES = {"index", "uuid", "name", "processes", "pulses", "cores_pct", "disks"}

@@ -20,11 +20,6 @@ def top(
         "PID",
         "Follow this training and its loader workers (may be given again). Default: the processes that use the GPUs.",
     ),
-    target: str | None = option(
-        "NAME=BOUND,…",
-        "Targets for the summary: sm, util, power (at least); fluctuation, temperature, cpu (at most); "
-        "memory (a range). Example: sm=85,memory=70-90",
-    ),
     fail_below: float | None = option("PCT", "Exit with 1 when a GPU's mean SM active is below this."),
     json: str | None = output_file("the summary (or the one reading) as JSON"),
     csv: str | None = output_file("a row a sample"),
@@ -39,7 +34,7 @@ def top(
 
     In a terminal this is a live view; q ends it with a summary. Piped or with --duration it prints a line a sample.
     """
-    from flatout.top.session import TopOptions, run
+    from flatout.top.top_command import TopOptions, run
 
     options = TopOptions(
         interval_s=interval,
@@ -52,7 +47,6 @@ def top(
         record_to=record,
         replay_from=replay,
         speed=speed,
-        target=target,
         fail_below_pct=fail_below,
     )
     with damage_in_one_line(replay) if replay is not None else contextlib.nullcontext():

@@ -9,13 +9,12 @@ from flatout.diagnose.gains import gain_if_removed, rounded
 from flatout.diagnose.rank_metrics import RankMetrics
 from flatout.model.finding import Finding
 from flatout.model.formatting import count_of
+from flatout.model.readings import HARMFUL_THROTTLES, MEMORY_FULL_PCT
 from flatout.trace import GpuProcess
 
 _FROM_MACHINE = "model of the machine"
-_MEMORY_FULL = 0.95
 _SWAP_GREW_BYTES = 2**28
 _MIN_THROTTLED = 0.1  # of the samples
-_FAULTS = ("heat", "hardware", "power brake")  # reasons for low clocks; a power cap on a busy GPU is normal
 _OTHERS_MEMORY_BYTES = 2**28  # a process that holds less of a GPU's memory does not count
 _MIN_OTHERS_CORES = 0.2  # of all cores
 _MIN_DELAY = 0.05  # of the time that training waits for a core
@@ -30,7 +29,7 @@ def host_memory(metrics: RankMetrics) -> Finding | None:
             used = max(used, host.memory_used_bytes / host.memory_total_bytes)
     swap = [host.swap_used_bytes for host in hosts if host.swap_used_bytes is not None]
     grew = max(swap) - swap[0] if swap else 0
-    if used < _MEMORY_FULL and grew < _SWAP_GREW_BYTES:
+    if used < MEMORY_FULL_PCT / 100 and grew < _SWAP_GREW_BYTES:
         return None
     return Finding(
         code="memory.host",
@@ -74,7 +73,7 @@ def gpu_memory(metrics: RankMetrics) -> Finding | None:
 def throttled(metrics: RankMetrics) -> Finding | None:
     """Heat or the power supply holds the clocks down."""
     samples = metrics.gpu_samples
-    faults = [gpu.throttle for gpu in samples if any(r.startswith(_FAULTS) for r in gpu.throttle or ())]
+    faults = [gpu.throttle for gpu in samples if HARMFUL_THROTTLES.intersection(gpu.throttle or ())]
     if not samples or len(faults) / len(samples) < _MIN_THROTTLED:
         return None
     share = len(faults) / len(samples)

@@ -10,6 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+MEMORY_FULL_PCT = 95.0  # of a GPU or of the host: near out of memory
+# Throttling that does harm. A GPU at its power cap is a GPU at work, and an idle one lowers its clocks itself.
+HARMFUL_THROTTLES = frozenset(
+    {"hardware slowdown", "heat (software slowdown)", "heat (hardware slowdown)", "power brake"}
+)
+
 Place = Literal[
     "over time",  # `top` follows it, and gives its mean and quantiles in the JSON summary
     "summary",  # a row in the summary that `top` prints

@@ -1,25 +1,93 @@
-"""Samples → figures, in memory that does not grow with the run.
+"""Samples → figures: what one sample says, and what all of them come to, in memory that does not grow with the run.
 
-Everything is weighted by time, so a sample that stands for several intervals (a thinned recording) counts for as
-much as they did. A card's *activity* is what its pulses say, at up to 8 Hz: SM active where the card has GPM
-counters, GPU-Util elsewhere. Its *work* is SM active, or where there is none the power share, never above GPU-Util.
+Everything is weighted by time, so a sample that stands for several intervals (of a long recording) counts for as much
+as they did. A GPU's *activity* is what its pulses say, at up to 8 Hz: SM active where the GPU has GPM counters,
+GPU-Util elsewhere. Its *work* is SM active, or else the power share, and never more than GPU-Util.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
-from flatout.model.readings import GPU_READINGS, HOST_READINGS, shown_in
-from flatout.top.readings import host_readings, work_pct
-from flatout.trace import GpuSample, Sample, Sketch
+from flatout.model.readings import GPU_READINGS, HOST_READINGS, Reading, shown_in
+from flatout.trace import GpuSample, HostSample, ProcessSample, Sample, Sketch
 
 IDLE_BELOW_PCT = 5.0  # a pulse below this is an idle moment
-AT_WORK_PCT = 20.0  # of a core: a training process that uses this much is at work
-_LONGEST_CARRY_S = 0.25  # faster than GPM can be read, a pulse stands for the samples without one before it
+TRAINING_CPU_PCT = 20.0  # of a core: a training process that uses this much is not idle
+LONGEST_CARRY_S = 0.25  # faster than GPM can be read, a pulse stands for the samples without one before it
 
-_GPU_LEVELS = tuple(reading.name for reading in shown_in("over time", GPU_READINGS))
-_HOST_LEVELS = tuple(reading.name for reading in shown_in("over time", HOST_READINGS))
+
+# One sample
+
+
+def work_pct(gpu: GpuSample) -> float | None:
+    """SM active; where the GPU cannot tell, its power share, and never more than GPU-Util."""
+    if gpu.sm_active_pct is not None:
+        return gpu.sm_active_pct
+    return min(_known((gpu.power_share_pct, gpu.gpu_util_pct)), default=None)
+
+
+def cpu_budget_pct(sample: Sample, cores_allowed: float | None) -> float | None:
+    """How full the cores are that may be used: the machine's, or under a quota the training's own share of it."""
+    own = sum(p.cpu_pct or 0.0 for p in sample.processes) / (cores_allowed or float("inf"))
+    if sample.host.cpu_pct is None and not own:
+        return None
+    return min(100.0, max(sample.host.cpu_pct or 0.0, own))
+
+
+def host_readings(sample: Sample, cores_allowed: float | None) -> dict[str, Any]:
+    """The machine and the training on it, by the names in docs/TOP.md: the host's fields, and what follows of them."""
+    host, disks, processes = sample.host, sample.host.disks or (), sample.processes
+    read: dict[str, Any] = {field.name: getattr(host, field.name) for field in fields(HostSample)}
+    read["cpu_pct"] = cpu_budget_pct(sample, cores_allowed)
+    read["memory_pct"] = _share_pct(host.memory_used_bytes, host.memory_total_bytes)
+    read["shm_pct"] = _share_pct(host.shm_used_bytes, host.shm_total_bytes)
+    read["disk_busy_pct"] = max(_known(disk.busy_pct for disk in disks), default=None)
+    read["disk_read_bytes_s"] = _sum(disk.read_bytes_s for disk in disks)
+    read["disk_write_bytes_s"] = _sum(disk.write_bytes_s for disk in disks)
+    return read | _training_readings(processes)
+
+
+def _training_readings(processes: Iterable[ProcessSample]) -> dict[str, Any]:
+    every = list(processes)
+    workers = [process for process in every if process.role == "worker"]
+    trainers = [process for process in every if process.role == "trainer"]
+    workers_cpu = _known(worker.cpu_pct for worker in workers)
+    read: dict[str, Any] = {
+        "training_cpu_pct": None,
+        "training_rss_bytes": _sum(process.rss_bytes for process in every),
+        "training_read_bytes_s": _sum(process.read_bytes_s for process in every),
+        "trainer_cpu_pct": max(_known(trainer.cpu_pct for trainer in trainers), default=None),
+        "workers": None,
+        "workers_cpu_pct": _sum(workers_cpu),
+        "worker_cpu_pct": None,
+    }
+    if every:
+        read["training_cpu_pct"] = sum(process.cpu_pct or 0.0 for process in every)
+        read["workers"] = len(workers)
+    if workers_cpu:
+        read["worker_cpu_pct"] = sum(workers_cpu) / len(workers_cpu)
+    return read
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = _known(values)
+    return sum(known) if known else None
+
+
+def _share_pct(part: int | None, whole: int | None) -> float | None:
+    if part is None or not whole:
+        return None
+    return 100 * part / whole
+
+
+# All samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +104,7 @@ class Stats:
 
     @classmethod
     def of(cls, sketch: Sketch) -> Stats | None:
-        """What a sketch holds, or None of nothing."""
+        """What a sketch holds; None of an empty one."""
         mean, deviation = sketch.mean, sketch.deviation
         p5, p50, p95 = (sketch.quantile(q) for q in (0.05, 0.5, 0.95))
         if mean is None or deviation is None or p5 is None or p50 is None or p95 is None:
@@ -61,7 +129,7 @@ class _Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFigures(_Figures):
-    """One card over the measured time."""
+    """One GPU over the measured time."""
 
     index: int
     uuid: str
@@ -81,7 +149,7 @@ class GpuFigures(_Figures):
 
     @property
     def activity_name(self) -> str:
-        """What the pulses of this card are."""
+        """What the pulses of this GPU are."""
         return "SM active" if self.has_gpm else "GPU-Util"
 
 
@@ -95,16 +163,16 @@ class HostFigures(_Figures):
 
 
 class FigureBuilder:
-    """Takes samples one by one; says at any time what they come to."""
+    """Takes samples one by one; gives the figures of what it has seen at any time."""
 
     def __init__(self, samples: Iterable[Sample] = (), *, cores_allowed: float | None = None) -> None:
         self.samples = 0
         self.seconds = 0.0
-        self._cards: dict[str, _Card] = {}
+        self._gpus: dict[str, _GpuBuilder] = {}
         self._cores_allowed = cores_allowed
         self._cores: int | None = None
         self._memory_total_bytes: int | None = None
-        self._levels = {name: Sketch() for name in _HOST_LEVELS}
+        self._levels = _followed(HOST_READINGS)
         for sample in samples:
             self.add(sample)
 
@@ -117,15 +185,16 @@ class FigureBuilder:
         readings = host_readings(sample, self._cores_allowed)
         for name, sketch in self._levels.items():
             _count(sketch, readings[name], sample.interval_s)
-        at_work = {p.pid for p in sample.processes if p.role == "trainer" and (p.cpu_pct or 0) >= AT_WORK_PCT}
+        trainers = (process for process in sample.processes if process.role == "trainer")
+        training = {process.pid for process in trainers if (process.cpu_pct or 0) >= TRAINING_CPU_PCT}
         for gpu in sample.gpus:
-            if gpu.uuid not in self._cards:
-                self._cards[gpu.uuid] = _Card(gpu)
-            self._cards[gpu.uuid].add(gpu, sample.interval_s, at_work)
+            if gpu.uuid not in self._gpus:
+                self._gpus[gpu.uuid] = _GpuBuilder(gpu)
+            self._gpus[gpu.uuid].add(gpu, sample.interval_s, training)
 
     def gpus(self) -> tuple[GpuFigures, ...]:
-        """The cards seen, by index."""
-        return tuple(sorted((card.figures() for card in self._cards.values()), key=lambda figures: figures.index))
+        """The GPUs seen, by index."""
+        return tuple(sorted((gpu.figures() for gpu in self._gpus.values()), key=lambda figures: figures.index))
 
     def host(self) -> HostFigures:
         """The machine."""
@@ -137,38 +206,40 @@ class FigureBuilder:
         )
 
 
-class _Card:
+class _GpuBuilder:
     def __init__(self, first: GpuSample) -> None:
         self._last = first
         self._seconds = 0.0
-        self._levels = {name: Sketch() for name in _GPU_LEVELS}
-        self._by_sm = _Activity()
-        self._by_util = _Activity()
-        self._stand_in = Sketch()
+        self._levels = _followed(GPU_READINGS)
+        self._sm_activity = _Activity()
+        self._util_activity = _Activity()
+        self._work = Sketch()  # without SM active
         self._energy = _Energy()
         self._throttled_s: dict[str, float] = {}
         self._in_use = False
 
-    def add(self, gpu: GpuSample, seconds: float, at_work: set[int]) -> None:
+    def add(self, gpu: GpuSample, seconds: float, training: set[int]) -> None:
         self._last = gpu
         self._seconds += seconds
         self._energy.add(gpu, seconds)
         for name, sketch in self._levels.items():
             _count(sketch, getattr(gpu, name), seconds)
         if gpu.sm_active_pct is not None:
-            self._by_sm.add(gpu.pulses or (gpu.sm_active_pct,), seconds)
+            self._sm_activity.add(gpu.pulses or (gpu.sm_active_pct,), seconds)
         else:
-            # Until SM active is first seen, nobody knows whether the card has it: keep both accounts.
-            self._by_sm.add((), seconds)
-            self._by_util.add(gpu.pulses or ((gpu.gpu_util_pct,) if gpu.gpu_util_pct is not None else ()), seconds)
-            _count(self._stand_in, work_pct(gpu), seconds)
+            # Until SM active is first seen, nobody knows whether the GPU has it: count both.
+            self._sm_activity.add((), seconds)
+            self._util_activity.add(gpu.pulses or tuple(_known([gpu.gpu_util_pct])), seconds)
+            _count(self._work, work_pct(gpu), seconds)
         for reason in gpu.throttle or ():
             self._throttled_s[reason] = self._throttled_s.get(reason, 0.0) + seconds
-        self._in_use = self._in_use or any(process.pid in at_work for process in gpu.processes or ())
+        self._in_use = self._in_use or any(process.pid in training for process in gpu.processes or ())
 
     def figures(self) -> GpuFigures:
-        last, has_gpm = self._last, self._by_sm.seconds > 0
-        seen = self._by_sm if has_gpm else self._by_util
+        last, seen, work = self._last, self._util_activity, self._work.mean
+        has_gpm = self._sm_activity.seconds > 0
+        if has_gpm:
+            seen, work = self._sm_activity, self._sm_activity.sketch.mean
         activity = Stats.of(seen.sketch)
         return GpuFigures(
             index=last.index,
@@ -179,7 +250,7 @@ class _Card:
             fluctuation_pct=activity.deviation if activity is not None else None,
             idle_pct=100 * seen.idle_s / seen.seconds if seen.seconds else None,
             longest_idle_s=seen.longest_idle_s,
-            work_pct=seen.sketch.mean if has_gpm else self._stand_in.mean,
+            work_pct=work,
             energy_j=self._energy.used_j(),
             memory_total_bytes=last.memory_total_bytes,
             power_limit_w=last.power_limit_w,
@@ -191,7 +262,7 @@ class _Card:
 
 
 class _Activity:
-    """The pulses of a card: how they spread, and for how long at a stretch they were idle."""
+    """The pulses of a GPU: how they spread, and for how long at a stretch they were idle."""
 
     def __init__(self) -> None:
         self.sketch = Sketch()
@@ -203,7 +274,7 @@ class _Activity:
 
     def add(self, pulses: tuple[float, ...], seconds: float) -> None:
         if not pulses:
-            self._carry_s = min(self._carry_s + seconds, _LONGEST_CARRY_S)
+            self._carry_s = min(self._carry_s + seconds, LONGEST_CARRY_S)
             return
         each_s = (seconds + self._carry_s) / len(pulses)
         self._carry_s = 0.0
@@ -219,7 +290,7 @@ class _Activity:
 
 
 class _Energy:
-    """Energy used: by the card's counter, which is read seldom, and by power times time since its last change."""
+    """Energy used: by the GPU's counter, which is read seldom, and by power times time since its last change."""
 
     def __init__(self) -> None:
         self._counted_j = 0.0
@@ -236,11 +307,16 @@ class _Energy:
             grew = before_j is not None and now_j > before_j
             self._counted_j += now_j - (before_j or 0.0) if grew else self._since_j or 0.0
             self._since_j = 0.0
-        self._counter_j = now_j if now_j is not None else before_j
+        if now_j is not None:
+            self._counter_j = now_j
         self._started = True
 
     def used_j(self) -> float | None:
         return self._counted_j + self._since_j if self._since_j is not None else None
+
+
+def _followed(readings: Iterable[Reading]) -> dict[str, Sketch]:
+    return {reading.name: Sketch() for reading in shown_in("over time", readings)}
 
 
 def _count(sketch: Sketch, value: float | None, seconds: float) -> None:

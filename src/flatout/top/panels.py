@@ -1,4 +1,8 @@
-"""What stands in each panel of the live view. Pure: a Scene and a size in, a Drawing out."""
+"""What stands in each panel of the live view. Pure: a Scene and a size in, a Drawing out.
+
+Nothing depends on color alone: what is full is drawn with █, what is only claimed with ░, so that NO_COLOR and
+color-blind eyes see the same picture.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +11,55 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from flatout.top.draw import Palette, bar, chart, cores, heat, sparkline
-from flatout.top.readings import cpu_budget_pct, work_pct
+from flatout.model.formatting import printable
+from flatout.model.readings import GPU_READINGS, Reading, shown_in
+from flatout.top.figures import cpu_budget_pct, work_pct
 from flatout.top.text import amount, percent, size
 from flatout.trace import GpuSample, ProcessSample, Sample
 
 WIDE_COLUMNS = 120
-CHART_LINES = 4  # what the cards' lines leave to the chart
+CHART_LINES = 4  # what the GPUs' lines leave to the chart
 HISTORIES_FROM_LINES = 16  # from this height on, a panel has room for a line of history under each bar
+PROCESS = "{:>8}  {:<10}{:>6}{:>8}{:>10}{:>12}{:>10}  {:<8}"
+STATES = {"R": "running", "S": "sleeping", "D": "on disk", "T": "stopped", "I": "idle"}
+EIGHTHS = " ▁▂▃▄▅▆▇█"
+PARTS = " ▏▎▍▌▋▊▉█"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Palette:
+    """Colours by what they mean."""
+
+    name: str
+    ground: str
+    panel: str
+    text: str
+    bold: str
+    dim: str
+    track: str
+    work: str
+    claim: str
+    cool: str
+    warm: str
+    hot: str
+
+
+DARK = Palette(
+    name="flatout-dark", ground="#0d1117", panel="#161b22", text="#c9d1d9", bold="#e6edf3", dim="#8b949e",
+    track="#30363d", work="#4ade80", claim="#b7791f", cool="#60a5fa", warm="#fbbf24", hot="#f87171",
+)  # fmt: skip
+LIGHT = Palette(
+    name="flatout-light", ground="#ffffff", panel="#eaeef2", text="#1f2328", bold="#1f2328", dim="#57606a",
+    track="#d0d7de", work="#15803d", claim="#b45309", cool="#1d4ed8", warm="#b45309", hot="#b91c1c",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """What there is to draw: the last samples, and which card the person looks at."""
+    """What there is to draw: the last samples, and which GPU the person looks at."""
 
     samples: Sequence[Sample]
-    card: int
+    gpu: int  # its place among those of the newest sample
     palette: Palette
     cores_allowed: float | None
     notes: Sequence[str]
@@ -33,7 +70,7 @@ class Scene:
         return self.samples[-1]
 
     def history(self, gpu: GpuSample) -> list[GpuSample | None]:
-        """One card in every sample; None where it was not there."""
+        """One GPU in every sample; None where it was not there."""
         return [next((past for past in s.gpus if past.uuid == gpu.uuid), None) for s in self.samples]
 
 
@@ -48,74 +85,81 @@ class Drawing:
 
 @dataclass(frozen=True, slots=True)
 class _Gauge:
-    """A value of a card as a bar, as long as its share of the most it can be, and in words."""
+    """A value of a GPU as a bar, as long as its share of the most it can be, and in words."""
 
+    reading: Reading
     label: str
     value: Callable[[GpuSample], float | None]
-    colour: str = "work"  # of the palette; "heat" is by the length of the bar
-    unit: str = "%"
-    most: Callable[[GpuSample], float | None] = lambda _: 100.0
+
+    @classmethod
+    def of(cls, reading: Reading) -> _Gauge:
+        return cls(reading, reading.short_label, lambda gpu: getattr(gpu, reading.name))
 
     def pct(self, gpu: GpuSample) -> float | None:
-        value, most = self.value(gpu), self.most(gpu)
+        """How long the bar is; None where nobody knows the most it can be."""
+        value = self.value(gpu)
+        if self.reading.unit in ("%", "°C"):
+            return value
+        most = getattr(gpu, self.reading.limit) if self.reading.limit else None
         return 100 * value / most if value is not None and most else None
 
-    def words(self, gpu: GpuSample) -> str:
-        if self.unit in ("%", "B/s"):
-            return percent(self.value(gpu)) if self.unit == "%" else size(self.value(gpu), "/s")
-        return amount(self.value(gpu), self.unit, self.most(gpu) if self.unit != "°C" else None)
+    def text(self, gpu: GpuSample) -> str:
+        if self.reading.limit:
+            return amount(self.value(gpu), self.reading.unit, getattr(gpu, self.reading.limit))
+        return self.reading.text(self.value(gpu))
 
     def style(self, pct: float | None, palette: Palette) -> str:
-        return heat(pct, palette) if self.colour == "heat" else str(getattr(palette, self.colour))
+        if self.reading.color == "heat":
+            return heat(pct, palette)
+        return str(getattr(palette, self.reading.color))
 
 
-_WORK = _Gauge("SM active", work_pct)
-_STAND_IN = _Gauge("power (SM)", work_pct)
-_UTIL = _Gauge("GPU-Util", lambda g: g.gpu_util_pct, "claim")
-_COUNTERS = (_Gauge("tensor", lambda g: g.tensor_active_pct), _Gauge("DRAM", lambda g: g.dram_active_pct))
-_LEVELS = (
-    _Gauge("memory", lambda g: g.memory_used_bytes, "heat", "GiB", lambda g: g.memory_total_bytes),
-    _Gauge("power", lambda g: g.power_w, "cool", "W", lambda g: g.power_limit_w),
-    _Gauge("heat", lambda g: g.temperature_c, "heat", "°C"),
-    _Gauge("SM clock", lambda g: g.sm_clock_mhz, "cool", "MHz", lambda g: g.sm_clock_max_mhz),
-)
-_MORE = (
-    _Gauge("occupancy", lambda g: g.sm_occupancy_pct),
-    _Gauge("PCIe in", lambda g: g.pcie_rx_bytes_s, "cool", "B/s", lambda _: None),
-    _Gauge("PCIe out", lambda g: g.pcie_tx_bytes_s, "cool", "B/s", lambda _: None),
-    _Gauge("decoder", lambda g: g.decoder_util_pct),
-)
+_GAUGES = {reading.name: _Gauge.of(reading) for reading in shown_in("gauge", GPU_READINGS)}
+_WIDE_GAUGES = [_Gauge.of(reading) for reading in shown_in("wide gauge", GPU_READINGS)]
+_UTIL = _GAUGES.pop("gpu_util_pct")
+_WORK = _GAUGES.pop("sm_active_pct")
+_STAND_IN = _Gauge(_WORK.reading, "power (SM)", work_pct)
+_ONLY_WITH_GPM = ("tensor_active_pct", "dram_active_pct")
 
 
-def cards(scene: Scene, width: int, height: int) -> Drawing:
-    """The cards in a line each where there are several; then the chosen one: its levels, and SM against GPU-Util."""
+def _gauges(gpu: GpuSample, *, has_sm: bool, wide: bool) -> list[_Gauge]:
+    gauges = [_WORK if has_sm else _STAND_IN, _UTIL]
+    for name, gauge in _GAUGES.items():
+        if name not in _ONLY_WITH_GPM or gauge.value(gpu) is not None:
+            gauges.append(gauge)
+    return [*gauges, *(_WIDE_GAUGES if has_sm and wide else ())]
+
+
+# The panels
+
+
+def gpu_panel(scene: Scene, width: int, height: int) -> Drawing:
+    """The GPUs in a line each where there are several; then the chosen one: its levels, and SM against GPU-Util."""
     gpus = scene.now.gpus
     if not gpus:
         return Drawing(title="GPU", lines=[Text(scene.notes[0] if scene.notes else "no GPU in these samples")])
-    gpu = gpus[scene.card]
+    gpu = gpus[scene.gpu]
     history = scene.history(gpu)
     has_sm = any(past is not None and past.sm_active_pct is not None for past in history)
-    lines = _card_lines(scene, width, height) if len(gpus) > 1 else []
+    lines = _gpu_lines(scene, width, height) if len(gpus) > 1 else []
     room = height - len(lines)
     if len(gpus) == 1 or room >= HISTORIES_FROM_LINES:
-        known = [gauge for gauge in _COUNTERS if gauge.value(gpu) is not None]
-        more = _MORE if has_sm and width >= WIDE_COLUMNS else ()
-        gauges = [_WORK if has_sm else _STAND_IN, _UTIL, *known, *_LEVELS, *more]
+        gauges = _gauges(gpu, has_sm=has_sm, wide=width >= WIDE_COLUMNS)
         lines += _gauge_lines(gauges, gpu, history if room >= HISTORIES_FROM_LINES else None, width, scene.palette)
     work, claim = _values(history, work_pct), _values(history, _UTIL.value)
     lines += chart(work, claim, width, max(0, height - len(lines)), scene.palette)
-    name = "SM active" if has_sm else "power share, for want of SM counters"
+    name = "SM active" if has_sm else "power share, as there are no SM counters"
     return Drawing(title=f"GPU {gpu.index} {gpu.name}", subtitle=f"█ {name}  ░ GPU-Util", lines=lines)
 
 
-def _card_lines(scene: Scene, width: int, height: int) -> list[Text]:
-    """A line a card, as many as leave the chosen one some room; the chosen one among them."""
+def _gpu_lines(scene: Scene, width: int, height: int) -> list[Text]:
+    """A line a GPU, as many as leave the chosen one some room; the chosen one among them."""
     gpus, palette = scene.now.gpus, scene.palette
     room = max(1, height - CHART_LINES)
-    first = min(max(0, scene.card - room // 2), max(0, len(gpus) - room))
+    first = min(max(0, scene.gpu - room // 2), max(0, len(gpus) - room))
     lines = []
     for place, gpu in enumerate(gpus[first : first + room], start=first):
-        chosen = place == scene.card
+        chosen = place == scene.gpu
         line = Text(f"{'▸' if chosen else ' '}{gpu.index:>2} ", style=f"bold {palette.bold}" if chosen else palette.dim)
         line.append_text(bar(work_pct(gpu), 12, palette.work, palette))
         line.append(
@@ -148,21 +192,25 @@ def _gauge_bar(gauge: _Gauge, gpu: GpuSample, width: int, palette: Palette, styl
     pct, room = gauge.pct(gpu), width - 26
     line = Text(f"{gauge.label:<11}", style=palette.dim)
     line.append_text(bar(pct, room, gauge.style(pct, palette), palette) if pct is not None else Text(" " * room))
-    return line.append(f"{gauge.words(gpu):>15}", style=style)
+    return line.append(f"{gauge.text(gpu):>15}", style=style)
 
 
 def _values(history: list[GpuSample | None], read: Callable[[GpuSample], float | None]) -> list[float | None]:
     return [read(past) if past is not None else None for past in history]
 
 
-def cpu(scene: Scene, width: int, height: int) -> Drawing:
+def cpu_panel(scene: Scene, width: int, height: int) -> Drawing:
     """Every core."""
     host, allowed = scene.now.host, scene.cores_allowed
     count = len(host.cores_pct or ())
     share = f"{allowed:g} of " if allowed is not None and allowed < count else ""
-    facts = [f"iowait {percent(host.iowait_pct)}"] if host.iowait_pct is not None else []
-    facts += [f"queue {host.run_queue}"] if host.run_queue is not None else []
-    facts += [f"held back by quota {percent(host.throttled_pct)}"] if host.throttled_pct else []
+    facts = []
+    if host.iowait_pct is not None:
+        facts.append(f"iowait {percent(host.iowait_pct)}")
+    if host.run_queue is not None:
+        facts.append(f"queue {host.run_queue}")
+    if host.throttled_pct:
+        facts.append(f"held back by quota {percent(host.throttled_pct)}")
     return Drawing(
         title=f"CPU {percent(cpu_budget_pct(scene.now, allowed))} of {share}{count} cores",
         subtitle=", ".join(facts),
@@ -170,7 +218,7 @@ def cpu(scene: Scene, width: int, height: int) -> Drawing:
     )
 
 
-def storage(scene: Scene, width: int, height: int) -> Drawing:
+def storage_panel(scene: Scene, width: int, height: int) -> Drawing:
     """Memory, disks, /dev/shm, and what waiting for them costs."""
     host, palette = scene.now.host, scene.palette
     busiest = sorted(host.disks or (), key=lambda disk: -(disk.busy_pct or 0.0))
@@ -179,7 +227,8 @@ def storage(scene: Scene, width: int, height: int) -> Drawing:
     for disk in busiest[: max(1, height - 5)]:
         rows.append((disk.name, disk.busy_pct, f"↓{size(disk.read_bytes_s, '/s')} ↑{size(disk.write_bytes_s, '/s')}"))
     rows.append(("/dev/shm", *_part(host.shm_used_bytes, host.shm_total_bytes)))
-    rows += [("training", None, f"reads {size(sum(reads), '/s')}")] if reads else []
+    if reads:
+        rows.append(("training", None, f"reads {size(sum(reads), '/s')}"))
     rows += [("cache", None, size(host.page_cache_bytes)), ("swap", None, size(host.swap_used_bytes))]
     lines = []
     for label, pct, figure in rows:
@@ -198,22 +247,18 @@ def _part(used: int | None, total: int | None) -> tuple[float | None, str]:
     return 100 * used / total, f"{size(used)} of {size(total)}"
 
 
-_PROCESS = "{:>8}  {:<10}{:>6}{:>8}{:>10}{:>12}{:>10}  {:<8}"
-_STATES = {"R": "running", "S": "sleeping", "D": "on disk", "T": "stopped", "I": "idle"}
-
-
-def processes(scene: Scene, width: int, height: int) -> Drawing:
+def process_panel(scene: Scene, width: int, height: int) -> Drawing:
     """The training process and its loader workers, the busiest first; where not all fit, the busiest alone."""
     sample, palette, wide = scene.now, scene.palette, width >= WIDE_COLUMNS
     found = sorted(sample.processes, key=_by_role)
     if not found:
-        text = "none seen: nobody holds memory on a card or has loader workers"
+        text = "none seen: no process holds memory on a GPU or has loader workers"
         return Drawing(title="Training", lines=[Text(text, style=palette.dim)])
-    on_cards: dict[int, int] = {}
+    on_gpus: dict[int, int] = {}
     for holder in (holder for gpu in sample.gpus for holder in gpu.processes or ()):
-        on_cards[holder.pid] = on_cards.get(holder.pid, 0) + (holder.used_bytes or 0)
+        on_gpus[holder.pid] = on_gpus.get(holder.pid, 0) + (holder.used_bytes or 0)
     workers = [process for process in found if process.role == "worker"]
-    header = _PROCESS.format("PID", "role", "CPU", "queued", "RSS", "reads", "on GPU", "state")
+    header = PROCESS.format("PID", "role", "CPU", "queued", "RSS", "reads", "on GPU", "state")
     lines = [Text(header + (" name" if wide else ""), style=palette.dim)]
     fits = len(found) if len(found) < height else max(0, height - 2)
     first, *others = found
@@ -222,14 +267,14 @@ def processes(scene: Scene, width: int, height: int) -> Drawing:
     last = max((place for place, process in enumerate(shown) if process.role == "worker"), default=None)
     for place, process in enumerate(shown):
         branch = ("└ " if place == last else "├ ") if process.role == "worker" else ""
-        held = size(on_cards[process.pid]) if on_cards.get(process.pid) else ""
+        held = size(on_gpus[process.pid]) if on_gpus.get(process.pid) else ""
         lines.append(_process_line(process, branch, held, palette))
-        lines[-1].append(f" {process.name}" if wide else "", style=palette.dim)
+        lines[-1].append(f" {printable(process.name)}" if wide else "", style=palette.dim)
     if rest := busiest[fits:]:
         cpu_pct = sum(process.cpu_pct or 0.0 for process in rest)
         memory = size(sum(process.rss_bytes or 0 for process in rest))
         reads = size(sum(process.read_bytes_s or 0.0 for process in rest), "/s")
-        line = _PROCESS.format("…", f"{len(rest)} more", percent(cpu_pct), "", memory, reads, "", "")
+        line = PROCESS.format("…", f"{len(rest)} more", percent(cpu_pct), "", memory, reads, "", "")
         lines.append(Text(line.rstrip(), style=palette.dim))
     title = f"Training: {len(found)} process{'es' if len(found) > 1 else ''}"
     return Drawing(title=title + (f", {len(workers)} loader workers" if workers else ""), lines=lines)
@@ -241,9 +286,114 @@ def _by_role(process: ProcessSample) -> tuple[int, float, int]:
 
 def _process_line(process: ProcessSample, branch: str, held: str, palette: Palette) -> Text:
     cpu, queued, reads = percent(process.cpu_pct), percent(process.run_delay_pct), size(process.read_bytes_s, "/s")
-    state, rss = _STATES.get(process.state or "", "–"), size(process.rss_bytes)
-    words = _PROCESS.format(process.pid, branch + process.role, cpu, queued, rss, reads, held, state)
+    state, rss = STATES.get(process.state or "", "–"), size(process.rss_bytes)
+    words = PROCESS.format(process.pid, branch + process.role, cpu, queued, rss, reads, held, state)
     line = Text(words, style=palette.dim)
     line.stylize(f"bold {palette.bold}" if process.role == "trainer" else "", 10, 20)
     line.stylize(heat(process.cpu_pct, palette), 20, 26)
     return line
+
+
+# Bars and charts
+
+
+def bar(pct: float | None, width: int, colour: str, palette: Palette) -> Text:
+    """A horizontal bar, exact to an eighth of a character."""
+    full, part = divmod(round(_clip(pct) / 100 * max(0, width) * 8), 8)
+    text = Text("█" * full + (PARTS[part] if part else ""), style=colour)
+    return text.append("·" * (width - full - bool(part)), style=palette.track)
+
+
+def sparkline(values: Sequence[float | None], width: int, colour: str) -> Text:
+    """The last values in one line, the newest at the right."""
+    shown = values[-width:] if width > 0 else ()
+    marks = "".join(" " if value is None else EIGHTHS[max(1, round(_clip(value) / 100 * 8))] for value in shown)
+    return Text(marks.rjust(width), style=colour)
+
+
+def chart(
+    work: Sequence[float | None], claim: Sequence[float | None], width: int, height: int, palette: Palette
+) -> list[Text]:
+    """Work as a solid area; above it, hatched, what GPU-Util claims beyond it. The newest at the right."""
+    columns = max(0, width - 5)
+    padding = columns - min(columns, len(work))
+    pairs = list(zip(work, claim, strict=True))[-columns:] if columns else []
+    lines = []
+    for row in range(height):
+        line = Text(f"{_axis(row, height):>4} ", style=palette.dim)
+        line.append(" " * padding)
+        floor_pct, step_pct = 100 * (height - 1 - row) / height, 100 / height
+        for worked, claimed in pairs:
+            line.append(*_cell(worked, claimed, floor_pct, step_pct, palette))
+        lines.append(line)
+    return lines
+
+
+def cores(pcts: Sequence[float], width: int, height: int, palette: Palette) -> list[Text]:
+    """Every core: bars side by side where they fit with their numbers, else one column of characters a core."""
+    grid = _core_grid(pcts, width, height, palette)
+    if grid is not None:
+        return grid
+    spaced = 2 if len(pcts) * 2 <= width else 1
+    a_line = max(1, width // spaced)
+    rows = [pcts[at : at + a_line] for at in range(0, len(pcts), a_line)]
+    tall = max(1, height // len(rows))
+    lines: list[Text] = []
+    for row in rows[:height]:
+        for level in range(tall):
+            line = Text()
+            for pct in row:
+                eighths = round(_clip(pct) / 100 * tall * 8) - 8 * (tall - 1 - level)
+                is_floor = level == tall - 1
+                mark = EIGHTHS[min(8, max(1 if is_floor else 0, eighths))]
+                line.append(mark.ljust(spaced), style=heat(pct, palette) if eighths > 0 else palette.track)
+            lines.append(line)
+    return lines
+
+
+def heat(pct: float | None, palette: Palette) -> str:
+    """Cool, warm from 75, hot from 90."""
+    if _clip(pct) >= 90:
+        return palette.hot
+    return palette.warm if _clip(pct) >= 75 else palette.cool
+
+
+def _core_grid(pcts: Sequence[float], width: int, height: int, palette: Palette) -> list[Text] | None:
+    columns = max(1, width // 20)
+    rows = -(-len(pcts) // columns)
+    if rows > height:
+        return None
+    columns = -(-len(pcts) // rows)
+    cell = width // columns
+    lines = []
+    for row in range(rows):
+        line = Text()
+        for index in range(row, len(pcts), rows):
+            line.append(f"{index:>3} ", style=palette.dim)
+            line.append_text(bar(pcts[index], cell - 10, heat(pcts[index], palette), palette))
+            line.append(f"{pcts[index]:>4.0f}% ")
+        lines.append(line)
+    return lines
+
+
+def _cell(
+    work: float | None, claim: float | None, floor_pct: float, step_pct: float, palette: Palette
+) -> tuple[str, str]:
+    eighths = round((_clip(work) - floor_pct) / step_pct * 8)
+    if eighths > 0:
+        return EIGHTHS[min(8, eighths)], palette.work
+    if _clip(claim) >= floor_pct + step_pct / 2:
+        return "░", palette.claim
+    return " ", ""
+
+
+def _axis(row: int, height: int) -> str:
+    if row == 0:
+        return "100%"
+    if row == height - 1:
+        return "0%"
+    return "50%" if height >= 5 and row == height // 2 else ""
+
+
+def _clip(pct: float | None) -> float:
+    return min(100.0, max(0.0, pct or 0.0))

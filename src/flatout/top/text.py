@@ -1,27 +1,29 @@
-"""What `flatout top` writes when it is not drawing: a line a sample, and the summary.
+"""What `flatout top` writes when it is not drawing: a line a sample, rows of CSV, and the summary.
 
-Both are plain strings built from data, tested to the letter; colour is laid over the summary's verdict and marks by
-`paint` alone, so that a pipe, a log and NO_COLOR get the same words.
+Lines are plain strings built from data; color is added to the summary's verdict and marks by `style_of` alone, so that
+a pipe, a log and NO_COLOR get the same words.
 """
 
 from __future__ import annotations
 
+import csv
 import textwrap
 import time
 from collections.abc import Iterator
+from typing import IO, Any
 
-from flatout.model.formatting import count_of
-from flatout.top.figures import GpuFigures, HostFigures, Stats
-from flatout.top.readings import host_readings, work_pct
-from flatout.top.summary import GpuSummary, TopSummary
-from flatout.top.targets import TargetResult
-from flatout.top.verdict import tone
+from flatout.model.formatting import count_of, duration
+from flatout.model.readings import GPU_READINGS, HOST_READINGS, in_unit, shown_in
+from flatout.top.figures import GpuFigures, HostFigures, Stats, host_readings, work_pct
+from flatout.top.summary import GpuSummary, TargetResult, TopSummary, tone
 from flatout.trace import GpuSample, Sample
 
-_WIDTH = 80
-_MARKS = {True: "✓", False: "✗", None: "–"}
-_CARDS_HEADER = "GPU active fluct.  p5  p95 util idle longest  mem power heat  verdict"
-_CARDS_CELLS = (
+WIDTH = 80
+MARKS = {True: "✓", False: "✗", None: "–"}
+HOST_COLUMNS = ("time_unix_s", "interval_s", *(reading.name for reading in shown_in("csv", HOST_READINGS)))
+GPU_COLUMNS = tuple(reading.name for reading in shown_in("csv", GPU_READINGS))
+GPUS_HEADER = "GPU active fluct.  p5  p95 util idle longest  mem power heat  verdict"
+GPUS_CELLS = (
     "{:3}", "{:6.0f}%", "{:7.0f}", "{:3.0f}%", "{:4.0f}%", "{:4.0f}%", "{:4.0f}%", "{:6.1f} s", "{:4.0f}%", "{:4.0f} W",
     "{:4.0f}°",
 )  # fmt: skip
@@ -36,12 +38,8 @@ def amount(value: float | None, unit: str, most: float | None = None) -> str:
     """A value in its unit, and the most it can be: 350 W, 70.0/140.0 GiB."""
     if value is None:
         return "–"
-    return f"{_in_unit(value, unit)}/{_in_unit(most, unit)} {unit}" if most else f"{_in_unit(value, unit)} {unit}"
-
-
-def _in_unit(value: float, unit: str) -> str:
-    scale, digits = {"GiB": (2.0**-30, 1), "MiB/s": (2.0**-20, 1)}.get(unit, (1.0, 0))
-    return f"{value * scale:.{digits}f}"
+    limit = f"/{in_unit(most, unit)}" if most else ""
+    return f"{in_unit(value, unit)}{limit} {unit}"
 
 
 def size(value: float | None, per: str = "") -> str:
@@ -50,16 +48,12 @@ def size(value: float | None, per: str = "") -> str:
         return "–"
     for unit, unit_bytes in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if value >= unit_bytes:
-            return f"{value / unit_bytes:.{0 if value >= 100 * unit_bytes else 1}f} {unit}{per}"
+            digits = 0 if value >= 100 * unit_bytes else 1
+            return f"{value / unit_bytes:.{digits}f} {unit}{per}"
     return f"{value:.0f} B{per}"
 
 
-def duration_text(seconds: float) -> str:
-    """A stretch of time: 42 s, 3 min 20 s, 2 h 5 min."""
-    if seconds < 120:
-        return f"{seconds:.{0 if seconds >= 10 else 1}f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+# One sample
 
 
 def line_of(sample: Sample, time_unix_s: float, cores_allowed: float | None = None) -> str:
@@ -69,17 +63,21 @@ def line_of(sample: Sample, time_unix_s: float, cores_allowed: float | None = No
 
 
 def reading_lines(sample: Sample, cores_allowed: float | None = None) -> Iterator[str]:
-    """One sample: a line a card, one for the host, one for the training."""
+    """One sample: a line a GPU, one for the host, one for the training."""
     host, read = sample.host, host_readings(sample, cores_allowed)
-    yield from (_gpu_line(gpu) for gpu in sample.gpus)
-    shares = {"iowait": host.iowait_pct, "memory": read["memory_pct"]}
+    yield from map(_gpu_line, sample.gpus)
     parts = [f"CPU {percent(read['cpu_pct'])}"]
-    parts += [f"{name} {percent(pct)}" for name, pct in shares.items() if pct is not None]
-    parts += [f"disk read {size(read['disk_read_bytes_s'], '/s')}"] if host.disks else []
+    for name, pct in (("iowait", host.iowait_pct), ("memory", read["memory_pct"])):
+        if pct is not None:
+            parts.append(f"{name} {percent(pct)}")
+    if host.disks:
+        parts.append(f"disk read {size(read['disk_read_bytes_s'], '/s')}")
     yield " ".join(parts)
-    roles = [process.role for process in sample.processes]
-    training = [f"trainer {percent(read['trainer_cpu_pct'])} of a core"] if "trainer" in roles else []
-    training += [f"{read['workers']} workers {percent(read['worker_cpu_pct'])} each"] if read["workers"] else []
+    training = []
+    if any(process.role == "trainer" for process in sample.processes):
+        training.append(f"trainer {percent(read['trainer_cpu_pct'])} of a core")
+    if read["workers"]:
+        training.append(f"{read['workers']} workers {percent(read['worker_cpu_pct'])} each")
     if training:
         yield ", ".join(training)
 
@@ -88,7 +86,8 @@ def _gpu_line(gpu: GpuSample) -> str:
     work = percent(work_pct(gpu))
     parts = [f"SM {work}" if gpu.sm_active_pct is not None else f"power share {work} (for SM)"]
     parts.append(f"util {percent(gpu.gpu_util_pct)}")
-    parts += [f"tensor {percent(gpu.tensor_active_pct)}"] if gpu.tensor_active_pct is not None else []
+    if gpu.tensor_active_pct is not None:
+        parts.append(f"tensor {percent(gpu.tensor_active_pct)}")
     if gpu.memory_pct is not None:
         parts.append(amount(gpu.memory_used_bytes, "GiB", gpu.memory_total_bytes))
     levels = ((gpu.power_w, "W"), (gpu.temperature_c, "°C"), (gpu.sm_clock_mhz, "MHz"))
@@ -96,27 +95,67 @@ def _gpu_line(gpu: GpuSample) -> str:
     return f"GPU {gpu.index} {' '.join(parts)}"
 
 
+class CsvTable:
+    """Writes samples as rows. Its columns are settled by the GPUs of the first sample."""
+
+    def __init__(self, file: IO[str], *, cores_allowed: float | None) -> None:
+        self._file = file
+        self._writer = csv.writer(file, lineterminator="\n")
+        self._cores_allowed = cores_allowed
+        self._gpus: tuple[int, ...] | None = None
+
+    def write(self, sample: Sample, time_unix_s: float) -> None:
+        """One row, flushed, so that a reader at the other end sees it now."""
+        if self._gpus is None:
+            self._gpus = tuple(gpu.index for gpu in sample.gpus)
+            names = (f"gpu{index}_{name}" for index in self._gpus for name in GPU_COLUMNS)
+            self._writer.writerow((*HOST_COLUMNS, *names))
+        readings = host_readings(sample, self._cores_allowed)
+        readings |= {"time_unix_s": time_unix_s, "interval_s": sample.interval_s, "workers": readings["workers"] or 0}
+        row = [readings[name] for name in HOST_COLUMNS]
+        gpus = {gpu.index: gpu for gpu in sample.gpus}
+        for index in self._gpus:
+            row += _cells(gpus[index]) if index in gpus else [None] * len(GPU_COLUMNS)
+        self._writer.writerow(round(cell, 3) if isinstance(cell, float) else cell for cell in row)
+        self._file.flush()
+
+
+def _cells(gpu: GpuSample) -> list[Any]:
+    texts = {  # what a cell cannot hold as it stands in the sample
+        "throttle": "; ".join(gpu.throttle) if gpu.throttle is not None else None,
+        "pulse_low_pct": min(gpu.pulses, default=None),
+        "pulse_high_pct": max(gpu.pulses, default=None),
+    }
+    return [texts[name] if name in texts else getattr(gpu, name) for name in GPU_COLUMNS]
+
+
+# The summary
+
+
 def summary_lines(summary: TopSummary) -> Iterator[str]:
     """The summary, 80 columns wide."""
-    yield f"flatout top · {summary.hostname} · {duration_text(summary.seconds)} · {count_of(summary.samples, 'sample')}"
+    length = duration(1e3 * summary.seconds)
+    yield f"flatout top · {summary.hostname} · {length} · {count_of(summary.samples, 'sample')}"
     yield ""
-    yield from textwrap.wrap(f"Verdict: {summary.verdict.word} – {summary.verdict.reason}", _WIDTH)
-    if summary.gpus:
+    yield from textwrap.wrap(f"Verdict: {summary.verdict.word} – {summary.verdict.reason}", WIDTH)
+    if len(summary.gpus) == 1:
         yield ""
-        yield from _gpu_table(summary.gpus[0].figures) if len(summary.gpus) == 1 else _cards_table(summary.gpus)
+        yield from _gpu_table(summary.gpus[0].figures)
+    elif summary.gpus:
+        yield ""
+        yield from _gpus_table(summary.gpus)
     yield ""
     yield from _host_table(summary.host)
-    if summary.targets:
-        yield ""
-        yield "Targets"
-        for name in dict.fromkeys(result.name for result in summary.targets):
-            yield _target_line([result for result in summary.targets if result.name == name])
+    yield ""
+    yield "Targets"
+    for name in dict.fromkeys(result.name for result in summary.targets):
+        yield _target_line([result for result in summary.targets if result.name == name])
     for note in summary.notes:
         yield ""
-        yield from textwrap.wrap(f"Note: {note}.", _WIDTH)
+        yield from textwrap.wrap(f"Note: {note}.", WIDTH)
 
 
-def paint(line: str) -> str:
+def style_of(line: str) -> str:
     """The style of a line of the summary, in rich's words; empty for most."""
     if line.startswith("Verdict: "):
         word = line.removeprefix("Verdict: ").partition(" – ")[0]
@@ -129,21 +168,13 @@ def paint(line: str) -> str:
 def _gpu_table(gpu: GpuFigures) -> Iterator[str]:
     yield _header(f"GPU {gpu.index} · {gpu.name}")
     yield _row(gpu.activity_name, "%", gpu.activity)
-    if gpu.has_gpm:
-        yield _row("GPU-Util", "%", gpu.levels.get("gpu_util_pct"))
-    else:
+    if not gpu.has_gpm:
         yield _row("power share", "%", gpu.levels.get("power_share_pct"), " (for SM active)")
-    rows = (
-        ("tensor active", "%", "tensor_active_pct", None),
-        ("DRAM active", "%", "dram_active_pct", None),
-        ("memory", "GiB", "memory_used_bytes", gpu.memory_total_bytes),
-        ("power", "W", "power_w", gpu.power_limit_w),
-        ("temperature", "°C", "temperature_c", None),
-        ("SM clock", "MHz", "sm_clock_mhz", gpu.sm_clock_max_mhz),
-    )
-    for label, unit, name, most in rows:
-        if name in gpu.levels:
-            yield _row(label, unit, gpu.levels[name], f" of {_in_unit(most, unit)}" if most else "")
+    for reading in shown_in("summary", GPU_READINGS):
+        if reading.label != gpu.activity_name and reading.name in gpu.levels:
+            most = getattr(gpu, reading.limit) if reading.limit else None
+            of = f" of {in_unit(most, reading.unit)}" if most else ""
+            yield _row(reading.label, reading.unit, gpu.levels[reading.name], of)
     if gpu.activity is not None:
         energy = f", energy {gpu.energy_j / 3600:.2f} Wh" if gpu.energy_j is not None else ""
         idle = f"idle {gpu.idle_pct:.0f}% of the time, longest {gpu.longest_idle_s:.1f} s"
@@ -153,41 +184,39 @@ def _gpu_table(gpu: GpuFigures) -> Iterator[str]:
             yield f"  clocks held back by {reason}: {pct:.0f}% of the time"
 
 
-def _cards_table(cards: tuple[GpuSummary, ...]) -> Iterator[str]:
-    """Several cards, a row each; every figure of each is in the JSON."""
-    yield _CARDS_HEADER
-    for card in cards:
-        gpu, activity = card.figures, card.figures.activity
-        mean, p5, p95 = (activity.mean, activity.p5, activity.p95) if activity is not None else (None, None, None)
+def _gpus_table(gpus: tuple[GpuSummary, ...]) -> Iterator[str]:
+    """Several GPUs, a row each; every figure of each is in the JSON."""
+    yield GPUS_HEADER
+    for one in gpus:
+        gpu, activity = one.figures, one.figures.activity
+        mean, p5, p95 = (getattr(activity, name, None) for name in ("mean", "p5", "p95"))
         values = [gpu.index, mean, gpu.fluctuation_pct, p5, p95, gpu.mean("gpu_util_pct"), gpu.idle_pct]
         values += (gpu.longest_idle_s, gpu.peak("memory_pct"), gpu.mean("power_w"), gpu.peak("temperature_c"))
-        cells = (_cell(value, form) for value, form in zip(values, _CARDS_CELLS, strict=True))
-        yield f"{''.join(cells)}  {card.verdict.word}"
-    names = {card.figures.activity_name for card in cards}
-    energy_j = [card.figures.energy_j for card in cards if card.figures.energy_j is not None]
+        cells = (_cell(value, form) for value, form in zip(values, GPUS_CELLS, strict=True))
+        yield f"{''.join(cells)}  {one.verdict.word}"
+    names = {one.figures.activity_name for one in gpus}
+    energy_j = [one.figures.energy_j for one in gpus if one.figures.energy_j is not None]
     used = f"; energy {sum(energy_j) / 3600:.2f} Wh in all" if energy_j else ""
     yield f"  active: {' or '.join(sorted(names))}, mean; mem and heat (°C): peak{used}"
 
 
 def _cell(value: float | None, form: str) -> str:
-    return form.format(value) if value is not None else "–".rjust(len(form.format(0)))
+    if value is None:
+        return "–".rjust(len(form.format(0)))
+    return form.format(value)
 
 
 def _host_table(host: HostFigures) -> Iterator[str]:
     cores, workers = host.cores_allowed or host.cores, host.levels.get("workers")
-    yield _header(f"Host · {cores:g} cores" if cores else "Host")
-    yield _row("CPU", "%", host.levels.get("cpu_pct"))
-    total = f" of {host.memory_total_bytes / 2**30:.0f} GiB" if host.memory_total_bytes else ""
-    rows = (
-        ("iowait", "%", "iowait_pct", ""),
-        ("waiting for storage (PSI)", "%", "pressure_io_pct", ""),
-        ("memory", "%", "memory_pct", total),
-        ("busiest disk", "%", "disk_busy_pct", ""),
-        ("disk reads", "MiB/s", "disk_read_bytes_s", ""),
-        ("trainer", "%", "trainer_cpu_pct", " of a core"),
-        (f"each of {workers.p50:.0f} workers" if workers else "", "%", "worker_cpu_pct", " of a core"),
-    )
-    yield from (_row(label, unit, host.levels[name], of) for label, unit, name, of in rows if name in host.levels)
+    title = f"Host · {cores:g} cores" if cores else "Host"
+    if workers:
+        title += f" · {count_of(round(workers.p50), 'worker')}"
+    yield _header(title)
+    for reading in shown_in("summary", HOST_READINGS):
+        if reading.name in host.levels or reading.name == "cpu_pct":
+            total = getattr(host, reading.limit) if reading.limit else None
+            of = f" of {total / 2**30:.0f} GiB" if total else ""
+            yield _row(reading.label, reading.unit, host.levels.get(reading.name), of)
 
 
 def _header(title: str) -> str:
@@ -195,15 +224,17 @@ def _header(title: str) -> str:
 
 
 def _row(label: str, unit: str, stats: Stats | None, of: str = "") -> str:
-    values = (stats.mean, stats.deviation, stats.p5, stats.p50, stats.p95) if stats is not None else ()
-    cells = [_in_unit(value, unit) for value in values] or ["–"]
+    cells = ["–"]
+    if stats is not None:
+        values = (stats.mean, stats.deviation, stats.p5, stats.p50, stats.p95)
+        cells = [in_unit(value, unit) for value in values]
     return f"  {f'{label}, {unit}{of}':<34}" + "".join(cell.rjust(8) for cell in cells)
 
 
 def _target_line(results: list[TargetResult]) -> str:
-    """One target; of several cards the one that is furthest from it: missed before unknown before met."""
+    """One target; of several GPUs the one that is furthest from it: missed before unknown before met."""
     order = {False: 0, None: 1, True: 2}
     worst = min(results, key=lambda result: (order[result.met], result.margin or 0.0))
-    got = f"{worst.value:.0f}{worst.unit}" if worst.value is not None else "not measured"
-    card = f" (GPU {worst.gpu})" if len(results) > 1 else ""
-    return f"  {_MARKS[worst.met]} {worst.what:<40}{worst.wish:<19}{got + card:>17}".rstrip()
+    measured = f"{worst.value:.0f}{worst.unit}" if worst.value is not None else "not measured"
+    gpu = f" (GPU {worst.gpu})" if len(results) > 1 else ""
+    return f"  {MARKS[worst.met]} {worst.what:<40}{worst.wish:<19}{measured + gpu:>17}".rstrip()

@@ -1,4 +1,7 @@
-"""The live view. It only draws: samples come from a thread of its own, and `panels` says what stands where."""
+"""The live view. It only draws: samples come from a thread of its own, and `panels` says what stands where.
+
+The only module that imports Textual, which is an extra: `pip install 'flatout[top]'`.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,21 @@ from textual.events import Resize
 from textual.theme import Theme
 from textual.widgets import Footer, Static
 
-from flatout.top import panels
-from flatout.top.draw import DARK, LIGHT, Palette
+from flatout.model.formatting import duration
 from flatout.top.figures import FigureBuilder
-from flatout.top.panels import Drawing, Scene
-from flatout.top.source import Source, Stop
-from flatout.top.summary import sum_up
-from flatout.top.text import duration_text
-from flatout.top.verdict import Verdict, tone
+from flatout.top.panels import (
+    DARK,
+    LIGHT,
+    Drawing,
+    Palette,
+    Scene,
+    cpu_panel,
+    gpu_panel,
+    process_panel,
+    storage_panel,
+)
+from flatout.top.sample_source import SampleSource, Stop
+from flatout.top.summary import Verdict, sum_up, tone
 from flatout.trace import Sample
 
 KEPT_SAMPLES = 600
@@ -44,15 +54,15 @@ class TopView(App[None]):
         border: round $primary 50%; border-title-color: $foreground; border-title-style: bold;
         border-subtitle-color: $foreground 70%; padding: 0 1;
     }
-    #cards { height: 10; }
+    #gpus { height: 10; }
     #middle { height: 5; }
     #cpu, #storage { width: 1fr; height: 100%; }
     #processes { height: 1fr; }
-    .short #cards { height: 8; }
-    .tall #cards { height: 1fr; }
+    .short #gpus { height: 8; }
+    .tall #gpus { height: 1fr; }
     .tall #middle { height: 9; }
     .tall #processes { height: auto; }
-    .hostonly #cards { height: 3; }
+    .hostonly #gpus { height: 3; }
     .hostonly #middle { height: 1fr; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -60,16 +70,16 @@ class TopView(App[None]):
         Binding("ctrl+c", "leave", "Quit", show=False, priority=True),
         Binding("p,space", "hold", "Pause", key_display="p"),
         Binding("t", "light_or_dark", "Light/dark"),
-        Binding("right,tab", "next_card(1)", "Next card", key_display="→"),
-        Binding("left,shift+tab", "next_card(-1)", "Card before", key_display="←", show=False),
+        Binding("right,tab", "next_gpu(1)", "Next GPU", key_display="→"),
+        Binding("left,shift+tab", "next_gpu(-1)", "GPU before", key_display="←", show=False),
     ]
     ENABLE_COMMAND_PALETTE = False
 
-    def __init__(self, *, source: Source, stop: Stop, take: Callable[[Sample], None]) -> None:
-        # Textual answers NO_COLOR with shades of grey; told to use the terminal's own colours, it leaves all out.
+    def __init__(self, *, source: SampleSource, stop: Stop, take: Callable[[Sample], None]) -> None:
+        # Textual answers NO_COLOR with shades of grey; told to use the terminal's own colors, it leaves all out.
         super().__init__(ansi_color=True if os.environ.get("NO_COLOR") else None)
         self.samples: deque[Sample] = deque(maxlen=KEPT_SAMPLES)
-        self.card = 0
+        self.gpu = 0
         self._source = source
         self._stop = stop
         self._take = take
@@ -77,7 +87,7 @@ class TopView(App[None]):
         self._problem: BaseException | None = None
         self._thread = threading.Thread(target=self._measure, name="flatout-top", daemon=True)
         self._palette = LIGHT if _terminal_is_light() else DARK
-        self._cards = 0
+        self._gpus = 0
         self._verdict: Verdict | None = None
         self._verdict_s = 0.0
 
@@ -90,15 +100,15 @@ class TopView(App[None]):
         """The panels, from top to bottom."""
         yield Static(id="title")
         yield Static("waiting for the first sample …", id="verdict")
-        yield _Panel(panels.cards, id="cards")
+        yield _Panel(gpu_panel, id="gpus")
         with Horizontal(id="middle"):
-            yield _Panel(panels.cpu, id="cpu")
-            yield _Panel(panels.storage, id="storage")
-        yield _Panel(panels.processes, id="processes")
+            yield _Panel(cpu_panel, id="cpu")
+            yield _Panel(storage_panel, id="storage")
+        yield _Panel(process_panel, id="processes")
         yield Footer()
 
     def on_mount(self) -> None:
-        """Set the colours, start measuring."""
+        """Set the colors, start measuring."""
         for palette in (DARK, LIGHT):
             self.register_theme(_theme(palette))
         self.theme = self._palette.name
@@ -117,8 +127,8 @@ class TopView(App[None]):
         self.call_after_refresh(self._draw)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """There is a next card only where there are several."""
-        return action != "next_card" or self._cards > 1
+        """There is a next GPU only where there are several."""
+        return action != "next_gpu" or self._gpus > 1
 
     def action_leave(self) -> None:
         """End the view."""
@@ -130,13 +140,13 @@ class TopView(App[None]):
         self._stop.held = not self._stop.held
         self._draw()
 
-    def action_next_card(self, step: int) -> None:
-        """Look at another card."""
-        self.card = (self.card + step) % self._cards
+    def action_next_gpu(self, step: int) -> None:
+        """Look at another GPU."""
+        self.gpu = (self.gpu + step) % self._gpus
         self._draw()
 
     def action_light_or_dark(self) -> None:
-        """Change the colours."""
+        """Change the colors."""
         self._palette = LIGHT if self._palette is DARK else DARK
         self.theme = self._palette.name
         self._draw()
@@ -169,10 +179,10 @@ class TopView(App[None]):
         if not self.samples:
             return
         now = self.samples[-1]
-        self.card = min(self.card, max(0, len(now.gpus) - 1))
+        self.gpu = min(self.gpu, max(0, len(now.gpus) - 1))
         scene = Scene(
             samples=self.samples,
-            card=self.card,
+            gpu=self.gpu,
             palette=self._palette,
             cores_allowed=self._source.cores_allowed,
             notes=self._source.notes,
@@ -185,14 +195,18 @@ class TopView(App[None]):
         if self.screen.has_class("tall"):
             needed = max(1, len(now.processes)) + 3  # a header, and the frame
             self.query_one("#processes").styles.height = min(needed, self.size.height * 2 // 5)
-        if len(now.gpus) != self._cards:
-            self._cards = len(now.gpus)
+        if len(now.gpus) != self._gpus:
+            self._gpus = len(now.gpus)
             self.refresh_bindings()
 
     def _title(self) -> Text:
         palette, source, now = self._palette, self._source, self.samples[-1]
-        elapsed = duration_text(now.time_s - source.info.started_s)
-        state = "  END OF THE RECORDING" if self._ended else "  PAUSED" if self._stop.held else ""
+        elapsed = duration(1e3 * (now.time_s - source.info.started_s))
+        state = ""
+        if self._ended:
+            state = "  END OF THE RECORDING"
+        elif self._stop.held:
+            state = "  PAUSED"
         clock = time.strftime("%H:%M:%S", time.localtime(source.unix_s(now)))
         text = Text.assemble(
             ("flatout top", f"bold {palette.work}"),

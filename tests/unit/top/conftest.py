@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.top.source import Stop
+from flatout.top.sample_source import Stop
 from flatout.trace import GpuSample, RunInfo, Sample, TraceWriter
 
 

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flatout.top.figures import FigureBuilder, GpuFigures, Stats
-from flatout.top.readings import cpu_budget_pct
+from flatout.top.figures import FigureBuilder, GpuFigures, Stats, cpu_budget_pct
 from flatout.trace import DiskSample, Sample
 
 Make = Callable[..., Sample]

@@ -10,13 +10,13 @@ import pytest
 
 from flatout.model.errors import FlatoutError
 from flatout.top.figures import FigureBuilder
-from flatout.top.source import Source, Stop, live, replay
+from flatout.top.sample_source import SampleSource, Stop, live, replay
 from flatout.trace import Sample
 
 Make = Callable[..., Sample]
 
 
-def watched(machine, **options) -> Source:
+def watched(machine, **options) -> SampleSource:
     settings = {"interval_s": 1.0, "cores_allowed": 16.0, "clock": machine.clock}
     return live(machine, **(settings | options))
 

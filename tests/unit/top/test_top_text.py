@@ -10,7 +10,7 @@ import pytest
 
 from flatout.top.figures import FigureBuilder
 from flatout.top.summary import TopSummary, sum_up
-from flatout.top.text import duration_text, line_of, paint, reading_lines, size, summary_lines
+from flatout.top.text import line_of, reading_lines, size, style_of, summary_lines
 from flatout.trace import DiskSample, Sample
 
 Make = Callable[..., Sample]
@@ -62,12 +62,12 @@ def test_the_summary_of_one_card(make_sample: Make) -> None:
         "  SM clock, MHz of 1980                 1980       0    1980    1980    1980",
         "  fluctuation 50.0 points, idle 50% of the time, longest 0.5 s, energy 0.39 Wh",
         "",
-        "Host · 16 cores                         mean      sd      p5     p50     p95",
+        "Host · 16 cores · 2 workers             mean      sd      p5     p50     p95",
         "  CPU, %                                  10       0      10      10      10",
         "  iowait, %                                0       0       0       0       0",
         "  memory, % of 128 GiB                    25       0      25      25      25",
-        "  trainer, % of a core                    40       0      40      40      40",
-        "  each of 2 workers, % of a core          50       0      50      50      50",
+        "  trainer, of a core, %                   40       0      40      40      40",
+        "  each worker, of a core, %               50       0      50      50      50",
         "",
         "Targets",
         "  ✗ SM active, mean                         at least 80%                     50%",
@@ -123,11 +123,11 @@ def test_nothing_is_wider_than_80_columns(make_sample: Make, cards: int) -> None
         ("  SM active, %", ""),
     ],
 )
-def test_colours(line: str, style: str) -> None:
-    assert paint(line) == style
+def test_colors(line: str, style: str) -> None:
+    assert style_of(line) == style
 
 
-def test_sizes_and_times_as_people_write_them() -> None:
+def test_sizes_as_people_write_them() -> None:
     assert [size(n) for n in (None, 0, 2048, 150 * 2**20, 12.34 * 2**30, 3 * 2**40)] == [
         "–",
         "0 B",
@@ -136,4 +136,3 @@ def test_sizes_and_times_as_people_write_them() -> None:
         "12.3 GiB",
         "3.0 TiB",
     ]
-    assert [duration_text(s) for s in (4, 42.2, 200, 7500)] == ["4.0 s", "42 s", "3 min 20 s", "2 h 5 min"]

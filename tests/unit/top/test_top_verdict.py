@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from flatout.model.readings import HARMFUL_THROTTLES
 from flatout.sample.gpu import THROTTLE_REASONS
 from flatout.top.figures import FigureBuilder
-from flatout.top.summary import TopSummary, sum_up
-from flatout.top.verdict import HARMFUL_THROTTLES, WORDS, Verdict
+from flatout.top.summary import WORDS, TopSummary, Verdict, sum_up
 from flatout.trace import DiskSample, Sample
 
 Make = Callable[..., Sample]
@@ -53,7 +53,7 @@ SWINGING = {"sm": 50.0, "util": 60.0, "pulses": (0.0, 0.0, 0.0, 0.0, 95.0, 95.0,
         ("CPU-bound", {**SWINGING, "cpu": 97.0}, "97% of 16 cores"),
         ("CPU-bound", {**LOW, "host": {"throttled_pct": 40.0}}, "the cgroup's CPU quota held processes back 40%"),
         ("disk-bound", {**LOW, "host": {"iowait_pct": 40.0}}, "iowait is 40% while SM active averages 30%"),
-        ("disk-bound", {**LOW, "host": {"pressure_io_pct": 80.0}}, "waiting for storage 80% of the time"),
+        ("disk-bound", {**LOW, "host": {"pressure_io_pct": 80.0}}, "waited for storage 80% of the time"),
         ("disk-bound", {**LOW, "host": {"disks": DISK}}, "the busiest disk is 99% busy"),
         ("healthy", {"sm": 92.0, "util": 99.0, "cpu": 97.0, "host": {"disks": DISK}}, "SM active averages 92%"),
         (
@@ -65,10 +65,10 @@ SWINGING = {"sm": 50.0, "util": 60.0, "pulses": (0.0, 0.0, 0.0, 0.0, 95.0, 95.0,
         (
             "near out of memory",
             {"sm": 92.0, "gpu": {"memory_used_bytes": 135 << 30}},
-            "the card's memory was 96.4% full",
+            "the GPU's memory was 96.4% full",
         ),
         ("near out of memory", {"sm": 92.0, "host": {"memory_used_bytes": 125 << 30}}, "the host's memory was 97.7%"),
-        ("idle", {"sm": 0.0, "util": 0.0}, "SM active averages 0%: nothing used the card"),
+        ("idle", {"sm": 0.0, "util": 0.0}, "SM active averages 0%: nothing used the GPU"),
         ("starved", {"sm": 1.0, "util": 2.0, "trainer_cpu": 60.0}, "SM active averages 1%"),
         ("no GPU", {"cards": 0, "cpu": 12.0}, "only the host was measured; the CPU is 12% busy"),
         ("near out of memory", {"cards": 0, "host": {"memory_used_bytes": 125 << 30}}, "the host's memory"),
@@ -117,7 +117,7 @@ def test_a_machine_is_judged_by_its_worst_card(make_sample: Make) -> None:
     assert [card.verdict.word for card in summary.gpus] == ["healthy", "starved", "idle"]
     assert summary.verdict.word == "starved"
     assert summary.verdict.reason.startswith("GPU 1: SM active averages 40%")
-    assert summary.verdict.reason.endswith("GPU 2 stands idle.")
+    assert summary.verdict.reason.endswith("GPU 2 is idle.")
 
 
 def test_the_throttle_words_are_those_the_sampler_says() -> None:

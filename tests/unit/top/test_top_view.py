@@ -21,9 +21,8 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
-from flatout.top.draw import DARK, bar, chart, cores, sparkline
-from flatout.top.panels import Scene, processes
-from flatout.top.source import Stop, live, replay
+from flatout.top.panels import DARK, Scene, bar, chart, cores, process_panel, sparkline
+from flatout.top.sample_source import Stop, live, replay
 from flatout.top.view import TopView
 from flatout.trace import DiskSample, ProcessSample, Sample
 
@@ -98,7 +97,7 @@ def test_everything_is_on_the_screen(watch, make_sample: Make, size: tuple[int, 
         r"tensor .* 43%",
         r"memory .* 70.0/140.0 GiB",
         r"power .* 350/700 W",
-        r"heat .* 60 °C",
+        r"temp\. .* 60 °C",
         r"SM clock .* 1980/1980 MHz",
         "CPU 1[05]% of 16 cores",
         "nvme0n1 .*↓381 MiB/s",
@@ -128,8 +127,8 @@ def test_processes_that_sleep_do_not_hide_those_that_work(make_sample: Make) -> 
     asleep = [ProcessSample(pid=100 + n, role="trainer", name="python", cpu_pct=0.0) for n in range(20)]
     at_work = [ProcessSample(pid=300 + n, role="other", name="python", cpu_pct=90.0 + n) for n in range(3)]
     many = dataclasses.replace(sample, processes=(*asleep, *at_work))
-    scene = Scene(samples=[many], card=0, palette=DARK, cores_allowed=None, notes=())
-    lines = [line.plain.split() for line in processes(scene, 80, 7).lines]
+    scene = Scene(samples=[many], gpu=0, palette=DARK, cores_allowed=None, notes=())
+    lines = [line.plain.split() for line in process_panel(scene, 80, 7).lines]
     assert [line[:2] for line in lines[1:]] == [
         ["100", "trainer"], ["101", "trainer"], ["302", "other"], ["301", "other"], ["300", "other"], ["…", "18"],
     ]  # fmt: skip
@@ -138,14 +137,14 @@ def test_processes_that_sleep_do_not_hide_those_that_work(make_sample: Make) -> 
 
 def test_several_cards_one_chosen(watch, make_sample: Make) -> None:
     samples = [busy_second(make_sample, float(t), cards=3) for t in range(3)]
-    first, _, second, _ = watch(samples, keys={"x": "→ Next card", "right": "▸ 1 ", "left": "▸ 0 "})
+    first, _, second, _ = watch(samples, keys={"x": "→ Next GPU", "right": "▸ 1 ", "left": "▸ 0 "})
     assert re.search(r"▸ 0 .*71%  util  98%  mem  50%  350 W  60 °C", first)
     assert "GPU 1 NVIDIA H200" in second
 
 
 def test_the_chosen_of_many_cards_is_always_among_those_shown(watch, make_sample: Make) -> None:
     samples = [busy_second(make_sample, float(t), cards=8) for t in range(3)]
-    assert watch(samples, keys={"x": "→ Next card", "left": "▸ 7 ", "right": "▸ 0 "})
+    assert watch(samples, keys={"x": "→ Next GPU", "left": "▸ 7 ", "right": "▸ 0 "})
 
 
 def test_it_redraws_when_the_terminal_grows(view_of, make_sample: Make) -> None:
@@ -159,19 +158,19 @@ def test_it_redraws_when_the_terminal_grows(view_of, make_sample: Make) -> None:
 
     before, after = asyncio.run(grow())
     assert "PCIe in" not in before
-    assert re.search(r"PCIe in +1.0 GiB/s", after)
+    assert re.search(r"PCIe in +1024.0 MiB/s", after)
 
 
 def test_a_card_without_gpm_says_so(watch, make_sample: Make) -> None:
     (screen,) = watch([make_sample(float(t), util=98.0) for t in range(3)])
-    assert "power share, for want of SM counters" in screen
+    assert "power share, as there are no SM counters" in screen
     assert "SM active  ░" not in screen
 
 
 def test_a_machine_without_a_gpu(watch, make_sample: Make) -> None:
     (screen,) = watch([make_sample(float(t), cards=0) for t in range(3)])
-    assert "no GPU  no NVIDIA card was seen" in screen
-    assert "none seen: nobody holds memory on a card" in screen
+    assert "no GPU  no NVIDIA GPU was seen" in screen
+    assert "none seen: no process holds memory on a GPU" in screen
 
 
 def test_a_picture_can_be_held_while_measuring_goes_on(machine) -> None:

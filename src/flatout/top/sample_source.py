@@ -17,7 +17,7 @@ from flatout.trace import RunInfo, Sample, read
 
 
 class Stop:
-    """Asks a loop to end, or to hold. Plain flags: a signal handler may set them at any moment; a lock could jam."""
+    """Asks a loop to end, or to pause. Plain flags, because signal handlers set them; a lock could deadlock."""
 
     def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
         self.asked = False
@@ -25,14 +25,14 @@ class Stop:
         self._sleep = sleep
 
     def wait(self, seconds: float) -> bool:
-        """Let at most a pulse's time pass; True when one should end."""
+        """Let at most a pulse's time pass; True when the loop should end."""
         if not self.asked and seconds > 0:
             self._sleep(min(seconds, PULSE_EVERY_S))
         return self.asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class SampleSource:
     """A stream of samples, and what one must know to read them. `notes` may grow as samples come."""
 
     info: RunInfo
@@ -57,7 +57,7 @@ def live(
     duration_s: float = math.inf,
     cores_allowed: float,
     clock: Callable[[], float] = time.monotonic,
-) -> Source:
+) -> SampleSource:
     """This machine: a sample every `interval_s`, pulses in between."""
 
     def samples(stop: Stop) -> Iterator[Sample]:
@@ -71,7 +71,7 @@ def live(
             yield sampler.read()
             if clock() + interval_s / 2 > start_s + duration_s:
                 return
-            due_s = max(due_s + interval_s, clock())  # a machine that fell behind does not hurry after
+            due_s = max(due_s + interval_s, clock())  # after falling behind, it does not hurry
 
     info = RunInfo(
         name="top",
@@ -81,7 +81,7 @@ def live(
         started_s=clock(),
         facts={"cores_allowed": cores_allowed, "interval_s": interval_s},
     )
-    return Source(info=info, notes=sampler.notes, samples=samples)
+    return SampleSource(info=info, notes=sampler.notes, samples=samples)
 
 
 def replay(
@@ -90,8 +90,8 @@ def replay(
     gpus: tuple[int, ...] | None = None,
     speed: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
-) -> Source:
-    """A recording, at `speed` times its own pace, or all at once; of these cards only."""
+) -> SampleSource:
+    """A recording, at `speed` times its own pace, or all at once; of these GPUs only."""
     trace = read(folder)
     if len(trace.machines) > 1:
         machines = f"{len(trace.machines)} machines ({', '.join(info.host for info in trace.machines)})"
@@ -104,7 +104,7 @@ def replay(
     for index in gpus or ():
         if index not in there:
             raise UsageError(f"there is no GPU {index} in {folder}")
-    wanted = there if gpus is None else set(gpus)
+    chosen = there if gpus is None else set(gpus)
 
     def samples(stop: Stop) -> Iterator[Sample]:
         for sample in recorded:
@@ -113,6 +113,6 @@ def replay(
                 stop.wait(PULSE_EVERY_S if stop.held else end_s - clock())
             if stop.asked:
                 return
-            yield dataclasses.replace(sample, gpus=tuple(gpu for gpu in sample.gpus if gpu.index in wanted))
+            yield dataclasses.replace(sample, gpus=tuple(gpu for gpu in sample.gpus if gpu.index in chosen))
 
-    return Source(info=info, notes=[note.text for note in trace.notes], samples=samples)
+    return SampleSource(info=info, notes=[note.text for note in trace.notes], samples=samples)

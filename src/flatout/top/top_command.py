@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from flatout.files import write_whole
 from flatout.model.errors import GateFailed, UsageError
@@ -25,12 +25,13 @@ from flatout.model.records import SCHEMA, to_json
 from flatout.sample import budget
 from flatout.sample.hardware import Sampler
 from flatout.top.figures import FigureBuilder
-from flatout.top.source import Source, Stop, live, replay
+from flatout.top.sample_source import SampleSource, Stop, live, replay
 from flatout.top.summary import TopSummary, sum_up
-from flatout.top.table import CsvTable
-from flatout.top.targets import DEFAULT_TARGETS, Target, parse_targets
-from flatout.top.text import line_of, paint, reading_lines, summary_lines
+from flatout.top.text import CsvTable, line_of, reading_lines, style_of, summary_lines
 from flatout.trace import Note, Sample, TraceWriter
+
+if TYPE_CHECKING:
+    from flatout.top.view import TopView
 
 FASTEST_S, SLOWEST_S = 0.05, 60.0
 USUAL_INTERVAL_S = 1.0
@@ -52,7 +53,6 @@ class TopOptions:
     record_to: Path | None = None
     replay_from: Path | None = None
     speed: float | None = None
-    target: str | None = None
     fail_below_pct: float | None = None
 
     @property
@@ -75,14 +75,15 @@ def run(
     stop: Stop | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TopSummary:
-    """Watch, and sum up. Raises GateFailed when a card did less than it should have.
+    """Watch, and sum up. Raises GateFailed when a GPU did less than it should have.
 
-    Tests bring a terminal, a sampler, a stop and a clock of their own.
+    Tests replace the terminal, the sampler, the stop and the clock.
     """
     for mistake in _mistakes(options):
         raise UsageError(mistake)
-    targets = parse_targets(options.target) if options.target is not None else DEFAULT_TARGETS
     has_view = _wants_view(options, find_terminal())
+    if has_view:
+        _view_class()  # before any file is made
     stop = stop or Stop()
     with ExitStack() as stack:
         if options.replay_from is not None:
@@ -94,9 +95,7 @@ def run(
         session = _Session(options, source, stack)
         with _ends_on_signal(stop):
             if has_view:
-                from flatout.top.view import TopView  # only now: it brings Textual
-
-                view = TopView(source=source, stop=stop, take=session.take)
+                view = _view_class()(source=source, stop=stop, take=session.take)
                 view.run()
                 view.raise_problem()
             else:
@@ -106,10 +105,10 @@ def run(
                     if talks:
                         print(line_of(sample, source.unix_s(sample), source.cores_allowed), flush=True)
         stack.close()
-        return session.finish(targets)
+        return session.finish()
 
 
-def _this_machine(options: TopOptions, sampler: Sampler, clock: Callable[[], float]) -> Source:
+def _this_machine(options: TopOptions, sampler: Sampler, clock: Callable[[], float]) -> SampleSource:
     interval_s = options.interval_s or (ONCE_INTERVAL_S if options.once else USUAL_INTERVAL_S)
     duration_s = interval_s if options.once else options.duration_s or math.inf
     cores_allowed = budget.measure().cores_allowed
@@ -119,7 +118,7 @@ def _this_machine(options: TopOptions, sampler: Sampler, clock: Callable[[], flo
 class _Session:
     """What happens to each sample, and in the end."""
 
-    def __init__(self, options: TopOptions, source: Source, stack: ExitStack) -> None:
+    def __init__(self, options: TopOptions, source: SampleSource, stack: ExitStack) -> None:
         self._options = options
         self._source = source
         self._figures = FigureBuilder(cores_allowed=source.cores_allowed)
@@ -152,12 +151,12 @@ class _Session:
                     raise
                 raise UsageError(f"cannot write {self._options.csv_to}: {problem.strerror}") from None
 
-    def finish(self, targets: tuple[Target, ...]) -> TopSummary:
+    def finish(self) -> TopSummary:
         """Print the summary, ask the gate."""
         options, source, notes = self._options, self._source, list(self._source.notes)
         if self._writer is not None and self._writer.error is not None:
             notes.append(self._writer.error)
-        summary = sum_up(self._figures, targets=targets, hostname=source.info.host, notes=notes)
+        summary = sum_up(self._figures, hostname=source.info.host, notes=notes)
         if options.json_to is not None:
             data = self._reading(notes) if options.once else summary.to_json()
             _write(options.json_to, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
@@ -176,7 +175,7 @@ class _Session:
 
 
 def _mistakes(options: TopOptions) -> Iterator[str]:
-    """What cannot be meant."""
+    """Options that cannot be meant."""
     interval_s, duration_s, speed = options.interval_s, options.duration_s, options.speed
     if interval_s is not None and not FASTEST_S <= interval_s <= SLOWEST_S:
         yield f"--interval must be from {FASTEST_S:g} to {SLOWEST_S:g} seconds (got {interval_s:g})"
@@ -208,6 +207,18 @@ def _wants_view(options: TopOptions, terminal: os.terminal_size | None) -> bool:
             f"(this terminal has {terminal.columns} and {terminal.lines}): use --duration, or pipe the output"
         )
     return True
+
+
+def _view_class() -> type[TopView]:
+    try:
+        from flatout.top.view import TopView
+    except ModuleNotFoundError as problem:
+        if (problem.name or "").partition(".")[0] != "textual":
+            raise
+        raise UsageError(
+            "the live view needs Textual: pip install 'flatout[top]'. Without it: flatout top --duration 60"
+        ) from None
+    return TopView
 
 
 def _must_be_writable(path: Path) -> None:
@@ -257,15 +268,15 @@ def _print(lines: Iterator[str]) -> None:
 
     console = Console(highlight=False)
     for line in lines:
-        console.print(Text(line, style=paint(line)), soft_wrap=True)
+        console.print(Text(line, style=style_of(line)), soft_wrap=True)
 
 
 def _ask_gate(summary: TopSummary, least_pct: float) -> None:
-    """Every card that was watched must have done at least so much."""
+    """Every GPU that was watched must have done at least this much."""
     if not summary.gpus:
         raise GateFailed(f"--fail-below {least_pct:g}: no GPU was measured")
-    for card in summary.gpus:
-        gpu = card.figures
+    for one in summary.gpus:
+        gpu = one.figures
         if gpu.work_pct is None:
             raise GateFailed(f"--fail-below {least_pct:g}: what GPU {gpu.index} did could not be measured")
         if gpu.work_pct < least_pct:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import fields
@@ -16,9 +17,9 @@ from typing import Any
 import pytest
 
 from flatout.model.errors import FlatoutError, GateFailed, UsageError
-from flatout.top.session import TopOptions, run
 from flatout.top.summary import TopSummary
-from flatout.top.table import GPU_COLUMNS, HOST_COLUMNS
+from flatout.top.text import GPU_COLUMNS, HOST_COLUMNS
+from flatout.top.top_command import TopOptions, run
 from flatout.trace import DiskSample, GpuSample, HostSample, Sample, read
 
 Make = Callable[..., Sample]
@@ -89,7 +90,7 @@ def test_once_in_words(top, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_summary_as_json(top, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    top(duration_s=4.0, json_to=str(tmp_path / "sum.json"), target="sm=85")
+    top(duration_s=4.0, json_to=str(tmp_path / "sum.json"))
     summary = json.loads((tmp_path / "sum.json").read_text())
     assert summary["record"] == "top-summary"
     assert summary["samples"] == 4
@@ -99,18 +100,16 @@ def test_the_summary_as_json(top, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert gpu["fluctuation_pct"] == pytest.approx(0, abs=0.1)
     assert gpu["gpu_util_pct"]["p95"] == pytest.approx(80)
     assert gpu["verdict"]["word"] == "healthy"
-    assert summary["targets"] == [
-        {
-            "name": "sm",
-            "gpu": 0,
-            "what": "SM active, mean",
-            "wish": "at least 85%",
-            "unit": "%",
-            "value": pytest.approx(80),
-            "met": False,
-            "margin": pytest.approx(-5),
-        }
-    ]
+    assert summary["targets"][1] == {
+        "name": "util",
+        "gpu": 0,
+        "what": "GPU-Util, mean",
+        "wish": "at least 85%",
+        "unit": "%",
+        "value": pytest.approx(80),
+        "met": False,
+        "margin": pytest.approx(-5),
+    }
     assert "Verdict" in capsys.readouterr().out
 
 
@@ -211,7 +210,6 @@ def test_the_gate_stays_shut_without_a_gpu(top, machine) -> None:
         ({"duration_s": 1.0, "interval_s": 2.0}, "--duration must be at least one interval, 2 s (got 1)"),
         ({"duration_s": float("inf")}, "--duration must be"),
         ({"fail_below_pct": 101.0}, "--fail-below must be from 0 to 100"),
-        ({"target": "smm=1"}, "did you mean sm?"),
         ({"json_to": "-", "csv_to": "-"}, "cannot both write to stdout"),
         ({"json_to": "x", "csv_to": "x"}, "cannot both write to x"),
         ({"once": True, "duration_s": 5.0}, "--once and --duration cannot go together"),
@@ -276,6 +274,18 @@ def test_a_terminal_of_20_columns(top, tmp_path: Path) -> None:
         top(terminal=(20, 24), record_to=tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
     assert top(terminal=(20, 24), duration_s=3.0).samples == 3
+
+
+def test_without_textual_it_says_what_to_install_and_goes_on_in_text(
+    top, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "flatout.top.view", raising=False)
+    monkeypatch.setitem(sys.modules, "textual.app", None)
+    monkeypatch.setitem(sys.modules, "textual", None)
+    with pytest.raises(UsageError, match=r"needs Textual: pip install 'flatout\[top\]'. Without it: flatout top --dur"):
+        top(terminal=(80, 24), record_to=tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+    assert top(terminal=(80, 24), duration_s=3.0).samples == 3
 
 
 def test_every_field_and_column_is_in_the_guide(top, machine, tmp_path: Path) -> None:
