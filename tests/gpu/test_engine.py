@@ -14,11 +14,12 @@ from torch.utils.data import Dataset
 
 from flatout.augment import Minimal
 from flatout.engine import Trainer
-from flatout.engine.batch_size import fastest_batch
+from flatout.engine.assemble import fastest_batch
 from flatout.engine.checkpoint import newest
-from flatout.engine.precision import decide
+from flatout.engine.config import TrainConfig
+from flatout.engine.model_setup import decide
 from flatout.engine.ranks import Ranks
-from flatout.engine.step import Step, TrainConfig, uncompiled
+from flatout.engine.train_step import TrainStep, uncompiled
 from flatout.feed import DataLoader
 from flatout.model.errors import UsageError
 
@@ -231,7 +232,7 @@ def test_a_full_card_is_met_with_smaller_pieces() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     precision, _ = decide("off", torch.device("cuda"))
     said: list[str] = []
-    step = Step(model, nn.CrossEntropyLoss(), optimizer, precision, TrainConfig(batch_size=256), said.append)
+    step = TrainStep(model, nn.CrossEntropyLoss(), optimizer, precision, TrainConfig(batch_size=256), said.append)
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1.5 * 2**30) / total)
@@ -248,7 +249,7 @@ def test_the_fastest_batch_stays_within_the_share() -> None:
     model = net().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     precision, _ = decide("bf16", torch.device("cuda"))
-    step = Step(model, nn.CrossEntropyLoss(), optimizer, precision, TrainConfig(), print)
+    step = TrainStep(model, nn.CrossEntropyLoss(), optimizer, precision, TrainConfig(), print)
     batch = [torch.randn(32, 3, 32, 32, device="cuda"), torch.zeros(32, dtype=torch.long, device="cuda")]
     weights = [parameter.clone() for parameter in model.parameters()]
     size, why = fastest_batch(step, batch, 1 << 14, 0.2, Ranks("cuda"))

@@ -2,13 +2,12 @@
 
     config.yaml ─► Config ─► assemble (parts by import path) ─► Trainer.fit ─► checkpoints, metrics, best.pt
 
-`config` reads and checks; each section of it stands beside what it configures. `assemble` builds the parts, `trainer`
-has the loop, `step` one optimizer step, `losses` what came of it; `model` and `precision` are what is done for speed,
-`data` makes the loaders, `batch_size` finds the fastest, `evaluation`, `checkpoint` and `progress` do what they are
-called, `ranks` holds the processes together; `section` is what all sections are made of.
+`config` has all settings, and reads and checks them; `assemble` builds what they name; `trainer` has the loop and the
+validation, `train_step` one optimizer step. `datasets` makes loaders and batches, `model_setup` puts the model on its
+device, `checkpoint` and `progress` write what comes of it, `ranks` holds the processes together.
 """
 
-from flatout.engine.config import Config, Settings, load
+from flatout.engine.config import Config, TrainerConfig, load
 from flatout.engine.trainer import Trainer
 
-__all__ = ["Config", "Settings", "Trainer", "load"]
+__all__ = ["Config", "Trainer", "TrainerConfig", "load"]

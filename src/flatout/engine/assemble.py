@@ -1,14 +1,22 @@
-"""From a config to a training that runs: the parts are built, in the order in which they need each other."""
+"""From a config to a training that runs: everything it names is built, in the order in which one needs the other.
+
+`batch_size: auto` is found here: the fastest batch within a share of the GPU's memory, not the largest that fits. Real
+steps are taken at 32, 64, 128 … samples, until more of them no longer learn faster or no longer fit; of those about as
+fast as the fastest the smallest is taken. Model, optimizer and random streams are put back. Every rank takes the same
+steps, and the slowest and the fullest one decide.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import os
 import random
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,21 +26,29 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from flatout.augment import Augment
-from flatout.engine.batch_size import FIRST, fastest_batch, scale_learning_rate
-from flatout.engine.config import Config, effective, load, shown, without_effect
-from flatout.engine.data import datasets, steps_in_all, train_loader, val_loader
-from flatout.engine.evaluation import can_share, is_object
-from flatout.engine.model import channels_last, device_for, made_ready
-from flatout.engine.precision import Decision, decide, switched
+from flatout.engine.checkpoint import random_state, set_random_state
+from flatout.engine.config import (
+    Config,
+    FactoryConfig,
+    TrainConfig,
+    build,
+    effective,
+    found,
+    load,
+    shown,
+    without_effect,
+)
+from flatout.engine.datasets import datasets, steps_in_all, train_loader, val_loader
+from flatout.engine.model_setup import Decision, channels_last, decide, device_for, made_ready, switched
 from flatout.engine.ranks import Ranks
-from flatout.engine.section import Part, build, found
-from flatout.engine.step import Step
-from flatout.engine.trainer import Trainer
+from flatout.engine.train_step import TrainStep, batch_rows, out_of_memory, taken
+from flatout.engine.trainer import Trainer, can_share, is_object
 from flatout.feed import to_device
 from flatout.files import PRIVATE, write_whole
 from flatout.inside.attach import attach
 from flatout.launch.protocol import new_folder
 from flatout.model.errors import NotSavedError, UsageError
+from flatout.model.formatting import in_full
 from flatout.model.inputs import load_yaml, text_of
 
 
@@ -113,7 +129,7 @@ def assemble(config: Config, ranks: Ranks, found_before: int | None = None) -> T
     if batch_size == "auto":
         precision, _ = decide(train.precision, device)
         layout, *_ = made_ready(model, train.model_copy(update={"compile": False}), device)  # as it will train
-        step = Step(model, criterion, optimizer, precision, train, say=lambda text: None)
+        step = TrainStep(model, criterion, optimizer, precision, train, say=lambda text: None)
         convert = channels_last if layout.value == "on" else None
         with switched(precision, deterministic=train.deterministic):
             batch_size, why = _fastest(config, train_set, step, convert, augmentation, ranks)
@@ -166,7 +182,7 @@ def _seed(number: int) -> None:
         seed(number)
 
 
-def _function(part: Part, where: str) -> Any:
+def _function(part: FactoryConfig, where: str) -> Any:
     """A loss or a metric, or what makes one: `torch.nn.functional:mse_loss`, `torch.nn:CrossEntropyLoss`."""
     thing = found(part.factory, f"{where}.factory")
     made = build(part, where) if isinstance(thing, type) or part.args else thing
@@ -175,7 +191,7 @@ def _function(part: Part, where: str) -> Any:
     return made
 
 
-def _taking_two(part: Part, where: str) -> Any:
+def _taking_two(part: FactoryConfig, where: str) -> Any:
     """A loss or a metric that can be called with output and target."""
     made = _function(part, where)
     if is_object(made) and not hasattr(made, "reset"):
@@ -189,7 +205,9 @@ def _taking_two(part: Part, where: str) -> Any:
     return made
 
 
-def _optimizer(part: Part, model: torch.nn.Module, device: torch.device) -> tuple[torch.optim.Optimizer, Decision]:
+def _optimizer(
+    part: FactoryConfig, model: torch.nn.Module, device: torch.device
+) -> tuple[torch.optim.Optimizer, Decision]:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise UsageError("model: it has no parameter to train")
@@ -244,7 +262,7 @@ def _augmentation(config: Config, device: torch.device) -> Any:
 
 
 def _fastest(
-    config: Config, dataset: Any, step: Step, convert: Callable[[Any], Any] | None, augmentation: Any, ranks: Ranks
+    config: Config, dataset: Any, step: TrainStep, convert: Callable[[Any], Any] | None, augmentation: Any, ranks: Ranks
 ) -> tuple[int, str]:
     """What `batch_size: auto` comes to, tried on the first samples of the data."""
     if isinstance(dataset, IterableDataset):
@@ -323,3 +341,96 @@ def _batch_size_of(out: Path) -> int | None:
         size = load_yaml(text_of(configs[-1]), str(configs[-1]))["train"]["batch_size"] if configs else None
         return size if type(size) is int else None
     return None
+
+
+# -- batch_size: auto
+
+FIRST = 32
+_ABOUT_AS_FAST = 0.97
+_WARM_UP, _TIMED = 3, 5
+
+
+def fastest_batch(step: TrainStep, first: Any, most: int, share: float, ranks: Ranks) -> tuple[int, str]:
+    """The batch size to take, and why; `first` is a batch as the step wants it, of any size."""
+    device = step.precision.device
+    kept = copy.deepcopy(step.model.state_dict()), copy.deepcopy(step.optimizer.state_dict()), random_state(device)
+    scale = copy.deepcopy(step.scaler.state_dict())
+    speeds: dict[int, float] = {}
+    size = min(FIRST, most)
+    while True:
+        seconds, used = _tried(step, _grown(first, size), device)
+        seconds, used = ranks.highest([seconds, used])
+        if used > share:
+            break
+        speeds[size] = size / seconds
+        if size == most or (len(speeds) > 2 and speeds[size] < 1.02 * max(list(speeds.values())[:-1])):
+            break
+        size = min(2 * size, most)
+    step.model.load_state_dict(kept[0])
+    step.optimizer.load_state_dict(kept[1])
+    step.scaler.load_state_dict(scale)
+    step.optimizer.zero_grad(set_to_none=True)
+    set_random_state(kept[2], device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    if not speeds:
+        raise UsageError(f"train.batch_size: even {min(FIRST, most)} samples take more than {share:.0%} of the memory")
+    best = next(size for size in speeds if speeds[size] >= _ABOUT_AS_FAST * max(speeds.values()))
+    tried = ", ".join(f"{in_full(speed)} at {size}" for size, speed in speeds.items())
+    return best, f"the fastest; samples/s of the step alone, uncompiled: {tried}"
+
+
+def _tried(step: TrainStep, batch: Any, device: torch.device) -> tuple[float, float]:
+    """Seconds a step takes, and the share of the card's memory that it needs (2 where it does not fit)."""
+    cuda = device.type == "cuda"
+    pieces_before = step.accumulate
+    try:
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(device)
+        for number in range(_WARM_UP + _TIMED):
+            if number == _WARM_UP:
+                if cuda:
+                    torch.cuda.synchronize(device)
+                started = time.perf_counter()
+            step(batch)
+            if step.accumulate != pieces_before:  # it ran out of memory, and went on in smaller pieces
+                return 1.0, 2.0
+        if cuda:
+            torch.cuda.synchronize(device)
+        seconds = (time.perf_counter() - started) / _TIMED
+    except Exception as problem:
+        if not out_of_memory(problem):
+            raise
+        return 1.0, 2.0
+    finally:
+        step.accumulate = pieces_before
+    if not cuda:
+        return seconds, 0.0
+    _, total = torch.cuda.mem_get_info(device)
+    return seconds, torch.cuda.max_memory_reserved(device) / total
+
+
+def _grown(batch: Any, size: int) -> Any:
+    """A batch of `size` samples, made of those of `batch` over and over: how fast a step is does not depend on them."""
+    rows = batch_rows(batch)
+
+    def grown(thing: Any) -> Any:
+        if isinstance(thing, torch.Tensor):
+            return thing[torch.arange(size, device=thing.device) % rows]
+        return [thing[place % rows] for place in range(size)]
+
+    return taken(batch, grown)
+
+
+def scale_learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, effective: int) -> str:
+    """Bring the learning rate to the batch that is in force; what was done, in words."""
+    if config.lr_rule == "none" or config.lr_batch is None:
+        return f"the learning rate stays as it is at a batch of {effective} (train.lr_rule: none)"
+    factor = effective / config.lr_batch
+    factor = factor if config.lr_rule == "linear" else factor**0.5
+    for group in optimizer.param_groups:
+        group["lr"] *= factor
+    rates = ", ".join(f"{group['lr']:.4g}" for group in optimizer.param_groups)
+    return (
+        f"learning rate times {factor:.4g} = {rates}: {config.lr_rule} from a batch of {config.lr_batch} to {effective}"
+    )

@@ -19,13 +19,12 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from typing import IO, Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from flatout.engine.section import Count, Every, Often, Section
+from flatout.engine.config import CheckpointConfig
 from flatout.feed import randomness
 from flatout.files import sync_folder, write_whole_by
 from flatout.model.errors import FlatoutError, UsageError
@@ -33,15 +32,6 @@ from flatout.model.errors import FlatoutError, UsageError
 VERSION = 1
 _LONGEST = 200  # letters of what somebody else says went wrong
 _NAME = re.compile(r"step-(\d+)\.pt")
-
-
-class CheckpointConfig(Section):
-    """When checkpoints are written, and which are kept."""
-
-    every: Often = Every(1, "epoch")
-    keep: Count = 2
-    best: Annotated[str, Field(min_length=1)] | None = "loss"  # the validation metric that chooses best.pt
-    best_is: Literal["min", "max"] = "min"
 
 
 class Checkpoints:

@@ -2,49 +2,199 @@
 
     file ─► preset ─► key=value ─► Config        a mistake is one line: the key, what is wrong, the nearest right name
 
-`Settings` is what the trainer itself goes by; `Config` adds the parts it is made of, by import path.
+`TrainerConfig` is what the trainer itself goes by. `Config` adds what it trains: model, data, optimizer and so on, each
+made by a factory that is named by its import path (`package.module:name`). There is no registry; an argument that is
+itself `{factory: …, args: …}` is built first.
 """
 
 from __future__ import annotations
 
 import copy
+import difflib
+import importlib
+import inspect
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from flatout.engine.checkpoint import CheckpointConfig
-from flatout.engine.data import DataConfig
-from flatout.engine.evaluation import EvaluateConfig
-from flatout.engine.progress import LogConfig
-from flatout.engine.section import Part, Section, nearest
-from flatout.engine.step import TrainConfig
 from flatout.model.errors import UsageError
 from flatout.model.inputs import load_yaml, short, text_of, yaml_loader
 from flatout.redact import redact_setting
 
-Kind = TypeVar("Kind", bound=BaseModel)
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "fastest": {"train.batch_size": "auto", "data.workers": "auto", "train.precision": "bf16"},
-    "small-memory": {
-        "train.batch_size": 64, "train.accumulate": 4, "data.workers": 2, "train.precision": "bf16",
-        "augment.factory": "flatout.augment:Minimal",
-    },
-    "debug": {
-        "train.batch_size": 8, "data.workers": 0, "train.precision": "off", "train.device": "cpu",
-        "train.compile": False, "train.deterministic": True,
-    },
-}  # fmt: skip
+class Section(BaseModel):
+    """A group of settings. A key it does not know is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
 
 
-_AUGMENT_PRESETS = ("flatout.augment:Minimal", "flatout.augment:Standard", "flatout.augment:Strong")
+_LONGEST_PATH = 200  # letters
+Count = Annotated[int, Field(ge=1, le=2**53)]
 
 
-class Settings(Section):
+@dataclass(frozen=True, slots=True)
+class Every:
+    """How often something happens: "5 epochs", "1000 steps", "10 minutes"."""
+
+    number: float
+    unit: Literal["epoch", "step", "minute"]
+
+    def __str__(self) -> str:
+        return f"{self.number:g} {self.unit}{'' if self.number == 1 else 's'}"
+
+
+def _read_every(value: Any) -> Any:
+    if value is None or value is False or value == "never":
+        return None
+    if isinstance(value, Every):
+        return value
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)?\s*(epoch|step|minute)s?", value) if isinstance(value, str) else None
+    number = float(found[1] or 1) if found else 0.0
+    if found is None or not 0 < number < 2**53 or (found[2] != "minute" and number != int(number)):
+        raise ValueError('such as "5 epochs", "1000 steps", "10 minutes" or never')
+    return Every(number, found[2])  # type: ignore[arg-type]
+
+
+Often = Annotated[Every | None, BeforeValidator(_read_every), PlainSerializer(lambda every: every and str(every))]
+
+
+class FactoryConfig(Section):
+    """A factory and its arguments; `package.module:name` alone stands for one without arguments."""
+
+    factory: str
+    args: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"factory": value} if isinstance(value, str) else value
+
+    @field_validator("factory")
+    @classmethod
+    def _is_path(cls, value: str) -> str:
+        if len(value) > _LONGEST_PATH or not re.fullmatch(
+            r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", value
+        ):
+            raise ValueError("an import path such as package.module:name")
+        return value
+
+
+_MEANS = {
+    "auto": ("auto",),
+    "off": ("off", "false", "no", "none", "fp32", "float32", "32", "full"),
+    "tf32": ("tf32", "tensorfloat32"),
+    "bf16": ("bf16", "bfloat16", "bf16-mixed", "true", "on", "yes", "amp", "mixed"),
+    "fp16": ("fp16", "float16", "half", "16", "16-mixed"),
+}
+
+
+_NAMES = {word: name for name, words in _MEANS.items() for word in words}
+
+
+def _read_precision(value: Any) -> Any:
+    """The name of a precision, however a person spells it; YAML reads `off` as False and `16` as a number."""
+    word = str(value).strip().lower().removeprefix("torch.") if isinstance(value, str | bool | int) else None
+    if word not in _NAMES:
+        hint = nearest(word, _NAMES) if word and not word.isdigit() else ""
+        raise ValueError(f"one of {', '.join(_MEANS)}{hint}")
+    return _NAMES[word]
+
+
+PrecisionName = Annotated[Literal["auto", "off", "tf32", "bf16", "fp16"], BeforeValidator(_read_precision)]
+
+
+COMPILE_MODES = ("auto", True, False, "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+def _compile_mode(value: Any) -> Any:
+    if not any(value is mode or (isinstance(value, str) and value == mode) for mode in COMPILE_MODES):
+        raise ValueError(f"one of {', '.join(str(mode).lower() for mode in COMPILE_MODES)}")
+    return value
+
+
+class TrainConfig(Section):
+    """How long, how much at a time, in what numbers."""
+
+    epochs: Count = 1
+    max_steps: Count | None = None
+    batch_size: Count | Literal["auto"] = 32  # samples of one optimizer step, on each rank
+    accumulate: Count = 1  # pieces a batch is computed in; what is learned from it stays the same
+    memory_share: Annotated[float, Field(gt=0, le=1)] = 0.8  # of the card, for batch_size: auto
+    lr_rule: Literal["none", "linear", "sqrt"] = "none"  # how the learning rate follows from lr_batch to the batch
+    lr_batch: Count | None = None  # the effective batch that the learning rate was chosen for
+    precision: PrecisionName = "auto"
+    compile: Annotated[bool | str, BeforeValidator(_compile_mode)] = "auto"
+    channels_last: Literal["auto"] | bool = "auto"
+    checkpoint_activations: bool | list[str] = False  # or names of modules, * allowed
+    clip_norm: Annotated[float, Field(gt=0)] | None = None
+    on_nan: Literal["stop", "skip"] = "stop"
+    scheduler_per: Literal["step", "epoch"] = "step"
+    deterministic: bool = False
+    device: str = "auto"
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+
+    @field_validator("device")
+    @classmethod
+    def _is_device(cls, value: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value):
+            raise ValueError("auto, cpu, cuda or cuda:N")
+        return value
+
+
+class DataConfig(Section):
+    """Where samples come from. `args` go to both factories, beside their own."""
+
+    train: FactoryConfig
+    val: FactoryConfig | None = None
+    args: dict[str, Any] = Field(default_factory=dict)
+    workers: Annotated[int, Field(ge=0, le=4096)] | Literal["auto"] = "auto"
+    collate: str | None = None  # an import path
+    shuffle: bool = True
+    drop_last: bool = True
+    on_bad_sample: Literal["raise", "skip"] = "raise"
+
+
+class EvaluateConfig(Section):
+    """When the validation data is looked at."""
+
+    every: Often = Every(1, "epoch")
+    batch_size: Count | None = None  # None: train.batch_size
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are written, and which are kept."""
+
+    every: Often = Every(1, "epoch")
+    keep: Count = 2
+    best: Annotated[str, Field(min_length=1)] | None = "loss"  # the validation metric that chooses best.pt
+    best_is: Literal["min", "max"] = "min"
+
+
+class LogConfig(Section):
+    """How much is said and written."""
+
+    every: Count = 50  # steps; the loss is read from the GPU only then
+    quiet: bool = False
+    tensorboard: bool = False
+    wandb: bool = False
+    mlflow: bool = False
+
+
+class TrainerConfig(Section):
     """How to train, whatever is trained."""
 
     train: TrainConfig = TrainConfig()
@@ -54,7 +204,7 @@ class Settings(Section):
     out: str | None = None  # the run's folder; None: runs/<name of the config>
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Settings:
+    def _fits_together(self) -> TrainerConfig:
         train = self.train
         if train.lr_rule != "none" and train.lr_batch is None:
             raise ValueError("train.lr_rule needs train.lr_batch, the batch that the learning rate was chosen for")
@@ -71,16 +221,16 @@ class Settings(Section):
         return f"checkpoint.best must be one of {', '.join(known)} (got {short(best)}){nearest(best, known)}"
 
 
-class Config(Settings):
+class Config(TrainerConfig):
     """A whole training: its parts and its settings."""
 
-    model: Part
+    model: FactoryConfig
     data: DataConfig
-    optimizer: Part
-    criterion: Part | None = None  # None: the model returns the loss
-    scheduler: Part | None = None
-    metrics: dict[str, Part] = Field(default_factory=dict)
-    augment: Part | None = None
+    optimizer: FactoryConfig
+    criterion: FactoryConfig | None = None  # None: the model returns the loss
+    scheduler: FactoryConfig | None = None
+    metrics: dict[str, FactoryConfig] = Field(default_factory=dict)
+    augment: FactoryConfig | None = None
 
     @model_validator(mode="after")
     def _best_is_measured(self) -> Config:
@@ -152,6 +302,24 @@ def checked(kind: type[Kind], data: Any, source: str) -> Kind:
         raise UsageError(f"{source}: {_in_words(kind, same)}") from None
 
 
+Kind = TypeVar("Kind", bound=BaseModel)
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "fastest": {"train.batch_size": "auto", "data.workers": "auto", "train.precision": "bf16"},
+    "small-memory": {
+        "train.batch_size": 64, "train.accumulate": 4, "data.workers": 2, "train.precision": "bf16",
+        "augment.factory": "flatout.augment:Minimal",
+    },
+    "debug": {
+        "train.batch_size": 8, "data.workers": 0, "train.precision": "off", "train.device": "cpu",
+        "train.compile": False, "train.deterministic": True,
+    },
+}  # fmt: skip
+
+
+_AUGMENT_PRESETS = ("flatout.augment:Minimal", "flatout.augment:Standard", "flatout.augment:Strong")
+
+
 # -- the layers --------------------------------------------------------------------------------------------------------
 
 
@@ -215,7 +383,7 @@ _BRANCH = re.compile(r"(constrained-|function-|literal\[|lax-|list\[).*|int|str|
 _WORDS = (
     (r"^(Input|Value|String|List|Dictionary) should (be )?", ""),
     (r"a valid integer", "a whole number"),
-    (r"a valid dictionary or instance of Part", "an import path, or factory and args"),
+    (r"a valid dictionary or instance of FactoryConfig", "an import path, or factory and args"),
     (r"a valid dictionary( or instance of \w+)?", "a group of settings"),
     (r"a valid (boolean|list|string|number)", r"a \1"),
     (r"a boolean", "true or false"),
@@ -268,3 +436,90 @@ def _keys(kind: type[BaseModel], before: str = "") -> Iterator[str]:
         for section in inner:
             if issubclass(section, BaseModel):
                 yield from _keys(section, f"{before}{name}.")
+
+
+# -- parts, by their import path
+
+
+def build(part: FactoryConfig, where: str, *first: Any, **more: Any) -> Any:
+    """What the part's factory makes of `first`, its own arguments, and `more` where it gives none of that name."""
+    return _call(found(part.factory, f"{where}.factory"), where, first, {**more, **part.args})
+
+
+def found(path: str, where: str) -> Any:
+    """The object an import path leads to."""
+    module_name, _, names = path.partition(":")
+    try:
+        thing = importlib.import_module(module_name)
+    except ModuleNotFoundError as problem:
+        if problem.name is None or not f"{module_name}.".startswith(f"{problem.name}."):
+            raise _theirs(f"{where}: {module_name} cannot be imported", problem) from problem
+        raise UsageError(f"{where}: there is no module {problem.name!r} (from {path!r})") from None
+    except (Exception, SystemExit) as problem:
+        raise _theirs(f"{where}: {module_name} cannot be imported", problem) from problem
+    for name in names.split("."):
+        if not hasattr(thing, name):
+            raise UsageError(f"{where}: {module_name} has no {name!r}{nearest(name, dir(thing))}")
+        thing = getattr(thing, name)
+    return thing
+
+
+def _call(factory: Callable[..., Any], where: str, first: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
+    arguments = {name: _made(value, f"{where}.args.{name}") for name, value in given.items()}
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):
+        signature = None  # of some built-in functions nothing is known before they are called
+    if not callable(factory):
+        raise UsageError(f"{where}.factory: {factory!r} cannot be called")
+    name = getattr(factory, "__qualname__", factory)
+    if signature is not None:
+        try:
+            signature.bind(*first, **arguments)
+        except TypeError as problem:
+            unknown = [name for name in arguments if name not in signature.parameters]
+            hint = nearest(unknown[0], signature.parameters) if unknown else ""
+            raise UsageError(f"{where}.args: {name} {problem}{hint}") from None
+    try:
+        return factory(*first, **arguments)
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as problem:
+        raise _theirs(f"{where}: {name} failed", problem) from problem
+
+
+def _theirs(what: str, problem: BaseException) -> UsageError:
+    """An error of the person's own code: they get its traceback too, from that code on."""
+    frame = problem.__traceback__
+    while frame is not None and (frame.tb_frame.f_code.co_filename in (__file__, importlib.__file__) or _frozen(frame)):
+        frame = frame.tb_next
+    problem.with_traceback(frame)
+    return UsageError(f"{what}: {type(problem).__name__}: {problem}")
+
+
+def _frozen(frame: Any) -> bool:
+    return bool(frame.tb_frame.f_code.co_filename.startswith("<frozen importlib"))
+
+
+def _made(value: Any, where: str) -> Any:
+    """An argument, with every `{factory: …}` inside it made."""
+    if isinstance(value, dict):
+        if "factory" in value and set(value) <= {"factory", "args"}:
+            try:
+                part = FactoryConfig.model_validate(value)
+            except ValidationError as problem:
+                wrong = problem.errors()[0]
+                key = ".".join(map(str, (where, *wrong["loc"])))
+                words = wrong["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+                raise UsageError(f"{key} must be {words} (got {short(wrong['input'])})") from None
+            return build(part, where)
+        return {key: _made(inner, f"{where}.{key}") for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_made(inner, f"{where}[{place}]") for place, inner in enumerate(value)]
+    return value
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean …?", if something like it is known."""
+    close = difflib.get_close_matches(word, [name for name in known if not name.startswith("_")], n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,7 +1,8 @@
 """What a person sees of a training, and what is written down of it.
 
-A bar in a terminal, a line every so often elsewhere, only what matters with `quiet`; `metrics.jsonl`, `train.csv` and
-`validation.csv` always, TensorBoard, W&B and MLflow when asked for. Only the first rank speaks.
+Losses stay on the GPU until they are read, every `log.every` steps. They go into a bar in a terminal, or a line
+elsewhere; into `metrics.jsonl`, `train.csv` and `validation.csv`; and into TensorBoard, W&B and MLflow when asked for.
+Only the first rank speaks.
 """
 
 from __future__ import annotations
@@ -10,22 +11,95 @@ import contextlib
 import csv
 import importlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
 
-from flatout.engine.section import Count, Section
+from flatout.engine.config import LogConfig
 from flatout.files import write_whole
 from flatout.model.errors import UsageError
 from flatout.model.formatting import in_full
 from flatout.redact import redact_setting, redact_text
 from flatout.sample.gpu import Cards
+
+
+@dataclass(frozen=True, slots=True)
+class LossSummary:
+    """What the losses of some steps came to; those that are no numbers are counted, not summed."""
+
+    then: dict[str, Any]  # what was so when reading began
+    last_step: int
+    total: float
+    count: int
+    bad: int
+    first_bad: int | None
+    samples: int
+    seconds: float
+
+
+class LossReader:
+    """Losses where they were computed, until they are wanted: nothing is launched for them, nothing waits."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+        self._last = self._samples = 0
+        self._since: float | None = None
+        self.begun: tuple[Tensor, torch.cuda.Event | None, dict[str, Any], int, int, float] | None = None
+
+    def add(self, step: int, loss: Tensor, rows: int) -> None:
+        """One more. The first of a training tells nothing of its speed: workers start, and the compiler."""
+        self._kept.append(loss)
+        self._last = step
+        if self._since is None:
+            self._since = time.monotonic()
+        else:
+            self._samples += rows
+
+    def begin_reading(self, then: dict[str, Any]) -> None:
+        """Start to bring them to the host; to be read a step later, when that is done."""
+        if not self._kept or self.begun is not None or self._since is None:
+            return
+        values = torch.stack([loss.float() for loss in self._kept])
+        event = None
+        if values.is_cuda:
+            host = torch.empty(values.shape, pin_memory=True)
+            values, event = host.copy_(values, non_blocking=True), torch.cuda.Event()
+            event.record()
+        now = time.monotonic()
+        self.begun = values, event, then, self._last, self._samples, now - self._since
+        self._kept, self._samples, self._since = [], 0, now
+
+    def read(self) -> LossSummary | None:
+        """What was begun to be read."""
+        if self.begun is None:
+            return None
+        values, event, then, last, samples, seconds = self.begun
+        self.begun = None
+        if event is not None:
+            event.synchronize()
+        numbers = values.tolist()
+        good = [number for number in numbers if math.isfinite(number)]
+        bad = [place for place, number in enumerate(numbers) if not math.isfinite(number)]
+        return LossSummary(
+            then=then,
+            last_step=last,
+            total=math.fsum(good),
+            count=len(good),
+            bad=len(bad),
+            first_bad=last - len(numbers) + 1 + bad[0] if bad else None,
+            samples=samples,
+            seconds=max(seconds, 1e-9),
+        )
+
 
 Row = Mapping[str, float | int | None]
 # What matters most comes first: beside the bar of a narrow terminal there is no room for all of it.
@@ -38,16 +112,6 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 }
 _KINDS = ("train", "validation")
 _SHORTEST_BAR, _TIME_LEFT = 8, len("-:--:--")
-
-
-class LogConfig(Section):
-    """How much is said and written."""
-
-    every: Count = 50  # steps; the loss is read from the GPU only then
-    quiet: bool = False
-    tensorboard: bool = False
-    wandb: bool = False
-    mlflow: bool = False
 
 
 class Reporter:

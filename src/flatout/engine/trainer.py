@@ -1,8 +1,11 @@
 """The trainer: its loop is `fit`, on one screen; what it does not do itself is in the modules beside it.
 
-loader ─► device (copies ahead) ─► augmentation ─► Step ─► losses stay on the GPU
-                                                     │        └─► read every log.every steps, one step late
-                     evaluate, checkpoint ◄── when due
+    loader ─► device (copies ahead) ─► augmentation ─► TrainStep ─► losses stay on the GPU
+                                                          │            └─► read every log.every steps, one step late
+                          evaluate, checkpoint ◄── when due
+
+A metric is a function of (output, target) that gives a number a sample (or a mean), or an object with `update` and
+`compute`, as torchmetrics has them.
 """
 
 from __future__ import annotations
@@ -21,26 +24,22 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from flatout.engine.batches import Batches, end_workers
-from flatout.engine.checkpoint import (
-    Checkpoints,
-    newest,
-    of_another_kind,
-    overridden,
-    random_state,
-    set_random_state,
+from flatout.engine.checkpoint import Checkpoints, newest, of_another_kind, overridden, random_state, set_random_state
+from flatout.engine.config import TrainerConfig, amp_is_precision, checked, nearest
+from flatout.engine.datasets import Batches, end_workers, may_begin_early, steps_an_epoch, steps_in_all
+from flatout.engine.model_setup import (
+    CAPTURING,
+    WITH_GRAPHS,
+    Decision,
+    channels_last,
+    decide,
+    device_for,
+    made_ready,
+    switched,
 )
-from flatout.engine.config import Settings, amp_is_precision, checked
-from flatout.engine.data import may_begin_early, steps_an_epoch, steps_in_all
-from flatout.engine.evaluation import evaluate
-from flatout.engine.form import Form
-from flatout.engine.losses import Losses
-from flatout.engine.model import CAPTURING, WITH_GRAPHS, channels_last, device_for, made_ready
-from flatout.engine.precision import Decision, decide, switched
-from flatout.engine.progress import Reporter
+from flatout.engine.progress import LossReader, Reporter
 from flatout.engine.ranks import Interrupts, Ranks, lost_contact
-from flatout.engine.section import nearest
-from flatout.engine.step import Step, batch_rows, is_compiled
+from flatout.engine.train_step import GraphsOrEager, TrainStep, batch_rows, is_compiled
 from flatout.feed import to_device
 from flatout.model.errors import FlatoutError, UsageError
 
@@ -48,7 +47,7 @@ VALIDATION_AHEAD = 16  # steps before an evaluation, its data are begun to be re
 
 
 @dataclass(slots=True)
-class At:
+class Position:
     """How far a training has got."""
 
     epoch: int = 0
@@ -72,16 +71,16 @@ class Trainer:
         scheduler: Any = None,
         metrics: Mapping[str, Any] | None = None,
         augmentation: nn.Module | None = None,
-        config: Settings | Mapping[str, Any] | None = None,
+        config: TrainerConfig | Mapping[str, Any] | None = None,
         device: torch.device | str | None = None,
         ranks: Ranks | None = None,
         val_shared: bool = False,
     ) -> None:
-        if not isinstance(config, Settings):
-            config = checked(Settings, amp_is_precision(dict(config or {}), "config"), "config")
+        if not isinstance(config, TrainerConfig):
+            config = checked(TrainerConfig, amp_is_precision(dict(config or {}), "config"), "config")
         self.config = config
         train = self.config.train
-        if type(self.config) is Settings:  # the parts are the caller's own
+        if type(self.config) is TrainerConfig:  # the parts are the caller's own
             for name in {"batch_size", "memory_share", "lr_rule", "lr_batch", "seed"} & train.model_fields_set:
                 raise UsageError(f"train.{name} has no effect here: loaders and optimizer were made by you")
             if wrong := self.config.unknown_best(metrics or ()):
@@ -100,9 +99,9 @@ class Trainer:
             criterion.to(self.device)
         form = None
         if compiled.value in CAPTURING:
-            form = Form(contest=compiled.value == WITH_GRAPHS and not train.deterministic)
+            form = GraphsOrEager(contest=compiled.value == WITH_GRAPHS and not train.deterministic)
         whole = self._across_ranks(model)
-        self.step = Step(whole, criterion, optimizer, precision, train, self.say, form=form)
+        self.step = TrainStep(whole, criterion, optimizer, precision, train, self.say, form=form)
         self.scheduler, self.metrics, self.augmentation = scheduler, dict(metrics or {}), augmentation
         self.checkpoints = Checkpoints(self.out / "checkpoints", self.config.checkpoint, self.say)
         self._val_loader, self._val_shared = val_loader, val_shared
@@ -115,13 +114,13 @@ class Trainer:
         self.last_step = steps_in_all(train, train_loader)
         if self.last_step == 0:
             raise UsageError("there is not one batch to train on")
-        self.at = At()
+        self.at = Position()
         self.results: dict[str, float] = {}
         self.best: float | None = None
         self.stopped_by: str | None = None
         self.unsaved = ""  # what there is to say of a last checkpoint that could not be written
         self.skipped = 0  # steps whose loss was not a number
-        self._losses = Losses()
+        self._losses = LossReader()
         self._interrupts = Interrupts(self.ranks.world)
         self._begun_at: float | None = None  # until the first step is done
         self._frozen = False  # the garbage collector's view of what was there before
@@ -438,7 +437,7 @@ class Trainer:
             self.say("the checkpoint's scheduler is not used: the config has none")
         self.step.scaler.load_state_dict(state["scaler"])
         self.step.accumulate = max(self.step.accumulate, state["accumulate"])
-        self.at, self.best = At(**state["at"]), state["best"]
+        self.at, self.best = Position(**state["at"]), state["best"]
         self._batches.resume(state["ranks"][self.ranks.rank])
 
     def _across_ranks(self, model: nn.Module) -> nn.Module:
@@ -446,3 +445,71 @@ class Trainer:
             return model
         devices = [self.device] if self.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=devices)
+
+
+# -- validation
+
+
+def can_share(metrics: Mapping[str, Any]) -> bool:
+    """Whether ranks may each look at a part of the data: means add up, and torchmetrics gathers by itself."""
+    return all(not is_object(metric) or hasattr(metric, "sync") for metric in metrics.values())
+
+
+@torch.no_grad()
+def evaluate(
+    step: TrainStep, model: nn.Module, batches: Iterable[Any], metrics: Mapping[str, Any], ranks: Ranks, shared: bool
+) -> dict[str, float]:
+    """The loss and every metric by name; `shared` if each rank has seen a part."""
+    device = step.precision.device
+    names = ["loss", *(name for name, metric in metrics.items() if not is_object(metric))]
+    sums = torch.zeros(len(names), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    rows = 0
+    objects = {name: metric for name, metric in metrics.items() if is_object(metric)}
+    for metric in objects.values():
+        if hasattr(metric, "to"):
+            metric.to(device)
+        metric.reset()
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.compiler.set_stance("force_eager"):  # compiling once more, for a short pass, does not pay
+            for batch in batches:
+                count = batch_rows(batch)
+                loss, output, target = step.forward(batch, model)
+                output = _full(output)
+                rows += count
+                sums[0] += loss.detach() * count
+                for place, name in enumerate(names[1:], 1):
+                    value = _as_tensor(name, metrics[name](output, target), device)
+                    sums[place] += value.sum() if value.dim() else value * count
+                for metric in objects.values():
+                    metric.update(output, target)
+    finally:
+        model.train(was_training)
+    totals = [*sums.tolist(), float(rows)]
+    *totals, seen = ranks.total(totals) if shared else totals
+    found = {name: value / max(1.0, seen) for name, value in zip(names, totals, strict=True)}
+    for name, metric in objects.items():
+        value = metric.compute()
+        several = {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, Mapping) else None
+        found |= {key: float(inner) for key, inner in (several or {name: value}).items()}
+    return found
+
+
+def _as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
+    try:
+        return torch.as_tensor(value, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(f"metrics.{name} gave {value!r:.60}: a metric gives a number, or one a sample") from None
+
+
+def is_object(metric: Any) -> bool:
+    """Whether it is a metric in the manner of torchmetrics."""
+    return hasattr(metric, "update") and hasattr(metric, "compute")
+
+
+def _full(output: Any) -> Any:
+    """Autocast's output in fp32: a mean of thousands in bf16 is none."""
+    if isinstance(output, Tensor):
+        return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
+    return type(output)(_full(part) for part in output) if type(output) in (list, tuple) else output

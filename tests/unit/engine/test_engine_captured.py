@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatout.engine.form import Form
-from flatout.engine.precision import decide
-from flatout.engine.step import Step, TrainConfig
+from flatout.engine.config import TrainConfig
+from flatout.engine.model_setup import decide
+from flatout.engine.train_step import GraphsOrEager, TrainStep
 
 BATCH = [torch.arange(12.0).reshape(6, 2) / 12, torch.ones(6, 1)]
 
@@ -44,11 +44,11 @@ class Captured(nn.Module):
         return made + self.later(points) if self.passes % 3 != 1 else made
 
 
-def step_of(model: nn.Module, criterion: Any, accumulate: int, captured: bool) -> Step:
+def step_of(model: nn.Module, criterion: Any, accumulate: int, captured: bool) -> TrainStep:
     learned = [parameter for name, parameter in model.named_parameters() if not name.startswith("unlearned")]
     precision, _ = decide("off", torch.device("cpu"))
-    config, form = TrainConfig(accumulate=accumulate), Form(contest=False) if captured else None
-    return Step(model, criterion, torch.optim.SGD(learned, lr=0.1), precision, config, print, form=form)
+    config, form = TrainConfig(accumulate=accumulate), GraphsOrEager(contest=False) if captured else None
+    return TrainStep(model, criterion, torch.optim.SGD(learned, lr=0.1), precision, config, print, form=form)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

@@ -17,7 +17,8 @@ import pytest
 import torch
 from engine_toy import Ready
 
-from flatout.engine.checkpoint import CheckpointConfig, Checkpoints, newest
+from flatout.engine.checkpoint import Checkpoints, newest
+from flatout.engine.config import CheckpointConfig
 from flatout.model.errors import UsageError
 
 

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from flatout import cli
 from flatout.engine.assemble import main
-from flatout.engine.config import PRESETS, Config, effective, load, shown, without_effect
-from flatout.engine.section import Every
+from flatout.engine.config import PRESETS, Config, Every, effective, load, shown, without_effect
 from flatout.model.errors import FlatoutError, UsageError
 
 

@@ -22,9 +22,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flatout.engine import ranks
-from flatout.engine.precision import decide
+from flatout.engine.config import TrainConfig
+from flatout.engine.model_setup import decide
 from flatout.engine.ranks import Interrupts
-from flatout.engine.step import Step, TrainConfig
+from flatout.engine.train_step import TrainStep
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 
@@ -193,7 +194,7 @@ def test_gradients_travel_once_a_step_however_many_pieces_and_after_running_out_
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     precision, _ = decide("off", torch.device("cpu"))
     said: list[str] = []
-    step = Step(model, nn.CrossEntropyLoss(), optimizer, precision, TrainConfig(accumulate=4), said.append)
+    step = TrainStep(model, nn.CrossEntropyLoss(), optimizer, precision, TrainConfig(accumulate=4), said.append)
     data = engine_toy.Points()
     batch = [data.points[:16], torch.zeros(16).long()]
     step(batch)

@@ -33,9 +33,9 @@ from flatout import augment
 from flatout.engine import Trainer, checkpoint
 from flatout.engine import assemble as assembling
 from flatout.engine.assemble import main
-from flatout.engine.config import load
-from flatout.engine.model import _compiled
-from flatout.engine.progress import LogConfig, Reporter
+from flatout.engine.config import LogConfig, load
+from flatout.engine.model_setup import _compiled
+from flatout.engine.progress import Reporter
 from flatout.feed import DataLoader
 from flatout.feed.epoch import Epoch
 from flatout.feed.scheduler import BatchScheduler
@@ -790,7 +790,7 @@ def test_out_of_memory_halves_the_pieces_and_repeats_the_very_step(ready: Ready,
     engine_toy.faults[6] = engine_toy.faults[8] = engine_toy.out_of_memory
     trainer = ready("model.args.dropout=0", "checkpoint.every=never")
     trainer.fit()
-    # Step 6 failed whole, then in its second half, and is done in quarters.
+    # TrainStep 6 failed whole, then in its second half, and is done in quarters.
     assert [len(piece) for piece in engine_toy.seen[:13]] == [8] * 6 + [4, 4] + [2] * 4 + [2]
     done = engine_toy.seen[:5] + engine_toy.seen[8:]
     assert done[:5] == order[:5]

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import eval_frame
 
-from flatout.engine import form
-from flatout.engine.form import ODD_ANYWAY, TIMED, WARM, Form
-from flatout.engine.precision import decide
-from flatout.engine.step import Step, TrainConfig
+from flatout.engine.config import TrainConfig
+from flatout.engine.model_setup import decide
+from flatout.engine.train_step import ODD_ANYWAY, TIMED, WARM, GraphsOrEager, TrainStep
 
 BATCH = [torch.ones(4, 2), torch.zeros(4, 1)]
 
@@ -45,7 +44,7 @@ class Event:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(Event, "clock", clock, raising=False)
-    monkeypatch.setattr(form.torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     return clock
 
 
@@ -74,11 +73,17 @@ class Model(nn.Module):
         return made
 
 
-def step_of(model: Model, said: list[str], compile: str = "auto") -> Step:
+def step_of(model: Model, said: list[str], compile: str = "auto") -> TrainStep:
     precision, _ = decide("off", torch.device("cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    return Step(
-        model, nn.MSELoss(), optimizer, precision, TrainConfig(compile=compile), said.append, form=Form(contest=True)
+    return TrainStep(
+        model,
+        nn.MSELoss(),
+        optimizer,
+        precision,
+        TrainConfig(compile=compile),
+        said.append,
+        form=GraphsOrEager(contest=True),
     )
 
 

@@ -1,8 +1,16 @@
-"""What is done to a model before it trains: layout, activation checkpointing, compilation; each decision says why."""
+"""The model on its device, in the form that trains fastest there: precision, layout, checkpointing, compilation.
+
+Each of them is a `Decision` that says what is in force and why. What a GPU cannot do becomes what it can; a setting
+that can have no effect at all is an error.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -10,11 +18,83 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatout.engine.precision import Decision
-from flatout.engine.section import nearest
-from flatout.engine.step import TrainConfig
+from flatout.engine.config import TrainConfig, nearest
 from flatout.inside.inductor_rounding import round_as_eager
 from flatout.model.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One switch as it is in force, and why; `instead` of what was asked for, which is said even when quiet."""
+
+    name: str
+    value: str
+    why: str = ""
+    instead: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.value}{f'  ({self.why})' if self.why else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What a step is computed in: `dtype` under autocast (None: as the model is), TF32 or not, scaled or not."""
+
+    device: torch.device
+    dtype: torch.dtype | None
+    tf32: bool
+    scaled: bool
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """For one forward pass: autocast left on keeps stale copies of the weights."""
+        if self.dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
+
+def decide(wanted: str, device: torch.device) -> tuple[Precision, Decision]:
+    """The precision in force on this device."""
+    name, why = wanted, ""
+    if device.type != "cuda":
+        name, why = _without_gpu(wanted, device)
+    elif wanted in ("auto", "bf16") and not torch.cuda.is_bf16_supported(including_emulation=False):
+        name, why = "fp16", f"{torch.cuda.get_device_name(device)} has no bf16: fp16 with a loss scaler instead"
+    elif wanted == "auto":
+        name, why = "bf16", "the default on this card"
+    elif wanted == "tf32" and torch.cuda.get_device_capability(device) < (8, 0):
+        name, why = "off", f"{torch.cuda.get_device_name(device)} has no TF32: plain fp32"
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+    tf32 = device.type == "cuda" and name != "off"
+    decision = Decision("train.precision", name, why, instead=wanted not in ("auto", name))
+    return Precision(device, dtype, tf32, name == "fp16"), decision
+
+
+def _without_gpu(wanted: str, device: torch.device) -> tuple[str, str]:
+    if wanted == "auto":
+        return "off", f"the default on {device.type}"
+    if wanted == "tf32":
+        return "off", f"TF32 is a matter of NVIDIA cards: plain fp32 on {device.type}"
+    if wanted == "fp16":
+        raise UsageError(f"train.precision: fp16 needs a GPU (the device is {device.type}); use bf16 or off")
+    return wanted, ""
+
+
+@contextlib.contextmanager
+def switched(precision: Precision, *, deterministic: bool) -> Iterator[None]:
+    """torch's own switches as they are wanted, and back as they were."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = torch.are_deterministic_algorithms_enabled()
+    kept = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic
+    if deterministic and precision.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+    matmul.allow_tf32, cudnn.allow_tf32 = precision.tf32, precision.tf32
+    cudnn.benchmark, cudnn.deterministic = not deterministic, deterministic
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic = kept
+        torch.use_deterministic_algorithms(before)
 
 
 def device_for(wanted: str, local_rank: int) -> torch.device:

@@ -11,62 +11,90 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from operator import itemgetter
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BeforeValidator, Field, field_validator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flatout.engine.form import WORTH, Form, Shapes
-from flatout.engine.precision import Precision, PrecisionName
-from flatout.engine.section import Count, Section
+from flatout.engine.config import TrainConfig
+from flatout.engine.model_setup import Precision
 from flatout.model.errors import FlatoutError, UsageError
 
-COMPILE_MODES = ("auto", True, False, "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+WARM, TIMED = 6, 12  # steps of each form: until it is compiled, captured and tuned; that are measured
+WORTH = 1.05  # by so much eager has to be faster
+ODD_ONE_IN, ODD_ANYWAY = 8, 2  # batches of another shape that may be: a share, and so many at the start
+
+Shapes = tuple[torch.Size, ...]  # of the tensors in a batch
+
+
+class GraphsOrEager:
+    """The form of every step of one training; `contest`: whether it is open yet which one is faster."""
+
+    def __init__(self, *, contest: bool) -> None:
+        self.contest = contest
+        self._seen: Counter[Shapes] = Counter()
+        self._usual: Shapes | None = None
+        self._measured = 0
+        self._times: tuple[list[tuple[torch.cuda.Event, torch.cuda.Event]], ...] = ([], [])
+
+    @property
+    def eager(self) -> bool:
+        """Whether it is the eager form's turn to be measured."""
+        return self.contest and WARM + TIMED <= self._measured < 2 * (WARM + TIMED)
+
+    @property
+    def varied(self) -> bool:
+        """Whether batches have many shapes."""
+        steps = self._seen.total()
+        return ODD_ONE_IN * (steps - max(self._seen.values(), default=0) - ODD_ANYWAY) > steps
+
+    @contextlib.contextmanager
+    def turn(self, shapes: Shapes) -> Iterator[None]:
+        """One step's forward and backward pass over a batch of these shapes."""
+        self._seen[shapes] += 1
+        usual = max(self._seen, key=lambda known: self._seen[known])  # of those that were as often, the first
+        if self._usual is not None and usual != self._usual:
+            torch.compiler.reset()  # a training that began with a batch of another shape: compiled for that
+            self._measured, self._times = 0, ([], [])
+        self._usual = usual
+        odd = shapes != usual
+        eager = self.eager
+        measured = self.contest and not odd and self._measured < 2 * (WARM + TIMED)
+        begin = _now() if measured else None
+        with torch.compiler.set_stance("force_eager") if eager or odd else contextlib.nullcontext():
+            yield
+        if begin is not None:
+            if self._measured % (WARM + TIMED) >= WARM:
+                self._times[eager].append((begin, _now()))
+            self._measured += 1
+
+    def result(self) -> tuple[float, float] | None:
+        """Milliseconds of a step as graphs and of an eager one, once, when the card has come to the last of them."""
+        if not self.contest or len(self._times[True]) < TIMED or not self._times[True][-1][1].query():
+            return None
+        self.contest = False
+        captured, eager = ([a.elapsed_time(b) for a, b in side] for side in self._times)
+        # The quarter that went best ends there: an X-ray may slow the others.
+        return statistics.quantiles(captured, n=4)[0], statistics.quantiles(eager, n=4)[0]
+
+
+def _now() -> torch.cuda.Event:
+    """As the card has it, so that nothing waits."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 _UNDER_SCALING = 65536.0  # torch's own start
 
 
-def _compile_mode(value: Any) -> Any:
-    if not any(value is mode or (isinstance(value, str) and value == mode) for mode in COMPILE_MODES):
-        raise ValueError(f"one of {', '.join(str(mode).lower() for mode in COMPILE_MODES)}")
-    return value
-
-
-class TrainConfig(Section):
-    """How long, how much at a time, in what numbers."""
-
-    epochs: Count = 1
-    max_steps: Count | None = None
-    batch_size: Count | Literal["auto"] = 32  # samples of one optimizer step, on each rank
-    accumulate: Count = 1  # pieces a batch is computed in; what is learned from it stays the same
-    memory_share: Annotated[float, Field(gt=0, le=1)] = 0.8  # of the card, for batch_size: auto
-    lr_rule: Literal["none", "linear", "sqrt"] = "none"  # how the learning rate follows from lr_batch to the batch
-    lr_batch: Count | None = None  # the effective batch that the learning rate was chosen for
-    precision: PrecisionName = "auto"
-    compile: Annotated[bool | str, BeforeValidator(_compile_mode)] = "auto"
-    channels_last: Literal["auto"] | bool = "auto"
-    checkpoint_activations: bool | list[str] = False  # or names of modules, * allowed
-    clip_norm: Annotated[float, Field(gt=0)] | None = None
-    on_nan: Literal["stop", "skip"] = "stop"
-    scheduler_per: Literal["step", "epoch"] = "step"
-    deterministic: bool = False
-    device: str = "auto"
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-
-    @field_validator("device")
-    @classmethod
-    def _is_device(cls, value: str) -> str:
-        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value):
-            raise ValueError("auto, cpu, cuda or cuda:N")
-        return value
-
-
-class Step:
+class TrainStep:
     """Learns from one batch at a time."""
 
     def __init__(
@@ -78,7 +106,7 @@ class Step:
         config: TrainConfig,
         say: Callable[[str], None],
         *,
-        form: Form | None = None,
+        form: GraphsOrEager | None = None,
     ) -> None:
         self.model, self.criterion, self.optimizer = model, criterion, optimizer
         self.precision = precision
