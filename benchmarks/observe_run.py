@@ -16,6 +16,7 @@ start-up: of a process that imports torch and trains a little, bare and under `f
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -156,10 +157,10 @@ def cost(step_ms: float, folder: Path) -> dict[str, Any]:
         training.batches = batches[True]
         training.hurry(RAW_STEPS)  # the first steps of a run are written one by one
         training.run(50)
-        before = dict(recording._own_cost(), steps=recording._recorder.steps)
+        before = dict(dataclasses.asdict(recording.own_cost()), steps=recording.recorder.steps)
         training.run(round(WRITING_FOR_S * 1e3 / step_ms))
         time.sleep(1.0)  # until all of them are written
-        after = dict(recording._own_cost(), steps=recording._recorder.steps)
+        after = dict(dataclasses.asdict(recording.own_cost()), steps=recording.recorder.steps)
         pairs, end_s = [], time.monotonic() + COST_FOR_S
         while time.monotonic() < end_s:
             order = (True, False) if len(pairs) % 2 else (False, True)
@@ -187,11 +188,11 @@ def cost(step_ms: float, folder: Path) -> dict[str, Any]:
 
 
 def training_for(training: Training, recording: Any, observed: bool, batches: Iterator[Any]) -> float:
-    recording._timing._time.off, training.batches = not observed, batches
+    recording.timing._time.off, training.batches = not observed, batches
     try:
         return training.run(STEPS_A_TURN)
     finally:
-        recording._timing._time.off = False
+        recording.timing._time.off = False
 
 
 def sync() -> None:

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch._inductor.config as config
 
-from flatout.inside.inductor_rounding import draw_as_this, round_as_eager
+from flatout.inside.compiler import draw_as_eager, round_as_eager
 from flatout.model.changes import ROUND_AS_EAGER
 
 # A column's place under softmax, from scores that were rounded: its gradients are differences of large numbers.
 SCRIPT = """
 import json, sys, torch
-from flatout.inside.inductor_rounding import round_as_eager
+from flatout.inside.compiler import round_as_eager
 
 torch.manual_seed(0)
 pictures, weights = torch.randn(256, 32).bfloat16(), torch.randn(32, 40).mul(4).bfloat16()
@@ -68,7 +68,7 @@ def put_back() -> Iterator[None]:
     ],
 )
 def test_in_a_proof_a_model_draws_what_eager_kernels_draw(call: Callable[..., Any], draws: bool) -> None:
-    with draw_as_this():
+    with draw_as_eager():
         call(torch.ones(2, 2))
     assert config.fallback_random is draws
 

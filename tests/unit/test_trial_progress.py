@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from flatout.inside import trial_progress as room
+from flatout.inside import trial
 from flatout.inside.facts import batches_ahead
-from flatout.inside.trial_progress import TrialProgress
+from flatout.inside.trial import TrialProgress
 from flatout.launch.protocol import MOST_STEPS, Options, Trial
 from flatout.model.facts import LoaderFacts
 
@@ -25,7 +25,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(room, "time", made)
+    monkeypatch.setattr(trial, "time", made)
     return made
 
 
@@ -102,7 +102,7 @@ def test_several_ranks_count_steps_alone(clock: Clock) -> None:
     assert not run.is_over()
     steps(run, clock, 1, 6.0, measured=3)
     assert run.is_over()
-    assert run.worth_a_look
+    assert run.is_worth_a_look
 
 
 def test_what_is_slower_is_not_looked_at(clock: Clock) -> None:
@@ -111,7 +111,7 @@ def test_what_is_slower_is_not_looked_at(clock: Clock) -> None:
         run = course(look_below_s=0.5)
         measured = steps(run, clock, 10, first_s, measured=0)
         steps(run, clock, 10, later_s, measured=measured)
-        assert run.worth_a_look == worth
+        assert run.is_worth_a_look == worth
 
 
 @pytest.mark.parametrize(

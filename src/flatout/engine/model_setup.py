@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatout.engine.config import TrainConfig, nearest
-from flatout.inside.inductor_rounding import round_as_eager
+from flatout.inside.compiler import round_as_eager
 from flatout.model.errors import UsageError
 
 

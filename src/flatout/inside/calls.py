@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -30,6 +31,15 @@ def batch_size(batch: Any) -> int | None:
         if found is not None:
             return found
     return len(batch) if isinstance(batch, list) else None
+
+
+def tensors_in(batch: Any) -> list[Any]:
+    """Every tensor of a batch, in order."""
+    if isinstance(batch, Mapping):
+        return [t for item in batch.values() for t in tensors_in(item)]
+    if isinstance(batch, list | tuple):
+        return [t for item in batch for t in tensors_in(item)]
+    return [batch] if isinstance(batch, torch.Tensor) else []
 
 
 def is_on_gpu(tensor: Any) -> bool:

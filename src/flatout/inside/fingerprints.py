@@ -25,7 +25,7 @@ import torch.utils.data.dataloader as torch_loader
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from flatout.files import write_whole_by
-from flatout.inside.ceiling import tensors_in
+from flatout.inside.calls import tensors_in
 from flatout.inside.patches import Subscriber
 from flatout.inside.root_modules import WeakIdMap
 from flatout.inside.weights import Moved

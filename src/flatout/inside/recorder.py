@@ -40,10 +40,18 @@ _SLIVER_S = 20e-6  # less than this before a phase is counted with it
 _STEPS_IN_FLIGHT = 64
 _ON_TAPE = 512  # events
 _ON_TAPE_S = 1.0
-_CLOSELY_AT_FIRST = 16  # steps
-_CLOSELY_EVERY = (1, 256)  # steps, at most and at least as often
-_CLOSELY_SHARE = (0.001, 0.0002)  # of the time may go into close looks, at first and …
-_CLOSELY_KNOWN = 200  # … after so many: what a phase takes is known by then
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How many steps are looked at closely: the first ones, then so many that it costs a small share of the time."""
+
+    at_first: int = 16  # steps
+    often: int = 1  # every step, at most
+    seldom: int = 256  # and every so many at least
+    share: float = 0.001  # of the time may go into close looks
+    later_share: float = 0.0002  # the same after `known_after` looks: what a phase takes is known by then
+    known_after: int = 200
 
 
 class GpuClock(Protocol):
@@ -97,7 +105,9 @@ class Recorder:
         emit: Callable[[Step | LightSteps], None],
         gpu: GpuClock | None = None,
         losses: Losses | None = None,
+        sampling: Sampling | None = None,
     ) -> None:
+        self._sampling = sampling if sampling is not None else Sampling()
         self.clock = clock
         self._emit = emit
         self._gpu = gpu
@@ -117,7 +127,7 @@ class Recorder:
         self._whole = 0  # events on the tape up to the end of a step
         self._closed = 0  # steps that ended, without those on the tape
         self.marking = False  # the open step carries marks in the GPU's queue
-        self._closely_every = _CLOSELY_EVERY[0]
+        self._closely_every = self._sampling.often
         self._closely_at = 0
         self._close_looks = 0
         self._closely_s = 1.0  # what a close look takes at best: the first ones take far longer
@@ -153,6 +163,14 @@ class Recorder:
             self._cut(now_s)
         self._stack.append((name, where, loader))
         self.own_s += self.clock() - now_s
+
+    def as_own(self, action: Callable[[], object]) -> None:
+        """Do something of ours, whose time is on our own account."""
+        self.push(OWN)
+        try:
+            action()
+        finally:
+            self.pop()
 
     def leave(self, depth: int) -> None:
         """The thread leaves the phase at this depth, and whatever an exception has left open above it."""
@@ -323,7 +341,7 @@ class Recorder:
         self.light = self.steps < self._closely_at and self._evaluation.undisturbed
         self._open.closely = not self.light
         self.marking = self._gpu is not None and not self.light
-        if not self.light and self.steps >= _CLOSELY_AT_FIRST:
+        if not self.light and self.steps >= self._sampling.at_first:
             # Not every n-th: waits that come round with the workers would be met always, or never.
             self._closely_at = self.steps + 1 + self.steps * 7919 % (2 * self._closely_every - 1)
         if self.marking:
@@ -403,9 +421,10 @@ class Recorder:
         if step.kind == "train" and step.closely and wall_s > 0:
             self._closely_s = min(self._closely_s, own_s)
             self._close_looks += 1
-            share = _CLOSELY_SHARE[self._close_looks > _CLOSELY_KNOWN]
-            often, seldom = _CLOSELY_EVERY
-            self._closely_every = max(often, min(seldom, round(self._closely_s / (share * wall_s))))
+            sampling = self._sampling
+            share = sampling.later_share if self._close_looks > sampling.known_after else sampling.share
+            every = round(self._closely_s / (share * wall_s))
+            self._closely_every = max(sampling.often, min(sampling.seldom, every))
 
     def _send(self, all_of_them: bool = False) -> None:
         while self._waiting:

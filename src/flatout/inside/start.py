@@ -87,9 +87,9 @@ def watch_settings() -> None:
 def _torch_is_here(torch: Any, options: Options) -> None:
     require_torch(torch)
     if options.trial is not None:
-        from flatout.inside import lazy_dynamo
+        from flatout.inside import compiler
 
-        lazy_dynamo.install(torch)
+        compiler.load_when_used(torch)
     from flatout.inside.recording import process
 
     process.begin(options, settings, ledger)

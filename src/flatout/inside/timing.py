@@ -197,16 +197,16 @@ class Timing:
         return get
 
     def _watched(self, loader: int, fetch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._guarded(self._recording.fetches, loader)
+        self._guarded(self._recording.loaders.before_batch, loader)
         try:
             return fetch(*args, **kwargs)
         finally:
-            self._guarded(self._recording.has_fetched, loader)
+            self._guarded(self._recording.loaders.after_batch, loader)
 
     def _fetch(self, loader: int, fetch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A batch, fetched or replayed, with the waiting for it timed."""
-        recorder, recording = self._recorder, self._recording
-        if loader in recording.watched:
+        recorder, ceiling = self._recorder, self._recording.ceiling
+        if loader in self._recording.loaders.watched:
             fetch = functools.partial(self._watched, loader, fetch)
         if recorder.light:
             if loader in recorder.train_loaders and torch.is_grad_enabled():
@@ -219,19 +219,19 @@ class Timing:
                     try:
                         samples = None if batch is None else batch_size(batch) or 0
                         recorder.tape.append((loader, start_s, recorder.clock(), samples))
-                        if recording.replays and batch is not None:
-                            recording.fetched(loader, batch)
+                        if ceiling is not None and batch is not None:
+                            ceiling.keep(loader, batch)
                     except Exception as problem:
                         self.fail(problem)
             self._guarded(recorder.look_closely)
         self._guarded(recorder.fetching, loader, torch.is_grad_enabled())
         samples = None
         try:
-            batch = self._guarded(recording.replayed_batch, loader) if recording.replays else None
+            batch = self._guarded(ceiling.batch, loader) if ceiling is not None else None
             if batch is None:
                 batch = fetch(*args, **kwargs)
-                if recording.replays:
-                    self._guarded(recording.fetched, loader, batch)
+                if ceiling is not None:
+                    self._guarded(ceiling.keep, loader, batch)
             samples = self._guarded(batch_size, batch) or 0
             return batch
         finally:

@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flatout.inside.recorder import DATA, OWN, Recorder
 from flatout.trace import Sketch, Step, Xray
+from flatout.trace.light_steps import LightSteps
 
 _MATRIX = re.compile(r"gemm|conv|xmma|cutlass|cudnn|wgrad|dgrad|fprop|flash|fmha|nvjet|attention|wgmma|matmul", re.I)
 # cuDNN has these too, and they multiply nothing.
@@ -27,6 +29,10 @@ _TENSOR_CORES = re.compile(
 )
 _COPY = re.compile(r"^Memcpy (?P<way>\w+) \((?P<source>\w+) ->")
 _TOP = 15
+_STEPS = 9  # the first bears the profiler's start and is left out
+_AFTER_STEPS = 12
+_AFTER_S = 2.0
+_RECOVERY_STEPS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,100 @@ class Profiler:
             Kernel(name, start + shift_ns, start + duration + shift_ns, launches.get(correlation))
             for name, start, duration, correlation in work
         ]
+
+
+class XraySchedule:
+    """When the X-ray is taken: once, when the run is warm; then the step time is checked to have recovered."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        write: Callable[[Xray], None],
+        note: Callable[[str], None],
+        *,
+        enabled: bool,
+        at_the_end: bool,
+    ) -> None:
+        self._recorder = recorder
+        self._write = write
+        self._note = note
+        self.done = not enabled
+        self.running = False
+        self._began_s: float | None = None
+        self._after_steps, self._after_s = (0, 0.0) if at_the_end else (_AFTER_STEPS, _AFTER_S)
+        self._profiler = Profiler()
+        self._left = _STEPS
+        self._results: Any = None
+        self._steps: list[Step] = []
+        self._before_ms: list[float] = []
+        self._after_ms: list[float] = []
+
+    def step_ended(self) -> None:
+        """Take it when its time has come. What goes wrong with it costs the X-ray, and nothing else."""
+        try:
+            self._step_ended()
+        except Exception as problem:
+            self.done, self.running = True, False
+            self._note(f"no X-ray was taken ({type(problem).__name__}: {problem})")
+
+    def _step_ended(self) -> None:
+        recorder = self._recorder
+        if self.running:
+            self._left -= 1
+            if self._left and self._profiler.running:
+                recorder.set_kind("xray")
+                return
+            recorder.as_own(self._stop)
+            recorder.set_kind("after xray")
+        elif self._results is None:
+            now_s = time.monotonic()
+            self._began_s = self._began_s or now_s
+            warm_s = now_s - self._began_s
+            if recorder.measured >= self._after_steps and warm_s >= self._after_s and self._profiler.available():
+                recorder.as_own(self._profiler.start)
+                recorder.set_kind("xray")
+                self.running = True
+        elif len(self._after_ms) >= _RECOVERY_STEPS and len(self._steps) >= _STEPS:
+            self.done = True
+            recorder.set_kind("after xray")
+            recorder.as_own(self._read)  # a thread would take the trainer's time unseen
+
+    def _stop(self) -> None:
+        self.running = False
+        self._results = self._profiler.stop()
+
+    def emitted(self, step: Step | LightSteps) -> None:
+        """Steps are done: those under the X-ray, and those beside it to compare with."""
+        if isinstance(step, Step) and step.kind == "xray":
+            self._steps.append(step)
+            return
+        walls = self._after_ms if self._results is not None else self._before_ms
+        for one in (step,) if isinstance(step, Step) else step.last(_RECOVERY_STEPS):
+            if one.kind == "train":  # waiting for data varies by itself
+                walls.append(sum(span.host_ms for span in one.spans if span.name not in (DATA, OWN)))
+        del walls[: -4 * _RECOVERY_STEPS]
+
+    def finish(self) -> None:
+        """The run ends: read what there is, if that has not been done."""
+        if self.running:
+            self._stop()
+        if self._results is not None and not self.done:
+            self.done = True
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            xray = read_kernels(self._profiler.kernels(self._results), self._steps[1:])
+            if xray is not None:
+                self._write(xray.with_recovery(self._recovered()))
+        except Exception as problem:
+            self._note(f"the X-ray could not be read ({type(problem).__name__}: {problem})")
+
+    def _recovered(self) -> bool | None:
+        if len(self._before_ms) < 4 or len(self._after_ms) < 4:
+            return None
+        before, after = (sorted(ms)[len(ms) // 2] for ms in (self._before_ms[-_RECOVERY_STEPS:], self._after_ms))
+        return after <= 1.1 * before + 0.1
 
 
 def read_kernels(kernels: Sequence[Kernel], steps: Sequence[Step]) -> Xray | None:

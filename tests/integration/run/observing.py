@@ -11,12 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import flatout
 from flatout import trace
 from flatout.diagnose.breakdown import Breakdown, breakdown
-from flatout.inside import recorder
+from flatout.inside.recorder import Sampling
+from flatout.inside.recording import process
+from flatout.inside.settings import Settings
+from flatout.launch.protocol import Options
 from flatout.trace import RankTrace, Step
 
 FLATOUT = (sys.executable, "-m", "flatout")
@@ -53,9 +54,14 @@ class Observed:
 
 def observe(folder: Path, train: Callable[[], Any], *, closely: bool = True) -> Observed:
     """Record `train()` in this process, looking closely at every step, or at the first two alone."""
-    looks = {"_CLOSELY_AT_FIRST": 10**9 if closely else 2, "_CLOSELY_EVERY": (1, 10**9), "_CLOSELY_SHARE": (1e-9, 1e-9)}
-    with patch.multiple(recorder, **looks), flatout.attach(folder):
+    at_first = 10**9 if closely else 2
+    sampling = Sampling(at_first=at_first, seldom=10**9, share=1e-9, later_share=1e-9)
+    process.roots.note_living()
+    recording = process.begin(Options(folder=folder, name="test"), Settings(), sampling=sampling)
+    try:
         train()
+    finally:
+        recording.close()
     return Observed(trace.read(folder).ranks[0])
 
 

@@ -48,8 +48,9 @@ def methods(owner: type, *names: str) -> list[Any]:
 EVERY_HOOK = [
     *methods(recorder.Recorder, "push", "pop", "fetching", "fetched", "forward", "backward", "leave"),
     *methods(recorder.Recorder, "optimizer_begins", "optimizer_ended", "set_kind", "finish", "_cut", "_send", "_close"),
-    *methods(recording.Recording, "loader_seen", "fetched", "replayed_batch", "backward_begins", "step_ended"),
-    *methods(recording.Recording, "_open_trace", "_write_facts", "_emit", "_own_cost"),
+    *methods(recording.Recording, "loader_seen", "backward_begins", "step_ended"),
+    *methods(recording.Recording, "_open_trace", "_write_facts", "_emit", "own_cost"),
+    *methods(recording.LoaderNotes, "pass_begins", "before_batch", "after_batch", "kinds"),
     *methods(root_modules.RootModules, "find", "_time_module", "_note"),
     *methods(timing._Numbers, "of"),
     pytest.param(timing, "_versions_of", id="_versions_of"),

@@ -16,8 +16,8 @@ TRAIN = """
     import argparse, random, torch
     from torch import nn
     from torch.utils.data import DataLoader, Dataset
-    from flatout.inside import lazy_dynamo
-    lazy_dynamo.install(torch)  # an optimizer's first step would load the compiler, for seconds
+    from flatout.inside import compiler
+    compiler.load_when_used(torch)  # an optimizer's first step would load the compiler, for seconds
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch-size", type=int, default=4)
@@ -258,8 +258,8 @@ CONFIGURED = """
     from pathlib import Path
     import torch
     import config
-    from flatout.inside import lazy_dynamo
-    lazy_dynamo.install(torch)
+    from flatout.inside import compiler
+    compiler.load_when_used(torch)
     parser = argparse.ArgumentParser()
     parser.add_argument("--lr", type=float, default=0.1)
     args = parser.parse_args()
@@ -376,8 +376,8 @@ WRITES = """
     import random, sys, torch
     from torch import nn
     from torch.utils.data import DataLoader, Dataset, Sampler
-    from flatout.inside import lazy_dynamo
-    lazy_dynamo.install(torch)
+    from flatout.inside import compiler
+    compiler.load_when_used(torch)
 
     added = 0
 
@@ -458,8 +458,8 @@ RAISES = """
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, Dataset
-    from flatout.inside import lazy_dynamo
-    lazy_dynamo.install(torch)
+    from flatout.inside import compiler
+    compiler.load_when_used(torch)
 
     class Broken(Exception):
         def __init__(self, path, code):

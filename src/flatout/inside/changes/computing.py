@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map_only
 
 from flatout.inside.calls import caller
 from flatout.inside.changes.ledger import Ledger
+from flatout.inside.compiler import draw_as_eager, round_as_eager
 from flatout.inside.fingerprints import FingerprintLog
-from flatout.inside.inductor_rounding import draw_as_this, round_as_eager
 from flatout.inside.patches import Subscriber, original
 from flatout.inside.root_modules import Call, RootModules, WeakIdMap
 
@@ -172,7 +172,7 @@ class Compile(RootChange):
                 return call(*args, **kwargs)
             if not seen:
                 seen = module.training and torch.is_grad_enabled()
-                with draw_as_this():
+                with draw_as_eager():
                     return call(*args, **kwargs)
             start_s = time.perf_counter()
             try:

@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import _DatasetKind
 
 from flatout.feed.iterator import NOT_YET, FeedIterator
-from flatout.inside.ceiling import tensors_in
+from flatout.inside.calls import tensors_in
 from flatout.inside.patches import Subscriber, original
 
 SMALL_BYTES = 16 << 20  # about 0.3 ms on the bus

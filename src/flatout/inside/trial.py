@@ -1,0 +1,218 @@
+"""A run with an end: so many steps, then the X-ray, then the ceiling, then out. No real training has one.
+
+The ceiling is how fast the same step runs when its data is already there: after the measured steps a few more are fed
+with batches kept from before (`replay`: no loader), then with their device copies (`resident`: no loader and no copy).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Container
+from typing import Any
+
+import torch
+
+from flatout.inside.calls import tensors_in
+from flatout.inside.clock import Leash
+from flatout.inside.patches import Subscriber
+from flatout.inside.recorder import HELD, Recorder
+from flatout.inside.xray import XraySchedule
+from flatout.launch.protocol import MOST_STEPS, Options
+from flatout.model.stats import BLOCKS, block_means, error_of, half_width
+
+_WARM_UP_S = 9.0  # of a trial, at most
+_SHORT_S = 0.05  # a step
+_STEADY = 0.005  # how precisely the mean step of a GPU that waits for nothing is known after half the time
+_AHEAD, _AHEAD_OF_CEILING = 8, 2  # steps that the host may run ahead of the GPU
+_KEPT = 4
+_STEPS_EACH = 12
+_FETCHES_A_STEP = 64  # more than this without a step is no training: give the loader back
+
+
+class BoundedRun:
+    """Says after each step whether another one is to come, and of what kind."""
+
+    def __init__(self, options: Options, recorder: Recorder, xray: XraySchedule, *, alone: Callable[[], bool]) -> None:
+        self._recorder = recorder
+        self._xray = xray
+        self._progress = TrialProgress(options, alone=alone)
+        self._leash = Leash(_AHEAD)
+        measures_ceiling = options.trial is None or not options.trial.fingerprints
+        self.ceiling = Ceiling(recorder.train_loaders) if measures_ceiling else None
+
+    def step_begins(self) -> None:
+        """The next step begins."""
+        self._progress.step_begins()
+
+    def step_ended(self) -> None:
+        """A step is over. What is to be measured is the GPU's pace, where that is the slower one."""
+        due = self._leash.step_ended()
+        if due is not None:
+            self._recorder.push(HELD)
+            self._leash.wait(due)
+            self._recorder.pop()
+        self._progress.step_ended(self._recorder.measured)
+
+    def goes_on(self, batches_ready: int) -> bool:
+        """Whether there is another step; so many batches lay ready when the workers had time to load."""
+        if self._progress.warms_up(self._recorder.steps, batches_ready):
+            self._recorder.set_kind("warmup")
+            return True
+        if not self._progress.is_over():
+            return True
+        return self._progress.is_worth_a_look and (self._takes_xray() or self._measures_ceiling())
+
+    def _takes_xray(self) -> bool:
+        if self._xray.done or not torch.cuda.is_initialized():
+            return False
+        was_running = self._xray.running
+        self._xray.step_ended()
+        return was_running or self._xray.running
+
+    def _measures_ceiling(self) -> bool:
+        if self.ceiling is None:
+            return False
+        kind = self.ceiling.next_step()
+        self._leash.steps = _AHEAD_OF_CEILING
+        if kind is not None:
+            self._recorder.set_kind(kind)
+        return kind is not None
+
+
+class TrialProgress:
+    """How far a run with an end has come. Only measured steps count: an X-ray may take longer than all of them.
+
+    A trial begins with batches that lie ready from when it started, and would show a loader faster than it is: they
+    are used up first.
+    """
+
+    def __init__(self, options: Options, *, alone: Callable[[], bool]) -> None:
+        self._alone = alone  # the only rank: others would have to agree
+        self._steps = options.max_steps or 0
+        self._trial = options.trial
+        self._took_s: list[float] = []
+        self._trained_s = 0.0
+        self._step_began_s: float | None = None
+        self._began_s = 0.0
+        self._measured = 0
+
+    def step_begins(self) -> None:
+        """The next step begins."""
+        self._step_began_s = time.monotonic()
+        self._began_s = self._began_s or self._step_began_s
+
+    def step_ended(self, measured: int) -> None:
+        """A step is over; so many have been measured by now."""
+        if measured > self._measured and self._step_began_s is not None:
+            self._took_s.append(time.monotonic() - self._step_began_s)
+            self._trained_s += self._took_s[-1]
+        self._measured = measured
+
+    def warms_up(self, steps: int, batches_ready: int) -> bool:
+        """Whether the step before still used batches that lay ready."""
+        timed = self._trial is not None and not self._trial.fingerprints
+        soon = not self._began_s or time.monotonic() - self._began_s < _WARM_UP_S
+        return timed and steps < batches_ready and (soon or not self._alone())
+
+    def is_over(self) -> bool:
+        """Whether the steps are there and, in a process of its own, the time is."""
+        if self._trial is None or self._measured < self._steps or not self._alone():
+            return self._measured >= self._steps
+        least_s, precise = self._trial.at_least_s, self._trial.known_to
+        if self._measured >= MOST_STEPS or self._trained_s >= 2 * least_s:
+            return True
+        short = not self._took_s or self._took_s[-1] < _SHORT_S  # beside which a look counts
+        if self._trained_s < least_s / 2 or (short and self._measured % BLOCKS):
+            return False
+        unsure = self._unsure()
+        return unsure <= _STEADY or (self._trained_s >= least_s and unsure <= precise)
+
+    def _unsure(self) -> float:
+        """Half the 95% interval of the mean step, as a share of it."""
+        if len(self._took_s) < BLOCKS:
+            return math.inf
+        return half_width([(error_of(block_means(self._took_s)) ** 2, BLOCKS - 1)])
+
+    @functools.cached_property
+    def is_worth_a_look(self) -> bool:
+        """Whether the steps, now that they are over, were fast enough; the later ones count: loaders have to settle."""
+        wanted_s = self._trial.look_below_s if self._trial is not None and self._alone() else None
+        later = self._took_s[len(self._took_s) // 2 :]
+        return wanted_s is None or (bool(later) and sum(later) / len(later) < wanted_s)
+
+
+class Ceiling:
+    """Keeps the last few batches, and gives them back when their time comes."""
+
+    def __init__(self, train_loaders: Container[int]) -> None:
+        self._train_loaders = train_loaders
+        self._kept: dict[int, deque[Any]] = {}
+        self._copies: dict[tuple[int, str], Any] = {}
+        self._kinds = iter(("replay",) * _STEPS_EACH + ("resident",) * _STEPS_EACH)
+        self._replaying = False
+        self._fetches = 0
+        self._turn = 0
+        self.resident = False  # whether device copies are given back, too
+
+    def install(self, changes: Subscriber) -> None:
+        """Answer `.to` and `.cuda` with the device copy made before, while `resident`."""
+        for name in ("to", "cuda"):
+            changes.around(f"torch.Tensor.{name}", functools.partial(self._move, name))
+
+    def _move(self, name: str, call: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.resident:
+            return call(tensor, *args, **kwargs)
+        copy = functools.partial(call, tensor, *args, **kwargs)
+        return self.copy_of(tensor, f"{name} {args} {kwargs}", copy)
+
+    def keep(self, loader: int, batch: Any) -> None:
+        """Remember a batch that came from a loader."""
+        self._kept.setdefault(loader, deque(maxlen=_KEPT)).append(_apart(batch))
+
+    def next_step(self) -> str | None:
+        """What the next step is, after the measured ones; None when it is all over or cannot be done here."""
+        fed, self._fetches = self._fetches, 0
+        kind = next(self._kinds, None)
+        self.resident = kind == "resident"
+        if not self._kept or (self._replaying and not 0 < fed <= _FETCHES_A_STEP):
+            return None
+        if self.resident and not torch.cuda.is_initialized():
+            return None
+        self._replaying = kind is not None
+        return kind
+
+    def batch(self, loader: int) -> Any:
+        """A kept batch of that loader, while replaying; None otherwise."""
+        kept = self._kept.get(loader)
+        if not self._replaying or not kept or loader not in self._train_loaders:
+            return None
+        self._fetches += 1
+        if self._fetches > _FETCHES_A_STEP:
+            return None
+        self._turn += 1
+        return _apart(kept[self._turn % len(kept)])
+
+    def copy_of(self, tensor: Any, how: str, copy: Callable[[], Any]) -> Any:
+        """The device copy of a kept tensor, made once for each way of asking."""
+        key = (id(tensor), how)
+        if key not in self._copies:
+            made = copy()
+            batches = [batch for kept in self._kept.values() for batch in kept]
+            if made is tensor or not any(tensor is kept for batch in batches for kept in tensors_in(batch)):
+                return made
+            self._copies[key] = made
+        return self._copies[key]
+
+
+def _apart(batch: Any) -> Any:
+    """The same tensors in containers of their own: scripts pop from their batches."""
+    if isinstance(batch, dict):
+        return type(batch)({key: _apart(item) for key, item in batch.items()})
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_apart(item) for item in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(_apart(item) for item in batch)
+    return batch
