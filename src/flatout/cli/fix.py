@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import typer
 
@@ -15,7 +15,9 @@ from flatout.cli.entry import INTERRUPTED, verb
 from flatout.cli.options import TAKES_A_COMMAND, command_of, flag, option, output_file, require_linux
 from flatout.cli.output import check_outputs, check_writable, console, write_report
 from flatout.files import write_whole
+from flatout.model.changes import names
 from flatout.model.errors import PlanError, RealWriteError, UsageError
+from flatout.model.plan import Safety
 
 if TYPE_CHECKING:
     from flatout.model.plan import Plan
@@ -30,10 +32,12 @@ def fix(
     budget: str = option("TIME", "How long to try: 90s, 10m, 1h.", default="10m"),
     allow: str = option(
         "NAME,…",
-        "Also try changes that affect learning: batch-size, eval-interval, checkpoint-interval; all.",
+        f"Also try changes that affect learning: {names(safety='semantic')}; all.",
         default="",
     ),
-    only: str = option("NAME,…", "Try only these changes or classes.", default=""),
+    only: str = option(
+        "NAME,…", f"Try only these changes ({names()}) or classes ({', '.join(get_args(Safety))}).", default=""
+    ),
     skip: str = option("NAME,…", "Do not try these changes or classes.", default=""),
     steps: int | None = option("N", "Training steps a trial. Default: chosen for the training.", min=20),
     out: Path = option("PLAN", "Where to write the plan.", default=Path("flatout-plan.yaml")),

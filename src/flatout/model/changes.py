@@ -404,6 +404,13 @@ def named(*, family: Family | None = None, moment: Moment | None = None) -> tupl
     return tuple(spec.name for spec in CHANGES if family in (None, spec.family) and moment in (None, spec.moment))
 
 
+def names(*, safety: Safety | None = None) -> str:
+    """What a person may ask for by name, as they type it; of one class, or of all."""
+    learning_rate = "learning_rate"  # comes with batch_size
+    asked = (s.name for s in CHANGES if not s.advice_only and s.name != learning_rate and safety in (None, s.safety))
+    return ", ".join(name.replace("_", "-") for name in asked)
+
+
 def check(plan: Plan, where: str) -> None:
     """Refuse a plan that could not be carried out as it says; `where` is what to call it."""
     for number, change in enumerate(plan.changes, 1):
