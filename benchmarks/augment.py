@@ -7,7 +7,7 @@
 Every measured call takes another of several input sets in turn, so that nothing is found in the cache because it was
 just there. "GPU time" is a captured graph, replayed: no host in it. "Call" is what a training loop sees: the wall time
 of a call with its parameters drawn, in a row of calls. Kornia and torchvision start from the same uint8 and end with
-normalized float32; ours ends with bfloat16. The floor is a copy within the card's memory that moves as many bytes.
+normalized float32; ours ends with bfloat16. The floor is a copy within the GPU's memory that moves as many bytes.
 DIR holds the data of `python -m workloads.segment.make --size full --out DIR`.
 """
 

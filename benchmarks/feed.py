@@ -1,4 +1,4 @@
-"""The feed against the stock loader, and against what the machine can do at all.
+"""The feed against the PyTorch loader, and against what the machine can do at all.
 
     python benchmarks/feed.py bytes            50 MB uint8 batches into the GPU, by number of workers
     python benchmarks/feed.py jpeg             JPEG → crop 224 → flip → normalized on the GPU
@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader as Stock
+from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -165,7 +165,7 @@ def _finish() -> None:
         torch.cuda.synchronize()
 
 
-def stock_to_gpu(loader: Stock[Any], after: Callable[[Any], Any] = lambda batch: batch) -> Iterator[Any]:
+def torch_to_gpu(loader: TorchLoader[Any], after: Callable[[Any], Any] = lambda batch: batch) -> Iterator[Any]:
     for batch in loader:
         moved = [part.to(DEVICE, non_blocking=True) for part in (batch if isinstance(batch, list) else [batch])]
         yield after(moved if isinstance(batch, list) else moved[0])
@@ -244,18 +244,18 @@ def bytes_into_gpu(measured: Measurements) -> None:
         batches = held(loader, workers, to_device(loader, DEVICE))
         return rate(batches, lambda _: gigabytes, measured.seconds, warm_up_s=PAGE_LOCKED_S)
 
-    def stock(workers: int) -> float:
-        loader = Stock(dataset, batch_size, num_workers=workers, pin_memory=DEVICE == "cuda")
-        return rate(stock_to_gpu(loader), lambda _: gigabytes, measured.seconds, warm_up_s=PAGE_LOCKED_S)
+    def with_pytorch(workers: int) -> float:
+        loader = TorchLoader(dataset, batch_size, num_workers=workers, pin_memory=DEVICE == "cuda")
+        return rate(torch_to_gpu(loader), lambda _: gigabytes, measured.seconds, warm_up_s=PAGE_LOCKED_S)
 
     for workers in sorted({min(CORES, workers) for workers in (2, 4, 8, 14)}):
         measured.add(f"ours, {workers:2} workers", lambda workers=workers: ours(workers))
-        measured.add(f"stock, {workers:2} workers", lambda workers=workers: stock(workers))
+        measured.add(f"PyTorch, {workers:2} workers", lambda workers=workers: with_pytorch(workers))
     measured.run(rounds=3)
     notes = []
     for workers in sorted({min(CORES, workers) for workers in (4, 8, 14)}):
-        times = measured.median(f"ours, {workers:2} workers") / measured.median(f"stock, {workers:2} workers")
-        notes.append(f"{workers} workers: {times:.1f} times stock (wanted: 5)")
+        times = measured.median(f"ours, {workers:2} workers") / measured.median(f"PyTorch, {workers:2} workers")
+        notes.append(f"{workers} workers: {times:.1f} times PyTorch's (goal: 5)")
     notes.append("wanted: 40 GB/s at 14 workers")
     measured.conclude(f"50 MB uint8 batches to {DEVICE}", notes)
 
@@ -272,22 +272,22 @@ def jpeg(measured: Measurements) -> None:
             # Let it settle: that is how it is used.
             return rate(iter(on_device), lambda batch: len(batch[1]), measured.seconds, warm_up_s=SETTLE_S)
 
-        def stock(workers: int) -> float:
-            loader = Stock(dataset, batch_size, num_workers=workers, pin_memory=DEVICE == "cuda")
-            return rate(stock_to_gpu(loader, normalized), lambda batch: len(batch[1]), measured.seconds)
+        def with_pytorch(workers: int) -> float:
+            loader = TorchLoader(dataset, batch_size, num_workers=workers, pin_memory=DEVICE == "cuda")
+            return rate(torch_to_gpu(loader, normalized), lambda batch: len(batch[1]), measured.seconds)
 
         measured.add("ours, auto", ours)
         for workers in sorted({max(1, CORES * share // 8) for share in (8, 12, 16)}):
-            measured.add(f"stock, {workers:2} workers", lambda workers=workers: stock(workers))
+            measured.add(f"PyTorch, {workers:2} workers", lambda workers=workers: with_pytorch(workers))
         measured.add(f"decoders alone, {CORES} processes", lambda: decoders_alone(Path(folder), measured.seconds))
         measured.run(rounds=3)
-    best = max(measured.median(name) for name in measured.values if name.startswith("stock"))
+    best = max(measured.median(name) for name in measured.values if name.startswith("PyTorch"))
     ceiling = measured.median(f"decoders alone, {CORES} processes")
     mine = measured.median("ours, auto")
     notes = [
         f"decoder: {DECODER}",
-        f"ours / decoders alone: {mine / ceiling:.3f} (wanted: 0.9)",
-        f"ours / stock at its best: {mine / best:.2f} (wanted: above 1)",
+        f"ours / decoders alone: {mine / ceiling:.3f} (goal: 0.9)",
+        f"ours / PyTorch at its best: {mine / best:.2f} (goal: above 1)",
         f"ours / DALI's CPU pipeline: {mine / DALI_IMAGES_S:.2f} (its {DALI_IMAGES_S:.0f} are a recorded figure)",
     ]
     measured.conclude(f"JPEG 500×375 → crop 224 → flip → normalized on {DEVICE}", notes)
@@ -365,7 +365,7 @@ def controller(measured: Measurements, step_s: float = 0.0) -> None:
     notes = [f"best held: {best:.0f} images/s; the fewest that reach 97% of it: {fewest}"]
     for declared, (workers, why) in sorted(ends.items()):
         share = measured.median(f"from {declared:2} declared") / best
-        notes.append(f"from {declared}: {share:.3f} of the best (wanted: 0.97), {workers} workers: {why}")
+        notes.append(f"from {declared}: {share:.3f} of the best (goal: 0.97), {workers} workers: {why}")
     limit = f"a consumer of {step_s * 1000:.0f} ms a batch" if step_s else "loading as fast as it goes"
     measured.conclude(f"controller, {limit}", notes)
 
@@ -374,16 +374,16 @@ def tiny(measured: Measurements) -> None:
     dataset = TensorDataset(torch.randn(40_000, 16), torch.randint(10, (40_000,)))
     measured.unit = "µs/batch"
 
-    def passes(loader: Stock[Any]) -> float:
+    def passes(loader: TorchLoader[Any]) -> float:
         list(loader)  # the first pass starts workers, in either loader
         wall, count = time.perf_counter(), 0
         for _ in range(3):
             count += sum(1 for _ in loader)
         return (time.perf_counter() - wall) / count * 1e6
 
-    ways: dict[str, Callable[[], Stock[Any]]] = {}
+    ways: dict[str, Callable[[], TorchLoader[Any]]] = {}
     for workers in (1, 2):
-        ways[f"stock, {workers} workers"] = lambda workers=workers: Stock(
+        ways[f"PyTorch, {workers} workers"] = lambda workers=workers: TorchLoader(
             dataset, 64, shuffle=True, num_workers=workers, persistent_workers=True
         )
         ways[f"ours, {workers} workers"] = lambda workers=workers: DataLoader(
@@ -397,21 +397,21 @@ def tiny(measured: Measurements) -> None:
     notes = []
     for workers in (1, 2):
         ours = f"ours, {workers} workers"
-        times = measured.median(ours) / measured.median(f"stock, {workers} workers")
+        times = measured.median(ours) / measured.median(f"PyTorch, {workers} workers")
         spent = measured.median(f"{ours}: CPU of next()")
-        notes.append(f"{workers} declared: {times:.3f} times stock's time (wanted: at most 1.02)")
-        notes.append(f"{workers} declared: the parent spends {spent:.0f} µs a batch (wanted: at most 40)")
+        notes.append(f"{workers} declared: {times:.3f} times PyTorch's time (goal: at most 1.02)")
+        notes.append(f"{workers} declared: the parent spends {spent:.0f} µs a batch (goal: at most 40)")
     auto = DataLoader(dataset, 64, shuffle=True, num_workers="auto")
-    for clock, ratios in in_turns(measured, Stock(dataset, 64, shuffle=True), auto).items():
-        notes.append(f"auto: {ratios['median']:.3f} times the {clock} time of stock without workers, in turns, "
-                     f"spread {ratios['spread']:.3f}, n {ratios['n']} (wanted: at most 1.02)")  # fmt: skip
+    for clock, ratios in in_turns(measured, TorchLoader(dataset, 64, shuffle=True), auto).items():
+        notes.append(f"auto: {ratios['median']:.3f} times the {clock} time of PyTorch without workers, in turns, "
+                     f"spread {ratios['spread']:.3f}, n {ratios['n']} (goal: at most 1.02)")  # fmt: skip
     feed = feed_of(auto)
     assert feed is not None
     notes.append(f"auto has {feed.workers} workers: {feed.why}")
     measured.conclude("tiny: 40,000 rows in memory, batches of 64", notes)
 
 
-class Bare(Stock[Any]):
+class Bare(TorchLoader[Any]):
     """What any loader does for a batch: torch's own `__next__`, and the sampler is asked."""
 
     def _get_iterator(self) -> Any:
@@ -423,12 +423,12 @@ class _BareIterator(_BaseDataLoaderIter):
         return self._next_index()
 
 
-def endless(loader: Stock[Any]) -> Iterator[Any]:
+def endless(loader: TorchLoader[Any]) -> Iterator[Any]:
     while True:
         yield from loader
 
 
-def beside_bare(loader: Stock[Any], bare: Stock[Any], groups: int = 40, group: int = 64) -> list[float]:
+def beside_bare(loader: TorchLoader[Any], bare: TorchLoader[Any], groups: int = 40, group: int = 64) -> list[float]:
     """CPU time a batch that `next()` takes beyond that of a bare loader, in µs; a few of each in turns. The loop
     computes for a millisecond in between, so that nobody waits."""
 
@@ -449,12 +449,14 @@ def beside_bare(loader: Stock[Any], bare: Stock[Any], groups: int = 40, group: i
     return [spent(both[0]) - spent(both[1]) for _ in range(groups)]
 
 
-def in_turns(measured: Measurements, stock: Stock[Any], ours: Stock[Any], pairs: int = 160) -> dict[str, Any]:
-    """Two loaders, 250 batches of each in turns, so that a busy machine is busy for both: our time over stock's."""
-    for loader in (stock, ours):
+def in_turns(
+    measured: Measurements, theirs: TorchLoader[Any], ours: TorchLoader[Any], pairs: int = 160
+) -> dict[str, Any]:
+    """Two loaders, 250 batches of each in turns, so that a busy machine is busy for both: our time over PyTorch's."""
+    for loader in (theirs, ours):
         for _ in range(4):  # our own has made up its mind by then
             list(loader)
-    loaders = {"stock, in the process": endless(stock), "ours, auto": endless(ours)}
+    loaders = {"PyTorch, in the process": endless(theirs), "ours, auto": endless(ours)}
     ratios: dict[str, list[float]] = {"wall": [], "CPU": []}
     for number in range(pairs):
         took = {}

@@ -1,6 +1,6 @@
 """Public training scripts under `flatout fix`, unmodified: what was kept, what it gave, and how that was proven.
 
-    python benchmarks/fixed_scripts.py SCRIPTS [--card] [--only NAME…] [--budget 2m] [--repeats 3] [--out FILE]
+    python benchmarks/fixed_scripts.py SCRIPTS [--gpu] [--only NAME…] [--budget 2m] [--repeats 3] [--out FILE]
 
 SCRIPTS holds checkouts of the repositories below, as OWNER+NAME, at the commit named there; none of their code is in
 this repository. Their data is made up, in the files and formats they ask for. What the scripts import (torchvision,
@@ -147,7 +147,7 @@ SCRIPTS = (
     Script(name="makemore", repo="karpathy/makemore", path="makemore.py", prepare=prepare_words),
     Script(name="adder", repo="karpathy/minGPT", path="projects/adder/adder.py"),
 )  # fmt: skip
-ON_A_CARD = (
+ON_A_GPU = (
     Script(
         name="imagenet", repo="pytorch/examples", path="imagenet/main.py", prepare=photographs(10),
         flags=("imagenet", "-a", "resnet50", "-b", "128"),
@@ -166,7 +166,7 @@ ON_A_CARD = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scripts", type=Path, metavar="SCRIPTS")
-    parser.add_argument("--card", action="store_true", help="on a GPU: other scripts, at their full size")
+    parser.add_argument("--gpu", action="store_true", help="on a GPU: other scripts, at their full size")
     parser.add_argument("--only", nargs="*", metavar="NAME")
     parser.add_argument("--budget", default="2m")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each side after the fix")
@@ -177,7 +177,7 @@ def main() -> None:
     options = parser.parse_args()
     machine = describe(("torch", "numpy", "torchvision"))
     print(headline(machine))
-    scripts, setup = (ON_A_CARD, {}) if options.card else (SCRIPTS, SETUP)
+    scripts, setup = (ON_A_GPU, {}) if options.gpu else (SCRIPTS, SETUP)
     for script in scripts:
         if options.only and script.name not in options.only:
             continue

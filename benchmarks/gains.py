@@ -10,7 +10,7 @@ A row a mistake: the gain that the findings which name it promise, the gain meas
 other, as far as runs differ. A mistake that no finding names must cost nothing.
 
 What is in --traces or --out already is not done again: a run that was cut short goes on, and when the rules change the
-table is made anew from the traces, on any machine. `gray` evaluates every epoch and is measured over several: that
+table is made again from the traces, on any machine. `gray` evaluates every epoch and is measured over several: that
 wants its small data.
 """
 

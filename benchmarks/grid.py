@@ -56,8 +56,8 @@ def main() -> None:
     best, found = result["best"], result["fix"]
     print(f"the grid's best, {best['flags']}: {best['samples_per_s']:,.0f} samples/s after {result['seconds']:.0f} s")
     print(f"found by fix: {found['samples_per_s']:,.0f} samples/s after {found['seconds']:.0f} s")
-    print(f"{result['speed']:.0%} of the speed (wanted: {WANTED_SPEED:.0%})")
-    print(f"{result['time']:.0%} of the time (wanted: {WANTED_TIME:.0%})")
+    print(f"{result['speed']:.0%} of the speed (goal: {WANTED_SPEED:.0%})")
+    print(f"{result['time']:.0%} of the time (goal: {WANTED_TIME:.0%})")
 
 
 def compare(root: Path, options: argparse.Namespace, common: list[str]) -> dict[str, Any]:

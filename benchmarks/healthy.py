@@ -2,7 +2,7 @@
 
     python benchmarks/healthy.py [--budget 4m] [--out FILE]
 
-They are those of tests/traces/record.py whose recordings are the healthy ones: on a card large products, convolutions
+They are those of tests/traces/record.py whose recordings are the healthy ones: on a GPU large products, convolutions
 in NHWC and a transformer in bf16, both fed by four workers; without one the CPU's.
 """
 
@@ -34,8 +34,8 @@ def main() -> None:
     options = parser.parse_args()
     machine = describe(("torch", "numpy"))
     print(headline(machine))
-    card = record.card_here() is not None
-    names = [n for n in record.TRAININGS if n.startswith(record.HEALTHY) and record.needs_card(n) == card]
+    on_gpu = record.gpu_here() is not None
+    names = [n for n in record.TRAININGS if n.startswith(record.HEALTHY) and record.needs_gpu(n) == on_gpu]
     results = {}
     for name in names:
         results[name] = found = fixed(name, options.budget)

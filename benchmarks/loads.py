@@ -1,4 +1,4 @@
-"""Loads whose effect on a card is known, each in a process of its own.
+"""Loads whose effect on a GPU is known, each in a process of its own.
 
     python benchmarks/loads.py matmul      8192³ matrix products in bf16, back to back: SMs and tensor cores full
     python benchmarks/loads.py tiny        kernels of one block, back to back: a kernel always there, SMs nearly empty
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-AHEAD = 2  # batches queued on the card, so that it never waits for us
+AHEAD = 2  # batches queued on the GPU, so that it never waits for us
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ PACKAGES = ("torch", "numpy", "psutil", "nvidia-ml-py")
 
 def describe(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
     """Hardware and versions."""
-    gpu, driver = _card()
+    gpu, driver = _gpu()
     versions = {name: version for name in packages if (version := _version(name)) is not None}
     cores = len(os.sched_getaffinity(0))
     return {
@@ -44,7 +44,7 @@ def figure(values: Sequence[float], digits: int = 4) -> dict[str, float | int]:
     return {"n": len(values), "median": round(statistics.median(values), digits), "spread": round(high - low, digits)}
 
 
-def _card() -> tuple[str | None, str | None]:
+def _gpu() -> tuple[str | None, str | None]:
     if shutil.which("nvidia-smi") is None:
         return None, None
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]

@@ -122,7 +122,7 @@ def cost_checks(result: dict[str, Any]) -> list[Check]:
     used = result["flatout top"]["mean_pct_of_a_core"]
     return [
         (f"flatout top saw {result['workers_seen']} of {result['workers']} workers", sees_all(result)),
-        (f"flatout top at 1 Hz: {used:.2f}% of a core (wanted: below 0.5)", used < 0.5),
+        (f"flatout top at 1 Hz: {used:.2f}% of a core (goal: below 0.5)", used < 0.5),
     ]
 
 
@@ -134,7 +134,7 @@ def truth(folder: Path) -> dict[str, Any]:
     """What is reported of loads whose effect is known."""
     found: dict[str, Any] = {"idle": watch(folder / "idle", seconds=4)[0]}
     if found["idle"]["sm_active_pct"] is None:
-        print("this card has no GPM counters: there is no truth to check")
+        print("this GPU has no GPM counters: there is no truth to check")
         return {}
     for name in ("matmul", "tiny"):
         with running(name):
@@ -151,21 +151,21 @@ def truth(folder: Path) -> dict[str, Any]:
 
 
 def watch(folder: Path, *, seconds: float) -> tuple[dict[str, Any], tuple[float, float]]:
-    """`flatout top` for so long: its figures of the first card, and from when to when it looked."""
+    """`flatout top` for so long: its figures of the first GPU, and from when to when it looked."""
     out = folder.with_suffix(".json")
     options = ("--interval", "0.5", "--duration", f"{seconds:g}", "--gpu", "0", "--record", str(folder))
     command = flatout("top", *options, "--json", str(out))
     subprocess.run(command, stdout=subprocess.DEVNULL, env=ENVIRONMENT, check=True)
-    card = json.loads(out.read_text())["gpus"][0]
+    gpu = json.loads(out.read_text())["gpus"][0]
     [samples] = trace.read(folder).samples.values()
     names = ("gpu_util_pct", "sm_active_pct", "tensor_active_pct", "power_w")
-    figures = {name: card.get(name, {}).get("mean") for name in names}
-    figures |= {"fluctuation": card["fluctuation_pct"], "verdict": card["verdict"]["word"], "samples": len(samples)}
+    figures = {name: gpu.get(name, {}).get("mean") for name in names}
+    figures |= {"fluctuation": gpu["fluctuation_pct"], "verdict": gpu["verdict"]["word"], "samples": len(samples)}
     return figures, (samples[0].time_s - samples[0].interval_s, samples[-1].time_s)
 
 
 def true_fluctuation(on_s: list[list[float]], window_s: tuple[float, float], full_pct: float) -> float:
-    """The standard deviation of a card that is at `full_pct` while the load is on, and at 0 while it is off."""
+    """The standard deviation of a GPU that is at `full_pct` while the load is on, and at 0 while it is off."""
     start_s, end_s = window_s
     on = sum(max(0.0, min(end, end_s) - max(start, start_s)) for start, end in on_s) / (end_s - start_s)
     return full_pct * math.sqrt(on * (1 - on))
@@ -177,8 +177,8 @@ def truth_checks(found: dict[str, Any]) -> list[Check]:
     idle, matmul, tiny, switched = (found[name] for name in ("idle", "matmul", "tiny", "switched"))
     off = abs(switched["fluctuation"] / switched["true_fluctuation"] - 1)
     return [
-        (f"idle: SM active {idle['sm_active_pct']:.1f} (wanted: 0)", idle["sm_active_pct"] < 1),
-        (f"matmul: SM active {matmul['sm_active_pct']:.1f} (wanted: above 75)", matmul["sm_active_pct"] > 75),
+        (f"idle: SM active {idle['sm_active_pct']:.1f} (goal: 0)", idle["sm_active_pct"] < 1),
+        (f"matmul: SM active {matmul['sm_active_pct']:.1f} (goal: above 75)", matmul["sm_active_pct"] > 75),
         (f"matmul: tensor active {matmul['tensor_active_pct']:.1f} (above 60)", matmul["tensor_active_pct"] > 60),
         (f"tiny kernels: GPU-Util {tiny['gpu_util_pct']:.0f} (above 90)", tiny["gpu_util_pct"] > 90),
         (f"tiny kernels: SM active {tiny['sm_active_pct']:.1f} (below 15)", tiny["sm_active_pct"] < 15),

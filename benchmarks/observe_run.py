@@ -196,7 +196,7 @@ def training_for(training: Training, recording: Any, observed: bool, batches: It
 
 
 def sync() -> None:
-    """Wait for the card, unobserved: it is the benchmark that waits, not the training."""
+    """Wait for the GPU, unobserved: it is the benchmark that waits, not the training."""
     if DEVICE == "cuda":
         torch._C._cuda_synchronize()
 
@@ -237,8 +237,8 @@ def truths(folder: Path) -> Iterator[Check]:
 def truth(where: str, folder: Path) -> tuple[float, float]:
     """A planted delay, and what is reported of it, in milliseconds a step, beyond the same training without it."""
     planted, planted_ms = reported(where, folder), DELAY_S * 1e3
-    if planted_on_card:  # cycles of a clock that moves: what they really took
-        planted_ms = statistics.mean(start.elapsed_time(end) for start, end in planted_on_card[1:])
+    if planted_on_gpu:  # cycles of a clock that moves: what they really took
+        planted_ms = statistics.mean(start.elapsed_time(end) for start, end in planted_on_gpu[1:])
     evaluating_s = statistics.fmean(evaluated_s)
     name, bare = PLANTS[where], reported("nowhere", folder)
     if where == "evaluation":  # what it does besides takes longer after a delay: all that was added
@@ -272,7 +272,7 @@ def reported(where: str, folder: Path) -> Breakdown:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     validation = DataLoader(TensorDataset(torch.ones(8, 256)), batch_size=4)
     place = Path(tempfile.mkdtemp(dir=folder))
-    planted_on_card.clear()
+    planted_on_gpu.clear()
     evaluated_s.clear()
     with flatout.attach(place / "trace", xray=False):
         for x, y in DataLoader(Samples(delay), batch_size=1):
@@ -282,7 +282,7 @@ def reported(where: str, folder: Path) -> Breakdown:
             loss.backward()
             optimizer.step()
             if where == "item" and DEVICE == "cuda":
-                planted_on_card.append(card_sleeps(DELAY_S))
+                planted_on_gpu.append(gpu_sleeps(DELAY_S))
             loss.item()
             start_s = time.perf_counter()
             with torch.no_grad():
@@ -301,11 +301,11 @@ def busy_until(end_s: float) -> None:
 
 
 evaluated_s: list[float] = []
-planted_on_card: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+planted_on_gpu: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
 
-def card_sleeps(seconds: float) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    """Keep the card busy for about so long; the events around it."""
+def gpu_sleeps(seconds: float) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Keep the GPU busy for about so long; the events around it."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     torch.cuda._sleep(round(seconds * CARD_HZ))

@@ -135,7 +135,7 @@ def steps_of(count: int, seed: int = 0) -> Iterator[Step]:
 
 
 def samples_of(seconds: int) -> Iterator[Sample]:
-    """One sample a second of a machine with 16 cores, a card and eight workers."""
+    """One sample a second of a machine with 16 cores, a GPU and eight workers."""
     draw = random.Random(1)
     for second in range(seconds):
         workers = tuple(ProcessSample(pid=n, role="worker", name="python", cpu_pct=90.0) for n in range(8))

@@ -302,7 +302,7 @@ def _on_device(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _all_done() -> float:
-    """When the card has done all that was queued: now."""
+    """When the GPU has done all that was queued: now."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.monotonic()

@@ -376,10 +376,10 @@ def summary(figures: dict[str, Any], samples: Sequence[Sample]) -> dict[str, Any
 
 
 def hardware_means(samples: Sequence[Sample]) -> dict[str, float | None]:
-    """What the first card and the machine did on average; None where nothing could be read."""
-    cards = [sample.gpus[0] for sample in samples if sample.gpus]
+    """What the first GPU and the machine did on average; None where nothing could be read."""
+    gpus = [sample.gpus[0] for sample in samples if sample.gpus]
     fields = ("gpu_util_pct", "sm_active_pct", "tensor_active_pct", "dram_active_pct", "power_w")
-    means = {field: _mean([getattr(card, field) for card in cards]) for field in fields}
+    means = {field: _mean([getattr(gpu, field) for gpu in gpus]) for field in fields}
     return means | {"cpu_pct": _mean([sample.host.cpu_pct for sample in samples]), "hardware_samples": len(samples)}
 
 

@@ -190,7 +190,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture
 def make_sample() -> Callable[..., Sample]:
-    """Builds a Sample of one card: `make_sample(3.0, sm=80, util=95, cpu=40)`."""
+    """Builds a Sample of one GPU: `make_sample(3.0, sm=80, util=95, cpu=40)`."""
     return build_sample
 
 
@@ -208,7 +208,7 @@ def build_sample(
     host: dict[str, Any] | None = None,
     cards: int = 1,
 ) -> Sample:
-    """One second of a machine with a card half full of memory; `gpu` and `host` set any other field."""
+    """One second of a machine with a GPU half full of memory; `gpu` and `host` set any other field."""
     card: dict[str, Any] = {
         "name": "NVIDIA H200",
         "sm_active_pct": sm,

@@ -46,7 +46,7 @@ Make = Callable[[Recipe, np.random.Generator, int], Sequence[bytes]]  # their co
 
 
 class Refused(Exception):
-    """Something the person can mend: told in one line, exit code 2."""
+    """Something the person can fix: one line, exit code 2."""
 
 
 @contextmanager

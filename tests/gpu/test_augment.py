@@ -124,7 +124,7 @@ def test_any_batch_size_channels_and_shape(n, channels, height, width):
 @pytest.mark.parametrize("channels", [1, 3])
 def test_the_nearest_pixel(channels):
     there, here = both(Augment([HFlip(), Rotate(25)], interpolation="nearest"), pictures(channels=channels))
-    same = (there[0] - here[0]).abs() < 1e-6  # a division rounds otherwise on the card
+    same = (there[0] - here[0]).abs() < 1e-6  # a division rounds otherwise on the GPU
     assert same.float().mean() > 0.999  # but where two are as near
 
 

@@ -1,4 +1,4 @@
-"""The engine on a card: no waiting outside log points, the precision that was asked for, compilation that may fail."""
+"""The engine on a GPU: no waiting outside log points, the precision that was asked for, compilation that may fail."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def trainer(out: Path, model: nn.Module, **settings: Any) -> Trainer:
     [{}, {"clip_norm": 1.0, "accumulate": 2}, {"precision": "fp16"}, {"precision": "tf32"}, {"compile": "auto"}],
     ids=str,
 )
-def test_nothing_waits_for_the_card_between_log_points(
+def test_nothing_waits_for_the_gpu_between_log_points(
     tmp_path: Path, forbid_waiting: Callable[[bool], None], settings: dict[str, Any]
 ) -> None:
     """Every step, its batch, augmentation, loss and schedule; the losses' copy to the host is begun without a wait."""
@@ -99,7 +99,7 @@ def test_nothing_waits_for_the_card_between_log_points(
 
     def end_unwatched() -> None:
         nonlocal ends
-        forbid_waiting(False)  # validation and a checkpoint do read from the card
+        forbid_waiting(False)  # validation and a checkpoint do read from the GPU
         ends = True
         end_epoch()
         ends = False
@@ -136,7 +136,7 @@ def test_the_precision_asked_for_is_the_one_computed_in(tmp_path: Path, wanted: 
     assert ours.step.scaler.is_enabled() == (wanted == "fp16")
 
 
-def test_a_card_without_bf16_gets_fp16_and_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_bf16_gets_fp16_and_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
     precision, decision = decide("bf16", torch.device("cuda"))
     assert (precision.dtype, precision.scaled) == (torch.float16, True)
@@ -215,8 +215,8 @@ def test_what_cannot_be_compiled_runs_eagerly_and_says_so(
     assert "train.compile: off from here on, torch.compile failed" in capsys.readouterr().out
 
 
-def test_a_full_card_is_met_with_smaller_pieces() -> None:
-    """GIVEN a limit on the card's memory that a whole batch does not fit into, THEN the step is done in pieces."""
+def test_a_full_gpu_is_met_with_smaller_pieces() -> None:
+    """GIVEN a limit on the GPU's memory that a whole batch does not fit into, THEN the step is done in pieces."""
 
     class Hungry(nn.Module):
         def __init__(self) -> None:

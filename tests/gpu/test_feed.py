@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader as Stock
+from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
 from flatout.feed import DataLoader, feed_of, to_device
@@ -93,7 +93,7 @@ def test_batches_that_are_kept_stay_what_they_are() -> None:
 
 
 def test_to_device_gives_stocks_batches() -> None:
-    expected = list(Stock(Frames(100), 16, num_workers=1))
+    expected = list(TorchLoader(Frames(100), 16, num_workers=1))
     found = list(to_device(DataLoader(Frames(100), 16, num_workers=2), "cuda"))
     assert len(found) == len(expected)
     for (images, indices), (stock_images, stock_indices) in zip(found, expected, strict=True):
@@ -116,7 +116,7 @@ def test_to_device_is_right_when_the_consumer_lags_behind() -> None:
 
 
 def test_a_host_that_never_waits_does_not_pile_up_copies() -> None:
-    """GIVEN batches that come faster than the wire takes them WHEN nothing in the loop waits for the card THEN it holds
+    """GIVEN batches that come faster than the wire takes them WHEN nothing in the loop waits for the GPU THEN it holds
     no more host batches than the few that are on their way."""
     memory = torch.zeros(64 << 20, dtype=torch.uint8).pin_memory()
     made: list[weakref.ref[torch.Tensor]] = []
@@ -141,7 +141,7 @@ def test_to_device_makes_floats_and_channels_last_on_the_gpu() -> None:
 
 
 def test_to_device_takes_a_stock_loader_and_any_iterable() -> None:
-    stock = Stock(Frames(64), 16, num_workers=1)
+    stock = TorchLoader(Frames(64), 16, num_workers=1)
     assert [indices.tolist() for _, indices in to_device(stock, "cuda")] == [
         list(range(start, start + 16)) for start in range(0, 64, 16)
     ]
@@ -205,8 +205,8 @@ class Collecting(Dataset[Any]):
         return index
 
 
-@pytest.mark.parametrize("kind", [DataLoader, Stock])
-def test_workers_do_not_free_what_the_training_process_has_on_the_card(kind: Any) -> None:
+@pytest.mark.parametrize("kind", [DataLoader, TorchLoader])
+def test_workers_do_not_free_what_the_training_process_has_on_the_gpu(kind: Any) -> None:
     """Memory in use on two streams, in a circle only the collector finds: to free it in a forked child aborts."""
     gc.disable()
     try:

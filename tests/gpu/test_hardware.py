@@ -1,4 +1,4 @@
-"""What `flatout top` says of loads whose effect on a card is known. Needs a card with GPM counters, and it idle."""
+"""What `flatout top` says of loads whose effect on a GPU is known. Needs a GPU with GPM counters, and it idle."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def needs_gpm(card: Card) -> None:
         pytest.skip(f"{card.name} has no GPM counters")
 
 
-def test_the_doctor_knows_the_card_by_both_its_numbers(card: Card) -> None:
+def test_the_doctor_knows_the_gpu_by_both_its_numbers(card: Card) -> None:
     assert card.uuid.startswith("GPU-")
     assert (card.memory_bytes or 0) > 1 << 30
     if "CUDA_VISIBLE_DEVICES" not in os.environ:
         assert card.cuda_index is not None
 
 
-def test_an_idle_card_reads_zero(tmp_path: Path) -> None:
+def test_an_idle_gpu_reads_zero(tmp_path: Path) -> None:
     figures, _ = watch(tmp_path / "idle", seconds=3)
     assert figures["sm_active_pct"] < 1
     assert figures["verdict"] == "idle"
@@ -66,7 +66,7 @@ def test_a_load_that_goes_on_and_off_has_the_fluctuation_it_has(tmp_path: Path) 
     assert figures["fluctuation"] == pytest.approx(truth, rel=0.10)
 
 
-def test_the_training_on_the_card_is_found_with_its_workers() -> None:
+def test_the_training_on_the_gpu_is_found_with_its_workers() -> None:
     with running("train", "--workers", "3") as load, Sampler() as sampler:
         roles = {process.pid: process.role for process in sampler.read().processes}
         assert roles[load["pid"]] == "trainer"

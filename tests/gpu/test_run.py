@@ -1,4 +1,4 @@
-"""`flatout run` on a real card: idle time, the X-ray, graph capture, the ceiling, and waits by their line."""
+"""`flatout run` on a real GPU: idle time, the X-ray, graph capture, the ceiling, and waits by their line."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def part(b: Breakdown, name: str) -> tuple[float, float]:
     return sum(p.ms for p in parts) / b.steps, sum(p.gpu_idle_ms or 0.0 for p in parts) / b.steps
 
 
-def test_the_card_is_idle_while_the_host_waits_for_data(tmp_path: Path) -> None:
+def test_the_gpu_is_idle_while_the_host_waits_for_data(tmp_path: Path) -> None:
     class Slow(TensorDataset):
         def __getitem__(self, index: Any) -> Any:
             time.sleep(0.02)
@@ -129,7 +129,7 @@ def test_copies_and_losses_are_seen_without_waiting(tmp_path: Path) -> None:
     assert "sync" not in {span.name for step in steps for span in step.spans}
 
 
-def test_the_x_ray_of_a_busy_card_says_busy_and_of_an_idle_one_idle(tmp_path: Path) -> None:
+def test_the_x_ray_of_a_busy_gpu_says_busy_and_of_an_idle_one_idle(tmp_path: Path) -> None:
     model, optimizer, x = made(2048)
 
     def train(pause_s: float, times: int) -> None:
@@ -158,8 +158,8 @@ def test_the_users_own_profiler_comes_first(tmp_path: Path) -> None:
     def train() -> None:
         start = time.monotonic()
         while time.monotonic() - start < 4.0:
-            card = [torch.profiler.ProfilerActivity.CUDA]
-            with torch.profiler.profile(activities=card, acc_events=True) as profile:
+            activities = [torch.profiler.ProfilerActivity.CUDA]
+            with torch.profiler.profile(activities=activities, acc_events=True) as profile:
                 heavy(model, optimizer, x)
             seen.append(len(profile.events()))
 
@@ -260,8 +260,8 @@ AHEAD = """
         def __len__(self):
             return 10_000
         def __getitem__(self, index):
-            return card
-    card = batch.cuda()
+            return copied
+    copied = batch.cuda()
     for number, x in enumerate(torch.utils.data.DataLoader(Ready(), batch_size=None)):
         if number in (20, 50):
             torch.cuda.synchronize()
@@ -272,25 +272,25 @@ AHEAD = """
 """
 
 
-def test_a_host_that_runs_ahead_is_not_taken_for_a_fast_card(tmp_path: Path) -> None:
+def test_a_host_that_runs_ahead_is_not_taken_for_a_fast_gpu(tmp_path: Path) -> None:
     """GIVEN some 20 launches a step, whose queue would hold fifty steps WHEN the steps are measured, replayed and
-    X-rayed THEN each takes as long as the card does."""
+    X-rayed THEN each takes as long as the GPU does."""
     from observing import flatout_run, write
 
     write(tmp_path, train=AHEAD)
     run = flatout_run(tmp_path, sys.executable, "train.py", options=("--max-steps", "120"))
     assert run.code == 0, run.err
     begin, end = (float(line.split()[1]) for line in run.out.splitlines() if line.startswith("at "))
-    card_ms = (end - begin) / 30 * 1e3
+    step_ms_on_gpu = (end - begin) / 30 * 1e3
     rank = run.observed.rank
 
     def median_ms(kind: str) -> float:
         walls = sorted(step.wall_ms for step in rank.steps if step.kind == kind)
         return walls[len(walls) // 2]
 
-    assert median_ms("train") == pytest.approx(card_ms, rel=0.15)
-    assert median_ms("replay") == pytest.approx(card_ms, rel=0.15)
+    assert median_ms("train") == pytest.approx(step_ms_on_gpu, rel=0.15)
+    assert median_ms("replay") == pytest.approx(step_ms_on_gpu, rel=0.15)
     assert rank.xray is not None
-    assert rank.xray.busy_ms / rank.xray.steps == pytest.approx(card_ms, rel=0.15)
+    assert rank.xray.busy_ms / rank.xray.steps == pytest.approx(step_ms_on_gpu, rel=0.15)
     assert run.account is not None
     assert run.account["verdict"] == "compute.saturated"

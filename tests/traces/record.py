@@ -1,6 +1,6 @@
 """Records the traces that the diagnosis is tested on: one real training a malady, and healthy ones.
 
-    python tests/traces/record.py [NAME…] [--to FOLDER]     all that this machine is there for: without a card what
+    python tests/traces/record.py [NAME…] [--to FOLDER]     all that this machine is there for: without a GPU what
                                                             needs none, in ten minutes; with one the others, in three
 
 A file is named MACHINE-CODE[-VARIANT].tgz, and CODE is the verdict it must get; one that got another ends in -unlike.
@@ -52,7 +52,7 @@ TRIES = 20
 HEALTHY = "compute.saturated"
 CARD = "cuda"
 ROWS, WIDTH = 16384, 4096  # samples and features: in bf16 one product of these takes an H200 a millisecond
-CLOSE_STEPS, PLAIN_STEPS = 60, 80  # so many raw steps of a training on a card stay in its recording
+CLOSE_STEPS, PLAIN_STEPS = 60, 80  # so many raw steps of a training on a GPU stay in its recording
 
 TRAININGS: dict[str, Callable[[], None]] = {}
 HOW: dict[str, dict[str, Any]] = {}
@@ -61,7 +61,7 @@ HOW: dict[str, dict[str, Any]] = {}
 def training(name: str, **how: Any) -> Callable[[Callable[[], None]], Callable[[], None]]:
     """Register a training under the verdict it deserves.
 
-    `how`: ranks, what runs beside it, its flags, its memory; how many `steps` to take of one that runs on a card.
+    `how`: ranks, what runs beside it, its flags, its memory; how many `steps` to take of one that runs on a GPU.
     """
 
     def register(function: Callable[[], None]) -> Callable[[], None]:
@@ -421,7 +421,7 @@ def plays_against_itself() -> None:
         optimizers[1].step()
 
 
-# -- on a card: parts --------------------------------------------------------------------------------------------------
+# -- on a GPU: parts --------------------------------------------------------------------------------------------------
 
 
 class Batches(Dataset[Any]):
@@ -448,8 +448,8 @@ def loaded(data: Dataset[Any], batch_size: int) -> DataLoader[Any]:
     return DataLoader(data, batch_size, sampler=sampler, num_workers=4, pin_memory=True, persistent_workers=True)
 
 
-def on_the_card(rows: int = ROWS, features: int = WIDTH, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """One batch that is on the card already, again and again."""
+def on_the_gpu(rows: int = ROWS, features: int = WIDTH, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """One batch that is on the GPU already, again and again."""
     x = torch.rand(rows, features, device=CARD, dtype=dtype)
     return itertools.repeat((x, torch.randint(0, CLASSES, (rows,), device=CARD)))
 
@@ -486,12 +486,12 @@ def fused(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-# -- on a card: copies, and waiting for it -----------------------------------------------------------------------------
+# -- on a GPU: copies, and waiting for it -----------------------------------------------------------------------------
 
 
 @training("copy.pageable", steps=200)
 def copies_from_ordinary_memory() -> None:
-    """Batches of 64 MB go to the card from memory that is not page-locked."""
+    """Batches of 64 MB go to the GPU from memory that is not page-locked."""
     batches = [(torch.rand(ROWS, WIDTH // 4), torch.randint(0, CLASSES, (ROWS,))) for _ in range(4)]
     learn(
         products(3, features=WIDTH // 4),
@@ -501,7 +501,7 @@ def copies_from_ordinary_memory() -> None:
 
 @training("copy.blocking", steps=350)
 def waits_for_each_copy() -> None:
-    """Page-locked batches of 128 MB, but each copy is waited for, and the card computes nothing meanwhile."""
+    """Page-locked batches of 128 MB, but each copy is waited for, and the GPU computes nothing meanwhile."""
     x, y = torch.rand(ROWS, WIDTH // 2).pin_memory(), torch.randint(0, CLASSES, (ROWS,)).pin_memory()
     learn(
         products(2, features=WIDTH // 2),
@@ -511,7 +511,7 @@ def waits_for_each_copy() -> None:
 
 @training("copy.fragmented", steps=500)
 def copies_column_by_column() -> None:
-    """A table of 600 columns, page-locked, and each column goes to the card by itself."""
+    """A table of 600 columns, page-locked, and each column goes to the GPU by itself."""
     batches = [
         (list(torch.rand(600, ROWS).pin_memory()), torch.randint(0, CLASSES, (ROWS,)).pin_memory()) for _ in range(4)
     ]
@@ -527,10 +527,10 @@ def copies_column_by_column() -> None:
 
 @training("sync.item", steps=450)
 def reads_each_error_back() -> None:
-    """Before backward, the error of each output is read back for a running median: meanwhile the card stands still."""
+    """Before backward, the error of each output is read back for a running median: meanwhile the GPU stands still."""
     model, past = products(3), [[float(n * 7919 % 1000) for n in range(1000)] for _ in range(CLASSES)]
     optimizer = fused(model)
-    for x, _ in on_the_card(rows=ROWS // 2):
+    for x, _ in on_the_gpu(rows=ROWS // 2):
         optimizer.zero_grad()
         errors = (model(x) - 1).square().mean(0)
         for error, seen in zip(errors, past, strict=True):
@@ -540,13 +540,13 @@ def reads_each_error_back() -> None:
         optimizer.step()
 
 
-# -- on a card: computing ----------------------------------------------------------------------------------------------
+# -- on a GPU: computing ----------------------------------------------------------------------------------------------
 
 
 @training("compute.precision", steps=90)
 def multiplies_in_full_precision() -> None:
     """Large products in fp32, and TF32 is off, as it is unless one asks for it."""
-    learn(products(4).float(), on_the_card(rows=ROWS // 4, dtype=torch.float32))
+    learn(products(4).float(), on_the_gpu(rows=ROWS // 4, dtype=torch.float32))
 
 
 @training("compute.layout", steps=250)
@@ -561,7 +561,7 @@ def updates_one_by_one() -> None:
     """400 million parameters, a small batch, and AdamW goes through them tensor by tensor, operation by operation."""
     model = products(24).float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
-    for x, y in on_the_card(rows=ROWS // 16):
+    for x, y in on_the_gpu(rows=ROWS // 16):
         optimizer.zero_grad()
         with torch.autocast(CARD, torch.bfloat16):
             loss = cross_entropy(model(x), y)
@@ -572,7 +572,7 @@ def updates_one_by_one() -> None:
 @training("compute.eager", steps=300)
 def activates_in_nine_kernels() -> None:
     """An activation written out: each of its operations reads and writes all of the data."""
-    learn(products(2, active=WrittenOut), on_the_card())
+    learn(products(2, active=WrittenOut), on_the_gpu())
 
 
 class WrittenOut(nn.Module):
@@ -582,7 +582,7 @@ class WrittenOut(nn.Module):
         return 0.5 * x * (1 + torch.tanh(0.79788456 * (x + 0.044715 * x * x * x)))
 
 
-# -- on a card: its memory ---------------------------------------------------------------------------------------------
+# -- on a GPU: its memory ---------------------------------------------------------------------------------------------
 
 
 @training("memory.underused", steps=600)
@@ -603,8 +603,8 @@ def takes_small_batches() -> None:
 
 
 @training("memory.pressure", steps=120)
-def fills_the_card() -> None:
-    """Batches sorted by length, each a little longer than the last, on a card with room for a quarter more than the
+def fills_the_gpu() -> None:
+    """Batches sorted by length, each a little longer than the last, on a GPU with room for a quarter more than the
     longest takes: what was freed never fits what comes next, and is given back to make room."""
     narrow, wide = WIDTH // 2, 2 * WIDTH
     with torch.device(CARD):
@@ -615,7 +615,7 @@ def fills_the_card() -> None:
         ]
         model = nn.Sequential(*layers, nn.Linear(narrow, CLASSES)).bfloat16()
     optimizer, longest = fused(model), ROWS // 2
-    x, y = next(on_the_card(longest, narrow))
+    x, y = next(on_the_gpu(longest, narrow))
     learn(model, [(x, y)] * 2, optimizer)
     room_bytes = 1.25 * torch.cuda.max_memory_allocated()
     torch.cuda.set_per_process_memory_fraction(room_bytes / torch.cuda.get_device_properties(CARD).total_memory)
@@ -628,13 +628,13 @@ def fills_the_card() -> None:
     learn(model, by_length(), optimizer)
 
 
-# -- on a card: healthy ------------------------------------------------------------------------------------------------
+# -- on a GPU: healthy ------------------------------------------------------------------------------------------------
 
 
 @training("compute.saturated-products", steps=200)
 def multiplies() -> None:
-    """Large products of data that is on the card: as much as its power allows."""
-    learn(products(4), on_the_card())
+    """Large products of data that is on the GPU: as much as its power allows."""
+    learn(products(4), on_the_gpu())
 
 
 @training("compute.saturated-pictures", steps=300)
@@ -677,26 +677,26 @@ def attends() -> None:
 
 
 def main() -> None:
-    card = card_here()
+    gpu = gpu_here()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    here = [name for name in TRAININGS if needs_card(name) == (card is not None)]
+    here = [name for name in TRAININGS if needs_gpu(name) == (gpu is not None)]
     parser.add_argument("names", nargs="*", metavar="NAME", default=here)
     parser.add_argument("--to", type=Path, default=Path(__file__).parent, metavar="FOLDER")
     options = parser.parse_args()
     options.to.mkdir(exist_ok=True)
     for name in options.names:
-        if needs_card(name) and card is None:
-            print(f"{name}: skipped, it needs a card")
-        elif not any(recorded(name, card or "cpu", options.to) for _ in range(1 if needs_card(name) else TRIES)):
+        if needs_gpu(name) and gpu is None:
+            print(f"{name}: skipped, it needs a GPU")
+        elif not any(recorded(name, gpu or "cpu", options.to) for _ in range(1 if needs_gpu(name) else TRIES)):
             print(f"{name}: not recorded", flush=True)
 
 
-def needs_card(name: str) -> bool:
+def needs_gpu(name: str) -> bool:
     return "steps" in HOW[name]
 
 
-def card_here() -> str | None:
-    """This machine's card in a word. The driver is asked: torch would stay on the card, as company."""
+def gpu_here() -> str | None:
+    """This machine's GPU in a word. The driver is asked: torch would stay on the GPU, as company."""
     try:
         pynvml.nvmlInit()
         name = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
@@ -715,12 +715,12 @@ def recorded(name: str, machine: str, to: Path) -> bool:
         except subprocess.CalledProcessError as problem:
             print(f"{name}: ended with exit code {problem.returncode}", flush=True)
             return False
-        if needs_card(name):
+        if needs_gpu(name):
             thin(folder)
         others, delay, found = look_at(folder)
         codes = [code for code, _, _ in found]
         like = codes == [HEALTHY] if name.startswith(HEALTHY) else codes[:1] == [name]
-        kept = others < OTHERS_CORES or delay < DELAY or "beside" in HOW[name] or needs_card(name)
+        kept = others < OTHERS_CORES or delay < DELAY or "beside" in HOW[name] or needs_gpu(name)
         said = ", ".join(f"{code} {share:.0%} up to {gain:.2f}x" for code, share, gain in found[:3]) or "nothing"
         beside = f"others {others:.2f} cores, {delay=:.3f}, {kept=}"
         unlike = "" if like else "UNLIKE "
@@ -738,7 +738,7 @@ def record(name: str, folder: Path) -> None:
     if "ranks" in how:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(how["ranks"])]
     flatout = [sys.executable, "-m", "flatout", "run", "--quiet", "--trace", "trace"]
-    flatout += ["--max-steps", str(how["steps"])] if needs_card(name) else []
+    flatout += ["--max-steps", str(how["steps"])] if needs_gpu(name) else []
     command = [*flatout, "--", *launcher, *script]
     path = [ROOT / "src", *(Path(entry).resolve() for entry in os.environ.get("PYTHONPATH", "").split(":") if entry)]
     environment = {**os.environ, "PYTHONPATH": ":".join(map(str, path)), "OMP_NUM_THREADS": "1"}
@@ -845,7 +845,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--train"]:
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        if "beside" not in HOW[sys.argv[2]] and not needs_card(sys.argv[2]):
+        if "beside" not in HOW[sys.argv[2]] and not needs_gpu(sys.argv[2]):
             go_first()
         TRAININGS[sys.argv[2]]()
     else:

@@ -1,4 +1,4 @@
-"""A plan's changes on a real card: copies ahead of time leave every batch as it was; precision and layout show."""
+"""A plan's changes on a real GPU: copies ahead of time leave every batch as it was; precision and layout show."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ TRAIN = """
                 pictures.mul_(0.5)  # in place, on the host: a copy made before is worth nothing
             if number % 3 == 1:
                 pictures.numpy()[0] *= 0.25  # where no version is counted
-            on_card = pictures.to("cuda", non_blocking=True)
+            on_gpu = pictures.to("cuda", non_blocking=True)
             mean = pictures.mean().item()  # the host batch stays a host batch
-            out = net(on_card)
+            out = net(on_gpu)
             assert out.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
             loss = nn.functional.cross_entropy(out, labels.cuda(non_blocking="at once" in sys.argv))
             optimizer.zero_grad()
@@ -150,7 +150,7 @@ TURNED = """
     [(), (("device_prefetch", True),), (("device_prefetch", True), ("compile", "reduce-overhead"))],
     ids=["copied", "ahead", "compiled"],
 )
-def test_transforms_made_on_the_card_are_those_of_the_workers(
+def test_transforms_made_on_the_gpu_are_those_of_the_workers(
     tmp_path: Path, more: tuple[tuple[str, object], ...]
 ) -> None:
     """The same random numbers, pictures and masks; a grey level here and there."""

@@ -1,4 +1,4 @@
-"""A proof's runs on a real card: right changes go the leader's way, compiled as CUDA graphs too; wrong ones do not."""
+"""A proof's runs on a real GPU: right changes go the leader's way, compiled as CUDA graphs too; wrong ones do not."""
 
 from __future__ import annotations
 
