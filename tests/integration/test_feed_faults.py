@@ -1,4 +1,4 @@
-"""Workers, nursery and parent dying in every way, with real processes and real signals."""
+"""Workers, fork server and parent dying in every way, with real processes and real signals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader as Stock
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from flatout.feed import BadSampleError, DataLoader
 from flatout.feed.loader import Auto
@@ -59,8 +59,8 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 
 @pytest.mark.parametrize(("workers", "most"), [(Auto(1), 500), (3, 60)], ids=["while scaling", "of three declared"])
 def test_five_hundred_kills_lose_repeat_and_reorder_nothing(workers: int, most: int) -> None:
-    """GIVEN a loader that goes 1 → 8 → 2 → 6 workers, or has three, WHEN random children (workers, nursery) are killed
-    after every batch, THEN each batch is bit for bit what it is without."""
+    """GIVEN a loader that goes 1 → 8 → 2 → 6 workers, or has three, WHEN random children (workers, fork server) are
+    killed after every batch, THEN each batch is bit for bit what it is without."""
     dataset = Numbers(19200)
     expected = batches(DataLoader(dataset, 16, shuffle=True, num_workers=2))
     loader = DataLoader(dataset, 16, shuffle=True, num_workers=workers, persistent_workers=True)
@@ -95,21 +95,6 @@ def kill_some(children: list[psutil.Process], pick: random.Random, most: int) ->
     return kills
 
 
-def test_a_killed_worker_hands_its_random_stream_on() -> None:
-    """GIVEN rng="stock", WHEN workers are killed, THEN the draws are still those of stock's workers."""
-    dataset = Numbers(120)
-    torch.manual_seed(0)
-    expected = list(Stock(dataset, 4, shuffle=True, num_workers=2))
-    loader = DataLoader(dataset, 4, shuffle=True, num_workers=2, rng="stock")
-    torch.manual_seed(0)
-    found = []
-    for number, batch in enumerate(loader):
-        found.append(batch)
-        if number % 5 == 1:
-            kill_a_worker(loader)
-    assert_same(found, expected)
-
-
 def test_the_scripts_own_signal_handlers_are_not_called_in_workers(tmp_path: Path) -> None:
     """GIVEN a script that saves a checkpoint on SIGUSR1, and whoever sends that to all processes of it."""
     before = signal.signal(signal.SIGUSR1, lambda *_: (tmp_path / str(os.getpid())).touch())
@@ -118,12 +103,12 @@ def test_the_scripts_own_signal_handlers_are_not_called_in_workers(tmp_path: Pat
         batches = iter(loader)
         next(batches)
         assert loader.feed is not None
-        wait_until(lambda: loader.feed is not None and len(loader.feed.crew.pids()) == 2)
-        pids = loader.feed.crew.pids()
+        wait_until(lambda: loader.feed is not None and len(loader.feed.pool.pids()) == 2)
+        pids = loader.feed.pool.pids()
         for pid in (*pids, os.getpid()):
             os.kill(pid, signal.SIGUSR1)
         assert len([next(batches) for _ in range(15)]) == 15
-        assert loader.feed.crew.pids() == pids
+        assert loader.feed.pool.pids() == pids
         assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -131,8 +116,8 @@ def test_the_scripts_own_signal_handlers_are_not_called_in_workers(tmp_path: Pat
 
 def kill_a_worker(loader: DataLoader[Any]) -> None:
     assert loader.feed is not None
-    wait_until(lambda: bool(loader.feed and loader.feed.crew.pids()))
-    os.kill(loader.feed.crew.pids()[0], signal.SIGKILL)
+    wait_until(lambda: bool(loader.feed and loader.feed.pool.pids()))
+    os.kill(loader.feed.pool.pids()[0], signal.SIGKILL)
 
 
 def wait_until(true: Callable[[], bool], patience_s: float = 30) -> None:
@@ -141,102 +126,6 @@ def wait_until(true: Callable[[], bool], patience_s: float = 30) -> None:
     while not true():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.01)
-
-
-class Counting(IterableDataset[Any]):
-    """Each worker's own stretch of numbers, with a random one beside each."""
-
-    def __iter__(self) -> Iterator[Any]:
-        info = torch.utils.data.get_worker_info()
-        assert info is not None
-        for value in range(60):
-            yield torch.tensor([info.id, value]), torch.rand(1)
-
-
-class Resumable(Counting):
-    """Knows where it is, so that a successor need not start from the beginning; says so in what it yields."""
-
-    def __init__(self) -> None:
-        self.at = 0
-        self.resumed = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        info = torch.utils.data.get_worker_info()
-        assert info is not None
-        while self.at < 60:
-            self.at += 1
-            yield torch.tensor([info.id, self.at - 1]), torch.rand(1)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
-class StatefulIterator(Counting):
-    """Its iterator, not the dataset, knows where it is."""
-
-    def __iter__(self) -> Any:
-        return _Place()
-
-
-class _Place:
-    def __init__(self) -> None:
-        info = torch.utils.data.get_worker_info()
-        assert info is not None
-        self.number, self.at = info.id, 0
-
-    def __iter__(self) -> Any:
-        return self
-
-    def __next__(self) -> Any:
-        if self.at == 60:
-            raise StopIteration
-        self.at += 1
-        return torch.tensor([self.number, self.at - 1]), torch.rand(1)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
-class Unrepeatable(Counting):
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(60):
-            yield torch.tensor([time.time_ns()]), torch.zeros(1)
-
-
-@pytest.mark.parametrize(
-    "dataset", [Counting(), Resumable(), StatefulIterator()], ids=["replayed", "with state_dict", "of its iterator"]
-)
-def test_a_killed_worker_of_an_iterable_dataset_is_replaced_where_it_was(dataset: IterableDataset[Any]) -> None:
-    torch.manual_seed(0)
-    expected = list(Stock(dataset, 4, num_workers=2))
-    loader = DataLoader(dataset, 4, num_workers=2)
-    torch.manual_seed(0)
-    found = []
-    for number, batch in enumerate(loader):
-        found.append(batch)
-        if number in (3, 8, 15):
-            kill_a_worker(loader)
-    assert_same(found, expected)
-    assert loader.feed is not None
-    assert loader.feed.account.deaths == 3
-
-
-def test_a_stream_that_cannot_be_repeated_says_so_when_its_worker_dies() -> None:
-    loader = DataLoader(Unrepeatable(), 4, num_workers=1)
-    pass_ = iter(loader)
-    for _ in range(4):
-        next(pass_)
-    kill_a_worker(loader)
-    with pytest.raises(RuntimeError, match=r"repeating its first .* gave other data"):
-        list(pass_)
-    del pass_, loader
-    gc.collect()
 
 
 # --- hung, lethal, raising --------------------------------------------------------------------------------------------
@@ -285,7 +174,7 @@ def test_a_sample_that_always_kills_is_named() -> None:
     gc.collect()
 
 
-def test_a_sample_that_kills_is_named_too_where_many_batches_travel_together() -> None:
+def test_a_sample_that_kills_is_named_in_the_midst_of_many_small_batches() -> None:
     loader = DataLoader(Lethal(2000, lethal=901), 4, num_workers=Auto(2), persistent_workers=True)
     found: list[int] = []
     with pytest.raises(BadSampleError, match=r"sample 901 \(images/901.jpg\)"):
@@ -397,7 +286,7 @@ def test_nothing_is_left_behind_however_the_script_ends(ending: str, tmp_path: P
     expected = {"break": 0, "dropped": 0, "exception": 1, "exit": 3, "hard exit": 4, "ctrl-c": -2, "sigterm": -15,
                 "sigkill": -9}  # fmt: skip
     assert done.returncode == expected[ending], done.stderr
-    assert "flatout/feed/nursery" not in done.stderr  # no traceback of a child
+    assert "flatout/feed/fork_server" not in done.stderr  # no traceback of a child
 
 
 def test_spawned_workers_end_with_a_killed_parent_too(tmp_path: Path) -> None:

@@ -406,7 +406,7 @@ def test_a_loop_that_writes_to_its_dataset_gets_what_stock_would_give_it(
 
     told: list[str] = []
     plain, dataset = Shifted(), Shifted()
-    inner, _ = iterator_for(DataLoader(dataset, batch_size=1), Options(workers="auto"), given_back=told.append)
+    inner, _ = iterator_for(DataLoader(dataset, batch_size=1), Options(workers="auto"), give_back=told.append)
     assert seen(ahead(inner)[0], dataset) == seen(DataLoader(plain, batch_size=1), plain)
     assert [line.partition(" (")[0] for line in told] == ["the loop writes to what it reads"]
 
@@ -423,11 +423,11 @@ def test_what_is_written_before_samples_are_made_early_in_the_scripts_thread_is_
     for number in range(12):
         got.append(next(iterator).item())
         if number == 2:
-            inner._feed.resize(0, hold=True)
+            inner._scheduler.resize(0, hold=True)
         if number == 5:
             dataset.by = 1000
         if number == 7:
-            inner._feed.resize(1, hold=True)
+            inner._scheduler.resize(1, hold=True)
         copying._stepped()
     assert got == [number + 1000 * (number > 5) for number in range(12)]
 

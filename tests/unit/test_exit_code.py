@@ -67,11 +67,11 @@ def test_what_a_script_prints_after_it_has_closed_stdout_does_not_land_in_the_tr
     script = """
 import os, sys
 from pathlib import Path
-from flatout.feed import wire
+from flatout.feed import channel
 from flatout.trace import Note, RunInfo, TraceWriter
 os.close(1)
 with TraceWriter(Path(sys.argv[1]), RunInfo(name="demo", rank=0)) as writer:
-    ends, memory = wire.pair(), wire.memory_file(10)
+    ends, memory = channel.pair(), channel.memory_file(10)
     writer.write(Note(time_s=1.0, text="kept"))
     try:
         os.write(1, b"LOST")

@@ -17,11 +17,11 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 from torch.utils.data import DataLoader as StockLoader
 
+from flatout.engine.chained_epochs import ChainedEpochs
 from flatout.engine.checkpoint import random_state, set_random_state
 from flatout.engine.config import DataConfig, TrainConfig, build, found
 from flatout.engine.ranks import Ranks
 from flatout.feed import DataLoader, feed_of, to_device
-from flatout.feed.chained_epochs import ChainedEpochs
 from flatout.model.errors import UsageError
 
 

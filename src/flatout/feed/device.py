@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data.dataloader import DataLoader as StockLoader
+from torch.utils.data.dataloader import DataLoader as TorchLoader
 
 from flatout.feed.iterator import FeedIterator
 from flatout.feed.loader import DataLoader, Options, iterator_for
@@ -84,7 +84,7 @@ class OnDevice:
 
     def _host_batches(self) -> Iterator[Any]:
         """The loader's batches, out of page-locked memory wherever that is ours to say."""
-        if self._device.type == "cuda" and isinstance(self._loader, StockLoader) and not self._loader.pin_memory:
+        if self._device.type == "cuda" and isinstance(self._loader, TorchLoader) and not self._loader.pin_memory:
             if isinstance(self._loader, DataLoader):
                 self._loader.page_lock()
             else:

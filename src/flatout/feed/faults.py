@@ -1,4 +1,4 @@
-"""Workers that die or stand still, and the samples to blame for it."""
+"""Workers that die or stand still, the samples to blame for it, and the record of both."""
 
 from __future__ import annotations
 
@@ -6,15 +6,52 @@ import contextlib
 import errno
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from flatout.feed.account import Account, BadSample, name_of
-from flatout.feed.messages import Recipe
-from flatout.feed.table import Part
+from flatout.feed.channel import Recipe
+from flatout.feed.epoch import Batch
 from flatout.feed.worker_pool import WorkerHandle, WorkerPool
+from flatout.model.errors import FlatoutError
 
-LETHAL = 4  # workers that have to die over a sample before it is blamed
-STILLBORN, STILLBORN_S = 50, 30.0  # so many workers in a row, for so long, that die without having answered at all
+_DEATHS_TO_BLAME = 4  # workers that have to die over a sample before it is blamed
+_STILLBORN, _STILLBORN_S = 50, 30.0  # so many workers in a row, for so long, that die before their first answer
+_PATH_ATTRIBUTES = ("samples", "imgs", "paths", "files", "image_paths", "filenames", "image_files", "items")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadSample:
+    """A sample that was left out or given up: its index, its file where the dataset shows one, and why."""
+
+    index: Any
+    name: str | None
+    why: str
+
+
+class BadSampleError(FlatoutError, RuntimeError):
+    """A sample kills every worker that touches it."""
+
+    def __init__(self, bad: BadSample) -> None:
+        self.bad = bad
+        name = f" ({bad.name})" if bad.name else ""
+        super().__init__(
+            f"sample {bad.index}{name} cannot be loaded: {bad.why}. "
+            "Leave such samples out with DataLoader(..., on_bad_sample='skip')"
+        )
+
+
+@dataclass(slots=True)
+class Account:
+    """What has happened to a loader's batches so far."""
+
+    batches: int = 0  # handed to the loop
+    made_by_workers: int = 0
+    deaths: int = 0  # of workers
+    redone: int = 0  # batches that a worker died over
+    drew: bool = False  # samples were seen to draw random numbers
+    fills: str | None = None  # what of the dataset they were seen to fill
+    bad: list[BadSample] = field(default_factory=list)
 
 
 @contextlib.contextmanager
@@ -33,11 +70,10 @@ def at_the_file_limit() -> Iterator[None]:
 
 
 class Faults:
-    """What is known of one loader's deaths."""
+    """What is known of the deaths of one loader's workers."""
 
-    def __init__(self, recipe: Recipe, crew: WorkerPool, account: Account, hang_timeout: float) -> None:
-        self._recipe = recipe
-        self._crew = crew
+    def __init__(self, pool: WorkerPool, account: Account, hang_timeout: float) -> None:
+        self._pool = pool
         self._account = account
         self._hang_timeout = hang_timeout
         self._lethal: set[Any] = set()  # samples not to be tried again
@@ -45,60 +81,80 @@ class Faults:
         self._answered_at = 0.0
 
     def answered(self) -> None:
-        """Somebody is alive and well."""
+        """A worker has answered: they work."""
         self._stillborn, self._answered_at = 0, time.monotonic()
 
-    def died(self, hand: WorkerHandle) -> None:
+    def died(self, worker: WorkerHandle, recipe: Recipe) -> None:
         """Count a death against the sample the worker was at; `RuntimeError` when workers do nothing but die."""
         self._account.deaths += 1
-        self._blame(hand)
-        self._stillborn += not hand.answered
-        if self._stillborn >= STILLBORN and time.monotonic() - self._answered_at > STILLBORN_S:
-            raise RuntimeError(f"DataLoader workers die before their first batch: the last {self._cause(hand)}")
+        self._blame(worker, recipe)
+        if not worker.answered:
+            self._stillborn += 1
+        if self._stillborn >= _STILLBORN and time.monotonic() - self._answered_at > _STILLBORN_S:
+            raise RuntimeError(f"DataLoader workers die before their first batch: the last {self._cause(worker)}")
 
-    def leave_out(self, part: Part) -> None:
-        """Have a part made without the samples that are known to kill."""
+    def leave_out_lethal(self, batch: Batch) -> None:
+        """Have a batch made without the samples that are known to kill."""
         if self._lethal:
-            part.leave_out |= {row for row, index in enumerate(part.indices) if index in self._lethal}
+            batch.leave_out |= {row for row, index in enumerate(batch.indices) if index in self._lethal}
 
     def end_hung(self, since: float) -> None:
         """End workers that have stood at the same sample for too long; longer each time, as it may be a slow one.
 
-        Only time that the consumer spent waiting (since `since`) counts: before, nobody looked.
+        Only the time that the loop spent waiting (since `since`) counts: before, nobody looked.
         """
         now = time.monotonic()
-        for hand in self._crew:
-            at = hand.at()
-            if not hand.tasks or at != hand.seen or not hand.seen_at:
-                hand.seen, hand.seen_at = at, now
+        for worker in self._pool:
+            at = worker.position()
+            if not worker.tasks or at != worker.seen or not worker.seen_at:
+                worker.seen, worker.seen_at = at, now
                 continue
-            assignment = hand.tasks.get(at[0])
-            before = sum(assignment.part.batch.deaths.values()) if assignment else 0
-            if now - max(since, hand.seen_at) > self._hang_timeout * 2**before and not hand.hung:
-                hand.hung = True
-                self._crew.kill(hand)
+            assignment = worker.tasks.get(at[0])
+            deaths = sum(assignment.batch.deaths.values()) if assignment else 0
+            if now - max(since, worker.seen_at) > self._hang_timeout * 2**deaths and not worker.hung:
+                worker.hung = True
+                self._pool.kill(worker)
 
-    def _blame(self, hand: WorkerHandle) -> None:
-        ticket, row = hand.at()
-        assignment = hand.tasks.get(ticket)
+    def _blame(self, worker: WorkerHandle, recipe: Recipe) -> None:
+        ticket, row = worker.position()
+        assignment = worker.tasks.get(ticket)
         if assignment is None:
             return
-        part = assignment.part
-        place = part.first_row + row if row >= 0 else -1
-        deaths = part.batch.deaths
-        deaths[place] = deaths.get(place, 0) + 1
-        if deaths[place] < LETHAL or part.finished:
+        batch = assignment.batch
+        batch.deaths[row] = batch.deaths.get(row, 0) + 1
+        if batch.deaths[row] < _DEATHS_TO_BLAME or batch.finished:
             return
-        one = row >= 0 and self._recipe.auto_collation
-        index = part.indices[row] if one else part.indices
-        why = f"{LETHAL} workers died over it; the last one {self._cause(hand)}"
-        bad = BadSample(index=index, name=name_of(self._recipe.dataset, index) if row >= 0 else None, why=why)
-        if self._recipe.skip_bad and one:
+        single = row >= 0 and recipe.auto_collation
+        index = batch.indices[row] if single else batch.indices
+        name = name_of(recipe.dataset, index) if row >= 0 else None
+        why = f"{_DEATHS_TO_BLAME} workers died over it; the last one {self._cause(worker)}"
+        bad = BadSample(index=index, name=name, why=why)
+        if recipe.skip_bad and single:
             self._account.bad.append(bad)
             self._lethal.add(index)
-            part.leave_out |= {row}
+            batch.leave_out |= {row}
         else:
-            part.fail(bad)
+            batch.fail(bad)
 
-    def _cause(self, hand: WorkerHandle) -> str:
-        return f"stood still for over {self._hang_timeout:g} s" if hand.hung else self._crew.cause_of_death(hand)
+    def _cause(self, worker: WorkerHandle) -> str:
+        if worker.hung:
+            return f"stood still for over {self._hang_timeout:g} s"
+        return self._pool.cause_of_death(worker)
+
+
+def name_of(dataset: Any, index: Any) -> str | None:
+    """The file behind a sample, if the dataset keeps a list of them."""
+    try:
+        while hasattr(dataset, "dataset") and hasattr(dataset, "indices"):  # a Subset
+            dataset, index = dataset.dataset, dataset.indices[index]
+        for attribute in _PATH_ATTRIBUTES:
+            files = getattr(dataset, attribute, None)
+            if files is None or callable(files):
+                continue
+            entry = files[index]
+            for part in entry if isinstance(entry, (tuple, list)) else [entry]:
+                if isinstance(part, (str, Path)):
+                    return str(part)
+    except Exception:  # user code may do anything here, and the name is a courtesy
+        pass
+    return None

@@ -1,11 +1,12 @@
 """Where workers come from.
 
-    training process ──fork──► nursery (one thread, no CUDA) ──fork──► worker, worker, …      start method fork
-    training process ──the context's own Process──► worker                                   spawn, forkserver
+    training process ──fork──► fork server (one thread, no CUDA) ──fork──► worker, worker, …   start method fork
+    training process ──the context's own Process──► worker                                     spawn, forkserver
 
-A replacement in mid-training must not be forked from a process with CUDA and threads in it, so a nursery with the
-dataset in its memory stands by. It ends with the training process (it watches its pidfd), and its workers end with it
-(`PR_SET_PDEATHSIG`): nothing survives a SIGKILL of any of them.
+The fork server is forked at the beginning of a pass, in the training thread, as PyTorch forks its workers: it has the
+dataset as it is then. A replacement in mid-training is forked from it, not from a process with CUDA and threads. It
+ends with the training process (it watches its pidfd), and its workers end with it (`PR_SET_PDEATHSIG`): nothing
+survives a SIGKILL of any of them.
 """
 
 from __future__ import annotations
@@ -29,22 +30,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import multiprocessing
 
-from flatout.feed import wire, worker
-from flatout.feed.messages import Recipe
+from flatout.feed import channel, worker
+from flatout.feed.channel import Recipe
 
-_GRACE_S = 0.2  # for workers to end by themselves: who measures them writes down a last time what was seen
+_GRACE_S = 0.2  # for workers to end normally: what measures them writes its last report then
+PROCESS_NAME = "flatout-forksrv"  # the kernel keeps 15 characters
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_CANNOT_TRAVEL = (
+_NOT_PICKLABLE = (
     "Got pickle error when attempting to start a worker process: the start method {!r} sends it the dataset, "
     "collate_fn and worker_init_fn, which have to be picklable (no lambda, no function within a function). "
     "multiprocessing_context='fork' does without."
 )
-_fork_lock = threading.Lock()  # a fork between the making of a wire and its hand-over would keep the wire's far end
+_fork_lock = threading.Lock()  # a fork while a channel is created would keep its far end open
 
 
 class Event(NamedTuple):
-    """News of a worker: its pid at birth, its exit status (negative: a signal) at its end."""
+    """A worker has started (status None) or ended, with its exit status (negative: a signal)."""
 
     worker: int
     pid: int
@@ -63,12 +65,12 @@ class ForkServer:
     """A small process that forks workers on demand; this is the training process's handle of it."""
 
     def __init__(self, recipe: Recipe) -> None:
-        with _fork_lock, _quiet_fork():
-            self._wire, far = wire.pair()
-            self._wire.setblocking(False)
-            wire.keep_from_children(self._wire.fileno())
+        with _fork_lock, _without_fork_warning():
+            self._channel, far = channel.pair()
+            self._channel.setblocking(False)
+            channel.close_in_children(self._channel.fileno())
             self._process = multiprocessing.get_context("fork").Process(
-                target=_nursery_main, args=(recipe, far, os.getpid()), daemon=True, name="flatout-nursery"
+                target=_server_main, args=(recipe, far, os.getpid()), daemon=True, name=PROCESS_NAME
             )
             try:
                 self._process.start()
@@ -79,116 +81,131 @@ class ForkServer:
         self._unread: list[Event] = []
 
     def start(self, number: int) -> socket.socket:
+        """Have a worker forked; the near end of its channel."""
         with _fork_lock:
-            near, far = wire.pair()
+            near, far = channel.pair()
             try:
-                wire.send(self._wire, ("fork", number), [far.fileno()])
+                channel.send(self._channel, ("fork", number), [far.fileno()])
             except OSError:
                 near.close()
                 raise
             finally:
                 far.close()
-            wire.keep_from_children(near.fileno())
+            channel.close_in_children(near.fileno())
         return near
 
     def events(self) -> list[Event]:
-        found, self._unread = self._unread, []
+        """What has happened to workers since the last call."""
+        events, self._unread = self._unread, []
         try:
             while True:
-                message, _ = wire.receive(self._wire, wait=False)
-                found.append(message)
+                message, _ = channel.receive(self._channel, wait=False)
+                events.append(message)
         except BlockingIOError:
             pass
         except EOFError:
             self._ended = True
-        return found
+        return events
 
     def kill(self, number: int) -> None:
-        try:
-            wire.send(self._wire, ("kill", number))
-        except OSError:
-            pass  # a dead nursery has taken its workers with it
+        with contextlib.suppress(OSError):  # a dead fork server has taken its workers with it
+            channel.send(self._channel, ("kill", number))
 
     def alive(self) -> bool:
-        self._unread = self.events()  # by its wire: somebody else may reap our children
+        self._unread = self.events()  # by its channel: other code may reap our children
         return not self._ended
 
-    def close(self) -> None:
-        wire.keep_from_children(self._wire.fileno(), False)
-        self._wire.close()
-        _end(self._process)
+    def hang_up(self) -> None:
+        """Have it end, and its workers with it, without waiting for that."""
+        channel.close_in_children(self._channel.fileno(), False)
+        self._channel.close()
+
+    def reap(self, patience_s: float) -> bool:
+        """After `hang_up`: wait for its end, for so long; whether it has ended."""
+        return _reap(self._process, patience_s)
 
 
 class ContextStarter:
-    """Workers started one by one through a context's own `Process`, as stock starts them."""
+    """Workers started one by one through a context's own `Process`, as PyTorch starts them."""
 
     def __init__(self, recipe: Recipe, context: Any) -> None:
         self._recipe = recipe
         self._context = context
         self._processes: dict[int, Any] = {}
-        self._news: list[Event] = []
+        self._events: list[Event] = []
 
     def start(self, number: int) -> socket.socket:
+        """Start a worker; the near end of its channel."""
         with _fork_lock:
-            near, far = wire.pair()
+            near, far = channel.pair()
             process = self._context.Process(target=_spawned_main, args=(self._recipe, far, os.getpid()), daemon=True)
             try:
                 process.start()
             except BaseException as problem:
                 near.close()
                 if isinstance(problem, (TypeError, AttributeError, PicklingError)):
-                    warnings.warn(_CANNOT_TRAVEL.format(self._context.get_start_method()), stacklevel=2)
+                    warnings.warn(_NOT_PICKLABLE.format(self._context.get_start_method()), stacklevel=2)
                 raise
             finally:
                 far.close()
-            wire.keep_from_children(near.fileno())
+            channel.close_in_children(near.fileno())
         self._processes[number] = process
-        self._news.append(Event(number, process.pid, None))
+        self._events.append(Event(number, process.pid, None))
         return near
 
     def events(self) -> list[Event]:
+        """What has happened to workers since the last call."""
         for number, process in list(self._processes.items()):
             if process.exitcode is not None:
-                self._news.append(Event(number, process.pid, process.exitcode))
+                self._events.append(Event(number, process.pid, process.exitcode))
                 del self._processes[number]
                 process.close()
-        news, self._news = self._news, []
-        return news
+        events, self._events = self._events, []
+        return events
 
     def kill(self, number: int) -> None:
         if number in self._processes:
             self._processes[number].kill()
 
     def alive(self) -> bool:
-        self._news = self.events()  # those that have ended are let go of
+        self._events = self.events()  # those that have ended are let go of
         return True
 
-    def close(self) -> None:
-        for process in self._processes.values():
-            _end(process)
-        self._processes.clear()
+    def hang_up(self) -> None:
+        """Nothing to do: workers end with their own channels."""
+
+    def reap(self, patience_s: float) -> bool:
+        """Wait for the end of all workers, for so long each; whether they have ended."""
+        for number, process in list(self._processes.items()):
+            if _reap(process, patience_s):
+                del self._processes[number]
+        return not self._processes
 
 
 Starter = ForkServer | ContextStarter
 
 
-def _end(process: Any, patience_s: float = 5) -> None:
-    """Wait for a process whose wire is closed, for a while; it may have been reaped by somebody else."""
+def _reap(process: Any, patience_s: float) -> bool:
+    """Wait for a process that is about to end, and kill it in the end; it may have been reaped by other code."""
     process.join(patience_s)
-    if process.is_alive() and Path(f"/proc/{process.pid}").exists():
-        process.kill()
+    if process.is_alive():
+        if not patience_s:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
         process.join(patience_s)
     if process.exitcode is not None:
         process.close()
+    return True
 
 
-# --- inside the nursery -----------------------------------------------------------------------------------------------
+# --- inside the fork server -------------------------------------------------------------------------------------------
 
 
-def _nursery_main(recipe: Recipe, far: socket.socket, parent: int) -> None:
-    wire.close_inherited(but=[far.fileno()])
-    _in_a_group_of_its_own()
-    _behave("flatout-nursery")
+def _server_main(recipe: Recipe, far: socket.socket, parent: int) -> None:
+    channel.close_inherited(but=[far.fileno()])
+    _leave_process_group()
+    _set_signals_and_name(PROCESS_NAME)
     limit_threads()
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # or no children
     context = multiprocessing.get_context("fork")
@@ -206,11 +223,11 @@ def _nursery_main(recipe: Recipe, far: socket.socket, parent: int) -> None:
             poll.unregister(pidfd)
             os.close(pidfd)
             process.join()
-            _tell(far, Event(number, process.pid, process.exitcode))
+            _send_event(far, Event(number, process.pid, process.exitcode))
             process.close()
         if far.fileno() in ready:
             try:
-                (order, number), fds = wire.receive(far)
+                (order, number), fds = channel.receive(far)
             except EOFError:
                 break
             if order == "fork":
@@ -222,7 +239,7 @@ def _nursery_main(recipe: Recipe, far: socket.socket, parent: int) -> None:
                 pidfd = os.pidfd_open(process.pid)
                 children[pidfd] = (number, process)
                 poll.register(pidfd, select.POLLIN)
-                _tell(far, Event(number, process.pid, None))
+                _send_event(far, Event(number, process.pid, None))
             else:
                 for known, process in children.values():
                     if known == number:
@@ -234,28 +251,28 @@ def _nursery_main(recipe: Recipe, far: socket.socket, parent: int) -> None:
     os._exit(0)
 
 
-def _forked_main(recipe: Recipe, end: socket.socket, nursery_wire: socket.socket, nursery: int) -> None:
-    nursery_wire.close()
+def _forked_main(recipe: Recipe, end: socket.socket, server_channel: socket.socket, server: int) -> None:
+    server_channel.close()
     _libc().prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != nursery:
+    if os.getppid() != server:
         os._exit(0)
-    _behave("flatout-worker")
+    _set_signals_and_name("flatout-worker")
     _keep_freed_memory()
     worker.main(recipe, end)
 
 
 def _spawned_main(recipe: Recipe, end: socket.socket, parent: int) -> None:
-    _in_a_group_of_its_own()
-    _behave("flatout-worker")
+    _leave_process_group()
+    _set_signals_and_name("flatout-worker")
     limit_threads()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     _keep_freed_memory()
     worker.main(recipe, end)
 
 
-def _in_a_group_of_its_own() -> None:
+def _leave_process_group() -> None:
     """A Jupyter kernel that shuts down ends the children in its process group and waits for them, zombies too, until
-    it is killed itself. What the group is told reaches the training process, and us through its end."""
+    it is killed itself. A signal to the group reaches the training process, and us through its end."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # samples may still print to the terminal
 
@@ -278,22 +295,22 @@ def _keep_freed_memory() -> None:
         _libc().mallopt(_M_TRIM_THRESHOLD, 128 << 20)
 
 
-def _tell(far: socket.socket, event: Event) -> None:
+def _send_event(far: socket.socket, event: Event) -> None:
     try:
-        wire.send(far, event)
+        channel.send(far, event)
     except OSError:
-        pass  # the training process is gone; the loop finds out by itself
+        pass  # the training process is gone: the loop is about to see that
 
 
-def _behave(name: str) -> None:
-    """Leave Ctrl-C to the training process and the user's signal handlers out of its children; let it go first."""
+def _set_signals_and_name(name: str) -> None:
+    """Leave Ctrl-C to the training process, and drop the script's own signal handlers; give way to the training."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError):  # a worker given something to do would else run at once, on its giver's core
+    with contextlib.suppress(OSError):  # else a worker that is given a task runs at once, on the training's core
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     _libc().prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
@@ -337,32 +354,32 @@ def _libc() -> Any:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _stop_collecting() -> None:
-    global _collecting
-    _collecting = gc.isenabled()
+def _disable_gc() -> None:
+    global _gc_was_enabled
+    _gc_was_enabled = gc.isenabled()
     gc.disable()
 
 
-def _collect_again() -> None:
-    if _collecting:
+def _enable_gc() -> None:
+    if _gc_was_enabled:
         gc.enable()
 
 
-def _collect_nothing_inherited() -> None:
+def _freeze_inherited() -> None:
     gc.freeze()
-    _collect_again()
+    _enable_gc()
 
 
-# Rubbish that the training process has not collected yet may hold GPU memory in use on several streams, as every batch
-# that was copied ahead is. To free that calls CUDA, which in a forked child aborts: children leave it alone.
-_collecting = False
-os.register_at_fork(before=_stop_collecting, after_in_parent=_collect_again, after_in_child=_collect_nothing_inherited)
+# Garbage of the training process may hold GPU memory that is in use on several streams, as every batch that was copied
+# ahead does. To free that calls CUDA, which aborts in a forked child: children leave it alone.
+_gc_was_enabled = False
+os.register_at_fork(before=_disable_gc, after_in_parent=_enable_gc, after_in_child=_freeze_inherited)
 
 
 @contextlib.contextmanager
-def _quiet_fork() -> Iterator[None]:
-    """Python 3.12 warns of forking with threads about; the nursery never touches what they hold. Older ones do not, and
-    are left alone: after a change of filters Python shows the script's own warnings a second time."""
+def _without_fork_warning() -> Iterator[None]:
+    """Python 3.12 warns of forking beside threads; the fork server never touches what they hold. Older ones do not
+    warn, and a change of filters makes Python show the script's own warnings a second time."""
     if sys.version_info >= (3, 12):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)

@@ -1,8 +1,9 @@
-"""Batches made in the training process itself, by the rules that hold in a worker.
+"""Batches made in the training process itself: the one exception to the road through workers.
 
-Where the consumer waits for batches that take less time to make than to hand over, no worker is of use. The batches
-are the same: random numbers go by position here too, the main process's own stream is left as it was, and
-`get_worker_info()` answers as in a worker.
+It is taken where workers are of no use, in one of two ways. With `rng="position"` the batches are those that workers
+would make: random numbers belong to the batch, the main process's own stream is left as it was, and `get_worker_info()`
+answers as in a worker. With `rng="script"` they are those of `num_workers=0`: made when they are asked for, one by one,
+with the script's own random numbers.
 """
 
 from __future__ import annotations
@@ -12,90 +13,96 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import _DatasetKind, default_collate
-from torch.utils.data._utils import collate as stock_collate
-from torch.utils.data._utils import worker as stock_worker
+from torch.utils.data._utils import collate as torch_collate
+from torch.utils.data._utils import worker as torch_worker
 
 from flatout.feed import packing, randomness
-from flatout.feed.messages import Recipe
+from flatout.feed.channel import Recipe
+from flatout.feed.epoch import Batch
 from flatout.feed.randomness import Key
-from flatout.feed.seeded_dataset import SeededDataset, renumbered, worker_info
-from flatout.feed.table import Batch
+from flatout.feed.seeded_dataset import SeededDataset, renumber, worker_info
 
 _one_thread = threading.RLock()  # random generators and get_worker_info() belong to the whole process
-AT_ONCE_S = 8e-3  # batches are made this long at a stretch: looking after the random numbers takes 45 µs
+_AT_ONCE_S = 8e-3  # batches are made this long at a stretch: looking after the random numbers takes 80 µs
+Rng = Literal["position", "script"]
 
 
 class InProcess:
-    """Makes a loader's batches where they are used. `drew`: whether samples were seen to draw random numbers."""
+    """Makes a loader's batches in the training process. `drew`: whether samples were seen to draw random numbers."""
 
-    def __init__(self, recipe: Recipe, *, drew: bool) -> None:
+    def __init__(self, recipe: Recipe, rng: Rng, *, drew: bool = True) -> None:
+        self.rng = rng
         self._recipe = recipe
-        self._info = worker_info(recipe)
-        self._rows = SeededDataset(recipe, memoryview(bytearray(16)).cast("q"), self._collate)
-        self._plain: Any = _DatasetKind.create_fetcher(
-            _DatasetKind.Map, recipe.dataset, recipe.auto_collation, self._collate, recipe.drop_last
+        collate = recipe.collate_fn if rng == "script" else self._collate
+        self._fetcher: Any = _DatasetKind.create_fetcher(
+            _DatasetKind.Map, recipe.dataset, recipe.auto_collation, collate, recipe.drop_last
         )
-        self._by_position = drew or recipe.skip_bad or bool(self._rows.private)
-        self.at_once = 8  # as many as can be made at a stretch, by the last one
+        if rng == "position":
+            self._info = worker_info(recipe)
+            self._seeded = SeededDataset(recipe, memoryview(bytearray(16)).cast("q"), self._collate)
+            self._seeds = drew or recipe.skip_bad or bool(self._seeded.private_generators)
+        self.at_once = 8 if rng == "position" else 1  # as many as the next stretch may be
 
-    def make(self, coming: deque[tuple[int, Any]], key: Key, made: deque[Any]) -> Batch | None:
-        """Move the first of these batches to `made`, and those behind it as long as that takes no time to speak of.
+    def make(self, pulled: deque[tuple[int, Any]], key: Key) -> list[Batch]:
+        """The first of these batches, and those behind it as long as that takes no time to speak of.
 
-        A batch that is more than its data (there is something to raise, or to count) comes last and is returned.
+        A batch that is more than its data (there is something to raise, or to count) comes last.
         """
+        if self.rng == "script":
+            number, indices = pulled.popleft()
+            return [Batch(number, indices, finished=True, data=self._fetcher.fetch(indices))]
         with _one_thread:
-            batches, odd = self._make(coming, key)
-        for _ in range(len(batches) + (odd is not None)):
-            coming.popleft()
-        made.extend(batches)
-        # Indices pulled too early leave the caches. Without any left it was not time that ended the stretch.
-        self.at_once = len(batches) * 5 // 4 + 1 if coming else max(self.at_once, min(64, 2 * len(batches)))
-        return odd
+            batches = self._make_by_position(pulled, key)
+        for _ in batches:
+            pulled.popleft()
+        if pulled:  # it was time that ended the stretch: indices pulled too early leave the caches
+            self.at_once = len(batches) * 5 // 4 + 1
+        else:
+            self.at_once = max(self.at_once, min(64, 2 * len(batches)))
+        return batches
 
-    def _make(self, coming: deque[tuple[int, Any]], key: Key) -> tuple[list[Any], Batch | None]:
-        if not self._by_position:
-            before = randomness.whole_snapshot()
-            batches, odd = self._stretch(coming, key, lambda _, indices: self._plain.fetch(indices))
-            if before[:-1] == randomness.snapshot():
-                return batches, odd
-            self._by_position = True  # it draws after all: as if nothing had happened
+    def _make_by_position(self, pulled: deque[tuple[int, Any]], key: Key) -> list[Batch]:
+        if not self._seeds:
+            before = randomness.snapshot()
+            batches = self._stretch(pulled, key, lambda _, indices: self._fetcher.fetch(indices))
+            if before == randomness.snapshot():
+                return batches
+            self._seeds = True  # it draws after all: as if nothing had happened
             randomness.put_back(before)
         with randomness.untouched():
-            return self._stretch(coming, key, lambda number, indices: self._rows.load(key, number, indices))
+            return self._stretch(pulled, key, lambda number, indices: self._seeded.load(key, number, indices))
 
-    def _stretch(
-        self, coming: deque[tuple[int, Any]], key: Key, load: Callable[[int, Any], Any]
-    ) -> tuple[list[Any], Batch | None]:
-        made: list[Any] = []
-        until = time.monotonic() + AT_ONCE_S
+    def _stretch(self, pulled: deque[tuple[int, Any]], key: Key, load: Callable[[int, Any], Any]) -> list[Batch]:
+        batches: list[Batch] = []
+        until = time.monotonic() + _AT_ONCE_S
         try:
-            for number, indices in coming:
-                stock_worker._worker_info = renumbered(self._info, number % self._recipe.declared, key[0])
+            for number, indices in pulled:
+                torch_worker._worker_info = renumber(self._info, number % self._recipe.declared, key[0])
+                batch = Batch(number, indices, finished=True)
+                batches.append(batch)
                 try:
-                    made.append(load(number, indices))
+                    batch.data = load(number, indices)
                 except Exception:
-                    where = f"in DataLoader worker process {self._info.id}"
-                    return made, Batch.made_here(number, indices, problem=ExceptionWrapper(where=where))
-                if self._rows.bad:
-                    return made, Batch.made_here(number, indices, data=made.pop(), bad=self._rows.bad)
-                if time.monotonic() > until:
+                    batch.problem = ExceptionWrapper(where=f"in DataLoader worker process {self._info.id}")
+                batch.bad = self._seeded.bad
+                if not batch.clean or time.monotonic() > until:
                     break
         finally:
-            stock_worker._worker_info = None
-        return made, None
+            torch_worker._worker_info = None
+        return batches
 
     def _collate(self, samples: Any) -> Any:
-        collate, functions = self._recipe.collate_fn, stock_collate.default_collate_fn_map
+        collate, functions = self._recipe.collate_fn, torch_collate.default_collate_fn_map
         if collate is default_collate:
-            with _no_worker():
+            with _without_worker_info():
                 return collate(samples)
         stack = functions[torch.Tensor]
-        if stack is packing._stock_tensor:  # where the script's own collate_fn ends in default_collate
+        if stack is packing.torch_stack:  # where the script's own collate_fn ends in default_collate
             functions[torch.Tensor] = _stack_in_process
         try:
             return collate(samples)
@@ -104,15 +111,15 @@ class InProcess:
 
 
 @contextlib.contextmanager
-def _no_worker() -> Iterator[None]:
+def _without_worker_info() -> Iterator[None]:
     """PyTorch's collation sees no worker, or it would stack into /dev/shm."""
-    info, stock_worker._worker_info = stock_worker._worker_info, None
+    info, torch_worker._worker_info = torch_worker._worker_info, None
     try:
         yield
     finally:
-        stock_worker._worker_info = info
+        torch_worker._worker_info = info
 
 
 def _stack_in_process(batch: Any, **options: Any) -> Any:
-    with _no_worker():
-        return packing._stock_tensor(batch, **options)
+    with _without_worker_info():
+        return packing.torch_stack(batch, **options)

@@ -1,4 +1,4 @@
-"""`DataLoader`: stock's, with the workers taken care of."""
+"""`DataLoader`: PyTorch's, with the workers taken care of. `iterator_for`: the same for any loader of PyTorch's."""
 
 from __future__ import annotations
 
@@ -7,57 +7,57 @@ import importlib.metadata
 import logging
 import os
 import threading
+import types
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import multiprocessing
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, _DatasetKind, default_collate
-from torch.utils.data.dataloader import DataLoader as StockLoader
+from torch.utils.data.dataloader import DataLoader as TorchLoader
 
 from flatout.feed import randomness
-from flatout.feed.fingerprint import Known, fingerprint
+from flatout.feed.channel import Recipe
+from flatout.feed.dataset_check import DatasetCheck, functions_of, names_in
 from flatout.feed.iterator import FeedIterator, Position, generators_of
-from flatout.feed.messages import Recipe
 from flatout.feed.scheduler import BatchScheduler
-from flatout.feed.variables import Globals
 from flatout.model.frameworks import SEEDING_MODULES
 from flatout.sample import budget
 
 log = logging.getLogger("flatout.feed")
-_LEAST_PILLOW = 11
+_MIN_PILLOW = 11
+_MAX_WRAPPED = 4  # datasets within datasets
 T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What our loader can do that stock's arguments do not say."""
+    """What our loader can do that PyTorch's arguments do not say."""
 
     workers: Literal["auto"] | None = None  # None: as many as the loader declares
-    rng: Literal["position", "stock"] = "position"
     on_bad_sample: Literal["raise", "skip"] = "raise"
     hang_timeout: float = 600.0
     page_locked: bool | None = None  # None: as the loader's pin_memory says
-    defer: bool = False  # leave to the card what samples do to their pictures
+    defer: bool = False  # leave to the GPU what samples do to their pictures
 
 
 class Auto(int):
     """`num_workers="auto"` as it stands in a loader: a number of workers to begin with, which may change.
 
-    Who makes another loader from this one's attributes, as Lightning does, hands it on.
+    Code that makes another loader from this one's attributes, as Lightning does, hands it on.
     """
 
     __slots__ = ()
 
 
-class DataLoader(StockLoader[T_co]):
+class DataLoader(TorchLoader[T_co]):
     """`torch.utils.data.DataLoader`, with workers that are replaced when they die, and that tune themselves if asked.
 
-    Takes the same arguments, which mean the same. `num_workers="auto"` leaves their number to us. `rng="stock"` keeps
-    PyTorch's random stream of a worker. `on_bad_sample="skip"` leaves samples out that raise or kill. A worker that
-    stands still for `hang_timeout` seconds is replaced.
+    Takes the same arguments, which mean the same. With `num_workers="auto"` we choose their number.
+    `on_bad_sample="skip"` leaves samples out that raise or kill. A worker that stands still for `hang_timeout` seconds
+    is replaced.
     """
 
     def __init__(
@@ -76,37 +76,31 @@ class DataLoader(StockLoader[T_co]):
         multiprocessing_context: Any = None,
         generator: torch.Generator | None = None,
         *,
-        rng: Literal["position", "stock"] = "position",
         on_bad_sample: Literal["raise", "skip"] = "raise",
         hang_timeout: float = 600.0,
-        **stock: Any,
+        **torch_options: Any,
     ) -> None:
-        for name, value, known in (
-            ("rng", rng, ("position", "stock")), ("on_bad_sample", on_bad_sample, ("raise", "skip")),
-        ):  # fmt: skip
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)} (got {value!r})")
+        if on_bad_sample not in ("raise", "skip"):
+            raise ValueError(f"on_bad_sample must be one of raise, skip (got {on_bad_sample!r})")
         if isinstance(num_workers, str) and num_workers != "auto":
             raise ValueError(f'num_workers must be a number or "auto" (got {num_workers!r})')
-        # By their names, as PyTorch keeps its own: that is where Lightning looks when it makes another such loader.
-        self.rng: Literal["position", "stock"] = rng
+        # By the names of the arguments, as PyTorch keeps its own: Lightning looks there when it makes another loader.
         self.on_bad_sample: Literal["raise", "skip"] = on_bad_sample
         self.hang_timeout = hang_timeout
         self._page_locked: bool | None = None
         self._position: Position | None = None
-        self._said = ""
+        self._reason_shown = ""
         self._resume: dict[str, Any] | None = None
+        workers = Auto(_workers_to_start_with(dataset)) if num_workers == "auto" else num_workers
         super().__init__(
-            dataset, batch_size, shuffle, sampler, batch_sampler,
-            Auto(_workers_to_start_with(dataset)) if num_workers == "auto" else num_workers,
-            collate_fn, pin_memory, drop_last, timeout, worker_init_fn, multiprocessing_context, generator, **stock,
+            dataset, batch_size, shuffle, sampler, batch_sampler, workers, collate_fn, pin_memory, drop_last, timeout,
+            worker_init_fn, multiprocessing_context, generator, **torch_options,
         )  # fmt: skip
 
     @property
     def _options(self) -> Options:
         return Options(
             workers="auto" if isinstance(self.num_workers, Auto) else None,
-            rng=self.rng,
             on_bad_sample=self.on_bad_sample,
             hang_timeout=self.hang_timeout,
             page_locked=self._page_locked,
@@ -114,15 +108,17 @@ class DataLoader(StockLoader[T_co]):
 
     def _get_iterator(self) -> Any:
         resume, self._resume = self._resume, None
-        users_random = randomness.capture() if resume else None
+        random_state = randomness.capture() if resume else None
         iterator, reason = iterator_for(self, self._options, resume)
         if iterator is None:
-            if reason != self._said:
+            if reason != self._reason_shown:
                 log.info("PyTorch's loader: %s", reason)
-            self._said = reason
-            iterator = self._stock_iterator(reason, resume)
-        if users_random is not None:
-            randomness.restore(users_random)
+            self._reason_shown = reason
+            if resume is not None:
+                raise RuntimeError(f"this loader cannot resume in mid-epoch: {reason}")
+            return super()._get_iterator()
+        if random_state is not None:
+            randomness.restore(random_state)
         return iterator
 
     def __iter__(self) -> Any:
@@ -130,39 +126,28 @@ class DataLoader(StockLoader[T_co]):
         self._position = getattr(iterator, "position", None)
         return iterator
 
-    def _stock_iterator(self, reason: str, resume: dict[str, Any] | None) -> Any:
-        if resume is not None:
-            raise RuntimeError(f"this loader cannot resume in mid-epoch: {reason}")
-        return super()._get_iterator()
-
     def state_dict(self, *, behind: int = 0) -> dict[str, Any]:
         """Where the present pass is; `behind` batches were fetched but not used yet."""
         position = self._position
-        if position is None and self._said:
-            log.warning("this loader cannot resume in mid-epoch, only at the start of one: %s", self._said)
+        if position is None and self._reason_shown:
+            log.warning("this loader cannot resume in mid-epoch, only at the start of one: %s", self._reason_shown)
         if position is None or (position.finished and not behind):
             return self._state_between_passes(position)
-        yielded = max(0, position.yielded - behind)
-        states = reversed(position.workers)
-        turn, workers = next(((turn, births) for at, turn, births in states if at <= yielded), (0, None))
         return {
             "version": 1,
-            "yielded": yielded,
+            "yielded": max(0, position.yielded - behind),
             "base_seed": position.base_seed,
             "epoch": position.epoch,
             "random": position.random,
             "generators": position.generators,
-            "turn": turn,
-            "workers": workers and [birth and birth._asdict() for birth in workers],
         }
 
     def _state_between_passes(self, position: Position | None) -> dict[str, Any]:
         """The next pass draws from the loader's own generators, which go along."""
         state = {"version": 1, "yielded": 0, "generators": [one.get_state() for one in generators_of(self)]}
         if position is not None and self.persistent_workers and state["generators"]:
-            # An iterator that stays draws its base seed once: the next one is not to draw another.
-            seeds = {"base_seed": position.base_seed, "epoch": position.epoch + 1, "random": randomness.capture()}
-            state |= seeds | {"turn": 0, "workers": None}
+            # A persistent iterator draws its base seed once: the next one is not to draw another.
+            state |= {"base_seed": position.base_seed, "epoch": position.epoch + 1, "random": randomness.capture()}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -184,10 +169,20 @@ class DataLoader(StockLoader[T_co]):
         return feed_of(self)
 
 
-# --- building a feed from any stock loader ----------------------------------------------------------------------------
+# --- our iterator for any loader --------------------------------------------------------------------------------------
 
-_kept: weakref.WeakKeyDictionary[StockLoader[Any], _Kept] = weakref.WeakKeyDictionary()
-_one_thread = threading.RLock()  # begins a pass at a time; then each has a feed of its own
+
+@dataclass(slots=True)
+class _Kept:
+    """A loader's scheduler from epoch to epoch, and its latest iterator."""
+
+    scheduler: BatchScheduler
+    iterator: weakref.ref[FeedIterator] | None = None
+    given_back: str = ""  # why PyTorch's iterator has to do from now on
+
+
+_kept: weakref.WeakKeyDictionary[TorchLoader[Any], _Kept] = weakref.WeakKeyDictionary()
+_one_thread = threading.RLock()  # begins a pass at a time; then each has a scheduler of its own
 
 
 def _new_lock() -> None:
@@ -198,112 +193,100 @@ def _new_lock() -> None:
 os.register_at_fork(after_in_child=_new_lock)  # the thread that held it may not be there
 
 
-@dataclass(slots=True)
-class _Kept:
-    """A loader's feed from epoch to epoch, and what it was built from."""
-
-    feed: BatchScheduler
-    shipped: int | None = None  # fingerprint of the dataset, and of what goes with it, that the workers have
-    known: Known = field(default_factory=dict)
-    user: weakref.ref[FeedIterator] | None = None
-
-
 def iterator_for(
-    loader: StockLoader[Any],
+    loader: TorchLoader[Any],
     options: Options | None = None,
     resume: dict[str, Any] | None = None,
     *,
-    given_back: Callable[[str], None] | None = None,
+    give_back: Callable[[str], None] | None = None,
 ) -> tuple[FeedIterator | None, str]:
-    """Our iterator for any loader, or None and the reason why stock's has to do.
+    """Our iterator for any loader, or None and the reason why PyTorch's has to do.
 
-    `given_back`: who is told why a loop without workers of its own goes on without ours: what is written to its dataset
-    they would not see.
+    `give_back` is called with the reason when a loader without workers of its own turns out to do better without ours:
+    they would not see what is written to its dataset.
     """
     with _one_thread:
-        return _iterator_for(loader, options or Options(), resume, given_back)
+        return _iterator_for(loader, options or Options(), resume, give_back)
 
 
 def _iterator_for(
-    loader: StockLoader[Any],
+    loader: TorchLoader[Any],
     options: Options,
     resume: dict[str, Any] | None,
-    given_back: Callable[[str], None] | None,
+    give_back: Callable[[str], None] | None,
 ) -> tuple[FeedIterator | None, str]:
-    reason = _why_not(loader, options)
+    reason = why_not(loader, options)
     if reason:
         return None, reason
     kept = _kept.get(loader)
-    if kept is not None and kept.feed.pid != os.getpid():  # a forked process has workers of its own
+    if kept is not None and kept.scheduler.pid != os.getpid():  # a forked process has workers of its own
         kept = None
-    declared = int(loader.num_workers)
-    if not declared:
-        declared = kept.feed.recipe.declared if kept else _workers_to_start_with(loader.dataset)
-    recipe = Recipe(
-        dataset=loader.dataset,
-        collate_fn=loader.collate_fn,
-        iterable=loader._dataset_kind == _DatasetKind.Iterable,
-        auto_collation=loader._auto_collation,
-        drop_last=loader.drop_last,
-        worker_init_fn=_init_fn(loader),
-        batch_size=loader.batch_size or _whole_number(getattr(loader.batch_sampler, "batch_size", None)),
-        declared=declared,
-        numbered=_numbered(loader, options),
-        streams=_streams(loader, options),
-        skip_bad=options.on_bad_sample == "skip",
-        defer=options.defer and not why_not_deferred(loader),
-    )
+    if kept is not None and kept.given_back:
+        return None, kept.given_back
+    first_pass = kept is None
+    recipe = _recipe(loader, options)
     page_locked = _page_locked(loader, options)
-    lone = kept is not None and kept.user is not None and _in_use(kept.user())
-    if lone or kept is None or kept.feed.closed or not kept.feed.serves(recipe, page_locked=page_locked):
-        feed = BatchScheduler(
-            recipe,
-            loader.multiprocessing_context,
-            budget.measure(),
-            workers=declared,
-            may_do_without=_may_do_without(loader),
-            page_locked=page_locked,
-            hang_timeout=options.hang_timeout,
-        )
-        if kept is not None and not lone:
-            kept.feed.close()
-        kept = _Kept(feed)
-        if not lone:
+    in_use = kept is not None and kept.iterator is not None and _is_in_use(kept.iterator())
+    usable = kept is not None and not kept.scheduler.closed and kept.scheduler.slots.page_locked == page_locked
+    if kept is None or in_use or not usable:
+        scheduler = _scheduler_for(loader, recipe, options, page_locked=page_locked)
+        if kept is not None and not in_use:
+            kept.scheduler.close()
+        kept = _Kept(scheduler)
+        if not in_use:
             _kept[loader] = kept
-    if not loader.persistent_workers:  # those keep the dataset they have, as in stock
-        wanted = kept.feed.workers > 0  # else whoever is called in mid-pass gets it as it is then
-        goes_along = loader.dataset, loader.collate_fn, recipe.worker_init_fn
-        now = fingerprint(*goes_along, known=kept.known) if wanted else None
-        if now is not None:  # what of the variables cannot be looked into is taken to be as it was
-            now = hash((now, *map(fingerprint, Globals(*goes_along).now().values())))
-        if now is None or now != kept.shipped:
-            kept.feed.ship_again()
-        kept.shipped = now
-    if kept.feed.workers:
-        try:
-            kept.feed.crew.ready()  # before anything is drawn that stock would draw again
-        except OSError as problem:
-            return None, f"no worker could be started ({problem})"
-    iterator = FeedIterator(loader, kept.feed, resume, given_back=given_back)
-    kept.user = weakref.ref(iterator)
+    try:
+        kept.scheduler.start_workers(recipe)  # before anything is drawn that PyTorch would draw again
+    except OSError as problem:
+        return None, f"no worker could be started ({problem})"
+
+    def note(why: str, kept: _Kept = kept) -> None:
+        kept.given_back = why
+        if give_back is not None:
+            give_back(why)
+
+    check = None
+    if loader.num_workers == 0 and first_pass:
+        check = DatasetCheck(loader.dataset, loader.collate_fn)
+    iterator = FeedIterator(loader, kept.scheduler, resume, check=check, give_back=note)
+    kept.iterator = weakref.ref(iterator)
     return iterator, ""
 
 
-def why_not_deferred(loader: StockLoader[Any]) -> str:
-    """Why what samples do to their pictures cannot be left to the card; "" where it may be."""
-    try:
-        pillow = importlib.metadata.version("pillow")
-    except importlib.metadata.PackageNotFoundError:
-        return "Pillow is not here: there are no pictures of its own"
-    if int(pillow.partition(".")[0]) < _LEAST_PILLOW:
-        return f"Pillow {pillow} has no way to make pixels later: {_LEAST_PILLOW} has"
-    if loader.collate_fn is not default_collate:
-        return "the collate function is the script's own: it may look into samples"
-    return "samples are not asked for by their index" if loader._dataset_kind == _DatasetKind.Iterable else ""
+def _recipe(loader: TorchLoader[Any], options: Options) -> Recipe:
+    batch_size = loader.batch_size
+    if batch_size is None and type(getattr(loader.batch_sampler, "batch_size", None)) is int:
+        batch_size = loader.batch_sampler.batch_size  # type: ignore[union-attr]
+    return Recipe(
+        dataset=loader.dataset,
+        collate_fn=loader.collate_fn,
+        auto_collation=loader._auto_collation,
+        drop_last=loader.drop_last,
+        batch_size=batch_size,
+        declared=int(loader.num_workers) or _workers_to_start_with(loader.dataset),
+        skip_bad=options.on_bad_sample == "skip",
+        defer=options.defer and not why_not_deferred(loader),
+    )
 
 
-def _whole_number(value: Any) -> int | None:
-    return value if type(value) is int else None
+def _scheduler_for(loader: TorchLoader[Any], recipe: Recipe, options: Options, *, page_locked: bool) -> BatchScheduler:
+    return BatchScheduler(
+        recipe,
+        loader.multiprocessing_context,
+        budget.measure(),
+        workers=recipe.declared,
+        fixed=options.workers is None,
+        may_do_without=_may_do_without(loader),
+        persistent=loader.persistent_workers,
+        page_locked=page_locked,
+        hang_timeout=options.hang_timeout,
+    )
+
+
+def feed_of(loader: TorchLoader[Any]) -> BatchScheduler | None:
+    """The scheduler a loader has, if it was iterated through ours."""
+    kept = _kept.get(loader)
+    return kept.scheduler if kept is not None else None
 
 
 def _workers_to_start_with(dataset: Any) -> int:
@@ -311,39 +294,70 @@ def _workers_to_start_with(dataset: Any) -> int:
     return 1 if isinstance(dataset, IterableDataset) else budget.measure().cores
 
 
-def feed_of(loader: StockLoader[Any]) -> BatchScheduler | None:
-    """The feed a loader has, if it was iterated through ours."""
-    kept = _kept.get(loader)
-    return kept.feed if kept is not None else None
+def _page_locked(loader: TorchLoader[Any], options: Options) -> bool:
+    asked = loader.pin_memory if options.page_locked is None else options.page_locked
+    return bool(asked) and torch.cuda.is_available()
 
 
-def _why_not(loader: StockLoader[Any], options: Options) -> str:
-    if not _has_what_workers_need():
+def _is_in_use(iterator: FeedIterator | None) -> bool:
+    return iterator is not None and not iterator.position.finished
+
+
+def _may_do_without(loader: TorchLoader[Any]) -> bool:
+    """Whether batches may be made in the training process: the script has asked for no number of workers, they have the
+    dataset as it is, and can be forked."""
+    if loader.num_workers and not isinstance(loader.num_workers, Auto):
+        return False
+    context = loader.multiprocessing_context or multiprocessing
+    return not loader.persistent_workers and context.get_start_method() == "fork"
+
+
+# --- when PyTorch's iterator has to do --------------------------------------------------------------------------------
+
+
+def why_not(loader: TorchLoader[Any], options: Options) -> str:
+    """Why this loader has to use PyTorch's own iterator; "" where it may use ours."""
+    if not _kernel_has_what_workers_need():
         return "this system has no memfd or pidfd"
     if loader.num_workers == 0 and options.workers is None:
         return "num_workers=0"
-    if loader.num_workers == 0 and _streams(loader, options):
-        meant = (
-            f"its worker_init_fn, {_named(loader.worker_init_fn)}, may make workers what they have to be"
-            if _init_fn(loader) is not None
-            else "other workers draw otherwise"
-        )
-        stream = "every worker would give all of the stream"
-        return f"num_workers=0: {stream if loader._dataset_kind == _DatasetKind.Iterable else meant}"
     if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         return "DataPipes share random seeds in a way of their own"
+    if loader._dataset_kind == _DatasetKind.Iterable:
+        return "an IterableDataset: which data a worker gives depends on its number"
+    if loader.worker_init_fn is not None and _module_of(loader.worker_init_fn) not in SEEDING_MODULES:
+        name = getattr(_unwrapped(loader.worker_init_fn), "__qualname__", type(loader.worker_init_fn).__name__)
+        return (
+            f"its worker_init_fn, {_module_of(loader.worker_init_fn)}.{name}, may make workers differ by their number"
+        )
+    asking = _asks_for_its_worker(loader)
+    if asking:
+        return f"{asking} calls get_worker_info(): its samples may depend on the number of their worker"
     if multiprocessing.current_process().daemon:
         return "a daemonic process may have no workers"
     if loader.pin_memory and hasattr(torch, "accelerator"):
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is not None and accelerator.type != "cuda":
-            return f"page-locked memory for {accelerator.type} is stock's business"
+            return f"page-locked memory for {accelerator.type} is PyTorch's business"
+    return ""
+
+
+def why_not_deferred(loader: TorchLoader[Any]) -> str:
+    """Why what samples do to their pictures cannot be left to the GPU; "" where it may be."""
+    try:
+        pillow = importlib.metadata.version("pillow")
+    except importlib.metadata.PackageNotFoundError:
+        return "Pillow is not installed: there are no pictures of its own"
+    if int(pillow.partition(".")[0]) < _MIN_PILLOW:
+        return f"Pillow {pillow} cannot make pixels later: {_MIN_PILLOW} can"
+    if loader.collate_fn is not default_collate:
+        return "the collate function is the script's own: it may look into samples"
     return ""
 
 
 @functools.cache
-def _has_what_workers_need() -> bool:
-    """Asked of the kernel itself: Python may have the functions, and an old or a sandboxed kernel not know them."""
+def _kernel_has_what_workers_need() -> bool:
+    """Asked of the kernel itself: Python may have the functions, and an old or a sandboxed kernel lack them."""
     try:
         for handle in (os.memfd_create("flatout"), os.pidfd_open(os.getpid())):
             os.close(handle)
@@ -352,44 +366,25 @@ def _has_what_workers_need() -> bool:
     return True
 
 
-def _numbered(loader: StockLoader[Any], options: Options) -> bool:
-    """Whether there are as many workers as declared, and batches go round them: not only where it is left to us."""
-    return options.workers is None or _streams(loader, options)
+def _unwrapped(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
 
 
-def _streams(loader: StockLoader[Any], options: Options) -> bool:
-    """Whether user code can tell workers apart: each has a random stream, or one of data."""
-    return options.rng == "stock" or _init_fn(loader) is not None or loader._dataset_kind == _DatasetKind.Iterable
+def _module_of(function: Any) -> str:
+    return getattr(_unwrapped(function), "__module__", "") or ""
 
 
-def _init_fn(loader: StockLoader[Any]) -> Callable[[int], None] | None:
-    """Its worker_init_fn; none where that only seeds, and stock, without workers, would never call it."""
-    seeds = getattr(_function(loader.worker_init_fn), "__module__", None) in SEEDING_MODULES
-    return loader.worker_init_fn if loader.num_workers or not seeds else None
-
-
-def _named(function: Any) -> str:
-    inner = _function(function)
-    return f"{getattr(inner, '__module__', '')}.{getattr(inner, '__qualname__', type(inner).__name__)}"
-
-
-def _function(one: Any) -> Any:
-    return _function(one.func) if isinstance(one, functools.partial) else one
-
-
-def _page_locked(loader: StockLoader[Any], options: Options) -> bool:
-    wanted = loader.pin_memory if options.page_locked is None else options.page_locked
-    return bool(wanted) and torch.cuda.is_available()
-
-
-def _in_use(iterator: FeedIterator | None) -> bool:
-    return iterator is not None and not iterator.position.finished
-
-
-def _may_do_without(loader: StockLoader[Any]) -> bool:
-    """Whether the training process may touch the dataset: the script has asked for no number of workers, they stay as
-    they are, and later ones can be started."""
-    if loader.num_workers and not isinstance(loader.num_workers, Auto):
-        return False
-    context = loader.multiprocessing_context or multiprocessing
-    return not loader.persistent_workers and context.get_start_method() == "fork"
+def _asks_for_its_worker(loader: TorchLoader[Any]) -> str:
+    """The name of a function (of the dataset, of one that it wraps, the collate_fn) that asks which worker it is in."""
+    collate = _unwrapped(loader.collate_fn)
+    functions = [collate] if isinstance(collate, types.FunctionType) else [*functions_of(type(collate))]
+    dataset: Any = loader.dataset
+    for _ in range(_MAX_WRAPPED):
+        functions += functions_of(type(dataset))
+        dataset = getattr(dataset, "dataset", None)
+    for function in functions:
+        if "get_worker_info" in names_in(function.__code__) and not function.__module__.startswith("torch."):
+            return function.__qualname__
+    return ""

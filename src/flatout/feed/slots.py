@@ -2,13 +2,12 @@
 
     free ──take──► being written ──lease──► the user's batch ──dropped──► copy still running? ──► free
 
-A slot goes round again only when nothing lies over it any more (the lease, an array under all the batch's tensors, was
-collected), no worker may still write to it, and the work that was queued on the GPU when we saw that is over, in
-whatever stream. A user who keeps every batch is never waited for: without a free slot a batch travels in memory of its
-own.
+A slot is used again only when nothing lies over it any more (the lease, an object under all the batch's tensors, was
+collected), no worker may still write to it, and the work that was queued on the GPU by then is over, in every stream.
+A user who keeps every batch is never waited for: without a free slot a batch travels in memory of its own.
 
-Memory is page-locked when its first batch is there, not before: to lock what nobody has touched means to have all of it
-made first, in the training process, and a ring of large slots grown at once stopped training for seconds.
+Memory is page-locked with its first batch, not before: locking pages that nobody has touched creates them all in the
+training process, and a ring of large slots grown at once stopped training for seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import ctypes
 import functools
 import mmap
 import os
-import pickle
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,16 +23,10 @@ from typing import Any
 
 import torch
 
-from flatout.feed import wire
-from flatout.feed.packing import Bytes
+from flatout.feed import channel
 
 _PAGE = 4096
-_lingering: set[Slot] = set()
-
-
-def _array_class(size: int) -> Any:
-    """A class of arrays of bytes. Unlike ctypes' own, its objects can be referred to weakly."""
-    return type("SlotMemory", (ctypes.c_ubyte * size,), {})
+_closed_but_in_use: set[Slot] = set()
 
 
 class Slot:
@@ -43,41 +35,41 @@ class Slot:
     def __init__(self, number: int, size: int, *, page_locked: bool) -> None:
         self.number = number
         self.size = size
-        self.fd = wire.memory_file(size)
-        wire.keep_from_children(self.fd)
+        self.fd = channel.memory_file(size)
+        channel.close_in_children(self.fd)
         self.writers = 0
         self.leased = False
         self.free = False
         self._lease: weakref.ref[Any] | None = None
         self._map = mmap.mmap(self.fd, size)
-        self._array = _array_class(size)
-        self._address = ctypes.addressof(self._array.from_buffer(self._map))
+        self._lease_class: Any = type("SlotMemory", (ctypes.c_ubyte * size,), {})  # ctypes' own allow no weak reference
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._to_be_locked = page_locked
         self.locked = False
 
-    def lease(self, dropped: deque[Slot]) -> Bytes:
+    def lease(self, dropped: deque[Slot]) -> memoryview:
         """The slot's bytes for one batch; when the last tensor over them is gone, the slot appears in `dropped`."""
-        memory = self._array.from_buffer(self._map)
+        lease = self._lease_class.from_buffer(self._map)
         self.leased = True
         if self._to_be_locked:
             self._to_be_locked, self.locked = False, _page_lock(self._address, self.size)
 
         def on_drop(_: object) -> None:
-            if self in _lingering:
-                _lingering.discard(self)
+            if self in _closed_but_in_use:
+                _closed_but_in_use.discard(self)
                 self._unlock()
             else:
                 dropped.append(self)
 
-        self._lease = weakref.ref(memory, on_drop)
-        return pickle.PickleBuffer(memory).raw()  # as plain bytes
+        self._lease = weakref.ref(lease, on_drop)
+        return memoryview(lease)
 
     def close(self) -> None:
         """Give the memory back; a batch that still lies over it keeps it, page-locked, until it is dropped."""
-        wire.keep_from_children(self.fd, False)
+        channel.close_in_children(self.fd, False)
         os.close(self.fd)
         if self._lease is not None and self._lease() is not None:
-            _lingering.add(self)
+            _closed_but_in_use.add(self)
         else:
             self._unlock()
 
@@ -87,7 +79,7 @@ class Slot:
 
 
 class Slots:
-    """All slots of one loader; those that are closed, workers are to `forget`."""
+    """All slots of one loader. `forget` is called with those that are closed."""
 
     def __init__(self, most_bytes: int, *, page_locked: bool, forget: Callable[[list[Slot]], None]) -> None:
         self.size = 0
@@ -124,7 +116,7 @@ class Slots:
         slot = self._all[self._made] = Slot(self._made, self.size, page_locked=self.page_locked)
         return slot
 
-    def lease(self, slot: Slot) -> Bytes:
+    def lease(self, slot: Slot) -> memoryview:
         return slot.lease(self._dropped)
 
     def give_back(self, slot: Slot) -> None:
@@ -151,6 +143,10 @@ class Slots:
         """Close free slots beyond `keep`."""
         spare = max(0, len(self._free) - keep)
         self._retire([self._free[-1 - place] for place in range(spare)])
+
+    def discard(self, slots: list[Slot]) -> None:
+        """Close these, which may still be written to."""
+        self._retire([slot for slot in slots if slot.number in self._all])
 
     def close(self) -> None:
         self._retire(list(self._all.values()))

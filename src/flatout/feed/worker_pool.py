@@ -1,6 +1,6 @@
-"""The workers as the parent sees them: who is there, what each has to do, and who has just died.
+"""The workers as the training process sees them: which there are, what each has to do, and which has just died.
 
-A worker's death is the end of its wire, whatever the cause. Its board then says which task and which sample it was at.
+A worker's death is the end of its channel, whatever the cause. Its board then says which task and which row it was at.
 """
 
 from __future__ import annotations
@@ -16,182 +16,199 @@ from dataclasses import dataclass, field
 from socket import SHUT_WR, socket
 from typing import Any
 
-from flatout.feed import wire
+from flatout.feed import channel
+from flatout.feed.channel import DropSlot, Message, NewSlot, Recipe, StartWorker, decode, encode
+from flatout.feed.epoch import Batch
 from flatout.feed.fork_server import Starter, starter_for
-from flatout.feed.messages import DropSlot, Message, NewSlot, Recipe, StartWorker, named, plain
 from flatout.feed.slots import Slot
-from flatout.feed.table import Part
+
+_PATIENCE_S = 5.0  # for a worker to end, before it is killed
 
 
 @dataclass(slots=True)
 class Assignment:
-    """A part given to a worker, and the slot it may write to until it answers."""
+    """A batch given to a worker, and the slot that it may write to until it answers."""
 
-    part: Part
+    batch: Batch
     slot: Slot | None
 
 
 @dataclass(slots=True, eq=False)
 class WorkerHandle:
-    """One worker. `post` is the number that user code sees where numbers have a meaning, else 0."""
+    """One worker."""
 
     number: int
-    post: int
-    wire: socket
+    channel: socket
     board: memoryview
     tasks: dict[int, Assignment] = field(default_factory=dict)
-    since: float = 0.0  # has something to do, as far as that is not counted yet
+    busy_since: float = 0.0  # has had something to do, as far as that is not counted yet
     slots: set[int] = field(default_factory=set)
     retiring: bool = False  # gets nothing more to do
-    leaving: bool = False  # was told to go
+    dismissed: bool = False  # was told to go
     answered: bool = False
     hung: bool = False
     pid: int | None = None
     seen: tuple[int, int] = (0, 0)
     seen_at: float = 0.0
 
-    def had_work(self, until: float) -> float:
-        """How long it had something to do, up to then, since it was asked last."""
-        took = max(0.0, until - self.since)
-        self.since += took
-        return took
+    def take_busy_s(self, until: float) -> float:
+        """How long it had something to do, up to then, since the last call."""
+        busy_s = max(0.0, until - self.busy_since)
+        self.busy_since += busy_s
+        return busy_s
 
-    def at(self) -> tuple[int, int]:
-        """The ticket and the row it is at, or was at when it died."""
+    def position(self) -> tuple[int, int]:
+        """The ticket and the row that it is at, or was at when it died."""
         return self.board[0], self.board[1]
 
 
 class WorkerPool:
-    """All workers of one loader."""
+    """All workers of one loader. They are started for a pass (`begin`), and end with it (`end`)."""
 
-    def __init__(self, recipe: Recipe, context: Any) -> None:
-        self._recipe = recipe
+    def __init__(self, context: Any) -> None:
         self._context = context
+        self._recipe: Recipe | None = None
         self._starter: Starter | None = None
-        self._hands: dict[int, WorkerHandle] = {}  # by the descriptor of the wire
+        self._ending: list[Starter] = []
+        self._workers: dict[int, WorkerHandle] = {}  # by the descriptor of the channel
         self._poll = select.poll()
-        self._hired = 0
-        self._ends: dict[int, int] = {}  # worker number: exit status
+        self._started = 0
+        self._exits: dict[int, int] = {}  # worker number: exit status
 
     def __iter__(self) -> Iterator[WorkerHandle]:
-        return iter(self._hands.values())
+        return iter(self._workers.values())
 
     def __len__(self) -> int:
-        return len(self._hands)
+        return len(self._workers)
 
-    def hire(self, birth: StartWorker) -> WorkerHandle:
+    @property
+    def is_open(self) -> bool:
+        """Whether workers can be started."""
+        return self._starter is not None
+
+    def begin(self, recipe: Recipe) -> None:
+        """Fork the fork server: workers have the dataset as it is now."""
+        self.end()
+        self._recipe = recipe
+        self._starter = starter_for(recipe, self._context)
+
+    def end(self) -> None:
+        """Have all workers end, without waiting for that."""
+        for worker in list(self):
+            self._remove(worker)
+        if self._starter is not None:
+            self._starter.hang_up()
+            self._ending.append(self._starter)
+            self._starter = None
+        self._ending = [starter for starter in self._ending if not starter.reap(0)]
+
+    def close(self) -> None:
+        """End all workers, and wait for that."""
+        self.end()
+        for starter in self._ending:
+            starter.reap(_PATIENCE_S)
+        self._ending = []
+
+    def start_worker(self) -> WorkerHandle:
         """One more worker."""
-        self._hired += 1
+        self._started += 1
         try:
-            near = self._start().start(self._hired)
-        except OSError:  # the nursery died unnoticed
-            self._stop()
-            near = self._start().start(self._hired)
+            near = self._live_starter().start(self._started)
+        except OSError:  # the fork server died unnoticed
+            near = self._live_starter(replace=True).start(self._started)
         near.setblocking(False)
-        board = wire.memory_file(16)
+        board = channel.memory_file(16)
         try:
-            hand = WorkerHandle(self._hired, birth.number, near, memoryview(mmap.mmap(board, 16)).cast("q"))
-            self._hands[near.fileno()] = hand
+            worker = WorkerHandle(self._started, near, memoryview(mmap.mmap(board, 16)).cast("q"))
+            self._workers[near.fileno()] = worker
             self._poll.register(near, select.POLLIN)
-            self.tell(hand, birth, board)
+            self.send(worker, StartWorker(), board)
         finally:
             os.close(board)
-        return hand
+        return worker
 
-    def ready(self) -> None:
-        """Fork the nursery now, before anything that cannot be taken back."""
-        self._start()
-
-    def _start(self) -> Starter:
-        if self._starter is None or not self._starter.alive():
-            self._stop()
+    def _live_starter(self, *, replace: bool = False) -> Starter:
+        assert self._starter is not None
+        assert self._recipe is not None
+        if replace or not self._starter.alive():  # the fork server was killed
+            self._starter.hang_up()
+            self._ending.append(self._starter)
             self._starter = starter_for(self._recipe, self._context)
         return self._starter
 
-    def _stop(self) -> None:
-        if self._starter is not None:
-            self._starter.close()
-            self._starter = None
-
-    def tell(self, hand: WorkerHandle, message: Message, *fds: int) -> bool:
-        """Send; False when the worker's wire is full. That of a dead one swallows the message: its end comes next."""
+    def send(self, worker: WorkerHandle, message: Message, *fds: int) -> bool:
+        """False when the worker's channel is full. That of a dead one swallows the message: its end comes next."""
         try:
-            wire.send(hand.wire, plain(message), fds)
+            channel.send(worker.channel, encode(message), fds)
         except BlockingIOError:
             return False
         except OSError:
             pass
         return True
 
-    def show(self, hand: WorkerHandle, slot: Slot) -> bool:
+    def give_slot(self, worker: WorkerHandle, slot: Slot) -> bool:
         """Make sure that a worker has a slot's memory."""
-        if slot.number not in hand.slots:
-            if not self.tell(hand, NewSlot(slot.number), slot.fd):
+        if slot.number not in worker.slots:
+            if not self.send(worker, NewSlot(slot.number), slot.fd):
                 return False
-            hand.slots.add(slot.number)
+            worker.slots.add(slot.number)
         return True
 
-    def forget(self, slots: list[Slot]) -> None:
+    def forget_slots(self, slots: list[Slot]) -> None:
         """Have every worker let go of slots that are closed."""
         for slot in slots:
-            for hand in self:
-                if slot.number in hand.slots:
-                    hand.slots.discard(slot.number)
-                    self.tell(hand, DropSlot(slot.number))
+            for worker in self:
+                if slot.number in worker.slots:
+                    worker.slots.discard(slot.number)
+                    self.send(worker, DropSlot(slot.number))
 
-    def listen(self, timeout_s: float) -> list[tuple[WorkerHandle, Any, list[int]]]:
-        """What workers said; a message of None is a worker's death. Waits for the first for `timeout_s`."""
-        heard: list[tuple[WorkerHandle, Any, list[int]]] = []
+    def receive(self, timeout_s: float) -> list[tuple[WorkerHandle, Any, list[int]]]:
+        """What workers have sent; a message of None is a worker's death. Waits for the first for `timeout_s`."""
+        messages: list[tuple[WorkerHandle, Any, list[int]]] = []
         ready = self._poll.poll(timeout_s * 1000)
-        while ready:  # asking again costs a fifth of reading from a wire that has nothing more
+        while ready:  # to poll again costs a fifth of reading from a channel that has nothing more
             for descriptor, _ in ready:
-                hand = self._hands[descriptor]
+                worker = self._workers[descriptor]
                 try:
-                    fields, fds = wire.receive(hand.wire, wait=False)
-                    hand.answered = True
-                    heard.append((hand, named(fields), fds))
+                    fields, fds = channel.receive(worker.channel, wait=False)
+                    worker.answered = True
+                    messages.append((worker, decode(fields), fds))
                 except BlockingIOError:
                     pass
                 except (EOFError, OSError) as problem:
                     if isinstance(problem, OSError) and problem.errno == errno.EMFILE:
-                        raise  # it is alive: this process may open no more files
-                    heard.append((hand, None, []))
-                    self._part_with(hand)
+                        raise  # the worker is alive: this process may open no more files
+                    messages.append((worker, None, []))
+                    self._remove(worker)
             ready = self._poll.poll(0)
-        return heard
+        return messages
 
-    def dismiss(self, hand: WorkerHandle) -> None:
-        """Let a worker go. It ends by itself when it hears nothing more; until then it may still be writing."""
-        hand.retiring = hand.leaving = True
-        if hand.tasks:
-            hand.wire.shutdown(SHUT_WR)
+    def retire(self, worker: WorkerHandle) -> None:
+        """Let a worker go. It ends when its channel has no more messages; until then it may still be writing."""
+        worker.retiring = worker.dismissed = True
+        if worker.tasks:
+            worker.channel.shutdown(SHUT_WR)
         else:
-            self._part_with(hand)
+            self._remove(worker)
 
-    def kill(self, hand: WorkerHandle) -> None:
+    def kill(self, worker: WorkerHandle) -> None:
         """End a worker that no longer answers."""
         if self._starter is not None:
-            self._starter.kill(hand.number)
+            self._starter.kill(worker.number)
 
-    def news(self) -> None:
-        """Take in births and exits."""
-        if self._starter is None:
-            return
-        by_number = {hand.number: hand for hand in self}
-        for event in self._starter.events():
-            if event.status is not None:
-                self._ends[event.worker] = event.status
-            elif event.worker in by_number:
-                by_number[event.worker].pid = event.pid
+    def pids(self) -> list[int]:
+        """Process ids of the living workers that have reported theirs."""
+        self._read_events()
+        return [worker.pid for worker in self if worker.pid is not None]
 
-    def cause_of_death(self, hand: WorkerHandle, patience_s: float = 0.5) -> str:
+    def cause_of_death(self, worker: WorkerHandle, patience_s: float = 0.5) -> str:
         """In words, how a worker ended."""
         deadline = time.monotonic() + patience_s
-        self.news()
-        while hand.number not in self._ends and time.monotonic() < deadline:
+        self._read_events()
+        while worker.number not in self._exits and time.monotonic() < deadline:
             time.sleep(0.005)
-            self.news()
-        status = self._ends.get(hand.number)
+            self._read_events()
+        status = self._exits.get(worker.number)
         if status is None:
             return "was lost"
         if status >= 0:
@@ -201,20 +218,20 @@ class WorkerPool:
         except ValueError:
             return f"was killed by signal {-status}"
 
-    def pids(self) -> list[int]:
-        """Process ids of the living workers that have reported theirs."""
-        self.news()
-        return [hand.pid for hand in self if hand.pid is not None]
+    def _read_events(self) -> None:
+        if self._starter is None:
+            return
+        by_number = {worker.number: worker for worker in self}
+        for event in self._starter.events():
+            if event.status is not None:
+                self._exits[event.worker] = event.status
+            elif event.worker in by_number:
+                by_number[event.worker].pid = event.pid
 
-    def close(self) -> None:
-        for hand in list(self):
-            self._part_with(hand)
-        self._stop()
-
-    def _part_with(self, hand: WorkerHandle) -> None:
-        descriptor = hand.wire.fileno()
-        if descriptor in self._hands and self._hands[descriptor] is hand:
-            del self._hands[descriptor]
+    def _remove(self, worker: WorkerHandle) -> None:
+        descriptor = worker.channel.fileno()
+        if descriptor in self._workers and self._workers[descriptor] is worker:
+            del self._workers[descriptor]
             self._poll.unregister(descriptor)
-            wire.keep_from_children(descriptor, False)
-            hand.wire.close()
+            channel.close_in_children(descriptor, False)
+            worker.channel.close()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.utils.data.dataloader as torch_loader
 
-from flatout.feed.watch import Filling, Watch
+from flatout.feed.dataset_check import CacheGrowth, DatasetCheck
 from flatout.inside import facts as look
 from flatout.inside.calls import called_from, raised_at
 from flatout.inside.changes.ledger import Ledger
@@ -328,9 +328,9 @@ class LoaderNotes:
     def __init__(self) -> None:
         self._facts: dict[int, LoaderFacts] = {}
         self._passes: dict[int, int] = {}
-        self.watched: dict[int, Watch] = {}  # datasets that the training process reads itself
+        self.watched: dict[int, DatasetCheck] = {}  # datasets that the training process reads itself
         self._writes: dict[int, str] = {}  # what its loop was seen to write to in them
-        self._filling: dict[int, tuple[Filling, int]] = {}  # and how many samples a batch has
+        self._filling: dict[int, tuple[CacheGrowth, int]] = {}  # and how many samples a batch has
         self._fills: dict[int, str] = {}  # what samples were seen to fill in them
 
     def pass_begins(self, number: int, loader: Any) -> None:
@@ -343,9 +343,9 @@ class LoaderNotes:
 
     def _watch(self, number: int, loader: Any) -> None:
         samples = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-        self.watched[number] = Watch(loader.dataset, loader.collate_fn)
+        self.watched[number] = DatasetCheck(loader.dataset, loader.collate_fn)
         if isinstance(samples, int) or loader.batch_sampler is None:
-            self._filling[number] = Filling(loader.dataset), samples or 1
+            self._filling[number] = CacheGrowth(loader.dataset), samples or 1
         for held in (self.watched, self._filling):
             weakref.finalize(loader, held.pop, number, None).atexit = False
 

@@ -17,7 +17,6 @@ from flatout.model.inputs import short
 from flatout.model.plan import Change, Plan, Safety
 
 SETTING = "setting:"  # in front of a key: any value the script reads, by its knob
-STRICT = "elastic-strict"
 
 # What is tried together by `fix`.
 Family = Literal["data path", "transforms", "compute", "compile", "batch size", "pauses", "ranks"]
@@ -99,10 +98,10 @@ CHANGES = (
     ChangeSpec(
         name="loader",
         does="Batches come from flatout's own workers, which are started and stopped as training needs them.",
-        takes="elastic or elastic-strict",
-        fits=_one_of("elastic", STRICT),
+        takes="elastic",
+        fits=_one_of("elastic"),
         safety="reseeded",
-        safety_note="identical where samples draw no random numbers, and for elastic-strict",
+        safety_note="identical where samples draw no random numbers",
         family="data path",
         module="loading",
         moment="pass begins",
@@ -438,9 +437,8 @@ def _check_change(change: Change, place: str) -> None:
 
 def auto(*, strict: bool) -> Plan:
     """What `flatout run --auto` does without any trial: loader-side changes that are safe wherever they apply."""
-    loader = Change(name="loader", value="elastic", safety="reseeded")
-    if strict:
-        loader = Change(name="loader", value=STRICT, safety="identical")
     pinned = Change(name="pin_memory", value=True, safety="identical")
     prefetched = Change(name="device_prefetch", value=True, safety="identical")
-    return Plan(changes=(loader, pinned, prefetched))
+    if strict:  # only PyTorch's own workers draw the random numbers that they would have drawn
+        return Plan(changes=(pinned, prefetched))
+    return Plan(changes=(Change(name="loader", value="elastic", safety="reseeded"), pinned, prefetched))

@@ -44,7 +44,7 @@ FRAMEWORKS = (
     Framework(
         packages=("flatout",),
         has_loop=False,
-        wrapping_samplers={"flatout.feed.chained_epochs.ChainedEpochs": "sampler"},
+        wrapping_samplers={"flatout.engine.chained_epochs.ChainedEpochs": "sampler"},
     ),
     Framework(
         packages=("transformers",),

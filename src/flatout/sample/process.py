@@ -29,7 +29,7 @@ _PSS_PAUSE_S = 4.0  # so a tree of seven comes round every 30 s, a larger one le
 _WORKER_NAMES = ("pt_data_worker", "flatout-worker")
 _SPAWN_MARKS = ("multiprocessing.spawn", "--multiprocessing-fork")
 _FORK_SERVER = "multiprocessing.forkserver"
-_NURSERY = "flatout-nursery"
+_OUR_FORK_SERVER = "flatout-forksrv"
 _NOT_LOADERS = ("multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
 
 
@@ -169,8 +169,8 @@ def _has_started(system: Processes, owner: int, worker: int) -> bool:
 
 
 def _behind_fork_server(system: Processes, owner: int) -> int:
-    """Whose a worker is: its parent, or if that is multiprocessing's fork server or our nursery, who started it."""
-    while _FORK_SERVER in system.command(owner) or system.name(owner) == _NURSERY:
+    """Whose a worker is: its parent, or if that is multiprocessing's fork server or ours, who started it."""
+    while _FORK_SERVER in system.command(owner) or system.name(owner) == _OUR_FORK_SERVER:
         owner = system.parent(owner) or 0
     return owner
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import pickle
@@ -16,9 +17,9 @@ import pytest
 import torch
 from feed_samples import Drawing, Things, as_list, same
 from torch.utils.data import DataLoader as Stock
-from torch.utils.data import Dataset, IterableDataset, SequentialSampler, default_collate, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, SequentialSampler, Subset, get_worker_info
 
-from flatout.feed import DataLoader
+from flatout.feed import DataLoader, Options, iterator_for
 from flatout.feed.loader import Auto
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -59,107 +60,82 @@ def test_as_many_workers_run_as_are_declared() -> None:
     assert loader.feed.workers == 6
 
 
-class Remembers(Dataset[Any]):
-    """Who made the sample, as its process got to know when it was first asked."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.worker: int | None = None
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        if self.worker is None:
-            info = get_worker_info()
-            assert info is not None
-            self.worker = info.id
-        return index, self.worker
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_a_number_belongs_to_one_process_and_batches_go_round_them(persistent: bool) -> None:
-    loader = DataLoader(Remembers(20), 2, num_workers=3, persistent_workers=persistent)
-    for _ in range(2):
-        assert [set(worker.tolist()) for _, worker in loader] == [{number % 3} for number in range(10)]
-    passing = iter(loader)
-    next(passing)
-    other = DataLoader(Remembers(20), 2, num_workers=3)
-    other.load_state_dict(loader.state_dict())
-    assert [set(worker.tolist()) for _, worker in other] == [{number % 3} for number in range(1, 10)]
-
-
-class OneIsSlow(Remembers):
-    """Sample 0 takes until all others but the one behind it were made."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__(length)
-        self.others = get_context("fork").Semaphore(0)
-
-    def __getitem__(self, index: int) -> Any:
-        for _ in range(self.length - 2 if index == 0 else 0):
-            self.others.acquire(timeout=60)
-        self.others.release()
-        return super().__getitem__(index)
-
-
-def test_out_of_order_the_worker_that_has_room_is_given_the_next_batch() -> None:
-    found = [(int(index), int(worker)) for index, worker in DataLoader(OneIsSlow(10), 1, num_workers=2, in_order=False)]
-    assert dict(found) == {index: int(index not in (0, 2)) for index in range(10)}
-    assert [index for index, _ in found[:6]] == [1, 3, 4, 5, 6, 7]  # 0 is ready no sooner than 8 has been sent
-
-
 @pytest.mark.filterwarnings("default:This DataLoader will create")
 def test_more_workers_than_cores_are_warned_of() -> None:
     with pytest.warns(UserWarning, match="excessive worker creation"):
         DataLoader(Things(4), num_workers=1000)
 
 
-# --- streams ----------------------------------------------------------------------------------------------------------
+# --- loaders whose workers differ by their number --------------------------------------------------------------------
 
 
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[int]:
-        return iter(range(8))
-
-    def load_state_dict(self, state: Any) -> None:
-        raise AssertionError("there is no state")
+        info = get_worker_info()
+        return iter(range(3 + info.id) if info is not None else [])
 
 
-class TakesArguments(Stream):
-    """As those of litdata and MosaicML do."""
+class Asks(Dataset[Any]):
+    def __len__(self) -> int:
+        return 12
 
-    def state_dict(self, num_samples_yielded: int, num_workers: int, batch_size: int) -> dict[str, int]:
-        return {"n": num_samples_yielded}
-
-
-class CannotTravel(Stream):
-    def state_dict(self) -> Any:
-        return {"then": lambda: None}
+    def __getitem__(self, index: int) -> Any:
+        return max(get_worker_info().id for _ in "x")  # type: ignore[union-attr]
 
 
-class StopsKeepingIt(Stream):
-    """Has a state for three batches."""
-
-    asked = 0
-
-    def state_dict(self) -> Any:
-        self.asked += 1
-        if self.asked > 3:
-            raise RuntimeError("not now")
-        return {"n": self.asked}
+def ask_in_collate(samples: list[Any]) -> Any:
+    return samples, get_worker_info().num_workers  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("stream", [TakesArguments, CannotTravel, StopsKeepingIt])
-def test_a_stream_whose_state_cannot_be_had_is_loaded_and_resumed_by_repeating_it(stream: type[Stream]) -> None:
-    loader = DataLoader(stream(), 2, num_workers=1)
-    passing = iter(loader)
-    found = [next(passing).tolist(), next(passing).tolist()]
-    if stream is not StopsKeepingIt:
-        other = DataLoader(stream(), 2, num_workers=1)
-        other.load_state_dict(loader.state_dict())
-        assert [batch.tolist() for batch in other] == [[4, 5], [6, 7]]
-    assert found + [batch.tolist() for batch in passing] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+def own_init(_: int) -> None:
+    """May open files."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"dataset": Stream()}, "an IterableDataset: which data a worker gives depends on its number"),
+        ({"dataset": Asks()}, "Asks.__getitem__ calls get_worker_info()"),
+        ({"dataset": Subset(Asks(), range(8))}, "Asks.__getitem__ calls get_worker_info()"),
+        ({"dataset": Things(12), "collate_fn": ask_in_collate}, "ask_in_collate calls get_worker_info()"),
+        ({"dataset": Things(12), "worker_init_fn": own_init}, f"its worker_init_fn, {__name__}.own_init, may make"),
+        ({"dataset": Things(12), "worker_init_fn": functools.partial(own_init)}, f"its worker_init_fn, {__name__}.own"),
+    ],
+    ids=["stream", "dataset", "wrapped dataset", "collate_fn", "worker_init_fn", "partial"],
+)
+def test_a_loader_whose_workers_differ_by_their_number_is_pytorchs_and_says_why(
+    arguments: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="flatout.feed")
+    expected = list(Stock(**arguments, batch_size=2, num_workers=2))
+    loader = DataLoader(**arguments, batch_size=2, num_workers=2)
+    assert same(list(loader), expected)
+    assert loader.feed is None
+    assert reason in caplog.text
+    iterator, why_not = iterator_for(Stock(**arguments, batch_size=2), Options(workers="auto"))
+    assert iterator is None
+    assert reason in why_not
+
+
+def test_a_worker_init_fn_that_only_seeds_does_not_matter() -> None:
+    from transformers.trainer_utils import seed_worker
+
+    seeds = functools.partial(seed_worker, num_workers=1, rank=0)
+    for workers in (0, 1):
+        iterator, why_not = iterator_for(
+            Stock(Things(12), 4, num_workers=workers, worker_init_fn=seeds), Options(workers="auto")
+        )
+        assert iterator is not None, why_not
+
+
+def test_ranks_that_were_seeded_alike_draw_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    for rank in ("0", "1", "1"):
+        monkeypatch.setenv("RANK", rank)
+        torch.manual_seed(1)
+        drawn.append(list(DataLoader(Drawing(4), 4, num_workers=1)))
+    assert not same(drawn[0], drawn[1])
+    assert same(drawn[1], drawn[2])
 
 
 # --- between passes, and beside each other ----------------------------------------------------------------------------
@@ -205,28 +181,6 @@ def test_several_threads_go_through_one_loader(workers: int) -> None:
 
 
 # --- in a worker ------------------------------------------------------------------------------------------------------
-
-
-def with_its_worker(samples: list[Any]) -> Any:
-    info = get_worker_info()
-    assert info is not None
-    return default_collate(samples), info.id, info.num_workers
-
-
-def test_a_collate_fn_sees_its_worker_where_there_is_none_any_more() -> None:
-    """... and what it stacks lies in ordinary memory."""
-    loader = DataLoader(Things(12, "tensor"), 2, num_workers=Auto(2), collate_fn=with_its_worker)
-    next(iter(loader))
-    assert loader.feed is not None
-    loader.feed.resize(0, hold=True)
-    parts = loader.feed.account.parts
-    seen = []
-    for images, *worker in loader:
-        assert not images.is_shared()
-        seen.append(tuple(worker))
-    assert loader.feed.account.parts == parts, "workers made some of it"
-    assert seen == [(number % 2, 2) for number in range(6)]
-    assert get_worker_info() is None
 
 
 class ReadOnly(Things):
@@ -295,9 +249,7 @@ def test_at_the_limit_of_open_files_there_is_advice() -> None:
 
 def test_another_loader_made_from_its_attributes_has_its_options() -> None:
     """As Lightning does, to put a sampler of its own in: by the names of the arguments."""
-    loader = DataLoader(
-        Things(10), 2, shuffle=True, num_workers="auto", rng="stock", on_bad_sample="skip", hang_timeout=5
-    )
+    loader = DataLoader(Things(10), 2, shuffle=True, num_workers="auto", on_bad_sample="skip", hang_timeout=5)
     arguments = inspect.signature(DataLoader).parameters.keys() & vars(loader).keys()
     given = {name: vars(loader)[name] for name in arguments - {"sampler", "batch_sampler"}}
     other: DataLoader[Any] = DataLoader(**given, sampler=SequentialSampler(range(10)))

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from flatout.feed import tuning
-from flatout.feed.controller import Controller, Observation
-from flatout.feed.messages import Done
+from flatout.feed import controller as controller_module
+from flatout.feed.channel import Done
+from flatout.feed.controller import Controller, Observation, Tuning
 from flatout.sample import budget
 
 
@@ -40,7 +40,7 @@ def run(
                 waited_s=max(0.0, 1 - made / demand),
                 workers=workers,
                 busy_s=busy,
-                made=made * 100,
+                made=round(made * 100),
                 made_s=busy,
                 cpu_s=busy * (cpu_share - delay_share),
                 run_delay_s=busy * delay_share,
@@ -257,7 +257,7 @@ def tiny(
                 parent_s=batches * 70e-6,
                 workers=controller.workers,
                 busy_s=batches * each_s if controller.workers else 0.0,
-                made=batches if controller.workers else 0.0,
+                made=batches if controller.workers else 0,
                 made_s=batches * each_s if controller.workers else 0.0,
                 cpu_s=batches * each_s if controller.workers else 0.0,
                 cores=4,
@@ -302,6 +302,17 @@ def test_workers_come_back_when_the_consumer_becomes_slower() -> None:
     assert len(set(counts[10:])) == 1, "does not settle"
 
 
+def test_a_pass_that_workers_take_longer_to_start_for_than_to_make_is_made_in_the_training_process() -> None:
+    """GIVEN a pass of 20 batches, made by two workers in 0.1 s, of which the loop has waited so long."""
+    for waited_s, workers in ((0.15, 0), (0.05, 2)):
+        controller = Controller(2, cores=4, may_do_without=True)
+        controller.observe_pass(Observation(seconds=0.2, batches=20, waited_s=waited_s, made=20, made_s=0.1, cpu_s=0.1))
+        assert controller.workers == workers
+    fixed = Controller(2, cores=4)
+    fixed.observe_pass(Observation(seconds=0.2, batches=20, waited_s=0.15, made=20, made_s=0.1, cpu_s=0.1))
+    assert fixed.workers == 2
+
+
 def test_slow_batches_are_never_made_in_the_training_process() -> None:
     assert 0 not in tiny(Controller(1, cores=1, may_do_without=True), step_s=0.0, here_s=5e-3, each_s=5e-3)
 
@@ -309,7 +320,7 @@ def test_slow_batches_are_never_made_in_the_training_process() -> None:
 # --- what it is told --------------------------------------------------------------------------------------------------
 
 A_BATCH = Done(
-    ticket=1, skeleton=b"", spans=[], in_slot=True, needs=0, regions=None, misfit=False, bad=[], drew=None, rows=1,
+    ticket=1, skeleton=b"", spans=[], needs=0, bad=[], drew=None, rows=1,
     ended_s=0.0, wall_s=0.1, cpu_s=0.1, run_delay_s=0.0,
 )  # fmt: skip
 
@@ -319,11 +330,15 @@ def eight_cores() -> budget.Budget:
     return dataclasses.replace(budget.measure(), cores=7, cores_allowed=8.0)
 
 
-def window_of(loader: tuning.Tuning, workers: int, start_s: float) -> None:
+def tuning_of(workers: int, cores: budget.Budget, kind: str = "") -> Tuning:
+    return Tuning(workers, cores, fixed=False, may_do_without=False, kind=kind or object())
+
+
+def window_of(loader: Tuning, workers: int, start_s: float) -> None:
     """A second in which the consumer did nothing but wait."""
-    loader.rest(start_s)
-    while not loader.served(1, 0.1, 0.0, start_s + 0.1):
-        loader.worked(A_BATCH, 1)
+    loader.end_pass(start_s)
+    while not loader.handed_over(1, 0.1, 0.0, start_s + 0.1):
+        loader.add_batch(A_BATCH)
         start_s += 0.1
     loader.decide(workers)
 
@@ -331,75 +346,76 @@ def window_of(loader: tuning.Tuning, workers: int, start_s: float) -> None:
 def test_loaders_that_are_in_use_share_the_cores(eight_cores: budget.Budget) -> None:
     """GIVEN a loader with all cores, WHEN another one is used beside it, THEN it gives half of them back; and none once
     the other has not been asked for a while."""
-    train = tuning.Tuning(8, eight_cores, may_do_without=False)
-    val = tuning.Tuning(8, eight_cores, may_do_without=False)
-    train.served(1, 0.1, 0.0, 100.0)
-    assert train._cores() == 8.0  # nobody has asked the other yet
-    val.served(1, 0.1, 0.0, 102.0)
+    train = tuning_of(8, eight_cores)
+    val = tuning_of(8, eight_cores)
+    train.handed_over(1, 0.1, 0.0, 100.0)
+    assert train.cores() == 8.0  # nobody has asked the other yet
+    val.handed_over(1, 0.1, 0.0, 102.0)
     window_of(train, 8, 100.0)
     window_of(train, 8, 101.0)
     assert (train.workers, train.why) == (4, "4 cores to use")
-    train.served(1, 0.1, 0.0, 200.0)
-    assert train._cores() == 8.0
+    train.handed_over(1, 0.1, 0.0, 200.0)
+    assert train.cores() == 8.0
 
 
 def test_an_evaluation_that_is_over_takes_no_cores_and_no_time(eight_cores: budget.Budget) -> None:
     """GIVEN a training whose pass goes on after an evaluation, THEN it keeps its cores, and nobody thinks it slow."""
-    train = tuning.Tuning(8, eight_cores, may_do_without=False)
-    val = tuning.Tuning(8, eight_cores, may_do_without=False)
-    train.served(1, 0.1, 0.0, 100.1)
-    val.served(1, 0.1, 0.0, 100.5)
-    assert train._cores() == 4.0
-    val.rest(102.1)
-    assert train._cores() == 8.0
-    train.served(1, 0.1, 0.0, 102.2)
+    train = tuning_of(8, eight_cores)
+    val = tuning_of(8, eight_cores)
+    train.handed_over(1, 0.1, 0.0, 100.1)
+    val.handed_over(1, 0.1, 0.0, 100.5)
+    assert train.cores() == 4.0
+    val.end_pass(102.1)
+    assert train.cores() == 8.0
+    train.handed_over(1, 0.1, 0.0, 102.2)
     assert train._window.seconds == pytest.approx(0.1 + 0.3 + 0.1)
-    val.rest(102.3)  # once more, as the next pass begins: nothing was asked for since
-    train.served(1, 0.1, 0.0, 102.4)
+    val.end_pass(102.3)  # once more, as the next pass begins: nothing was asked for since
+    train.handed_over(1, 0.1, 0.0, 102.4)
     assert train._window.seconds == pytest.approx(0.1 + 0.3 + 0.1 + 0.2)
 
 
 def test_two_evaluations_side_by_side_take_their_time_only_once(eight_cores: budget.Budget) -> None:
-    train, one, other = (tuning.Tuning(8, eight_cores, may_do_without=False) for _ in range(3))
-    train.served(1, 0.1, 0.0, 100.1)
+    train, one, other = (tuning_of(8, eight_cores) for _ in range(3))
+    train.handed_over(1, 0.1, 0.0, 100.1)
     for loader in (one, other):
-        loader.served(1, 0.1, 0.0, 101.0)
-        loader.rest(160.0)
-    train.served(1, 0.1, 0.0, 160.5)
+        loader.handed_over(1, 0.1, 0.0, 101.0)
+        loader.end_pass(160.0)
+    train.handed_over(1, 0.1, 0.0, 160.5)
     assert train._window.seconds == pytest.approx(0.1 + 0.8 + 0.5)
 
 
 def test_a_pass_that_was_begun_ahead_has_waited_for_nobody(eight_cores: budget.Budget) -> None:
-    val = tuning.Tuning(8, eight_cores, may_do_without=False)
-    val.served(1, 0.1, 0.05, 103.0)
+    val = tuning_of(8, eight_cores)
+    val.handed_over(1, 0.1, 0.05, 103.0)
     assert val._window.seconds == pytest.approx(0.15)
 
 
 def test_another_loader_that_is_asked_once_a_step_leaves_the_steps_their_time(eight_cores: budget.Budget) -> None:
     """GIVEN a pass of one batch of another loader in each step of 50 ms, THEN only its 2 ms are left out."""
-    one = tuning.Tuning(8, eight_cores, may_do_without=False)
-    other = tuning.Tuning(8, eight_cores, may_do_without=False)
+    one = tuning_of(8, eight_cores)
+    other = tuning_of(8, eight_cores)
     for step in range(11):
-        one.served(1, 0.0, 0.0, 100 + 0.05 * step)
-        other.served(1, 0.002, 0.0, 100 + 0.05 * step + 0.048)
-        other.rest(100 + 0.05 * step + 0.048)
+        one.handed_over(1, 0.0, 0.0, 100 + 0.05 * step)
+        other.handed_over(1, 0.002, 0.0, 100 + 0.05 * step + 0.048)
+        other.end_pass(100 + 0.05 * step + 0.048)
     assert one._window.seconds == pytest.approx(10 * 0.048)
 
 
 def test_a_loader_that_is_made_anew_begins_where_the_one_before_it_ended(eight_cores: budget.Budget) -> None:
     """GIVEN twelve workers on eight cores, since their samples wait, THEN the next epoch's loader has twelve; one of
     another kind, or after one whose number was set by hand, has not."""
-    first = tuning.Tuning(2, eight_cores, may_do_without=False, like="photos")
-    first.hold(12, for_good=False)
-    first.served(1, 0.1, 0.0, 100.0)
-    first.rest(101.0)
-    second = tuning.Tuning(2, eight_cores, may_do_without=False, like="photos")
+    first = tuning_of(2, eight_cores, "photos")
+    first.hold(12)
+    first.handed_over(1, 0.1, 0.0, 100.0)
+    first.end_pass(101.0)
+    second = tuning_of(2, eight_cores, "photos")
     assert (second.workers, second.why) == (12, "what the loader before it had")
-    assert tuning.Tuning(2, eight_cores, may_do_without=False, like="others").workers == 2
-    second.hold(5, for_good=True)
-    second.served(1, 0.1, 0.0, 102.0)
-    second.rest(103.0)
-    assert tuning.Tuning(2, eight_cores, may_do_without=False, like="photos").workers == 12
+    assert tuning_of(2, eight_cores, "others").workers == 2
+    second.hold(5)
+    second.keep()
+    second.handed_over(1, 0.1, 0.0, 102.0)
+    second.end_pass(103.0)
+    assert tuning_of(2, eight_cores, "photos").workers == 12
 
 
 def test_kills_for_memory_are_seen_in_the_kernels_count(
@@ -407,9 +423,9 @@ def test_kills_for_memory_are_seen_in_the_kernels_count(
 ) -> None:
     """GIVEN two workers killed by the kernel and one by somebody else, THEN there is one worker fewer."""
     kills = iter([5, 6, 6, 7])
-    monkeypatch.setattr(tuning, "out_of_memory_kills", lambda: next(kills))
-    loader = tuning.Tuning(4, eight_cores, may_do_without=False)
+    monkeypatch.setattr(controller_module, "out_of_memory_kills", lambda: next(kills))
+    loader = tuning_of(4, eight_cores)
     for _ in range(3):
-        loader.died()
+        loader.count_death()
     window_of(loader, 4, 100.0)
     assert (loader.workers, loader.why) == (3, "workers were killed for memory")

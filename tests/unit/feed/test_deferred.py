@@ -27,7 +27,7 @@ from flatout.feed import Options, iterator_for, randomness
 from flatout.feed.deferred import batch as batches
 from flatout.feed.deferred import program as programs
 from flatout.feed.deferred import samples as sampling
-from flatout.feed.deferred.batch import DeferredBatch, call_on_first_use, join_batches
+from flatout.feed.deferred.batch import DeferredBatch, call_on_first_use
 from flatout.feed.deferred.expression import as_program, recording_transforms
 from flatout.feed.deferred.program import TransformStep, run_program
 from flatout.feed.deferred.samples import LazySamples, same_sample
@@ -110,9 +110,9 @@ MAKERS = [segmented, stamped, as_torchvision_does, by_channel]
 def twice(make: Callable[[int], Any], index: int) -> tuple[Any, Any]:
     """A sample made lazily, without the checks, and the same sample made at once."""
     dataset = Photos(make)
-    randomness.seed_stream(index, 0)
+    randomness.seed_batch((index, 0), 0, [])
     plain = dataset[index]
-    randomness.seed_stream(index, 0)
+    randomness.seed_batch((index, 0), 0, [])
     with recording_transforms(), sampling._libraries_replaced():
         return collatable(dataset[index]), plain
 
@@ -449,9 +449,9 @@ def test_code_that_branches_on_a_lazy_array_is_detected() -> None:
         return torch.from_numpy(pixels / 255 if type(pixels) is np.ndarray else pixels / 128)
 
     samples = LazySamples(Photos(make))
-    randomness.seed_stream(1, 0)
+    randomness.seed_batch((1, 0), 0, [])
     found = samples[0]
-    randomness.seed_stream(1, 0)
+    randomness.seed_batch((1, 0), 0, [])
     assert type(found) is torch.Tensor
     assert torch.equal(found, make(0))
     assert samples.off
@@ -477,9 +477,9 @@ def test_a_sample_that_raises_while_recording_is_made_again_from_the_same_random
         return torch.from_numpy(pixels / 255)
 
     samples = LazySamples(Photos(make))
-    randomness.seed_stream(4, 0)
+    randomness.seed_batch((4, 0), 0, [])
     found = samples[4]
-    randomness.seed_stream(4, 0)
+    randomness.seed_batch((4, 0), 0, [])
     assert type(found) is torch.Tensor
     assert torch.equal(found, make(4))
 
@@ -563,21 +563,6 @@ def test_a_mean_over_images_of_several_sizes_is_computed_in_the_worker() -> None
 
     plain, lazy = (passed(make, defer=defer) for defer in (False, True))
     assert all(map(torch.equal, plain, lazy))
-
-
-def test_parts_of_a_batch_with_images_of_several_sizes_are_joined_computed() -> None:
-    """Each worker's part is of one size."""
-
-    def part(size: tuple[int, int]) -> Any:
-        with recording_transforms(), sampling._libraries_replaced():
-            mean = collatable(np.array(picture(1, size=size).transpose(MIRRORED)).mean())
-        return LazyTensor.stack_lazily([mean] * 3, torch.stack, lambda numbers: numbers)
-
-    parts = [part((48, 32)), part((32, 40))]
-    assert all(isinstance(one, DeferredBatch) for one in parts)
-    whole = join_batches(parts, torch.cat)
-    assert type(whole) is torch.Tensor
-    assert torch.equal(whole, torch.cat([one.materialize() for one in parts]))
 
 
 def test_images_that_are_only_decoded_travel_as_ordinary_tensors() -> None:

@@ -14,7 +14,7 @@ import torch
 from feed_samples import SHAPES, same
 from torch.utils.data import default_collate
 
-from flatout.feed import packing, wire
+from flatout.feed import channel, packing
 from flatout.feed import slots as ring
 from flatout.feed.slots import Slot, Slots
 
@@ -29,7 +29,7 @@ def sent(batch: Any, room: packing.Arena) -> Any:
     """A batch after packing and unpacking."""
     packed = packing.pack(batch, room)
     memory = packing.map_file(packed.file) if packed.file is not None else room.memory
-    return packing.unpack(packed.skeleton, packed.spans, packing.empty() if memory is None else memory)
+    return packing.unpack(packed.skeleton, packed.spans, memory or memoryview(b""))
 
 
 STRANGE = {
@@ -74,45 +74,15 @@ def test_memory_layout_is_kept() -> None:
 def test_collating_into_a_slot_is_default_collate(shape: str) -> None:
     samples = [SHAPES[shape](index) for index in range(7)]
     room = arena(1 << 16)
-    assert same(sent(packing.collate_whole(samples, room), room), default_collate(samples))
+    assert same(sent(packing.collate_into(room, samples), room), default_collate(samples))
 
 
 def test_tensors_stacked_in_the_slot_are_not_copied_again() -> None:
     room = arena(1 << 16)
-    batch = packing.collate_whole([torch.ones(100) for _ in range(4)], room)
+    batch = packing.collate_into(room, [torch.ones(100) for _ in range(4)])
     packed = packing.pack(batch, room)
-    assert packed.spans == room.placed
+    assert packed.spans == [(0, 1600)]
     assert packed.file is None
-
-
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "empty"])
-def test_a_batch_in_parts_is_joined_to_the_whole(shape: str) -> None:
-    samples = [SHAPES[shape](index) for index in range(10)]
-    learned = arena(1 << 16)
-    regions = packing.pack(packing.collate_whole(samples, learned), learned).regions
-    memory = memoryview(bytearray(1 << 16))
-    rows = [(offset, size // 10) for offset, size in regions] if regions else []
-    parts = []
-    for start, end in ((0, 4), (4, 8), (8, 10)):
-        part = packing.Arena(memory, rows, start)
-        packed = packing.pack(packing.collate_parts(samples[start:end], part), part)
-        file = packing.map_file(packed.file) if packed.file is not None else memory
-        parts.append(packing.unpack(packed.skeleton, packed.spans, file))
-    assert same(packing.join(parts, memory), default_collate(samples))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
-def test_a_part_that_lies_elsewhere_is_put_where_it_belongs(dtype: torch.dtype) -> None:
-    rows = torch.randn(6, 3, 4).to(dtype)
-    joined = packing.join([rows[:2], rows[2:5].clone(), rows[5:]], memoryview(bytearray(64)))
-    assert joined.dtype == dtype
-    assert torch.equal(joined, rows)
-
-
-def test_rows_of_another_size_are_noticed() -> None:
-    part = packing.Arena(memoryview(bytearray(4096)), [(0, 8)], 0)
-    packing.collate_parts([torch.zeros(3), torch.zeros(3)], part)
-    assert part.misfit
 
 
 # --- slots ------------------------------------------------------------------------------------------------------------
@@ -198,25 +168,25 @@ def test_a_slot_that_comes_back_too_small_is_closed_when_one_is_wanted() -> None
 def test_a_batch_outlives_its_slot() -> None:
     slot = Slot(1, 4096, page_locked=False)
     memory = slot.lease(deque())
-    memory[:] = b"7" * len(memory)
+    torch.frombuffer(memory, dtype=torch.uint8).fill_(7)
     slot.close()
     gc.collect()
-    assert bytes(memory) == b"7" * 4096
+    assert bytes(memory) == b"\7" * 4096
 
 
-# --- wire -------------------------------------------------------------------------------------------------------------
+# --- channel----------------------------------------------------------------------------------------------------------
 
 
 def test_a_message_of_any_size_arrives_whole_and_the_end_is_noticed() -> None:
-    near, far = wire.pair()
+    near, far = channel.pair()
     for message in ("short", list(range(200_000))):
-        wire.send(near, message)
-        assert wire.receive(far) == (message, [])
-    wire.send(near, "last")
+        channel.send(near, message)
+        assert channel.receive(far) == (message, [])
+    channel.send(near, "last")
     near.close()
-    assert wire.receive(far) == ("last", [])
+    assert channel.receive(far) == ("last", [])
     with pytest.raises(EOFError):
-        wire.receive(far)
+        channel.receive(far)
     far.close()
 
 

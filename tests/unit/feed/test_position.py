@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import io
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +10,9 @@ import pytest
 import torch
 from feed_samples import Drawing, Things, same
 from torch.utils.data import DataLoader as Stock
-from torch.utils.data import DistributedSampler, IterableDataset
+from torch.utils.data import DistributedSampler
 
 from flatout.feed import DataLoader, packing, to_device
-from flatout.feed.fork_server import ContextStarter
 from flatout.feed.loader import Auto
 from flatout.feed.scheduler import BatchScheduler
 
@@ -34,107 +30,26 @@ def feed(loader: DataLoader[Any]) -> BatchScheduler:
 
 
 def test_draws_do_not_depend_on_the_number_of_workers() -> None:
-    """... nor on whether a batch was divided among them."""
     expected = one_pass(DataLoader(Drawing(200), 40, shuffle=True, num_workers=1))
     assert same(one_pass(DataLoader(Drawing(200), 40, shuffle=True, num_workers=3)), expected)
 
 
-class Slow(Drawing):
-    """Takes long enough for a batch to be divided, and has a string in it."""
-
-    def __getitem__(self, index: int) -> Any:
-        import time
-
-        time.sleep(0.002)
-        return super().__getitem__(index), f"sample {index}", index
-
-
-def test_a_divided_batch_is_the_batch() -> None:
-    expected = one_pass(DataLoader(Slow(600), 40, shuffle=True, num_workers=1))
-    divided = DataLoader(Slow(600), 40, shuffle=True, num_workers=Auto(1))
-    torch.manual_seed(4)
-    found = []
-    for batch in divided:
-        found.append(batch)
-        feed(divided).resize(3)
-    assert same(found, expected)
-    assert feed(divided).account.parts > len(expected), "no batch was divided"
-    images = found[-2][0]
-    assert images.untyped_storage().nbytes() == images.numel() * images.element_size()
-
-
-class Uneven(Things):
-    """Some workers take up to twice as long as others."""
-
-    def __getitem__(self, index: int) -> Any:
-        import os
-        import time
-
-        time.sleep(0.0015 * (1 + os.getpid() % 3 / 2))
-        return torch.zeros(3, 32, 32), index
-
-
-def test_workers_that_differ_leave_divided_batches_in_their_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GIVEN workers of different speed and a consumer that waits for them, THEN they do not take each other's parts:
-    the training process would have to put those batches together."""
-    joined: list[int] = []
-    copied = packing._copied
-    monkeypatch.setattr(packing, "_copied", lambda pieces: joined.append(len(pieces)) or copied(pieces))
-    loader = DataLoader(Uneven(128 * 200), 128, num_workers=Auto(16))
-    for _ in loader:
-        feed(loader).resize(16, hold=True)
-    assert feed(loader).account.parts > 400, "hardly a batch was divided"
-    assert len(joined) < 30
-    second = iter(loader)
-    next(second)
-    assert feed(loader)._under_way() < 25, "a second pass begins with as many batches as if they were whole"
-
-
-class WaitsForTheNext(Slow):
-    """Sample 800 takes until all of the next batch were made."""
-
-    def __init__(self, length: int, marks: Path) -> None:
-        super().__init__(length)
-        self.marks = marks
-
-    def __getitem__(self, index: int) -> Any:
-        import time
-
-        if 880 <= index < 960:
-            (self.marks / str(index)).touch()
-        while index == 800 and len(list(self.marks.iterdir())) < 80:
-            time.sleep(0.005)
-        return super().__getitem__(index)
-
-
-def test_a_slow_sample_does_not_hold_up_the_parts_behind_it(tmp_path: Path) -> None:
-    """... of which its worker has some: without others taking them over this test would not end."""
-    loader = DataLoader(WaitsForTheNext(1600, tmp_path), 80, num_workers=Auto(3), timeout=20)
-    indices = []
-    for _, _, index in loader:
-        feed(loader).resize(3, hold=True)
-        indices += index.tolist()
-    assert indices == list(range(1600))
-    assert feed(loader).account.parts > 30, "hardly a batch was divided"
-
-
-def test_slots_go_round() -> None:
-    """GIVEN batches that are divided and dropped, THEN a hundred of them need no more slots than are under way."""
-    loader = DataLoader(Slow(4000), 40, num_workers=Auto(3))
+def test_slots_are_used_again() -> None:
+    """GIVEN batches that are dropped, THEN a hundred of them need no more slots than are under way."""
+    loader = DataLoader(Drawing(4000), 40, num_workers=Auto(3), persistent_workers=True)
     for _ in loader:
         pass
-    assert feed(loader).account.parts > 100
-    assert len(list(feed(loader).slots)) < 24
+    assert len(list(feed(loader).slots)) < 16
 
 
-def test_only_the_first_batch_of_a_worker_travels_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """... because nobody knows yet how large a slot has to be."""
-    travelled: list[int] = []
+def test_only_the_first_batch_of_a_worker_travels_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """... before it is known how large a slot has to be."""
+    files: list[int] = []
     map_file = packing.map_file
-    monkeypatch.setattr(packing, "map_file", lambda file, **how: travelled.append(file) or map_file(file, **how))
-    for _ in DataLoader(Slow(400), 8, num_workers=Auto(2)):
+    monkeypatch.setattr(packing, "map_file", lambda file, **how: files.append(file) or map_file(file, **how))
+    for _ in DataLoader(Drawing(400), 8, num_workers=Auto(2), persistent_workers=True):
         pass
-    assert 1 <= len(travelled) <= 2
+    assert 1 <= len(files) <= 2
 
 
 def test_epochs_draw_different_numbers_and_a_seed_brings_them_back() -> None:
@@ -177,9 +92,8 @@ def test_a_datasets_own_generators_go_by_position_too() -> None:
     {"shuffle": True},
     {"shuffle": True, "generator": torch.Generator()},
     {"sampler": DistributedSampler(range(60), num_replicas=2, rank=0)},
-    {"shuffle": True, "rng": "stock"},
     {"shuffle": True, "persistent_workers": True},
-], ids=["shuffled", "own generator", "distributed", "stock streams", "persistent"])  # fmt: skip
+], ids=["shuffled", "own generator", "distributed", "persistent"])  # fmt: skip
 def test_resumes_in_mid_epoch(arguments: dict[str, Any]) -> None:
     """GIVEN a pass left after four batches, WHEN a new loader with another number of workers loads its state, THEN it
     gives the rest, and leaves the main process's random stream alone."""
@@ -198,8 +112,7 @@ def test_resumes_in_mid_epoch(arguments: dict[str, Any]) -> None:
     rest = list(pass_)
 
     torch.manual_seed(99)
-    workers = 2 if arguments.get("rng") == "stock" else 1
-    other = DataLoader(Drawing(60), 5, num_workers=workers, **arguments)
+    other = DataLoader(Drawing(60), 5, num_workers=1, **arguments)
     saved.seek(0)
     other.load_state_dict(torch.load(saved, weights_only=True))
     mark = torch.get_rng_state()
@@ -207,96 +120,6 @@ def test_resumes_in_mid_epoch(arguments: dict[str, Any]) -> None:
     assert torch.equal(torch.get_rng_state(), mark)
     assert same(found, rest)
     assert rest
-
-
-class Normal(Things):
-    def __getitem__(self, index: int) -> Any:
-        return np.random.randn()
-
-
-@pytest.mark.parametrize("left_after", [1, 2])
-def test_a_stream_resumes_between_two_normal_numbers(left_after: int) -> None:
-    """They come in pairs, and taking the second one leaves the words of numpy's generator as they are."""
-    loader = DataLoader(Normal(6), 1, num_workers=1, rng="stock")
-    pass_ = iter(loader)
-    for _ in range(left_after):
-        next(pass_)
-    state = loader.state_dict()
-    other = DataLoader(Normal(6), 1, num_workers=1, rng="stock")
-    other.load_state_dict(state)
-    assert same(list(other), list(pass_))
-
-
-class Stream(IterableDataset[Any]):
-    """Workers of different length, drawing as they go."""
-
-    def __iter__(self) -> Iterator[Any]:
-        info = torch.utils.data.get_worker_info()
-        assert info is not None
-        for value in range(8 + 8 * info.id):
-            yield torch.tensor([info.id, value]), torch.rand(())
-
-
-@pytest.mark.parametrize("left_after", [1, 5, 9])
-def test_an_iterable_dataset_resumes_too(left_after: int) -> None:
-    loader = DataLoader(Stream(), 4, num_workers=3)
-    pass_ = iter(loader)
-    for _ in range(left_after):
-        next(pass_)
-    state = loader.state_dict()
-    rest = list(pass_)
-    other = DataLoader(Stream(), 4, num_workers=3)
-    other.load_state_dict(state)
-    assert same(list(other), rest)
-    another = DataLoader(Stream(), 4, num_workers=2)
-    another.load_state_dict(state)
-    with pytest.raises(ValueError, match="saved with 3 numbered workers and cannot go on with 2"):
-        iter(another)
-    del another
-    gc.collect()
-
-
-class Keeper:
-    """Counts on from where its state says; `name` is what only it can read."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.at = name, 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {self.name: self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state[self.name]
-
-
-class KeepsState(Keeper, IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return KeepsStateToo(self)
-
-
-class KeepsStateToo(Keeper):
-    def __init__(self, dataset: KeepsState) -> None:
-        super().__init__("iterator")
-        self.dataset = dataset
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> int:
-        if self.dataset.at == 20:
-            raise StopIteration
-        self.dataset.at += 1
-        return self.dataset.at
-
-
-def test_a_state_goes_back_to_whom_it_is_from() -> None:
-    """GIVEN a dataset and an iterator that both keep a state, THEN neither is given the other's."""
-    loader = DataLoader(KeepsState("dataset"), 2, num_workers=1)
-    pass_ = iter(loader)
-    next(pass_)
-    other = DataLoader(KeepsState("dataset"), 2, num_workers=1)
-    other.load_state_dict(loader.state_dict())
-    assert same(list(other), list(pass_))
 
 
 def test_after_the_end_there_is_nothing_to_resume() -> None:
@@ -346,15 +169,9 @@ def test_batches_that_were_fetched_and_not_used_are_not_lost_at_the_end_of_a_pas
 
 
 def test_workers_that_have_ended_leave_nothing_behind() -> None:
-    """GIVEN numbered workers, new ones for every pass, that are not forked."""
-    loader = DataLoader(Things(8), 4, num_workers=1, worker_init_fn=_nothing, multiprocessing_context="spawn")
-    for _ in range(4):
+    """GIVEN workers that are not forked, new ones for every pass."""
+    loader = DataLoader(Things(8), 4, num_workers=1, multiprocessing_context="spawn")
+    for _ in range(3):
         assert len(list(loader)) == 2
     assert loader.feed is not None
-    starter = loader.feed.crew._starter
-    assert isinstance(starter, ContextStarter)
-    assert len(starter._processes) <= 2
-
-
-def _nothing(number: int) -> None:
-    pass
+    assert len(loader.feed.pool._ending) <= 1

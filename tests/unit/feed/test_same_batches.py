@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import hashlib
 import itertools
@@ -14,14 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from feed_samples import SHAPES, Drawing, Things, as_list, padded, same
+from feed_samples import SHAPES, Things, as_list, padded, same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
-    Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -30,13 +27,11 @@ from torch.utils.data import (
 )
 from torch.utils.data import DataLoader as Stock
 
-from flatout.feed import DataLoader, controller, feed_of, iterator_for, scheduler, to_device, tuning
-from flatout.feed.controller import Controller, Observation
+from flatout.feed import DataLoader, controller, feed_of, iterator_for, to_device
+from flatout.feed.channel import Done
+from flatout.feed.controller import Controller, Observation, Tuning
 from flatout.feed.iterator import is_pure
 from flatout.feed.loader import Auto, Options
-from flatout.feed.messages import Done
-from flatout.feed.table import Batch
-from flatout.feed.tuning import Tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # stock's, on a small machine
 
@@ -142,42 +137,6 @@ def test_leaving_before_the_end_leaves_the_generator_as_stock_does(
     assert same(*results)
 
 
-class Waiting(Things):
-    """Each for a server."""
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(0.01)
-        return super().__getitem__(index)
-
-
-def with_some_ready(batches: Any, loader: Any) -> Iterator[Any]:
-    """Asked for when several are there, by a consumer that is four times as quick as a worker."""
-    for batch in batches:
-        yield batch
-        ours = feed_of(loader)
-        if ours is not None and not ours.made:
-            while sum(one.finished for one in ours._table) < min(3, len(ours._table)):
-                ours._hear(0.01)
-            ours._asked_at = time.monotonic() - ours._batch_s * ours._handed_over / 4
-
-
-@pytest.mark.parametrize("stop", [None, 20, 35, 39])
-def test_batches_that_are_there_are_handed_over_together_and_the_generator_is_left_as_stock_leaves_it(
-    stop: int | None,
-) -> None:
-    results, together = [], []
-    for loader_class in (DataLoader, Stock):
-        torch.manual_seed(1)
-        loader = loader_class(Waiting(40), 1, num_workers=4, **sampling("own generator", 40))
-        batches = []
-        for batch in with_some_ready(itertools.islice(loader, stop), loader):
-            batches.append(batch)
-            together += [len(ours.made)] if (ours := feed_of(loader)) is not None else []
-        results.append((batches, loader.generator.get_state()))
-    assert same(*results)
-    assert 0 < max(together) < scheduler.AT_ONCE
-
-
 class Torn:
     """A sample that may not be unpacked again."""
 
@@ -190,9 +149,8 @@ class Torn:
         self.index = state["index"]
 
 
-class Papers(Waiting):
+class Papers(Things):
     def __getitem__(self, index: int) -> Any:
-        super().__getitem__(index)
         return torch.zeros(1), Torn(index)
 
 
@@ -212,37 +170,8 @@ def test_a_batch_that_cannot_be_opened_costs_no_other() -> None:
             except StopIteration:
                 return
 
-    got = list(with_some_ready(opened(iter(loader)), loader))
+    got = list(opened(iter(loader)))
     assert got == [*range(17), "torn", "torn", *range(19, 60)]
-
-
-class Counting(IterableDataset[Any]):
-    """Workers of different length."""
-
-    def __iter__(self) -> Iterator[Any]:
-        info = torch.utils.data.get_worker_info()
-        assert info is not None
-        for value in range(5 + 7 * info.id):
-            yield torch.tensor([info.id, value]), f"{value}", torch.rand(())
-
-
-@pytest.mark.parametrize("arguments", [
-    {"batch_size": 3},
-    {"batch_size": 3, "drop_last": True},
-    {"batch_size": None},
-    {"batch_size": 4, "collate_fn": as_list},
-    {"batch_size": 3, "persistent_workers": True},
-], ids=["plain", "drop last", "no batches", "custom collate", "persistent"])  # fmt: skip
-def test_iterable_datasets_are_read_by_the_declared_workers_in_stocks_order(arguments: dict[str, Any]) -> None:
-    torch.manual_seed(6)
-    expected = epochs(Stock(Counting(), num_workers=3, **arguments), (None, None))
-    torch.manual_seed(6)
-    found = epochs(DataLoader(Counting(), num_workers=3, **arguments), (None, None))
-    assert same(found, expected)
-
-
-def test_auto_does_not_multiply_an_iterable_dataset() -> None:
-    assert len(list(DataLoader(Counting(), batch_size=None, num_workers="auto"))) == 5
 
 
 def test_batches_of_uneven_size_from_a_custom_collate() -> None:
@@ -250,51 +179,6 @@ def test_batches_of_uneven_size_from_a_custom_collate() -> None:
     found = list(DataLoader(Things(50), 4, num_workers=2, collate_fn=padded))
     assert all(map(same, found, expected))
     assert len(found) == len(expected)
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_stock_streams_draw_what_stock_draws(persistent: bool) -> None:
-    """GIVEN a dataset that draws random numbers, WHEN rng='stock', THEN every bit is stock's, epoch after epoch."""
-    arguments: dict[str, Any] = {"num_workers": 3, "persistent_workers": persistent, "shuffle": True}
-    torch.manual_seed(5)
-    expected = epochs(Stock(Drawing(25), 2, **arguments), (None, 1, None))
-    torch.manual_seed(5)
-    found = epochs(DataLoader(Drawing(25), 2, rng="stock", **arguments), (None, 1, None))
-    assert same(found, expected)
-
-
-def seed_by_number(worker: int) -> None:
-    """What people write."""
-    import numpy as np
-
-    np.random.seed(100 + worker)
-
-
-def test_worker_init_fn_keeps_the_declared_workers_and_their_streams() -> None:
-    arguments: dict[str, Any] = {"num_workers": 3, "worker_init_fn": seed_by_number}
-    torch.manual_seed(5)
-    expected = epochs(Stock(Drawing(25), 2, **arguments), (None, None))
-    torch.manual_seed(5)
-    loader = DataLoader(Drawing(25), 2, **arguments)
-    found = epochs(loader, (None, None))
-    assert same(found, expected)
-    assert loader.feed is not None
-    assert loader.feed.workers == 3
-
-
-class WhoAmI(Things):
-    def __getitem__(self, index: int) -> Any:
-        info = torch.utils.data.get_worker_info()
-        assert info is not None
-        return info.id, info.num_workers, info.seed
-
-
-def test_worker_info_is_what_stock_would_say() -> None:
-    torch.manual_seed(2)
-    expected = list(Stock(WhoAmI(30), 2, num_workers=3))
-    torch.manual_seed(2)
-    found = list(DataLoader(WhoAmI(30), 2, num_workers=3))
-    assert same(found, expected)
 
 
 def test_changes_between_epochs_are_seen_as_in_stock() -> None:
@@ -340,32 +224,6 @@ def test_samplers_of_frameworks_may_be_asked_early(which: str) -> None:
 @pytest.mark.parametrize("which", ["with replacement", "the script's own"])
 def test_samplers_that_may_notice_are_not(which: str) -> None:
     assert not is_pure(Stock(Things(12), **samplers()[which]))
-
-
-def own_init(_: int) -> None:
-    """May open files."""
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_worker_init_fn_that_stock_would_not_call_and_that_only_seeds_is_left_out(workers: int) -> None:
-    from transformers.trainer_utils import seed_worker
-
-    seeds = functools.partial(seed_worker, num_workers=0, rank=0)
-    loader = Stock(Things(12), 4, num_workers=workers, worker_init_fn=seeds)
-    found, why_not = iterator_for(loader, Options(workers="auto"))
-    assert found is not None, why_not
-    feed = feed_of(loader)
-    assert feed is not None
-    assert feed.recipe.worker_init_fn is (seeds if workers else None)
-    assert feed.recipe.streams == bool(workers)
-    feed.close()
-
-
-def test_a_worker_init_fn_of_the_scripts_own_is_named() -> None:
-    loader = Stock(Things(12), 4, worker_init_fn=functools.partial(own_init))
-    found, why_not = iterator_for(loader, Options(workers="auto"))
-    assert found is None
-    assert f"its worker_init_fn, {__name__}.own_init, may make workers what they have to be" in why_not
 
 
 level = 1
@@ -426,16 +284,6 @@ def test_a_change_to_what_joins_samples_is_seen_in_the_next_epoch(kind: type[Sto
     assert torch.cat(list(loader)).tolist() == list(range(8))
     shifted.by = 10
     assert torch.cat(list(loader)).tolist() == list(range(10, 18))
-
-
-def test_workers_stay_from_epoch_to_epoch() -> None:
-    loader = DataLoader(Things(40), 4, num_workers=2)
-    list(loader)
-    assert loader.feed is not None
-    before = sorted(loader.feed.crew.pids())
-    list(loader)
-    assert before
-    assert sorted(loader.feed.crew.pids()) == before
 
 
 def test_two_passes_at_once_do_not_disturb_each_other() -> None:
@@ -518,8 +366,8 @@ def test_length_and_type_are_those_of_a_stock_loader() -> None:
 
 
 def test_a_wrong_argument_is_refused() -> None:
-    with pytest.raises(ValueError, match="rng must be one of position, stock"):
-        DataLoader(Things(3), rng="stok")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="on_bad_sample must be one of raise, skip"):
+        DataLoader(Things(3), on_bad_sample="skipp")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"num_workers must be a number or \"auto\" \(got 'atuo'\)"):
         DataLoader(Things(3), num_workers="atuo")  # type: ignore[arg-type]
 
@@ -535,69 +383,14 @@ def test_a_pass_that_is_over_leaves_its_cores_to_others(batches: int) -> None:
     one, other = (DataLoader(list(range(8)), batch_size=2, num_workers=1) for _ in range(2))
     first = iter(one)
     next(first)
-    alone = feed_of(one)._tuning._cores()  # type: ignore[union-attr]
+    alone = feed_of(one)._tuning.cores()  # type: ignore[union-attr]
     second = iter(other)
     next(second)
-    assert feed_of(one)._tuning._cores() == max(1.0, alone / 2)  # type: ignore[union-attr]
+    assert feed_of(one)._tuning.cores() == max(1.0, alone / 2)  # type: ignore[union-attr]
     for _ in itertools.islice(second, batches):
         pass
     del second
-    assert feed_of(one)._tuning._cores() == alone  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("batch_size", [4, 16])
-def test_small_batches_of_slow_samples_are_divided_too(batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces: list[int] = []
-    divide = scheduler.cut
-
-    def counting(batch: Batch, wanted: int, chunk: int) -> None:
-        divide(batch, wanted, chunk)
-        pieces.append(len(batch.parts))
-
-    monkeypatch.setattr(scheduler, "cut", counting)
-    data = Slow(8 * batch_size)
-    torch.manual_seed(0)
-    divided = list(DataLoader(data, batch_size, num_workers=Auto(2)))
-    assert pieces
-    assert set(pieces) == {2}
-    torch.manual_seed(0)
-    whole = list(DataLoader(data, batch_size, num_workers=1))
-    assert all(torch.equal(one, other) for one, other in zip(divided, whole, strict=True))
-
-
-def test_a_pass_begins_with_small_pieces_as_all_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces: dict[int, int] = {}
-    divide = scheduler.BatchScheduler._cut
-
-    def noting(self: scheduler.BatchScheduler, batch: Batch) -> None:
-        divide(self, batch)
-        pieces[batch.number] = len(batch.parts)
-
-    monkeypatch.setattr(scheduler.BatchScheduler, "_cut", noting)
-    loader = DataLoader(Slow(48), 2, num_workers=Auto(2))  # 60 ms a batch
-    for _ in range(2):  # the first to learn how long they take
-        assert len(list(loader)) == 24
-    assert [pieces[number] for number in range(3)] == [2] * 3
-
-
-def test_a_batch_samplers_batches_are_divided_like_others() -> None:
-    by_size = DataLoader(Things(32), 8, num_workers=1)
-    by_sampler = DataLoader(Things(32), batch_sampler=BatchSampler(range(32), 8, False), num_workers=1)
-    chunks = []
-    for loader in (by_size, by_sampler):
-        next(iter(loader))
-        its_feed = feed_of(loader)
-        assert its_feed is not None
-        chunks.append(its_feed.recipe.chunk)
-    assert chunks == [2, 2]
-
-
-class Slow(Drawing):
-    """Samples that draw, and take so long that even four of them are worth dividing."""
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(0.03)
-        return super().__getitem__(index)
+    assert feed_of(one)._tuning.cores() == alone  # type: ignore[union-attr]
 
 
 class Decoded(Things):
@@ -613,7 +406,7 @@ class Decoded(Things):
 @pytest.mark.timing
 def test_the_threads_of_a_decoder_do_not_pass_for_waits_for_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Done] = []
-    monkeypatch.setattr(Tuning, "worked", lambda self, done, batches: seen.append(done))
+    monkeypatch.setattr(Tuning, "add_batch", lambda self, done: seen.append(done))
     assert len(list(DataLoader(Decoded(4), 1, num_workers=1))) == 4
     waits_s = sum(done.wall_s - done.run_delay_s - done.cpu_s for done in seen)
     assert waits_s < 0.75 * sum(done.wall_s for done in seen)  # on busy cores its thread waits for one: not for storage
@@ -636,29 +429,6 @@ def test_loaders_that_are_zipped_draw_in_the_order_that_stock_draws_in(workers: 
     assert same(zipped(ours), zipped(iter))
 
 
-class Growing(Dataset[Any]):
-    """Samples of one size, but for those of some batches of 32."""
-
-    def __init__(self, large: set[int]) -> None:
-        self.large = large
-
-    def __len__(self) -> int:
-        return 32 * 24
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(0.004 if index // 16 % 3 else 0.008)
-        return torch.full((3000 if index // 32 in self.large else 1000,), float(index)), index
-
-
-@pytest.mark.parametrize("first", [8, 9, 10])
-def test_parts_of_a_batch_are_written_where_it_was_planned_though_a_larger_one_comes_between(first: int) -> None:
-    """GIVEN divided batches under way WHEN a larger batch makes all that is known of where rows lie obsolete."""
-    for number, (rows, indices) in enumerate(DataLoader(Growing({first, 18}), 32, num_workers=4)):
-        expected = torch.arange(32 * number, 32 * number + 32)
-        assert torch.equal(indices, expected)
-        assert torch.equal(rows, expected.float()[:, None].expand_as(rows)), number
-
-
 def test_a_forked_process_has_workers_of_its_own() -> None:
     """GIVEN a loader that was used WHEN a child and its parent go over it at the same time."""
     loader = DataLoader(Things(64), 4, num_workers=2)
@@ -679,7 +449,7 @@ def test_a_forked_process_has_workers_of_its_own() -> None:
 def test_a_pause_after_a_break_does_not_pass_for_work(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Observation] = []
     monkeypatch.setattr(Controller, "observe", lambda self, window: seen.append(window))
-    monkeypatch.setattr(tuning, "WINDOW_BATCHES", 2)
+    monkeypatch.setattr(controller, "WINDOW_BATCHES", 2)
     monkeypatch.setattr(controller, "WINDOW_S", 0.1)
     loader = DataLoader(Sleeping(64), 1, num_workers=Auto(2), collate_fn=as_list)
     for _ in range(3):
@@ -703,7 +473,7 @@ def test_the_pace_of_workers_is_known_though_batches_come_in_bursts(monkeypatch:
     """GIVEN two workers with a batch each that takes 0.16 s, so that two come at once and then none for as long."""
     seen: list[Observation] = []
     monkeypatch.setattr(Controller, "observe", lambda self, window: seen.append(window))
-    monkeypatch.setattr(tuning, "WINDOW_BATCHES", 2)
+    monkeypatch.setattr(controller, "WINDOW_BATCHES", 2)
     monkeypatch.setattr(controller, "WINDOW_S", 0.1)
     loader = DataLoader(Sleeping(8 * 24), 8, num_workers=Auto(2), collate_fn=as_list)
     began = time.monotonic()
@@ -726,10 +496,10 @@ def test_spare_memory_is_given_back_when_workers_leave_and_not_when_more_come(
     assert feed is not None
     asked: list[int] = []
     monkeypatch.setattr(feed.slots, "trim", lambda keep: asked.append(keep))
-    monkeypatch.setattr(feed._tuning, "served", lambda *window: not asked)
+    monkeypatch.setattr(feed._tuning, "handed_over", lambda *window: not asked)
 
     def decide(now: int) -> bool:
-        feed._tuning.hold(workers, for_good=True)
+        feed._tuning.hold(workers)
         return now != workers
 
     monkeypatch.setattr(feed._tuning, "decide", decide)

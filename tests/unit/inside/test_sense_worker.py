@@ -10,7 +10,7 @@ import pytest
 from torch.utils.data import Subset, default_collate
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from flatout.feed.watch import Filling
+from flatout.feed.dataset_check import CacheGrowth
 from flatout.inside import loader_workers
 from flatout.inside.loader_workers import Meter, measure_fetcher
 
@@ -82,7 +82,7 @@ def test_samples_that_fill_their_dataset_are_seen(holds: str, filled: str | None
             return index
 
     dataset = Caching()
-    filling = Filling(Subset(dataset, range(400)))  # type: ignore[arg-type]
+    filling = CacheGrowth(Subset(dataset, range(400)))  # type: ignore[arg-type]
     said = []
     for batch in range(20):
         for index in range(4):
@@ -99,5 +99,5 @@ def test_a_container_that_cannot_be_counted_is_no_trouble() -> None:
 
     dataset = type("Data", (), {})()
     dataset.odd = Odd()
-    filling = Filling(dataset)
+    filling = CacheGrowth(dataset)
     assert [filling.after_batch(4) for _ in range(3)] == [None] * 3

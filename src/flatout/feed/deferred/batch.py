@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flatout.feed.deferred.expression import LazyObject
-from flatout.feed.deferred.program import TransformProgram, merge_programs, run_program
+from flatout.feed.deferred.program import TransformProgram, run_program
 
 # What a placeholder can answer without its values.
 _SHAPE = {"shape", "size", "dim", "ndim", "numel", "nelement", "__len__"}
@@ -175,14 +175,3 @@ _on_first_use: list[Callable[[], None]] = []
 def call_on_first_use(call: Callable[[], None]) -> None:
     """Call this once, when transforms run on a GPU for the first time."""
     _on_first_use[:] = [call]
-
-
-def join_batches(parts: Sequence[Any], concatenate: Callable[..., Tensor]) -> Any:
-    """One batch of its parts, whose tensors `concatenate` puts behind each other."""
-    lazy = all(isinstance(part, DeferredBatch) and part.materialized() is None for part in parts)
-    same_size = lazy and len({part.pixels.shape[1:] for part in parts}) == 1
-    program = merge_programs([part.program for part in parts]) if same_size else None
-    if program is None:
-        return concatenate(materialize(list(parts)))
-    pixels = concatenate([part.pixels for part in parts])
-    return DeferredBatch.of(program, pixels, concatenate([part.numbers for part in parts]))

@@ -62,7 +62,7 @@ class LazySamples:
         if self.off:
             sample = make()
             return materialize_sample(sample) if self._lazy_count else sample  # the dataset may have kept lazy ones
-        before, began = randomness.whole_snapshot(), time.thread_time()
+        before, began = randomness.snapshot(), time.thread_time()
         try:
             with recording_transforms(), _libraries_replaced():
                 sample = collatable(make())
@@ -82,13 +82,13 @@ class LazySamples:
 
     def _checked(self, sample: Any, make: Callable[[], Any], before: tuple[Any, ...]) -> Any:
         """`sample` if making it without recording gives the same and draws as much; else what that gives."""
-        after = randomness.whole_snapshot()
+        after = randomness.snapshot()
         randomness.put_back(before)
         began, plain = time.thread_time(), _NOT_MADE
         try:
             plain = make()
             self._plain_s = min(self._plain_s, time.thread_time() - began)
-            same = after == randomness.whole_snapshot() and not holds_lazy(plain) and same_sample(sample, plain)
+            same = after == randomness.snapshot() and not holds_lazy(plain) and same_sample(sample, plain)
             slow = self._count >= _CHECKED_FIRST and self._lazy_s > self._plain_s + _MAX_EXTRA_S
             self.off = not same or slow or bool(randomness.generators_in(self._dataset))  # it may have made one since
         except Exception:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.utils.data.dataloader as stock
-from torch.utils.data import IterableDataset
 
 from flatout.feed import DataLoader as OurLoader
 from flatout.feed import Options as FeedOptions
@@ -39,7 +38,7 @@ from flatout.inside.changes.device_prefetch import (
 from flatout.inside.changes.ledger import Ledger
 from flatout.inside.patches import Subscriber
 from flatout.inside.root_modules import WeakIdMap
-from flatout.model.changes import STRICT, named
+from flatout.model.changes import named
 from flatout.model.frameworks import packages
 
 _Loader: Any = stock.DataLoader
@@ -188,33 +187,24 @@ class Loading:
         return iterator
 
     def _draws(self, loader: Any) -> str:
-        """What our workers do to random numbers. Where user code can tell workers apart they draw what PyTorch's do."""
+        """What our workers do to random numbers."""
         if not loader.num_workers:
             return "; samples that draw random numbers draw others, and so do later shuffles"
-        change = self._ledger.wanted("loader")
-        strict = change is not None and change.value == STRICT
-        if strict or loader.worker_init_fn is not None or isinstance(loader.dataset, IterableDataset):
-            return ""
         return "; samples that draw random numbers draw others"
 
     def _elastic(self, loader: Any, *, page_locked: bool) -> tuple[Any, str]:
-        change = self._ledger.wanted("loader")
-        strict = change is not None and change.value == STRICT
-        if loader.num_workers == 0 and strict:
-            return None, "num_workers=0: workers of any kind could change what random samples draw"
         if loader.num_workers == 0 and _holds_card_memory(loader.dataset):
             return None, "the dataset holds tensors on the GPU, which no worker may touch"
         if loader.num_workers == 0 and (sampler := _sampler_of_its_own(loader)):
             return None, f"num_workers=0, and the sampler is the script's own, {sampler}: it may go by what was learned"
         options = FeedOptions(
             workers="auto",
-            rng="stock" if strict else "position",
             page_locked=True if page_locked else None,
             defer=bool(self._ledger.wanted("gpu_transforms")) and self._may_defer(loader),
         )
-        return iterator_for(loader, options, given_back=self._given_back)
+        return iterator_for(loader, options, give_back=self._give_back)
 
-    def _given_back(self, why: str) -> None:
+    def _give_back(self, why: str) -> None:
         """Without workers, what is written to the dataset is there for the next batch."""
         self._ledger.withdraw("loader", why)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from feed_samples import Things, as_list, same
+from feed_samples import Things, same
 from torch.utils.data import ConcatDataset, IterableDataset, MapDataPipe, Subset, TensorDataset
 from torch.utils.data import DataLoader as Stock
 
@@ -112,32 +112,6 @@ def test_an_iterable_dataset_longer_than_it_says_is_warned_of() -> None:
     assert len(loader) == 2
     with pytest.warns(UserWarning, match="Length of IterableDataset"):
         assert len(list(loader)) == 6
-
-
-def pin_to_a_core(worker: int) -> None:
-    os.sched_setaffinity(0, [sorted(os.sched_getaffinity(0))[0]])
-
-
-class Affinity(Things):
-    def __getitem__(self, index: int) -> Any:
-        return sorted(os.sched_getaffinity(0))
-
-
-def test_worker_init_fn_runs_in_the_worker_before_its_first_sample() -> None:
-    (batch,) = DataLoader(Affinity(2), 2, num_workers=1, worker_init_fn=pin_to_a_core, collate_fn=as_list)
-    assert [len(cores) for cores in batch] == [1, 1]
-
-
-def broken_init(worker: int) -> None:
-    raise ValueError(f"worker {worker} is not well")
-
-
-def test_an_error_in_worker_init_fn_is_raised_with_the_first_batch() -> None:
-    loader = DataLoader(Things(4), 2, num_workers=1, worker_init_fn=broken_init)
-    with pytest.raises(ValueError, match="worker 0 is not well"):
-        next(iter(loader))
-    del loader
-    gc.collect()
 
 
 class LocalError(Exception):

@@ -1,0 +1,217 @@
+"""How the training process and its workers talk: one socket a worker, whole messages, file descriptors along.
+
+    training process ──► worker   StartWorker, NewSlot, DropSlot, Task, Cancel      (end of the socket: go)
+    worker ──► training process   for every Task one of Done, Failed, Skipped       (end of the socket: it died)
+
+`SOCK_SEQPACKET` keeps the borders between messages in the kernel: a process killed while it sends leaves a whole
+message or none, and no lock that anybody waits for. What is too long for a message travels in a memory file, so neither
+side ever blocks on the size of an index list or a traceback.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import mmap
+import os
+import pickle
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch._utils import ExceptionWrapper
+
+from flatout.feed.randomness import Key
+from flatout.files import clear_of_standard
+from flatout.model.sizes import length_of
+
+Span = tuple[int, int]  # offset, length
+
+INLINE_BYTES = 16 << 10
+MAX_FDS = 8
+_INLINE, _IN_FILE = b"\0", b"\1"
+_WAIT = int(socket.MSG_CMSG_CLOEXEC)
+_DO_NOT_WAIT = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+_ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
+
+# --- what they say ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What every worker of a loader knows: how a list of indices becomes a batch."""
+
+    dataset: Any = field(compare=False)
+    collate_fn: Callable[[Any], Any]
+    auto_collation: bool
+    drop_last: bool
+    batch_size: int | None
+    declared: int  # the number of workers that user code is told
+    skip_bad: bool
+    defer: bool = False  # transforms are noted by samples, and done to whole batches on the GPU
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What a loader that a script builds again has in common with the one before it."""
+        return type(self.dataset), length_of(self.dataset), self.batch_size, self.declared, self.defer
+
+
+class StartWorker(NamedTuple):
+    """The first message to a worker; its board comes along (see `worker`)."""
+
+
+class NewSlot(NamedTuple):
+    """Memory to build batches in; its descriptor comes along."""
+
+    slot: int
+
+
+class DropSlot(NamedTuple):
+    slot: int
+
+
+class Task(NamedTuple):
+    """Make this batch."""
+
+    ticket: int
+    key: Key
+    batch: int
+    indices: Any
+    leave_out: frozenset[int] = frozenset()  # rows known to be bad
+    slot: int | None = None
+
+
+class Cancel(NamedTuple):
+    ticket: int
+
+
+class Done(NamedTuple):
+    """A batch: what to unpack it from, what there is to learn from it, and what making it took."""
+
+    ticket: int
+    skeleton: bytes
+    spans: list[Span]
+    needs: int  # bytes that a slot should have for it
+    bad: list[tuple[int, str]]
+    drew: bool | None  # whether samples drew random numbers; None: not looked at this time
+    rows: int
+    ended_s: float  # by the clock that all processes share
+    wall_s: float
+    cpu_s: float
+    run_delay_s: float
+    fills: str | None = None  # a container of the dataset that samples were seen to fill
+
+
+class Failed(NamedTuple):
+    ticket: int
+    error: ExceptionWrapper
+
+
+class Skipped(NamedTuple):
+    """A task that was cancelled before it was begun."""
+
+    ticket: int
+
+
+Message = StartWorker | NewSlot | DropSlot | Task | Cancel | Done | Failed | Skipped
+_KINDS: tuple[Any, ...] = (StartWorker, NewSlot, DropSlot, Task, Cancel, Done, Failed, Skipped)
+_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+
+
+def encode(message: Message) -> tuple[Any, ...]:
+    """A message as an ordinary tuple, whose pickle is made and read three times as fast."""
+    return (_NUMBERS[type(message)], *message)
+
+
+def decode(fields: tuple[Any, ...]) -> Any:
+    """The message again."""
+    return _KINDS[fields[0]](*fields[1:])
+
+
+# --- how it travels ---------------------------------------------------------------------------------------------------
+
+# Descriptors that only this process may hold: a forked child that kept one would keep a dead worker's socket open and a
+# closed slot's memory in use.
+_private: set[int] = set()
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a new channel."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if all(end.fileno() > 2 for end in ends):
+        return ends
+    mine, other = (socket.socket(fileno=clear_of_standard(end.detach())) for end in ends)
+    return mine, other
+
+
+def send(channel: socket.socket, message: object, fds: Sequence[int] = ()) -> None:
+    """Send one message; `BlockingIOError` when a channel that does not block is full, `OSError` when it is dead."""
+    body = pickle.dumps(message, protocol=5)
+    if len(body) <= INLINE_BYTES and not fds:
+        channel.send(_INLINE + body)
+    elif len(body) <= INLINE_BYTES:
+        socket.send_fds(channel, [_INLINE, body], fds)
+    else:
+        carrier = memory_file(len(body))
+        try:
+            os.pwrite(carrier, body, 0)
+            socket.send_fds(channel, [_IN_FILE], [*fds, carrier])
+        finally:
+            os.close(carrier)
+
+
+def receive(channel: socket.socket, *, wait: bool = True) -> tuple[Any, list[int]]:
+    """The next message and its descriptors; `EOFError` once the other side is gone and everything was read.
+
+    `OSError` (EMFILE) where this process may open no more files: the descriptors are lost.
+    """
+    flags = _WAIT if wait else _DO_NOT_WAIT
+    try:
+        data, ancillary, flags, _ = channel.recvmsg(INLINE_BYTES + 1, _ANCILLARY_BYTES, flags)
+    except ConnectionResetError:  # once, when the other side died with unread messages; its own may be queued
+        return receive(channel, wait=wait)
+    if not data:
+        raise EOFError
+    if flags & socket.MSG_CTRUNC:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    fds = array.array("i")
+    for _, _, payload in ancillary:
+        fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    if data[0] == _INLINE[0]:
+        return pickle.loads(memoryview(data)[1:]), list(fds)
+    carrier = fds.pop()
+    try:
+        with mmap.mmap(carrier, 0, prot=mmap.PROT_READ) as body:
+            return pickle.loads(body), list(fds)
+    finally:
+        os.close(carrier)
+
+
+def memory_file(size: int) -> int:
+    """A descriptor of anonymous shared memory: not bounded by /dev/shm, gone with its last user."""
+    fd = clear_of_standard(os.memfd_create("flatout-feed", os.MFD_CLOEXEC))
+    try:
+        os.ftruncate(fd, size)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def close_in_children(fd: int, close: bool = True) -> None:
+    """Note that a child forked from here has to close `fd` (or, with `close=False`, that it is closed already)."""
+    if close:
+        _private.add(fd)
+    else:
+        _private.discard(fd)
+
+
+def close_inherited(but: Iterable[int] = ()) -> None:
+    """In a forked child: close what belongs to the parent alone."""
+    for fd in _private.difference(but):
+        try:
+            os.close(fd)
+        except OSError:
+            pass
+    _private.clear()
