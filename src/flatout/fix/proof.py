@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from flatout.fix.runs import ProofStep, Run, WeightMove
-from flatout.model.stats import BLOCKS, block_means, half_width, mean_of, variance_of_mean
+from flatout.model.stats import mean_of
 
 FEWEST_BATCHES = 20
 FEWEST_LOSSES = 200
@@ -38,6 +39,7 @@ _MOST_DRIFT, _MOST_COHERENCE = 0.05, 1.4  # of a tensor's way; times what chance
 _STANDS_STILL, _NEVER_MOVES = 0.5, 0.01  # of the leader's way
 _USUAL_PACE = 0.2  # of the usual one; what nothing but rounding moves is often slower
 _FEW_PASSES = 3  # in a step; more are parts of a batch
+_RESAMPLES = 2_000
 _REPEATS_APART = 3.0  # times what two runs of the same plan differ by, others may
 
 Batches = list[tuple[Any, ...]]
@@ -232,9 +234,22 @@ class _Difference(NamedTuple):
 def _difference(a: Sequence[float], b: Sequence[float]) -> _Difference:
     scale = max(mean_of([abs(loss) for loss in a]), 1e-12)
     apart = [(y - x) / scale for x, y in zip(a, b, strict=True)]
-    sure = half_width([(variance_of_mean(block_means(apart)), BLOCKS - 1)])
-    mean = mean_of(apart)
-    return _Difference(mean, mean - sure, mean + sure)
+    means = _resampled_means(apart)
+    edge = len(means) // 40  # 2.5% on either side
+    return _Difference(mean_of(apart), means[edge], means[-1 - edge])
+
+
+def _resampled_means(values: Sequence[float]) -> list[float]:
+    """A bootstrap: sorted means of resamples by short blocks of neighbours, which wrap round the end.
+
+    Not the blocks of `model.stats`: a loss falls over the steps compared, and eight long blocks would take that for
+    noise.
+    """
+    length = max(1, round(len(values) ** (1 / 3)))
+    round_the_end = [*values, *values[: length - 1]]
+    blocks = [mean_of(round_the_end[start : start + length]) for start in range(len(values))]
+    draw, count = random.Random(0), math.ceil(len(values) / length)
+    return sorted(mean_of(draw.choices(blocks, k=count)) for _ in range(_RESAMPLES))
 
 
 def _losses(before: Run, after: Run) -> tuple[list[float], list[float]]:

@@ -30,20 +30,17 @@ from flatout.fix.offers import (
     scaled_twice,
     with_changes,
 )
-from flatout.fix.proof_runs import ProofRunner, ProofVerdict, proof_steps, prove
-from flatout.fix.result import FixResult, ProgressListener, RunRecord
-from flatout.fix.run_history import RunHistory
-from flatout.fix.runs import ProofRun, Run, Runner, RunOptions, runs_at_once
+from flatout.fix.proof_runs import ProofRunner, ProofVerdict, prove
+from flatout.fix.result import FixResult, ProgressListener
+from flatout.fix.runs import Run, Runner, runs_at_once
 from flatout.fix.speed import Speed, gain_of_rarer_pauses, pooled, slower_pauses, with_equal_steps
 from flatout.fix.time_budget import TimeBudget
-from flatout.launch.protocol import MOST_STEPS
+from flatout.fix.trials import FIRST_STEPS, Trials
 from flatout.model.errors import RealWriteError, UsageError
 from flatout.model.plan import Change, Figure, Verdict
 from flatout.model.stats import MIN_GAIN, ONE_RUN, Gain, RunNoise, gain
 from flatout.trace import Trace
 
-FIRST_STEPS = 48
-MEASURE_S = 6.0  # of training in a trial
 KNOWN_TO = 0.02  # how well the baseline should be known …
 HARDLY_KNOWN_TO = 0.05  # … and when it is run once more
 COLD_STORAGE = 0.05  # of the time spent waiting for storage: the page cache is not warm yet
@@ -51,7 +48,6 @@ BELIEVED_AT_ONCE = 1.25  # a gain that is believed before any run was repeated �
 BELIEVED_ON_BUSY_MACHINE = 2.0  # … and where others use the machine
 MOST_REPEATS = 4  # of runs, for a close call
 PROMISING = 1.15  # a close call this large is settled before anything else is tried
-PROOF_RUNS = 3  # time is set aside for so many: the command as it was, and two with what is kept
 DRIFT = 0.05  # of the machine, from the first run to the last, that deserves a remark …
 DRIFT_OF_AN_EPOCH = 0.2  # … over a whole epoch, whose start and end a trial does not have
 AT_CEILING = 1.05  # times as fast, and no more, it would be with its data at hand
@@ -71,17 +67,17 @@ class Search:
         progress: ProgressListener | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._runner = runner
         self._wishes = wishes
         self._steps = steps
         self._progress = progress or ProgressListener()
-        self._budget = TimeBudget(budget_s, clock)
-        self._history = RunHistory()
-        self._believed_at_once = BELIEVED_AT_ONCE
         self._undecided: list[Offer] = []  # may be gains, and could not be told from noise: once more, at the end
         self._epoch_run: Run | None = None  # of what is kept, over more than an epoch
         self._ceiling_trace: Trace | None = None  # of what is kept, with the latest X-ray and ceiling there are
         self.result = FixResult()
+        self._budget = TimeBudget(budget_s, clock)
+        self._trials = Trials(runner, self.result, self._budget, self._progress, steps)
+        self._history = self._trials.history
+        self._remark = self._trials.remark
 
     def run(self) -> FixResult:
         """Everything, in order. An interruption ends it with what is known so far, and so does a real write."""
@@ -104,23 +100,11 @@ class Search:
             self._remark(f"runs of the same plan vary by ±{noise.sd:.0%}: a gain below that may not have shown")
         return result
 
-    @property
-    def _before(self) -> Run:
-        """The latest run of the command as it was."""
-        assert self.result.before is not None
-        return self.result.before
-
-    @property
-    def _after(self) -> Run:
-        """The latest run of what is kept so far."""
-        assert self.result.after is not None
-        return self.result.after
-
     # -- the baseline -----------------------------------------------------------------------------------------------
 
     def _measure_baseline(self) -> None:
         steps = self._steps or FIRST_STEPS
-        first = self._run("the command as it is", (), steps=steps, known_to=KNOWN_TO)
+        first = self._trials.run("the command as it is", (), known_to=KNOWN_TO)
         if not first.is_measured or (first.code != 0 and first.case.breakdown.steps < steps):
             raise UsageError(first.why_no_baseline(steps))
         if first.code != 0:
@@ -129,15 +113,15 @@ class Search:
         cold = first.case.storage_share >= COLD_STORAGE
         well_known = first.speed is not None and first.speed.known_to <= HARDLY_KNOWN_TO
         if self._steps is None and self._budget.left_s > 5 * first.seconds and (cold or not well_known):
-            again = self._run("the command once more", ())
+            again = self._trials.run("the command once more", ())
             if again.is_measured and cold:
                 self._forget_cold_run(again)
             if again.is_measured:
                 self._use_as_baseline(again)
-        self._ceiling_trace = self._before.trace
+        self._ceiling_trace = self._trials.before.trace
         findings = self._view().findings
         title = findings[0].title if findings else "nothing wrong was found"
-        self._progress.say(f"{self._speed_now}: {title}")
+        self._progress.say(f"{self._trials.speed_now}: {title}")
 
     def _use_as_baseline(self, run: Run) -> None:
         self.result.before = self.result.after = run
@@ -146,7 +130,7 @@ class Search:
     def _forget_cold_run(self, again: Run) -> None:
         """The first run read from a disk that was cold: only the second counts."""
         assert again.speed is not None
-        faster = again.speed.value / self._speed_now.value
+        faster = again.speed.value / self._trials.speed_now.value
         if faster > 1 + DRIFT:
             self._remark(f"the first run read from a cold disk: the second was {faster:.2f}× as fast and counts")
         self._history.forget_speeds()
@@ -172,16 +156,16 @@ class Search:
                 return
 
     def _view(self) -> View:
-        run = (self._epoch_run or self._after).with_ceiling_from(self._ceiling_trace)
+        run = (self._epoch_run or self._trials.after).with_ceiling_from(self._ceiling_trace)
         assert run.trace is not None
-        assert self._before.trace is not None
+        assert self._trials.before.trace is not None
         gained = {}
         for attempt in self.result.attempts:
             if attempt.change in self.result.kept and attempt.gain is not None:
                 gained[attempt.change.name] = attempt.gain.value
         return View(
             trace=run.trace,
-            first=self._before.trace,
+            first=self._trials.before.trace,
             kept=self.result.kept,
             gained=gained,
             tried=self.result.tried,
@@ -197,8 +181,8 @@ class Search:
     def _why_stopped(self, view: View, promising: Sequence[Offer]) -> str:
         if promising:
             first = promising[0]
-            compare_s = self._seconds_again(self._before) + self._seconds_again(self._after)
-            needed_s = self._reserve_s(first.changes, compare=False) + self._trying_s(first) + compare_s
+            reserve_s = self._trials.reserve_s(first.changes, compare=False) + self._trials.compare_s()
+            needed_s = reserve_s + self._trying_s(first)
             names = ", ".join(offer.name for offer in promising)
             enough = self._budget.enough_m(needed_s)
             return f"too little time was left to try and prove {names}: --budget {enough}m would do"
@@ -215,38 +199,16 @@ class Search:
 
     def _affords(self, offer: Offer) -> bool:
         """Whether there is time for a trial of the offer, its proof and, if it promises little, the last comparison."""
-        reserve_s = self._reserve_s(offer.changes, compare=offer.promise < PROMISING)
-        return self._budget.left_s - reserve_s > self._trying_s(offer)
-
-    def _affords_runs(self, changes: Sequence[Change], runs: int = 1) -> bool:
-        """Whether there is time for so many runs with these changes too, beside what is set aside."""
-        plan = with_changes(self.result.kept, changes)
-        return self._budget.left_s - self._reserve_s(changes) > runs * self._budget.run_s(plan)
+        return self._trials.spare_s(offer.changes, compare=offer.promise < PROMISING) > self._trying_s(offer)
 
     def _trying_s(self, offer: Offer) -> float:
         """What a trial takes; one of pauses has a whole epoch, and needs another one to be compared with."""
-        steps = self._epoch_steps()
+        steps = self._trials.epoch_steps()
         if not offer.pauses or steps is None:
             return self._budget.run_s(with_changes(self.result.kept, offer.changes))
-        epoch_s = self._seconds_again(self._after, steps)
-        looked = self._epoch_run is not None or self._after.case.breakdown.steps >= steps
+        epoch_s = self._trials.seconds_again(self._trials.after, steps)
+        looked = self._epoch_run is not None or self._trials.after.case.breakdown.steps >= steps
         return epoch_s if looked else 2 * epoch_s
-
-    def _reserve_s(self, changes: Sequence[Change] = (), *, compare: bool = True) -> float:
-        """The time set aside: for the proof of what is kept and these changes, and for before against after."""
-        plan = with_changes(self.result.kept, changes)
-        reserve_s = 0.0
-        if any(change.safety != "semantic" for change in plan):
-            training_s = proof_steps(plan) * (self._before.step_s + (PROOF_RUNS - 1) * self._after.step_s)
-            reserve_s += PROOF_RUNS * self._before.start_s + training_s + self._budget.compiled_again_s(plan)
-        if compare and self.result.kept:
-            reserve_s += self._seconds_again(self._before) + self._seconds_again(self._after)
-        return reserve_s
-
-    def _seconds_again(self, run: Run, steps: int | None = None) -> float:
-        """What a run takes once more, without X-ray and ceiling: so many steps, or as many as it had."""
-        training_s = steps * run.step_s if steps is not None else run.case.breakdown.training_ms / 1e3
-        return self._before.start_s + self._budget.compiled_again_s(run.changes) + training_s
 
     # -- one trial --------------------------------------------------------------------------------------------------
 
@@ -273,15 +235,15 @@ class Search:
         plan = with_changes(self.result.kept, offer.changes)
         if not offer.pauses:
             # What is slower than what is kept need not be understood, and the same work has the same ceiling.
-            step_s = self._after.step_s_at(self._speed_now, offer.changes)
-            return self._run(offer.name, plan, look_below_s=0.0 if offer.computes_alike else step_s)
-        run = self._run(offer.name, plan, steps=self._epoch_steps(), look_below_s=0.0)
+            step_s = self._trials.after.step_s_at(self._trials.speed_now, offer.changes)
+            return self._trials.run(offer.name, plan, look_below_s=0.0 if offer.computes_alike else step_s)
+        run = self._trials.run(offer.name, plan, steps=self._trials.epoch_steps(), look_below_s=0.0)
         if self._failed(run) or self._history.pauses_are_rarer(run, offer.changes):
             return run
-        steps = 2 * (self._epoch_steps() or 0)  # after the first epoch a script may evaluate in any case
-        if not steps or self._budget.left_s - self._reserve_s(offer.changes) < self._seconds_again(run, steps):
+        steps = 2 * (self._trials.epoch_steps() or 0)  # after the first epoch a script may evaluate in any case
+        if not steps or self._trials.spare_s(offer.changes) < self._trials.seconds_again(run, steps):
             return run
-        return self._run(f"{offer.name}, two epochs", plan, steps=steps)
+        return self._trials.run(f"{offer.name}, two epochs", plan, steps=steps)
 
     def _settle(self, offer: Offer, run: Run, *, again: bool) -> None:
         """Keep or undo what a trial has shown to run, or leave it for the end."""
@@ -296,7 +258,7 @@ class Search:
         open_still = gained.value > 1 and gained.high >= MIN_GAIN
         if open_still and not again:
             self._undecided.append(offer)
-        elif offer.worth_splitting and self._affords_runs(offer.changes, runs=len(offer.parts)):
+        elif offer.worth_splitting and self._trials.affords(offer.changes, runs=len(offer.parts)):
             self._try_one_by_one(offer, str(gained))
             return
         self._decide(offer.changes, "undone", gained, note=self._why_not_shown(gained, offer.changes))
@@ -309,6 +271,7 @@ class Search:
         Small gains stay open until nothing else is left to try: then one is `patient`.
         """
         kept, new = self.result.kept, with_changes(self.result.kept, offer.changes)
+        large = BELIEVED_ON_BUSY_MACHINE if self._trials.others_here else BELIEVED_AT_ONCE
         repeats = 0
         while True:
             before, after = (self._history.speeds(plan, long=offer.pauses) for plan in (kept, new))
@@ -316,8 +279,8 @@ class Search:
             gained = gain_of_rarer_pauses(before, after, noise) if offer.pauses else gain(before, after, noise)
             shown = gained.low > 1 and gained.value > MIN_GAIN
             # How long evaluation and checkpoints take was measured: that they are rarer is arithmetic.
-            believed = shown and (noise.repeats > 0 or offer.pauses or gained.value > self._believed_at_once)
-            if gained.high < MIN_GAIN or repeats >= MOST_REPEATS or not self._affords_runs(offer.changes):
+            believed = shown and (noise.repeats > 0 or offer.pauses or gained.value > large)
+            if gained.high < MIN_GAIN or repeats >= MOST_REPEATS or not self._trials.affords(offer.changes):
                 return gained, shown
             if believed or (gained.value < PROMISING and not patient):
                 return gained, believed
@@ -325,34 +288,34 @@ class Search:
             plan, what = new, offer.name
             if len(before) <= len(after):
                 plan, what = kept, "what is kept" if kept else "the command as it was"
-            steps = self._epoch_steps() if offer.pauses else None
-            run = self._run(f"{what}, again ({gained} is close)", plan, steps=steps, look_below_s=0.0)
+            steps = self._trials.epoch_steps() if offer.pauses else None
+            run = self._trials.run(f"{what}, again ({gained} is close)", plan, steps=steps, look_below_s=0.0)
             self._history.note(plan, run, long=offer.pauses)
 
     def _why_not_shown(self, gained: Gain, changes: Sequence[Change]) -> str:
         if gained.high < 1:
             return f"{gained}: slower"
         shown = "too little to be believed of so few runs" if gained.low > 1 else "no gain over 2% was shown"
-        if gained.value > MIN_GAIN and not self._affords_runs(changes):
+        if gained.value > MIN_GAIN and not self._trials.affords(changes):
             shown += ", and what time is left is for proof and comparison"
         return f"{gained}: {shown}"
 
     def _try_one_by_one(self, offer: Offer, why: str) -> None:
         self._progress.say(f"{offer.name}: {why}. One by one")
         for part in offer.parts:
-            if self._affords_runs(part.changes):
+            if self._trials.affords(part.changes):
                 self._try(part)
             else:
                 self._decide(part.changes, "undone", note="the budget was spent before it could be tried alone")
 
     def _failed(self, run: Run) -> bool:
-        return not run.is_measured or run.code not in (0, self._before.code)
+        return not run.is_measured or run.code not in (0, self._trials.before.code)
 
     def _applied(self, changes: Sequence[Change], run: Run) -> tuple[Change, ...]:
         """Those that were really made in the run; of the others it is written down why not."""
         applied = []
         for change in changes:
-            refused = run.why_not_applied(change) or scaled_twice(change, self._before.case, run.case)
+            refused = run.why_not_applied(change) or scaled_twice(change, self._trials.before.case, run.case)
             if refused:
                 self._decide((change,), "not applicable", note=refused)
             else:
@@ -400,7 +363,7 @@ class Search:
 
     def _compiling_too_dear(self, changes: Sequence[Change], run: Run, gained: Gain) -> str:
         """Why compiling does not pay in the training as planned; empty where it does, or where that is not known."""
-        extra_s = run.start_s - self._after.start_s
+        extra_s = run.start_s - self._trials.after.start_s
         compiles = any(change.name == "compile" for change in changes)
         if not compiles or run.speed is None or not run.case.loader.batch_size or extra_s <= 0:
             return ""
@@ -417,26 +380,19 @@ class Search:
     def _may_look_at_an_epoch(self, view: View) -> bool:
         """Whether pauses could be had less often, a short trial did not see them, and a longer one is affordable."""
         permitted = any(self._wishes.permits(Change(name=name, value=0, safety="semantic")) for name in PAUSES)
-        steps = self._epoch_steps()
+        steps = self._trials.epoch_steps()
         if self._epoch_run is not None or steps is None or not permitted or not pause_knobs(view):
             return False
-        longer = steps > self._usual_steps(self._after)
-        return longer and self._budget.left_s - self._reserve_s() > 2 * self._seconds_again(self._after, steps)
-
-    def _epoch_steps(self) -> int | None:
-        """One epoch and a little more, at the batch size of what is kept; never less than a trial has."""
-        steps = self._after.case.steps_an_epoch
-        if steps is None:
-            return None
-        return max(math.ceil(1.1 * steps) + 5, self._usual_steps(self._after))
+        longer = steps > self._trials.usual_steps(self._trials.after)
+        return longer and self._trials.spare_s() > 2 * self._trials.seconds_again(self._trials.after, steps)
 
     def _look_at_an_epoch(self) -> None:
-        steps, run = self._epoch_steps(), self._after
+        steps, run = self._trials.epoch_steps(), self._trials.after
         if steps is None or run.case.breakdown.steps < steps:  # else it was long enough already
-            run = self._run("a run for its pauses", self.result.kept, steps=steps, look_below_s=0.0)
+            run = self._trials.run("a run for its pauses", self.result.kept, steps=steps, look_below_s=0.0)
             if self._failed(run):
                 self._remark(f"its pauses could not be looked at: {run.reason()}")
-                run = self._after
+                run = self._trials.after
         self._history.look_at_pauses(run, self.result.kept)
         self._history.note(self.result.kept, run, long=True)
         self._epoch_run = run
@@ -450,11 +406,11 @@ class Search:
             change = attempt.change
             if change not in self.result.kept or not attempt.together or change.safety != "equivalent":
                 continue
-            if not self._affords_runs((change,)):
+            if not self._trials.affords((change,)):
                 unknown.append(change)
                 continue
             without = tuple(other for other in self.result.kept if other.name != change.name)
-            run = self._run(f"without {in_words(change)}", without, look_below_s=0.0)
+            run = self._trials.run(f"without {in_words(change)}", without, look_below_s=0.0)
             if self._failed(run):
                 continue
             self._history.note(without, run)
@@ -479,27 +435,13 @@ class Search:
             self._drop_unproven("the budget was spent before the proof")
             return
         runner = ProofRunner(
-            run=self._run_proof,
-            side_by_side=runs_at_once(self._before, self._after) > 1,
+            run=self._trials.prove,
+            side_by_side=runs_at_once(self._trials.before, self._trials.after) > 1,
             has_time=lambda: self._budget.left_s > 0,
             say=self._progress.say,
         )
         for verdict in prove(runner, self.result.kept):
             self._apply(verdict)
-
-    def _run_proof(self, what: str, wanted: Sequence[ProofRun]) -> list[Run]:
-        self._progress.run_begins(f"proof: {what}", self._budget.left_s)
-        at_once, began_s = min(len(wanted), runs_at_once(self._before, self._after)), self._budget.spent_s
-        # Side by side, they take turns on a busy GPU.
-        crowded = 1 + (at_once - 1) * (self._after.case.busy_share or 0.0)
-        longest_s = max(self._seconds_again(self._before, one.steps) for one in wanted)
-        compiling_s = max(self._budget.compiled_again_s(one.changes) for one in wanted)
-        timeout_s = crowded * self._budget.timeout_s(longest_s + compiling_s)
-        timeout_s = min(timeout_s, 2 * max(0.0, self._budget.left_s) + 30)
-        runs = self._runner.prove(wanted, timeout_s=timeout_s, at_once=at_once)
-        took_s = self._budget.spent_s - began_s
-        self.result.trials.append(RunRecord(what=f"proof: {what}", seconds=took_s, speed=None))
-        return runs
 
     def _apply(self, verdict: ProofVerdict) -> None:
         """Write a proof down; what has none is dropped."""
@@ -531,12 +473,12 @@ class Search:
         if not kept:
             return
         long = self._compares_epochs()
-        steps = self._epoch_steps() if long else None
+        steps = self._trials.epoch_steps() if long else None
         measured = bool(self._history.speeds(kept, long=long))
         fresh: list[Speed] = []
-        if self._has_time_to_compare(steps) or (not measured and self._budget.left_s > 0):
-            old = self._run("the command as it was, again", (), steps=steps, look_below_s=0.0)
-            new = self._run("with all that was kept", kept, steps=steps, look_below_s=0.0)
+        if self._trials.compare_s(steps) < self._budget.left_s or (not measured and self._budget.left_s > 0):
+            old = self._trials.run("the command as it was, again", (), steps=steps, look_below_s=0.0)
+            new = self._trials.run("with all that was kept", kept, steps=steps, look_below_s=0.0)
             cut_off = new.hung and self._budget.left_s <= 0
             if self._failed(new) and not cut_off:
                 self._drop_all(f"failed: with all that was kept, {new.reason()}")
@@ -544,13 +486,13 @@ class Search:
             if not self._failed(new) and not self._failed(old):
                 fresh = self._note_last_runs(old, new, long=long)
         elif measured:
-            self.result.after = self._epoch_run or self._after
+            self.result.after = self._epoch_run or self._trials.after
             self._remark("no time was left to measure before and after once more: the gain is that of the trials")
         before, after = (self._history.speeds(plan, long=long) for plan in ((), kept))
         if not before or not after:  # interrupted in between, or a proof has taken something away
             self._remark("what was kept in the end was not measured as a whole")
             return
-        self._remark(self._after.short_epoch)
+        self._remark(self._trials.after.short_epoch)
         if not long:
             self._remark(slower_pauses(before[-1], after[-1]))
         self._conclude(before, after, fresh, long=long)
@@ -559,16 +501,12 @@ class Search:
         """Whether whole epochs are compared, since evaluation or checkpoints were changed, and there is time."""
         if not any(change.name in PAUSES for change in self.result.kept):
             return False
-        if self._has_time_to_compare(self._epoch_steps()):
+        if self._trials.compare_s(self._trials.epoch_steps()) < self._budget.left_s:
             return True
         if all(self._history.speeds(plan, long=True) for plan in ((), self.result.kept)):
             return True
         self._remark("the gain is that of the steps alone: there was no time for a whole epoch as it was")
         return False
-
-    def _has_time_to_compare(self, steps: int | None) -> bool:
-        both_s = self._seconds_again(self._before, steps) + self._seconds_again(self._after, steps)
-        return both_s < self._budget.left_s
 
     def _note_last_runs(self, old: Run, new: Run, *, long: bool) -> list[Speed]:
         assert old.speed is not None
@@ -576,7 +514,7 @@ class Search:
         drift = old.speed.value / self._history.speeds(())[0].value
         if abs(math.log(drift)) > (DRIFT_OF_AN_EPOCH if long else DRIFT):
             self._remark(f"the machine drifted: the command as it was ran at {drift:.2f}× its first speed")
-        self.result.before = old.with_ceiling_from(self._before.trace)
+        self.result.before = old.with_ceiling_from(self._trials.before.trace)
         self.result.after = new.with_ceiling_from(self._ceiling_trace)
         self._history.note((), old, long=long)
         self._history.note(self.result.kept, new, long=long)
@@ -614,59 +552,3 @@ class Search:
             self.result.drop(change, why)
         self.result.gain = None
         self._remark("what had been kept was not confirmed by the last comparison, and was dropped")
-
-    # -- runs -------------------------------------------------------------------------------------------------------
-
-    def _run(
-        self,
-        what: str,
-        changes: Sequence[Change],
-        *,
-        steps: int | None = None,
-        known_to: float = math.inf,
-        look_below_s: float | None = None,
-    ) -> Run:
-        self._progress.run_begins(what, self._budget.left_s)
-        first = self.result.before is None
-        wanted = steps or self._usual_steps(self._after if changes else self._before)
-        expected_s = (
-            0.0 if first else self._seconds_again(self._before, wanted) + self._budget.compiled_again_s(changes)
-        )
-        options = RunOptions(
-            steps=wanted,
-            timeout_s=self._budget.timeout_s(max(expected_s, self._budget.run_s(changes))),
-            at_least_s=MEASURE_S if self._ends_by_time else 0.0,
-            known_to=known_to,
-            look_below_s=look_below_s,
-        )
-        run = self._runner.run(changes, options)
-        self.result.trials.append(RunRecord(what=what, seconds=run.seconds, speed=run.speed))
-        if run.is_measured and (first or steps is None):
-            self._budget.note(changes, run.seconds)
-        if self._believed_at_once == BELIEVED_AT_ONCE and run.in_company:
-            self._believed_at_once = BELIEVED_ON_BUSY_MACHINE
-            self._remark("others use this machine: a gain may not show, run it again when it is quiet")
-        return self._history.with_planned_pauses(run, changes)
-
-    @property
-    def _speed_now(self) -> Speed:
-        return self._history.speeds(self.result.kept)[-1]
-
-    @property
-    def _ends_by_time(self) -> bool:
-        """Whether a trial goes on until it has trained for some seconds; several ranks would not agree on when."""
-        alone = self.result.before is None or self._before.case.rank.info.world_size == 1
-        return alone and self._steps is None
-
-    def _usual_steps(self, run: Run) -> int:
-        """More than the batches that lie ready at the start; where steps alone say when it ends, for some seconds."""
-        if self._steps is not None:
-            return self._steps
-        enough = 0.0 if self._ends_by_time else MEASURE_S / max(1e-4, run.step_s)
-        return int(min(MOST_STEPS, max(FIRST_STEPS, enough)))
-
-    def _remark(self, text: str) -> None:
-        if not text:
-            return
-        self.result.remarks.append(text)
-        self._progress.say(text)
