@@ -29,7 +29,7 @@ from flatout.files import write_whole
 from flatout.model.errors import UsageError
 from flatout.model.formatting import in_full
 from flatout.redact import redact_setting, redact_text
-from flatout.sample.gpu import Cards
+from flatout.sample.gpu import Gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Reporter:
         self._task: Any = None
         self._sinks: list[Callable[[str, int, Row], None]] = []
         self._close: list[Callable[[], None]] = []
-        self._cards: Cards | None = None
+        self._gpus: Gpus | None = None
         self._unwritten: set[str] = set()
         for name in _OPEN if speaks else ():
             if getattr(config, name):  # a mistake that is told before there is a folder
@@ -143,8 +143,8 @@ class Reporter:
                 self._sinks.append(write)
                 self._close.append(close)
         if torch.cuda.is_initialized():
-            self._cards = Cards(None, lambda text: None)
-            self._close.append(self._cards.close)
+            self._gpus = Gpus(None, lambda text: None)
+            self._close.append(self._gpus.close)
         if self._console.is_terminal and not self._config.quiet:
             self._bar = Progress(
                 TextColumn("step {task.completed}"), BarColumn(None), TextColumn("{task.fields[text]}"),
@@ -236,10 +236,10 @@ class Reporter:
             writer.writerow([step, *row.values()])
 
     def _sm_active(self) -> float | None:
-        if self._cards is None:
+        if self._gpus is None:
             return None
         uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-        return next((c.sm_active_pct for c in self._cards.read(time.monotonic()) if c.uuid.endswith(uuid)), None)
+        return next((c.sm_active_pct for c in self._gpus.read(time.monotonic()) if c.uuid.endswith(uuid)), None)
 
 
 def _is_told_by(step: int, line: str) -> bool:

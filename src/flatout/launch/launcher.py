@@ -1,6 +1,6 @@
 """OUTSIDE: runs the user's command with flatout in it, watches the hardware beside it, and ends its process tree.
 
-The command gets our terminal, its own exit code comes back, and signals reach it. flatout's part travels in two
+The command gets our terminal, its own exit code comes back, and signals reach it. What flatout does inside travels in
 environment variables; nothing is written but the trace folder.
 """
 
@@ -50,8 +50,8 @@ _NOT_FOUND = 127
 TIMED_OUT = 124
 OUTPUT = "output.txt"
 _PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
-_HEARD_WITHIN_S = 0.3
-_TOLD: set[str] = set()  # files that changed during a trial: once is enough
+_RECEIVED_WITHIN_S = 0.3
+_reported: set[str] = set()  # files that changed during a trial: reported once
 
 
 def run(
@@ -82,31 +82,31 @@ def run(
         plan=plan,
         trial=trial,
     )
-    measured = os.environ.get("FLATOUT") != "off" and _made(options.folder)
+    measured = os.environ.get("FLATOUT") != "off" and _make_folder(options.folder)
     if trial is not None and not measured:
         raise UsageError("a trial has to be recorded: FLATOUT is off, or its folder cannot be written to")
     if plan is not None and not measured:
         _say("the plan is not applied: FLATOUT is off, or nothing can be recorded")
-    environment = {**os.environ, **_injection(options, program)} if measured else dict(os.environ)
+    environment = dict(os.environ)
+    if measured:
+        environment |= _injection(options, program)
     words = [program, *command[1:]]
     if trial is not None:
-        return _try(words, options, trial, environment)
-    with closing(SignalsReceived()) as heard:
+        return _run_trial(words, options, trial, environment)
+    how: dict[str, Any] = {}
+    if ends_with_us:
+        how["preexec_fn"] = end_with_parent
+    with closing(SignalsReceived()) as signals:
         if measured:
-            environment |= heard.environment
-        process = _started(
-            words,
-            env=environment,
-            pass_fds=(heard.write_end,) if measured else (),
-            preexec_fn=end_with_parent if ends_with_us else None,
-        )
+            environment |= signals.environment
+            how["pass_fds"] = (signals.write_end,)
+        process = _start(words, env=environment, **how)
         if isinstance(process, int):
             return process
-        with _watching(process.pid, options if measured else None):
-            code = _wait(process, heard)
+        with _watching(process.pid, options, hardware=measured):
+            code = _wait(process, signals)
     if measured and max_steps is not None:
         end(options.folder)
-    code = code if code >= 0 else 128 - code
     if measured and not any(options.folder.iterdir()):
         _say("the command was over before anything could be recorded")
         options.folder.rmdir()
@@ -115,68 +115,73 @@ def run(
     return code
 
 
-def _try(words: list[str], options: Options, trial: Trial, environment: dict[str, str]) -> int:
+def _run_trial(words: list[str], options: Options, trial: Trial, environment: dict[str, str]) -> int:
     """Run a command as a trial: in a sandbox, in a session of its own, to its end or its time's."""
     if trial.seed is not None:
         environment.setdefault("PYTHONHASHSEED", str(trial.seed % (1 << 32)))
-    look_again: Callable[[], None] | None = None
+    check_files: Callable[[], None] | None = None
     if trial.protect is not None:
         ours = [path for path in (options.folder, trial.leads, trial.follows) if path is not None]
         box = sandbox.sandbox_for(words, trial.protect, ours)
         environment |= sandbox.environment(box, redirected=not trial.overlay)
-        look_again = _overlaid(box) if trial.overlay else _redirected(box)
-        words = [*(sandbox.entrance(box) if trial.overlay else ()), *words]
+        if trial.overlay:
+            check_files = _check_beside_overlays(box)
+            words = [*sandbox.entrance(box), *words]
+        else:
+            check_files = _check_all_files(box)
     with (options.folder / OUTPUT).open("wb") as output:
-        process = _started(
+        process = _start(
             words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
     if isinstance(process, int):
         return process
     try:
-        with _watching(process.pid, options if not trial.fingerprints else None):  # nobody times those
-            code = _wait(process, trial=trial)
+        with _watching(process.pid, options, hardware=not trial.fingerprints):  # a run for a proof is not timed
+            return _wait(process, trial=trial)
     finally:
         end(options.folder, process)
-        if look_again is not None:  # after Ctrl-C too
-            look_again()
-    return code if code >= 0 else 128 - code
+        if check_files is not None:  # after Ctrl-C too
+            check_files()
 
 
-def _overlaid(box: sandbox.Sandbox) -> Callable[[], None]:
-    """Look at what overlays do not cover; to be called once more after the trial.
+def _check_beside_overlays(box: sandbox.Sandbox) -> Callable[[], None]:
+    """Remember what overlays do not cover; the function returned compares, after the trial.
 
-    What changes in a folder under an overlay was not changed by the trial: a person, another program, or a service that
-    the script has asked to. That is told, and is no reason to end.
+    What changes in a folder under an overlay was not changed by the trial, but by a person, another program, or a
+    service that the script called. That is reported, and is no reason to end.
     """
     memory, near = SharedMemory(), Snapshot(box.near, but=[*box.keep, box.scratch])
 
-    def look_again() -> None:
+    def check() -> None:
         if why := sandbox.refusal(box):
             raise OverlayError(why)
         if files := memory.changed():
             raise RealWriteError(files)
-        if files := [file for file in near.changed() if file not in _TOLD]:
-            _TOLD.update(files)
-            shown = ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
+        files = [file for file in near.changed() if file not in _reported]
+        _reported.update(files)
+        if files:
+            shown = ", ".join(files[:5])
+            if len(files) > 5:
+                shown += f" and {len(files) - 5} more"
             print(f"flatout: Note: changed during a trial, and not by it: {shown}", file=sys.stderr)
 
-    return look_again
+    return check
 
 
-def _redirected(box: sandbox.Sandbox) -> Callable[[], None]:
-    """Look at all of the user's folders; to be called once more after the trial."""
+def _check_all_files(box: sandbox.Sandbox) -> Callable[[], None]:
+    """Remember all of the user's folders; the function returned compares, after the trial."""
     but = [*box.keep, box.scratch]
     near = Snapshot(box.near, but=but)
     beyond = Snapshot(box.beyond, but=[*but, *sandbox.BUSY], others_work=True)
 
-    def look_again() -> None:
+    def check() -> None:
         if files := sorted({*near.changed(), *beyond.changed()}):
             raise RealWriteError(files)
 
-    return look_again
+    return check
 
 
-def _started(words: list[str], **how: Any) -> subprocess.Popen[bytes] | int:
+def _start(words: list[str], **how: Any) -> subprocess.Popen[bytes] | int:
     try:
         return subprocess.Popen(words, **how)
     except OSError as problem:
@@ -191,13 +196,14 @@ def default_folder(command: Sequence[str]) -> Path:
 
 def recordings(folder: Path) -> list[Path]:
     """The traces a run has left: `folder`, and folder-2, folder-3 … where its command trained more than once."""
-    found = [folder] if folder.is_dir() else []
-    while (following := folder.with_name(f"{folder.name}-{len(found) + 1}")).is_dir() and found:
-        found.append(following)
+    found = []
+    while folder.is_dir():
+        found.append(folder)
+        folder = found[0].with_name(f"{found[0].name}-{len(found) + 1}")
     return found
 
 
-def _made(folder: Path) -> bool:
+def _make_folder(folder: Path) -> bool:
     """Make the trace folder. One that holds a recording is a mistake; one that cannot be made costs the recording."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -250,19 +256,30 @@ def _in_front_of(variable: str, folder: Path) -> str:
     return f"{folder}{os.pathsep}{before}"
 
 
-def _wait(process: subprocess.Popen[bytes], heard: SignalsReceived | None = None, *, trial: Trial | None = None) -> int:
-    """Wait for the command. Signals meant for it go on to it; Ctrl-C in a terminal reaches it without us, and what it
-    has `heard` has too.
+def _wait(
+    process: subprocess.Popen[bytes], received: SignalsReceived | None = None, *, trial: Trial | None = None
+) -> int:
+    """Wait for the command; its exit code, 128 + n when signal n ended it.
 
+    Signals meant for the command are passed on. Ctrl-C in a terminal reaches it without us; so has what it `received`.
     A trial is ours to end: what would end us ends it, and its time may be over.
     """
-    left_s = trial.timeout_s if trial is not None else None
+    code = _wait_for_end(process, received, trial)
+    return 128 - code if code < 0 else code
+
+
+def _wait_for_end(process: subprocess.Popen[bytes], received: SignalsReceived | None, trial: Trial | None) -> int:
+    timeout_s = None
+    if trial is not None:
+        timeout_s = trial.timeout_s
     if threading.current_thread() is not threading.main_thread():
         try:
-            return process.wait(left_s)
+            return process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return TIMED_OUT
-    end_s = math.inf if left_s is None else time.monotonic() + left_s
+    end_s = math.inf
+    if timeout_s is not None:
+        end_s = time.monotonic() + timeout_s
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
     try:
         while process.poll() is None:
@@ -270,12 +287,12 @@ def _wait(process: subprocess.Popen[bytes], heard: SignalsReceived | None = None
             if sent is not None and sent.si_signo in _PASSED_ON:
                 if trial is not None:
                     raise KeyboardInterrupt
-                if _for_us_alone(sent, heard):
-                    if heard is not None:
-                        heard.passed_on(sent.si_signo)
+                if _for_us_alone(sent, received):
+                    if received is not None:
+                        received.passed_on(sent.si_signo)
                     process.send_signal(sent.si_signo)
-            elif heard is not None:
-                heard.listen()
+            elif received is not None:
+                received.listen()
             if time.monotonic() >= end_s:
                 return TIMED_OUT
     finally:
@@ -283,19 +300,19 @@ def _wait(process: subprocess.Popen[bytes], heard: SignalsReceived | None = None
     return process.returncode
 
 
-def _for_us_alone(sent: signal.struct_siginfo, heard: SignalsReceived | None) -> bool:
-    """Whether the command has not been told already, as far as one can know.
+def _for_us_alone(sent: signal.struct_siginfo, received: SignalsReceived | None) -> bool:
+    """Whether the command has not got this signal already, as far as can be known.
 
-    The terminal tells the whole process group. Of others a Python that listens says whether it has `heard` them; where
-    none does, a `kill` from within the group may have told it too. But a batch script's `trap 'kill -TERM $PID' TERM`
-    tells us alone. A second polite signal does no harm and a lost one does: only an interrupt, which many take as "at
-    once" when it comes twice, is left to the group.
+    The terminal signals the whole process group. Of other signals a Python in the command says whether it `received`
+    them; where none does, a `kill` from within the group may have reached the command too. But a batch script's
+    `trap 'kill -TERM $PID' TERM` signals us alone. A second SIGTERM does no harm, a lost one does. Only an interrupt,
+    which many take as "at once" when it comes twice, is left to the group.
     """
     if sent.si_code > 0:
         return False
-    if heard is not None and heard.lately(sent.si_signo, _HEARD_WITHIN_S):
+    if received is not None and received.lately(sent.si_signo, _RECEIVED_WITHIN_S):
         return False
-    if heard is not None and heard.listens:
+    if received is not None and received.listens:
         return True
     try:
         return sent.si_signo != signal.SIGINT or os.getpgid(sent.si_pid) != os.getpgrp()
@@ -304,9 +321,9 @@ def _for_us_alone(sent: signal.struct_siginfo, heard: SignalsReceived | None) ->
 
 
 @contextmanager
-def _watching(pid: int, options: Options | None) -> Iterator[None]:
-    """Sample the hardware beside the command, until it ends. Fails with a note, never with the run."""
-    if options is None:
+def _watching(pid: int, options: Options, *, hardware: bool) -> Iterator[None]:
+    """Sample the `hardware` beside the command, until it ends. Fails with a note, never with the run."""
+    if not hardware:
         yield
         return
     stop = threading.Event()
@@ -315,7 +332,7 @@ def _watching(pid: int, options: Options | None) -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
     try:
         thread.start()
-    except RuntimeError as problem:  # a limit on processes: the command runs, and is waited for as ever
+    except RuntimeError as problem:  # a limit on processes; the command runs all the same
         stop.set()
         _say(f"the hardware is not watched ({redact_text(str(problem))})")
     finally:
@@ -329,7 +346,7 @@ def _watching(pid: int, options: Options | None) -> Iterator[None]:
 
 
 def _say(text: str) -> None:
-    """One line on stderr, if anybody reads it: a command is under way, or over."""
+    """One line on stderr, if anybody reads it."""
     try:
         print(f"flatout: {text}", file=sys.stderr, flush=True)
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
 """SAMPLE: what the hardware does, read from outside, without torch.
 
-    hardware.Sampler ── gpu.Cards      NVML and GPM: each GPU
+    hardware.Sampler ── gpu.Gpus       NVML and GPM: each GPU
                      ├─ host.Host      /proc, cgroup: the machine
                      └─ process.Tree   /proc/PID: the training, its loader workers told apart
     budget    the cores, memory and /dev/shm that this process may really use

@@ -49,7 +49,9 @@ def measure(root: Path = Path("/"), environ: Mapping[str, str] = os.environ, aff
     machine, cgroup, ranks = _cores_of_machine(root), CgroupFiles(root), _ranks_on_node(environ)
     reasons: list[str] = []
     if affinity is None:
-        affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else machine
+        affinity = machine
+        if hasattr(os, "sched_getaffinity"):
+            affinity = len(os.sched_getaffinity(0))
     if affinity < machine:
         reasons.append(f"the affinity mask allows {affinity} of {machine} cores")
     quota = cgroup.cpu_quota()
@@ -57,29 +59,29 @@ def measure(root: Path = Path("/"), environ: Mapping[str, str] = os.environ, aff
         reasons.append(f"the cgroup's CPU quota is {quota:g} cores")
     # A mask that all ranks share is that of their cgroup; one that is tighter was set for each rank. A quota is shared.
     own_mask = affinity * ranks <= (cgroup.cpuset_cores() or machine)
-    if ranks > 1:
-        reasons.append(
-            f"each of the {ranks} ranks on this node has cores of its own"
-            if own_mask
-            else f"{ranks} ranks share the node's cores"
-        )
-    share = affinity if own_mask else affinity / ranks
-    share = min(share, quota / ranks) if quota is not None else share
+    share = float(affinity)
+    if ranks > 1 and own_mask:
+        reasons.append(f"each of the {ranks} ranks on this node has cores of its own")
+    elif ranks > 1:
+        reasons.append(f"{ranks} ranks share the node's cores")
+        share = affinity / ranks
+    if quota is not None:
+        share = min(share, quota / ranks)
 
     for_loading = max(1, int(share - 1 - share / 16))
     if share >= 2:
         reasons.append(f"{share - for_loading:g} of {share:g} cores are left to the training process and the system")
     total, available = _memory(root, cgroup, reasons)
-    shm = _shm(root)
+    shm_total, shm_free = _shm(root)
     return Budget(
         cores=for_loading,
-        cores_allowed=float(share),
+        cores_allowed=share,
         cores_of_machine=machine,
         ranks_on_node=ranks,
         memory_bytes=total,
         memory_available_bytes=available // ranks,
-        shm_bytes=shm[0] if shm else None,
-        shm_free_bytes=shm[1] if shm else None,
+        shm_bytes=shm_total,
+        shm_free_bytes=shm_free,
         reasons=tuple(reasons),
     )
 
@@ -97,7 +99,11 @@ class CgroupFiles:
     @property
     def version(self) -> str | None:
         """Which version holds the limits: v1, v2, or None without control groups."""
-        return "v1" if self._v1 else "v2" if self._v2 else None
+        if self._v1:
+            return "v1"
+        if self._v2:
+            return "v2"
+        return None
 
     def cpu_quota(self) -> float | None:
         """Cores this group may use on average, or None without a quota."""
@@ -185,11 +191,11 @@ def _memory(root: Path, cgroup: CgroupFiles, reasons: list[str]) -> tuple[int, i
     return total, available
 
 
-def _shm(root: Path) -> tuple[int, int] | None:
+def _shm(root: Path) -> tuple[int | None, int | None]:
     try:
         status = os.statvfs(root / "dev/shm")
     except (OSError, AttributeError):
-        return None
+        return None, None
     return status.f_frsize * status.f_blocks, status.f_frsize * status.f_bavail
 
 
@@ -220,8 +226,9 @@ def _cgroup_folders(root: Path) -> tuple[list[Path], dict[str, list[Path]]]:
 
 def _up_from(mount: Path, path: str, mounted_part: str) -> list[Path]:
     """The group's folder and its parents up to the mount; in a container only the mount itself may be visible."""
-    inside = path.removeprefix(mounted_part) if f"{path}/".startswith(f"{mounted_part}/") else path
-    folder = mount / inside.lstrip("/")
+    if f"{path}/".startswith(f"{mounted_part}/"):
+        path = path.removeprefix(mounted_part)
+    folder = mount / path.lstrip("/")
     if ".." in folder.parts or not folder.is_dir():
         folder = mount
     return [folder, *(parent for parent in folder.parents if parent.is_relative_to(mount))]
@@ -235,8 +242,10 @@ def _text(path: Path) -> str | None:
 
 
 def _number(path: Path) -> int | None:
-    text = _text(path)
-    return int(text) if text and text.lstrip("-").isdigit() else None
+    text = _text(path) or ""
+    if not text.lstrip("-").isdigit():
+        return None
+    return int(text)
 
 
 def _table(path: Path) -> dict[str, int]:

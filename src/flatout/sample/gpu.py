@@ -1,7 +1,7 @@
-"""The cards, through NVML; and what their SMs really do, through its GPM where the card has it (Hopper on).
+"""The GPUs, through NVML; and what their SMs really do, through its GPM where the GPU has it (Hopper and later).
 
 GPU-Util says that a kernel was resident. GPM's counters say what share of the SMs, the tensor cores and the memory
-had work; two readings of them, at least 100 ms apart, give the mean between. Nothing here changes a card's settings.
+had work; two readings of them, at least 100 ms apart, give the mean between. Nothing here changes a GPU's settings.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ THROTTLE_REASONS = {
     0x100: "display clocks",
 }
 
-# What we ask each card, as a person would call it when there is no answer.
+# What each GPU is asked, and what a person calls it when there is no answer.
 _WORDS = {
     "nvmlDeviceGetName": "the name",
     "nvmlDeviceGetUUID": "the UUID",
@@ -51,10 +51,10 @@ _WORDS = {
     "nvmlDeviceGetSamples": "the history of GPU-Util",
 }
 
-# NVML's error numbers, by what they mean for us. Any other error may pass: one asks again the next time.
+# NVML's error numbers, by what they mean here. After any other error the question is asked again the next time.
 _NEVER = (2, 3, 4, 13, 26)  # bad argument, not supported, no permission, no such function, deprecated
 _NOTHING_NEW = (6, 21, 27)  # not found, no data, not ready
-_LOST = (1, 9, 15, 16, 28)  # driver gone, card lost, reset required, no such card
+_LOST = (1, 9, 15, 16, 28)  # driver gone, GPU lost, reset required, no such GPU
 
 # The field that each GPM metric fills, and the factor to our unit. The numbers are fixed by NVML's header.
 _SM_ACTIVE = 2
@@ -68,11 +68,11 @@ _GPM_METRICS = {
 }
 
 
-class Cards:
-    """The cards one asked for (all of them by default)."""
+class Gpus:
+    """The GPUs asked for, by default all of them."""
 
     def __init__(self, indices: Sequence[int] | None, note: Callable[[str], None], nvml: Any = None) -> None:
-        self._cards: list[_Card] = []
+        self._gpus: list[_Gpu] = []
         self._nvml = nvml or importlib.import_module("pynvml")
         try:
             self._nvml.nvmlInit()
@@ -83,32 +83,33 @@ class Cards:
                 raise UsageError(f"there is no GPU {indices[0]}: no NVIDIA driver answers ({problem})") from None
             note(f"no NVIDIA driver answers ({problem}): only the host is shown")
             return
-        for index in dict.fromkeys(range(count) if indices is None else indices):
+        if indices is None:
+            indices = range(count)
+        for index in dict.fromkeys(indices):
             if not 0 <= index < count:
                 self.close()
-                there = "there is none" if count == 0 else f"there are 0 to {count - 1}" if count > 1 else "only 0"
-                raise UsageError(f"there is no GPU {index}: {there}")
+                raise UsageError(f"there is no GPU {index}: {_existing(count)}")
             try:
-                self._cards.append(_Card(self._nvml, index, note))
+                self._gpus.append(_Gpu(self._nvml, index, note))
             except self._nvml.NVMLError as problem:
                 note(f"GPU {index} does not answer ({problem}): it is left out")
 
     def pulse(self, now_s: float) -> None:
-        """Note how busy each card has been since the last pulse."""
-        for card in self._cards:
-            card.pulse(now_s)
+        """Note how busy each GPU was since the last pulse."""
+        for gpu in self._gpus:
+            gpu.pulse(now_s)
 
     def read(self, now_s: float) -> tuple[GpuSample, ...]:
-        """Each card since the last read."""
-        return tuple(card.read(now_s) for card in self._cards)
+        """Each GPU since the last read."""
+        return tuple(gpu.read(now_s) for gpu in self._gpus)
 
     def close(self) -> None:
         """Let go of the driver."""
         if self._nvml is None:
             return
-        for card in self._cards:
-            card.close()
-        self._cards.clear()
+        for gpu in self._gpus:
+            gpu.close()
+        self._gpus.clear()
         try:
             self._nvml.nvmlShutdown()
         except self._nvml.NVMLError:
@@ -116,7 +117,7 @@ class Cards:
         self._nvml = None
 
 
-class _Card:
+class _Gpu:
     def __init__(self, nvml: Any, index: int, note: Callable[[str], None]) -> None:
         self._nvml = nvml
         self._index = index
@@ -124,7 +125,7 @@ class _Card:
         self._never: set[tuple[object, ...]] = set()
         self._lost = False
         self._handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        self._name = str(self._ask("nvmlDeviceGetName") or "unknown card")
+        self._name = str(self._ask("nvmlDeviceGetName") or "unknown GPU")
         self._uuid = str(self._ask("nvmlDeviceGetUUID") or f"index-{index}")
         self._slow: dict[str, float | None] = {}
         self._engines: dict[str, float | None] = {}
@@ -156,34 +157,36 @@ class _Card:
             self._energy_j = _scaled(self._ask("nvmlDeviceGetTotalEnergyConsumption"), 1e-3)
             self._slow["sm_clock_max_mhz"] = _scaled(self._ask("nvmlDeviceGetMaxClockInfo", 1), 1)
         self.pulse(now_s)
-        activity = self._gpm.since_last_read() if self._gpm is not None else {}
-        if self._gpm is None:
+        activity: dict[str, float] = {}
+        if self._gpm is not None:
+            activity = self._gpm.since_last_read()
+        else:
             self._pulses += self._util_history()
         pulses, self._pulses = tuple(self._pulses), []
-        util, memory = self._ask("nvmlDeviceGetUtilizationRates"), self._ask("nvmlDeviceGetMemoryInfo")
-        reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")
         if any(self._engines.values()):
             self._read_engines()
+        memory = self._ask("nvmlDeviceGetMemoryInfo")
         sample = GpuSample(
             index=self._index,
             uuid=self._uuid,
             name=self._name,
-            gpu_util_pct=float(util.gpu) if util is not None else None,
-            memory_used_bytes=int(memory.used) if memory is not None else None,
-            memory_total_bytes=int(memory.total) if memory is not None else None,
+            gpu_util_pct=_field(self._ask("nvmlDeviceGetUtilizationRates"), "gpu", float),
+            memory_used_bytes=_field(memory, "used", int),
+            memory_total_bytes=_field(memory, "total", int),
             power_w=_scaled(self._ask("nvmlDeviceGetPowerUsage"), 1e-3),
             energy_j=self._energy_j,
             temperature_c=_scaled(self._ask("nvmlDeviceGetTemperature", 0), 1),
             sm_clock_mhz=_scaled(self._ask("nvmlDeviceGetClockInfo", 1), 1),
-            throttle=throttle_words(reasons) if reasons is not None else None,
+            throttle=throttle_words(self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")),
             processes=self._processes,
             pulses=pulses,
             **self._slow,
             **self._engines,
             **activity,
         )
-        # Half a reading of a card that went away meanwhile is worth nothing.
-        return GpuSample(index=self._index, uuid=self._uuid, name=self._name) if self._lost else sample
+        if self._lost:  # meanwhile: half a reading is worth nothing
+            return GpuSample(index=self._index, uuid=self._uuid, name=self._name)
+        return sample
 
     def close(self) -> None:
         if self._gpm is not None:
@@ -194,26 +197,24 @@ class _Card:
         self._slow["power_limit_w"] = _scaled(self._ask("nvmlDeviceGetEnforcedPowerLimit"), 1e-3)
         self._slow["memory_clock_mhz"] = _scaled(self._ask("nvmlDeviceGetClockInfo", 2), 1)
         self._read_engines()
-        found = self._ask("nvmlDeviceGetComputeRunningProcesses")
-        if found is None:
-            self._processes = None
-        else:
+        running = self._ask("nvmlDeviceGetComputeRunningProcesses")
+        self._processes = None
+        if running is not None:
             use = self._use_by_process()
-            self._processes = tuple(
-                GpuProcess(
-                    pid=p.pid,
-                    used_bytes=p.usedGpuMemory,
-                    name=self._process_name(p.pid),
-                    sm_pct=use.get(p.pid, 0.0) if use is not None else None,
-                )
-                for p in found
-            )
+            self._processes = tuple([self._process(answer, use) for answer in running])
+
+    def _process(self, answer: Any, use: dict[int, float] | None) -> GpuProcess:
+        sm_pct = None
+        if use is not None:
+            sm_pct = use.get(answer.pid, 0.0)
+        name = self._process_name(answer.pid)
+        return GpuProcess(pid=answer.pid, used_bytes=answer.usedGpuMemory, name=name, sm_pct=sm_pct)
 
     def _read_engines(self) -> None:
         """The decoders: asked now and then while they are idle, and at every read while they are not."""
         decoder, jpeg = self._ask("nvmlDeviceGetDecoderUtilization"), self._ask("nvmlDeviceGetJpgUtilization")
-        self._engines["decoder_util_pct"] = float(decoder[0]) if decoder is not None else None
-        self._engines["jpeg_util_pct"] = float(jpeg[0]) if jpeg is not None else None
+        self._engines["decoder_util_pct"] = _field(decoder, 0, float)
+        self._engines["jpeg_util_pct"] = _field(jpeg, 0, float)
 
     def _process_name(self, pid: int) -> str | None:
         try:
@@ -222,18 +223,20 @@ class _Card:
             return None  # it has ended, or a container hides it
 
     def _use_by_process(self) -> dict[int, float] | None:
-        """How much of the time each process had work on the card of late; None where the driver does not tell."""
-        # Silence at first may be for good; of a driver that has answered before it says that nobody used the card.
-        silence: list[Any] | None = [] if self._last_use_us else None
+        """How much of the recent time each process had work on the GPU; None where the driver does not say."""
+        # A driver may never answer this. If one has answered before and does not now, nobody used the GPU.
+        silence: list[Any] | None = None
+        if self._last_use_us:
+            silence = []
         answer = self._ask("nvmlDeviceGetProcessUtilization", self._last_use_us, nothing_new=silence)
         if answer is None:
             return None
-        told = [s for s in answer if s.smUtil <= 100]  # some drivers hand out memory they never wrote to
-        self._last_use_us = max((s.timeStamp for s in told), default=self._last_use_us)
-        return {s.pid: float(s.smUtil) for s in told}
+        valid = [s for s in answer if s.smUtil <= 100]  # some drivers hand out memory they never wrote to
+        self._last_use_us = max((s.timeStamp for s in valid), default=self._last_use_us)
+        return {s.pid: float(s.smUtil) for s in valid}
 
     def _util_history(self) -> list[float]:
-        """GPU-Util at the driver's own pace (a few a second), for cards without GPM."""
+        """GPU-Util at the driver's own pace (a few a second), for GPUs without GPM."""
         answer = self._ask("nvmlDeviceGetSamples", 1, self._last_util_us)
         if answer is None:
             return []
@@ -241,10 +244,12 @@ class _Card:
         first_read = self._last_util_us == 0
         if new:
             self._last_util_us = new[-1].timeStamp
-        return [] if first_read else [float(s.sampleValue.uiVal) for s in new]
+        if first_read:
+            return []
+        return [float(s.sampleValue.uiVal) for s in new]
 
     def _ask(self, function: str, *arguments: object, nothing_new: Any = None) -> Any:
-        """What NVML answers, or None (or `nothing_new`); what it will never answer is not asked again."""
+        """What NVML answers, None without an answer, or `nothing_new`. What it will never answer is not asked again."""
         if self._lost or (function, *arguments) in self._never:
             return None
         try:
@@ -269,7 +274,7 @@ class _Card:
 
 
 class _Gpm:
-    """GPM counters of one card. Three buffers turn: the last read's, the last pulse's, and one to fill next."""
+    """GPM counters of one GPU, in three buffers by turns: the last read, the last pulse, and one to fill next."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml = nvml
@@ -283,7 +288,7 @@ class _Gpm:
 
     @classmethod
     def on(cls, nvml: Any, handle: Any) -> _Gpm | None:
-        """GPM where the card has it and lets us."""
+        """GPM, where the GPU has it and permits it."""
         try:
             if not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
                 return None
@@ -306,7 +311,7 @@ class _Gpm:
         try:
             self._nvml.nvmlGpmSampleGet(self._handle, free)
         except self._nvml.NVMLError:
-            self._values = {}  # yesterday's activity is not today's
+            self._values = {}  # the activity before is not that of now
             self._latest_s = None
             raise
         self._latest, self._latest_s = free, now_s
@@ -327,7 +332,7 @@ class _Gpm:
             try:
                 self._nvml.nvmlGpmSampleFree(buffer)
             except self._nvml.NVMLError:
-                pass  # it goes with the card
+                pass  # it goes with the GPU
         self._buffers = []
 
     def _between(self, start: Any, end: Any, query: Any) -> dict[str, float]:
@@ -354,10 +359,31 @@ def _query(nvml: Any, metrics: tuple[int, ...]) -> Any:
     return query
 
 
-def throttle_words(bits: int) -> tuple[str, ...]:
+def _existing(count: int) -> str:
+    if count == 0:
+        return "there is none"
+    if count == 1:
+        return "only 0"
+    return f"there are 0 to {count - 1}"
+
+
+def throttle_words(bits: int | None) -> tuple[str, ...] | None:
     """NVML's bit mask of clock reasons in words."""
+    if bits is None:
+        return None
     return tuple(word for bit, word in THROTTLE_REASONS.items() if bits & bit)
 
 
 def _scaled(value: float | None, factor: float) -> float | None:
-    return float(value) * factor if value is not None else None
+    if value is None:
+        return None
+    return float(value) * factor
+
+
+def _field(answer: Any, name: str | int, kind: Callable[[Any], Any]) -> Any:
+    """One figure of an answer; None without an answer."""
+    if answer is None:
+        return None
+    if isinstance(name, int):
+        return kind(answer[name])
+    return kind(getattr(answer, name))

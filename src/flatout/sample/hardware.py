@@ -1,4 +1,4 @@
-"""One sampler for everything outside the training process: the cards, the machine, the training's processes."""
+"""One sampler for everything outside the training process: the GPUs, the machine, the training's processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.model.errors import UsageError
-from flatout.sample.gpu import Cards
+from flatout.sample.gpu import Gpus
 from flatout.sample.host import host_of
 from flatout.sample.process import Tree, find_trainings, processes_of
 from flatout.trace import Sample
@@ -20,7 +20,7 @@ PULSE_EVERY_S = 0.25  # GPM allows 8 Hz; at 4 a load switched every 2 s is still
 class Sampler:
     """Call `read` at the pace you want, and `pulse` every PULSE_EVERY_S in between; `close` when done.
 
-    Without `pids` it follows whoever holds memory on the cards, or else has loader workers.
+    Without `pids` it follows the processes that hold memory on the GPUs, or else those that have loader workers.
     `root` and `nvml` are for tests with recorded data.
     """
 
@@ -43,13 +43,13 @@ class Sampler:
         self._found: tuple[int, ...] = ()
         self._found_s = float("-inf")
         self._read_s: float | None = None
-        self._cards = Cards(gpus, self._note, nvml)
+        self._gpus = Gpus(gpus, self._note, nvml)
         self._host = host_of(root)
         self._tree = Tree(root)
 
     def pulse(self) -> None:
-        """Look at the cards' activity only; it comes out as `GpuSample.pulses` of the next read."""
-        self._cards.pulse(self._clock())
+        """Look at the GPUs' activity only; it comes out as `GpuSample.pulses` of the next read."""
+        self._gpus.pulse(self._clock())
 
     def due(self, interval_s: float) -> bool:
         """Whether a read is due, when one wants them `interval_s` apart."""
@@ -58,11 +58,14 @@ class Sampler:
     def read(self) -> Sample:
         """Everything since the last read. The first one has levels, but no rates yet."""
         now_s = self._clock()
-        gpus = self._cards.read(now_s)
+        gpus = self._gpus.read(now_s)
         holders = {process.pid for gpu in gpus for process in gpu.processes or ()}
+        interval_s = 0.0
+        if self._read_s is not None:
+            interval_s = now_s - self._read_s
         sample = Sample(
             time_s=now_s,
-            interval_s=now_s - self._read_s if self._read_s is not None else 0.0,
+            interval_s=interval_s,
             host=self._host.read(now_s),
             gpus=gpus,
             processes=self._tree.read(now_s, self._followed(now_s, holders), holders),
@@ -72,7 +75,7 @@ class Sampler:
 
     def close(self) -> None:
         """Let go of the driver and of every open file."""
-        self._cards.close()
+        self._gpus.close()
         self._host.close()
         self._tree.close()
 
@@ -90,7 +93,7 @@ class Sampler:
             return tuple(seen)
         if holders:
             self._note(
-                "this container does not show the processes that use the cards: looking for loader workers instead"
+                "this container does not show the processes that use the GPUs: looking for loader workers instead"
             )
         if now_s - self._found_s >= _FIND_TRAININGS_EVERY_S:
             self._found_s = now_s

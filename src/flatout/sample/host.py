@@ -61,8 +61,6 @@ class Host:
         self._pressure = {name: ProcFile(root / "proc/pressure" / name) for name in ("cpu", "io", "memory")}
         self._disks = _whole_disks(root)
         self._cgroup = CgroupFiles(root)
-        self._has_quota = self._cgroup.cpu_quota() is not None
-        self._has_limit = self._cgroup.memory() is not None
         self._before: _Counters | None = None
 
     def read(self, now_s: float) -> HostSample:
@@ -72,11 +70,13 @@ class Host:
             cores=_cpu_ticks(stat := self._files["stat"].read(_LONG_BYTES)),
             switches=_counter(stat, b"\nctxt "),
             pressure_us={name: _counter(file.read(), b"total=") for name, file in self._pressure.items()},
-            quota_periods=self._cgroup.quota_periods() if self._has_quota else None,
+            quota_periods=self._cgroup.quota_periods(),
             disks=_disk_counters(self._files["diskstats"].read(_LONG_BYTES), self._disks),
         )
         before, self._before = self._before, now
-        rates = now.since(before) if before is not None and now_s > before.now_s else {}
+        rates: dict[str, Any] = {}
+        if before is not None and now_s > before.now_s:
+            rates = now.since(before)
         return HostSample(run_queue=_counter(stat, b"\nprocs_running "), **self._levels(), **rates)
 
     def close(self) -> None:
@@ -87,8 +87,8 @@ class Host:
     def _levels(self) -> dict[str, Any]:
         info = self._files["meminfo"].read()
         total, available = _kibibytes(info, b"MemTotal:"), _kibibytes(info, b"MemAvailable:")
-        used = total - available if total is not None and available is not None else None
-        limited = self._cgroup.memory() if self._has_limit else None
+        used = _difference(total, available)
+        limited = self._cgroup.memory()
         if limited is not None and (total is None or limited[0] < total):
             total, used = limited
         swap_total, swap_free = _kibibytes(info, b"SwapTotal:"), _kibibytes(info, b"SwapFree:")
@@ -96,7 +96,7 @@ class Host:
             "memory_total_bytes": total,
             "memory_used_bytes": used,
             "page_cache_bytes": _kibibytes(info, b"\nCached:"),
-            "swap_used_bytes": swap_total - swap_free if swap_total is not None and swap_free is not None else None,
+            "swap_used_bytes": _difference(swap_total, swap_free),
         }
         try:
             shm = os.statvfs(self._root / "dev/shm")
@@ -126,8 +126,10 @@ class _Counters:
         busy = [_pct(ticks - idle - waiting, ticks) for ticks, idle, waiting in spent]
 
         def stalled_pct(name: str) -> float | None:
-            now_us, before_us = self.pressure_us[name], before.pressure_us[name]
-            return _pct(now_us - before_us, seconds * 1e6) if now_us is not None and before_us is not None else None
+            stalled_us = _difference(self.pressure_us[name], before.pressure_us[name])
+            if stalled_us is None:
+                return None
+            return _pct(stalled_us, seconds * 1e6)
 
         return {
             "cpu_pct": busy[0] if busy else None,
@@ -164,11 +166,22 @@ def _cpu_ticks(stat: bytes) -> list[tuple[int, int, int]]:
 
 def rate(now: int | None, before: int | None, divisor: float) -> float | None:
     """How much a counter has grown, by the divisor; None where it is not known."""
-    return (now - before) / divisor if now is not None and before is not None else None
+    grown = _difference(now, before)
+    if grown is None:
+        return None
+    return grown / divisor
+
+
+def _difference(one: int | None, other: int | None) -> int | None:
+    if one is None or other is None:
+        return None
+    return one - other
 
 
 def _pct(part: float, whole: float) -> float:
-    return min(100.0, max(0.0, 100 * part / whole)) if whole > 0 else 0.0
+    if whole <= 0:
+        return 0.0
+    return min(100.0, max(0.0, 100 * part / whole))
 
 
 def _held_back_pct(now: tuple[int, int] | None, before: tuple[int, int] | None) -> float | None:
@@ -188,7 +201,9 @@ def _counter(text: bytes, label: bytes) -> int | None:
 
 def _kibibytes(meminfo: bytes, label: bytes) -> int | None:
     value = _counter(meminfo, label)
-    return value * 1024 if value is not None else None
+    if value is None:
+        return None
+    return value * 1024
 
 
 def _whole_disks(root: Path) -> set[str]:

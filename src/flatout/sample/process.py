@@ -1,8 +1,8 @@
 """The processes of a training: the trainers, their loader workers, and the rest of the tree.
 
 A loader worker is known by the name torch gives it. Where nothing in the tree bears that name (an older torch), it is
-a fork of its parent (the same command line) or a child that multiprocessing spawned, unless it holds memory on a card
-or has such children itself. A trainer holds memory on a card, or has workers of its own; init, a shell and whoever else
+a fork of its parent (the same command line) or a child that multiprocessing spawned, unless it holds memory on a GPU
+or has such children itself. A trainer holds memory on a GPU, or has workers of its own; init, a shell and whoever else
 has adopted one whose trainer died is none. Read from /proc.
 """
 
@@ -53,9 +53,9 @@ class Tree:
         self._looked_s = -_LOOK_FOR_NEW_S
         self._pss_s = -_PSS_PAUSE_S
 
-    def read(self, now_s: float, roots: Iterable[int], card_holders: Iterable[int] = ()) -> tuple[ProcessSample, ...]:
-        """Every process in the trees now. `card_holders` are the processes known to use a GPU."""
-        asked, holders = frozenset(roots), frozenset(card_holders)
+    def read(self, now_s: float, roots: Iterable[int], gpu_holders: Iterable[int] = ()) -> tuple[ProcessSample, ...]:
+        """Every process in the trees now. `gpu_holders` are the processes known to use a GPU."""
+        asked, holders = frozenset(roots), frozenset(gpu_holders)
         if asked != self._roots or holders != self._holders or now_s - self._looked_s >= _LOOK_FOR_NEW_S:
             self._roots, self._holders, self._looked_s = asked, holders, now_s
             self._look_for_new()
@@ -77,17 +77,21 @@ class Tree:
         self._known.clear()
 
     def _measure_some_pss(self, now_s: float) -> None:
-        """A few at first, then one now and then: whoever has waited longest, the trainers before their workers."""
+        """A few at first, then one now and then: the one that has waited longest, trainers before their workers."""
         if now_s - self._pss_s < _PSS_PAUSE_S or not self._known:
             return
-        at_first = all(process.pss_s is None for process in self._known.values())
+        count = 1
+        if all(process.pss_s is None for process in self._known.values()):
+            count = _PSS_AT_ONCE
         waiting = sorted(self._known.values(), key=lambda p: (p.pss_s is not None, p.pss_s or 0.0, p.role != "trainer"))
-        for process in waiting[: _PSS_AT_ONCE if at_first else 1]:
+        for process in waiting[:count]:
             process.measure_pss(now_s)
         self._pss_s = now_s
 
     def _look_for_new(self) -> None:
-        tree = _below(self._system, self._roots) if self._roots else {}
+        tree: dict[int, int] = {}
+        if self._roots:
+            tree = _below(self._system, self._roots)
         for pid in self._known.keys() - tree.keys():
             self._known.pop(pid).close()
         for pid, role in _roles(self._system, tree, self._roots, self._holders).items():
@@ -98,7 +102,7 @@ class Tree:
 
 
 def find_trainings(root: Path = Path("/")) -> tuple[int, ...]:
-    """Processes that have loader workers: the trainings one can see without asking a card."""
+    """Processes that have loader workers: the trainings that can be seen without asking a GPU."""
     system = processes_of(root)
     workers = [pid for pid in system.pids() if system.name(pid) in _WORKER_NAMES]
     return tuple(sorted(_owners(system, {pid: system.parent(pid) for pid in workers})))
@@ -138,7 +142,9 @@ def _roles(system: Processes, tree: dict[int, int], roots: frozenset[int], holde
     owners = _owners(system, {pid: tree[pid] for pid in workers})
     trainers = (holders | owners) & tree.keys() - workers
     trainers = trainers or roots & tree.keys()
-    return {pid: "worker" if pid in workers else "trainer" if pid in trainers else "other" for pid in tree}
+    roles = dict.fromkeys(tree, "other")
+    roles |= dict.fromkeys(trainers, "trainer")
+    return roles | dict.fromkeys(workers, "worker")
 
 
 def _looks_like_worker(system: Processes, pid: int, parent: int) -> bool:
@@ -149,19 +155,20 @@ def _looks_like_worker(system: Processes, pid: int, parent: int) -> bool:
 
 
 def _owners(system: Processes, parents: Mapping[int, int | None]) -> set[int]:
-    """Whose the workers are, by their parents; who has adopted an orphan is not among them."""
-    behind = {parent: _behind_fork_server(system, parent) for parent in set(parents.values()) if parent is not None}
-    pairs = ((worker, behind[parent]) for worker, parent in parents.items() if parent is not None)
-    found: set[int] = set()
-    for worker, owner in pairs:
-        if owner not in found and _has_started(system, owner, worker):
-            found.add(owner)
-    return found
+    """The processes that started these workers, not those that adopted an orphan."""
+    owners: set[int] = set()
+    for worker, parent in parents.items():
+        if parent is None:
+            continue
+        owner = _behind_fork_server(system, parent)
+        if owner not in owners and _has_started(system, owner, worker):
+            owners.add(owner)
+    return owners
 
 
 def _has_started(system: Processes, owner: int, worker: int) -> bool:
-    """Whether it is its worker: a fork bears the same command line, unless one has changed its own since; any is a
-    Python of the same session."""
+    """Whether it is its worker: a fork has the same command line, unless one has changed its own since; then both are
+    Pythons of the same session."""
     command = system.command(owner)
     if command == system.command(worker):
         return bool(command)
@@ -169,7 +176,7 @@ def _has_started(system: Processes, owner: int, worker: int) -> bool:
 
 
 def _behind_fork_server(system: Processes, owner: int) -> int:
-    """Whose a worker is: its parent, or if that is multiprocessing's fork server or ours, who started it."""
+    """The trainer of a worker: its parent, or what started its parent, if that is a fork server."""
     while _FORK_SERVER in system.command(owner) or system.name(owner) == _OUR_FORK_SERVER:
         owner = system.parent(owner) or 0
     return owner
@@ -213,7 +220,9 @@ class Proc:
 
     def session(self, pid: int) -> str | None:
         fields = _after_name(_text(f"{self._proc}/{pid}/stat"))
-        return fields[3] if len(fields) > 3 else None
+        if len(fields) <= 3:
+            return None
+        return fields[3]
 
     def process(self, pid: int, role: str) -> _ProcProcess:
         return _ProcProcess(self._proc / str(pid), pid, role)
@@ -275,7 +284,10 @@ class _ProcProcess:
         if before is not None and self._waits and now_s - before[0] < _WAITS_EVERY_S:
             return
         waits = self._schedstat.read().split()  # of the main thread alone: the one that trains, or loads
-        delay_ns, switches = (int(waits[1]), int(waits[2])) if len(waits) == 3 else (None, None)
+        delay_ns: int | None = None
+        switches: int | None = None
+        if len(waits) == 3:
+            delay_ns, switches = int(waits[1]), int(waits[2])
         read_bytes = _read_counter(self._io.read())
         self._waits_before = (now_s, delay_ns, switches, read_bytes)
         if before is not None and now_s > before[0]:
@@ -305,12 +317,16 @@ def _text(path: str) -> str:
 
 def _after_name(stat: str) -> list[str]:
     """The fields of /proc/PID/stat behind the name, which may itself hold spaces and brackets."""
-    return stat[stat.rfind(")") + 2 :].split() if ")" in stat else []
+    if ")" not in stat:
+        return []
+    return stat[stat.rfind(")") + 2 :].split()
 
 
 def _read_counter(io: bytes) -> int | None:
     """Bytes read, by the process's own count: network file systems do not show up among the disks."""
-    return int(io[7 : io.index(b"\n")]) if io.startswith(b"rchar: ") else None
+    if not io.startswith(b"rchar: "):
+        return None
+    return int(io[7 : io.index(b"\n")])
 
 
 def _pss_bytes(rollup: str) -> int | None:

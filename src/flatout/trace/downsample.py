@@ -49,12 +49,13 @@ class StepDownsampler:
     def push(self, step: Step) -> list[Step | Window]:
         """Add one step. Steps that are not plain training (set-up, X-ray, the tail) stay raw and out of the windows."""
         if step.kind != "train":
-            return [step] if self._raw_bytes_left > 0 else []
+            return self._with_room([step])
         self._seen += 1
-        kept = [step] if self._seen <= RAW_STEPS else self._outliers.among(step)
-        out: list[Step | Window] = [*kept] if self._raw_bytes_left > 0 else []
+        kept = [step]
+        if self._seen > RAW_STEPS:
+            kept = self._outliers.among(step)
         self._window.add(step)
-        return out + self.flush() if self._window.is_full(self._length) else out
+        return self._with_room(kept) + self._full_window()
 
     def push_many(self, plain: LightSteps) -> list[Step | Window]:
         """Add light steps, all at once; one by one at the beginning of a run."""
@@ -62,9 +63,19 @@ class StepDownsampler:
             return [record for step in plain.steps() for record in self.push(step)]
         self._seen += len(plain.walls_ms)
         kept = self._outliers.among_many(plain)
-        out: list[Step | Window] = [*kept] if self._raw_bytes_left > 0 else []
         self._window.add_many(plain)
-        return out + self.flush() if self._window.is_full(self._length) else out
+        return self._with_room(kept) + self._full_window()
+
+    def _with_room(self, raw: list[Step]) -> list[Step | Window]:
+        """Raw steps, as long as there is room for them."""
+        if self._raw_bytes_left <= 0:
+            return []
+        return [*raw]
+
+    def _full_window(self) -> list[Step | Window]:
+        if not self._window.is_full(self._length):
+            return []
+        return self.flush()
 
     def flush(self) -> list[Step | Window]:
         """Close the window that is open, if any."""
@@ -130,7 +141,10 @@ class _Outliers:
         walls_ms, limit_ms = plain.walls_ms, OUTLIER * (self._median_ms or math.inf)
         kept: list[Step] = []
         kept_to, left = 0, self._left  # places
-        for place, wall_ms in enumerate(walls_ms) if self._after or max(walls_ms) > limit_ms else ():
+        candidates: list[float] = []
+        if self._after or max(walls_ms) > limit_ms:
+            candidates = walls_ms
+        for place, wall_ms in enumerate(candidates):
             if len(kept) >= left:
                 self._after = 0
                 break
@@ -240,7 +254,9 @@ def window_of(steps: list[Step]) -> Window:
 
 def name_within(known: dict[str, Sketch], name: str) -> str:
     """`name`, or without its line once there are too many names to keep apart."""
-    return name if name in known or len(known) < NAMES_A_WINDOW else name.partition("@")[0]
+    if name in known or len(known) < NAMES_A_WINDOW:
+        return name
+    return name.partition("@")[0]
 
 
 def span_totals(step: Step) -> dict[str, tuple[float, float | None, float | None]]:
@@ -250,7 +266,9 @@ def span_totals(step: Step) -> dict[str, tuple[float, float | None, float | None
     """
     totals: dict[str, tuple[float, float | None, float | None]] = {}
     for span in step.spans:
-        key = f"{span.name}@{span.where}" if span.where else span.name
+        key = span.name
+        if span.where:
+            key = f"{span.name}@{span.where}"
         host_ms, idle_ms, busy_ms = totals.get(key, (0.0, None, None))
         if span.gpu_idle_ms is not None:
             idle_ms = (idle_ms or 0.0) + span.gpu_idle_ms
@@ -282,7 +300,9 @@ class SampleDownsampler:
         """The mean of what is held back, if anything."""
         earliest_first = [self._held[doubling] for doubling in sorted(self._held, reverse=True)]
         self._held.clear()
-        return [mean_of(earliest_first)] if earliest_first else []
+        if not earliest_first:
+            return []
+        return [mean_of(earliest_first)]
 
     def wrote(self, size: int) -> None:
         """Account for a sample that was written: the stride becomes longer as the file grows."""
@@ -337,8 +357,9 @@ def _mean(weighted: list[tuple[T, float]]) -> T:
         values = [(getattr(record, field.name), length) for record, length in weighted]
         numbers = [(value, length) for value, length in values if isinstance(value, int | float)]
         if numbers and field.name not in _NOT_AVERAGED:
-            mean = _over_time(numbers)
-            means[field.name] = round(mean) if all(isinstance(value, int) for value, _ in numbers) else mean
+            means[field.name] = _over_time(numbers)
+            if all(isinstance(value, int) for value, _ in numbers):
+                means[field.name] = round(means[field.name])
     result: T = dataclasses.replace(last, **means)
     return result
 

@@ -64,7 +64,7 @@ class LightSteps:
         selected = replace(
             self,
             first_index=self.first_index + first,
-            start_s=self.ends_s[first - 1] if first else self.start_s,
+            start_s=[self.start_s, *self.ends_s][first],
             events=self.events[self._starts[first] : self._starts[end]],
         )
         return list(selected.steps())

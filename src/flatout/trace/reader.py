@@ -60,7 +60,9 @@ class RankTrace:
     def every_step(self) -> list[Step] | None:
         """The training steps, where all of them were kept raw."""
         steps = [step for step in self.steps if step.kind == "train"]
-        return steps if len(steps) >= sum(window.wall_ms.count for window in self.windows) else None
+        if len(steps) < sum(window.wall_ms.count for window in self.windows):
+            return None
+        return steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +81,8 @@ def read(folder: Path, ranks: Collection[int] | None = None) -> Trace:
     if not folder.is_dir():
         raise TraceError(f"no trace at {folder}: there is no such folder")
     files = sorted(path for path in folder.glob("*.jsonl") if not path.name.startswith(("workers-", "proof-")))
-    inside = {path.parent for path in folder.glob("*/*.jsonl")} if not files else set()
-    if inside:
-        newest = max(inside, key=lambda trace: trace.stat().st_mtime)
-        raise TraceError(f"{folder} is not a trace itself: it holds {len(inside)}, the newest is {newest}")
     if not files:
-        raise TraceError(f"{folder} is not a trace: it holds no .jsonl file")
+        raise _no_trace(folder)
     found: list[RankTrace] = []
     machines: list[RunInfo] = []
     samples: dict[str, tuple[Sample, ...]] = {}
@@ -121,6 +119,14 @@ def read(folder: Path, ranks: Collection[int] | None = None) -> Trace:
         raise TraceError(f"{folder} is not a trace: its .jsonl files are empty")
     found.sort(key=lambda r: r.info.rank or 0)
     return Trace(ranks=tuple(found), machines=tuple(machines), samples=samples, notes=tuple(notes), end=_worst(ends))
+
+
+def _no_trace(folder: Path) -> TraceError:
+    inside = {path.parent for path in folder.glob("*/*.jsonl")}
+    if not inside:
+        return TraceError(f"{folder} is not a trace: it holds no .jsonl file")
+    newest = max(inside, key=lambda trace: trace.stat().st_mtime)
+    return TraceError(f"{folder} is not a trace itself: it holds {len(inside)}, the newest is {newest}")
 
 
 def _worst(ends: Iterable[End]) -> End | None:
@@ -160,23 +166,29 @@ def read_summaries(folder: Path) -> tuple[Summary, ...]:
 def _rank(info: RunInfo, by_kind: dict[type[Any], list[Any]], workers: tuple[WorkerReport, ...]) -> RankTrace:
     """A run that was cut off leaves raw steps after its last window: they become a window, if none is missing."""
     steps, windows = by_kind[Step], by_kind[Window]
-    covered = windows[-1].last_index if windows else None
-    rest = [step for step in steps if covered is None or step.index > covered]
+    rest = steps
+    if windows:
+        rest = [step for step in steps if step.index > windows[-1].last_index]
     if rest:
-        first = rest[0].index if covered is None else covered + 1
+        first = rest[0].index
+        if windows:
+            first = windows[-1].last_index + 1
         whole = [step.index for step in rest] == list(range(first, first + len(rest)))
         training = [step for step in rest if step.kind == "train"]
         if whole and training:
             windows = [*windows, window_of(training)]
+    facts = Facts()
+    for record in by_kind[FactsRecord]:
+        facts = record.values
     return RankTrace(
         info=info,
         steps=tuple(steps),
         windows=tuple(windows),
         notes=tuple(by_kind[Note]),
-        facts=by_kind[FactsRecord][-1].values if by_kind[FactsRecord] else Facts(),
-        xray=by_kind[Xray][-1] if by_kind[Xray] else None,
+        facts=facts,
+        xray=next(iter(by_kind[Xray]), None),
         workers=workers,
-        end=by_kind[End][-1] if by_kind[End] else None,
+        end=next(iter(by_kind[End]), None),
     )
 
 
@@ -252,7 +264,9 @@ class _File:
         """Notes about what was left out."""
         words = []
         if self._damaged:
-            lines = f"{self._damaged:,} damaged line{'s were' if self._damaged > 1 else ' was'}"
+            lines = "1 damaged line was"
+            if self._damaged > 1:
+                lines = f"{self._damaged:,} damaged lines were"
             words.append(f"{self.path.name}: {lines} left out ({self._first_damage})")
         if self._left_out_bytes:
             size = f"{self._left_out_bytes / 1e6:,.0f} MB"
@@ -311,7 +325,9 @@ def _printable(data: Any) -> Any:
         return {printable(key): _printable(value) for key, value in data.items()}
     if isinstance(data, list):
         return [_printable(item) for item in data]
-    return printable(data) if isinstance(data, str) else data
+    if isinstance(data, str):
+        return printable(data)
+    return data
 
 
 def _refused(constant: str) -> None:

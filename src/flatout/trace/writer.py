@@ -119,9 +119,12 @@ class TraceWriter:
                 record = dataclasses.replace(record, text=redact_text(record.text))
             self._totals.count(record)
             if isinstance(record, Step | LightSteps):
-                push = self._steps.push if isinstance(record, Step) else self._steps.push_many
-                for thinned in push(record):  # type: ignore[arg-type]
-                    self._steps.wrote(thinned, self._put(thinned))
+                if isinstance(record, Step):
+                    kept = self._steps.push(record)
+                else:
+                    kept = self._steps.push_many(record)
+                for one in kept:
+                    self._steps.wrote(one, self._put(one))
             elif isinstance(record, Sample):
                 for sample in self._samples.push(record):
                     self._samples.wrote(self._put(sample))
@@ -227,13 +230,17 @@ class _Totals:
 def note_end(folder: Path, info: RunInfo, end: End) -> None:
     """Append how a command ended to the recording of its machine, whose writer has closed, or to a new one."""
     path = folder / f"{_stem(info)}.jsonl"
-    records: tuple[Record, ...] = (end,) if path.exists() else (info, end)
+    records: tuple[Record, ...] = (info, end)
+    if path.exists():
+        records = (end,)
     with path.open("ab") as file:
         file.write(b"".join((_as_json(encode(record)) + "\n").encode("ascii") for record in records))
 
 
 def _stem(info: RunInfo) -> str:
-    return f"hardware-{info.host}" if info.rank is None else f"rank-{info.rank:05d}"
+    if info.rank is None:
+        return f"hardware-{info.host}"
+    return f"rank-{info.rank:05d}"
 
 
 def _create(path: Path) -> io.FileIO:

@@ -11,7 +11,7 @@ import pytest
 from recorded_nvml import RecordedNvml
 
 from flatout.model.errors import UsageError
-from flatout.sample.gpu import Cards, throttle_words
+from flatout.sample.gpu import Gpus, throttle_words
 from flatout.trace import GpuSample
 
 NOT_SUPPORTED, NOT_FOUND, TIMEOUT, LIBRARY_NOT_FOUND, GPU_IS_LOST = 3, 6, 10, 12, 15
@@ -28,12 +28,12 @@ def notes() -> list[str]:
 
 
 @pytest.fixture
-def watch(nvml: RecordedNvml, notes: list[str]) -> Iterator[Callable[..., Cards]]:
-    """Makes Cards as they are at that moment, and closes them in the end."""
-    made: list[Cards] = []
+def watch(nvml: RecordedNvml, notes: list[str]) -> Iterator[Callable[..., Gpus]]:
+    """Makes Gpus as they are at that moment, and closes them in the end."""
+    made: list[Gpus] = []
 
-    def make(indices: list[int] | None = None) -> Cards:
-        made.append(Cards(indices, lambda text: None if text in notes else notes.append(text), nvml))
+    def make(indices: list[int] | None = None) -> Gpus:
+        made.append(Gpus(indices, lambda text: None if text in notes else notes.append(text), nvml))
         return made[-1]
 
     yield make
@@ -43,12 +43,12 @@ def watch(nvml: RecordedNvml, notes: list[str]) -> Iterator[Callable[..., Cards]
     assert not nvml.running
 
 
-def read(cards: Cards, now_s: float) -> GpuSample:
+def read(cards: Gpus, now_s: float) -> GpuSample:
     [sample] = cards.read(now_s)
     return sample
 
 
-def test_an_idle_card(watch: Callable[..., Cards], notes: list[str]) -> None:
+def test_an_idle_card(watch: Callable[..., Gpus], notes: list[str]) -> None:
     cards = watch()
     cards.read(0.0)
     sample = read(cards, 1.0)
@@ -66,7 +66,7 @@ def test_an_idle_card(watch: Callable[..., Cards], notes: list[str]) -> None:
     assert notes == []
 
 
-def test_a_card_full_of_matrix_products(nvml: RecordedNvml, watch: Callable[..., Cards]) -> None:
+def test_a_card_full_of_matrix_products(nvml: RecordedNvml, watch: Callable[..., Gpus]) -> None:
     nvml.moment = "matmul"
     cards = watch()
     cards.read(0.0)
@@ -83,7 +83,7 @@ def test_a_card_full_of_matrix_products(nvml: RecordedNvml, watch: Callable[...,
 
 
 def test_a_process_that_only_holds_memory_uses_none_of_the_card(
-    nvml: RecordedNvml, watch: Callable[..., Cards], notes: list[str]
+    nvml: RecordedNvml, watch: Callable[..., Gpus], notes: list[str]
 ) -> None:
     """GIVEN a process on the card that the driver told of, WHEN it tells nothing new THEN that is 0, and WHEN it cannot
     be asked for once THEN nothing is known."""
@@ -100,7 +100,7 @@ def test_a_process_that_only_holds_memory_uses_none_of_the_card(
 
 @pytest.mark.parametrize(("error", "asked", "noted"), [(NOT_SUPPORTED, 1, True), (NOT_FOUND, 3, False)])
 def test_a_driver_that_never_told_which_process_uses_the_card_leaves_it_open(
-    nvml: RecordedNvml, watch: Callable[..., Cards], notes: list[str], error: int, asked: int, noted: bool
+    nvml: RecordedNvml, watch: Callable[..., Gpus], notes: list[str], error: int, asked: int, noted: bool
 ) -> None:
     nvml.moment = "matmul"
     nvml.failing = {"nvmlDeviceGetProcessUtilization": error}
@@ -112,7 +112,7 @@ def test_a_driver_that_never_told_which_process_uses_the_card_leaves_it_open(
 
 
 def test_a_use_that_cannot_be_is_not_believed(
-    nvml: RecordedNvml, watch: Callable[..., Cards], monkeypatch: pytest.MonkeyPatch
+    nvml: RecordedNvml, watch: Callable[..., Gpus], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is its time: asked for from then on, the driver would be silent for good."""
     nvml.moment = "matmul"
@@ -130,7 +130,7 @@ def test_a_use_that_cannot_be_is_not_believed(
     assert since == [0, told.timeStamp]
 
 
-def test_tiny_kernels_look_busy_and_are_not(nvml: RecordedNvml, watch: Callable[..., Cards]) -> None:
+def test_tiny_kernels_look_busy_and_are_not(nvml: RecordedNvml, watch: Callable[..., Gpus]) -> None:
     nvml.moment = "tiny"
     cards = watch()
     cards.read(0.0)
@@ -140,16 +140,14 @@ def test_tiny_kernels_look_busy_and_are_not(nvml: RecordedNvml, watch: Callable[
     assert sample.sm_active_pct < 15
 
 
-def test_the_first_read_has_levels_but_no_activity_yet(watch: Callable[..., Cards]) -> None:
+def test_the_first_read_has_levels_but_no_activity_yet(watch: Callable[..., Gpus]) -> None:
     first = read(watch(), 0.0)
     assert first.sm_active_pct is None
     assert first.pulses == ()
     assert first.power_w is not None
 
 
-def test_pulses_come_out_with_the_next_read_and_never_too_close(
-    nvml: RecordedNvml, watch: Callable[..., Cards]
-) -> None:
+def test_pulses_come_out_with_the_next_read_and_never_too_close(nvml: RecordedNvml, watch: Callable[..., Gpus]) -> None:
     cards = watch()
     cards.read(0.0)
     nvml.moment = "matmul"
@@ -162,14 +160,14 @@ def test_pulses_come_out_with_the_next_read_and_never_too_close(
     assert read(cards, 0.56).sm_active_pct == sample.sm_active_pct
 
 
-def test_a_second_card_is_read_for_itself(nvml: RecordedNvml, watch: Callable[..., Cards]) -> None:
+def test_a_second_card_is_read_for_itself(nvml: RecordedNvml, watch: Callable[..., Gpus]) -> None:
     nvml.cards = [0, 0]
     assert [sample.index for sample in watch().read(0.0)] == [0, 1]
     assert [sample.index for sample in watch([1, 1]).read(0.0)] == [1]
 
 
 def test_a_counter_a_card_lacks_is_none_noted_once_and_not_asked_again(
-    nvml: RecordedNvml, watch: Callable[..., Cards], notes: list[str]
+    nvml: RecordedNvml, watch: Callable[..., Gpus], notes: list[str]
 ) -> None:
     nvml.failing = {"nvmlDeviceGetJpgUtilization": NOT_SUPPORTED}
     cards = watch()
@@ -181,7 +179,7 @@ def test_a_counter_a_card_lacks_is_none_noted_once_and_not_asked_again(
 
 
 def test_an_error_that_may_pass_is_asked_again(
-    nvml: RecordedNvml, watch: Callable[..., Cards], notes: list[str]
+    nvml: RecordedNvml, watch: Callable[..., Gpus], notes: list[str]
 ) -> None:
     cards = watch()
     nvml.failing = {"nvmlDeviceGetPowerUsage": TIMEOUT}
@@ -192,7 +190,7 @@ def test_an_error_that_may_pass_is_asked_again(
 
 
 def test_one_clock_unknown_does_not_cost_the_other(
-    nvml: RecordedNvml, watch: Callable[..., Cards], monkeypatch: pytest.MonkeyPatch
+    nvml: RecordedNvml, watch: Callable[..., Gpus], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def clock(_handle: int, which: int) -> int:
         if which == 2:
@@ -207,7 +205,7 @@ def test_one_clock_unknown_does_not_cost_the_other(
 
 
 def test_a_card_that_falls_off_the_bus_is_noted_once_and_reads_as_nothing(
-    nvml: RecordedNvml, watch: Callable[..., Cards], notes: list[str]
+    nvml: RecordedNvml, watch: Callable[..., Gpus], notes: list[str]
 ) -> None:
     nvml.moment = "matmul"
     cards = watch()
@@ -222,7 +220,7 @@ def test_a_card_that_falls_off_the_bus_is_noted_once_and_reads_as_nothing(
 
 
 def test_gpm_that_stops_answering_leaves_no_old_figures(
-    nvml: RecordedNvml, watch: Callable[..., Cards], notes: list[str]
+    nvml: RecordedNvml, watch: Callable[..., Gpus], notes: list[str]
 ) -> None:
     nvml.moment = "matmul"
     cards = watch()
@@ -239,7 +237,7 @@ def test_gpm_that_stops_answering_leaves_no_old_figures(
 
 
 def test_a_gpm_value_that_is_not_a_number_is_none(
-    nvml: RecordedNvml, watch: Callable[..., Cards], monkeypatch: pytest.MonkeyPatch
+    nvml: RecordedNvml, watch: Callable[..., Gpus], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def metrics(query: SimpleNamespace) -> None:
         for slot in range(query.numMetrics):
@@ -259,7 +257,7 @@ def without_gpm(nvml: RecordedNvml) -> RecordedNvml:
 
 
 def test_without_gpm_it_says_what_stands_in(
-    without_gpm: RecordedNvml, watch: Callable[..., Cards], notes: list[str]
+    without_gpm: RecordedNvml, watch: Callable[..., Gpus], notes: list[str]
 ) -> None:
     sample = read(watch(), 0.0)
     assert sample.sm_active_pct is None
@@ -269,7 +267,7 @@ def test_without_gpm_it_says_what_stands_in(
 
 
 def test_without_gpm_the_drivers_history_of_gpu_util_makes_the_pulses(
-    without_gpm: RecordedNvml, watch: Callable[..., Cards], notes: list[str]
+    without_gpm: RecordedNvml, watch: Callable[..., Gpus], notes: list[str]
 ) -> None:
     """GIVEN no news between two reads, THEN the history is asked for again, and nothing counts twice."""
     cards = watch()
@@ -288,7 +286,7 @@ def test_without_gpm_the_drivers_history_of_gpu_util_makes_the_pulses(
 
 
 def test_no_driver_is_said_once_and_costs_only_the_cards(
-    nvml: RecordedNvml, watch: Callable[..., Cards], notes: list[str]
+    nvml: RecordedNvml, watch: Callable[..., Gpus], notes: list[str]
 ) -> None:
     nvml.failing = {"nvmlInit": LIBRARY_NOT_FOUND}
     cards = watch()
@@ -304,7 +302,7 @@ def test_no_driver_is_said_once_and_costs_only_the_cards(
     [(1, 3, "there is no GPU 3: only 0"), (2, -1, "there is no GPU -1: there are 0 to 1"), (0, 0, "there is none")],
 )
 def test_an_index_that_is_not_there_is_refused(
-    nvml: RecordedNvml, watch: Callable[..., Cards], there: int, asked: int, text: str
+    nvml: RecordedNvml, watch: Callable[..., Gpus], there: int, asked: int, text: str
 ) -> None:
     nvml.cards = [0] * there
     with pytest.raises(UsageError, match=text):
@@ -312,7 +310,7 @@ def test_an_index_that_is_not_there_is_refused(
 
 
 def test_a_card_that_does_not_answer_at_the_start_is_left_out(
-    nvml: RecordedNvml, watch: Callable[..., Cards], notes: list[str]
+    nvml: RecordedNvml, watch: Callable[..., Gpus], notes: list[str]
 ) -> None:
     nvml.failing = {"nvmlDeviceGetHandleByIndex": GPU_IS_LOST}
     assert watch().read(0.0) == ()

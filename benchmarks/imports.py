@@ -1,0 +1,57 @@
+"""What flatout imports inside a training process, and how long that takes: `python -m benchmarks.imports`.
+
+Python's own `-X importtime` is read twice, of a script that imports torch and makes one step: with flatout inside and
+without. What only the first imports is flatout's, but for parts of torch. The quickest of five runs is shown.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from flatout.launch.lost import INJECTED
+from flatout.launch.protocol import VARIABLE, Options
+
+RUNS = 5
+LINE = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)")
+SCRIPT = """
+import torch
+from torch.utils.data import DataLoader
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in DataLoader(torch.ones(8, 4), batch_size=4):
+    model(x).sum().backward()
+    optimizer.step()
+"""
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        options = Options(folder=Path(folder), name="imports", xray=False)
+        inside = {VARIABLE: options.to_environment(), "PYTHONPATH": str(INJECTED)}
+        base = imported({}).keys()
+        runs = [{name: us for name, us in imported(inside).items() if name not in base} for _ in range(RUNS)]
+    ours = [{name: us for name, us in run.items() if name.split(".")[0] not in ("torch", "numpy")} for run in runs]
+    print(f"least of {RUNS}: {min(sum(run.values()) for run in ours) / 1e3:.1f} ms beside torch")
+    for name, us in sorted(min(ours, key=lambda run: sum(run.values())).items(), key=lambda pair: -pair[1])[:25]:
+        print(f"{us / 1e3:8.1f} ms  {name}")
+
+
+def imported(variables: dict[str, str]) -> dict[str, int]:
+    """Microseconds each module took to import, those that it imports itself left out."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", SCRIPT],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return {name: int(us) for us, name in LINE.findall(done.stderr)}
+
+
+if __name__ == "__main__":
+    main()
