@@ -53,6 +53,11 @@ def ms(value: float) -> str:
     return f"{value / 1e3:.2f} s"
 
 
+def ms_a_step(total_ms: float | None, steps: int) -> str:
+    """A total as milliseconds a step; empty where it is not known."""
+    return "" if total_ms is None else ms(total_ms / max(1, steps))
+
+
 def duration(value_ms: float) -> str:
     """A length of time: 42.0 s, 3 min 20 s, 2 h 5 min."""
     seconds = value_ms / 1e3

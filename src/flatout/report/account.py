@@ -15,7 +15,7 @@ from flatout.model.errors import TraceError
 from flatout.model.facts import Facts
 from flatout.model.finding import Finding
 from flatout.model.formatting import as_typed, count_of, exit_in_words
-from flatout.model.readings import GPU_READINGS, shown_in
+from flatout.model.readings import GPU_READINGS, Reading, shown_in
 from flatout.model.records import SPANS_A_STEP, to_json
 from flatout.redact import redact_command, redact_setting, redact_text
 from flatout.trace import (
@@ -137,8 +137,8 @@ class Account:
             if not change.applied:
                 not_applied.append(f"{change.name} ({change.how})")
                 continue
-            places = [change.where, *change.also] if change.where else []
-            applied.append(f"{change.name}={as_typed(change.value)} ({', '.join([change.how, *places])})")
+            how = ", ".join(filter(None, (change.how, change.where, *change.also)))
+            applied.append(f"{change.name}={as_typed(change.value)} ({how})")
         sentences = []
         if applied:
             sentences.append(f"changed in this run: {'; '.join(applied)}.")
@@ -312,11 +312,18 @@ def _hardware(rank: RankTrace, samples: tuple[Sample, ...]) -> dict[str, float]:
     if not samples:
         return {}
     figures = {"cpu_pct": Sketch.of(s.host.cpu_pct for s in samples).mean}
-    seen = samples_by_gpu(samples).get(gpu_of(rank, samples) or "")
-    for reading in shown_in("run", GPU_READINGS) if seen else ():
-        values = Sketch.of(getattr(gpu, reading.name) for gpu in seen or ())
-        figures[reading.name] = values.high if reading.peak else values.mean
+    seen = samples_by_gpu(samples).get(gpu_of(rank, samples) or "", [])
+    for reading in shown_in("run", GPU_READINGS):
+        figures[reading.name] = mean_or_peak(reading, seen)
     return {name: value for name, value in figures.items() if value is not None}
+
+
+def mean_or_peak(reading: Reading, seen: Sequence[GpuSample]) -> float | None:
+    """What counts of a reading over a run; None where it was never measured."""
+    values = Sketch.of(getattr(gpu, reading.name) for gpu in seen)
+    if not values.count:
+        return None
+    return values.high if reading.peak else values.mean
 
 
 def gpu_of(rank: RankTrace, samples: Iterable[Sample]) -> str | None:
@@ -361,9 +368,12 @@ def _error(trace: Trace, failed: list[RankTrace], code: int | None, after: str) 
     if end.error == "KeyboardInterrupt":
         return f"{_subject(trace, code)} was interrupted {after}"
     how = f"ended with {exit_in_words(code)}" if code else "ended"
-    where = f" at {end.where}" if end.where is not None else ""
-    rank = f" (rank {number})" if len(trace.ranks) > 1 else ""
-    return f"{_subject(trace, code)} {how} {after}: {end.error}{where}{rank}"
+    sentence = f"{_subject(trace, code)} {how} {after}: {end.error}"
+    if end.where is not None:
+        sentence += f" at {end.where}"
+    if len(trace.ranks) > 1:
+        sentence += f" (rank {number})"
+    return sentence
 
 
 def _subject(trace: Trace, code: int | None) -> str:
@@ -389,8 +399,10 @@ def _note_of_a_hang(rank: RankTrace, b: Breakdown) -> tuple[Note, ...]:
     longest_ms = max(1e3 * HANG_S, HANG_STEPS * (b.step_ms.quantile(0.5) or 0.0))
     if last is None or last.name not in WAITS or last.host_ms < longest_ms:
         return ()
-    place = f" ({last.where})" if last.where else ""
-    text = f"the run ended in a wait of {last.host_ms / 1e3:.1f} s for {WAITS[last.name]}{place}: it hung"
+    waited_for = WAITS[last.name]
+    if last.where:
+        waited_for += f" ({last.where})"
+    text = f"the run ended in a wait of {last.host_ms / 1e3:.1f} s for {waited_for}: it hung"
     return (Note(time_s=tail.start_s, text=text),)
 
 

@@ -9,8 +9,7 @@ lanes       what each loader worker did with its time
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
@@ -331,8 +330,8 @@ def _hardware_panels(samples: Sequence[Sample], uuid: str | None, zero_s: float)
     def disks(name: str) -> list[float | None]:
         totals: list[float | None] = []
         for sample in samples:
-            rates = [getattr(disk, name) for disk in sample.host.disks or ()]
-            totals.append(sum(rates) / 1e6 if rates else None)
+            rates = [getattr(disk, name) / 1e6 for disk in sample.host.disks or ()]
+            totals.append(sum(rates) if rates else None)
         return totals
 
     active, util = ("SM active", "compute", gpu("sm_active_pct")), ("GPU-Util", "other", gpu("gpu_util_pct"))
@@ -380,7 +379,6 @@ def marks(trace: Trace, rank: RankTrace) -> tuple[Mark, ...]:
     """Evaluations, checkpoints and starts of loader workers; set-up, X-ray and ceiling. Of too many, the longest."""
     zero_s = _start_s(trace, rank)
     found: list[Mark] = []
-    seen: list[tuple[str, int]] = []
     for kind, group in groupby(rank.steps, key=lambda step: KINDS_IN_WORDS.get(step.kind)):
         steps = list(group)
         if kind is not None:
@@ -388,37 +386,18 @@ def marks(trace: Trace, rank: RankTrace) -> tuple[Mark, ...]:
             found.append(Mark(name=kind, start_s=steps[0].start_s - zero_s, length_s=end_s - steps[0].start_s))
         for step in steps:
             if step.kind in ("train", "tail"):
-                pauses = _pauses_in_step(step, zero_s)
-                found += pauses.values()
-                seen += ((name, step.index) for name in pauses)
-    found += _pauses_in_windows(rank.windows, seen, zero_s)
+                found += _pauses_in_step(step, zero_s)
     longest = sorted(found, key=lambda mark: -mark.length_s)[:MAX_MARKS]
     return tuple(sorted(longest, key=lambda mark: mark.start_s))
 
 
-def _pauses_in_step(step: Step, zero_s: float) -> dict[str, Mark]:
-    found = {}
+def _pauses_in_step(step: Step, zero_s: float) -> Iterator[Mark]:
     for name in PAUSES:
         spans = [span for span in step.spans if span.name == name]
         if spans:
-            end_ms = spans[-1].start_ms + spans[-1].host_ms
+            length_ms = spans[-1].start_ms + spans[-1].host_ms - spans[0].start_ms
             start_s = step.start_s - zero_s + spans[0].start_ms / 1e3
-            found[name] = Mark(name=phase_name(name), start_s=start_s, length_s=(end_ms - spans[0].start_ms) / 1e3)
-    return found
-
-
-def _pauses_in_windows(windows: Sequence[Window], seen: list[tuple[str, int]], zero_s: float) -> list[Mark]:
-    """Pauses in steps of which only the window is left: one mark a window, at its beginning, of their mean length."""
-    found = []
-    for name in PAUSES:
-        known = sorted(index for pause, index in seen if pause == name)
-        for window in windows:
-            times = window.spans_ms.get(name)
-            drawn = bisect_right(known, window.last_index) - bisect_left(known, window.first_index)
-            if times is not None and times.count > drawn:
-                length_s = (times.mean or 0.0) / 1e3
-                found.append(Mark(name=phase_name(name), start_s=window.start_s - zero_s, length_s=length_s))
-    return found
+            yield Mark(name=phase_name(name), start_s=start_s, length_s=length_ms / 1e3)
 
 
 # Loading

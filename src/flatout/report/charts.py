@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from flatout.model.formatting import duration, in_full, ms
+from flatout.model.formatting import duration, in_full, ms, ms_a_step
 from flatout.report.chart_data import Bar, Mark, Panel, Series, Timeline, phase_name
-from flatout.report.markup import Html, folded, join, table, tag
+from flatout.report.markup import Html, folded, join, remark, table, tag
 from flatout.trace import Sketch, Step, Xray
 from flatout.trace.downsample import span_totals
 
@@ -35,8 +35,8 @@ PATTERNS = Html(
 def block(bar: Bar, *, style: str = "", text: str = "") -> Html:
     """A bar in its track; its title says what it is."""
     place = {"x": f"{100 * bar.left:.2f}%", "width": f"{100 * bar.width:.2f}%", "height": "100%"}
-    where = f" at {bar.where}" if bar.where else ""
-    parts = [tag("rect", tag("title", f"{bar.label}{where}: {ms(bar.ms)}"), class_=f"{bar.family}{style}", **place)]
+    what = " at ".join(filter(None, (bar.label, bar.where)))
+    parts = [tag("rect", tag("title", f"{what}: {ms(bar.ms)}"), class_=f"{bar.family}{style}", **place)]
     if style == " idle":
         parts.append(tag("rect", class_="stripes", **place))
     if text:
@@ -46,7 +46,9 @@ def block(bar: Bar, *, style: str = "", text: str = "") -> Html:
 
 def track(blocks: Iterable[Html], *, label: str | None = None, style: str = "") -> Html:
     """A row of blocks; `label` is for those who do not see them."""
-    return tag("svg", *blocks, class_=f"track{style}", role="img" if label else None, aria_label=label)
+    if label is None:
+        return tag("svg", *blocks, class_=f"track{style}", aria_hidden="true")
+    return tag("svg", *blocks, class_=f"track{style}", role="img", aria_label=label)
 
 
 def described(label: str, bars: Iterable[Bar]) -> str:
@@ -81,18 +83,13 @@ def falls(bars: Sequence[Bar], steps: int, xray: Xray | None) -> Html:
     """The waterfall, and under it what the X-ray saw of the GPU's own work."""
     rows = [_fall(bar, steps) for bar in bars if bar.width >= SMALLEST_SHARE]
     if xray is not None and xray.wall_ms:
-        share = xray.busy_ms / xray.wall_ms
-        seen = Bar(label="kernels and copies", family="compute", left=0.0, width=share, ms=xray.busy_ms)
-        name = f"GPU at work, in {xray.steps} steps under the X-ray"
-        rows.append(bar_row(name, [block(seen)], f"{share:.1%}", ms(xray.busy_ms / max(1, xray.steps)), style="result"))
-    parts = [tag("ul", *rows, class_="falls")]
-    small_ms = sum(bar.ms for bar in bars if bar.width < SMALLEST_SHARE)
+        seen = Bar(label="busy", family="compute", left=0.0, width=xray.busy_ms / xray.wall_ms, ms=xray.busy_ms)
+        name, each = f"GPU at work, in {xray.steps} steps under the X-ray", ms_a_step(xray.busy_ms, xray.steps)
+        rows.append(bar_row(name, [block(seen)], f"{seen.width:.1%}", each, style="result"))
+    small_ms, note = sum(bar.ms for bar in bars if bar.width < SMALLEST_SHARE), ""
     if small_ms:
-        each = ms(small_ms / max(1, steps))
-        parts.append(
-            tag("p", f"Parts below {SMALLEST_SHARE:.1%} are in the table: {each} a step together.", class_="meta")
-        )
-    return join(parts)
+        note = f"Parts below {SMALLEST_SHARE:.1%} are in the table: {ms_a_step(small_ms, steps)} a step together."
+    return join([tag("ul", *rows, class_="falls"), remark(note)])
 
 
 def _fall(bar: Bar, steps: int) -> Html:
@@ -102,8 +99,8 @@ def _fall(bar: Bar, steps: int) -> Html:
     if idle:
         waited = replace(bar, left=bar.left + busy.width, width=bar.width * idle, ms=bar.ms * idle)
         blocks.append(block(waited, style=" idle"))
-    name = join([bar.label, tag("small", bar.where) if bar.where else None])
-    return bar_row(name, blocks, f"{bar.width:.1%}", ms(bar.ms / max(1, steps)))
+    name = join([bar.label, tag("small", bar.where or "")])
+    return bar_row(name, blocks, f"{bar.width:.1%}", ms_a_step(bar.ms, steps))
 
 
 def lane(name: str, shown: Html) -> Html:
@@ -119,20 +116,20 @@ def step_chart(drawn: Timeline) -> Html:
     step = drawn.step
     axis_ms = max(step.wall_ms, sum(bar.ms for bar in drawn.gpu))
     rows = [_step_row(name, bars, drawn.title) for name, bars in (("host", drawn.host), ("GPU", drawn.gpu)) if bars]
-    remark = None
+    note = ""
     if not drawn.gpu:
-        remark = "This step carries no GPU events."
+        note = "This step carries no GPU events."
     elif not drawn.anchored:
-        remark = "The GPU never waited long enough to show how far it ran behind the host."
+        note = "The GPU never waited long enough to show how far it ran behind the host."
     heads = ("phase", "where", "host", "GPU idle", "GPU busy")
-    caption = tag("p", f"step {step.index:,}: {ms(step.wall_ms)}", class_="meta")
+    caption = remark(f"step {step.index:,}: {ms(step.wall_ms)}")
     frame = tag("div", *rows, class_="frame", tabindex="0", role="group", aria_label=f"{drawn.title}, zoomable")
     return tag(
         "figure",
         tag("figcaption", tag("h3", drawn.title), caption),
         _zoomable([frame, tag("div", _ticks(0.0, axis_ms, "ms"), class_="axis")], 0.0, axis_ms, "ms"),
         _step_legend(drawn),
-        tag("p", remark, class_="meta") if remark else None,
+        remark(note),
         folded("The numbers", table(drawn.title, heads, _phase_rows(step), numbers_from=2)),
     )
 
@@ -141,17 +138,19 @@ def _phase_rows(step: Step) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for key, spent in sorted(span_totals(step).items(), key=lambda item: -item[1][0]):
         name, _, where = key.partition("@")
-        rows.append((phase_name(name), where, *(ms(value) if value else "" for value in spent)))
+        rows.append((phase_name(name), where, *(ms_a_step(value or None, 1) for value in spent)))
     return rows
 
 
 def _step_row(name: str, bars: Sequence[Bar], title: str) -> Html:
     blocks = []
     for bar in bars:
-        idle = bar.idle == 1.0
-        text = f"idle: {bar.label}" if idle else bar.label
-        fits = bar.width > 0.0085 * len(text)
-        blocks.append(block(bar, style=" idle" if idle else "", text=text if fits else ""))
+        text, style = bar.label, ""
+        if bar.idle == 1.0:
+            text, style = f"idle: {text}", " idle"
+        if bar.width < 0.0085 * len(text):  # too narrow for its name
+            text = ""
+        blocks.append(block(bar, style=style, text=text))
     inner = tag("svg", *blocks, class_="inner")
     return lane(name, track([inner], label=described(f"{title}, {name}", bars), style=" step"))
 
@@ -175,20 +174,16 @@ def over_time(panels: Sequence[Panel], marks: Sequence[Mark]) -> Html | None:
     if not panels:
         return None
     end = max(1e-9, *(series.x[-1] for panel in panels for series in panel.series))
-    figures = []
-    for place, panel in enumerate(panels):
-        bands = _bands(marks, end) if place == 0 else Html('<use href="#bands"></use>')
-        figures.append(plot(panel, 0.0, end, bands=bands, marks=marks))
-    parts: list[object] = []
-    if marks:
-        counted = Counter(mark.name for mark in marks)
-        names = (name if times == 1 else f"{name} ({times}×)" for name, times in counted.items())
-        parts.append(tag("p", f"Shaded: {', '.join(names)}.", class_="meta"))
-    parts += [_how_to_zoom("The plots move together."), _zoomable(figures, 0.0, *_time_axis(end))]
-    if marks:
-        rows = [(mark.name, f"{mark.start_s:,.2f} s", duration(mark.length_s * 1e3)) for mark in marks]
-        parts.append(folded("What is shaded", table("Not plain training", ("what", "after", "for"), rows)))
-    return join(parts)
+    again = Html('<use href="#bands"></use>')
+    figures = [plot(panels[0], 0.0, end, bands=_bands(marks, end), marks=marks)]
+    figures += (plot(panel, 0.0, end, bands=again, marks=marks) for panel in panels[1:])
+    zoomable = _zoomable(figures, 0.0, *_time_axis(end))
+    if not marks:
+        return join([_how_to_zoom("The plots move together."), zoomable])
+    names = ", ".join(f"{name} ({times}×)" for name, times in Counter(mark.name for mark in marks).items())
+    rows = [(mark.name, f"{mark.start_s:,.2f} s", duration(mark.length_s * 1e3)) for mark in marks]
+    behind = folded("What is shaded", table("Not plain training", ("what", "after", "for"), rows))
+    return join([remark(f"Shaded: {names}."), _how_to_zoom("The plots move together."), zoomable, behind])
 
 
 def by_step(panels: Iterable[Panel]) -> Html:
@@ -227,18 +222,16 @@ def plot(panel: Panel, start: float, end: float, *, bands: Html | None = None, m
     grid = "".join(f"M0 {SIZE * n // lines}h{SIZE}" for n in range(lines + 1))
     drawn = [bands, tag("path", class_="grid", d=grid)]
     for series in panel.series:
+        style = f"line {series.family}" + " dashed" * series.dashed + " dots" * (len(series.x) < 3)
         path = _path(series, start, end, low, high, marks)
-        kind = "dots" if len(series.x) < 3 else "line"
-        drawn.append(
-            tag("path", class_=f"{kind} {series.family}{' dashed' * series.dashed}", d=path, data_name=series.name)
-        )
-    levels = [
-        tag("text", in_full(round(high - n * step, 9)), x=2, y=f"{100 * n / lines:.1f}%", dy=-3 if n else 10)
-        for n in range(lines + 1)
-    ]
+        drawn.append(tag("path", class_=style, d=path, data_name=series.name))
+    levels = []
+    for n in range(lines + 1):
+        text, place = in_full(round(high - n * step, 9)), f"{100 * n / lines:.1f}%"
+        levels.append(tag("text", text, x=2, y=place, dy=10 - 13 * (n > 0)))
     rows = [_spread(series) for series in panel.series]
-    unit = f" {panel.unit}" if panel.unit else ""
-    label = f"{panel.title}{unit}: " + "; ".join(f"{row[0]}: median {row[3]}, highest {row[5]}" for row in rows)
+    title = f"{panel.title} {panel.unit}".rstrip()
+    label = f"{title}: " + "; ".join(f"{row[0]}: median {row[3]}, highest {row[5]}" for row in rows)
     surface = {"viewBox": f"0 0 {SIZE} {SIZE}", "preserveAspectRatio": "none", "aria_hidden": "true"}
     frame = tag(
         "div",
@@ -249,15 +242,18 @@ def plot(panel: Panel, start: float, end: float, *, bands: Html | None = None, m
         role="img",
         aria_label=label,
     )
-    names = legend((series.family, series.name) for series in panel.series) if len(panel.series) > 1 else None
+    names = legend((series.family, series.name) for series in panel.series)
     heads = ("series", "points", "lowest", "median", "mean", "highest")
-    axis_end, axis_unit = _time_axis(end) if panel.x_unit == "s" else (end, panel.x_unit)
+    axis_end, axis_unit = end, panel.x_unit
+    if axis_unit == "s":
+        axis_end, axis_unit = _time_axis(end)
+    heading = tag("h3", panel.title, tag("small", f" {panel.unit}"))
     return tag(
         "figure",
-        tag("figcaption", tag("h3", panel.title, tag("small", unit)), names, tag("output", aria_live="polite")),
+        tag("figcaption", heading, names, tag("output", aria_live="polite")),
         frame,
         tag("div", _ticks(start, axis_end, axis_unit), class_="axis"),
-        folded("The numbers", table(f"{panel.title}{unit}", heads, rows)),
+        folded("The numbers", table(title, heads, rows)),
     )
 
 

@@ -73,7 +73,9 @@ class LossCurves:
         """The answer."""
         if self.end_a is None or self.end_b is None:
             return "Losses: too few were read to compare; they are read in some steps only, fewer as a run goes on."
-        verdict = self.verdict if self.verdict == NO_DIFFERENCE else f"B's is {self.verdict}"
+        verdict = self.verdict
+        if verdict != NO_DIFFERENCE:
+            verdict = f"B's is {verdict}"
         apart = f"B − A = {self.end_b - self.end_a:+.4g} ({self.low:+.4g} to {self.high:+.4g})"
         ends = f"{self.end_a:.4g} and {self.end_b:.4g}"
         return f"Loss over the last quarter of what both did: {ends}; {apart}: {verdict}."
@@ -133,16 +135,16 @@ class Comparison:
         typical, overall = self.typical, self.overall
         if typical is None or overall is None:
             return "Not comparable: " + "; ".join(self.reasons) + "."
-        by_sample = "" if self.per == "step" else ", by the sample"
-        no_difference = typical.verdict == NO_DIFFERENCE
+        by_sample = {"step": "", "sample": ", by the sample"}[self.per]
+        median, first = f"is {typical.verdict}", f"B is {typical.verdict}"
+        if typical.verdict == NO_DIFFERENCE:
+            median, first = "shows no difference", "No difference shown"
         if self.leading is overall:
-            median = "shows no difference" if no_difference else f"is {typical.verdict}"
             return (
                 f"Over all its steps, slow ones included, B is {overall.verdict}: {overall}{by_sample}. "
                 f"Its median step {median}: {typical}."
             )
         speed = f"{typical.value:.2f}× the speed of A, {typical.low:.2f} to {typical.high:.2f}"
-        first = "No difference shown" if no_difference else f"B is {typical.verdict}"
         first = f"{first}: {speed} (median step{by_sample})."
         if overall.verdict == typical.verdict and overall.low <= typical.value <= overall.high:
             return first
@@ -163,15 +165,17 @@ class Comparison:
         for name in sorted(change, key=lambda name: -abs(change[name])):
             before, after = a.get(name, 0.0), b.get(name, 0.0)
             if max(before, after) >= least:
-                sign = "+" if change[name] >= 0 else "−"
-                rows.append((phase_name(name), ms(before), ms(after), f"{sign}{ms(abs(change[name]))}"))
+                apart = f"+{ms(change[name])}"
+                if change[name] < 0:
+                    apart = f"−{ms(-change[name])}"
+                rows.append((phase_name(name), ms(before), ms(after), apart))
         return rows
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON of `flatout compare --json`."""
-        typical = dataclasses.asdict(self.typical) if self.typical is not None else None
-        overall = None
-        if self.overall is not None:
+        typical = overall = None
+        if self.typical is not None and self.overall is not None:
+            typical = dataclasses.asdict(self.typical)
             overall = {**dataclasses.asdict(self.overall), "verdict": self.overall.verdict}
         return {
             "schema": SCHEMA,
@@ -236,17 +240,18 @@ def compare(a: RecordedRun, b: RecordedRun) -> Comparison:
     by_sample = not _alike(size_a, size_b)
     if by_sample and (size_a is None or size_b is None):
         reasons.append("one of them does not say how many samples a step has")
+    per, unit_a, unit_b = "step", 1.0, 1.0
+    if by_sample:
+        per, unit_a, unit_b = "sample", size_a or 1.0, size_b or 1.0
     typical = overall = None
     if not reasons and steady_a is not None and steady_b is not None:
-        samples = (size_b or 1.0) / (size_a or 1.0) if by_sample else 1.0
-        typical = _ratio(steady_a.typical, steady_b.typical, samples)
-        overall = _ratio(steady_a.overall, steady_b.overall, samples)
-    units = (size_a or 1.0, size_b or 1.0) if by_sample else (1.0, 1.0)
-    losses = _losses(_curve(a.trace.ranks[0], units[0]), _curve(b.trace.ranks[0], units[1]), by_sample=by_sample)
+        typical = _ratio(steady_a.typical, steady_b.typical, unit_b / unit_a)
+        overall = _ratio(steady_a.overall, steady_b.overall, unit_b / unit_a)
+    losses = _losses(per, _curve(a.trace.ranks[0], unit_a), _curve(b.trace.ranks[0], unit_b))
     return Comparison(
         a=a.account,
         b=b.account,
-        per="sample" if by_sample else "step",
+        per=per,
         typical=typical,
         overall=overall,
         reasons=tuple(reasons),
@@ -280,7 +285,7 @@ def _other_data(a: Account, b: Account) -> Iterator[str]:
         yield f"they train on other data: {_dataset(*first)} and {_dataset(*second)}"
 
 
-def _training_set(one: Account) -> tuple[str, Any] | None:
+def _training_set(one: Account) -> tuple[str, int | None] | None:
     """The dataset of the first loader: its class, whatever module it came from, and its length."""
     if not one.facts.loaders:
         return None
@@ -288,8 +293,8 @@ def _training_set(one: Account) -> tuple[str, Any] | None:
     return loader.dataset.rpartition(".")[2], loader.length
 
 
-def _dataset(name: str, length: Any) -> str:
-    return f"{name} of {count_of(length, 'sample')}" if isinstance(length, int) else name
+def _dataset(name: str, length: int | None) -> str:
+    return name if length is None else f"{name} of {count_of(length, 'sample')}"
 
 
 def _cautions(a: RecordedRun, b: RecordedRun, *, by_sample: bool) -> Iterator[str]:
@@ -297,7 +302,7 @@ def _cautions(a: RecordedRun, b: RecordedRun, *, by_sample: bool) -> Iterator[st
     yield from (f"{name}: {run.account.ended}" for name, run in runs if run.account.ended is not None)
     size_a, size_b = _samples_a_step(a.account), _samples_a_step(b.account)
     if by_sample and size_a and size_b:
-        sizes = f"a step of A has {in_full(size_a)} sample{'' if size_a == 1 else 's'}, one of B {in_full(size_b)}"
+        sizes = f"a step of A has {in_full(size_a)} sample{'s' * (size_a != 1)}, one of B {in_full(size_b)}"
         yield f"{sizes}: time for each sample is compared, not for each step"
     elif by_sample:
         yield "their steps have unlike numbers of samples"
@@ -400,10 +405,9 @@ def _curve(rank: RankTrace, unit: float) -> Curve:
     return tuple((x, y) for x, y in means if y is not None)
 
 
-def _losses(a: Curve, b: Curve, *, by_sample: bool) -> LossCurves | None:
+def _losses(axis: str, a: Curve, b: Curve) -> LossCurves | None:
     if not a or not b:
         return None
-    axis = "sample" if by_sample else "step"
     end = min(a[-1][0], b[-1][0])
     last_a, last_b = ([y for x, y in curve if 0.75 * end <= x <= end] for curve in (a, b))
     if min(len(last_a), len(last_b)) < MIN_LOSSES:

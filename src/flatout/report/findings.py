@@ -54,8 +54,8 @@ def sentence(words: str) -> str:
 
 def one_line(finding: Finding) -> str:
     """A finding in a line."""
-    where = f", {finding.where}" if finding.where else ""
-    return f"{finding.title} ({gain(finding)}; {finding.code}{where})"
+    place = ", ".join(filter(None, (finding.code, finding.where)))
+    return f"{finding.title} ({gain(finding)}; {place})"
 
 
 def gain(finding: Finding) -> str:
@@ -108,16 +108,19 @@ def change_as_typed(account: Account, finding: Finding) -> str | None:
 def permanently(attempt: Attempt, *, by_trainer: bool = False) -> str:
     """How to make a change permanent, in a line or two."""
     change = attempt.change
+    if change.knob.startswith("-"):
+        return f"pass {by_knob(change.knob, change.value)}"
     if change.knob:
-        flag = "pass " if change.knob.startswith("-") else ""
-        return flag + by_knob(change.knob, change.value)
+        return by_knob(change.knob, change.value)
     spec = BY_NAME.get(change.name)
     code = as_code(change.name, change.value, by_trainer=by_trainer) or f"{change.name} = {change.value!r}"
     made_by_trainer = by_trainer and spec is not None and "transformers" in spec.framework_code
     if not attempt.where or made_by_trainer:
         return code
-    elsewhere = f"; the same at {', '.join(attempt.also)}" if attempt.also else ""
-    return f"{attempt.where}: {_edited_line(attempt) or code}{elsewhere}"
+    edit = f"{attempt.where}: {_edited_line(attempt) or code}"
+    if attempt.also:
+        edit += f"; the same at {', '.join(attempt.also)}"
+    return edit
 
 
 def as_code(name: str, value: Any, *, by_trainer: bool = False) -> str | None:

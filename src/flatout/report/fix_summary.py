@@ -240,8 +240,10 @@ def gain_of(bundle: Sequence[Attempt]) -> str:
     """The changes of a bundle and what they gained."""
     inside = [in_words(attempt.change) for attempt in bundle]
     others = [name for name in bundle[0].together if name not in inside]
-    beside = f" together with {', '.join(others)}" if others else ""
-    return f"{names_of(bundle)}: {bundle[0].gain or 'not measured'}{beside}"
+    text = f"{names_of(bundle)}: {bundle[0].gain or 'not measured'}"
+    if others:
+        text += f" together with {', '.join(others)}"
+    return text
 
 
 def proofs_of(bundle: Sequence[Attempt], *, explained: bool = False) -> list[str]:
@@ -258,7 +260,7 @@ def _proof(attempt: Attempt, *, explained: bool) -> str:
     safety, proof = attempt.change.safety, attempt.outcome.proof
     meaning = SAFETY_IN_WORDS[safety]
     if explained:
-        return f"{safety}: {meaning}. {proof}" if proof else f"{safety}: {meaning}"
+        return f"{safety}: {'. '.join(filter(None, (meaning, proof)))}"
     if proof.startswith("not proven"):
         return f"said to be {safety}, {proof}"
     return f"{safety}: {proof or meaning}"
@@ -306,8 +308,10 @@ def _left(result: FixResult, findings: Sequence[Finding]) -> tuple[Finding, ...]
 
 
 def _side(run: Run | None, speed: Speed | None, price: Price | None, *, paused: bool) -> Side | None:
-    speed = speed or (run.speed if run is not None else None)
-    if run is None or run.trace is None or speed is None:
+    if run is None or run.trace is None:
+        return None
+    speed = speed or run.speed
+    if speed is None:
         return None
     metrics = metrics_of(run.trace)[0]
     rate = speed.with_pauses if paused else speed.value

@@ -27,24 +27,30 @@ def tag(name: str, /, *children: object, **attributes: object) -> Html:
 
 def join(children: Iterable[object]) -> Html:
     """One after the other; None is left out."""
-    texts = []
-    for child in children:
-        if child is not None:
-            texts.append(child if isinstance(child, Html) else escape(str(child)))
-    return Html("".join(texts))
+    return Html("".join(_markup(child) for child in children if child is not None))
 
 
-def table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[object]], *, numbers_from: int = 1) -> Html:
-    """A table whose columns from `numbers_from` on are numbers, set to the right."""
+def _markup(child: object) -> str:
+    return child if isinstance(child, Html) else escape(str(child))
 
-    def style(place: int) -> str | None:
-        return "number" if place >= numbers_from else None
 
-    top = (tag("th", head, class_=style(place), scope="col") for place, head in enumerate(heads))
+def remark(text: str) -> Html | None:
+    """A quiet paragraph; None without text."""
+    return tag("p", text, class_="meta") if text else None
+
+
+def table(
+    caption: str, heads: Sequence[str], rows: Iterable[Sequence[object]], *, numbers_from: int = 1
+) -> Html | None:
+    """A table whose columns from `numbers_from` on are numbers, set to the right; None without a row."""
+    styles = [None] * numbers_from + ["number"] * len(heads)
+    top = (tag("th", head, class_=style, scope="col") for head, style in zip(heads, styles, strict=False))
     lines = []
     for first, *others in rows:
-        cells = (tag("td", cell, class_=style(place)) for place, cell in enumerate(others, 1))
+        cells = (tag("td", cell, class_=style) for cell, style in zip(others, styles[1:], strict=False))
         lines.append(tag("tr", tag("th", first, scope="row"), *cells))
+    if not lines:
+        return None
     whole = tag("table", tag("caption", caption), tag("thead", tag("tr", *top)), tag("tbody", *lines))
     return tag("div", whole, class_="scroll", tabindex="0", role="region", aria_label=caption)
 
@@ -71,11 +77,13 @@ def as_text(value: object) -> str:
     if value is None:
         return "not set"
     if isinstance(value, bool):
-        return "yes" if value else "no"
+        return {True: "yes", False: "no"}[value]
     if isinstance(value, dict):
         return ", ".join(f"{key} {as_text(item)}" for key, item in value.items())[:MAX_TEXT]
     if isinstance(value, list | tuple):
         return ", ".join(as_text(item) for item in value)[:MAX_TEXT] or "none"
+    if isinstance(value, float):
+        return f"{value:.6g}"
     if isinstance(value, int) and value >= 10_000:
         return f"{value:,}"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)[:MAX_TEXT]
+    return str(value)[:MAX_TEXT]

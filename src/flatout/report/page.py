@@ -17,18 +17,18 @@ from flatout import __version__
 from flatout.diagnose.breakdown import Breakdown
 from flatout.model.facts import Facts
 from flatout.model.finding import Finding
-from flatout.model.formatting import count_of, duration, in_full, ms
+from flatout.model.formatting import count_of, duration, in_full, ms, ms_a_step
 from flatout.model.readings import GPU_READINGS, shown_in
 from flatout.model.records import to_json
 from flatout.report import chart_data, charts
-from flatout.report.account import Account, RankFigures, RecordedRun, samples_by_gpu
+from flatout.report.account import Account, RankFigures, RecordedRun, mean_or_peak, samples_by_gpu
 from flatout.report.chart_data import WORKER_STATES, Bar, Lane, phase_name
 from flatout.report.compare import Comparison
 from flatout.report.findings import GUIDE, change_as_typed, gain, headline, sentence
 from flatout.report.fix_summary import FixSummary, bundles, gain_of, names_of, proofs_of
-from flatout.report.markup import Html, as_text, copyable, folded, join, key_figures, table, tag
+from flatout.report.markup import Html, as_text, copyable, folded, join, key_figures, remark, table, tag
 from flatout.report.report import Report
-from flatout.trace import GpuSample, RankTrace, Sketch, Trace
+from flatout.trace import GpuSample, RankTrace, Trace
 
 # Nothing is fetched, and no script and no style but ours counts, whatever a trace may hold: the browser sees to it.
 POLICY = (
@@ -38,6 +38,7 @@ MAX_LANES = 64
 MAX_RANKS = 32
 MAX_SETTINGS = 200
 MAX_KERNELS = 12
+MAX_KERNEL_NAME = 96
 INTERVALS = (
     "Intervals (95%) hold the noise within the two runs. What differs between any two runs of the same training only "
     "more runs can show."
@@ -145,7 +146,7 @@ def _run_figures(account: Account) -> list[tuple[str, str, str]]:
         rows.append(("samples a second", f"{b.samples_per_s:,.0f}", account.ceiling or "no ceiling was measured"))
     active, util = account.gpu.get("sm_active_pct"), account.gpu.get("gpu_util_pct")
     if active is not None:
-        rows.append(("SM active", f"{active:.0f}%", f"GPU-Util says {util:.0f}%" if util is not None else "mean"))
+        rows.append(("SM active", f"{active:.0f}%", f"GPU-Util says {util or 0:.0f}%"))
     elif util is not None:
         rows.append(("GPU-Util", f"{util:.0f}%", "this GPU does not report how many SMs were active"))
     if account.xray is not None and account.xray.wall_ms:
@@ -168,9 +169,11 @@ def _findings(account: Account, findings: Sequence[Finding]) -> Html | None:
 def _finding(account: Account, finding: Finding) -> Html:
     remarks = (gain(finding), f"{finding.share:.0%} of wall time", f"confidence {finding.confidence:.0%}")
     code = tag("code", finding.code, class_="chip", title=f"{GUIDE.name}: {finding.code}")
-    where = tag("span", finding.where, class_="where") if finding.where else None
-    parts = [tag("p", code, where), tag("h3", sentence(finding.title))]
-    parts.append(tag("p", " · ".join((*remarks, finding.derived)), class_="meta"))
+    parts: list[Html | None] = [
+        tag("p", code, tag("span", finding.where or "", class_="where")),
+        tag("h3", sentence(finding.title)),
+    ]
+    parts.append(remark(" · ".join((*remarks, finding.derived))))
     if finding.advice:
         parts.append(tag("p", sentence(finding.advice)))
     change = change_as_typed(account, finding)
@@ -191,11 +194,11 @@ def _time_spent(account: Account) -> Html:
     parts.append(tag("h3", f"{training}, from all of it down to the work itself"))
     if not bars:
         return join([*parts, tag("p", "No training step was recorded.")])
-    steps = max(1, b.steps)
     rows = []
     for bar in bars:
-        idle = ms(bar.ms * bar.idle / steps) if bar.idle is not None else ""
-        rows.append((bar.label, bar.where or "", f"{bar.width:.2%}", ms(bar.ms / steps), idle))
+        idle_ms = bar.ms * bar.idle if bar.idle is not None else None
+        row = (bar.label, bar.where or "", f"{bar.width:.2%}", ms_a_step(bar.ms, b.steps), ms_a_step(idle_ms, b.steps))
+        rows.append(row)
     parts.append(charts.falls(bars, b.steps, account.xray))
     if any(bar.idle is not None for bar in bars):
         parts.append(tag("p", "Striped: the GPU was idle meanwhile.", class_="meta"))
@@ -210,47 +213,31 @@ def _loading(account: Account, first: RankTrace) -> Html | None:
     lanes = chart_data.lanes(first.workers)
     if not lanes:
         return None
-    parts: list[Html] = []
+    parts: list[Html | None] = []
     for workers in account.workers:
         median, worst = workers.sample_ms.quantile(0.5) or 0.0, workers.sample_ms.high
         text = f"{workers}, by {workers.loaded_by}: {workers.samples:,} loaded, {ms(median)} each (worst {ms(worst)})."
         if workers.random_used:
             text += f" It draws random numbers from {', '.join(workers.random_used)}."
+        transforms = [(name, ms(each)) for name, each in _largest(workers.transforms_ms)]
+        slowest = [(f"{index:,}", ms(took), f"{took / (median or took):,.1f}×") for took, index in workers.slowest]
         parts.append(tag("p", text))
-        if workers.transforms_ms:
-            spent = [(name, ms(each)) for name, each in _largest(workers.transforms_ms, len(workers.transforms_ms))]
-            parts.append(table("Transforms", ("transform", "a sample"), spent))
-        if workers.slowest:
-            rows = [
-                (f"{index:,}", ms(took), f"{took / median:,.1f}×" if median else "") for took, index in workers.slowest
-            ]
-            parts.append(table(f"The slowest samples of {workers}", ("index", "took", "of the median"), rows))
-    shown = lanes[:MAX_LANES]
-    parts += [tag("h3", "What each worker did"), *(_lane(lane) for lane in shown)]
+        parts.append(table("Transforms", ("transform", "a sample"), transforms))
+        parts.append(table(f"The slowest samples of {workers}", ("index", "took", "of the median"), slowest))
+    parts += [tag("h3", "What each worker did"), *map(_lane, lanes[:MAX_LANES])]
     parts.append(charts.legend((family, name) for name, family in WORKER_STATES.items()))
-    if len(lanes) > len(shown):
-        parts.append(tag("p", f"{len(lanes) - len(shown):,} more workers did the like.", class_="meta"))
-    parts.append(folded("The numbers", _lane_table(shown)))
+    if len(lanes) > MAX_LANES:
+        parts.append(remark(f"{len(lanes) - MAX_LANES:,} more workers did the like."))
     return join(parts)
 
 
-def _lane_name(lane: Lane) -> str:
-    return f"worker {lane.worker.worker}" if lane.worker.worker is not None else "trainer"
-
-
 def _lane(lane: Lane) -> Html:
-    label = f"{_lane_name(lane)}: " + ", ".join(f"{bar.label} {bar.width:.0%}" for bar in lane.bars)
-    return charts.lane(_lane_name(lane), charts.track(map(charts.block, lane.bars), label=label, style=" thin"))
-
-
-def _lane_table(lanes: Sequence[Lane]) -> Html:
-    rows = []
-    for lane in lanes:
-        worker = lane.worker
-        shares = (f"{bar.width:.1%}" for bar in lane.bars)
-        rows.append((_lane_name(lane), worker.dataset, f"{worker.samples:,}", duration(lane.alive_s * 1e3), *shares))
-    heads = ("worker", "dataset", "samples", "alive", *WORKER_STATES)
-    return table("What each worker did with its time", heads, rows, numbers_from=2)
+    name = "trainer"
+    if lane.worker.worker is not None:
+        name = f"worker {lane.worker.worker}"
+    shares = ", ".join(f"{bar.label} {bar.width:.1%}" for bar in lane.bars)
+    label = f"{name}, {duration(lane.alive_s * 1e3)}: {shares}"
+    return charts.lane(name, charts.track(map(charts.block, lane.bars), label=label, style=" thin"))
 
 
 def _synchronizing(b: Breakdown, first: RankTrace) -> Html | None:
@@ -263,9 +250,8 @@ def _synchronizing(b: Breakdown, first: RankTrace) -> Html | None:
             counts[key] = counts.get(key, 0) + sketch.count
     rows = []
     for part in calls:
-        count = counts.get(f"sync@{part.where}" if part.where else "sync", 0)
-        each = ms(part.ms / count) if count else ""
-        idle = ms(part.gpu_idle_ms / max(1, b.steps)) if part.gpu_idle_ms is not None else ""
+        count = counts.get("@".join(filter(None, ("sync", part.where))), 0)
+        each, idle = ms_a_step(part.ms, count), ms_a_step(part.gpu_idle_ms, b.steps)
         rows.append((tag("code", part.where or "(unknown line)"), f"{count:,}", each, f"{part.share:.2%}", idle))
     lead = "Here the host waits until the GPU has caught up: .item(), .cpu(), print() of a GPU tensor, and the like."
     heads = ("where", "steps", "in such a step", "of training", "GPU idle a step")
@@ -286,22 +272,20 @@ def _xray(account: Account) -> Html | None:
         figures.append(("tensor cores", f"{x.tensor_core_ms / x.matrix_ms:.0%}", "of the time in matrix kernels"))
     if x.collective_ms:
         figures.append(("collectives", ms(x.collective_ms / steps), "a step"))
-    parts = [key_figures(figures)]
+    parts: list[Html | None] = [key_figures(figures)]
     if x.recovered is False:
         parts.append(tag("p", "The step time did not recover after the X-ray.", class_="warning"))
-    if x.top_ms and x.busy_ms:
-        rows = [(_kernel(name), ms(spent / steps), f"{spent / x.busy_ms:.1%}") for name, spent in _largest(x.top_ms)]
-        parts.append(table("Kernels that take the most time", ("kernel", "a step", "of busy"), rows))
+    busy_ms = x.busy_ms or x.wall_ms
+    rows = [(_kernel(name), ms(spent / steps), f"{spent / busy_ms:.1%}") for name, spent in _largest(x.top_ms)]
+    parts.append(table("Kernels that take the most time", ("kernel", "a step", "of busy"), rows))
     phases = {name: x.busy_by_phase_ms.get(name, 0.0) for name in (*x.busy_by_phase_ms, *x.idle_by_phase_ms)}
     by_phase = []
     for name in sorted(phases, key=lambda name: -phases[name] - x.idle_by_phase_ms.get(name, 0.0)):
         by_phase.append((phase_name(name), ms(phases[name] / steps), ms(x.idle_by_phase_ms.get(name, 0.0) / steps)))
     caption = "Busy by the phase that launched it, idle by what the host did meanwhile"
     parts.append(table(caption, ("phase", "busy", "idle"), by_phase))
-    if x.copies_ms:
-        copies = [(name, ms(spent / steps)) for name, spent in _largest(x.copies_ms)]
-        parts.append(table("Copies", ("kind", "a step"), copies))
-    return join(parts)
+    copies = [(name, ms(spent / steps)) for name, spent in _largest(x.copies_ms)]
+    return join([*parts, table("Copies", ("kind", "a step"), copies)])
 
 
 def _largest(spent: dict[str, float], most: int = MAX_KERNELS) -> list[tuple[str, float]]:
@@ -309,27 +293,20 @@ def _largest(spent: dict[str, float], most: int = MAX_KERNELS) -> list[tuple[str
 
 
 def _kernel(name: str) -> Html:
-    return tag("code", name if len(name) <= 96 else name[:95] + "…", title=name)
+    return tag("code", name[:MAX_KERNEL_NAME], title=name)
 
 
 def _gpus(trace: Trace) -> Html | None:
     rows = []
     for host, samples in trace.samples.items():
         rows += [_gpu_row(host, seen) for seen in samples_by_gpu(samples).values()]
-    if not rows:
-        return None
-    readings = shown_in("report", GPU_READINGS)
-    heads = (f"{reading.label}, highest" if reading.peak else reading.label for reading in readings)
+    heads = (f"{reading.label}{', highest' * reading.peak}" for reading in shown_in("report", GPU_READINGS))
     caption = "Means over the run, set-up and pauses included"
     return table(caption, ("GPU", *heads, "throttled by"), rows)
 
 
 def _gpu_row(host: str, seen: Sequence[GpuSample]) -> tuple[str, ...]:
-    cells = []
-    for reading in shown_in("report", GPU_READINGS):
-        values = Sketch.of(getattr(gpu, reading.name) for gpu in seen)
-        value = values.high if reading.peak else values.mean
-        cells.append(reading.text(value) if values.count else "")
+    cells = [reading.text(mean_or_peak(reading, seen)) for reading in shown_in("report", GPU_READINGS)]
     reasons = sorted({reason for gpu in seen for reason in gpu.throttle or () if reason != "idle"})
     return f"{host} GPU {seen[-1].index}: {seen[-1].name}", *cells, ", ".join(reasons) or "–"
 
@@ -347,7 +324,7 @@ def _ranks(every: Sequence[RankFigures]) -> Html | None:
     rows = []
     for one in ranked:
         times = (ms(one.step_ms.quantile(q) or 0.0) for q in (0.5, 0.95))
-        speed = f"{one.samples_per_s:,.0f}" if one.samples_per_s else ""
+        speed = f"{one.samples_per_s or 0:,.0f}"
         shares = (f"{one.shares.get(name, 0.0):.1%}" for name in ("data", "backward", "sync"))
         rows.append((f"rank {one.rank} on {one.host or '?'}", f"{one.steps:,}", *times, speed, *shares))
     heads = ("rank", "steps", "median step", "p95", "samples/s", "data", "backward", "sync")
@@ -356,16 +333,13 @@ def _ranks(every: Sequence[RankFigures]) -> Html | None:
 
 def _facts(known: Facts) -> Html:
     facts = to_json(known)
-    parts: list[Html] = []
     loaders = facts.pop("loaders", [])
-    if loaders:
-        keys = dict.fromkeys(key for loader in loaders for key in loader)
-        rows = [(_key(key), *(as_text(loader.get(key)) for loader in loaders)) for key in keys]
-        heads = (f"loader {number}" for number, _ in enumerate(loaders, 1))
-        parts.append(table("Data loaders", ("setting", *heads), rows))
+    keys = dict.fromkeys(key for loader in loaders for key in loader)
+    rows = [(_key(key), *(as_text(loader.get(key)) for loader in loaders)) for key in keys]
+    heads = (f"loader {number}" for number, _ in enumerate(loaders, 1))
     others = [(_key(key), as_text(value)) for key, value in facts.items() if key != "settings"]
-    if others:
-        parts.append(table("In force at the end of the run", ("what", "value"), others))
+    parts = [table("Data loaders", ("setting", *heads), rows)]
+    parts.append(table("In force at the end of the run", ("what", "value"), others))
     for read in known.settings:
         name = f"{read.source} {read.file or ''}".rstrip()
         settings = [(key, as_text(value)) for key, value in list(read.values.items())[:MAX_SETTINGS]]
@@ -383,7 +357,7 @@ def _cost(account: Account) -> Html | None:
     for part in account.breakdown.parts:
         if part.name in ("flatout", "X-ray", "ceiling"):
             rows.append((f"{phase_name(part.name)}, in the account above", ms(part.ms), f"{part.share:.2%}"))
-    return table("flatout's own cost", ("what", "time", "share"), rows) if rows else None
+    return table("flatout's own cost", ("what", "time", "share"), rows)
 
 
 def _notes(account: Account) -> Html | None:
@@ -394,16 +368,13 @@ def _notes(account: Account) -> Html | None:
 
 
 def _comparison_sections(comparison: Comparison) -> list[Section]:
-    losses, note = comparison.losses, tag("p", INTERVALS, class_="meta")
+    losses = comparison.losses.sentence() if comparison.losses is not None else ""
+    figures = table("Side by side", ("", "A", "B", "speed of B"), comparison.figures())
     return [
-        (
-            "runs",
-            "The two runs",
-            join([table("Side by side", ("", "A", "B", "speed of B"), comparison.figures()), note]),
-        ),
+        ("runs", "The two runs", join([figures, remark(INTERVALS)])),
         ("phases", "Where a step's time goes", _phases(comparison, "A", "B")),
         ("steps", "Step by step", charts.by_step(comparison.panels)),
-        ("losses", "Losses", tag("p", losses.sentence()) if losses is not None else None),
+        ("losses", "Losses", remark(losses)),
         ("differences", "What differs", _differences(comparison)),
     ]
 
@@ -415,15 +386,14 @@ def _comparison_head(comparison: Comparison) -> Html:
     return join([about, tag("h1", comparison.sentence()), key_figures(figures), *warnings])
 
 
-def _phases(comparison: Comparison, a: str, b: str) -> Html:
+def _phases(comparison: Comparison, a: str, b: str) -> Html | None:
     return table("A step, the phases that changed most first", ("phase", a, b, "change"), comparison.phases())
 
 
 def _differences(comparison: Comparison) -> Html:
     rows = [(name, as_text(a), as_text(b)) for name, a, b in comparison.differences]
-    if not rows:
-        return tag("p", "No setting or fact that flatout records.")
-    return table("Settings and facts", ("what", "A", "B"), rows, numbers_from=9)
+    shown = table("Settings and facts", ("what", "A", "B"), rows, numbers_from=9)
+    return shown or tag("p", "No setting or fact that flatout records.")
 
 
 # A fix
@@ -469,8 +439,8 @@ def _kept(fix: FixSummary) -> Html | None:
         places = dict.fromkeys(attempt.where for attempt in bundle if attempt.where)
         notes = dict.fromkeys(attempt.change.note for attempt in bundle if attempt.change.note)
         chips = tag("code", ", ".join(safeties), class_="chip"), tag("span", ", ".join(places), class_="where")
-        parts = [tag("p", *chips), tag("h3", gain_of(bundle)), *(tag("p", note) for note in notes)]
-        parts += (tag("p", text, class_="meta") for text in proofs_of(bundle, explained=True))
+        parts: list[Html | None] = [tag("p", *chips), tag("h3", gain_of(bundle)), *(tag("p", note) for note in notes)]
+        parts += (remark(text) for text in proofs_of(bundle, explained=True))
         parts.append(tag("p", "To make it permanent:"))
         parts += (copyable(fix.permanently(attempt)) for attempt in bundle)
         entries.append(tag("li", tag("article", *parts, class_="finding")))
@@ -484,13 +454,13 @@ def _undone(fix: FixSummary) -> Html | None:
         outcome = bundle[0].outcome
         rows.append((names_of(bundle), ", ".join(safeties), outcome.verdict, outcome.note))
     heads = ("change", "class", "verdict", "why")
-    return table("Tried and not kept", heads, rows, numbers_from=9) if rows else None
+    return table("Tried and not kept", heads, rows, numbers_from=9)
 
 
 def _withheld(fix: FixSummary) -> Html | None:
     rows = [(offer.name, offer.why, f"up to {offer.promise:.1f}×") for offer in fix.result.withheld]
     heads = ("change", "why", "promise, an estimate")
-    return table("Allow with --allow", heads, rows, numbers_from=2) if rows else None
+    return table("Allow with --allow", heads, rows, numbers_from=2)
 
 
 def _every_run(fix: FixSummary) -> Html:
@@ -508,4 +478,4 @@ def _every_run(fix: FixSummary) -> Html:
     if noise and noise.repeats:
         text = f"Runs of the same plan vary by ±{noise.sd:.1%} ({count_of(noise.repeats, 'repeat')}). {text}"
     behind = folded("The numbers", table("Every run", ("run", "samples/s", "took"), rows))
-    return join([tag("ul", *bars, class_="falls"), tag("p", text, class_="meta"), behind])
+    return join([tag("ul", *bars, class_="falls"), remark(text), behind])

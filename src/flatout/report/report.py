@@ -58,8 +58,11 @@ def report_fix(result: FixResult, command: Sequence[str], plan_file: str, price:
     """The report of a fix."""
     before, after = _trial(result.before, "before"), _trial(result.measured, "after")
     now = after if result.kept else before
-    fix = summarize(result, command, plan_file, now.findings if now is not None else (), price)
-    comparison = compare(before, after) if before is not None and after is not None else None
+    findings = now.findings if now is not None else ()
+    fix = summarize(result, command, plan_file, findings, price)
+    comparison = None
+    if before is not None and after is not None:
+        comparison = compare(before, after)
     return Report(run=after or before, comparison=comparison, fix=fix)
 
 

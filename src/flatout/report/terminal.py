@@ -15,7 +15,7 @@ from rich.text import Text
 
 from flatout.diagnose.breakdown import Breakdown, Part
 from flatout.fix.result import Attempt, ProgressListener
-from flatout.model.formatting import duration, ms
+from flatout.model.formatting import duration, ms, ms_a_step
 from flatout.report.account import Account, RecordedRun, Workers
 from flatout.report.chart_data import phase_name
 from flatout.report.compare import Comparison
@@ -134,19 +134,18 @@ def _phases_table(b: Breakdown, missing: int) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False, show_edge=False, header_style="dim")
     table.add_column("where training's time went", width=name_width, no_wrap=True)
     table.add_column("", width=bar_width)
-    for head in ("share", "a step", *(["GPU idle"] if on_gpu else [])):
+    for head in ("share", "a step", "GPU idle")[: 2 + on_gpu]:
         table.add_column(head, justify="right")
-    steps = max(1, b.steps)
     small_ms = 0.0
     for part in b.training:
         if part.share < SMALL:
             small_ms += part.ms
             continue
-        idle = [ms(part.gpu_idle_ms / steps) if part.gpu_idle_ms is not None else ""] if on_gpu else []
         bar = Text(_bar(part.share, bar_width), style="cyan")
-        table.add_row(_name(part, name_width), bar, f"{part.share:6.1%}", ms(part.ms / steps), *idle)
+        times = (ms_a_step(part.ms, b.steps), ms_a_step(part.gpu_idle_ms, b.steps))
+        table.add_row(_name(part, name_width), bar, f"{part.share:6.1%}", *times[: 1 + on_gpu])
     if small_ms:
-        table.add_row("smaller parts", "", f"{small_ms / b.training_ms:6.1%}", ms(small_ms / steps))
+        table.add_row("smaller parts", "", f"{small_ms / b.training_ms:6.1%}", ms_a_step(small_ms, b.steps))
     return table
 
 
@@ -240,12 +239,12 @@ def _cut(a: str, b: str) -> tuple[str, ...]:
     start = 0
     if max(len(a), len(b)) > VALUE and same > VALUE // 2:
         start = same - VALUE // 3
-    texts = []
-    for text in (a, b):
-        if start:
-            text = f"…{text[start:]}"
-        texts.append(text if len(text) <= VALUE else text[: VALUE - 1] + "…")
-    return tuple(texts)
+    lead = "…" * (start > 0)
+    return _shortened(lead + a[start:], VALUE), _shortened(lead + b[start:], VALUE)
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 # A fix
@@ -326,8 +325,7 @@ class FixProgress(ProgressListener):
     def __rich__(self) -> Table:
         spent = time.monotonic() - self._began_s
         left = f"{duration(1e3 * max(0.0, self._budget_s - spent))} left"
-        what = self._what if len(self._what) <= 38 else self._what[:37] + "…"
         bar = ProgressBar(total=self._budget_s, completed=min(spent, self._budget_s), width=TIME_BAR)
         row = Table.grid(padding=(0, 1))
-        row.add_row(Text(what, style="cyan"), bar, Text(left, style="dim"))
+        row.add_row(Text(_shortened(self._what, 38), style="cyan"), bar, Text(left, style="dim"))
         return row

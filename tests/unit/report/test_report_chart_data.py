@@ -150,31 +150,14 @@ def test_pauses_and_what_is_not_training_are_marked() -> None:
     assert marked[1].start_s == pytest.approx(16.0 - 6.0)
 
 
-def test_a_pause_whose_step_was_not_kept_is_marked_at_its_window() -> None:
-    pause = (Span(name="checkpoint", start_ms=0.0, host_ms=500.0),)
-    steps = [
-        step(index, 500.0 if index == 30 else 100.0, **({"spans": pause} if index == 30 else {})) for index in range(50)
-    ]
-    windows = tuple(
-        dataclasses.replace(window_of(steps), start_s=10.0 + 60 * n, first_index=50 * n, last_index=50 * n + 49)
-        for n in range(3)
-    )
-    rank = rank_of(steps, windows=windows)
-
-    marked = chart_data.marks(trace_of(rank), rank)
-
-    assert [(mark.name, round(mark.length_s, 2)) for mark in marked] == [("checkpoint", 0.5)] * 3
-    assert [round(mark.start_s) for mark in marked] == [3, 60, 120]
-
-
-def test_the_card_is_the_one_the_rank_named() -> None:
+def test_the_gpu_is_the_one_the_rank_named() -> None:
     run = whole_run()
     assert gpu_of(run.ranks[0], run.samples["box"]) == "GPU-0"
     assert gpu_of(rank_of((), facts=Facts()), run.samples["box"]) == "GPU-0"
     assert gpu_of(run.ranks[0], ()) is None
 
 
-def test_a_rank_that_may_see_one_card_of_two_is_not_shown_the_other() -> None:
+def test_a_rank_that_may_see_one_gpu_of_two_is_not_shown_the_other() -> None:
     """GIVEN CUDA_VISIBLE_DEVICES=1, under which torch calls the second card its first, and a busy neighbour on that."""
     sample = whole_run().samples["box"][0]
     first, second = ("GPU-77b0-5c", 650.0), ("GPU-5e7a-11", 90.0)
