@@ -167,7 +167,6 @@ CHANGES = (
         family="data path",
         module="loading",
         moment="DataLoader()",
-        with_elastic_loader=False,
         code="DataLoader(..., persistent_workers={})",
         argument="persistent_workers={}",
         framework_code={"transformers": "TrainingArguments(..., dataloader_persistent_workers={})"},
