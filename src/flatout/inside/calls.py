@@ -1,4 +1,4 @@
-"""What a call is about: where it is written, where its tensors lie, how many samples its batch holds."""
+"""What a call is about: the line it is written on, which device its tensors are on, how many samples its batch has."""
 
 from __future__ import annotations
 
@@ -14,31 +14,34 @@ import torch
 
 _OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
-_PYTHONS_OWN = os.path.dirname(os.__file__)  # noqa: PTH120
+_STANDARD_LIBRARY = os.path.dirname(os.__file__)  # noqa: PTH120
 
 
 def batch_size(batch: Any) -> int | None:
-    """How many samples a batch holds: the length of the first tensor or list found in it."""
+    """How many samples a batch has: the length of the first tensor or list found in it."""
     if type(batch) in (list, tuple) and batch and type(batch[0]) is torch.Tensor and batch[0].ndim:
         return batch[0].shape[0]  # nearly always
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.dim() else 1
-    named = isinstance(batch, dict) or hasattr(batch, "keys")
-    if not named and not isinstance(batch, list | tuple):
+    if isinstance(batch, dict) or hasattr(batch, "keys"):
+        items = [batch[key] for key in batch]
+    elif isinstance(batch, list | tuple):
+        items = list(batch)
+    else:
         return None
-    for item in (batch[key] for key in batch) if named else batch:
-        found = batch_size(item)
-        if found is not None:
-            return found
+    for item in items:
+        size = batch_size(item)
+        if size is not None:
+            return size
     return len(batch) if isinstance(batch, list) else None
 
 
 def tensors_in(batch: Any) -> list[Any]:
     """Every tensor of a batch, in order."""
     if isinstance(batch, Mapping):
-        return [t for item in batch.values() for t in tensors_in(item)]
+        return [tensor for item in batch.values() for tensor in tensors_in(item)]
     if isinstance(batch, list | tuple):
-        return [t for item in batch for t in tensors_in(item)]
+        return [tensor for item in batch for tensor in tensors_in(item)]
     return [batch] if isinstance(batch, torch.Tensor) else []
 
 
@@ -48,25 +51,29 @@ def is_on_gpu(tensor: Any) -> bool:
 
 
 def copies_to_gpu(target: Any, source: Any) -> bool:
-    """Whether a copy goes from the host to a GPU."""
+    """Whether `target.copy_(source)` goes from the host to a GPU."""
     return bool(target.is_cuda) and isinstance(source, torch.Tensor) and not source.is_cuda
 
 
 def names_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether `.to(*args, **kwargs)` goes to a GPU."""
-    target = kwargs.get("device", args[0] if args else None)
+    target = _device_argument(args, kwargs)
     if isinstance(target, torch.Tensor):
         return bool(target.is_cuda)
     return isinstance(target, int) or str(target).startswith("cuda")
 
 
 def names_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether it comes back to the host."""
-    return str(kwargs.get("device", args[0] if args else None)) == "cpu"
+    """Whether `.to(*args, **kwargs)` comes back to the host."""
+    return str(_device_argument(args, kwargs)) == "cpu"
+
+
+def _device_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return kwargs.get("device", args[0] if args else None)
 
 
 def called_from(file: str) -> bool:
-    """Whether any call that is under way is written in a file whose path ends like this."""
+    """Whether a call that is going on is written in a file whose path ends like this."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.endswith(file):
         frame = frame.f_back
@@ -74,7 +81,7 @@ def called_from(file: str) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _place(filename: str) -> str | None:
+def _shown_path(filename: str) -> str | None:
     """How a file is named in a report; None for torch's and our own."""
     if filename.startswith((_OURS, _TORCH, "<")):
         return None
@@ -88,22 +95,24 @@ def _place(filename: str) -> str | None:
 
 
 def caller(beyond: tuple[str, ...] = ()) -> str | None:
-    """The file:line where the call is written: the innermost one that is neither torch's nor ours, nor of these."""
+    """The file:line of the call: the innermost one that is neither in torch nor ours, nor in the paths `beyond`."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        place = _place(frame.f_code.co_filename)
-        if place is not None and not place.startswith(beyond):
-            return f"{place}:{frame.f_lineno}"
+        path = _shown_path(frame.f_code.co_filename)
+        if path is not None and not path.startswith(beyond):
+            return f"{path}:{frame.f_lineno}"
         frame = frame.f_back
     return None
 
 
 def raised_at(trace: TracebackType | None) -> str | None:
     """The file:line where an exception left the script's own code: its innermost frame that is in no package."""
-    found = None
+    where = None
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        place = _place(file) if "-packages/" not in file and not file.startswith(_PYTHONS_OWN) else None
-        found = f"{place}:{trace.tb_lineno}" if place is not None else found
+        if "-packages/" not in file and not file.startswith(_STANDARD_LIBRARY):
+            path = _shown_path(file)
+            if path is not None:
+                where = f"{path}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return found
+    return where

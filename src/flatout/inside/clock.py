@@ -1,6 +1,6 @@
-"""Marks in the GPU's queue: CUDA events from a pool, and loss values that travel beside them.
+"""The GPU's side of a step: CUDA events from a pool, and loss values copied beside them.
 
-Only the training thread comes here, never during a graph capture, and nothing waits for the GPU but a Leash.
+Only the training thread comes here, never while a graph is captured. Nothing waits for the GPU except a Leash.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _LOSSES_IN_FLIGHT = 128
 
 
 class CudaClock:
-    """Drops events into the stream that a step began in, and reads the time between neighbours once they have passed.
+    """Records events in the stream a step began in, and reads the time between neighbours once they have passed.
 
-    Always that one: a loader that copies ahead of time, ours or the script's, does so in a stream of its own, and what
-    the card comes to there says nothing about when it came to its neighbour here.
+    It stays with that stream: a loader that copies ahead of time uses another one, and when the GPU reaches an event
+    there says nothing about its neighbours here.
     """
 
     def __init__(self) -> None:
@@ -27,28 +27,28 @@ class CudaClock:
         self._raw_stream: tuple[int, int] | None = None
 
     def mark(self, *, begins: bool) -> Any:
-        """An event, the first of a step or not; None where there is no CUDA in use or a graph is being captured."""
+        """An event, the first of a step or not; None where CUDA is not in use or a graph is being captured."""
         if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
             return None
         if begins:
-            self._follow()
+            self._follow_stream()
         event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
         return event
 
-    def _follow(self) -> None:
-        """To the stream that is current now; looking it up costs more than recording into it."""
+    def _follow_stream(self) -> None:
+        """Use the stream that is current now. Looking it up costs more than recording into it."""
         device = torch._C._cuda_getDevice()
         raw = (device, torch._C._cuda_getCurrentRawStream(device))
         if raw != self._raw_stream:
             self._raw_stream, self._stream = raw, torch.cuda.current_stream()
-            self._pool.clear()  # an event stays with the card that it was first recorded on
+            self._pool.clear()  # an event belongs to the GPU it was first recorded on
 
     def between(self, marks: list[Any]) -> list[float] | None:
-        """Milliseconds between neighbours; None while the GPU has not come to the last."""
+        """Milliseconds between neighbours; None while the GPU has not reached the last one."""
         if torch.cuda.is_current_stream_capturing() or not marks[-1].query():
             return None
-        times = [max(0.0, a.elapsed_time(b)) for a, b in pairwise(marks)]
+        times = [max(0.0, first.elapsed_time(second)) for first, second in pairwise(marks)]
         if marks[0].device == self._stream.device:
             self._pool += marks
         marks.clear()
@@ -56,10 +56,10 @@ class CudaClock:
 
 
 class Leash:
-    """Lets the host run ahead of the card by a few steps: farther away, the pace of its steps is its own.
+    """Keeps the host within a few steps of the GPU, so that the pace of its steps is the GPU's.
 
-    A queue takes a thousand launches. Without this a trial of small steps would be over before the card has done half
-    of them, and batches given out again would seem to be trained on as fast as they are handed over.
+    A queue takes a thousand launches. Without this a trial of small steps would be over before the GPU has done half
+    of them, and replayed batches would seem to be trained on as fast as they are handed out.
     """
 
     def __init__(self, steps: int) -> None:
@@ -67,7 +67,7 @@ class Leash:
         self._ends: deque[Any] = deque()
 
     def step_ended(self) -> Any:
-        """The end of an earlier step that the card has to come to before the host goes on, if it has not yet."""
+        """The end of an earlier step that the GPU has to reach before the host goes on, if it has not yet."""
         if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
             return None
         end = torch.cuda.Event(blocking=True)
@@ -76,10 +76,12 @@ class Leash:
         due = None
         while len(self._ends) > self.steps:
             due = self._ends.popleft()
-        return due if due is not None and not due.query() else None
+        if due is None or due.query():
+            return None
+        return due
 
     def wait(self, end: torch.cuda.Event) -> None:
-        """Until the card comes to it; past the hook that would take it for a wait of the script's."""
+        """Wait for it, past the wrapper that would call this a wait of the script's."""
         super(torch.cuda.Event, end).synchronize()
 
 

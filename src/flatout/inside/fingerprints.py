@@ -1,14 +1,14 @@
-"""What reached the model, step by step: the run of a proof, which is not timed.
+"""What reached the model, step by step, in the run of a proof (which is not timed).
 
-    loaders ── the indices of each training batch     roots ── a checksum of each tensor, made where it is
+    loaders ── the indices of each training batch     root modules ── a checksum of each input
     backward ── the loss                              weights ── how they moved, beside another run's
                                                       ──► proof-<rank>.jsonl, a line a step, when the run ends
 
-What a model itself has made (a critic is fed what its generator made, a recurrent net its last state) is no data: on a
-card it never comes out the same twice. The losses and the weights are to say whether it is right.
+What a model has made itself is not data: a critic is fed by its generator, a recurrent net by its last state, and on a
+GPU that is never the same twice. There, the losses and the weights have to show that training is right.
 
-A checksum is a sum over all 8-byte words, each times an odd number that depends on its place, modulo 2^64: integers,
-so it comes out the same on any device and in any order of adding, and says so when two words change places.
+A checksum is a sum over all 8-byte words, each times an odd number that depends on its place, modulo 2^64. It is the
+same on any device and in any order of adding, and another one when two words change places.
 """
 
 from __future__ import annotations
@@ -32,31 +32,30 @@ from flatout.inside.weights import Moved
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 _MASK = (1 << 64) - 1
-_MADE_HERE = 0
+_MADE_BY_MODEL = 0  # stands for the checksum of what is not data
 
 
 class FingerprintLog:
-    """Collects what the steps are made of; nothing is read from the device before the end."""
+    """Collects what goes into each step; nothing is read from the device before the end."""
 
     def __init__(self) -> None:
         self._steps: list[dict[str, Any]] = []
         self._open = _step()
-        self._made: list[StorageWeakRef] = []
-        self.roots = WeakIdMap()  # the modules that tell of themselves
+        self._outputs: list[StorageWeakRef] = []  # of root modules
+        self.roots = WeakIdMap()  # the modules whose inputs are noted
 
     def install(self, subscriber: Subscriber) -> None:
-        """Watch loaders and losses (root modules tell `inputs` themselves)."""
-        self._subscriber = subscriber
+        """Note what loaders give and what the losses are; `inputs` is called around root modules."""
         subscriber.around("torch.utils.data.dataloader.DataLoader._index_sampler", self._index_sampler)
         subscriber.after("torch.utils.data.dataloader._BaseDataLoaderIter.__next__", self._fetched)
         subscriber.before("torch.autograd.backward", self._loss)
 
     def _index_sampler(self, call: Any, loader: Any) -> Any:
-        return _Asked(call(loader))
+        return _NotingSampler(call(loader))
 
     def _fetched(self, iterator: Any) -> None:
         asked = iterator._index_sampler
-        if not torch.is_grad_enabled() or not isinstance(asked, _Asked) or not asked.taken:
+        if not torch.is_grad_enabled() or not isinstance(asked, _NotingSampler) or not asked.taken:
             return
         in_process = isinstance(iterator, torch_loader._SingleProcessDataLoaderIter)
         indices = asked.taken.popleft()
@@ -73,14 +72,16 @@ class FingerprintLog:
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """These reach a root module in training."""
-        given = _strided([args, kwargs])
-        self._open["inputs"] += [checksum(t) if _memory(t) not in self._made else _MADE_HERE for t in given]
+        for tensor in _strided([args, kwargs]):
+            is_data = _memory(tensor) not in self._outputs
+            self._open["inputs"].append(checksum(tensor) if is_data else _MADE_BY_MODEL)
 
     def outputs(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """This was made of them; what is only handed through stays data."""
-        given = list(map(_memory, _strided([args, kwargs])))
-        alive = [memory for memory in self._made if not memory.expired()]
-        self._made = [*alive, *(memory for memory in map(_memory, _strided([result])) if memory not in given)]
+        """A root module has returned this; what it only hands through stays data."""
+        given = [_memory(tensor) for tensor in _strided([args, kwargs])]
+        returned = [_memory(tensor) for tensor in _strided([result])]
+        self._outputs = [memory for memory in self._outputs if not memory.expired()]
+        self._outputs += [memory for memory in returned if memory not in given]
 
     def step_ended(self, moved: Moved | None) -> None:
         """A training step is over."""
@@ -88,7 +89,7 @@ class FingerprintLog:
         self._open = _step()
 
     def write(self, path: Path) -> None:
-        """Bring it all to the host, into a file."""
+        """Copy it all to the host and write it to a file."""
         lines = (self._line(number, step) for number, step in enumerate(self._steps))
         write_whole_by(path, lambda file: file.writelines(line.encode() for line in lines))
 
@@ -107,11 +108,11 @@ class FingerprintLog:
 
 
 def _strided(things: Any) -> list[Any]:
-    """The tensors in these, and of those that have no memory of their own (sparse, ragged), what they are made of."""
-    return [part for tensor in tensors_in(things) for part in _made_of(tensor)]
+    """The tensors in these; for those without memory of their own (sparse, ragged) the tensors they consist of."""
+    return [part for tensor in tensors_in(things) for part in _parts_of(tensor)]
 
 
-def _made_of(tensor: Any) -> tuple[Any, ...]:
+def _parts_of(tensor: Any) -> tuple[Any, ...]:
     if tensor.layout == torch.strided:
         return (tensor,)
     if tensor.layout == torch.sparse_coo:
@@ -126,15 +127,17 @@ def _made_of(tensor: Any) -> tuple[Any, ...]:
 
 
 def _memory(tensor: Any) -> StorageWeakRef:
-    """What a tensor lies in, whoever else looks at it, for as long as it is there."""
+    """The memory of a tensor, which its views share."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
 def checksum(tensor: Any) -> Any:
     """A tensor's checksum, as a number on its own device. Layout does not count; shape and type do."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    short = -data.numel() % 8
-    words = torch.cat([data, data.new_zeros(short)]).view(torch.int64) if short else data.view(torch.int64)
+    missing = -data.numel() % 8
+    if missing:
+        data = torch.cat([data, data.new_zeros(missing)])
+    words = data.view(torch.int64)
     places = torch.arange(1, words.numel() + 1, dtype=torch.int64, device=words.device)
     kind = sum((at + 2) * size for at, size in enumerate(tensor.shape)) * 31 + tensor.element_size()
     return (words * (places * _ODD | 1)).sum() + kind
@@ -144,7 +147,7 @@ def _step() -> dict[str, Any]:
     return {"inputs": [], "indices": [], "begins": [], "losses": []}
 
 
-class _Asked:
+class _NotingSampler:
     """A sampler that remembers what it was asked for in the present pass."""
 
     def __init__(self, sampler: Any) -> None:
@@ -170,7 +173,9 @@ def _plain(indices: Any) -> list[Any] | None:
     """The samples of a batch as JSON can hold them; None where they have no numbers: those of a stream, say."""
     try:
         plain = _without_arrays(indices)
-        numbers = [_number(index) for index in (plain if isinstance(plain, list | tuple) else [plain])]
+        if not isinstance(plain, list | tuple):
+            plain = [plain]
+        numbers = [_number(index) for index in plain]
     except Exception:  # a sampler's own kind of thing: its samples are not known, and training goes on
         return None
     return None if all(number is None for number in numbers) else numbers

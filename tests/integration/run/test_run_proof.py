@@ -15,7 +15,7 @@ from observing import write
 
 from flatout.inside.changes.applied import impose_seed
 from flatout.inside.changes.computing import LossScale
-from flatout.inside.fingerprints import FingerprintLog, _Asked, checksum
+from flatout.inside.fingerprints import FingerprintLog, _NotingSampler, checksum
 from flatout.inside.patches import Patches, Stage, Subscriber
 from flatout.inside.root_modules import WeakIdMap
 from flatout.launch import launcher
@@ -216,6 +216,6 @@ def test_a_scaled_loss_is_noted_as_it_is_and_unscales_all_that_is_trained(change
     ],
 )
 def test_whatever_a_sampler_gives_is_noted_or_left_alone(asked: Any, noted: list[Any] | None) -> None:
-    sampler = _Asked([asked])
+    sampler = _NotingSampler([asked])
     assert [given is asked for given in sampler] == [True]
     assert list(sampler.taken) == [noted]
