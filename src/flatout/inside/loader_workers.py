@@ -1,8 +1,8 @@
-"""What a loader worker does with its time: the user's `__getitem__`, the transforms in it, collate, and waiting.
+"""What a loader worker spends its time on: the user's `__getitem__`, the transforms in it, collate, and waiting.
 
-Wall time, CPU time and run delay together tell a slow disk from too many workers. The measuring wraps the dataset
-where torch builds its fetcher, in the worker (or in the training process, with num_workers=0). Each worker appends
-its totals to a file of its own rank now and then: one short write, atomic, nothing shared that a kill could corrupt.
+Wall time, CPU time and run delay together tell a slow disk from too many workers. The dataset is wrapped where PyTorch
+builds its fetcher, in the worker (or in the training process, with num_workers=0). Now and then each worker appends its
+totals to a file of its rank: one short atomic write, and nothing is shared that a kill could corrupt.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ from flatout.trace import Sketch, WorkerReport
 
 _SLOWEST_KEPT = 8
 _RANDOM_CHECKS, _PASSES_CHECKED = 16, 8
-_TRIFLE_S = 100e-6  # a sample below this is timed with its batch, but for every eighth batch: timing it costs 3 µs
+# Timing a sample costs 3 µs: one below this is timed with its batch, except in every eighth batch.
+_QUICK_SAMPLE_S = 100e-6
 _CLOSELY_AT_FIRST = 16  # batches
 _CLOSELY_EVERY = 8
-_TRIFLING_BATCH_S = 1e-3  # below this, in the training process, all but every sixteenth batch go by unmeasured
-_PASS = 15
+# Below this, in the training process, only every sixteenth batch is measured.
+_QUICK_BATCH_S = 1e-3
+_SKIPPED = 15
 _FIRST_REPORT_S = 0.5
 _LAST_REPORT_S = 120.0
 
@@ -51,10 +53,10 @@ class Meter:
         self._report_every_s = _FIRST_REPORT_S
         self._reported_s = self._born_s
         self._batches = self._samples = 0  # measured
-        self._passed = 0  # batches that went by unmeasured since: each counts like the one measured before it
-        self._like_that = (0, 0.0, 0.0, 0.0)  # samples, wall time, CPU time, collate
-        self._unmeasured = [0, 0.0, 0.0, 0.0]
-        self._to_pass = 0
+        self._skipped = 0  # batches that were not measured: each counts as the one measured before it
+        self._latest = (0, 0.0, 0.0, 0.0)  # samples, wall time, CPU time, collate
+        self._estimated = [0, 0.0, 0.0, 0.0]  # of the skipped ones
+        self._to_skip = 0
         self._wall_s = self._cpu_s = self._collate_s = self._waiting_s = 0.0
         self._sample_ms = Sketch()
         self._loaded_s: list[float] = []  # of the batch that is being loaded
@@ -68,17 +70,17 @@ class Meter:
         self.transforms_s: dict[str, float] = {}
 
     def is_of(self, dataset: Any) -> bool:
-        """Whether it would be told apart from another meter of this dataset."""
+        """Whether its reports are about such a dataset."""
         return _named(dataset) == (self._dataset, self._length)
 
     def pass_begins(self) -> None:
-        """Another pass over such a dataset. Whether samples draw random numbers may be another matter in each."""
+        """Another pass over such a dataset. Its samples may draw random numbers even if those before did not."""
         self._passes += 1
         if self._passes <= _PASSES_CHECKED:
             self._random_checks = 0
 
     def load(self, get: Callable[[Any], Any], index: Any) -> Any:
-        """Time the way of one sample (or, given a list of indices, of many) out of the dataset."""
+        """Time how long one sample (given a list of indices: several) takes to come out of the dataset."""
         checking = self._random_checks < _RANDOM_CHECKS
         before = _random_states() if checking else None
         start = time.perf_counter()
@@ -99,25 +101,25 @@ class Meter:
 
     @property
     def _is_first(self) -> bool:
-        """Whether this is the first sample of all. It bears imports and opened files: that is a worker's start."""
+        """Whether this is the first sample of all. Its imports and opened files belong to the worker's start."""
         return self._batches == 0 and len(self._loaded_s) == 1
 
-    def passes(self) -> bool:
-        """Whether the batch now asked for is not worth measuring: like ones have been."""
-        if not self._to_pass:
+    def skips(self) -> bool:
+        """Whether the batch that is asked for now is not measured, as others like it were."""
+        if not self._to_skip:
             return False
-        self._to_pass -= 1
-        self._passed += 1
-        for place, amount in enumerate(self._like_that):
-            self._unmeasured[place] += amount
+        self._to_skip -= 1
+        self._skipped += 1
+        for place, amount in enumerate(self._latest):
+            self._estimated[place] += amount
         return True
 
     def batch_begins(self, samples: int | None) -> bool:
         """A batch was asked for: the worker has been waiting until now. Whether to time each of its samples."""
         self._waiting_s += time.monotonic() - self._idle_since
-        trifles = self._samples > 0 and self._wall_s / self._samples < _TRIFLE_S
+        quick = self._samples > 0 and self._wall_s / self._samples < _QUICK_SAMPLE_S
         turn = self._batches < _CLOSELY_AT_FIRST or self._batches % _CLOSELY_EVERY == 0
-        self._closely = samples is None or turn or not trifles
+        self._closely = samples is None or turn or not quick
         if not self._closely and samples is not None:
             self._new_samples = samples
         self._began_cpu_s, self._began_s = time.thread_time(), time.perf_counter()
@@ -132,32 +134,33 @@ class Meter:
         spent_s = sum(times) if self._closely else now_s - self._began_s
         self._wall_s += spent_s
         self._samples += self._new_samples
-        self._like_that = (self._new_samples, spent_s, cpu_s, 0.0)
-        if times and len(times) < self._new_samples:  # a dataset that gives many at once
+        self._latest = (self._new_samples, spent_s, cpu_s, 0.0)
+        if times and len(times) < self._new_samples:  # a dataset that gives several at once
             self._sample_ms.add(spent_s / self._new_samples * 1e3, self._new_samples)
         else:
-            for seconds in times[1:] if self._batches == 0 else times:
+            first = 1 if self._batches == 0 else 0  # the first sample of all belongs to the worker's start
+            for seconds in times[first:]:
                 self._sample_ms.add(seconds * 1e3)
         self._new_samples = 0
 
     def collated(self, seconds: float) -> None:
         """The batch is put together; now and then, report."""
         self._collate_s += seconds
-        self._like_that = (*self._like_that[:3], seconds)
+        self._latest = (*self._latest[:3], seconds)
         self._batches += 1
         self._idle_since = now_s = time.monotonic()
-        trifle = time.perf_counter() - self._began_s < _TRIFLING_BATCH_S
-        if trifle and self._worker is None and self._batches > _CLOSELY_AT_FIRST:
-            self._to_pass = _PASS
+        quick = time.perf_counter() - self._began_s < _QUICK_BATCH_S
+        if quick and self._worker is None and self._batches > _CLOSELY_AT_FIRST:
+            self._to_skip = _SKIPPED
         if now_s - self._reported_s >= self._report_every_s:
             self._reported_s = now_s
             self._report_every_s = min(_LAST_REPORT_S, self._report_every_s * 1.5)
             self.write()
 
     def report(self) -> WorkerReport:
-        """The totals as they stand, with what went by unmeasured."""
+        """The totals as they stand, with those of the skipped batches."""
         now_s = time.monotonic()
-        samples, wall_s, cpu_s, collate_s = self._unmeasured
+        samples, wall_s, cpu_s, collate_s = self._estimated
         return WorkerReport(
             time_s=now_s,
             pid=os.getpid(),
@@ -165,7 +168,7 @@ class Meter:
             dataset=self._dataset,
             length=self._length,
             worker=self._worker,
-            batches=self._batches + self._passed,
+            batches=self._batches + self._skipped,
             samples=self._samples + int(samples),
             sample_wall_s=self._wall_s + wall_s,
             sample_cpu_s=self._cpu_s + cpu_s,
@@ -273,7 +276,7 @@ def measure_fetcher(fetcher: Any, meter: Meter) -> None:
         fetcher.dataset_iter = _TimedIterator(fetcher.dataset_iter, meter)
 
     def timed_fetch(indices: Any) -> Any:
-        if not streams and meter.passes():
+        if not streams and meter.skips():
             fetcher.dataset, fetcher.collate_fn = plain, collate
             return fetch(indices)
         fetcher.collate_fn = timed_collate
@@ -286,7 +289,7 @@ def measure_fetcher(fetcher: Any, meter: Meter) -> None:
 
 
 class _TimedDataset:
-    """Stands before the dataset inside the fetcher only; everything else still sees the user's own."""
+    """Stands in front of the dataset inside the fetcher only; everything else sees the user's own."""
 
     def __init__(self, dataset: Any, meter: Meter) -> None:
         self._dataset = dataset
@@ -341,7 +344,7 @@ def _time_transforms(meter: Meter) -> None:
         for compose in list(getattr(holder, "__dict__", {}).values()):
             steps = getattr(compose, "transforms", None)
             if type(compose).__name__ == "Compose" and isinstance(steps, list):
-                # A worker that stays has a meter for each epoch, and its transforms were timed in the last one too.
+                # A persistent worker has a meter for each epoch: its transforms were timed in the last one too.
                 plain = [s._transform if isinstance(s, _TimedTransform) else s for s in steps]
                 compose.transforms = [_TimedTransform(s, type(s).__name__, meter) for s in plain]
 

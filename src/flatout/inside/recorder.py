@@ -1,12 +1,15 @@
-"""Turns what the training thread does into Steps whose spans tile the wall time.
+"""Turns what the training thread does into Steps whose spans add up to the wall time.
 
-The thread is in one phase at a time: `push` and `pop` cut the time line, and each piece belongs to the innermost
-phase, so that the pieces add up by construction. What lies between phases has a name too: `loss` behind a forward
-pass, `rest` elsewhere. Some steps are looked at closely, as often as that costs little: there every cut also drops an
-event into the GPU's queue (`GpuClock`); between two of them with no launch in between, GPU time is idle time. In the
-others (`light`) waits and pauses are cut as ever, and what the step computes is one piece: `unsplit`. There the
-commonest events are only put on a tape, which is played when something else happens or when a few steps are on it: the
-processor has forgotten our code from one step to the next, and all of it costs ten times what it costs in a loop.
+The thread is in one phase at a time. `push` and `pop` cut the time line, and each piece belongs to the innermost phase,
+so the pieces add up by construction. What lies between phases has a name too: `loss` after a forward pass, `rest`
+elsewhere.
+
+Some steps are looked at closely, as often as that costs little: there every cut also drops an event into the GPU's
+queue (`GpuClock`). Between two events with no launch in between, GPU time is idle time. In the other steps (`light`)
+waits and pauses are cut as always, and what the step computes is one piece: `unsplit`. Their commonest events only go
+on a tape, which is played when something else happens or when a few steps are on it: the processor has forgotten our
+code from one step to the next, so all of it costs ten times what it costs in a loop.
+
 Nothing here imports torch, waits for the GPU, or does I/O.
 
     timing ──push/pop/fetched/stepped──► Recorder ──Step──► emit
@@ -28,12 +31,12 @@ DATA, START, COPY, FORWARD, LOSS, BACKWARD = "data", "loader start", "copy", "fo
 OPTIMIZER, SYNC, EVALUATION, CHECKPOINT, LOGGING = "optimizer", "sync", "evaluation", "checkpoint", "logging"
 GC, HELD, OWN, REST, UNSPLIT = "gc", "held", "flatout", "rest", "unsplit"
 
-# In these nothing is launched, so what the GPU spends between their two events is idleness.
+# In these nothing is launched, so GPU time between their two events is idle time.
 QUIET = frozenset({DATA, START, SYNC, CHECKPOINT, LOGGING, GC, HELD, OWN})
-# What training, or an evaluation, begins with.
+# With one of these training, or an evaluation, begins.
 _BEGINS = frozenset({START, DATA, FORWARD, BACKWARD})
 
-# What evaluation takes in; a checkpoint or a log line in the midst of it keeps its own name.
+# What is called evaluation while one goes on; a checkpoint or a log line in the middle of it keeps its own name.
 _PART_OF_EVALUATION = frozenset({DATA, START, COPY, FORWARD, LOSS, SYNC, REST, UNSPLIT})
 
 _SLIVER_S = 20e-6  # less than this before a phase is counted with it
@@ -58,10 +61,10 @@ class GpuClock(Protocol):
     """Marks in the GPU's queue, read later without waiting."""
 
     def mark(self, *, begins: bool) -> Any:
-        """Drop a mark, the first of a step or not; None where none can be had now (no GPU in use, a graph captured)."""
+        """Drop a mark, the first of a step or not; None where that is not possible now (a graph is being captured)."""
 
     def between(self, marks: list[Any]) -> list[float] | None:
-        """Milliseconds between neighbours, or None while the GPU has not come to the last of them."""
+        """Milliseconds between neighbours, or None while the GPU has not reached the last of them."""
 
 
 class Losses(Protocol):
@@ -86,17 +89,17 @@ class _Piece:
 class _OpenStep:
     start_s: float
     kind: str = "train"
-    closely: bool = True  # looked at so from its beginning
+    closely: bool = True  # looked at closely from its beginning
     pieces: list[_Piece] = field(default_factory=list)
     marks: list[Any] = field(default_factory=list)
-    crowd_s: dict[str, float] = field(default_factory=dict)  # phases beyond the first many, by name
+    crowd_s: dict[str, float] = field(default_factory=dict)  # phases beyond SPANS_A_STEP, by name
     samples: int | None = None
     loss: Any = None
     micro_steps: int = 0
 
 
 class Recorder:
-    """One training thread's account. `emit` gets every finished Step, in order."""
+    """Records one training thread. `emit` gets every finished Step, in order."""
 
     def __init__(
         self,
@@ -121,7 +124,8 @@ class Recorder:
         self._optimizers = _Cycle()
         self._evaluation = _Evaluation()
         self.train_loaders = self._evaluation.train_loaders
-        self.light = False  # this step is not looked at closely, and nothing but training has been seen in it
+        # This step is not looked at closely, and nothing but training has been seen in it.
+        self.light = False
         self.tape: list[Event] = []  # in light steps the wrappers write here
         self.waiting = False  # for a batch, in a light step
         self._whole = 0  # events on the tape up to the end of a step
@@ -137,7 +141,7 @@ class Recorder:
         self._own_before_s = 0.0
 
     def move_here(self) -> None:
-        """Training turns out to happen in this thread: follow it from now on."""
+        """Training happens in this thread: follow it from now on."""
         self._play()
         self.thread = get_ident()
         self._stack.clear()
@@ -159,7 +163,7 @@ class Recorder:
         now_s = self.clock()
         if self._open.kind == "setup" and name in _BEGINS:
             self._begin_training()
-        if now_s - self._cut_s > _SLIVER_S:  # what lies between two phases may be no more than our own work
+        if now_s - self._cut_s > _SLIVER_S:  # less than this between two phases may be our own work
             self._cut(now_s)
         self._stack.append((name, where, loader))
         self.own_s += self.clock() - now_s
@@ -173,7 +177,7 @@ class Recorder:
             self.pop()
 
     def leave(self, depth: int) -> None:
-        """The thread leaves the phase at this depth, and whatever an exception has left open above it."""
+        """The thread leaves the phase at this depth, and those above it that an exception has left open."""
         while len(self._stack) >= depth:
             self.pop()
         self._between = REST
@@ -211,11 +215,11 @@ class Recorder:
         self._between = REST
 
     def _play(self) -> None:
-        """Make up for what is on the tape."""
+        """Take up what is on the tape."""
         now_s = self.clock()
         tape, whole = self.tape, self._whole
         self.tape, self._whole = [], 0
-        begun = 0  # events of a step of which something is known already
+        begun = 0  # events of a step that has pieces already
         if whole and (self._open.pieces or self._open.micro_steps or not self._evaluation.undisturbed):
             begun = next(place for place, event in enumerate(tape, 1) if type(event) is float)
         self._play_one_by_one(tape[:begun])
@@ -287,13 +291,13 @@ class Recorder:
             self._open.samples = (self._open.samples or 0) + samples
 
     def _call_it_evaluation(self) -> None:
-        """It began with its first batch or forward pass after training's last phase."""
+        """What came since training's last phase was evaluation, from its first batch or forward pass on."""
         pieces, since = self._open.pieces, self._evaluation.since
         begun = False
         for piece in pieces[since:]:
-            spared = self._evaluation.spares(piece.loader)
-            begun = begun or (piece.name in _BEGINS and not spared)
-            if begun and not spared and piece.name in _PART_OF_EVALUATION:
+            is_trainings = self._evaluation.is_trainings_batch(piece.loader)
+            begun = begun or (piece.name in _BEGINS and not is_trainings)
+            if begun and not is_trainings and piece.name in _PART_OF_EVALUATION:
                 piece.name, piece.where = EVALUATION, None
         pieces[max(0, since - 1) :] = _joined(pieces[max(0, since - 1) :])
         self._evaluation.called(len(pieces))
@@ -342,7 +346,7 @@ class Recorder:
         self._open.closely = not self.light
         self.marking = self._gpu is not None and not self.light
         if not self.light and self.steps >= self._sampling.at_first:
-            # Not every n-th: waits that come round with the workers would be met always, or never.
+            # Not every n-th step: waits that come round with the workers would be met always, or never.
             self._closely_at = self.steps + 1 + self.steps * 7919 % (2 * self._closely_every - 1)
         if self.marking:
             self._mark()
@@ -355,11 +359,11 @@ class Recorder:
         self._open.kind = kind
 
     def finish(self) -> None:
-        """Close the books: what came after the last step becomes a step of kind `tail`."""
+        """The recording ends: what came after the last step becomes a step of kind `tail`."""
         self._play()
         self.marking = self.light = False
         self._cut(self.clock())
-        if self._evaluation.suspected:  # and no training came to say otherwise
+        if self._evaluation.suspected:  # and no training followed
             self._call_it_evaluation()
         self._open.kind = "tail"
         self._close()
@@ -378,7 +382,7 @@ class Recorder:
             last = pieces[-1]
             if (
                 last.name == name
-                and last.end_s == start_s  # not so where a collection or a signal handler came in between
+                and last.end_s == start_s  # else a garbage collection or a signal handler came in between
                 and last.where == where
                 and last.loader == loader
                 and last.mark is None
@@ -404,7 +408,7 @@ class Recorder:
         return len(marks) - 1
 
     def _begin_training(self) -> None:
-        """What came before is the set-up; the first step, with all that happens in it only once, is the warm-up."""
+        """What came before is the set-up. The first step, in which much happens only once, is the warm-up."""
         self._cut(self.clock())
         self._closed = -1
         self._close()
@@ -445,9 +449,9 @@ class Recorder:
 class _Evaluation:
     """Tells evaluation from training by what follows.
 
-    A forward pass without gradients may be either: a teacher inside a step, or a look at the validation set. So it
-    is only suspected at first. A training forward or a backward pass says that it was part of training; that the
-    same loader is asked for its next batch, or training's loader comes back, says that it was evaluation.
+    A forward pass without gradients may be either: a teacher inside a step, or part of a validation. So it is only
+    suspected at first. If a training forward or a backward pass follows, it was part of training. If the same loader
+    is asked for its next batch, or training's loader comes back, it was evaluation.
     """
 
     def __init__(self) -> None:
@@ -456,7 +460,8 @@ class _Evaluation:
         self.suspected = False
         self.train_loaders: set[int] = set()
         self.side_by_side = 1  # of them, that training reads from at the same time
-        self._in_hand: dict[int, int] = {}  # samples that came, by loader, not yet known to be for training
+        # Samples that came, by loader, and are not yet known to be for training.
+        self._in_hand: dict[int, int] = {}
         self._last: int | None = None
         self._fed_by: int | None = None  # the loader behind the suspected forward pass
         self._surely = False
@@ -474,7 +479,7 @@ class _Evaluation:
             self._in_hand[loader] = self._in_hand.get(loader, 0) + samples
 
     def suspect(self, *, surely: bool) -> None:
-        """A forward pass that may be evaluation; `surely` where only a batch in hand would make it training."""
+        """A forward pass that may be evaluation; `surely` where only a batch at hand would make it training."""
         self.suspected = True
         self._surely = self._surely or (surely and not self._in_hand)
         self._fed_by = self._last if self._in_hand else None
@@ -489,8 +494,8 @@ class _Evaluation:
         """Whether training that goes on shows that what came before was evaluation."""
         return self.suspected and self._surely
 
-    def spares(self, loader: int | None) -> bool:
-        """Whether a batch waited for was training's all the same."""
+    def is_trainings_batch(self, loader: int | None) -> bool:
+        """Whether a batch that came in between was training's all the same."""
         return loader is not None and loader != self._fed_by and loader in self.train_loaders
 
     def called(self, pieces: int) -> None:
@@ -500,14 +505,14 @@ class _Evaluation:
         self.suspected, self._surely, self._fed_by = False, False, None
 
     def asked(self, loader: int, *, learns: bool) -> None:
-        """A batch is being asked of `loader`; of training's own, or of one yet unknown, that may be training again."""
+        """`loader` is asked for a batch. If it is training's own, or not known yet, training may go on."""
         if learns and (loader in self.train_loaders or self._evaluated not in (None, loader)):
             self.on = False
         elif self.on:
             self._evaluated = loader
 
     def settle(self, pieces: int) -> int:
-        """It is training now; how many samples have come for it."""
+        """This is training; how many samples have come for it."""
         samples = sum(self._in_hand.values())
         self.side_by_side = max(self.side_by_side, len(self._in_hand))
         self.train_loaders.update(self._in_hand)
@@ -520,7 +525,7 @@ class _Evaluation:
 
 
 class _Cycle:
-    """Which optimizer ends a step, where several take turns: the last one before the first comes round again."""
+    """Which optimizer ends a step, where several take turns: the last one before the first is called again."""
 
     def __init__(self) -> None:
         self._order: list[int] = []
@@ -530,7 +535,7 @@ class _Cycle:
 
     @property
     def settled(self) -> bool:
-        """Whether the turns are known. Until then a step may be only a part of one."""
+        """Whether the turns are known. Until then a step may be only part of one."""
         return self._closer is not None
 
     def closes(self, optimizer: int) -> bool:
@@ -542,7 +547,7 @@ class _Cycle:
         if self._closer is not None and optimizer not in self._others:
             self._others.add(optimizer)
             return False
-        if self._closer is not None:  # twice without the one that used to end a step: it is gone
+        if self._closer is not None:  # twice without the one that used to end a step: that one is gone
             self._order, self._closer = [], None
             self._others.clear()
         if optimizer in self._order:
@@ -569,7 +574,7 @@ def _as_step(step: _OpenStep, index: int, end_s: float, gpu_ms: list[float], los
             )
         )
     crowd_ms = (step.pieces[-1].end_s - step.start_s) * 1e3 if step.pieces else 0.0
-    for name, s in step.crowd_s.items():  # one behind the other, as they first came
+    for name, s in step.crowd_s.items():  # in the order in which they first came
         spans.append(Span(name=name, start_ms=crowd_ms, host_ms=s * 1e3))
         crowd_ms += s * 1e3
     return Step(

@@ -1,7 +1,7 @@
 """A few steps under the kernel profiler, once, then off: what the GPU really did, kernel by kernel.
 
-CUDA activities only (the launches on the host, the kernels and copies on the card). Gaps between kernels are laid
-over the training thread's phases, which says what the host was doing while the GPU had nothing to do.
+CUDA activities only: the launches on the host, the kernels and copies on the GPU. Gaps between kernels are compared
+with the training thread's phases, which shows what the host was doing while the GPU had nothing to do.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _RECOVERY_STEPS = 12
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One stretch of work on the card: a kernel, a copy or a fill."""
+    """One piece of work on the GPU: a kernel, a copy or a fill."""
 
     name: str
     start_ns: int
@@ -46,7 +46,7 @@ class Kernel:
 
     @property
     def called_ns(self) -> int:
-        """When the host asked for it, as far as is known."""
+        """When the host launched it, as far as is known."""
         return self.launched_ns if self.launched_ns is not None else self.start_ns
 
 
@@ -57,11 +57,11 @@ class Profiler:
         self._profile: Any = None
         self._results: Any = None
         self._clocks = (0.0, 0)
-        self._give_back: Callable[[], None] = lambda: None
+        self._put_back: Callable[[], None] = lambda: None
 
     @property
     def running(self) -> bool:
-        """Whether it is on. It goes off by itself when the user starts a profiler: there can be only one."""
+        """Whether it is on. It stops when the user starts a profiler: there can be only one."""
         return self._profile is not None
 
     def available(self) -> bool:
@@ -70,46 +70,45 @@ class Profiler:
         return not profiler._is_profiler_enabled
 
     def start(self) -> None:
-        """Switch it on. `TEARDOWN_CUPTI` makes the driver let go of its hooks afterwards.
+        """Switch it on. `TEARDOWN_CUPTI` makes the driver remove its hooks afterwards.
 
-        Not by `torch.profiler`: that one loads torch's compiler first, to ask whether it makes CUDA graphs, which do
-        not survive a teardown. A compiler that is not loaded makes none, and training would stand still for seconds.
-        And it asks for the setting of all models, not whether one was compiled with a mode that captures.
+        Not `torch.profiler`: it loads torch's compiler first, which takes seconds, to ask whether it makes CUDA graphs
+        (they do not survive a teardown). A compiler that is not loaded makes none. And it asks for the setting of all
+        models, not whether one was compiled with a mode that captures.
         """
         profiler: Any = sys.modules["torch.autograd.profiler"]
-        graphs = "torch._inductor.cudagraph_trees" in sys.modules  # loaded when the first is made
-
-        theirs_to_say = "TEARDOWN_CUPTI" in os.environ
+        graphs = "torch._inductor.cudagraph_trees" in sys.modules  # loaded when the first graph is made
+        set_by_user = "TEARDOWN_CUPTI" in os.environ
         os.environ.setdefault("TEARDOWN_CUPTI", "0" if graphs else "1")
         self._clocks = (time.monotonic(), time.time_ns())
         ours: Any = profiler.profile(use_cpu=False, use_device="cuda", use_kineto=True, acc_events=True)
         ours.__enter__()
         prepare = profiler.profile._prepare_trace
 
-        def prepare_alone(theirs: Any) -> Any:
+        def stop_and_prepare(profile: Any) -> Any:
             self.stop()
-            return prepare(theirs)
+            return prepare(profile)
 
-        def give_back() -> None:
+        def put_back() -> None:
             profiler.profile._prepare_trace = prepare
-            if not theirs_to_say:
+            if not set_by_user:
                 os.environ.pop("TEARDOWN_CUPTI", None)
 
-        profiler.profile._prepare_trace = prepare_alone
-        self._give_back = give_back
+        profiler.profile._prepare_trace = stop_and_prepare
+        self._put_back = put_back
         self._profile = ours
 
     def stop(self) -> Any:
-        """Switch it off; the raw results, for `kernels` to read at leisure."""
+        """Switch it off; returns the raw results, for `kernels` to read."""
         if self._profile is not None:
             ours, self._profile = self._profile, None
             ours.__exit__(None, None, None)
-            self._give_back()
+            self._put_back()
             self._results = ours.kineto_results
         return self._results
 
     def kernels(self, results: Any) -> list[Kernel]:
-        """What ran on the card, in the order of its start, on CLOCK_MONOTONIC in nanoseconds."""
+        """What ran on the GPU, in the order of its start, on CLOCK_MONOTONIC in nanoseconds."""
         shift_ns = round(self._clocks[0] * 1e9) - self._clocks[1]
         launches: dict[int, int] = {}
         work: list[tuple[str, int, int, int]] = []
@@ -220,7 +219,7 @@ class XraySchedule:
 
 
 def read_kernels(kernels: Sequence[Kernel], steps: Sequence[Step]) -> Xray | None:
-    """What the kernels of these steps say. None when nothing ran on a card."""
+    """The figures of these steps' kernels. None when nothing ran on a GPU."""
     phases = [
         (span.name, start_s, start_s + span.host_ms / 1e3)
         for step in steps
@@ -234,7 +233,7 @@ def read_kernels(kernels: Sequence[Kernel], steps: Sequence[Step]) -> Xray | Non
     inside = [k for k in kernels if first_ns <= k.called_ns < last_ns]
     if not inside:
         return None
-    # The host runs ahead: the card is still at work on what came before, and at the end on what was launched by then.
+    # The host runs ahead: the GPU is still at work on what came before, and at the end on what was launched by then.
     first_ns = max([first_ns, *(k.end_ns for k in before)])
     last_ns = max([last_ns, *(k.end_ns for k in inside)])
     host = _HostPhases(phases)
@@ -277,7 +276,7 @@ class _HostPhases:
         return self._names[max(0, bisect_right(self._starts, ns) - 1)]
 
     def over(self, start_ns: int, end_ns: int) -> Iterable[tuple[str, int]]:
-        """How a stretch of time is shared among the phases."""
+        """How a stretch of time is divided among the phases."""
         at = max(0, bisect_right(self._starts, start_ns) - 1)
         while start_ns < end_ns:
             until = self._starts[at + 1] if at + 1 < len(self._starts) else end_ns
@@ -287,7 +286,7 @@ class _HostPhases:
 
 
 def _gaps(kernels: Sequence[Kernel], first_ns: int, last_ns: int) -> Iterable[tuple[int, int, Kernel | None]]:
-    """Where nothing ran on any stream, and the kernel that ended it."""
+    """The stretches where nothing ran on any stream, and the kernel that ended each."""
     reached = first_ns
     for kernel in kernels:
         if kernel.start_ns > reached:
@@ -298,13 +297,13 @@ def _gaps(kernels: Sequence[Kernel], first_ns: int, last_ns: int) -> Iterable[tu
 
 
 def _copy(kernel: Kernel) -> str | None:
-    """The way of a copy and the kind of memory it comes from, such as "HtoD Pageable"; None of what is none."""
+    """The direction of a copy and the memory it comes from, such as "HtoD Pageable"; None for other kernels."""
     match = _COPY.match(kernel.name)
     return f"{match['way']} {match['source']}" if match else None
 
 
 def _added(kernels: Iterable[Kernel], key: Callable[[Kernel], str | None]) -> dict[str, float]:
-    """Milliseconds of the kernels by a key, without those that have none."""
+    """Milliseconds of the kernels by a key; those without one are left out."""
     total_ms: defaultdict[str, float] = defaultdict(float)
     for kernel in kernels:
         name = key(kernel)
