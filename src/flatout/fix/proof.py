@@ -164,7 +164,10 @@ def _how_unlike(batches: Sequence[Batches], place: int) -> str:
 
 
 def _few(batch: Sequence[Any]) -> str:
-    return "[" + ", ".join(str(index) for index in batch[:4]) + (", …]" if len(batch) > 4 else "]")
+    shown = [str(index) for index in batch[:4]]
+    if len(batch) > 4:
+        shown.append("…")
+    return f"[{', '.join(shown)}]"
 
 
 def _only_shuffled(ours: Sequence[ProofStep], theirs: Sequence[ProofStep]) -> bool:
@@ -259,7 +262,9 @@ def _losses(before: Run, after: Run) -> tuple[list[float], list[float]]:
 
 
 def _steps(before: Run, after: Run) -> Iterator[tuple[ProofStep, ProofStep]]:
-    return zip(before.proof[0], after.proof[0], strict=False) if before.proof and after.proof else iter(())
+    if not before.proof or not after.proof:
+        return iter(())
+    return zip(before.proof[0], after.proof[0], strict=False)
 
 
 def _became_infinite(a: Sequence[float], b: Sequence[float]) -> bool:
@@ -305,7 +310,9 @@ def _with_losses(before: Run, after: Run, repeat: Run | None, standing: Standing
 
 def _losses_of_repeat(before: Run, repeat: Run | None, count: int) -> list[float]:
     """The first losses of the same plan once more; none where that run broke, which says nothing."""
-    again = _losses(before, repeat)[1][:count] if repeat is not None else []
+    if repeat is None:
+        return []
+    again = _losses(before, repeat)[1][:count]
     return again if len(again) == count and all(map(math.isfinite, again)) else []
 
 
@@ -353,14 +360,17 @@ def _same_mean_loss(before: Run, after: Run, alone: Run | None = None) -> Proof:
 
 def _margin(before: Run, alone: Run | None) -> tuple[float, str]:
     """What the loss may differ by, as a share of it, and in words."""
-    first, again = _losses(before, alone) if alone is not None else ([], [])
+    usual = MARGIN, f"{MARGIN:.0%}"
+    if alone is None:
+        return usual
+    first, again = _losses(before, alone)
     if len(again) >= FEWEST_LOSSES and all(map(math.isfinite, again)):
         apart = _difference(first[-COMPARED:], again[-COMPARED:])
         noise = max(abs(apart.low), abs(apart.high))
         margin = min(noise, WIDEST_MARGIN)
         if margin > MARGIN:
             return margin, f"{margin:.1%}: left to itself, the same plan makes {noise:.1%}"
-    return MARGIN, f"{MARGIN:.0%}"
+    return usual
 
 
 # Weights

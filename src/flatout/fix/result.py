@@ -148,6 +148,7 @@ class FixResult:
 
 
 def _note(attempt: Attempt) -> str:
-    gained = f"{attempt.gain}" if attempt.gain is not None else ""
-    beside = f" together with {', '.join(attempt.together)}" if attempt.together else ""
-    return "; ".join(filter(None, (f"{gained}{beside}", attempt.outcome.proof, attempt.outcome.note)))
+    gained = str(attempt.gain or "")
+    if attempt.together:
+        gained += f" together with {', '.join(attempt.together)}"
+    return "; ".join(filter(None, (gained, attempt.outcome.proof, attempt.outcome.note)))

@@ -172,7 +172,9 @@ class Run:
     def planned_samples(self) -> float | None:
         """Samples of the whole training, where the script read its number of epochs."""
         epochs = knobs(self.case.facts.settings, "epochs", lambda value: type(value) is int)
-        return epochs[0].value * self.samples_an_epoch if epochs and self.samples_an_epoch else None
+        if not epochs or not self.samples_an_epoch:
+            return None
+        return float(epochs[0].value * self.samples_an_epoch)
 
     @property
     def samples_an_epoch(self) -> float | None:
@@ -184,7 +186,9 @@ class Run:
 
     def epoch_s(self, speed: Speed) -> float | None:
         """How long one pass over the data takes at a speed, pauses and all."""
-        epoch = self.samples_an_epoch if speed.unit == "samples/s" else self.case.steps_an_epoch
+        epoch = self.case.steps_an_epoch
+        if speed.unit == "samples/s":
+            epoch = self.samples_an_epoch
         return epoch / speed.with_pauses if epoch else None
 
     @property
@@ -215,8 +219,12 @@ class Run:
         """How long one of its steps would take at that speed with these changes too."""
         batch, seen = self.case.loader.batch_size, self.case.breakdown
         new: int | None = next((change.value for change in changes if change.name == "batch_size"), batch)
-        each = (seen.samples or 0) / seen.steps if speed.unit == "samples/s" else 1.0
-        return each / speed.value * (new / batch if new and batch else 1.0)
+        step_s = 1 / speed.value
+        if speed.unit == "samples/s":
+            step_s *= (seen.samples or 0) / seen.steps
+        if new and batch:
+            step_s *= new / batch
+        return step_s
 
     def with_ceiling_from(self, earlier: Trace | None) -> Run:
         """The run, with the X-ray and the ceiling of an earlier trace where it has none."""
@@ -227,8 +235,9 @@ class Run:
     @property
     def in_company(self) -> bool:
         """Whether others used the machine meanwhile, so that it says less."""
-        findings = diagnose(self.trace) if self.trace is not None else ()
-        return any(finding.code == "hardware.shared" for finding in findings)
+        if self.trace is None:
+            return False
+        return any(finding.code == "hardware.shared" for finding in diagnose(self.trace))
 
     @property
     def hung(self) -> bool:
@@ -290,7 +299,7 @@ class Run:
             return 0.0
         seen_s = [sample.time_s for samples in self.trace.samples.values() for sample in samples]
         ends_s = [step.start_s + step.wall_ms / 1e3 for step in self.trace.ranks[0].steps]
-        return max(seen_s) - max(ends_s) if seen_s and ends_s else 0.0
+        return max(seen_s, default=0.0) - max(ends_s, default=math.inf)
 
     def reason(self) -> str:
         """Why it ended as it did, in its own words where it left some."""
@@ -298,11 +307,13 @@ class Run:
             return f"it did not come to its end and was ended after {self.seconds:.0f} s"
         if _NO_MEMORY.search(self.output):
             return "the card is out of memory"
-        lines = self.output.strip().splitlines()
-        said = next((line for line in reversed(lines) if _ERROR.match(line)), lines[-1] if lines else "no output")
-        places = [m for m in _FRAME.finditer(self.output) if "-packages" not in m[1] and "/flatout/" not in m[1]]
-        where = f" at {Path(places[-1][1]).name}:{places[-1][2]}" if places else ""
-        return f"exit code {self.code}: {said.strip()[:160]}{where}"
+        lines = self.output.strip().splitlines() or ["no output"]
+        error = next((line for line in reversed(lines) if _ERROR.match(line)), lines[-1])
+        reason = f"exit code {self.code}: {error.strip()[:160]}"
+        frames = [m for m in _FRAME.finditer(self.output) if "-packages" not in m[1] and "/flatout/" not in m[1]]
+        if frames:
+            reason += f" at {Path(frames[-1][1]).name}:{frames[-1][2]}"
+        return reason
 
 
 def runs_at_once(before: Run, now: Run) -> int:
@@ -427,7 +438,10 @@ class Launcher:
 @contextlib.contextmanager
 def _signals_as_ctrl_c() -> Iterator[None]:
     """SIGTERM and SIGHUP raise KeyboardInterrupt meanwhile: else they would end us, and leave our trials behind."""
-    signals = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signals = (signal.SIGTERM, signal.SIGHUP)
     before = [(number, signal.getsignal(number)) for number in signals]
     before = [(number, handler) for number, handler in before if handler not in (signal.SIG_IGN, None)]
     try:
@@ -486,8 +500,10 @@ def end_of(output: Path, most: int = _TAIL_BYTES) -> str:
             printed = file.read().decode(errors="replace")
     except OSError:
         return ""
-    whole = _LINE_ENDS.search(printed) if before else None  # a line cut short may hold half a secret
-    return redact_text(printed[whole.end() :] if whole is not None else printed)
+    whole = _LINE_ENDS.search(printed)
+    if before and whole is not None:  # a line cut short may hold half a secret
+        printed = printed[whole.end() :]
+    return redact_text(printed)
 
 
 def _drifts(path: Path) -> list[Drift]:

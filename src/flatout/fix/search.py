@@ -234,9 +234,10 @@ class Search:
     def _run_trial(self, offer: Offer) -> Run:
         plan = with_changes(self.result.kept, offer.changes)
         if not offer.pauses:
-            # What is slower than what is kept need not be understood, and the same work has the same ceiling.
-            step_s = self._trials.after.step_s_at(self._trials.speed_now, offer.changes)
-            return self._trials.run(offer.name, plan, look_below_s=0.0 if offer.computes_alike else step_s)
+            look_below_s = 0.0  # the same work has the same ceiling
+            if not offer.computes_alike:  # what is slower than what is kept need not be understood
+                look_below_s = self._trials.after.step_s_at(self._trials.speed_now, offer.changes)
+            return self._trials.run(offer.name, plan, look_below_s=look_below_s)
         run = self._trials.run(offer.name, plan, steps=self._trials.epoch_steps(), look_below_s=0.0)
         if self._failed(run) or self._history.pauses_are_rarer(run, offer.changes):
             return run

@@ -142,7 +142,9 @@ class Trials:
 
     def seconds_again(self, run: Run, steps: int | None = None) -> float:
         """What a run takes once more, without X-ray and ceiling: so many steps, or as many as it had."""
-        training_s = steps * run.step_s if steps is not None else run.case.breakdown.training_ms / 1e3
+        training_s = run.case.breakdown.training_ms / 1e3
+        if steps is not None:
+            training_s = steps * run.step_s
         return self.before.start_s + self._budget.compiled_again_s(run.changes) + training_s
 
     def compare_s(self, steps: int | None = None) -> float:
@@ -152,7 +154,9 @@ class Trials:
     def reserve_s(self, changes: Sequence[Change] = (), *, compare: bool = True) -> float:
         """The time set aside: for the proof of what is kept and these changes, and for before against after."""
         plan = with_changes(self._result.kept, changes)
-        reserve_s = self.compare_s() if compare and self._result.kept else 0.0
+        reserve_s = 0.0
+        if compare and self._result.kept:
+            reserve_s = self.compare_s()
         if all(change.safety == "semantic" for change in plan):
             return reserve_s
         training_s = proof_steps(plan) * (self.before.step_s + (PROOF_RUNS - 1) * self.after.step_s)
