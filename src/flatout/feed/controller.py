@@ -139,7 +139,7 @@ class Controller:
     def observe_pass(self, seen: Observation) -> None:
         """Take in a pass that is over, from the start of its workers. Where the training process would have taken less
         time for all their work than it has waited, the next pass does without them."""
-        if self.may_do_without and self.workers and seen.made and seen.batches and seen.work_s < seen.waited_s:
+        if self.may_do_without and self.workers and seen.made and seen.batches and seen.made_s < seen.waited_s:
             self._rates[self.workers] = seen.rate
             self._tried_from, self._workers_before = None, self.workers
             self._go(0, "a pass takes less time than to start workers for it")
