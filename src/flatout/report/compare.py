@@ -135,7 +135,7 @@ class Comparison:
         typical, overall = self.typical, self.overall
         if typical is None or overall is None:
             return "Not comparable: " + "; ".join(self.reasons) + "."
-        by_sample = {"step": "", "sample": ", by the sample"}[self.per]
+        by_sample = ", by the sample" if self.per == "sample" else ""
         median, first = f"is {typical.verdict}", f"B is {typical.verdict}"
         if typical.verdict == NO_DIFFERENCE:
             median, first = "shows no difference", "No difference shown"

@@ -77,7 +77,7 @@ def as_text(value: object) -> str:
     if value is None:
         return "not set"
     if isinstance(value, bool):
-        return {True: "yes", False: "no"}[value]
+        return "yes" if value else "no"
     if isinstance(value, dict):
         return ", ".join(f"{key} {as_text(item)}" for key, item in value.items())[:MAX_TEXT]
     if isinstance(value, list | tuple):

@@ -28,7 +28,7 @@ PARTS = " ▏▎▍▌▋▊▉█"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Palette:
-    """Colours by what they mean."""
+    """Colors by what they mean."""
 
     name: str
     ground: str
@@ -98,10 +98,10 @@ class _Gauge:
     def pct(self, gpu: GpuSample) -> float | None:
         """How long the bar is; None where nobody knows the most it can be."""
         value = self.value(gpu)
-        if self.reading.unit in ("%", "°C"):
+        if value is None or self.reading.unit in ("%", "°C"):
             return value
-        most = getattr(gpu, self.reading.limit) if self.reading.limit else None
-        return 100 * value / most if value is not None and most else None
+        most = getattr(gpu, self.reading.limit or "_", None)
+        return 100 * value / most if most else None
 
     def text(self, gpu: GpuSample) -> str:
         if self.reading.limit:
@@ -123,11 +123,12 @@ _ONLY_WITH_GPM = ("tensor_active_pct", "dram_active_pct")
 
 
 def _gauges(gpu: GpuSample, *, has_sm: bool, wide: bool) -> list[_Gauge]:
-    gauges = [_WORK if has_sm else _STAND_IN, _UTIL]
-    for name, gauge in _GAUGES.items():
-        if name not in _ONLY_WITH_GPM or gauge.value(gpu) is not None:
-            gauges.append(gauge)
-    return [*gauges, *(_WIDE_GAUGES if has_sm and wide else ())]
+    known = [gauge for name, gauge in _GAUGES.items() if name not in _ONLY_WITH_GPM or gauge.value(gpu) is not None]
+    if not has_sm:
+        return [_STAND_IN, _UTIL, *known]
+    if wide:
+        known += _WIDE_GAUGES
+    return [_WORK, _UTIL, *known]
 
 
 # The panels
@@ -137,15 +138,16 @@ def gpu_panel(scene: Scene, width: int, height: int) -> Drawing:
     """The GPUs in a line each where there are several; then the chosen one: its levels, and SM against GPU-Util."""
     gpus = scene.now.gpus
     if not gpus:
-        return Drawing(title="GPU", lines=[Text(scene.notes[0] if scene.notes else "no GPU in these samples")])
+        return Drawing(title="GPU", lines=[Text((*scene.notes, "no GPU in these samples")[0])])
     gpu = gpus[scene.gpu]
-    history = scene.history(gpu)
+    history, lines = scene.history(gpu), []
     has_sm = any(past is not None and past.sm_active_pct is not None for past in history)
-    lines = _gpu_lines(scene, width, height) if len(gpus) > 1 else []
-    room = height - len(lines)
-    if len(gpus) == 1 or room >= HISTORIES_FROM_LINES:
+    if len(gpus) > 1:
+        lines = _gpu_lines(scene, width, height)
+    roomy = height - len(lines) >= HISTORIES_FROM_LINES
+    if len(gpus) == 1 or roomy:
         gauges = _gauges(gpu, has_sm=has_sm, wide=width >= WIDE_COLUMNS)
-        lines += _gauge_lines(gauges, gpu, history if room >= HISTORIES_FROM_LINES else None, width, scene.palette)
+        lines += _gauge_lines(gauges, history, width, scene.palette, with_history=roomy)
     work, claim = _values(history, work_pct), _values(history, _UTIL.value)
     lines += chart(work, claim, width, max(0, height - len(lines)), scene.palette)
     name = "SM active" if has_sm else "power share, as there are no SM counters"
@@ -159,8 +161,9 @@ def _gpu_lines(scene: Scene, width: int, height: int) -> list[Text]:
     first = min(max(0, scene.gpu - room // 2), max(0, len(gpus) - room))
     lines = []
     for place, gpu in enumerate(gpus[first : first + room], start=first):
-        chosen = place == scene.gpu
-        line = Text(f"{'▸' if chosen else ' '}{gpu.index:>2} ", style=f"bold {palette.bold}" if chosen else palette.dim)
+        line = Text(f" {gpu.index:>2} ", style=palette.dim)
+        if place == scene.gpu:
+            line = Text(f"▸{gpu.index:>2} ", style=f"bold {palette.bold}")
         line.append_text(bar(work_pct(gpu), 12, palette.work, palette))
         line.append(
             f"{percent(work_pct(gpu)):>5}  util {percent(gpu.gpu_util_pct):>4}  mem {percent(gpu.memory_pct):>4}"
@@ -172,27 +175,32 @@ def _gpu_lines(scene: Scene, width: int, height: int) -> list[Text]:
 
 
 def _gauge_lines(
-    gauges: list[_Gauge], gpu: GpuSample, history: list[GpuSample | None] | None, width: int, palette: Palette
+    gauges: list[_Gauge], history: list[GpuSample | None], width: int, palette: Palette, *, with_history: bool
 ) -> list[Text]:
     columns = 4 if width >= WIDE_COLUMNS else 2
     cell = (width - 3 * (columns - 1)) // columns
-    lines = []
+    style, lines = f"bold {palette.bold}", []
     for at in range(0, len(gauges), columns):
-        row = gauges[at : at + columns]
-        bold = f"bold {palette.bold}" if at == 0 else ""
-        lines.append(Text("   ").join(_gauge_bar(gauge, gpu, cell, palette, bold) for gauge in row))
-        if history is not None:
-            pasts = [(gauge, _values(history, gauge.pct)) for gauge in row]
-            past_lines = (sparkline(past, cell, gauge.style(past[-1], palette)) for gauge, past in pasts)
-            lines += [Text("   ").join(past_lines), Text()]
+        bars, pasts = [], []
+        for gauge in gauges[at : at + columns]:
+            past = _values(history, gauge.pct)
+            bars.append(_gauge_bar(gauge, history[-1], cell, palette, style))
+            pasts.append(sparkline(past, cell, gauge.style(past[-1], palette)))
+        lines.append(Text("   ").join(bars))
+        if with_history:
+            lines += [Text("   ").join(pasts), Text()]
+        style = ""
     return lines
 
 
-def _gauge_bar(gauge: _Gauge, gpu: GpuSample, width: int, palette: Palette, style: str) -> Text:
-    pct, room = gauge.pct(gpu), width - 26
+def _gauge_bar(gauge: _Gauge, gpu: GpuSample | None, width: int, palette: Palette, style: str) -> Text:
     line = Text(f"{gauge.label:<11}", style=palette.dim)
-    line.append_text(bar(pct, room, gauge.style(pct, palette), palette) if pct is not None else Text(" " * room))
-    return line.append(f"{gauge.text(gpu):>15}", style=style)
+    if gpu is None:
+        return line
+    pct = gauge.pct(gpu)
+    if pct is not None:
+        line.append_text(bar(pct, width - 26, gauge.style(pct, palette), palette))
+    return line.append(gauge.text(gpu).rjust(width - line.cell_len), style=style)
 
 
 def _values(history: list[GpuSample | None], read: Callable[[GpuSample], float | None]) -> list[float | None]:
@@ -203,19 +211,19 @@ def cpu_panel(scene: Scene, width: int, height: int) -> Drawing:
     """Every core."""
     host, allowed = scene.now.host, scene.cores_allowed
     count = len(host.cores_pct or ())
-    share = f"{allowed:g} of " if allowed is not None and allowed < count else ""
-    facts = []
+    of, lines, facts = f"{count}", [], []
+    if allowed is not None and allowed < count:
+        of = f"{allowed:g} of {count}"
+    if count:
+        lines = cores(host.cores_pct or (), width, height, scene.palette)
     if host.iowait_pct is not None:
         facts.append(f"iowait {percent(host.iowait_pct)}")
     if host.run_queue is not None:
         facts.append(f"queue {host.run_queue}")
     if host.throttled_pct:
         facts.append(f"held back by quota {percent(host.throttled_pct)}")
-    return Drawing(
-        title=f"CPU {percent(cpu_budget_pct(scene.now, allowed))} of {share}{count} cores",
-        subtitle=", ".join(facts),
-        lines=cores(host.cores_pct or (), width, height, scene.palette) if count else [],
-    )
+    title = f"CPU {percent(cpu_budget_pct(scene.now, allowed))} of {of} cores"
+    return Drawing(title=title, subtitle=", ".join(facts), lines=lines)
 
 
 def storage_panel(scene: Scene, width: int, height: int) -> Drawing:
@@ -237,8 +245,8 @@ def storage_panel(scene: Scene, width: int, height: int) -> Drawing:
             line.append_text(bar(pct, max(4, width - 33), heat(pct, palette), palette))
         lines.append(line.append(figure.rjust(width - line.cell_len)))
     waits = (("storage", host.pressure_io_pct), ("memory", host.pressure_memory_pct))
-    known = [f"{name} {percent(pct)}" for name, pct in waits if pct is not None]
-    return Drawing(title="Memory and disk", subtitle=f"stalls: {', '.join(known)}" if known else "", lines=lines)
+    stalls = ", ".join(f"{name} {percent(pct)}" for name, pct in waits if pct is not None)
+    return Drawing(title="Memory and disk", subtitle=stalls and f"stalls: {stalls}", lines=lines)
 
 
 def _part(used: int | None, total: int | None) -> tuple[float | None, str]:
@@ -249,7 +257,7 @@ def _part(used: int | None, total: int | None) -> tuple[float | None, str]:
 
 def process_panel(scene: Scene, width: int, height: int) -> Drawing:
     """The training process and its loader workers, the busiest first; where not all fit, the busiest alone."""
-    sample, palette, wide = scene.now, scene.palette, width >= WIDE_COLUMNS
+    sample, palette = scene.now, scene.palette
     found = sorted(sample.processes, key=_by_role)
     if not found:
         text = "none seen: no process holds memory on a GPU or has loader workers"
@@ -257,39 +265,42 @@ def process_panel(scene: Scene, width: int, height: int) -> Drawing:
     on_gpus: dict[int, int] = {}
     for holder in (holder for gpu in sample.gpus for holder in gpu.processes or ()):
         on_gpus[holder.pid] = on_gpus.get(holder.pid, 0) + (holder.used_bytes or 0)
-    workers = [process for process in found if process.role == "worker"]
+    workers = sum(process.role == "worker" for process in found)
     header = PROCESS.format("PID", "role", "CPU", "queued", "RSS", "reads", "on GPU", "state")
-    lines = [Text(header + (" name" if wide else ""), style=palette.dim)]
-    fits = len(found) if len(found) < height else max(0, height - 2)
+    lines = [Text(f"{header} name", style=palette.dim)]
+    fits = len(found)
+    if fits >= height:
+        fits = max(0, height - 2)
     first, *others = found
     busiest = [first, *sorted(others, key=lambda p: (-(p.cpu_pct or 0.0), _by_role(p)))]
-    shown = sorted(busiest[:fits], key=_by_role)
-    last = max((place for place, process in enumerate(shown) if process.role == "worker"), default=None)
-    for place, process in enumerate(shown):
-        branch = ("└ " if place == last else "├ ") if process.role == "worker" else ""
-        held = size(on_gpus[process.pid]) if on_gpus.get(process.pid) else ""
-        lines.append(_process_line(process, branch, held, palette))
-        lines[-1].append(f" {printable(process.name)}" if wide else "", style=palette.dim)
+    for process in sorted(busiest[:fits], key=_by_role):
+        lines.append(_process_line(process, on_gpus.get(process.pid, 0), palette))
     if rest := busiest[fits:]:
         cpu_pct = sum(process.cpu_pct or 0.0 for process in rest)
         memory = size(sum(process.rss_bytes or 0 for process in rest))
         reads = size(sum(process.read_bytes_s or 0.0 for process in rest), "/s")
         line = PROCESS.format("…", f"{len(rest)} more", percent(cpu_pct), "", memory, reads, "", "")
         lines.append(Text(line.rstrip(), style=palette.dim))
-    title = f"Training: {len(found)} process{'es' if len(found) > 1 else ''}"
-    return Drawing(title=title + (f", {len(workers)} loader workers" if workers else ""), lines=lines)
+    title = f"Training: {len(found)} process{'es' * (len(found) > 1)}"
+    if workers:
+        title += f", {workers} loader workers"
+    return Drawing(title=title, lines=lines)
 
 
 def _by_role(process: ProcessSample) -> tuple[int, float, int]:
     return {"trainer": 0, "worker": 1}.get(process.role, 2), -(process.cpu_pct or 0.0), process.pid
 
 
-def _process_line(process: ProcessSample, branch: str, held: str, palette: Palette) -> Text:
+def _process_line(process: ProcessSample, gpu_bytes: int, palette: Palette) -> Text:
+    role, held = process.role, size(gpu_bytes or None).replace("–", "")
+    if role == "worker":
+        role = f"└ {role}"
     cpu, queued, reads = percent(process.cpu_pct), percent(process.run_delay_pct), size(process.read_bytes_s, "/s")
     state, rss = STATES.get(process.state or "", "–"), size(process.rss_bytes)
-    words = PROCESS.format(process.pid, branch + process.role, cpu, queued, rss, reads, held, state)
-    line = Text(words, style=palette.dim)
-    line.stylize(f"bold {palette.bold}" if process.role == "trainer" else "", 10, 20)
+    words = PROCESS.format(process.pid, role, cpu, queued, rss, reads, held, state)
+    line = Text(f"{words} {printable(process.name)}", style=palette.dim)
+    if role == "trainer":
+        line.stylize(f"bold {palette.bold}", 10, 20)
     line.stylize(heat(process.cpu_pct, palette), 20, 26)
     return line
 
@@ -297,27 +308,26 @@ def _process_line(process: ProcessSample, branch: str, held: str, palette: Palet
 # Bars and charts
 
 
-def bar(pct: float | None, width: int, colour: str, palette: Palette) -> Text:
+def bar(pct: float | None, width: int, color: str, palette: Palette) -> Text:
     """A horizontal bar, exact to an eighth of a character."""
     full, part = divmod(round(_clip(pct) / 100 * max(0, width) * 8), 8)
-    text = Text("█" * full + (PARTS[part] if part else ""), style=colour)
+    text = Text("█" * full + PARTS[part].strip(), style=color)
     return text.append("·" * (width - full - bool(part)), style=palette.track)
 
 
-def sparkline(values: Sequence[float | None], width: int, colour: str) -> Text:
+def sparkline(values: Sequence[float | None], width: int, color: str) -> Text:
     """The last values in one line, the newest at the right."""
-    shown = values[-width:] if width > 0 else ()
-    marks = "".join(" " if value is None else EIGHTHS[max(1, round(_clip(value) / 100 * 8))] for value in shown)
-    return Text(marks.rjust(width), style=colour)
+    marks = [" " if value is None else EIGHTHS[max(1, round(_clip(value) / 100 * 8))] for value in values]
+    return Text("".join(marks[max(0, len(marks) - width) :]).rjust(width), style=color)
 
 
 def chart(
     work: Sequence[float | None], claim: Sequence[float | None], width: int, height: int, palette: Palette
 ) -> list[Text]:
     """Work as a solid area; above it, hatched, what GPU-Util claims beyond it. The newest at the right."""
-    columns = max(0, width - 5)
+    columns = max(1, width - 5)
     padding = columns - min(columns, len(work))
-    pairs = list(zip(work, claim, strict=True))[-columns:] if columns else []
+    pairs = list(zip(work, claim, strict=True))[-columns:]
     lines = []
     for row in range(height):
         line = Text(f"{_axis(row, height):>4} ", style=palette.dim)
@@ -344,8 +354,7 @@ def cores(pcts: Sequence[float], width: int, height: int, palette: Palette) -> l
             line = Text()
             for pct in row:
                 eighths = round(_clip(pct) / 100 * tall * 8) - 8 * (tall - 1 - level)
-                is_floor = level == tall - 1
-                mark = EIGHTHS[min(8, max(1 if is_floor else 0, eighths))]
+                mark = EIGHTHS[min(8, max(level == tall - 1, eighths))]  # an idle core is seen on the floor
                 line.append(mark.ljust(spaced), style=heat(pct, palette) if eighths > 0 else palette.track)
             lines.append(line)
     return lines

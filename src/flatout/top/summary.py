@@ -7,9 +7,9 @@ break, then what the numbers hide, then why a GPU is low, then how it is low.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flatout.model.readings import HARMFUL_THROTTLES, MEMORY_FULL_PCT
 from flatout.model.records import to_json
@@ -140,7 +140,7 @@ def _verdict_on_all(verdicts: dict[int, Verdict], host: HostFigures, samples: in
     idle = [str(index) for index, verdict in verdicts.items() if verdict.word == "idle"]
     reason = f"GPU {worst}: {verdicts[worst].reason}"
     if idle and verdicts[worst].word != "idle":
-        reason += f" GPU {', '.join(idle)} {'is' if len(idle) == 1 else 'are'} idle."
+        reason += f" GPU {', '.join(idle)}: idle."
     return Verdict(word=verdicts[worst].word, reason=reason)
 
 
@@ -157,9 +157,10 @@ def _ask_host(host: HostFigures, samples: int) -> _Answers:
     if samples < ENOUGH_SAMPLES:
         yield _too_few(samples)
     yield from _memory_full("host", host)
-    cpu_pct = host.mean("cpu_pct")
-    cpu = f"; the CPU is {cpu_pct:.0f}% busy" if cpu_pct is not None else ""
-    yield "no GPU", f"no NVIDIA GPU was seen: only the host was measured{cpu}."
+    cpu_pct, reason = host.mean("cpu_pct"), "no NVIDIA GPU was seen: only the host was measured"
+    if cpu_pct is not None:
+        reason += f"; the CPU is {cpu_pct:.0f}% busy"
+    yield "no GPU", f"{reason}."
 
 
 def _ask_gpu(gpu: GpuFigures, host: HostFigures, samples: int) -> _Answers:
@@ -278,65 +279,47 @@ def _stand_in(gpu: GpuFigures) -> str:
 # Targets
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Target:
-    """What a training that uses its GPUs well reaches."""
+class _Target(NamedTuple):
+    """What a training that uses its GPUs well reaches, in one quantity."""
 
     name: str
     what: str
     wish: str
     unit: str
+    at_least: float
+    at_most: float
     read: Callable[[Any], float | None]
-    at_least: float = -math.inf
-    at_most: float = math.inf
 
     def check(self, figures: GpuFigures | HostFigures) -> TargetResult:
-        what, gpu, value, margin = self.what, None, self.read(figures), None
+        what, gpu, value, met, margin = self.what, None, self.read(figures), None, None
         if value is not None:
             margin = min(value - self.at_least, self.at_most - value)
+            met = margin >= 0
         if isinstance(figures, GpuFigures):
             gpu = figures.index
             if self.name == "sm" and not figures.has_gpm:
                 what += " (stand-in: power share)"
-        met = margin >= 0 if margin is not None else None
         return TargetResult(
             name=self.name, gpu=gpu, what=what, wish=self.wish, unit=self.unit, value=value, met=met, margin=margin
         )
 
 
+_ANY = math.inf
 _GPU_TARGETS = (
+    _Target("sm", "SM active, mean", "at least 80%", "%", 80, _ANY, lambda gpu: gpu.work_pct),
+    _Target("util", "GPU-Util, mean", "at least 85%", "%", 85, _ANY, lambda gpu: gpu.mean("gpu_util_pct")),
+    _Target("fluctuation", "fluctuation", "at most 10 points", " points", -_ANY, 10, lambda gpu: gpu.fluctuation_pct),
+    _Target("memory", "GPU memory, peak", "70 to 90%", "%", 70, 90, lambda gpu: gpu.peak("memory_pct")),
+    _Target("power", "power share, mean", "at least 80%", "%", 80, _ANY, lambda gpu: gpu.mean("power_share_pct")),
     _Target(
-        name="sm", what="SM active, mean", wish="at least 80%", unit="%", at_least=80, read=lambda gpu: gpu.work_pct
+        "temperature", "temperature, peak", "at most 85 °C", " °C", -_ANY, 85, lambda gpu: gpu.peak("temperature_c")
     ),
-    _Target(
-        name="util", what="GPU-Util, mean", wish="at least 85%", unit="%", at_least=85,
-        read=lambda gpu: gpu.mean("gpu_util_pct"),
-    ),
-    _Target(
-        name="fluctuation", what="fluctuation", wish="at most 10 points", unit=" points", at_most=10,
-        read=lambda gpu: gpu.fluctuation_pct,
-    ),
-    _Target(
-        name="memory", what="GPU memory, peak", wish="70 to 90%", unit="%", at_least=70, at_most=90,
-        read=lambda gpu: gpu.peak("memory_pct"),
-    ),
-    _Target(
-        name="power", what="power share, mean", wish="at least 80%", unit="%", at_least=80,
-        read=lambda gpu: gpu.mean("power_share_pct"),
-    ),
-    _Target(
-        name="temperature", what="temperature, peak", wish="at most 85 °C", unit=" °C", at_most=85,
-        read=lambda gpu: gpu.peak("temperature_c"),
-    ),
-)  # fmt: skip
-_CPU_TARGET = _Target(
-    name="cpu", what="CPU, mean", wish="at most 90%", unit="%", at_most=90, read=lambda host: host.mean("cpu_pct")
 )
+_CPU_TARGET = _Target("cpu", "CPU, mean", "at most 90%", "%", -_ANY, 90, lambda host: host.mean("cpu_pct"))
 
 
-def _check_targets(gpus: Iterable[GpuFigures], host: HostFigures) -> Iterator[TargetResult]:
+def _check_targets(gpus: Sequence[GpuFigures], host: HostFigures) -> Iterator[TargetResult]:
     """Each target against each GPU, and the last against the host."""
-    every = tuple(gpus)
     for target in _GPU_TARGETS:
-        yield from map(target.check, every)
+        yield from map(target.check, gpus)
     yield _CPU_TARGET.check(host)

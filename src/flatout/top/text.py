@@ -38,8 +38,9 @@ def amount(value: float | None, unit: str, most: float | None = None) -> str:
     """A value in its unit, and the most it can be: 350 W, 70.0/140.0 GiB."""
     if value is None:
         return "–"
-    limit = f"/{in_unit(most, unit)}" if most else ""
-    return f"{in_unit(value, unit)}{limit} {unit}"
+    if not most:
+        return f"{in_unit(value, unit)} {unit}"
+    return f"{in_unit(value, unit)}/{in_unit(most, unit)} {unit}"
 
 
 def size(value: float | None, per: str = "") -> str:
@@ -47,9 +48,10 @@ def size(value: float | None, per: str = "") -> str:
     if value is None:
         return "–"
     for unit, unit_bytes in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= 100 * unit_bytes:
+            return f"{value / unit_bytes:.0f} {unit}{per}"
         if value >= unit_bytes:
-            digits = 0 if value >= 100 * unit_bytes else 1
-            return f"{value / unit_bytes:.{digits}f} {unit}{per}"
+            return f"{value / unit_bytes:.1f} {unit}{per}"
     return f"{value:.0f} B{per}"
 
 
@@ -84,8 +86,9 @@ def reading_lines(sample: Sample, cores_allowed: float | None = None) -> Iterato
 
 def _gpu_line(gpu: GpuSample) -> str:
     work = percent(work_pct(gpu))
-    parts = [f"SM {work}" if gpu.sm_active_pct is not None else f"power share {work} (for SM)"]
-    parts.append(f"util {percent(gpu.gpu_util_pct)}")
+    parts = [f"SM {work}", f"util {percent(gpu.gpu_util_pct)}"]
+    if gpu.sm_active_pct is None:
+        parts[0] = f"power share {work} (for SM)"
     if gpu.tensor_active_pct is not None:
         parts.append(f"tensor {percent(gpu.tensor_active_pct)}")
     if gpu.memory_pct is not None:
@@ -160,9 +163,7 @@ def style_of(line: str) -> str:
     if line.startswith("Verdict: "):
         word = line.removeprefix("Verdict: ").partition(" – ")[0]
         return {"good": "bold green", "bad": "bold yellow", "none": "bold"}[tone(word)]
-    if line.startswith("  ✓"):
-        return "green"
-    return "red" if line.startswith("  ✗") else ""
+    return {"  ✓": "green", "  ✗": "red"}.get(line[:3], "")
 
 
 def _gpu_table(gpu: GpuFigures) -> Iterator[str]:
@@ -172,13 +173,15 @@ def _gpu_table(gpu: GpuFigures) -> Iterator[str]:
         yield _row("power share", "%", gpu.levels.get("power_share_pct"), " (for SM active)")
     for reading in shown_in("summary", GPU_READINGS):
         if reading.label != gpu.activity_name and reading.name in gpu.levels:
-            most = getattr(gpu, reading.limit) if reading.limit else None
+            most = getattr(gpu, reading.limit or "_", None)
             of = f" of {in_unit(most, reading.unit)}" if most else ""
             yield _row(reading.label, reading.unit, gpu.levels[reading.name], of)
     if gpu.activity is not None:
-        energy = f", energy {gpu.energy_j / 3600:.2f} Wh" if gpu.energy_j is not None else ""
         idle = f"idle {gpu.idle_pct:.0f}% of the time, longest {gpu.longest_idle_s:.1f} s"
-        yield f"  fluctuation {gpu.activity.deviation:.1f} points, {idle}{energy}"
+        line = f"  fluctuation {gpu.activity.deviation:.1f} points, {idle}"
+        if gpu.energy_j is not None:
+            line += f", energy {gpu.energy_j / 3600:.2f} Wh"
+        yield line
     for reason, pct in gpu.throttled_pct.items():
         if reason != "idle":
             yield f"  clocks held back by {reason}: {pct:.0f}% of the time"
@@ -196,8 +199,10 @@ def _gpus_table(gpus: tuple[GpuSummary, ...]) -> Iterator[str]:
         yield f"{''.join(cells)}  {one.verdict.word}"
     names = {one.figures.activity_name for one in gpus}
     energy_j = [one.figures.energy_j for one in gpus if one.figures.energy_j is not None]
-    used = f"; energy {sum(energy_j) / 3600:.2f} Wh in all" if energy_j else ""
-    yield f"  active: {' or '.join(sorted(names))}, mean; mem and heat (°C): peak{used}"
+    line = f"  active: {' or '.join(sorted(names))}, mean; mem and heat (°C): peak"
+    if energy_j:
+        line += f"; energy {sum(energy_j) / 3600:.2f} Wh in all"
+    yield line
 
 
 def _cell(value: float | None, form: str) -> str:
@@ -208,13 +213,15 @@ def _cell(value: float | None, form: str) -> str:
 
 def _host_table(host: HostFigures) -> Iterator[str]:
     cores, workers = host.cores_allowed or host.cores, host.levels.get("workers")
-    title = f"Host · {cores:g} cores" if cores else "Host"
+    title = "Host"
+    if cores:
+        title += f" · {cores:g} cores"
     if workers:
         title += f" · {count_of(round(workers.p50), 'worker')}"
     yield _header(title)
     for reading in shown_in("summary", HOST_READINGS):
         if reading.name in host.levels or reading.name == "cpu_pct":
-            total = getattr(host, reading.limit) if reading.limit else None
+            total = getattr(host, reading.limit or "_", None)
             of = f" of {total / 2**30:.0f} GiB" if total else ""
             yield _row(reading.label, reading.unit, host.levels.get(reading.name), of)
 
@@ -235,6 +242,9 @@ def _target_line(results: list[TargetResult]) -> str:
     """One target; of several GPUs the one that is furthest from it: missed before unknown before met."""
     order = {False: 0, None: 1, True: 2}
     worst = min(results, key=lambda result: (order[result.met], result.margin or 0.0))
-    measured = f"{worst.value:.0f}{worst.unit}" if worst.value is not None else "not measured"
-    gpu = f" (GPU {worst.gpu})" if len(results) > 1 else ""
-    return f"  {MARKS[worst.met]} {worst.what:<40}{worst.wish:<19}{measured + gpu:>17}".rstrip()
+    measured = "not measured"
+    if worst.value is not None:
+        measured = f"{worst.value:.0f}{worst.unit}"
+    if len(results) > 1:
+        measured += f" (GPU {worst.gpu})"
+    return f"  {MARKS[worst.met]} {worst.what:<40}{worst.wish:<19}{measured:>17}".rstrip()

@@ -33,10 +33,10 @@ from flatout.trace import Note, Sample, TraceWriter
 if TYPE_CHECKING:
     from flatout.top.view import TopView
 
-FASTEST_S, SLOWEST_S = 0.05, 60.0
-USUAL_INTERVAL_S = 1.0
+MIN_INTERVAL_S, MAX_INTERVAL_S = 0.05, 60.0
+DEFAULT_INTERVAL_S = 1.0
 ONCE_INTERVAL_S = 0.5
-FEWEST_COLUMNS, FEWEST_LINES = 60, 20
+MIN_COLUMNS, MIN_LINES = 60, 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,30 +92,31 @@ def run(
         else:
             sampler = stack.enter_context(closing(make_sampler(gpus=options.gpus, pids=options.pids)))
             source = _this_machine(options, sampler, clock)
-        session = _Session(options, source, stack)
+        watch = _Watch(options, source, stack)
         with _ends_on_signal(stop):
             if has_view:
-                view = _view_class()(source=source, stop=stop, take=session.take)
+                view = _view_class()(source=source, stop=stop, take=watch.take)
                 view.run()
                 view.raise_problem()
             else:
-                talks = not (options.stdout_is_data or options.once or options.replay_from is not None)
+                silent = options.stdout_is_data or options.once or options.replay_from is not None
                 for sample in source.samples(stop):
-                    session.take(sample)
-                    if talks:
+                    watch.take(sample)
+                    if not silent:
                         print(line_of(sample, source.unix_s(sample), source.cores_allowed), flush=True)
         stack.close()
-        return session.finish()
+        return watch.finish()
 
 
 def _this_machine(options: TopOptions, sampler: Sampler, clock: Callable[[], float]) -> SampleSource:
-    interval_s = options.interval_s or (ONCE_INTERVAL_S if options.once else USUAL_INTERVAL_S)
-    duration_s = interval_s if options.once else options.duration_s or math.inf
+    interval_s, duration_s = options.interval_s or DEFAULT_INTERVAL_S, options.duration_s or math.inf
+    if options.once:
+        interval_s = duration_s = options.interval_s or ONCE_INTERVAL_S
     cores_allowed = budget.measure().cores_allowed
     return live(sampler, interval_s=interval_s, duration_s=duration_s, cores_allowed=cores_allowed, clock=clock)
 
 
-class _Session:
+class _Watch:
     """What happens to each sample, and in the end."""
 
     def __init__(self, options: TopOptions, source: SampleSource, stack: ExitStack) -> None:
@@ -157,29 +158,28 @@ class _Session:
         if self._writer is not None and self._writer.error is not None:
             notes.append(self._writer.error)
         summary = sum_up(self._figures, hostname=source.info.host, notes=notes)
+        data, lines = summary.to_json(), summary_lines(summary)
+        if options.once and self._last is not None:
+            data, lines = self._reading(self._last, notes), reading_lines(self._last, source.cores_allowed)
         if options.json_to is not None:
-            data = self._reading(notes) if options.once else summary.to_json()
             _write(options.json_to, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
         if not options.stdout_is_data:
-            once = self._last if options.once else None
-            _print(reading_lines(once, source.cores_allowed) if once is not None else summary_lines(summary))
+            _print(lines)
         if options.fail_below_pct is not None:
             _ask_gate(summary, options.fail_below_pct)
         return summary
 
-    def _reading(self, notes: list[str]) -> dict[str, Any]:
-        data = {"record": "top-reading", "schema": SCHEMA, "hostname": self._source.info.host, "notes": notes}
-        if self._last is not None:
-            data |= to_json(self._last) | {"time_unix_s": to_json(self._source.unix_s(self._last))}
-        return data
+    def _reading(self, sample: Sample, notes: list[str]) -> dict[str, Any]:
+        opening = {"record": "top-reading", "schema": SCHEMA, "hostname": self._source.info.host, "notes": notes}
+        return {**opening, **to_json(sample), "time_unix_s": to_json(self._source.unix_s(sample))}
 
 
 def _mistakes(options: TopOptions) -> Iterator[str]:
     """Options that cannot be meant."""
     interval_s, duration_s, speed = options.interval_s, options.duration_s, options.speed
-    if interval_s is not None and not FASTEST_S <= interval_s <= SLOWEST_S:
-        yield f"--interval must be from {FASTEST_S:g} to {SLOWEST_S:g} seconds (got {interval_s:g})"
-    least_s = interval_s or USUAL_INTERVAL_S
+    if interval_s is not None and not MIN_INTERVAL_S <= interval_s <= MAX_INTERVAL_S:
+        yield f"--interval must be from {MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g} seconds (got {interval_s:g})"
+    least_s = interval_s or DEFAULT_INTERVAL_S
     if duration_s is not None and not least_s <= duration_s < math.inf:
         yield f"--duration must be at least one interval, {least_s:g} s (got {duration_s:g})"
     if options.fail_below_pct is not None and not 0 <= options.fail_below_pct <= 100:
@@ -187,7 +187,7 @@ def _mistakes(options: TopOptions) -> Iterator[str]:
     if speed is not None and not 0 < speed < math.inf:
         yield f"--speed must be above 0 (got {speed:g})"
     if options.json_to is not None and options.json_to == options.csv_to:
-        yield f"--json and --csv cannot both write to {'stdout' if options.csv_to == '-' else options.csv_to}"
+        yield f"--json and --csv cannot both write to {options.csv_to}"
     if speed is not None and options.replay_from is None:
         yield "--speed goes with --replay only"
     if options.once and duration_s is not None:
@@ -201,9 +201,9 @@ def _mistakes(options: TopOptions) -> Iterator[str]:
 def _wants_view(options: TopOptions, terminal: os.terminal_size | None) -> bool:
     if options.once or options.duration_s is not None or options.stdout_is_data or terminal is None:
         return False
-    if terminal.columns < FEWEST_COLUMNS or terminal.lines < FEWEST_LINES:
+    if terminal.columns < MIN_COLUMNS or terminal.lines < MIN_LINES:
         raise UsageError(
-            f"the live view needs at least {FEWEST_COLUMNS} columns and {FEWEST_LINES} lines "
+            f"the live view needs at least {MIN_COLUMNS} columns and {MIN_LINES} lines "
             f"(this terminal has {terminal.columns} and {terminal.lines}): use --duration, or pipe the output"
         )
     return True

@@ -210,7 +210,7 @@ def test_the_gate_stays_shut_without_a_gpu(top, machine) -> None:
         ({"duration_s": 1.0, "interval_s": 2.0}, "--duration must be at least one interval, 2 s (got 1)"),
         ({"duration_s": float("inf")}, "--duration must be"),
         ({"fail_below_pct": 101.0}, "--fail-below must be from 0 to 100"),
-        ({"json_to": "-", "csv_to": "-"}, "cannot both write to stdout"),
+        ({"json_to": "-", "csv_to": "-"}, "cannot both write to -"),
         ({"json_to": "x", "csv_to": "x"}, "cannot both write to x"),
         ({"once": True, "duration_s": 5.0}, "--once and --duration cannot go together"),
         ({"speed": 2.0}, "--speed goes with --replay only"),

@@ -117,7 +117,7 @@ def test_a_machine_is_judged_by_its_worst_card(make_sample: Make) -> None:
     assert [card.verdict.word for card in summary.gpus] == ["healthy", "starved", "idle"]
     assert summary.verdict.word == "starved"
     assert summary.verdict.reason.startswith("GPU 1: SM active averages 40%")
-    assert summary.verdict.reason.endswith("GPU 2 is idle.")
+    assert summary.verdict.reason.endswith("GPU 2: idle.")
 
 
 def test_the_throttle_words_are_those_the_sampler_says() -> None:

@@ -113,8 +113,7 @@ def test_everything_is_on_the_screen(watch, make_sample: Make, size: tuple[int, 
 def test_with_room_the_whole_tree_is_shown(watch, make_sample: Make) -> None:
     samples = [busy_second(make_sample, float(t), workers=6) for t in range(3)]
     (wide,) = watch(samples, (200, 60))
-    assert wide.count("├ worker") == 5
-    assert "└ worker" in wide
+    assert wide.count("└ worker") == 6
 
 
 def test_in_a_small_terminal_the_rest_of_the_tree_is_summed_up(watch, make_sample: Make) -> None:
