@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def stopped() -> bool:
-    """Whether whoever started us has closed our stdin."""
+    """Whether the process that started this one has closed its stdin."""
     return bool(select.select([sys.stdin], [], [], 0)[0])
 
 

@@ -174,9 +174,9 @@ def _compare(theirs: dict[str, str], ours: dict[str, str]) -> list[dict[str, str
     """The tests that differ, with the reason where there is one."""
     rows = []
     for test in sorted(theirs.keys() | ours.keys()):
-        stock, flatout = theirs.get(test, "missing"), ours.get(test, "missing")
-        if stock != flatout:
-            rows.append({"test": test, "pytorch": stock, "flatout": flatout, "why": PRIVATE.get(test, "")})
+        pytorch, flatout = theirs.get(test, "missing"), ours.get(test, "missing")
+        if pytorch != flatout:
+            rows.append({"test": test, "pytorch": pytorch, "flatout": flatout, "why": PRIVATE.get(test, "")})
     return rows
 
 

@@ -3,7 +3,7 @@
     python benchmarks/rounding.py captcha --data DIR --out FILE [--steps 160] [-- FLAGS]
 
 One run of the workload leads; the others, each with some changes more, go on from its weights every five steps
-(src/flatout/inside/weights.py), all of them side by side. Told of each: whether the same bytes reached the model; how
+(src/flatout/inside/weights.py), all of them side by side. Noted of each: whether the same bytes reached the model; how
 far its loss is off in the second half of the steps, by the number of steps since it had the leader's weights; and how
 far its own had come in five steps, in which direction. "as torch has it": the compiler rounds as it is built to, not as
 flatout asks it to (src/flatout/compiling.py).

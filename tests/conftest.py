@@ -206,10 +206,10 @@ def build_sample(
     trainer_cpu: float | None = None,
     gpu: dict[str, Any] | None = None,
     host: dict[str, Any] | None = None,
-    cards: int = 1,
+    gpus: int = 1,
 ) -> Sample:
     """One second of a machine with a GPU half full of memory; `gpu` and `host` set any other field."""
-    card: dict[str, Any] = {
+    gpu_fields: dict[str, Any] = {
         "name": "NVIDIA H200",
         "sm_active_pct": sm,
         "gpu_util_pct": util,
@@ -240,7 +240,7 @@ def build_sample(
         time_s=time_s,
         interval_s=interval_s,
         host=HostSample(**(machine | (host or {}))),
-        gpus=tuple(GpuSample(index=i, uuid=f"GPU-{i}", **(card | (gpu or {}))) for i in range(cards)),
+        gpus=tuple(GpuSample(index=i, uuid=f"GPU-{i}", **(gpu_fields | (gpu or {}))) for i in range(gpus)),
         processes=tuple(processes),
     )
 

@@ -140,12 +140,12 @@ def test_to_device_makes_floats_and_channels_last_on_the_gpu() -> None:
         assert indices.dtype == torch.int64
 
 
-def test_to_device_takes_a_stock_loader_and_any_iterable() -> None:
-    stock = TorchLoader(Frames(64), 16, num_workers=1)
-    assert [indices.tolist() for _, indices in to_device(stock, "cuda")] == [
+def test_to_device_takes_pytorchs_loader_and_any_iterable() -> None:
+    theirs = TorchLoader(Frames(64), 16, num_workers=1)
+    assert [indices.tolist() for _, indices in to_device(theirs, "cuda")] == [
         list(range(start, start + 16)) for start in range(0, 64, 16)
     ]
-    assert feed_of(stock) is not None
+    assert feed_of(theirs) is not None
 
     def plain() -> Iterator[Any]:
         yield {"x": torch.ones(2), "name": "a"}

@@ -25,7 +25,7 @@ class RecordedNvml:
         self._moments: dict[str, list[list[dict[str, Any]]]] = recording["moments"]
         self.moment = "idle"
         self.reading = 0
-        self.cards = [0]  # which recorded card each index is: [0, 0] is a machine with two like it
+        self.gpus = [0]  # which recorded GPU each index is: [0, 0] is a machine with two like it
         self.failing: dict[str, int] = {}  # function → NVML error number, or all functions with "*"
         self.asked: list[str] = []
         self.gpm_buffers = 0
@@ -40,7 +40,7 @@ class RecordedNvml:
 
     def nvmlDeviceGetCount(self) -> int:
         self._may_fail("nvmlDeviceGetCount")
-        return len(self.cards)
+        return len(self.gpus)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         self._may_fail("nvmlDeviceGetHandleByIndex")
@@ -48,7 +48,7 @@ class RecordedNvml:
 
     def nvmlSystemGetProcessName(self, pid: int) -> str:
         self._may_fail("nvmlSystemGetProcessName")
-        return str(_answer(self._card(0)["nvmlSystemGetProcessName"][str(pid)]))
+        return str(_answer(self._gpu(0)["nvmlSystemGetProcessName"][str(pid)]))
 
     def nvmlGpmSampleAlloc(self) -> SimpleNamespace:
         self.gpm_buffers += 1
@@ -59,7 +59,7 @@ class RecordedNvml:
 
     def nvmlGpmSampleGet(self, handle: int, sample: SimpleNamespace) -> None:
         self._may_fail("nvmlGpmSampleGet")
-        sample.metrics = self._card(handle)["gpm"]
+        sample.metrics = self._gpu(handle)["gpm"]
 
     def c_nvmlGpmMetricsGet_t(self) -> SimpleNamespace:
         return SimpleNamespace(metrics=[SimpleNamespace(metricId=0, nvmlReturn=0, value=0.0) for _ in range(GPM_SLOTS)])
@@ -80,7 +80,7 @@ class RecordedNvml:
             if function.startswith("nvmlSystem"):
                 return _answer(self._system[function][""])
             handle, *rest = arguments
-            recorded = self._card(handle)[function]
+            recorded = self._gpu(handle)[function]
             key = ",".join(str(argument) for argument in rest)
             # What is asked for from another time on with each call was recorded from 0 on.
             since_0 = {"nvmlDeviceGetSamples": "1,0", "nvmlDeviceGetProcessUtilization": "0"}
@@ -88,9 +88,9 @@ class RecordedNvml:
 
         return ask
 
-    def _card(self, handle: int) -> dict[str, Any]:
+    def _gpu(self, handle: int) -> dict[str, Any]:
         taken = self._moments[self.moment]
-        return taken[min(self.reading, len(taken) - 1)][self.cards[handle]]
+        return taken[min(self.reading, len(taken) - 1)][self.gpus[handle]]
 
     def _may_fail(self, function: str) -> None:
         self.asked.append(function)

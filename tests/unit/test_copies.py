@@ -75,7 +75,7 @@ class NotMade(PlaceholderTensor):
         return 0 if name == "_version" else NotImplemented
 
 
-class Card:
+class Gpu:
     """A stream that does nothing, and counts how often it was waited for to the end."""
 
     def __init__(self) -> None:
@@ -88,22 +88,22 @@ class Card:
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Card:
-    card = Card()
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    gpu = Gpu()
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None, query=lambda: True))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: card)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
-    monkeypatch.setattr(copying, "_side_stream", lambda device: card)
+    monkeypatch.setattr(copying, "_side_stream", lambda device: gpu)
     monkeypatch.setattr(copying, "_look_ahead_after_steps", lambda: None)
     monkeypatch.setattr(copying, "_move", lambda host, device: torch.empty(host.shape, device=device))
-    return card
+    return gpu
 
 
 def test_copies_are_made_in_room_that_fits_and_what_is_made_by_copying_is_not_made_here(
-    card: Card, copies: copying._Copies
+    gpu: Gpu, copies: copying._Copies
 ) -> None:
     failed: list[Exception] = []
     ahead = copying.DevicePrefetcher(None, torch.device("meta"), failed.append)
@@ -124,7 +124,7 @@ def test_copies_are_made_in_room_that_fits_and_what_is_made_by_copying_is_not_ma
 
 
 def test_what_goes_wrong_with_a_copy_is_over_before_its_memory_is_given_back(
-    card: Card, copies: copying._Copies, monkeypatch: pytest.MonkeyPatch
+    gpu: Gpu, copies: copying._Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed: list[Exception] = []
     ahead = copying.DevicePrefetcher(None, torch.device("meta"), failed.append)
@@ -135,10 +135,10 @@ def test_what_goes_wrong_with_a_copy_is_over_before_its_memory_is_given_back(
     monkeypatch.setattr(copies, "put", fails)
     batches = [[torch.ones(3)], [torch.ones(3)]]
     assert [ahead._fetched(lambda batch=batch: batch) for batch in batches] == batches
-    assert card.waited_for == len(failed) == 1
+    assert gpu.waited_for == len(failed) == 1
 
 
-def test_nothing_is_copied_of_tensors_of_inference_mode(card: Card, copies: copying._Copies) -> None:
+def test_nothing_is_copied_of_tensors_of_inference_mode(gpu: Gpu, copies: copying._Copies) -> None:
     failed: list[Exception] = []
     ahead = copying.DevicePrefetcher(None, torch.device("meta"), failed.append)
     with torch.inference_mode():
@@ -159,14 +159,14 @@ def by_place(host: Any) -> Any:
 def elsewhere(host: Any) -> Any:
     """As a prefetcher of the script's own does it, with a stream of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "current_stream", lambda device: Card())
+        patch.setattr(torch.cuda, "current_stream", lambda device: Gpu())
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         return by_keyword(host)
 
 
 @pytest.mark.parametrize("move", [by_keyword, by_place])
 def test_a_script_that_copies_small_page_locked_batches_without_waiting_is_left_to_it(
-    card: Card, copies: copying._Copies, monkeypatch: pytest.MonkeyPatch, move: Callable[[Any], Any]
+    gpu: Gpu, copies: copying._Copies, monkeypatch: pytest.MonkeyPatch, move: Callable[[Any], Any]
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
     told: list[str] = []
@@ -187,7 +187,7 @@ def test_a_script_that_copies_small_page_locked_batches_without_waiting_is_left_
 
 
 def test_batches_that_become_large_are_copied_again(
-    card: Card, copies: copying._Copies, monkeypatch: pytest.MonkeyPatch
+    gpu: Gpu, copies: copying._Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
     ahead = copying.DevicePrefetcher(None, torch.device("meta"), pytest.fail)
@@ -221,7 +221,7 @@ def test_batches_that_become_large_are_copied_again(
     ],
 )  # fmt: skip
 def test_else_it_gets_its_copies(
-    card: Card,
+    gpu: Gpu,
     copies: copying._Copies,
     monkeypatch: pytest.MonkeyPatch,
     batch: list[Any],
@@ -263,7 +263,7 @@ class Numbers(Dataset[int]):
 
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> Callable[[DataLoader[Any]], tuple[Any, list[str]]]:
-    """An iterator that fetches ahead, without a card to copy to, and what it does."""
+    """An iterator that fetches ahead, without a GPU to copy to, and what it does."""
 
     def made(loader: DataLoader[Any]) -> tuple[Any, list[str]]:
         did: list[str] = []
@@ -287,7 +287,7 @@ def train(iterator: Any, did: list[str], batches_a_step: int) -> None:
             copying._stepped()
 
 
-def test_the_next_batch_is_fetched_while_the_card_is_at_work(ahead: Callable[..., tuple[Any, list[str]]]) -> None:
+def test_the_next_batch_is_fetched_while_the_gpu_is_at_work(ahead: Callable[..., tuple[Any, list[str]]]) -> None:
     iterator, did = ahead(flatout.DataLoader(Numbers(), batch_size=1, num_workers=1))
     train(iterator, did, batches_a_step=1)
     assert [line for line in did if line.startswith("got")] == [f"got {n}" for n in range(12)]

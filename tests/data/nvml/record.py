@@ -34,7 +34,7 @@ OF_SYSTEM: list[tuple[str, tuple[int, ...]]] = [
     ("nvmlSystemGetCudaDriverVersion", ()),
     ("nvmlDeviceGetCount", ()),
 ]
-OF_CARD: list[tuple[str, tuple[int, ...]]] = [
+OF_GPU: list[tuple[str, tuple[int, ...]]] = [
     ("nvmlDeviceGetName", ()),
     ("nvmlDeviceGetUUID", ()),
     ("nvmlDeviceGetPciInfo", ()),
@@ -78,27 +78,27 @@ def main() -> None:
     }
     out.write_text(json.dumps(recording, indent=1) + "\n", encoding="utf-8")
     for name, taken in moments.items():
-        card = taken[-1][0]
-        util, sm = card["nvmlDeviceGetUtilizationRates"], card["gpm"]
+        gpu = taken[-1][0]
+        util, sm = gpu["nvmlDeviceGetUtilizationRates"], gpu["gpm"]
         print(f"{name}: utilization {util}, SM active {sm.get('2')}, tensor active {sm.get('5')}")
 
 
 def readings(handles: list[Any]) -> list[list[dict[str, Any]]]:
-    """Several readings, each a list of cards."""
+    """Several readings, each a list of GPUs."""
     buffers = [(gpm_sample(handle), gpm_sample(handle)) for handle in handles]
     taken = []
     for _ in range(READINGS):
         time.sleep(APART_S)
-        cards = []
+        gpus = []
         for place, handle in enumerate(handles):
-            answers = ask_all(OF_CARD, handle)
+            answers = ask_all(OF_GPU, handle)
             shorten_history(answers)
             before, free = buffers[place]
             answers["gpm"] = gpm_between(handle, before, free)
             buffers[place] = (free, before)
             answers["nvmlSystemGetProcessName"] = process_names(answers)
-            cards.append(answers)
-        taken.append(cards)
+            gpus.append(answers)
+        taken.append(gpus)
     return taken
 
 
@@ -159,7 +159,7 @@ def gpm_sample(handle: Any) -> Any:
 
 
 def gpm_between(handle: Any, before: Any, free: Any) -> dict[str, Any]:
-    """Metric number → value, from the reading before to now; empty on a card without GPM."""
+    """Metric number → value, from the reading before to now; empty on a GPU without GPM."""
     if before is None or free is None:
         return {}
     query = pynvml.c_nvmlGpmMetricsGet_t()

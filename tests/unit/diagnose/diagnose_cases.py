@@ -1,4 +1,4 @@
-"""Traces built by hand: a healthy run on a card, and changes to it."""
+"""Traces built by hand: a healthy run on a GPU, and changes to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flatout.trace.downsample import window_of
 CORES = 16
 STEPS = 60
 
-# (phase, host ms, GPU idle ms, GPU busy ms): a step of 20 ms in which the host runs far ahead of the card
+# (phase, host ms, GPU idle ms, GPU busy ms): a step of 20 ms in which the host runs far ahead of the GPU
 HEALTHY = (
     ("data", 0.1, 0.0, None),
     ("copy", 0.2, None, 0.2),
@@ -100,7 +100,7 @@ def workers(
 
 
 def xray(**changes: Any) -> Xray:
-    """Eight steps of a busy card."""
+    """Eight steps of a busy GPU."""
     figures: dict[str, Any] = {
         "steps": 8,
         "wall_ms": 160.0,
@@ -118,9 +118,9 @@ def xray(**changes: Any) -> Xray:
     return Xray(**figures | changes)
 
 
-def hardware(cpu_pct: float = 40.0, *, sm: float = 85.0, io_pct: float = 0.0, **card: Any) -> tuple[Sample, ...]:
+def hardware(cpu_pct: float = 40.0, *, sm: float = 85.0, io_pct: float = 0.0, **gpu: Any) -> tuple[Sample, ...]:
     """A sample a second beside the steps."""
-    gpu = {"memory_total_bytes": 140 << 30, "sm_clock_max_mhz": 1980.0, "sm_clock_mhz": 1980.0, "throttle": ()} | card
+    gpu = {"memory_total_bytes": 140 << 30, "sm_clock_max_mhz": 1980.0, "sm_clock_mhz": 1980.0, "throttle": ()} | gpu
     return tuple(
         Sample(
             time_s=100.5 + t,

@@ -48,7 +48,7 @@ def test_a_host_that_is_held_back_could_go_on() -> None:
     held = step(("data", 5.0, 0.0, None), ("forward", 1.0, None, 30.0), ("held", 24.0, 0.0, None))
     assert step_ms(held) == pytest.approx(30.0)
     assert gain_without(held, "data") == pytest.approx(0.0)
-    # WHEN the data takes longer than the card THEN the host is the slower one, with or without the leash
+    # WHEN the data takes longer than the GPU THEN the host is the slower one, with or without the leash
     late = step(("data", 35.0, 4.0, None), ("forward", 1.0, None, 30.0), ("held", 1.0, 0.0, None))
     assert step_ms(late) == pytest.approx(36.0)
 

@@ -32,7 +32,7 @@ def test_a_healthy_run_is_called_healthy_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(("outside", "verdict"), [(3.0, ["compute.saturated"]), (25.0, [])], ids=["little", "more"])
-def test_without_a_card_the_scripts_own_code_between_the_phases_is_not_called_computing(
+def test_without_a_gpu_the_scripts_own_code_between_the_phases_is_not_called_computing(
     outside: float, verdict: list[str]
 ) -> None:
     """A simulator stepped in Python, say: nothing is seen to be wrong with it, and nothing to be healthy."""
@@ -52,13 +52,13 @@ def test_loading_in_the_training_process() -> None:
     made = trace(*STARVED, loader={"num_workers": 0}, workers=workers(1, sample_ms=1.0, busy=0.7))
     found = first(made)
     assert (found.code, found.change) == ("data.main-thread", "num_workers")
-    # one process makes 1,000 samples/s; without waiting the card would eat 64 in 20 ms, 3,200/s: four, and one to spare
+    # one process makes 1,000 samples/s; without waiting the GPU would eat 64 in 20 ms, 3,200/s: four, and one to spare
     assert found.value == 5
     # each worker more brings half as much at least: 3,000 samples/s against the 800 there are
     assert (found.gain_low, found.gain_high) == (pytest.approx(3.75, rel=0.01), pytest.approx(4.0, rel=0.05))
 
 
-def test_without_a_card_feeding_gives_no_more_than_the_cores_have_left() -> None:
+def test_without_a_gpu_feeding_gives_no_more_than_the_cores_have_left() -> None:
     """Who trains needs the cores that are to load."""
     made = trace(*STARVED, loader={"num_workers": 0}, workers=workers(1, sample_ms=1.0, busy=0.7), facts={"gpu": None})
     trains = ProcessSample(pid=0, role="trainer", name="python", cpu_pct=80.0 * CORES)
@@ -218,7 +218,7 @@ def test_workers_whose_threads_outnumber_the_cores() -> None:
     assert next(f for f in found if f.change == "setting:decode_threads").gain_low == 1.0
 
 
-def test_augmentation_that_the_script_could_do_on_the_card() -> None:
+def test_augmentation_that_the_script_could_do_on_the_gpu() -> None:
     behind = workers(8, sample_ms=20.0, busy=0.9)
     read = [{"source": "argparse", "values": {"jitter_on": "cpu"}}]
     found = diagnose(trace(*STARVED, workers=behind, facts={"settings": read}))
@@ -364,13 +364,13 @@ def test_copies_that_nothing_overlaps() -> None:
     assert (found.code, found.change) == ("copy.blocking", "device_prefetch")
 
 
-def test_copies_beside_which_the_card_computes_are_let_be() -> None:
+def test_copies_beside_which_the_gpu_computes_are_let_be() -> None:
     # GIVEN 172 ms of kernels and copies in 156 ms
     beside = xray(copies_ms={"HtoD Pinned": 16.0}, busy_by_phase_ms={"forward": 56.0, "backward": 100.0, "copy": 16.0})
     assert codes(trace(*HEALTHY, xray=beside)) == ["compute.saturated"]
 
 
-def test_a_small_batch_on_a_large_card() -> None:
+def test_a_small_batch_on_a_large_gpu() -> None:
     found = first(trace(facts={"memory_reserved_bytes": 2 << 30}, samples=hardware(sm=10.0)))
     assert (found.code, found.value) == ("memory.underused", 256)
 
@@ -398,7 +398,7 @@ def test_what_the_rank_waits_that_waits_least_is_the_network(waited_ms: tuple[fl
 
 
 def test_an_item_that_costs_run_ahead_is_found_with_its_line() -> None:
-    # GIVEN 6 ms of host work after each wait, while the card's queue is empty
+    # GIVEN 6 ms of host work after each wait, while the GPU's queue is empty
     made = trace(
         ("rest", 6.0, None, 0.0),
         ("forward", 1.0, None, 8.0),
@@ -406,7 +406,7 @@ def test_an_item_that_costs_run_ahead_is_found_with_its_line() -> None:
         ("sync", 18.0, 0.0, None),
         where="train.py:88",
     )
-    # THEN without the wait that work would hide behind the card's 20 ms
+    # THEN without the wait that work would hide behind the GPU's 20 ms
     found = next(f for f in diagnose(made) if f.code == "sync.item")
     assert found.where == "train.py:88"
     assert found.share == pytest.approx(6 / 26, abs=0.01)
@@ -449,7 +449,7 @@ def test_fp32_matrix_work() -> None:
     assert (found.code, found.value) == ("compute.precision", "bf16")
 
 
-def test_what_the_card_saves_is_of_no_use_while_it_waits_for_launches() -> None:
+def test_what_the_gpu_saves_is_of_no_use_while_it_waits_for_launches() -> None:
     """A forward pass with holes between its kernels gains nothing; a backward pass without any does."""
     work = {"forward": 40.0, "backward": 40.0}
     fp32 = {"facts": {"autocast": ["None"]}}
@@ -469,7 +469,7 @@ def test_what_the_card_saves_is_of_no_use_while_it_waits_for_launches() -> None:
     assert none == 1.0
 
 
-def test_what_the_card_saves_is_of_no_use_while_the_loader_cannot_follow() -> None:
+def test_what_the_gpu_saves_is_of_no_use_while_the_loader_cannot_follow() -> None:
     # GIVEN fp32 work, and eight workers that deliver a tenth more than the 64 samples that are eaten in 80 ms
     fp32 = {"facts": {"autocast": ["None"]}, "xray": xray(wall_ms=720.0, tensor_core_ms=10.0)}
     behind = workers(8, sample_ms=8 * 80 / (1.1 * 64), busy=0.9)
@@ -515,7 +515,7 @@ def test_an_optimizer_s_elementwise_kernels_are_not_the_model_s() -> None:
 
 
 def test_launches_are_named_beside_a_longer_wait_for_data() -> None:
-    # GIVEN a step half of which is a wait, and a card that waits for launches through most of the rest
+    # GIVEN a step half of which is a wait, and a GPU that waits for launches through most of the rest
     late = xray(
         wall_ms=640.0,
         busy_ms=40.0,
@@ -538,18 +538,18 @@ def test_an_earlier_run_s_wait_for_data_does_not_make_late_launches_look_small()
         kernel_us=Sketch.of([3.0] * 100),
     )
     [launches] = [f for f in diagnose(trace(*HEALTHY, xray=waited)) if f.code == "launch.bound"]
-    # THEN what the card waits for launches is held against a step without that wait
+    # THEN what the GPU waits for launches is held against a step without that wait
     assert launches.share == pytest.approx(60 / 160, rel=0.01)
 
 
-def test_a_card_held_down_by_heat() -> None:
+def test_a_gpu_held_down_by_heat() -> None:
     hot = hardware(throttle=("heat (software slowdown)",), sm_clock_mhz=1400.0)
     found = first(trace(samples=hot))
     assert found.code == "hardware.throttled"
     assert found.gain_high == pytest.approx(1980 / 1400, rel=0.02)
 
 
-def test_a_power_cap_on_a_busy_card_is_no_fault() -> None:
+def test_a_power_cap_on_a_busy_gpu_is_no_fault() -> None:
     assert codes(trace(samples=hardware(throttle=("power cap",)))) == ["compute.saturated"]
 
 
@@ -557,7 +557,7 @@ def test_a_power_cap_on_a_busy_card_is_no_fault() -> None:
     ("sm_pct", "most_pct"),
     [((None, None), None), ((35.0, 0.0), 35.0), ((None, 35.0), 35.0), ((None, 0.0), 0.0), ((0.0, 0.0), 0.0)],
 )
-def test_a_stranger_on_the_card_is_none_who_only_holds_memory(
+def test_a_stranger_on_the_gpu_is_none_who_only_holds_memory(
     sm_pct: tuple[float | None, float | None], most_pct: float | None
 ) -> None:
     """GIVEN what the driver told of its use at first and later, THEN only one that is known never to have computed is
@@ -594,7 +594,7 @@ def test_cores_that_are_not_ours_do_not_hide_that_ours_are_busy() -> None:
     assert first(made).code == "data.cpu-bound"
 
 
-def test_cards_that_stand_unused() -> None:
+def test_gpus_that_stand_unused() -> None:
     found = first(trace(facts={"gpus_visible": 4}))
     assert (found.code, found.value) == ("hardware.idle-gpus", 4)
 
@@ -663,7 +663,7 @@ def test_a_finding_must_speak_the_public_vocabulary() -> None:
         Finding(code="data.bad", title="", share=0, gain_low=1, gain_high=1, derived="", confidence=1)
 
 
-def test_the_card_is_judged_by_its_training_and_not_by_the_x_ray() -> None:
+def test_the_gpu_is_judged_by_its_training_and_not_by_the_x_ray() -> None:
     """Starting the kernel profiler takes a second or more, in which nothing is trained; samples after the last step
     that was kept raw count, if it is a window that goes on."""
     made = steps(*HEALTHY)  # 1.2 s

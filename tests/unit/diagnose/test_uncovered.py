@@ -1,4 +1,4 @@
-"""Costs that are small while the card has much to do: named beside what makes it less, and never else."""
+"""Costs that are small while the GPU has much to do: named beside what makes it less, and never else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from test_recorded import TRACES, unpacked
 from flatout.diagnose.rules import diagnose
 from flatout.model.finding import Finding
 
-# In each step 0.5 ms for an optimizer that is not fused, and 1 ms of gaps in which the card waits for launches.
+# In each step 0.5 ms for an optimizer that is not fused, and 1 ms of gaps in which the GPU waits for launches.
 GAPS = xray(
     busy_by_phase_ms={"forward": 48.0, "backward": 100.0, "optimizer": 2.0},
     idle_by_phase_ms={"forward": 2.0, "backward": 4.0, "optimizer": 2.0},
@@ -23,7 +23,7 @@ def codes(found: tuple[Finding, ...]) -> list[str]:
     return [finding.code for finding in found]
 
 
-def test_they_are_named_beside_what_makes_the_card_s_work_shorter_with_what_each_would_give_alone() -> None:
+def test_they_are_named_beside_what_makes_the_gpu_s_work_shorter_with_what_each_would_give_alone() -> None:
     found = {f.code: f for f in diagnose(trace(*HEALTHY, facts=IN_FP32, samples=hardware(), xray=GAPS))}
     assert list(found) == ["compute.precision", "memory.underused", "compute.optimizer"]
     batch, fused = found["memory.underused"], found["compute.optimizer"]
@@ -40,7 +40,7 @@ def test_a_healthy_training_hears_of_neither() -> None:
     assert codes(diagnose(trace(*HEALTHY, facts=ROOM, samples=hardware(), xray=larger))) == ["compute.saturated"]
 
 
-def test_less_waiting_for_data_does_not_shorten_the_card_s_work() -> None:
+def test_less_waiting_for_data_does_not_shorten_the_gpu_s_work() -> None:
     starved = (("data", 20.0, 20.0, None), *HEALTHY[1:])
     found = codes(diagnose(trace(*starved, facts=ROOM, samples=hardware(), xray=GAPS)))
     assert found

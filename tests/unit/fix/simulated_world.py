@@ -45,8 +45,8 @@ class Machine:
     batch: int = 64
     data_ms: float = 0.0
     compute_ms: float = 20.0
-    busy: float = 0.95  # of the compute time, the card's part
-    late: float = 0.0  # of the compute time, what the card waits for launches
+    busy: float = 0.95  # of the compute time, the GPU's part
+    late: float = 0.0  # of the compute time, what the GPU waits for launches
     eval_s: float = 0.0
     eval_every: int = 1  # epochs
     eval_first: bool = False  # after the first of them in any case
@@ -204,7 +204,7 @@ class World:
             xray=self._xray(m),
             workers=(self._worker(m),),
         )
-        card = GpuSample(
+        gpu = GpuSample(
             index=0, uuid="GPU-0", name="NVIDIA H200", sm_active_pct=85.0, memory_total_bytes=140 << 30, power_w=300.0
         )
         samples = []
@@ -215,7 +215,7 @@ class World:
                 memory_used_bytes=used << 30,
                 memory_total_bytes=128 << 30,
             )
-            samples.append(Sample(time_s=time_s, interval_s=0.1, host=host, gpus=(card,)))
+            samples.append(Sample(time_s=time_s, interval_s=0.1, host=host, gpus=(gpu,)))
         return Trace(ranks=(rank,), samples={"node": tuple(samples)})
 
     def _xray(self, m: Machine) -> Xray:

@@ -134,7 +134,7 @@ def test_a_starved_training_is_offered_the_data_path_as_one() -> None:
 PICTURES = {"pillow": True}
 
 
-def test_transforms_are_left_to_the_card_where_the_loader_is_ours_and_still_behind() -> None:
+def test_transforms_are_left_to_the_gpu_where_the_loader_is_ours_and_still_behind() -> None:
     world = World(machine=Machine(data_ms=80.0), facts=PICTURES)
     ours = [Change(name="loader", value="elastic", safety="reseeded")]
     change = offered(world, kept=ours)["gpu_transforms"]
@@ -171,7 +171,7 @@ def test_decoder_threads_that_outnumber_the_cores_go_with_it() -> None:
     assert (change.value, change.knob, change.safety) == (1, "--decode-threads", "identical")
 
 
-def test_augmentation_that_the_script_can_do_on_the_card_is_offered_if_allowed() -> None:
+def test_augmentation_that_the_script_can_do_on_the_gpu_is_offered_if_allowed() -> None:
     world = World(machine=Machine(data_ms=80.0), settings=[flag("jitter_on", "cpu", device="cpu")])
     assert "setting:jitter_on" not in offered(world)
     change = offered(world, Wishes.of(allow="all"))["setting:jitter_on"]
@@ -253,7 +253,7 @@ def test_once_compiled_graphs_come_before_what_changes_learning() -> None:
     assert [offer.changes[0].name for offer in wanted] == ["compile", "batch_size"]
 
 
-def test_where_the_card_waits_for_launches_graphs_are_the_first_way_to_compile() -> None:
+def test_where_the_gpu_waits_for_launches_graphs_are_the_first_way_to_compile() -> None:
     """Though its kernels are not small: what keeps the host from launching them may be the workers on its cores."""
     late = {"idle_by_phase_ms": {"forward": 20.0, "backward": 20.0}}
     world = World(facts={"compiled": False}, xray=late)
@@ -328,7 +328,7 @@ def test_a_step_that_waits_for_launches_gets_a_larger_batch_before_half_precisio
 
 
 def test_a_larger_batch_is_not_offered_where_the_elastic_loader_brings_no_more_samples() -> None:
-    """GIVEN a card that waits for launches and for data WHEN all that can be done for its data is done."""
+    """GIVEN a GPU that waits for launches and for data WHEN all that can be done for its data is done."""
     settings, facts = [flag("batch_size", 64)], {"memory_reserved_bytes": 1 << 30}
     for data_ms, kept, is_offered in ((80.0, [], True), (80.0, [ELASTIC], False), (2.0, [ELASTIC], True)):
         world = World(machine=Machine(data_ms=data_ms), settings=settings, facts=facts, xray=LAUNCHES)

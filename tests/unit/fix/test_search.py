@@ -108,7 +108,7 @@ def test_the_bottleneck_moves_and_is_followed() -> None:
 
 
 def test_only_what_is_faster_and_computes_otherwise_is_looked_into() -> None:
-    """Where the card is given the same work, the X-ray and the ceiling there are still hold."""
+    """Where the GPU is given the same work, the X-ray and the ceiling there are still hold."""
     world = World(machine=Machine(data_ms=30.0, busy=0.4), facts=IN_FP32)
     looks: dict[tuple[str, ...], float | None] = {}
 
@@ -478,7 +478,7 @@ def test_four_minutes_are_enough_for_everything() -> None:
 
 
 class Captcha(World):
-    """A card busy in fp32, of which each run uses a sixth; runs share the card."""
+    """A GPU busy in fp32, of which each run uses a sixth; runs share the GPU."""
 
     def _worker(self, m: Machine) -> WorkerReport:
         return replace(super()._worker(m), random_used=())
@@ -489,8 +489,8 @@ class Captcha(World):
     def prove(self, wanted: Sequence[ProofRun], *, timeout_s: float, at_once: int = 1) -> list[Run]:
         start_s = self.clock_s
         runs = super().prove(wanted, timeout_s=timeout_s, at_once=at_once)
-        on_card_s = sum(run.case.breakdown.training_ms for run in runs) / 1e3
-        self.clock_s = max(self.clock_s, start_s + START_S + on_card_s)
+        on_gpu_s = sum(run.case.breakdown.training_ms for run in runs) / 1e3
+        self.clock_s = max(self.clock_s, start_s + START_S + on_gpu_s)
         return runs
 
 
@@ -808,7 +808,7 @@ def test_a_proof_whose_first_run_breaks_takes_no_more_of_them() -> None:
 
 
 class NeverTheSameBytes(World):
-    """A critic that is fed what its generator made, on a card that adds in any order."""
+    """A critic that is fed what its generator made, on a GPU that adds in any order."""
 
     def _proof(self, changes: Sequence[Change], steps: int) -> Any:
         run = len(self.started)

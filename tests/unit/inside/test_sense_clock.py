@@ -1,4 +1,4 @@
-"""How far the host may run ahead of a card, and in which stream of it time is taken; the card is played here."""
+"""How far the host may run ahead of a GPU, and in which stream of it time is taken; the GPU is played here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flatout.inside.clock import CudaClock, Leash
 
 
 class Queue:
-    """A card that does nothing by itself."""
+    """A GPU that does nothing by itself."""
 
     def __init__(self) -> None:
         self.ends: list[Any] = []
@@ -34,11 +34,11 @@ class Queue:
 
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
-    card = Queue()
+    gpu = Queue()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "Event", card.event)
-    return card
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    return gpu
 
 
 def test_the_host_waits_for_the_step_so_many_before(queue: Queue) -> None:

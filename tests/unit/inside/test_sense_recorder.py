@@ -26,7 +26,7 @@ class Clock:
 
 
 class Gpu:
-    """A card that does nothing but work `busy_ms` a mark; `reached` says how many marks it has come to."""
+    """A GPU that does nothing but work `busy_ms` a mark; `reached` says how many marks it has come to."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -318,14 +318,14 @@ def test_an_optimizer_that_replaces_another_is_soon_followed() -> None:
     assert ends == [True, True, True, False, True, True, True]
 
 
-# -- the card -------------------------------------------------------------------------------------------------------
+# -- the GPU -------------------------------------------------------------------------------------------------------
 
 
 def marked(bench: Bench) -> Step:
     return next(step for step in reversed(bench.steps) if any(s.gpu_idle_ms is not None for s in step.spans))
 
 
-def test_where_nothing_is_launched_the_cards_time_is_idleness() -> None:
+def test_where_nothing_is_launched_the_gpus_time_is_idleness() -> None:
     bench = Bench(gpu=True)
     bench.train(20)
     step = marked(bench)
@@ -354,7 +354,7 @@ def test_waiting_for_data_in_an_evaluation_is_idleness_too() -> None:
     assert sum(span.gpu_busy_ms or 0 for span in named) == pytest.approx(60)
 
 
-def test_steps_wait_for_the_card_in_order_but_not_for_ever() -> None:
+def test_steps_wait_for_the_gpu_in_order_but_not_for_ever() -> None:
     bench = Bench(gpu=True)
     bench.train(4)
     bench.gpu.behind = True

@@ -31,7 +31,7 @@ import sys
 import torch.autograd.profiler as profiler
 from flatout.inside.xray import Profiler
 
-class OnTheHost(profiler.profile):  # there is no card to look at
+class OnTheHost(profiler.profile):  # there is no GPU to look at
     def __init__(self, **options):
         assert options["use_device"] == "cuda", options
         super().__init__(**{**options, "use_cpu": True, "use_device": None})
@@ -62,7 +62,7 @@ def test_matrix_work_is_told_from_what_else_cudnn_does() -> None:
 
 
 def test_a_gap_belongs_to_what_the_host_did_meanwhile() -> None:
-    # GIVEN a card that works from 0.5 to 0.9 ms of each step, on what was launched in the forward pass
+    # GIVEN a GPU that works from 0.5 to 0.9 ms of each step, on what was launched in the forward pass
     work = [kernel(TF32, at + 500, at + 900, at + 450) for at in (0, 1000)]
     seen = read_kernels(work, [step(0.0), step(0.001)])
     # THEN it stood still while batches were fetched, and 0.1 ms before and after the forward pass's own work
@@ -72,12 +72,12 @@ def test_a_gap_belongs_to_what_the_host_did_meanwhile() -> None:
     assert (seen.wall_ms, seen.busy_ms) == pytest.approx((2.0, 0.8))
 
 
-def test_where_the_host_runs_ahead_the_card_s_work_on_the_steps_is_waited_for() -> None:
+def test_where_the_host_runs_ahead_the_gpu_s_work_on_the_steps_is_waited_for() -> None:
     # GIVEN two steps launched within 2 ms, each 5 ms of work, behind 3 ms of an earlier step
     earlier = kernel(TF32, 0, 3000, -100)
     work = [kernel(TF32, 3000, 8000, 450), kernel(FP32, 8000, 13_000, 1450)]
     seen = read_kernels([earlier, *work], [step(0.0), step(0.001)])
-    # THEN all of their work is counted, nothing of the earlier one's, and the card never stood still
+    # THEN all of their work is counted, nothing of the earlier one's, and the GPU never stood still
     assert seen is not None
     assert (seen.wall_ms, seen.busy_ms) == pytest.approx((10.0, 10.0))
     assert seen.busy_by_phase_ms == pytest.approx({"forward": 10.0})

@@ -158,7 +158,7 @@ def test_the_gpu_is_the_one_the_rank_named() -> None:
 
 
 def test_a_rank_that_may_see_one_gpu_of_two_is_not_shown_the_other() -> None:
-    """GIVEN CUDA_VISIBLE_DEVICES=1, under which torch calls the second card its first, and a busy neighbour on that."""
+    """GIVEN CUDA_VISIBLE_DEVICES=1, under which torch calls the second GPU its first, and a busy neighbour on that."""
     sample = whole_run().samples["box"][0]
     first, second = ("GPU-77b0-5c", 650.0), ("GPU-5e7a-11", 90.0)
     gpus = tuple(

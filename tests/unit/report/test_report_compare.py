@@ -204,7 +204,7 @@ def test_too_few_steps_are_not_compared() -> None:
     assert result.reasons == ("B has 20 training steps, and fewer than 40 say too little",)
 
 
-def test_another_card_and_another_model_are_cautions() -> None:
+def test_another_gpu_and_another_model_are_cautions() -> None:
     result = compare(recorded(noisy(1)), recorded(noisy(2), gpu="NVIDIA A100", parameters=2_000_000))
 
     assert result.typical is not None

@@ -1,4 +1,4 @@
-"""The sampler: cards, machine and processes in one sample, and whom it follows."""
+"""The sampler: GPUs, machine and processes in one sample, and whom it follows."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_one_sample_holds_everything(machine: Machine, nvml: RecordedNvml) -> No
     assert sampler.notes == []
 
 
-def test_it_follows_who_holds_memory_on_a_card(machine: Machine, nvml: RecordedNvml) -> None:
+def test_it_follows_who_holds_memory_on_a_gpu(machine: Machine, nvml: RecordedNvml) -> None:
     nvml.moment = "matmul"
     root = machine("vm-cgroup-v1-before")
     with Sampler(root=root, nvml=nvml) as sampler:
@@ -82,7 +82,7 @@ def test_without_a_driver_the_host_half_works(machine: Machine, nvml: RecordedNv
     assert [note for note in sampler.notes if "no NVIDIA driver" in note] == sampler.notes
 
 
-def test_sampling_goes_on_after_a_card_is_lost(machine: Machine, nvml: RecordedNvml) -> None:
+def test_sampling_goes_on_after_a_gpu_is_lost(machine: Machine, nvml: RecordedNvml) -> None:
     with Sampler(root=machine("vm-cgroup-v1-before"), nvml=nvml) as sampler:
         sampler.read()
         nvml.failing = {"*": GPU_IS_LOST}

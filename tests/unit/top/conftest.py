@@ -13,7 +13,7 @@ from flatout.trace import GpuSample, RunInfo, Sample, TraceWriter
 
 
 class FakeMachine:
-    """A sampler of the shape of `flatout.sample.hardware.Sampler`: one card whose SM activity is a function of time."""
+    """A sampler of the shape of `flatout.sample.hardware.Sampler`: one GPU whose SM activity is a function of time."""
 
     def __init__(self, sample: Sample, activity: Callable[[float], float], *, has_gpm: bool = True) -> None:
         self.notes: list[str] = []

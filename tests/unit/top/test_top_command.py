@@ -120,7 +120,7 @@ def test_json_on_stdout_stands_alone(top, capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_row_a_sample(top, machine, tmp_path: Path) -> None:
     disks = (DiskSample(name="sda", read_bytes_s=2e6, write_bytes_s=1e6, busy_pct=30.0),)
-    here = machine(cards=2, trainer_cpu=90.0, workers=3, host={"disks": disks})
+    here = machine(gpus=2, trainer_cpu=90.0, workers=3, host={"disks": disks})
     top(here, duration_s=3.0, csv_to=str(tmp_path / "rows.csv"))
     rows = list(csv.DictReader((tmp_path / "rows.csv").read_text().splitlines()))
     assert len(rows) == 3
@@ -147,10 +147,10 @@ def test_rows_that_no_longer_fit_on_the_disk_are_one_line(top, tmp_path: Path, f
         top(duration_s=20.0, csv_to=str(path))
 
 
-def test_rows_on_stdout_stand_alone_and_outlive_a_card(
+def test_rows_on_stdout_stand_alone_and_outlive_a_gpu(
     top, make_sample: Make, record: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = record([make_sample(1.0, sm=80, cards=2), make_sample(2.0, sm=80, cards=1)])
+    folder = record([make_sample(1.0, sm=80, gpus=2), make_sample(2.0, sm=80, gpus=1)])
     top(replay_from=folder, csv_to="-")
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["gpu1_sm_active_pct"] for row in rows] == ["80", ""]
@@ -173,7 +173,7 @@ def test_a_recording_sums_up_to_what_was_seen_live(top, machine, tmp_path: Path,
 
 
 def test_a_replay_can_be_summed_up_as_json(top, make_sample: Make, record: Callable[..., Path], capsys) -> None:
-    folder = record([make_sample(float(t), sm=88, cards=2) for t in range(4)])
+    folder = record([make_sample(float(t), sm=88, gpus=2) for t in range(4)])
     top(replay_from=folder, json_to="-", gpus=(1,), terminal=(80, 24))
     assert [gpu["index"] for gpu in json.loads(capsys.readouterr().out)["gpus"]] == [1]
 
@@ -196,7 +196,7 @@ def test_the_gate_names_the_stand_in(top, machine) -> None:
 
 def test_the_gate_stays_shut_without_a_gpu(top, machine) -> None:
     with pytest.raises(GateFailed, match="no GPU was measured"):
-        top(machine(cards=0), duration_s=4.0, fail_below_pct=10.0)
+        top(machine(gpus=0), duration_s=4.0, fail_below_pct=10.0)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_faster_than_gpm_a_reading_stands_for_the_samples_before_it(make_sample:
 
 
 def test_without_gpm_power_stands_in_for_work_but_never_above_util(make_sample: Make) -> None:
-    # GIVEN half the power limit drawn, first with and then without a kernel on the card
+    # GIVEN half the power limit drawn, first with and then without a kernel on the GPU
     gpu = figures_of([make_sample(1.0, util=90, pulses=(90.0,)), make_sample(2.0, util=0, pulses=(0.0,))])
     assert not gpu.has_gpm
     assert gpu.activity_name == "GPU-Util"
@@ -85,8 +85,8 @@ def test_without_gpm_power_stands_in_for_work_but_never_above_util(make_sample: 
     assert gpu.work_pct == pytest.approx(25)
 
 
-def test_a_card_that_vanishes_keeps_what_was_seen_of_it(make_sample: Make) -> None:
-    first, second = FigureBuilder([make_sample(1.0, sm=80, cards=2), make_sample(2.0, sm=60, cards=1)]).gpus()
+def test_a_gpu_that_vanishes_keeps_what_was_seen_of_it(make_sample: Make) -> None:
+    first, second = FigureBuilder([make_sample(1.0, sm=80, gpus=2), make_sample(2.0, sm=60, gpus=1)]).gpus()
     assert (activity_of(first).mean, activity_of(second).mean) == (70, 80)
 
 

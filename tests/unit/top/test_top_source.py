@@ -102,8 +102,8 @@ def test_a_held_recording_waits(machine, make_sample: Make, record: Callable[...
     assert [here.clock() for _ in recording.samples(stop)] == pytest.approx([160.0], abs=0.21)
 
 
-def test_only_the_cards_asked_for(make_sample: Make, record: Callable[..., Path]) -> None:
-    folder = record([make_sample(1.0, cards=3)])
+def test_only_the_gpus_asked_for(make_sample: Make, record: Callable[..., Path]) -> None:
+    folder = record([make_sample(1.0, gpus=3)])
     (sample,) = replay(folder, gpus=(2, 0)).samples(Stop())
     assert [gpu.index for gpu in sample.gpus] == [0, 2]
     with pytest.raises(FlatoutError, match="there is no GPU 7 in"):

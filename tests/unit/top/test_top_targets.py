@@ -32,7 +32,7 @@ def test_memory_and_temperature_are_judged_at_their_peak(make_sample: Make) -> N
 
 
 def test_every_gpu_is_checked_but_the_host_only_once(make_sample: Make) -> None:
-    results = check(make_sample(sm=80, cards=2))
+    results = check(make_sample(sm=80, gpus=2))
     assert [gpu for name, gpu in results if name in ("sm", "cpu")] == [0, 1, None]
 
 

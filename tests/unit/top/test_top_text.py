@@ -44,7 +44,7 @@ def test_a_process_whose_use_of_the_cpu_is_not_known_yet_is_not_idle(make_sample
     assert training == "trainer – of a core, 2 workers 50% each"
 
 
-def test_the_summary_of_one_card(make_sample: Make) -> None:
+def test_the_summary_of_one_gpu(make_sample: Make) -> None:
     pulses = (0.0, 100.0)
     samples = [make_sample(float(t), sm=50, util=60, pulses=pulses, trainer_cpu=40, workers=2) for t in range(4)]
     assert list(summary_lines(summed(*samples, notes=("the disk is not known",)))) == [
@@ -82,9 +82,9 @@ def test_the_summary_of_one_card(make_sample: Make) -> None:
     ]
 
 
-def test_several_cards_have_a_row_each_and_targets_show_the_worst(make_sample: Make) -> None:
+def test_several_gpus_have_a_row_each_and_targets_show_the_worst(make_sample: Make) -> None:
     hot = {"temperature_c": 88.0, "memory_used_bytes": 139 << 30}
-    samples = [make_sample(float(t), sm=90, util=95, cards=2) for t in range(3)]
+    samples = [make_sample(float(t), sm=90, util=95, gpus=2) for t in range(3)]
     samples.append(make_sample(3.0, sm=90, util=95, gpu=hot))
     lines = list(summary_lines(summed(*samples)))
     assert lines[5:9] == [
@@ -96,17 +96,17 @@ def test_several_cards_have_a_row_each_and_targets_show_the_worst(make_sample: M
     assert "  ✗ temperature, peak                       at most 85 °C          88 °C (GPU 0)" in lines
 
 
-def test_a_card_without_gpm_says_what_stands_in(make_sample: Make) -> None:
+def test_a_gpu_without_gpm_says_what_stands_in(make_sample: Make) -> None:
     lines = list(summary_lines(summed(*(make_sample(float(t), util=99) for t in range(3)))))
     assert any(line.startswith("  power share, % (for SM active)") for line in lines)
     assert any(line.startswith("  ✗ SM active, mean (stand-in: power share) ") for line in lines)
     assert not any(line.startswith("  SM active, %") for line in lines)
 
 
-@pytest.mark.parametrize("cards", [0, 1, 8])
-def test_nothing_is_wider_than_80_columns(make_sample: Make, cards: int) -> None:
+@pytest.mark.parametrize("gpus", [0, 1, 8])
+def test_nothing_is_wider_than_80_columns(make_sample: Make, gpus: int) -> None:
     everything = {"throttle": ("heat (hardware slowdown)",), "tensor_active_pct": 3.0, "dram_active_pct": 4.0}
-    fields = {"sm": 100.0, "util": 100.0, "gpu": everything, "trainer_cpu": 100.0, "workers": 12, "cards": cards}
+    fields = {"sm": 100.0, "util": 100.0, "gpu": everything, "trainer_cpu": 100.0, "workers": 12, "gpus": gpus}
     samples = [make_sample(float(t), **fields) for t in range(200)]
     assert max(len(line) for line in summary_lines(summed(*samples, notes=("a long note " * 20,)))) <= 80
 

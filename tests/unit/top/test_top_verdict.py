@@ -70,8 +70,8 @@ SWINGING = {"sm": 50.0, "util": 60.0, "pulses": (0.0, 0.0, 0.0, 0.0, 95.0, 95.0,
         ("near out of memory", {"sm": 92.0, "host": {"memory_used_bytes": 125 << 30}}, "the host's memory was 97.7%"),
         ("idle", {"sm": 0.0, "util": 0.0}, "SM active averages 0%: nothing used the GPU"),
         ("starved", {"sm": 1.0, "util": 2.0, "trainer_cpu": 60.0}, "SM active averages 1%"),
-        ("no GPU", {"cards": 0, "cpu": 12.0}, "only the host was measured; the CPU is 12% busy"),
-        ("near out of memory", {"cards": 0, "host": {"memory_used_bytes": 125 << 30}}, "the host's memory"),
+        ("no GPU", {"gpus": 0, "cpu": 12.0}, "only the host was measured; the CPU is 12% busy"),
+        ("near out of memory", {"gpus": 0, "host": {"memory_used_bytes": 125 << 30}}, "the host's memory"),
         ("not enough samples", {"sm": None, "util": None}, "of the 3 samples a verdict needs"),
     ],
 )
@@ -102,10 +102,10 @@ def test_two_samples_are_not_enough(make_sample: Make) -> None:
     assert verdict == Verdict(word="not enough samples", reason="2 of the 3 samples a verdict needs.")
 
 
-def test_a_machine_is_judged_by_its_worst_card(make_sample: Make) -> None:
-    # GIVEN a busy card, a starved one and one that nobody uses
+def test_a_machine_is_judged_by_its_worst_gpu(make_sample: Make) -> None:
+    # GIVEN a busy GPU, a starved one and one that nobody uses
     def sample(time_s: float) -> Sample:
-        three = make_sample(time_s, cards=3).gpus
+        three = make_sample(time_s, gpus=3).gpus
         shares = (95.0, 40.0, 0.0)
         base = make_sample(time_s, cpu=20.0)
         gpus = tuple(
@@ -114,7 +114,7 @@ def test_a_machine_is_judged_by_its_worst_card(make_sample: Make) -> None:
         return dataclasses.replace(base, gpus=gpus)
 
     summary = summed([sample(float(t)) for t in range(5)])
-    assert [card.verdict.word for card in summary.gpus] == ["healthy", "starved", "idle"]
+    assert [gpu.verdict.word for gpu in summary.gpus] == ["healthy", "starved", "idle"]
     assert summary.verdict.word == "starved"
     assert summary.verdict.reason.startswith("GPU 1: SM active averages 40%")
     assert summary.verdict.reason.endswith("GPU 2: idle.")

@@ -134,15 +134,15 @@ def test_processes_that_sleep_do_not_hide_those_that_work(make_sample: Make) -> 
     assert lines[-1][3] == "0%"
 
 
-def test_several_cards_one_chosen(watch, make_sample: Make) -> None:
-    samples = [busy_second(make_sample, float(t), cards=3) for t in range(3)]
+def test_several_gpus_one_chosen(watch, make_sample: Make) -> None:
+    samples = [busy_second(make_sample, float(t), gpus=3) for t in range(3)]
     first, _, second, _ = watch(samples, keys={"x": "→ Next GPU", "right": "▸ 1 ", "left": "▸ 0 "})
     assert re.search(r"▸ 0 .*71%  util  98%  mem  50%  350 W  60 °C", first)
     assert "GPU 1 NVIDIA H200" in second
 
 
-def test_the_chosen_of_many_cards_is_always_among_those_shown(watch, make_sample: Make) -> None:
-    samples = [busy_second(make_sample, float(t), cards=8) for t in range(3)]
+def test_the_chosen_of_many_gpus_is_always_among_those_shown(watch, make_sample: Make) -> None:
+    samples = [busy_second(make_sample, float(t), gpus=8) for t in range(3)]
     assert watch(samples, keys={"x": "→ Next GPU", "left": "▸ 7 ", "right": "▸ 0 "})
 
 
@@ -160,14 +160,14 @@ def test_it_redraws_when_the_terminal_grows(view_of, make_sample: Make) -> None:
     assert re.search(r"PCIe in +1024.0 MiB/s", after)
 
 
-def test_a_card_without_gpm_says_so(watch, make_sample: Make) -> None:
+def test_a_gpu_without_gpm_says_so(watch, make_sample: Make) -> None:
     (screen,) = watch([make_sample(float(t), util=98.0) for t in range(3)])
     assert "power share, as there are no SM counters" in screen
     assert "SM active  ░" not in screen
 
 
 def test_a_machine_without_a_gpu(watch, make_sample: Make) -> None:
-    (screen,) = watch([make_sample(float(t), cards=0) for t in range(3)])
+    (screen,) = watch([make_sample(float(t), gpus=0) for t in range(3)])
     assert "no GPU  no NVIDIA GPU was seen" in screen
     assert "none seen: no process holds memory on a GPU" in screen
 

@@ -118,8 +118,8 @@ def test_unknown_keys_are_ignored() -> None:
 
 def test_nothing_measured_differs_from_measured_nothing() -> None:
     for throttle in (None, ()):
-        card = GpuSample(index=0, uuid="u", name="n", throttle=throttle)
-        assert from_json(GpuSample, to_json(card)).throttle == throttle
+        gpu = GpuSample(index=0, uuid="u", name="n", throttle=throttle)
+        assert from_json(GpuSample, to_json(gpu)).throttle == throttle
 
 
 def test_a_loss_that_is_not_a_number_counts_as_not_measured() -> None:
