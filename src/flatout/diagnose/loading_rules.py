@@ -400,7 +400,7 @@ def idle_workers(metrics: RankMetrics) -> Finding | None:
 def worker_start(metrics: RankMetrics) -> Finding | None:
     """Workers are started again for every epoch."""
     loader, started, share = metrics.loader, metrics.share("loader start"), metrics.start_share
-    if loader is NO_LOADER or metrics.elastic:  # which keeps its workers
+    if loader is NO_LOADER:
         return None
     if started > 0:
         title, gain, confidence = "starting the loader's workers takes", gain_if_host_spared, 0.9
@@ -421,7 +421,7 @@ def worker_start(metrics: RankMetrics) -> Finding | None:
         "evidence": {"persistent_workers": loader.persistent_workers, "start": loader.start_method},
     }
     note = "workers go on with what they have, random numbers too"
-    if (loader.sampler or "").endswith("RandomSampler"):
+    if (loader.sampler or "").rpartition(".")[2] == "RandomSampler":
         note = "shuffling draws other numbers"
     advice = f"persistent_workers=True (from the second epoch on, {note})"
     if loader.made_anew and (metrics.facts.loaders_side_by_side or 1) == 1:  # no loader has an epoch to keep them for

@@ -291,8 +291,10 @@ def test_what_keeping_workers_changes_is_told_by_the_sampler(sampler: str, other
 
 
 def test_workers_started_again_and_again() -> None:
-    made = trace(("loader start", 6.0, 6.0, None), *HEALTHY, loader={"persistent_workers": False})
-    assert "data.worker-start" in codes(made)
+    for elastic in (False, True):
+        loader = {"persistent_workers": False, "elastic": elastic}
+        made = trace(("loader start", 6.0, 6.0, None), *HEALTHY, loader=loader)
+        assert "data.worker-start" in codes(made)
 
 
 def test_a_loader_that_is_made_for_every_epoch_has_none_to_keep_its_workers_for() -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from simulated_world import Machine, World, flag
+from simulated_world import Machine, World, flag, with_loader
 
 from flatout.diagnose.knobs import knobs
 from flatout.fix.offers import View, Wishes, not_offered, offers, scaled_twice
@@ -113,6 +113,20 @@ def test_threads_of_workers_are_limited_where_the_loader_is_not_replaced() -> No
     assert names["worker-threads"] == ["worker_threads"]
     assert "loader" in names[""]
     assert "worker_threads" not in names[""] + names["loader,worker-threads"]
+
+
+def test_workers_are_kept_over_epochs_beside_the_elastic_loader_if_that_is_allowed() -> None:
+    # GIVEN a training that starts its workers again and again
+    world = view(World(machine=Machine(data_ms=80.0)))
+    rank = with_loader(world.trace, persistent_workers=False).ranks[0]
+    window = replace(rank.windows[0], spans_ms={**rank.windows[0].spans_ms, "loader start": Sketch.of([40.0] * 48)})
+    trace = replace(world.trace, ranks=(replace(rank, windows=(window,)),))
+    starting = View(trace=trace, first=trace)
+    assert "data.worker-start" in [finding.code for finding in starting.findings]
+    for allow, expected in (("", False), ("persistent-workers", True)):
+        names = [change.name for offer in offers(starting, Wishes.of(allow=allow))[0] for change in offer.changes]
+        assert "loader" in names
+        assert ("persistent_workers" in names) == expected
 
 
 def test_no_worker_is_offered_where_the_loop_writes_to_its_dataset() -> None:
