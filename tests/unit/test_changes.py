@@ -14,6 +14,7 @@ import pytest
 from flatout.model import changes
 from flatout.model.changes import CHANGES, ChangeSpec
 from flatout.model.errors import PlanError
+from flatout.model.frameworks import packages
 from flatout.model.plan import Change, Plan, Safety
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +70,10 @@ def test_a_definition_is_complete(spec: ChangeSpec) -> None:
     assert spec.as_code(value_of(spec))
     assert "{" not in spec.as_code(value_of(spec))
     assert all(spec.fits(value) for value in spec.code_for)
+    for key in spec.framework_code:
+        framework, _, value = key.partition(":")
+        assert framework in packages(has_loop=True)
+        assert not value or spec.fits(value)
     if spec.settings:
         re.compile(spec.settings)
 

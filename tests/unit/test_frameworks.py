@@ -11,6 +11,7 @@ from flatout.model.frameworks import (
     LAUNCHERS,
     PURE_SAMPLERS,
     WRAPPING_SAMPLERS,
+    framework_of,
     may_be_asked_early,
     packages,
 )
@@ -41,3 +42,13 @@ def test_a_package_has_one_entry() -> None:
     assert {"torch", "flatout"}.isdisjoint(packages(has_loop=True))
     assert set(packages(builds_loaders=True)) <= set(packages(has_loop=True))
     assert set(LAUNCHERS) <= {framework.launcher for framework in FRAMEWORKS}
+
+
+def test_the_framework_is_the_one_that_calls_or_whose_loader_it_is() -> None:
+    assert framework_of("torch.utils.data.dataloader", "/x/transformers/trainer.py".endswith) == "transformers"
+    assert framework_of("accelerate.data_loader", "/x/transformers/trainer.py".endswith) == "transformers"
+    assert framework_of("accelerate.data_loader", "train.py".endswith) == "accelerate"
+    assert (
+        framework_of("torch.utils.data.dataloader", "/x/lightning/pytorch/trainer/trainer.py".endswith) == "lightning"
+    )
+    assert framework_of("torch.utils.data.dataloader", "train.py".endswith) is None

@@ -39,6 +39,7 @@ from flatout.inside.xray import XraySchedule
 from flatout.launch.protocol import RANK, Options
 from flatout.model.errors import FlatoutError, TraceError
 from flatout.model.facts import GradientExchange, LoaderFacts, OptimizerFacts, OwnCost
+from flatout.model.frameworks import framework_of
 from flatout.redact import redact_command, redact_text
 from flatout.trace import End, FactsRecord, Note, RunInfo, Step, TraceWriter
 from flatout.trace.light_steps import LightSteps
@@ -335,8 +336,8 @@ class LoaderNotes:
 
     def pass_begins(self, number: int, loader: Any) -> None:
         """A loader is about to begin a pass."""
-        by_trainer = "transformers.trainer" in sys.modules and called_from("/transformers/trainer.py")
-        self._facts[number] = dataclasses.replace(look.loader_facts(loader), by_trainer=by_trainer)
+        framework = framework_of(type(loader).__module__, called_from)
+        self._facts[number] = dataclasses.replace(look.loader_facts(loader), framework=framework)
         self._passes[number] = self._passes.get(number, 0) + 1
         if loader.num_workers == 0 and self._passes[number] == 1:
             self._watch(number, loader)

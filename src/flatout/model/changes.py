@@ -53,7 +53,7 @@ class ChangeSpec:
     code: str  # how a person writes it
     code_for: Mapping[Any, str] = field(default_factory=dict)
     argument: str = ""  # what to add to the call that the change was made at
-    framework_code: Mapping[str, str] = field(default_factory=dict)  # the same where a framework makes the call
+    framework_code: Mapping[str, str] = field(default_factory=dict)  # by framework, or framework:value
     settings: str = ""  # a pattern of what people call it in flags and config files
     in_force: Callable[[Facts], Any] | None = None  # the value a trace shows to be in force
     is_off: Callable[[Facts], bool] | None = None  # whether a trace shows that it is not in force …
@@ -61,8 +61,15 @@ class ChangeSpec:
 
     def as_code(self, value: Any, framework: str = "") -> str:
         """The line to write for a value; `framework` is the one that makes the call, if it is not the script."""
-        line = self.framework_code.get(framework) or self.code_for.get(value, self.code)
+        line = self.in_framework(value, framework) or self.code_for.get(value, self.code)
         return line.format(value)
+
+    def in_framework(self, value: Any, framework: str) -> str | None:
+        """How to say it to a framework; None where one writes it as everywhere else."""
+        line = self.framework_code.get(f"{framework}:{value}")
+        if line is None and value not in self.code_for:
+            line = self.framework_code.get(framework)
+        return line.format(value) if line is not None else None
 
 
 def _one_of(*names: str) -> Callable[[Any], bool]:
@@ -237,6 +244,15 @@ CHANGES = (
             "tf32": 'torch.set_float32_matmul_precision("high"); torch.backends.cudnn.allow_tf32 = True',
             "fp16": 'torch.autocast("cuda", dtype=torch.float16) around the forward pass, and a GradScaler',
         },
+        framework_code={
+            "transformers": "TrainingArguments(..., bf16=True)",
+            "transformers:fp16": "TrainingArguments(..., fp16=True)",
+            "transformers:tf32": "TrainingArguments(..., tf32=True)",
+            "accelerate": 'Accelerator(..., mixed_precision="bf16")',
+            "accelerate:fp16": 'Accelerator(..., mixed_precision="fp16")',
+            "lightning": 'Trainer(..., precision="bf16-mixed")',
+            "lightning:fp16": 'Trainer(..., precision="16-mixed")',
+        },
         settings=r"(use_?)?(amp|bf16|mixed_?precision|autocast)(_?dtype)?",
         is_off=_no_autocast,
         off="every forward pass ran in fp32 without autocast",
@@ -282,6 +298,7 @@ CHANGES = (
         moment="Optimizer()",
         live=True,
         code="torch.optim.AdamW(..., fused=True)  # whichever optimizer it is",
+        framework_code={"transformers": 'TrainingArguments(..., optim="adamw_torch_fused")'},
         argument="fused=True",
         settings=r"(use_?)?fused(_?adamw?|_?optimizer)?",
         is_off=lambda facts: facts.on_gpu and not facts.optimizer_fused,
@@ -301,6 +318,13 @@ CHANGES = (
         code_for={
             "reduce-overhead": f'model.compile(mode="reduce-overhead")  # and {ROUND_AS_EAGER}',
             "max-autotune": f'model.compile(mode="max-autotune")  # and {ROUND_AS_EAGER}',
+        },
+        framework_code={
+            "transformers": f"TrainingArguments(..., torch_compile=True)  # and {ROUND_AS_EAGER}",
+            "transformers:reduce-overhead": "TrainingArguments(..., torch_compile=True, "
+            f'torch_compile_mode="reduce-overhead")  # and {ROUND_AS_EAGER}',
+            "transformers:max-autotune": "TrainingArguments(..., torch_compile=True, "
+            f'torch_compile_mode="max-autotune")  # and {ROUND_AS_EAGER}',
         },
         settings=r"(use_?|enable_?)?(torch_?)?compiled?(_?model)?",
         is_off=lambda facts: facts.compiled is False,

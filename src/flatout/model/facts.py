@@ -29,7 +29,7 @@ class LoaderFacts:
     collate: str | None = None
     start_method: str | None = None
     elastic: bool | None = None  # it is flatout's
-    by_trainer: bool | None = None  # the Trainer of transformers made it
+    framework: str | None = None  # whose loop reads from it: transformers, accelerate, lightning
     trains: bool | None = None  # training takes its batches from it
     made_anew: bool | None = None  # there are several alike, and each has had one pass
     written: str | None = None  # what the loop wrote to in its dataset between two batches

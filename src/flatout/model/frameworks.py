@@ -6,7 +6,7 @@ entry says what cannot be seen from outside: that its loop is not in the script,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 
@@ -16,6 +16,8 @@ class Framework:
 
     packages: tuple[str, ...]  # what a script imports
     launcher: str = ""  # the command that starts its ranks
+    loop_files: tuple[str, ...] = ()  # how the paths of the files end that run its loop
+    loader_module: str = ""  # where the class of its loaders is defined
     has_loop: bool = True  # it runs the training loop, so the script alone does not show what is switched on
     builds_loaders: bool = False  # it builds loaders of those the script has built: its own lines are not to be edited
     calls_set_epoch: bool = False
@@ -48,6 +50,7 @@ FRAMEWORKS = (
     ),
     Framework(
         packages=("transformers",),
+        loop_files=("/transformers/trainer.py",),
         builds_loaders=True,
         pure_samplers=frozenset({
             "transformers.trainer_pt_utils.LengthGroupedSampler",
@@ -71,6 +74,7 @@ FRAMEWORKS = (
     Framework(
         packages=("accelerate",),
         launcher="accelerate",
+        loader_module="accelerate.data_loader",
         builds_loaders=True,
         calls_set_epoch=True,
         # It counts the epochs it was asked for, and draws from a generator of its own.
@@ -83,6 +87,7 @@ FRAMEWORKS = (
     ),
     Framework(
         packages=("lightning", "pytorch_lightning"),
+        loop_files=("/lightning/pytorch/trainer/trainer.py", "/pytorch_lightning/trainer/trainer.py"),
         builds_loaders=True,
         calls_set_epoch=True,
         seeding_modules=("lightning.fabric.utilities.seed", "lightning_fabric.utilities.seed"),
@@ -117,6 +122,17 @@ def packages(*, has_loop: bool = False, builds_loaders: bool = False, calls_set_
         and framework.builds_loaders >= builds_loaders
         and framework.calls_set_epoch >= calls_set_epoch
     )
+
+
+def framework_of(loader_module: str, called_from: Callable[[str], bool]) -> str | None:
+    """The framework whose loop begins a pass over a loader, by who is calling and by the loader's own class."""
+    for framework in FRAMEWORKS:
+        if any(map(called_from, framework.loop_files)):
+            return framework.packages[0]
+    for framework in FRAMEWORKS:
+        if framework.loader_module and framework.loader_module == loader_module:
+            return framework.packages[0]
+    return None
 
 
 def may_be_asked_early(sampler: str | None, batch_sampler: str | None) -> bool:

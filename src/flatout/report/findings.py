@@ -101,11 +101,10 @@ def change_as_typed(account: Account, finding: Finding) -> str | None:
         knob = knob_for(account.facts.settings, finding.change, finding.value)
         if knob is not None and not (knob.startswith("-") and finding.value is False):
             return by_knob(knob, finding.value)
-    by_trainer = any(loader.by_trainer for loader in account.facts.loaders)
-    return as_code(finding.change, finding.value, by_trainer=by_trainer)
+    return as_code(finding.change, finding.value, account.facts.training_loader.framework)
 
 
-def permanently(attempt: Attempt, *, by_trainer: bool = False) -> str:
+def permanently(attempt: Attempt, framework: str | None = None) -> str:
     """How to make a change permanent, in a line or two."""
     change = attempt.change
     if change.knob.startswith("-"):
@@ -113,9 +112,9 @@ def permanently(attempt: Attempt, *, by_trainer: bool = False) -> str:
     if change.knob:
         return by_knob(change.knob, change.value)
     spec = BY_NAME.get(change.name)
-    code = as_code(change.name, change.value, by_trainer=by_trainer) or f"{change.name} = {change.value!r}"
-    made_by_trainer = by_trainer and spec is not None and "transformers" in spec.framework_code
-    if not attempt.where or made_by_trainer:
+    code = as_code(change.name, change.value, framework) or f"{change.name} = {change.value!r}"
+    by_framework = spec is not None and framework and spec.in_framework(change.value, framework)
+    if not attempt.where or by_framework:
         return code
     edit = f"{attempt.where}: {_edited_line(attempt) or code}"
     if attempt.also:
@@ -123,12 +122,10 @@ def permanently(attempt: Attempt, *, by_trainer: bool = False) -> str:
     return edit
 
 
-def as_code(name: str, value: Any, *, by_trainer: bool = False) -> str | None:
-    """A change as a line of Python, where there is one; also where the Trainer of transformers makes the loader."""
+def as_code(name: str, value: Any, framework: str | None = None) -> str | None:
+    """A change as a line of Python, where there is one; also where a framework makes the call."""
     spec = BY_NAME.get(name)
-    if spec is None:
-        return None
-    return spec.as_code(value, "transformers" if by_trainer else "")
+    return spec.as_code(value, framework or "") if spec is not None else None
 
 
 def by_knob(knob: str, value: Any) -> str:

@@ -118,8 +118,8 @@ class FixSummary:
     def permanently(self, attempt: Attempt) -> str:
         """How to make a change permanent."""
         before = self.result.before
-        by_trainer = before is not None and before.trace is not None and before.case.loader.by_trainer
-        return redact_text(permanently(attempt, by_trainer=bool(by_trainer)))  # it may be a line of the script
+        framework = before.case.loader.framework if before is not None and before.trace is not None else None
+        return redact_text(permanently(attempt, framework))  # it may be a line of the script
 
     def sentence(self) -> str:
         """The answer."""

@@ -503,22 +503,22 @@ def test_what_a_sample_raises_without_workers_is_raised_as_it_is(tmp_path: Path)
     assert entries(run)["loader"].applied
 
 
-@pytest.mark.parametrize("framework", ["trainer", "lightning"])
+@pytest.mark.parametrize("framework", ["transformers", "lightning"])
 def test_frameworks_get_their_batches_from_the_elastic_loader(tmp_path: Path, framework: str) -> None:
     """GIVEN a script for the Hugging Face Trainer, without workers as it comes, or for Lightning with one WHEN the
-    loader is ours THEN losses are stock's."""
+    loader is ours THEN losses are those of PyTorch's loader."""
     said = []
     for plan in ((change("loader", "elastic"),), ()):
         folder = tmp_path / f"with-{len(plan)}-changes"
         folder.mkdir()
-        write(folder, train=TRAINER if framework == "trainer" else LIGHTNING)
+        write(folder, train=TRAINER if framework == "transformers" else LIGHTNING)
         run = run_with(folder, *plan, CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1")
         assert run.code == 0, run.err
         said.append([line for line in run.out.splitlines() if line.startswith("losses")])
         assert not plan or entries(run)["loader"].applied
         assert not plan or entries(run)["loader"].where.startswith("train.py:")
-        by_trainer = [loader.by_trainer for loader in run.observed.rank.facts.loaders]
-        assert by_trainer == [framework == "trainer"]
+        frameworks = [loader.framework for loader in run.observed.rank.facts.loaders]
+        assert frameworks == [framework]
     assert said[0] == said[1] != []
 
 

@@ -83,8 +83,24 @@ def test_a_change_may_be_a_line_of_the_scripts_own_file() -> None:
     assert change_as_typed(read, pinned) == "DataLoader(..., pin_memory=True)"  # what is 2 there is another thing
 
 
+def test_precision_is_asked_of_the_framework_that_runs_the_loop() -> None:
+    lines = {}
+    for framework in ("lightning", "accelerate", "transformers"):
+        made = dataclasses.replace(ACCOUNT, facts=Facts(loaders=(LoaderFacts(dataset="D", framework=framework),)))
+        for value in ("bf16", "tf32"):
+            lines[framework, value] = change_as_typed(
+                made, dataclasses.replace(FINDING, change="precision", value=value)
+            )
+    assert lines["lightning", "bf16"] == 'Trainer(..., precision="bf16-mixed")'
+    assert lines["accelerate", "bf16"] == 'Accelerator(..., mixed_precision="bf16")'
+    assert lines["transformers", "tf32"] == "TrainingArguments(..., tf32=True)"
+    assert lines["lightning", "tf32"].startswith("torch.set_float32_matmul_precision"), (
+        "Lightning has no argument for it"
+    )
+
+
 def test_what_the_trainer_of_transformers_makes_is_changed_by_its_arguments() -> None:
-    made = dataclasses.replace(ACCOUNT, facts=Facts(loaders=(LoaderFacts(dataset="D", by_trainer=True),)))
+    made = dataclasses.replace(ACCOUNT, facts=Facts(loaders=(LoaderFacts(dataset="D", framework="transformers"),)))
     typed = [
         change_as_typed(made, dataclasses.replace(FINDING, change=change, value=value))
         for change, value in (("num_workers", 6), ("batch_size", 64), ("cudnn_benchmark", True))

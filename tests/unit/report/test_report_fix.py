@@ -243,8 +243,8 @@ def test_a_knob_is_turned_for_good_where_it_is(knob: str, value: object, words: 
 
 def test_a_loader_that_the_trainer_makes_is_no_line_to_edit() -> None:
     ours, workers = (Change(name=name, value=4, safety="reseeded") for name in ("loader", "num_workers"))
-    assert permanently(attempt(ours, "train.py:9"), by_trainer=True).startswith("nothing to edit, the Trainer makes")
-    assert permanently(attempt(workers, "train.py:9"), by_trainer=True) == (
+    assert permanently(attempt(ours, "train.py:9"), "transformers").startswith("nothing to edit, the Trainer makes")
+    assert permanently(attempt(workers, "train.py:9"), "transformers") == (
         "TrainingArguments(..., dataloader_num_workers=4)"
     )
 
