@@ -97,7 +97,7 @@ def _refused(why_not: str) -> UsageError:
 
 
 def _keep_output(printed: Path, kept: Path) -> None:
-    """Keep the end of what a command has printed, without the secrets that can be told, for its owner alone."""
+    """Keep the end of what a command has printed, without secrets, for its owner alone."""
     if printed.is_file():
         write_whole(kept, end_of(printed, _MOST_OUTPUT), mode=PRIVATE)
 

@@ -111,8 +111,8 @@ class _Proving:
                 base = self._new_leader(passed, runs[1].steps, follows=base.leads)
         same = base.changes
         if identical:
-            wanted = _on_top(base, identical, IDENTITY_STEPS)
-            passed = yield from self._same_batches(base, wanted, identical, ("identical",))
+            request = _on_top(base, identical, IDENTITY_STEPS)
+            passed = yield from self._same_batches(base, request, identical, ("identical",))
             same = with_changes(same, passed)
         if rounded:
             yield from self._same_loss(base, same, rounded)
@@ -122,7 +122,7 @@ class _Proving:
         return ProofRun(changes=changes, steps=steps, follows=follows, leads=self._leaders)
 
     def _same_batches(
-        self, base: ProofRun, wanted: ProofRun, changes: Changes, needed: Sequence[str]
+        self, base: ProofRun, request: ProofRun, changes: Changes, needed: Sequence[str]
     ) -> Generator[ProofVerdict, None, Changes]:
         """Whether the same batches reach the model; returns those changes that passed."""
         before = self._run(all_in_words(base.changes) or AS_IT_WAS, base)
@@ -136,7 +136,7 @@ class _Proving:
                 return Proof(standing="not proven", text="other bytes reach the model in every run, without it too")
             return Proof(standing="failed", text=f"{proof.text}, where none should differ")
 
-        run = self._run(all_in_words(changes), wanted)
+        run = self._run(all_in_words(changes), request)
         proof = judge(run)
         again = _on_top(base, (), IDENTITY_STEPS)
         if not proof.holds and self._within_reach(again):
@@ -153,10 +153,10 @@ class _Proving:
             base = self._new_leader(base.changes, PARITY_STEPS)
         before = self._run(WITHOUT, base)
 
-        def wanted(some: Changes) -> ProofRun:
+        def request_for(some: Changes) -> ProofRun:
             return replace(_on_top(base, some, PARITY_STEPS), changes=with_changes(same, some))
 
-        run, alone = self._run(all_in_words(changes), wanted(changes)), None
+        run, alone = self._run(all_in_words(changes), request_for(changes)), None
         proof = same_loss(before, run)
         if not proof.holds and self._within_reach(_on_its_own(base)):
             alone = self._run(ONCE_MORE, _on_its_own(base))
@@ -165,29 +165,33 @@ class _Proving:
             yield ProofVerdict(changes, proof)
             return
         rest = _uncompiled(changes)
-        if rest and self._within_reach(wanted(rest)):  # compiling is the first suspect
-            without = same_loss(before, self._run(all_in_words(rest), wanted(rest)), alone)
+        if rest and self._within_reach(request_for(rest)):  # compiling is the first suspect
+            without = same_loss(before, self._run(all_in_words(rest), request_for(rest)), alone)
             if without.holds:
                 yield ProofVerdict(tuple(change for change in changes if change not in rest), proof)
                 yield ProofVerdict(rest, without)
                 return
-        yield from self._one_by_one(changes, proof, wanted, lambda run: same_loss(before, run, alone))
+        yield from self._one_by_one(changes, proof, request_for, lambda run: same_loss(before, run, alone))
 
     def _one_by_one(
-        self, changes: Changes, together: Proof, wanted: Callable[[Changes], ProofRun], judge: Callable[[Run], Proof]
+        self,
+        changes: Changes,
+        together: Proof,
+        request_for: Callable[[Changes], ProofRun],
+        judge: Callable[[Run], Proof],
     ) -> Generator[ProofVerdict, None, Changes]:
         """Each on its own, and then those that passed together, without the last ones until that holds too: what each
         of them may do, all of them may not. `together`: the proof of all of them, which does not hold."""
         self._runner.say(f"proof, {all_in_words(changes)}: {together.text}. One by one")
         if self._runner.has_time():
-            self._run_together([wanted((change,)) for change in changes])
+            self._run_together([request_for((change,)) for change in changes])
 
         def proof_of(some: Changes) -> Proof:
             if some == changes:
                 return together
-            if not self._within_reach(wanted(some)):
+            if not self._within_reach(request_for(some)):
                 return Proof(standing="not proven", text="the budget was spent")
-            return judge(self._run(all_in_words(some), wanted(some)))
+            return judge(self._run(all_in_words(some), request_for(some)))
 
         passed: Changes = ()
         for change in changes:
@@ -207,25 +211,25 @@ class _Proving:
             passed = tuple(rest)
         return ()
 
-    def _run_together(self, wanted: Sequence[ProofRun]) -> None:
+    def _run_together(self, requests: Sequence[ProofRun]) -> None:
         """Make these runs side by side, where there is room; `_run` finds them."""
-        missing = [one for one in wanted if self._run_there(one) is None]
+        missing = [one for one in requests if self._run_there(one) is None]
         if self._runner.side_by_side and len(missing) > 1:
             runs = self._runner.run(f"{len(missing)} runs side by side", missing)
             self._finished += zip(missing, runs, strict=True)
 
-    def _within_reach(self, wanted: ProofRun) -> bool:
-        return self._run_there(wanted) is not None or self._runner.has_time()
+    def _within_reach(self, request: ProofRun) -> bool:
+        return self._run_there(request) is not None or self._runner.has_time()
 
-    def _run_there(self, wanted: ProofRun) -> Run | None:
-        return next((run for made, run in self._finished if made == wanted), None)
+    def _run_there(self, request: ProofRun) -> Run | None:
+        return next((run for finished, run in self._finished if finished == request), None)
 
-    def _run(self, what: str, wanted: ProofRun) -> Run:
+    def _run(self, what: str, request: ProofRun) -> Run:
         """The run that is there already, or a new one."""
-        run = self._run_there(wanted)
+        run = self._run_there(request)
         if run is None:
-            (run,) = self._runner.run(what, [wanted])
-            self._finished.append((wanted, run))
+            (run,) = self._runner.run(what, [request])
+            self._finished.append((request, run))
         return run
 
 

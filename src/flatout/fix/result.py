@@ -77,12 +77,12 @@ class FixResult:
 
     @property
     def known(self) -> set[str]:
-        """The names of what was tried, or would have been with more time or leave."""
+        """The names of what was tried, or would have been with more time or permission."""
         return {attempt.change.name for attempt in self.attempts} | self.offered
 
     @property
     def offered(self) -> set[str]:
-        """The names of what would have been tried with more time or leave."""
+        """The names of what would have been tried with more time or permission."""
         return {change.name for offer in (*self.withheld, *self.untried) for change in offer.changes}
 
     def attempt_at(self, change: Change) -> Attempt:
@@ -132,7 +132,7 @@ class FixResult:
 
     @property
     def measured(self) -> Run | None:
-        """The last run of what was kept, and of nothing else; None where something was let go since, or all."""
+        """The last run of what was kept, and of nothing else; None where something was dropped since, or all."""
         run, kept = self.after, {change.name: change.value for change in self.kept}
         if run is None or not kept or not kept.items() <= {c.name: c.value for c in run.changes}.items():
             return None

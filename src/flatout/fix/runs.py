@@ -137,7 +137,7 @@ class Runner(Protocol):
         """A trial with these changes."""
         ...
 
-    def prove(self, wanted: Sequence[ProofRun], *, timeout_s: float, at_once: int = 1) -> list[Run]:
+    def prove(self, requests: Sequence[ProofRun], *, timeout_s: float, at_once: int = 1) -> list[Run]:
         """Runs for a proof, with fingerprints, so many at once: nobody times them. Those that lead come first."""
         ...
 
@@ -306,7 +306,7 @@ class Run:
         if self.hung:
             return f"it did not come to its end and was ended after {self.seconds:.0f} s"
         if _NO_MEMORY.search(self.output):
-            return "the card is out of memory"
+            return "the GPU is out of memory"
         lines = self.output.strip().splitlines() or ["no output"]
         error = next((line for line in reversed(lines) if _ERROR.match(line)), lines[-1])
         reason = f"exit code {self.code}: {error.strip()[:160]}"
@@ -384,14 +384,14 @@ class Launcher:
         if theirs:
             raise OverlayError(f"{why}, which may be why the command fails: {run.reason()}")
 
-    def _prove(self, wanted: ProofRun, timeout_s: float) -> Run:
-        leads, follows = self._weights(wanted.leads), self._weights(wanted.follows)
+    def _prove(self, request: ProofRun, timeout_s: float) -> Run:
+        leads, follows = self._weights(request.leads), self._weights(request.follows)
         trial = Trial(seed=SEED, fingerprints=True, leads=leads, follows=follows, timeout_s=timeout_s)
         if leads is not None:
             room = int(_WEIGHTS_SHARE * shutil.disk_usage(leads).free)
             trial = replace(trial, weights_bytes=min(_MOST_WEIGHTS, room))
         try:
-            return self._run(wanted.changes, wanted.steps, trial)
+            return self._run(request.changes, request.steps, trial)
         finally:
             if leads is not None:
                 (leads / WEIGHTS_OVER).touch()  # those that follow wait for no more
@@ -403,9 +403,9 @@ class Launcher:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def prove(self, wanted: Sequence[ProofRun], *, timeout_s: float, at_once: int = 1) -> list[Run]:
-        if len(wanted) == 1:
-            return [self._prove(wanted[0], timeout_s)]
+    def prove(self, requests: Sequence[ProofRun], *, timeout_s: float, at_once: int = 1) -> list[Run]:
+        if len(requests) == 1:
+            return [self._prove(requests[0], timeout_s)]
         under_way: set[int] = set()
         over = threading.Event()
 
@@ -419,7 +419,7 @@ class Launcher:
 
         with ThreadPoolExecutor(at_once) as pool, _signals_as_ctrl_c():
             try:
-                runs = [pool.submit(start, one) for one in wanted]
+                runs = [pool.submit(start, one) for one in requests]
                 while not all(run.done() for run in runs):
                     wait(runs, timeout=0.2)  # and no longer: a signal is heard in between
                     for run in runs:

@@ -95,16 +95,16 @@ class Trials:
             self.remark("others use this machine: a gain may not show, run it again when it is quiet")
         return self.history.with_planned_pauses(run, changes)
 
-    def prove(self, what: str, wanted: Sequence[ProofRun]) -> list[Run]:
+    def prove(self, what: str, requests: Sequence[ProofRun]) -> list[Run]:
         """Runs of a proof, side by side where there is room."""
         self._progress.run_begins(f"proof: {what}", self._budget.left_s)
-        at_once, began_s = min(len(wanted), runs_at_once(self.before, self.after)), self._budget.spent_s
+        at_once, began_s = min(len(requests), runs_at_once(self.before, self.after)), self._budget.spent_s
         crowded = 1 + (at_once - 1) * (self.after.case.busy_share or 0.0)  # they take turns on a busy GPU
-        longest_s = max(self.seconds_again(self.before, one.steps) for one in wanted)
-        compiling_s = max(self._budget.compiled_again_s(one.changes) for one in wanted)
+        longest_s = max(self.seconds_again(self.before, one.steps) for one in requests)
+        compiling_s = max(self._budget.compiled_again_s(one.changes) for one in requests)
         timeout_s = crowded * self._budget.timeout_s(longest_s + compiling_s)
         timeout_s = min(timeout_s, 2 * max(0.0, self._budget.left_s) + 30)
-        runs = self._runner.prove(wanted, timeout_s=timeout_s, at_once=at_once)
+        runs = self._runner.prove(requests, timeout_s=timeout_s, at_once=at_once)
         took_s = self._budget.spent_s - began_s
         self._result.trials.append(RunRecord(what=f"proof: {what}", seconds=took_s, speed=None))
         return runs

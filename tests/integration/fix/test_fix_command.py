@@ -78,7 +78,7 @@ def slow_disk(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_starved_training_is_mended_proven_and_told(slow_disk: Path) -> None:
+def test_a_starved_training_is_fixed_proven_and_reported(slow_disk: Path) -> None:
     before = files(slow_disk)
 
     ended = fix(
@@ -232,7 +232,7 @@ def test_what_ends_a_fix_ends_its_runs_side_by_side_too(tmp_path: Path, number: 
         ("print('hello')", "no optimizer step was seen: nothing to fix"),
     ],
 )
-def test_a_command_that_cannot_be_fixed_is_told_in_one_line(tmp_path: Path, script: str, complaint: str) -> None:
+def test_a_command_that_cannot_be_fixed_gets_one_line(tmp_path: Path, script: str, complaint: str) -> None:
     (tmp_path / "train.py").write_text(script)
     ended = fix(tmp_path, "train.py")
     assert ended.returncode == 2

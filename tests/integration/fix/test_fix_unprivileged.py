@@ -92,7 +92,7 @@ def test_files_of_another_group_are_the_reason_that_is_given(shared: Path) -> No
 
 
 @pytest.mark.usefixtures("overlays")
-def test_so_they_are_where_the_command_does_not_name_their_place(shared: Path, tmp_path: Path) -> None:
+def test_files_of_another_group_are_found_where_the_command_does_not_name_them(shared: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (shared / "log.txt").rename(tmp_path / "elsewhere" / "log.txt")
     (shared / "train.py").write_text("open('../elsewhere/log.txt', 'a')")
@@ -102,7 +102,7 @@ def test_so_they_are_where_the_command_does_not_name_their_place(shared: Path, t
 
 
 @pytest.mark.usefixtures("overlays")
-def test_a_failure_that_may_come_of_it_says_so(shared: Path) -> None:
+def test_a_failure_that_files_of_others_may_have_caused_says_so(shared: Path) -> None:
     """GIVEN a library that does not say why it could not write."""
     (shared / "train.py").write_text(
         "try: open('log.txt', 'a')\nexcept OSError: raise RuntimeError('cannot be opened') from None"
@@ -124,7 +124,7 @@ def test_a_folder_of_ones_own_below_one_of_others_can_be_written_to(shared: Path
     assert not (mine / "out.txt").exists()
 
 
-def test_what_an_overlay_leaves_of_a_killed_fix_goes_with_the_next(tmp_path: Path) -> None:
+def test_the_next_fix_removes_the_overlay_of_a_killed_one(tmp_path: Path) -> None:
     """GIVEN a folder that not even its owner may look into, as overlays have them, and a link beside it."""
     mine = tmp_path / "mine"
     mine.mkdir(mode=0o500)

@@ -47,7 +47,7 @@ def test_other_random_numbers_in_the_same_samples_are_reseeded() -> None:
     assert proof.standing == "reseeded"
 
 
-def test_a_loss_that_is_off_by_chance_is_said_to_be() -> None:
+def test_a_loss_that_differs_by_chance_gets_a_note() -> None:
     """GIVEN losses so noisy that thirty of them say little."""
     noisy = learning(60, seed=3, noise=1.0)
     proofs = [same_batches(proof_run(learning(60, seed=n, noise=1.0)), proof_run(noisy, inputs="o")) for n in range(9)]
@@ -82,7 +82,7 @@ def shuffled(seed: int) -> list[tuple[int, ...]]:
     return [tuple(order[BATCH * n : BATCH * (n + 1)]) for n in range(20)]
 
 
-def test_samples_that_no_longer_draw_in_the_training_process_shuffle_later_epochs_anew() -> None:
+def test_samples_that_no_longer_draw_in_the_training_process_reshuffle_later_epochs() -> None:
     """GIVEN epochs of 20 batches, THEN the first has to be the same, and the others shuffles of it."""
     before = passes_run([shuffled(0), shuffled(1), shuffled(2)[:10]], "here")
     proof = same_batches(before, passes_run([shuffled(0), shuffled(3), shuffled(4)[:10]], "elsewhere", "other"))

@@ -44,7 +44,7 @@ def kept(found: FixResult) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("times", "told"), [(1.0, False), (4.0, True)])
-def test_evaluation_that_takes_the_gain_back_is_told_of(times: float, told: bool) -> None:
+def test_evaluation_that_takes_the_gain_back_is_reported(times: float, told: bool) -> None:
     """GIVEN a loader that feeds training better and, where it is told so, holds evaluation up."""
 
     def feeds(machine: Machine, _: Any) -> Machine:
@@ -77,7 +77,7 @@ def test_a_starved_training_gets_the_elastic_loader_and_its_proof() -> None:
     assert found.plan.changes[0].note.startswith("4.")
 
 
-def test_a_training_that_crashes_after_some_steps_is_said_to() -> None:
+def test_a_training_that_crashes_after_some_steps_gets_a_remark() -> None:
     class Crashing(World):
         def run(self, changes: Sequence[Change], options: RunOptions) -> Run:
             return replace(super().run(changes, options), code=1, output="RuntimeError: boom")
@@ -86,7 +86,7 @@ def test_a_training_that_crashes_after_some_steps_is_said_to() -> None:
     assert found.remarks == ["the command does not end well without any change: exit code 1: RuntimeError: boom"]
 
 
-def test_a_training_that_crashes_before_it_can_be_measured_is_nothing_to_begin_from() -> None:
+def test_a_training_that_crashes_before_it_can_be_measured_is_no_baseline() -> None:
     class Crashing(World):
         def run(self, changes: Sequence[Change], options: RunOptions) -> Run:
             few = replace(options, steps=30, at_least_s=0.0)
@@ -107,7 +107,7 @@ def test_the_bottleneck_moves_and_is_followed() -> None:
     assert "over the last 100 steps, margin 1%" in proof
 
 
-def test_only_what_is_faster_and_computes_otherwise_is_looked_into() -> None:
+def test_the_xray_is_repeated_only_for_faster_runs_with_other_work_for_the_gpu() -> None:
     """Where the GPU is given the same work, the X-ray and the ceiling there are still hold."""
     world = World(machine=Machine(data_ms=30.0, busy=0.4), facts=IN_FP32)
     looks: dict[tuple[str, ...], float | None] = {}
@@ -134,7 +134,7 @@ def test_only_what_is_faster_and_computes_otherwise_is_looked_into() -> None:
 
 
 @pytest.mark.parametrize(("length", "told"), [(64 * 600, True), (64 * 6_000, False), (64 * 20, False)])
-def test_epochs_so_short_that_their_start_matters_are_told_of_unless_some_were_seen(length: int, told: bool) -> None:
+def test_short_epochs_get_a_remark_unless_one_was_measured(length: int, told: bool) -> None:
     found = fix(World(machine=Machine(data_ms=80.0), workers=0, length=length))
     assert kept(found)["loader"] == "elastic"
     assert any(remark.startswith("an epoch takes 13 s now") for remark in found.remarks) is told
@@ -166,7 +166,7 @@ def test_what_looks_promising_is_settled_before_anything_else_is_tried() -> None
     assert kept(found) == {"loader": "elastic"}
 
 
-def test_a_close_call_that_there_was_no_time_for_is_called_so() -> None:
+def test_a_close_call_says_that_there_was_no_time_to_repeat_it() -> None:
     world = World(
         facts=IN_FP32,
         run_noise=0.004,
@@ -212,7 +212,7 @@ def test_a_loader_that_finds_its_workers_takes_the_place_of_a_number_of_them() -
     assert sorted(verdicts(found).values()) == ["kept", "undone"]
 
 
-def test_where_only_and_skip_leave_nothing_it_says_so() -> None:
+def test_where_only_and_skip_leave_nothing_to_try_it_says_so() -> None:
     found = fix(World(machine=Machine(data_ms=80.0), workers=0), Wishes.of(only="eval-interval"))
     assert not found.attempts
     assert found.stopped == "nothing of what --only and --skip leave promises more"
@@ -233,7 +233,7 @@ def test_a_machine_that_gets_faster_gives_nobody_a_gain() -> None:
     assert fix(world, budget_s=3600).kept == ()
 
 
-def test_what_the_last_comparison_does_not_confirm_is_let_go() -> None:
+def test_what_the_last_comparison_does_not_confirm_is_dropped() -> None:
     """It was fast once, and never again."""
     world = World(facts=IN_FP32)
     once = iter([2.0])
@@ -286,7 +286,7 @@ def test_running_out_of_memory_is_said_in_plain_words() -> None:
     )
     found = fix(world, ALL)
     assert verdicts(found)["batch_size"] == "unsafe"
-    assert "the card is out of memory" in found.plan.tried[0].note
+    assert "the GPU is out of memory" in found.plan.tried[0].note
 
 
 def test_the_batch_grows_while_that_pays_and_the_learning_rate_with_it() -> None:
@@ -528,8 +528,8 @@ def test_four_minutes_do_for_a_large_step_that_is_compiled(minutes: int, more: d
     assert [trial.what for trial in found.trials if trial.speed is None] == ["proof: 5 runs side by side"]
 
 
-def test_where_compiling_teaches_otherwise_the_rest_is_proven_without_it() -> None:
-    """GIVEN a compiler that rounds where nothing else does THEN it is let go, and nothing more is run for that."""
+def test_where_compiling_changes_the_loss_the_rest_is_proven_without_it() -> None:
+    """GIVEN a compiler that rounds where nothing else does THEN it is dropped, and nothing more is run for that."""
 
     class Misrounded(Captcha):
         def _proof(self, changes: Sequence[Change], steps: int) -> tuple[ProofStep, ...]:
@@ -627,7 +627,7 @@ def test_where_compiling_fails_the_rest_stays() -> None:
     assert verdicts(found) == {"precision": "kept", "compile": "unsafe"}
 
 
-def test_a_change_that_teaches_otherwise_is_let_go() -> None:
+def test_a_change_that_changes_the_loss_is_dropped() -> None:
     def worse(changes: Any, losses: np.ndarray) -> np.ndarray:
         return losses * 1.02 if any(change.name == "precision" for change in changes) else losses
 
@@ -638,7 +638,7 @@ def test_a_change_that_teaches_otherwise_is_let_go() -> None:
     assert "failed: loss +2.00%" in found.plan.tried[0].note
 
 
-def test_a_machine_that_computes_otherwise_each_time_does_not_refute_the_same_batches() -> None:
+def test_a_machine_that_never_repeats_its_losses_does_not_refute_the_same_batches() -> None:
     """Atomics in another order: the losses of two runs of one plan differ by 2%, and so may those with a change."""
     runs = itertools.count()
 
@@ -650,7 +650,7 @@ def test_a_machine_that_computes_otherwise_each_time_does_not_refute_the_same_ba
     assert any("what the machine alone does" in trial.what for trial in found.trials)
 
 
-def test_in_a_bundle_only_the_guilty_one_is_let_go() -> None:
+def test_in_a_bundle_only_the_guilty_change_is_dropped() -> None:
     def worse(changes: Any, losses: np.ndarray) -> np.ndarray:
         return losses * 1.05 if any(change.name == "channels_last" for change in changes) else losses
 
@@ -676,7 +676,7 @@ def test_where_there_is_no_time_to_prune_that_is_said_once() -> None:
     assert "no time to see what each brings alone: precision bf16, channels_last" in found.remarks
 
 
-def test_a_command_that_fails_by_itself_is_the_persons_mistake() -> None:
+def test_a_command_that_fails_without_any_change_is_a_usage_error() -> None:
     class Broken(World):
         def run(self, changes: Sequence[Change], options: RunOptions) -> Run:
             run = super().run(changes, options)
@@ -699,7 +699,7 @@ def test_a_command_too_slow_for_its_steps_says_what_would_do() -> None:
         fix(Slow())
 
 
-def test_a_command_that_stands_still_is_said_to() -> None:
+def test_a_command_that_hangs_gets_a_message() -> None:
     """GIVEN one that hangs after twenty steps, for a minute, or when it has all it was asked for."""
     world, steps, still_s = World(), 20, 60.0
 
@@ -765,7 +765,7 @@ class BreaksInTheEnd(World):
         return super().run(changes, options)
 
 
-def test_what_breaks_in_the_last_comparison_is_let_go() -> None:
+def test_what_breaks_in_the_last_comparison_is_dropped() -> None:
     found = fix(BreaksInTheEnd(machine=Machine(data_ms=80.0), workers=0))
     assert (found.kept, found.gain) == ((), None)
     assert verdicts(found)["loader"] == "unsafe"
@@ -823,7 +823,7 @@ def test_a_change_is_not_to_blame_for_bytes_that_differ_without_it_too() -> None
 
 
 def test_the_figures_are_those_of_what_was_kept_or_there_are_none() -> None:
-    """Interrupted before the proof: precision is let go, and no run of the rest alone is the last one."""
+    """Interrupted before the proof: precision is dropped, and no run of the rest alone is the last one."""
     whole = World(**STARVED_IN_FP32)
     fix(whole)
     proof_begins = whole.started.index((), 1)
@@ -876,7 +876,7 @@ def test_an_epoch_is_what_the_sampler_gives_not_what_the_dataset_has() -> None:
     assert (run.samples_an_epoch, replace(run, trace=trace).samples_an_epoch) == (6400, 640)
 
 
-def test_company_is_noticed_in_whichever_run_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_users_of_the_machine_are_noticed_in_any_run(monkeypatch: pytest.MonkeyPatch) -> None:
     later = [False, True, True]
     monkeypatch.setattr(Run, "in_company", property(lambda run: later.pop(0) if later else False))
     found = fix(World(machine=Machine(data_ms=80.0), workers=0))
@@ -942,7 +942,7 @@ def test_without_time_for_a_last_comparison_the_trials_have_to_be_sure() -> None
     assert sum(bool(fix(world, budget_s=100.0).kept) for world in worlds) <= 1
 
 
-def test_what_a_change_had_replaced_is_not_called_kept_when_that_is_let_go() -> None:
+def test_what_a_dropped_change_had_replaced_is_not_called_kept() -> None:
     def worse(changes: Sequence[Change], losses: np.ndarray) -> np.ndarray:
         return losses * 1.05 if any(change.value == "max-autotune" for change in changes) else losses
 
