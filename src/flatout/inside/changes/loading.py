@@ -30,9 +30,9 @@ from flatout.feed.loader import why_not_deferred
 from flatout.inside.calls import caller
 from flatout.inside.changes.device_prefetch import (
     CopyPattern,
+    CopyStream,
     DevicePrefetch,
     DevicePrefetcher,
-    answer_with_copies,
     fetch_without_a_span,
 )
 from flatout.inside.changes.ledger import Ledger
@@ -55,8 +55,8 @@ class Loading:
         self._changes = changes
         self._device = device
         self._built = WeakIdMap()  # the loaders and their datasets, and where each loader was made
-        self._habits = WeakIdMap()  # of the loaders
-        self._prefetch = DevicePrefetch()
+        self._patterns = WeakIdMap()  # of the loaders: how the script copies their batches
+        self._prefetch = DevicePrefetch(functools.partial(ledger.failed, DevicePrefetch.name))
         self.live: dict[str, DevicePrefetch] = {}
         self._kernels = CompiledPrograms()
 
@@ -69,7 +69,7 @@ class Loading:
             self._passes()
             fetch_without_a_span(self._changes)
         if wanted("device_prefetch"):
-            answer_with_copies(self._changes)
+            self._prefetch.install(self._changes)
             self.live[self._prefetch.name] = self._prefetch
         if wanted("gpu_transforms") and not wanted("loader"):
             self._ledger.refused("gpu_transforms", "needs the elastic loader in the same plan")
@@ -161,13 +161,12 @@ class Loading:
     def _ahead(self, loader: Any, iterator: Any, device: torch.device) -> DevicePrefetcher:
         how = f"batches are copied to {device} one step ahead"
         left = "batches are fetched early, and copied by the script: these are small, and it does not wait for them"
-        habit = self._habits.get(loader)
-        if habit is None:
-            habit = CopyPattern(functools.partial(self._ledger.made_after_all, "device_prefetch", left))
-            self._habits.put(loader, habit)
-        failed = functools.partial(self._ledger.failed, "device_prefetch")
-        ahead = DevicePrefetcher(iterator, device, failed, habit, self._prefetch)
-        self._ledger.made("device_prefetch", left if habit.good else how, self._built.get(loader))
+        pattern = self._patterns.get(loader)
+        if pattern is None:
+            pattern = CopyPattern(functools.partial(self._ledger.made_after_all, "device_prefetch", left))
+            self._patterns.put(loader, pattern)
+        ahead = DevicePrefetcher(iterator, CopyStream(device), self._prefetch, pattern)
+        self._ledger.made("device_prefetch", left if pattern.is_left_to_script else how, self._built.get(loader))
         return ahead
 
     def _ours(self, loader: Any, *, page_locked: bool) -> Any:
