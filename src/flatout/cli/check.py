@@ -28,13 +28,13 @@ def check(
     """
     require_linux("check")
     from flatout.check import check as check_script
-    from flatout.report.checklist import show
+    from flatout.report.terminal import show_checklist
     from flatout.sample.hardware import Sampler
 
     with Sampler() as sampler:
         gpus = sampler.read().gpus
     result = check_script(script, flags=tuple(flags or ()), config=config, data=data, gpus=gpus or None)
     if write_results(json, result.to_json):
-        show(result, console(), all_lines=all_lines)
+        show_checklist(result, console(), all_lines=all_lines)
     if not result.passed(strict=strict):
         raise typer.Exit(1)

@@ -223,31 +223,26 @@ def figures_of_summary(summary: Summary) -> RankFigures:
     for key, sketch in summary.spans_ms.items():
         name = key.partition("@")[0]
         totals[name] = totals.get(name, 0.0) + sketch.total
-    return _rank_figures(summary.info, summary.wall_ms, summary.samples, split(totals))
+    all_ms = summary.wall_ms.total or 1.0
+    return RankFigures(
+        rank=summary.info.rank or 0,
+        host=summary.info.host,
+        steps=summary.wall_ms.count,
+        step_ms=summary.wall_ms,
+        samples_per_s=summary.samples / all_ms * 1e3 if summary.samples else None,
+        shares={name: ms / all_ms for name, ms in split(totals).items()},
+    )
 
 
 def figures_of_breakdown(info: RunInfo, b: Breakdown) -> RankFigures:
     """A rank's figures from its breakdown."""
-    totals: dict[str, float] = {}
-    for part in b.training:
-        totals[part.name] = totals.get(part.name, 0.0) + part.ms
-    return _rank_figures(info, b.step_ms, b.samples, totals)
-
-
-def _rank_figures(info: RunInfo, step_ms: Sketch, samples: int | None, totals: dict[str, float]) -> RankFigures:
-    all_ms = step_ms.total
-    speed, shares = None, {}
-    if all_ms:
-        shares = {name: ms / all_ms for name, ms in totals.items()}
-    if all_ms and samples:
-        speed = samples / all_ms * 1e3
     return RankFigures(
         rank=info.rank or 0,
         host=info.host,
-        steps=step_ms.count,
-        step_ms=step_ms,
-        samples_per_s=speed,
-        shares=shares,
+        steps=b.steps,
+        step_ms=b.step_ms,
+        samples_per_s=b.samples_per_s,
+        shares={part.name: b.share_of(part.name) for part in b.training},
     )
 
 

@@ -194,10 +194,8 @@ class Comparison:
 
 def phases_ms(b: Breakdown) -> dict[str, float]:
     """Milliseconds a step by phase, all lines of a phase together."""
-    totals: dict[str, float] = {}
-    for part in b.training:
-        totals[part.name] = totals.get(part.name, 0.0) + part.ms / max(1, b.steps)
-    return totals
+    step_ms = b.training_ms / max(1, b.steps)
+    return {part.name: b.share_of(part.name) * step_ms for part in b.training}
 
 
 def _figures(one: Account, steady: Steady | None) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A Report as text for a terminal: at most 80 columns, no color when piped. Also a fix as it goes on."""
+"""A Report as text for a terminal: at most 80 columns, no color when piped. Also a check, and a fix as it goes on."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from flatout.check import FAIL, NOT_APPLICABLE, OK, WARN, Checklist, Line
 from flatout.diagnose.breakdown import Breakdown, Part
 from flatout.fix.result import Attempt, ProgressListener
 from flatout.model.formatting import duration, ms, ms_a_step
@@ -26,6 +27,9 @@ from flatout.report.report import Report
 from flatout.trace import Xray
 
 WIDTH = 80
+MIN_WIDTH, SUBJECT = 50, 27  # of a checklist, and of its first columns
+STATUS_STYLES = {FAIL: "red", WARN: "yellow", OK: "green", NOT_APPLICABLE: "dim"}
+STATUS_WORDS = {FAIL: "failed", WARN: "to look at", OK: "ok", NOT_APPLICABLE: "not judged"}
 LABEL = 9
 NAME, SHORT_NAME = 36, 26
 BAR = 12
@@ -245,6 +249,38 @@ def _cut(a: str, b: str) -> tuple[str, ...]:
 
 def _shortened(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
+
+
+# A check
+
+
+def show_checklist(checklist: Checklist, console: Console, *, all_lines: bool = False) -> None:
+    """Print the list; lines that do not apply only with `all_lines`."""
+    width = max(MIN_WIDTH, min(WIDTH, console.width))
+    seen = ", ".join(checklist.looked_at) or "the machine alone: no script was given, as in flatout check train.py"
+    console.print(Text(wrapped(f"looked at {seen}", width), style="dim"), soft_wrap=True)
+    counts = []
+    for status, style in STATUS_STYLES.items():
+        lines = checklist.with_status(status)
+        if lines:
+            counts.append(f"{len(lines)} {STATUS_WORDS[status]}")
+        for line in lines if all_lines or status != NOT_APPLICABLE else ():
+            console.print(_checklist_line(line, style, width), soft_wrap=True)
+    hidden = bool(checklist.with_status(NOT_APPLICABLE)) and not all_lines
+    more = " (--all shows them)" if hidden else ""
+    console.print(Text(wrapped(", ".join(counts) + more, width), style="bold"), soft_wrap=True)
+
+
+def _checklist_line(line: Line, style: str, width: int) -> Text:
+    place = f" ({line.where})" if line.where and line.where not in line.reason else ""
+    text = Text.assemble(
+        (f"{line.status:<5}", style), f"{line.subject:<{SUBJECT - 5}}", wrapped(line.reason + place, width, SUBJECT)
+    )
+    if line.fix:
+        text.append(f"\n{'':<{SUBJECT}}").append(
+            wrapped(f"→ {line.fix}", width, SUBJECT), style="bold" if line.status != NOT_APPLICABLE else ""
+        )
+    return text
 
 
 # A fix

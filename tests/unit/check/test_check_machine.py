@@ -14,7 +14,7 @@ from rich.console import Console
 from flatout.check import FAIL, NOT_APPLICABLE, OK, WARN, Training
 from flatout.check.machine_checks import check_disk, visible_gpus
 from flatout.model.errors import UsageError
-from flatout.report.checklist import show
+from flatout.report.terminal import show_checklist
 
 HEALTHY = SCRIPTS / "healthy.py"
 FOUR = tuple(make_gpu(index) for index in range(4))
@@ -134,7 +134,7 @@ def test_the_terminal_shows_what_to_fix_first_in_80_columns(
     capsys: pytest.CaptureFixture[str], all_lines: bool
 ) -> None:
     checklist = check_script(SCRIPTS / "asked.py", config=SCRIPTS / "asked.yaml")
-    show(checklist, Console(width=80, highlight=False), all_lines=all_lines)
+    show_checklist(checklist, Console(width=80, highlight=False), all_lines=all_lines)
     out = capsys.readouterr().out
     statuses = [row[:4].strip() for row in out.splitlines() if row[:4].strip() in (FAIL, WARN, OK, NOT_APPLICABLE)]
     assert statuses == sorted(statuses, key=[FAIL, WARN, OK, NOT_APPLICABLE].index)
