@@ -1,7 +1,7 @@
 """What flatout imports inside a training process, and how long that takes: `python -m benchmarks.imports`.
 
 Python's own `-X importtime` is read twice, of a script that imports torch and makes one step: with flatout inside and
-without. What only the first imports is flatout's, but for parts of torch. The quickest of five runs is shown.
+without. What only the first imports is flatout's, but for parts of torch. Of five runs each module's quickest counts.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from flatout.launch.protocol import VARIABLE, Options
 RUNS = 5
 LINE = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)")
 SCRIPT = """
+import gc
+gc.disable()  # a collection of torch's own objects would fall into one import or another
 import torch
 from torch.utils.data import DataLoader
 model = torch.nn.Linear(4, 4)
@@ -36,8 +38,10 @@ def main() -> None:
         base = imported({}).keys()
         runs = [{name: us for name, us in imported(inside).items() if name not in base} for _ in range(RUNS)]
     ours = [{name: us for name, us in run.items() if name.split(".")[0] not in ("torch", "numpy")} for run in runs]
-    print(f"least of {RUNS}: {min(sum(run.values()) for run in ours) / 1e3:.1f} ms beside torch")
-    for name, us in sorted(min(ours, key=lambda run: sum(run.values())).items(), key=lambda pair: -pair[1])[:25]:
+    quickest = {name: min(run.get(name, us) for run in ours) for name, us in ours[0].items()}
+    total_ms = sum(quickest.values()) / 1e3
+    print(f"{total_ms:.1f} ms beside torch, {len(quickest)} modules, each in its quickest of {RUNS} runs")
+    for name, us in sorted(quickest.items(), key=lambda pair: -pair[1])[:25]:
         print(f"{us / 1e3:8.1f} ms  {name}")
 
 
