@@ -13,8 +13,23 @@ says how many workers; `faults` sees to deaths; `randomness` makes a batch's ran
 sees a loop that writes to its dataset; `device` takes batches to the GPU; `deferred` leaves transforms to it.
 """
 
-from flatout.feed.device import to_device
-from flatout.feed.faults import BadSample, BadSampleError
-from flatout.feed.loader import DataLoader, Options, feed_of, iterator_for
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flatout.feed.device import to_device
+    from flatout.feed.faults import BadSample, BadSampleError
+    from flatout.feed.loader import DataLoader, Options, feed_of, iterator_for
 
 __all__ = ["BadSample", "BadSampleError", "DataLoader", "Options", "feed_of", "iterator_for", "to_device"]
+
+_HOMES = {"to_device": "device", "BadSample": "faults", "BadSampleError": "faults"}
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, imported when they are asked for: a plain `flatout run` needs none of them."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"flatout.feed.{_HOMES.get(name, 'loader')}"), name)

@@ -9,15 +9,13 @@ import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flatout.files import write_whole
 from flatout.inside.changes.computing import Computing, LiveChange
-from flatout.inside.changes.device_prefetch import DevicePrefetch
 from flatout.inside.changes.ledger import Ledger
-from flatout.inside.changes.loading import Loading
 from flatout.inside.fingerprints import FingerprintLog
 from flatout.inside.imports import when_imported
 from flatout.inside.patches import Patches, Stage, Subscriber
@@ -26,6 +24,10 @@ from flatout.inside.weights import Weights
 from flatout.launch.protocol import Options
 from flatout.model.errors import UsageError
 from flatout.redact import redact_text
+
+if TYPE_CHECKING:
+    from flatout.inside.changes.device_prefetch import DevicePrefetch
+    from flatout.inside.changes.loading import Loading
 
 
 class Applied:
@@ -47,11 +49,14 @@ class Applied:
         proof = patches.subscriber(Stage.OBSERVE, self._fail_proof)
         self._subscribers = changes, proof
         self._computing = Computing(ledger, changes, roots, self._proof)
-        self._loading = Loading(ledger, changes, self._computing.device)
+        self._loading: Loading | None = None
         try:
             if trial is not None and trial.seed is not None:
                 impose_seed(trial.seed + ranks()[0], changes)
             if ledger.changes or self._proof is not None:
+                from flatout.inside.changes.loading import Loading  # brings all of feed
+
+                self._loading = Loading(ledger, changes, self._computing.device)
                 self._computing.install()
                 self._loading.install()
             if self._proof is not None:
@@ -83,14 +88,19 @@ class Applied:
     @property
     def compile_s(self) -> float | None:
         """How long compiling took, where something was compiled."""
-        return self._computing.compile_s + self._loading.compile_s or None
+        total_s = self._computing.compile_s
+        if self._loading is not None:
+            total_s += self._loading.compile_s
+        return total_s or None
 
     def switch(self, name: str, *, on: bool) -> None:
         """Switch a change of the plan on or off between two steps: from the next step on, it is (not) made.
 
         Raises UsageError where a change cannot be switched while training runs.
         """
-        change: LiveChange | DevicePrefetch | None = (self._computing.live | self._loading.live).get(name)
+        change: LiveChange | DevicePrefetch | None = self._computing.live.get(name)
+        if change is None and self._loading is not None:
+            change = self._loading.live.get(name)
         if change is None:
             raise UsageError(
                 f"{name} cannot be switched while training runs: it gets in earlier, or is not in the plan"
