@@ -3,8 +3,8 @@
     host batch (page-locked slot) ──copy, convert──► device batch ──event──► your stream waits for it, you compute
              side stream, one or two batches ahead                 the slot is free when the copy is over
 
-Bytes travel as they are (uint8 stays uint8 on the way) and become floats, channels_last or whatever `convert` makes
-of them on the GPU. Memory made on the side stream is marked as used on yours (`record_stream`), so the caching
+Bytes travel as they are (uint8 stays uint8 on the way) and become floats, channels_last or what `convert` makes of them
+on the GPU. Memory made on the side stream is marked as used on yours (`record_stream`), so the caching
 allocator hands it out again only when your work with it is over.
 """
 
@@ -46,7 +46,7 @@ def to_device(
 
 
 class OnDevice:
-    """A loader seen from the device; anything not about iterating is the loader's own."""
+    """A loader whose batches are on the device; all other attributes are the loader's own."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class OnDevice:
         return self._copied(host) if self._device.type == "cuda" else map(self._moved, host)
 
     def _host_batches(self) -> Iterator[Any]:
-        """The loader's batches, out of page-locked memory wherever that is ours to say."""
+        """The loader's batches, out of page-locked memory where that can be had."""
         if self._device.type == "cuda" and isinstance(self._loader, TorchLoader) and not self._loader.pin_memory:
             if isinstance(self._loader, DataLoader):
                 self._loader.page_lock()
@@ -107,7 +107,7 @@ class OnDevice:
                     with torch.cuda.stream(side):
                         moved = self._moved(batch)
                         done = torch.cuda.Event()
-                        done.phase = "copy"  # type: ignore[attr-defined]  # to whoever takes notes of waits for it
+                        done.phase = "copy"  # type: ignore[attr-defined]  # for the recorder of waits
                         done.record(side)
                     waiting.append((moved, done))
                     copying.append((batch, done))
@@ -116,7 +116,7 @@ class OnDevice:
                         continue
                 if not waiting:
                     return
-                # A host that never waits would have more and more on the wire, in slots and memory of the card.
+                # A host that never waits would have more and more copies under way, in slots and GPU memory.
                 _let_go(copying, keep=self._ahead + 1)
                 ready, done = waiting.popleft()
                 self._on_the_way = len(waiting)
@@ -160,7 +160,7 @@ def _let_go(copying: collections.deque[tuple[Any, torch.cuda.Event]], *, keep: i
 
 
 def _map(thing: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """A batch with every tensor in it changed, whatever it is nested in; an object with a `to` of its own keeps it."""
+    """A batch with every tensor in it changed, however deep in containers."""
     if isinstance(thing, torch.Tensor):
         return change(thing)
     if isinstance(thing, Mapping):

@@ -1,8 +1,8 @@
 """Changes to the script's DataLoaders: their arguments at construction, and what feeds them when a pass begins.
 
     DataLoader.__init__ ── num_workers, prefetch_factor, pin_memory, persistent_workers
-    DataLoader._get_iterator ── loader: ours instead of stock's ── device_prefetch: one batch ahead, its copy under way
-                                gpu_transforms: ours, whose samples note what the card is to do to them
+    DataLoader._get_iterator ── loader: flatout's iterator ── device_prefetch: one batch ahead, its copy under way
+                                gpu_transforms: flatout's, whose samples record what the GPU is to do to them
     a worker's main loop ── worker_threads
 
 All of it sits on the classes, so that earlier imports, subclasses and isinstance keep working.
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils.data.dataloader as stock
+import torch.utils.data.dataloader as torch_loader
 
 from flatout.feed import DataLoader as OurLoader
 from flatout.feed import Options as FeedOptions
@@ -41,8 +41,10 @@ from flatout.inside.root_modules import WeakIdMap
 from flatout.model.changes import named
 from flatout.model.frameworks import packages
 
-_Loader: Any = stock.DataLoader
-_FRAMEWORKS = tuple(f"{package}/" for package in packages(builds_loaders=True))  # nobody is to edit these
+_Loader: Any = torch_loader.DataLoader
+_FRAMEWORKS = tuple(
+    f"{package}/" for package in packages(builds_loaders=True)
+)  # a change is not located in their lines
 _KNOWN_SAMPLERS = ("torch", "builtins", *packages(builds_loaders=True))
 _ARGUMENTS = named(moment="DataLoader()")
 
@@ -96,7 +98,7 @@ class Loading:
                 init(loader, *args, **kwargs)  # raises: a mistake of the script's
                 return
             dataset = bound.arguments["dataset"]
-            if called != where:  # a framework that makes another loader of what the script has made one of
+            if called != where:  # a framework that makes another loader for a dataset of the script's
                 where = self._built.get(dataset) or where
             self._built.put(loader, where)
             with contextlib.suppress(TypeError):  # a list cannot be referred to weakly
@@ -106,7 +108,7 @@ class Loading:
                 given = {name: value for name, value in bound.arguments.items() if name != "self"}
                 try:
                     init(loader, **{**given, **changed})
-                except Exception as problem:  # stock will not have it
+                except Exception as problem:  # PyTorch refuses these arguments
                     for name in changed:
                         self._ledger.refused(name, str(problem))
                 else:
@@ -118,7 +120,7 @@ class Loading:
         self._changes.around("torch.utils.data.dataloader.DataLoader.__init__", build)
 
     def _changed(self, bound: inspect.BoundArguments) -> dict[str, Any]:
-        """The arguments that are to be others, with those that have to follow."""
+        """The arguments to change, with those that have to follow."""
         given: dict[str, Any] = {
             "num_workers": 0,
             "prefetch_factor": None,
@@ -170,7 +172,7 @@ class Loading:
         return ahead
 
     def _ours(self, loader: Any, *, page_locked: bool) -> Any:
-        """Our iterator, or None. What has been drawn in vain is put back."""
+        """Our iterator, or None. What was drawn from random generators in vain is put back."""
         before = randomness.capture()
         try:
             iterator, why_not = self._elastic(loader, page_locked=page_locked)
@@ -186,16 +188,20 @@ class Loading:
         return iterator
 
     def _draws(self, loader: Any) -> str:
-        """What our workers do to random numbers."""
+        """What our workers change about random numbers, in words."""
+        changed = "; samples that draw random numbers draw others"
         if not loader.num_workers:
-            return "; samples that draw random numbers draw others, and so do later shuffles"
-        return "; samples that draw random numbers draw others"
+            changed += ", and so do later shuffles"
+        return changed
 
     def _elastic(self, loader: Any, *, page_locked: bool) -> tuple[Any, str]:
-        if loader.num_workers == 0 and _holds_card_memory(loader.dataset):
-            return None, "the dataset holds tensors on the GPU, which no worker may touch"
-        if loader.num_workers == 0 and (sampler := _sampler_of_its_own(loader)):
-            return None, f"num_workers=0, and the sampler is the script's own, {sampler}: it may go by what was learned"
+        if loader.num_workers == 0:
+            if _holds_gpu_memory(loader.dataset):
+                return None, "the dataset holds tensors on the GPU, which no worker may touch"
+            sampler = _own_sampler(loader)
+            if sampler:
+                why = f"num_workers=0, and the sampler is the script's own, {sampler}: it may go by what was learned"
+                return None, why
         options = FeedOptions(
             workers="auto",
             page_locked=True if page_locked else None,
@@ -204,24 +210,25 @@ class Loading:
         return iterator_for(loader, options, give_back=self._give_back)
 
     def _give_back(self, why: str) -> None:
-        """Without workers, what is written to the dataset is there for the next batch."""
+        """This loader turned out to do better without workers."""
         self._ledger.withdraw("loader", why)
 
     def _may_defer(self, loader: Any) -> bool:
-        """Whether this loader's samples may leave their transforms to the card; if they do, its first batch says so."""
+        """Whether this loader's samples may leave their transforms to the GPU; if they do, its first batch says so."""
         device = self._device()
-        away = "" if device is not None and device.type == "cuda" else "the model is not trained on a GPU"
-        why_not = away or why_not_deferred(loader)
+        why_not = why_not_deferred(loader)
+        if device is None or device.type != "cuda":
+            why_not = "the model is not trained on a GPU"
         made = functools.partial(
             self._ledger.made, "gpu_transforms", f"{device} makes what samples do to pictures", self._built.get(loader)
         )
         if not why_not:
             call_on_first_use(made)
-        self._ledger.refused("gpu_transforms", why_not or "samples do nothing to pictures that a card is taught here")
+        self._ledger.refused("gpu_transforms", why_not or "samples do nothing to pictures that a GPU could do")
         return not why_not
 
     def _prefetch_to(self, loader: Any) -> torch.device | None:
-        """Where this pass's batches should go ahead of time; None where that is not for us to do."""
+        """The device to copy this pass's batches to ahead of time; None where that may not be done."""
         device = self._device()
         if device is None or device.type != "cuda":
             self._ledger.refused("device_prefetch", "the model is not trained on a GPU")
@@ -235,7 +242,7 @@ class Loading:
 
     def _workers_behind(self, iterator: Any) -> bool:
         """Whether asking for the next batch early draws nothing in this process."""
-        if isinstance(iterator, stock._SingleProcessDataLoaderIter):
+        if isinstance(iterator, torch_loader._SingleProcessDataLoaderIter):
             self._ledger.refused("device_prefetch", "samples are loaded in the training process itself")
             return False
         return True
@@ -264,7 +271,7 @@ def _why_not(name: str, dataset: Any, workers: int) -> str:
     return ""
 
 
-def _sampler_of_its_own(loader: Any) -> str:
+def _own_sampler(loader: Any) -> str:
     """The name of the script's own sampler, if it has one: it may say only when it is asked what comes next."""
     for sampler in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", loader.sampler)):
         kind = type(sampler)
@@ -273,12 +280,17 @@ def _sampler_of_its_own(loader: Any) -> str:
     return ""
 
 
-def _holds_card_memory(thing: Any, depth: int = 3) -> bool:
-    """Whether a dataset keeps tensors on a card, as far as a look into its attributes can tell."""
+def _holds_gpu_memory(thing: Any, depth: int = 3) -> bool:
+    """Whether a dataset keeps tensors on a GPU, as far as its attributes show."""
     if isinstance(thing, torch.Tensor):
         return thing.is_cuda
     if depth == 0:
         return False
-    inner = thing if isinstance(thing, list | tuple) else getattr(thing, "__dict__", thing)
-    values = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list | tuple) else ()
-    return any(_holds_card_memory(value, depth - 1) for value in list(values)[:64])
+    values: Any = ()
+    if isinstance(thing, list | tuple):
+        values = thing
+    elif isinstance(thing, dict):
+        values = thing.values()
+    else:
+        values = getattr(thing, "__dict__", {}).values()
+    return any(_holds_gpu_memory(value, depth - 1) for value in list(values)[:64])
