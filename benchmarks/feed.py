@@ -5,6 +5,7 @@
     python benchmarks/feed.py controller       from 1, 4, 16 and 40 declared workers, where loading is the limit
     python benchmarks/feed.py controller-gpu   the same where the consumer is the limit
     python benchmarks/feed.py tiny             a dataset in memory with nothing to gain
+    python benchmarks/feed.py starts           passes of 8 batches, for which workers are started each time
 
 Measurements are taken in rounds, each in an order of its own; a row is the median and its spread. They are told, and
 written to `--out`, one by one; with `--limit` none is begun that late. A part takes up to 120 s on 16 cores. DALI is
@@ -387,7 +388,7 @@ def tiny(measured: Measurements) -> None:
             dataset, 64, shuffle=True, num_workers=workers, persistent_workers=True
         )
         ways[f"ours, {workers} workers"] = lambda workers=workers: DataLoader(
-            dataset, 64, shuffle=True, num_workers=workers
+            dataset, 64, shuffle=True, num_workers=workers, persistent_workers=True
         )
     for name, make in ways.items():
         measured.add(name, lambda make=make: passes(make()))
@@ -409,6 +410,39 @@ def tiny(measured: Measurements) -> None:
     assert feed is not None
     notes.append(f"auto has {feed.workers} workers: {feed.why}")
     measured.conclude("tiny: 40,000 rows in memory, batches of 64", notes)
+
+
+def starts(measured: Measurements, passes: int = 5, rounds: int = 8) -> None:
+    """Blocks of short passes with PyTorch's loader and with ours, in turns: wall time, and CPU time of this process."""
+    measured.unit = "ms/pass"
+    ratios: dict[str, list[float]] = {}
+    for ballast_mb in (0, 2000):
+        ballast = torch.ones(ballast_mb << 18)  # what a fork has to copy the page tables of
+        for workers in (1, 2, 4):
+            loaders: dict[str, TorchLoader[Any]] = {
+                kind.__module__.partition(".")[0]: kind(range(64), 8, num_workers=workers)  # type: ignore[arg-type]
+                for kind in (TorchLoader, DataLoader)
+            }
+            case = f"{workers} workers, {ballast_mb} MB"
+            for loader in loaders.values():
+                list(loader)
+            for number in range(rounds):
+                took = {}
+                for name in sorted(loaders, reverse=bool(number % 2)):
+                    wall, cpu = time.perf_counter(), time.process_time()
+                    for _ in range(passes):
+                        list(loaders[name])
+                    took[name] = time.perf_counter() - wall, time.process_time() - cpu
+                    time.sleep(0.3)  # workers of the last pass may still be ending
+                    measured.values.setdefault(f"{case}: {name}", []).append(took[name][0] / passes * 1e3)
+                for clock, at in (("wall", 0), ("CPU", 1)):
+                    ratios.setdefault(f"{case}: {clock}", []).append(took["flatout"][at] / took["torch"][at])
+        del ballast
+    notes = []
+    for case, found in ratios.items():
+        row = figure(found)
+        notes.append(f"{case}: {row['median']:.2f} times PyTorch's, spread {row['spread']:.2f}, n {row['n']}")
+    measured.conclude("passes of 8 batches, workers started for each", notes)
 
 
 class Bare(TorchLoader[Any]):
@@ -478,6 +512,7 @@ PARTS: dict[str, Callable[[Measurements], None]] = {
     "controller": controller,
     "controller-gpu": lambda measured: controller(measured, step_s=0.04),
     "tiny": tiny,
+    "starts": starts,
 }
 
 

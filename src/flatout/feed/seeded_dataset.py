@@ -87,7 +87,7 @@ class SeededDataset:
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._dataset, name)
         if name == "__getitems__" and self._samples is not self._dataset:
-            return self._samples.together
+            return self._samples.get_many
         return attribute
 
     def _unless_bad(self, row: int, index: Any) -> Any:

@@ -565,6 +565,20 @@ def test_a_mean_over_images_of_several_sizes_is_computed_in_the_worker() -> None
     assert all(map(torch.equal, plain, lazy))
 
 
+class FetchesMany(Photos):
+    """Has a way of its own to load a whole batch."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self.make(index) for index in indices]
+
+
+def test_a_dataset_that_loads_whole_batches_may_leave_their_transforms_to_the_gpu() -> None:
+    iterator, _ = iterator_for(DataLoader(FetchesMany(stamped), 8, num_workers=1), Options(defer=True))
+    assert iterator is not None
+    first, *_ = iterator
+    assert isinstance(first[0], DeferredBatch)
+
+
 def test_images_that_are_only_decoded_travel_as_ordinary_tensors() -> None:
     lazy = passed(lambda index: torch.from_numpy(np.array(picture(index))), defer=True)
     assert all(type(batch) is torch.Tensor and batch.dtype == torch.uint8 for batch in lazy)
