@@ -566,7 +566,10 @@ def test_a_mean_over_images_of_several_sizes_is_computed_in_the_worker() -> None
 
 
 class FetchesMany(Photos):
-    """Has a way of its own to load a whole batch."""
+    """Loads whole batches only."""
+
+    def __getitem__(self, index: int) -> Any:
+        raise NotImplementedError
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [self.make(index) for index in indices]
