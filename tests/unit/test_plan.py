@@ -106,7 +106,7 @@ def test_an_empty_list_of_changes_is_a_plan(tmp_path: Path) -> None:
         ("", "is not a plan"),
     ],
 )
-def test_a_slip_is_named_with_its_place(tmp_path: Path, text: str, complaint: str) -> None:
+def test_a_mistake_is_reported_with_its_place(tmp_path: Path, text: str, complaint: str) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(text)
     with pytest.raises(PlanError) as caught:

@@ -1,14 +1,13 @@
-"""What a step would take without one of its causes: the host and the GPU played again as two runners on one track.
+"""How long a step would take without one of its causes: a simulation of the host and the GPU, span by span.
 
-The GPU comes to the end of span i when it has done all work before and the host has handed the span over:
+The GPU reaches the end of span i when it has done all work before it and the host has launched the span:
 
     gpu[i+1] = max(gpu[i] + work[i], host[i+1])
 
-A span in which nothing is launched has no work; elsewhere the work is the GPU's time between the span's two events,
-less the gaps between its kernels where an X-ray tells how large they are (with them, a gain from this is never too
-large). Taking a cause away shortens its host time; what the step gains in the long run is found by playing it round and
-round. This is how a `.item()` that costs run-ahead is told from one that merely waits for useful work: the wait itself
-says nothing.
+A span in which nothing is launched has no work. Elsewhere the work is the GPU's time between the span's two events,
+less the gaps between its kernels if an X-ray has measured them. Removing a cause shortens its host time, and what the
+step gains in the long run shows when it is repeated. This tells a `.item()` that leaves the GPU without work from one
+that merely waits for useful work; how long the wait takes says nothing.
 """
 
 from __future__ import annotations

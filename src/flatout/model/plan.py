@@ -1,7 +1,7 @@
-"""What to change in a run, and what became of each change. Data only: it is found, tried and applied elsewhere.
+"""What to change in a run, and what became of each change.
 
-A `Plan` is a small YAML file that a person can read and edit; inside a process it travels as JSON. A key that is
-misspelt is refused with its place and the nearest right one: a change that is silently not made would be believed in.
+A `Plan` is a small YAML file that a person can read and edit; it travels into a process as JSON. A misspelt key is
+refused with its place and the nearest right one, since a change that is silently left out would be taken for made.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Safety = Literal["identical", "reseeded", "equivalent", "semantic"]
 Verdict = Literal["kept", "undone", "unsafe", "not applicable"]
 
 HEADER = """\
-# What flatout changes in a training; each entry is one change. Delete an entry and it is not made; edit a value freely.
+# What flatout changes in a training; each entry is one change. Delete an entry to leave it out; edit a value freely.
 # safety says what a change does to the result:
 #   identical   the same batches and arithmetic, bit for bit
 #   reseeded    the same samples in the same order; random augmentation draws other numbers
 #   equivalent  the same mathematics, other rounding
 #   semantic    changes what is learned
-# What stands under `tried` is not made: it was tried and not kept, and why.
+# Changes under `tried` are not made: they were tried and not kept, and why.
 """
 
 
@@ -40,8 +40,8 @@ HEADER = """\
 class Change:
     """One reversible alteration of a run. `note` says in words why it is there.
 
-    `knob` is where the script reads the value, and then it is put there as it is read: `--batch-size`,
-    `configs/train.yaml:train.batch_size`, `config.py:BATCH_SIZE`. Without one it is made where things are built.
+    `knob` is where the script reads the value: `--batch-size`, `configs/train.yaml:train.batch_size`,
+    `config.py:BATCH_SIZE`. The value is changed as it is read. Without a knob, objects are changed as they are built.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: Path) -> Plan:
-        """Read what `save` wrote, or a person."""
+        """Read a plan that `save` or a person has written."""
         try:
             data = load_yaml(text_of(path), str(path))
         except UsageError as problem:

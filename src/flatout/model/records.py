@@ -1,7 +1,7 @@
-"""What a trace is made of: plain values, and how they become JSON (`checked` has the way back).
+"""What a trace is made of: plain values, and how they become JSON (`trace/checked.py` reads them back).
 
-Every record is frozen. Units stand in the names. What was not measured is None and is not written at all: a number
-that is not finite counts as not measured, an empty tuple as measured ("no throttling" is not "throttling unknown").
+Units are in the names. What was not measured is None and is not written. A number that is not finite counts as not
+measured; an empty tuple counts as measured ("no throttling" is not "throttling unknown").
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flatout.model.facts import Facts
 from flatout.model.sketch import Sketch
 
 SCHEMA = 1
-SPANS_A_STEP = 64  # one by one; beyond that they are summed up by name
+SPANS_A_STEP = 64  # one by one; more of them are summed up by name
 _MS_DIGITS = 5  # of a span: a hundredth of a microsecond
 
 
@@ -86,7 +86,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """Something a person should know about the run, said once."""
+    """Something a person should know about the run."""
 
     time_s: float
     text: str
@@ -177,7 +177,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProcess:
-    """A process that holds memory on a card. `sm_pct`: how much of the time it had work there."""
+    """A process that holds memory on a GPU. `sm_pct`: the share of the time it had work there."""
 
     pid: int
     used_bytes: int | None = None
@@ -187,7 +187,7 @@ class GpuProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSample:
-    """One card over one interval. `pulses`: what `activity` says, at up to 8 Hz, since the sample before."""
+    """One GPU over one interval. `pulses`: its activity since the sample before, at up to 8 Hz."""
 
     index: int
     uuid: str
@@ -223,7 +223,7 @@ class GpuSample:
 
     @property
     def memory_pct(self) -> float | None:
-        """Memory in use, in per cent of the card's."""
+        """Memory in use, in per cent of the GPU's."""
         if self.memory_used_bytes is None or not self.memory_total_bytes:
             return None
         return 100 * self.memory_used_bytes / self.memory_total_bytes
@@ -280,7 +280,7 @@ class HostSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Everything the sampler saw between two ticks: the machine, its cards, the training's processes."""
+    """Everything the sampler saw in one interval: the machine, its GPUs, the training's processes."""
 
     time_s: float
     interval_s: float
@@ -345,7 +345,7 @@ def _fields_to_json(record: Any) -> dict[str, Any]:
 
 
 def _span_to_json(span: Span) -> dict[str, Any]:
-    """By hand, for a dozen of them are written with each step, beside a training that wants the interpreter too."""
+    """Without reflection: a dozen spans are written with each step, while training needs the interpreter."""
     data: dict[str, Any] = {
         "name": span.name,
         "start_ms": round(span.start_ms, _MS_DIGITS),

@@ -12,12 +12,12 @@ _MS = st.floats(0, 1e6)
 _NAMES = st.sampled_from(["unsplit", "copy", "forward", "backward", "rest", "data", "sync@train.py:3", "evaluation"])
 
 
-def test_what_was_not_split_is_shared_out_as_what_was() -> None:
+def test_unsplit_time_is_shared_out_like_the_split_time() -> None:
     seen = {"unsplit": 30.0, "forward": 1.0, "backward": 2.0, "data": 5.0, "sync@train.py:3": 1.0}
     assert split(seen) == pytest.approx({"forward": 11, "backward": 22, "data": 5, "sync@train.py:3": 1})
 
 
-def test_where_nothing_was_split_it_is_the_rest() -> None:
+def test_unsplit_time_is_the_rest_where_nothing_was_split() -> None:
     assert split({"unsplit": 30.0, "data": 5.0}) == {"rest": 30, "data": 5}
 
 

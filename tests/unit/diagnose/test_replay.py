@@ -27,7 +27,7 @@ def test_a_step_bound_by_data_takes_the_hosts_time() -> None:
     assert gain_without(stalled, "data") == pytest.approx(1 - 10 / 55)
 
 
-def test_an_item_that_only_waits_for_useful_work_costs_nothing() -> None:
+def test_a_sync_that_waits_for_useful_work_costs_nothing() -> None:
     # GIVEN a host far ahead of the GPU that waits at the end of each step
     waiting = step(("forward", 1.0, None, 30.0), ("sync", 29.0, 0.0, None))
     # WHEN the wait is taken away THEN the GPU still needs its 30 ms
@@ -35,7 +35,7 @@ def test_an_item_that_only_waits_for_useful_work_costs_nothing() -> None:
     assert gain_without(waiting, "sync") == pytest.approx(0.0)
 
 
-def test_an_item_that_costs_run_ahead_is_charged_with_the_idleness_behind_it() -> None:
+def test_a_sync_that_empties_the_queue_is_charged_with_the_idle_time_after_it() -> None:
     # GIVEN 10 ms of host work after each wait, during which the GPU has nothing in its queue
     harmful = step(("rest", 10.0, None, 0.0), ("forward", 1.0, None, 20.0), ("sync", 19.0, 0.0, None))
     assert step_ms(harmful) == pytest.approx(30.0)
@@ -43,7 +43,7 @@ def test_an_item_that_costs_run_ahead_is_charged_with_the_idleness_behind_it() -
     assert gain_without(harmful, "sync") == pytest.approx(1 - 20 / 30)
 
 
-def test_a_host_that_is_held_back_could_go_on() -> None:
+def test_the_hold_of_a_measurement_does_not_count() -> None:
     # GIVEN a wait for data that a queue of work hides, and a host that is kept from filling it further
     held = step(("data", 5.0, 0.0, None), ("forward", 1.0, None, 30.0), ("held", 24.0, 0.0, None))
     assert step_ms(held) == pytest.approx(30.0)
@@ -53,7 +53,7 @@ def test_a_host_that_is_held_back_could_go_on() -> None:
     assert step_ms(late) == pytest.approx(36.0)
 
 
-def test_gaps_that_an_x_ray_has_seen_are_no_work() -> None:
+def test_gaps_seen_by_the_xray_are_not_gpu_work() -> None:
     # GIVEN the same, where the events around the host's work read 10 ms, though nothing runs between them
     harmful = step(("rest", 10.0, None, 10.0), ("forward", 1.0, None, 20.0), ("sync", 19.0, 0.0, None))
     assert gain_without(harmful, "sync") == pytest.approx(0.0)

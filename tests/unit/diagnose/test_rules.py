@@ -86,7 +86,7 @@ def test_the_elastic_loader_is_not_told_how_many_workers_to_have() -> None:
         assert "num_workers" not in [f.change for f in diagnose(trace(*STARVED, **imported))]
 
 
-def test_who_only_waits_for_a_server_is_worth_more_workers_than_there_are_cores() -> None:
+def test_samples_that_wait_for_a_server_get_more_workers_than_cores() -> None:
     """GIVEN two cores and samples that take no CPU THEN loading them is said to be worth several times the speed."""
     loader = {"num_workers": 0, "prefetch_factor": None}
     waiting = workers(1, sample_ms=1.0, busy=0.99, on_core=0.03, delay=0.0)
@@ -97,7 +97,7 @@ def test_who_only_waits_for_a_server_is_worth_more_workers_than_there_are_cores(
     assert first(trace(*STARVED, loader=loader, workers=computing, facts={"cores_allowed": 2})).value == 1
 
 
-def test_workers_that_wait_for_something_else_are_not_too_many_for_the_cores() -> None:
+def test_workers_waiting_for_something_else_are_not_too_many() -> None:
     few_cores = {"loader": {"num_workers": 11}, "facts": {"cores_allowed": 2}}
     waiting = workers(11, sample_ms=20.0, busy=0.95, on_core=0.1, delay=0.45)
     assert "data.too-many-workers" not in codes(trace(*STARVED, **few_cores, workers=waiting))
@@ -186,7 +186,7 @@ def test_a_sample_costs_the_time_that_it_is_on_a_core() -> None:
     assert "a sample costs 12.0 ms of CPU" in first(made).title
 
 
-def test_workers_that_others_keep_from_their_cores_are_not_cpu_bound() -> None:
+def test_workers_without_cores_because_of_other_programs_are_not_cpu_bound() -> None:
     """GIVEN samples that sleep, on cores that others keep busy WHEN workers come to a core late THEN a faster decoder
     is no remedy."""
     sleeping = workers(16, sample_ms=1.3, busy=0.52, on_core=0.03, delay=0.57)
@@ -194,7 +194,7 @@ def test_workers_that_others_keep_from_their_cores_are_not_cpu_bound() -> None:
     assert "data.cpu-bound" not in codes(made)
 
 
-def test_workers_that_come_too_late_to_be_busy_are_cpu_bound_too() -> None:
+def test_workers_without_a_core_hear_late_of_the_next_batch_and_are_cpu_bound_too() -> None:
     late = workers(16, sample_ms=5.0, busy=0.45, on_core=0.38, delay=0.6)
     assert first(trace(*STARVED, loader={"num_workers": 16}, workers=late, samples=hardware(98.0))).code == (
         "data.cpu-bound"
@@ -247,13 +247,13 @@ def test_a_few_slow_samples_are_named() -> None:
     assert "index 77" in found.advice
 
 
-def test_slow_samples_that_are_nothing_beside_collate_are_let_be() -> None:
+def test_slow_samples_are_not_reported_where_collate_takes_much_longer() -> None:
     tail = Sketch.of([0.02] * 980 + [2.0] * 20)
     made = trace(*STARVED, workers=workers(8, sample_ms=0.02, busy=0.01, times=tail, collate_s=8.0))
     assert first(made).code == "data.collate-bound"
 
 
-def test_handing_over_is_the_cost() -> None:
+def test_handing_batches_over_is_the_cost() -> None:
     made = trace(*STARVED, workers=workers(8, sample_ms=1.0, busy=0.3, collate_s=6.0))
     assert (first(made).code, first(made).change) == ("data.collate-bound", "loader")
     elastic = {"changes": [{"name": "loader", "value": "elastic", "applied": True}]}
@@ -284,7 +284,7 @@ def test_a_larger_loader_that_evaluates_is_not_taken_for_the_one_that_trains() -
     ("sampler", "others"),
     [("RandomSampler", "shuffling draws other numbers"), ("DistributedSampler", "workers go on with what they have")],
 )
-def test_what_keeping_workers_changes_is_told_by_the_sampler(sampler: str, others: str) -> None:
+def test_the_advice_says_what_keeping_workers_changes_for_this_sampler(sampler: str, others: str) -> None:
     loader = {"persistent_workers": False, "sampler": sampler}
     made = trace(("loader start", 6.0, 6.0, None), *HEALTHY, loader=loader)
     assert others in next(one.advice for one in diagnose(made) if one.code == "data.worker-start")
@@ -297,7 +297,7 @@ def test_workers_started_again_and_again() -> None:
         assert "data.worker-start" in codes(made)
 
 
-def test_a_loader_that_is_made_for_every_epoch_has_none_to_keep_its_workers_for() -> None:
+def test_a_loader_built_for_every_epoch_should_be_built_once() -> None:
     anew = {"persistent_workers": False, "made_anew": True}
     made = trace(("loader start", 6.0, 6.0, None), *HEALTHY, loader=anew)
     (found,) = (one for one in diagnose(made) if one.code == "data.worker-start")
@@ -307,7 +307,7 @@ def test_a_loader_that_is_made_for_every_epoch_has_none_to_keep_its_workers_for(
     assert [one.change for one in diagnose(two) if one.code == "data.worker-start"] == ["persistent_workers"]
 
 
-def test_workers_started_for_every_epoch_show_before_the_second_one() -> None:
+def test_starting_workers_every_epoch_is_estimated_from_the_first_start() -> None:
     # GIVEN epochs of 156 steps of 20 ms, of which the first took half a second to start
     made = trace(loader={"persistent_workers": False})
     start = Span(name="loader start", start_ms=0.0, host_ms=500.0)
@@ -366,7 +366,7 @@ def test_copies_that_nothing_overlaps() -> None:
     assert (found.code, found.change) == ("copy.blocking", "device_prefetch")
 
 
-def test_copies_beside_which_the_gpu_computes_are_let_be() -> None:
+def test_copies_that_overlap_with_compute_are_not_reported() -> None:
     # GIVEN 172 ms of kernels and copies in 156 ms
     beside = xray(copies_ms={"HtoD Pinned": 16.0}, busy_by_phase_ms={"forward": 56.0, "backward": 100.0, "copy": 16.0})
     assert codes(trace(*HEALTHY, xray=beside)) == ["compute.saturated"]
@@ -386,7 +386,7 @@ def test_ranks_that_wait_for_the_network() -> None:
 
 
 @pytest.mark.parametrize(("waited_ms", "share"), [((9.0, 8.0), 0.4), ((9.0, 0.5), None)], ids=["network", "straggler"])
-def test_what_the_rank_waits_that_waits_least_is_the_network(waited_ms: tuple[float, ...], share: float | None) -> None:
+def test_the_shortest_wait_of_a_rank_is_the_network(waited_ms: tuple[float, ...], share: float | None) -> None:
     """GIVEN steps of 20 ms, and gradients that are there so long after backward is through with its own."""
     ranks = tuple(
         dataclasses.replace(
@@ -399,7 +399,7 @@ def test_what_the_rank_waits_that_waits_least_is_the_network(waited_ms: tuple[fl
     assert found == ([pytest.approx(share)] if share else [])
 
 
-def test_an_item_that_costs_run_ahead_is_found_with_its_line() -> None:
+def test_a_sync_that_empties_the_queue_is_found_with_its_line() -> None:
     # GIVEN 6 ms of host work after each wait, while the GPU's queue is empty
     made = trace(
         ("rest", 6.0, None, 0.0),
@@ -414,7 +414,7 @@ def test_an_item_that_costs_run_ahead_is_found_with_its_line() -> None:
     assert found.share == pytest.approx(6 / 26, abs=0.01)
 
 
-def test_what_an_item_costs_is_not_bounded_by_a_ceiling_that_waits_as_well() -> None:
+def test_the_gain_of_removing_a_sync_is_not_bounded_by_the_ceiling() -> None:
     # GIVEN 6 ms in each step of 26 in which nothing runs, and replayed batches that are as slow
     phases = (("rest", 6.0, None, 6.0), ("forward", 2.0, None, 20.0), ("sync", 18.0, 0.0, None))
     gaps = {"idle_by_phase_ms": {"rest": 48.0}, "busy_by_phase_ms": {"forward": 160.0}, "busy_ms": 160.0}
@@ -425,7 +425,7 @@ def test_what_an_item_costs_is_not_bounded_by_a_ceiling_that_waits_as_well() -> 
     assert found.gain_high == pytest.approx(26 / 20, rel=0.01)
 
 
-def test_an_item_that_merely_waits_for_useful_work_is_let_be() -> None:
+def test_a_sync_that_waits_for_useful_work_is_not_reported() -> None:
     ahead = (("forward", 1.0, None, 8.0), ("backward", 1.0, None, 12.0), ("sync", 18.0, 0.0, None))
     assert "sync.item" not in codes(trace(*ahead, where="train.py:88"))
 
@@ -451,7 +451,7 @@ def test_fp32_matrix_work() -> None:
     assert (found.code, found.value) == ("compute.precision", "bf16")
 
 
-def test_what_the_gpu_saves_is_of_no_use_while_it_waits_for_launches() -> None:
+def test_shorter_kernels_do_not_help_while_launches_are_late() -> None:
     """A forward pass with holes between its kernels gains nothing; a backward pass without any does."""
     work = {"forward": 40.0, "backward": 40.0}
     fp32 = {"facts": {"autocast": ["None"]}}
@@ -471,7 +471,7 @@ def test_what_the_gpu_saves_is_of_no_use_while_it_waits_for_launches() -> None:
     assert none == 1.0
 
 
-def test_what_the_gpu_saves_is_of_no_use_while_the_loader_cannot_follow() -> None:
+def test_shorter_kernels_do_not_help_while_the_loader_is_the_limit() -> None:
     # GIVEN fp32 work, and eight workers that deliver a tenth more than the 64 samples that are eaten in 80 ms
     fp32 = {"facts": {"autocast": ["None"]}, "xray": xray(wall_ms=720.0, tensor_core_ms=10.0)}
     behind = workers(8, sample_ms=8 * 80 / (1.1 * 64), busy=0.9)
@@ -481,7 +481,7 @@ def test_what_the_gpu_saves_is_of_no_use_while_the_loader_cannot_follow() -> Non
     assert first(trace(**fp32)).gain_high > 2
 
 
-def test_convolutions_that_turn_their_data_around() -> None:
+def test_convolutions_that_transpose_their_data() -> None:
     made = trace(facts={"channels_last": False}, xray=xray(top_ms={"nchwToNhwcKernel": 20.0, "nvjet": 100.0}))
     assert codes(made) == ["compute.layout"]
 
@@ -516,7 +516,7 @@ def test_an_optimizer_s_elementwise_kernels_are_not_the_model_s() -> None:
     assert codes(trace(facts=facts, xray=looping)) == ["compute.optimizer"]
 
 
-def test_launches_are_named_beside_a_longer_wait_for_data() -> None:
+def test_late_launches_are_reported_beside_a_longer_wait_for_data() -> None:
     # GIVEN a step half of which is a wait, and a GPU that waits for launches through most of the rest
     late = xray(
         wall_ms=640.0,
@@ -559,7 +559,7 @@ def test_a_power_cap_on_a_busy_gpu_is_no_fault() -> None:
     ("sm_pct", "most_pct"),
     [((None, None), None), ((35.0, 0.0), 35.0), ((None, 35.0), 35.0), ((None, 0.0), 0.0), ((0.0, 0.0), 0.0)],
 )
-def test_a_stranger_on_the_gpu_is_none_who_only_holds_memory(
+def test_another_process_on_the_gpu_counts_only_if_it_computes(
     sm_pct: tuple[float | None, float | None], most_pct: float | None
 ) -> None:
     """GIVEN what the driver told of its use at first and later, THEN only one that is known never to have computed is
@@ -571,7 +571,7 @@ def test_a_stranger_on_the_gpu_is_none_who_only_holds_memory(
     assert told == ([] if most_pct == 0 else [most_pct])
 
 
-def test_memory_so_full_that_the_allocator_starts_over() -> None:
+def test_gpu_memory_so_full_that_the_allocator_retries() -> None:
     full = {"memory_retries": 9, "memory_reserved_bytes": 138 << 30, "memory_total_bytes": 140 << 30}
     found = first(trace(facts=full))
     assert (found.code, found.change, found.value) == ("memory.pressure", "batch_size", 32)
@@ -579,7 +579,7 @@ def test_memory_so_full_that_the_allocator_starts_over() -> None:
 
 
 @pytest.mark.parametrize(("ours_pct", "codes_expected"), [(100.0, ["hardware.shared"]), (1550.0, [])])
-def test_strangers_on_the_cores(ours_pct: float, codes_expected: list[str]) -> None:
+def test_other_programs_on_the_cores(ours_pct: float, codes_expected: list[str]) -> None:
     """GIVEN 16 cores that are all busy, and a trainer that waits for one; it matters whose work that is."""
     trainer = ProcessSample(pid=0, role="trainer", name="python", cpu_pct=ours_pct, run_delay_pct=30.0)
     busy = tuple(dataclasses.replace(s, processes=(trainer,)) for s in hardware(98.0))
@@ -596,7 +596,7 @@ def test_cores_that_are_not_ours_do_not_hide_that_ours_are_busy() -> None:
     assert first(made).code == "data.cpu-bound"
 
 
-def test_gpus_that_stand_unused() -> None:
+def test_unused_gpus() -> None:
     found = first(trace(facts={"gpus_visible": 4}))
     assert (found.code, found.value) == ("hardware.idle-gpus", 4)
 
@@ -659,7 +659,7 @@ def test_gains_together_promise_no_more_than_the_ceiling() -> None:
     assert product <= 90.0 / 19.5 + 0.1
 
 
-def test_a_finding_must_speak_the_public_vocabulary() -> None:
+def test_a_finding_has_a_known_code() -> None:
     assert len(set(CODES)) == len(CODES)
     with pytest.raises(AssertionError):
         Finding(code="data.bad", title="", share=0, gain_low=1, gain_high=1, derived="", confidence=1)

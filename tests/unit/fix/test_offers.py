@@ -63,7 +63,7 @@ def test_names_that_only_look_alike_are_no_knobs() -> None:
     assert knobs(settings, "num_workers", lambda value: value == 64) == []
 
 
-def test_what_is_asked_for_by_name_and_not_offered_is_told() -> None:
+def test_a_change_asked_for_by_name_and_not_offered_is_reported() -> None:
     wishes = Wishes.of(allow="batch-size,eval-interval,semantic", only="loader")
     assert not_offered(wishes, {"loader"}, on_gpu=False) == [
         "batch_size was not tried: there is no GPU that it would keep busier",
@@ -73,7 +73,7 @@ def test_what_is_asked_for_by_name_and_not_offered_is_told() -> None:
 
 
 @pytest.mark.parametrize("option", ["only", "allow"])
-def test_what_is_asked_for_cannot_be_skipped(option: str) -> None:
+def test_a_change_cannot_be_both_asked_for_and_skipped(option: str) -> None:
     with pytest.raises(UsageError, match="--skip batch-size: it is asked for as well"):
         Wishes.of(**{option: "batch-size", "skip": "loader,batch-size"})
 
@@ -88,7 +88,7 @@ def test_what_is_asked_for_cannot_be_skipped(option: str) -> None:
         ({"eval_steps": 100, "epochs": 4}, 500),
     ],
 )
-def test_there_is_an_evaluation_left(settings: dict[str, int], value: int | None) -> None:
+def test_at_least_one_evaluation_is_left(settings: dict[str, int], value: int | None) -> None:
     (name, every), *others = settings.items()
     world = World(machine=Machine(eval_s=2.0), length=19_200, settings=[flag(name, every, **dict(others))])
     seen = View(trace=(made := world.run((), RunOptions(steps=330, timeout_s=60)).trace), first=made)
@@ -148,7 +148,7 @@ def test_a_starved_training_is_offered_the_data_path_as_one() -> None:
 PICTURES = {"pillow": True}
 
 
-def test_transforms_are_left_to_the_gpu_where_the_loader_is_ours_and_still_behind() -> None:
+def test_gpu_transforms_are_offered_where_the_elastic_loader_is_still_behind() -> None:
     world = World(machine=Machine(data_ms=80.0), facts=PICTURES)
     ours = [Change(name="loader", value="elastic", safety="reseeded")]
     change = offered(world, kept=ours)["gpu_transforms"]
@@ -160,7 +160,7 @@ def test_transforms_are_left_to_the_gpu_where_the_loader_is_ours_and_still_behin
     assert "gpu_transforms" not in offered(by_itself, kept=ours), "the script has a switch of its own"
 
 
-def test_where_every_core_is_busy_loading_transforms_go_with_the_loader() -> None:
+def test_gpu_transforms_go_with_the_loader_where_every_core_is_busy() -> None:
     folder = Path(__file__).parents[2] / "traces"
     with tempfile.TemporaryDirectory() as to:
         with tarfile.open(folder / "h200-data.cpu-bound-segment.tgz") as recorded:
@@ -179,7 +179,7 @@ def test_where_the_elastic_loader_does_not_pay_the_number_of_workers_that_is_ask
     assert "num_workers" not in offered(World(machine=Machine(data_ms=0.0), workers=8), tried=tried)
 
 
-def test_decoder_threads_that_outnumber_the_cores_go_with_it() -> None:
+def test_decoder_threads_that_outnumber_the_cores_go_with_the_data_path() -> None:
     world = World(machine=Machine(data_ms=80.0), workers=8, settings=[flag("decode_threads", 12)])
     change = offered(world)["setting:decode_threads"]
     assert (change.value, change.knob, change.safety) == (1, "--decode-threads", "identical")
@@ -192,7 +192,7 @@ def test_augmentation_that_the_script_can_do_on_the_gpu_is_offered_if_allowed() 
     assert (change.value, change.knob, change.safety) == ("gpu", "--jitter-on", "semantic")
 
 
-def test_a_few_percent_are_no_reason_to_let_a_multiple_wait() -> None:
+def test_a_large_promise_comes_before_a_small_one() -> None:
     """GIVEN a starved training THEN its augmentation's turn, though semantic, is before that of a fused optimizer."""
     world = World(
         machine=Machine(data_ms=80.0),
@@ -205,7 +205,7 @@ def test_a_few_percent_are_no_reason_to_let_a_multiple_wait() -> None:
     assert firsts == [("loader", True), ("setting:jitter_on", True), ("fused_optimizer", False)]
 
 
-def test_a_setting_that_has_no_effect_is_made_true() -> None:
+def test_a_setting_without_effect_is_offered_as_a_change() -> None:
     world = World(
         settings=[flag("amp", True, compile_model=True, cudnn_benchmark=True)],
         facts={"autocast": ["None"], "compiled": False, "channels_last": True, "cudnn_benchmark": False},
@@ -350,7 +350,7 @@ def test_a_larger_batch_is_not_offered_where_the_elastic_loader_brings_no_more_s
         assert ("batch_size" in names) is is_offered, (data_ms, kept)
 
 
-def test_a_batch_that_is_enlarged_again_promises_less_than_the_last_time() -> None:
+def test_each_larger_batch_promises_less_than_the_last() -> None:
     world = World(settings=[flag("batch_size", 64)], facts={"memory_reserved_bytes": 4 << 30}, xray=LAUNCHES)
     for earlier, promised in ((1.06, 1.03), (1.01, 1.005)):
         wanted, _ = offers(view(world, gained={"batch_size": earlier}), Wishes.of(allow="batch-size"))
@@ -386,7 +386,7 @@ def test_wishes_are_kept(wishes: Wishes, names: set[str]) -> None:
         ({"skip": "qqq"}, "--skip: there is no change or class called qqq (there are loader, "),
     ],
 )
-def test_a_slip_in_a_name_is_told_with_the_right_one(given: dict[str, str], complaint: str) -> None:
+def test_a_misspelt_name_is_reported_with_the_nearest_one(given: dict[str, str], complaint: str) -> None:
     with pytest.raises(UsageError) as caught:
         Wishes.of(**given)
     assert str(caught.value).startswith(complaint)

@@ -23,7 +23,7 @@ def codes(found: tuple[Finding, ...]) -> list[str]:
     return [finding.code for finding in found]
 
 
-def test_they_are_named_beside_what_makes_the_gpu_s_work_shorter_with_what_each_would_give_alone() -> None:
+def test_small_costs_are_reported_beside_findings_that_shorten_the_gpus_work() -> None:
     found = {f.code: f for f in diagnose(trace(*HEALTHY, facts=IN_FP32, samples=hardware(), xray=GAPS))}
     assert list(found) == ["compute.precision", "memory.underused", "compute.optimizer"]
     batch, fused = found["memory.underused"], found["compute.optimizer"]
@@ -31,7 +31,7 @@ def test_they_are_named_beside_what_makes_the_gpu_s_work_shorter_with_what_each_
     assert (fused.change, fused.gain_low, round(fused.gain_high, 2)) == ("fused_optimizer", 1.0, 1.03)
 
 
-def test_a_healthy_training_hears_of_neither() -> None:
+def test_a_healthy_training_gets_neither() -> None:
     """Though each is above what is worth a word beside others."""
     larger = xray(
         busy_by_phase_ms={"forward": 48.0, "backward": 100.0, "optimizer": 4.0},
@@ -62,7 +62,7 @@ def test_they_are_never_the_verdict() -> None:
     assert found[1].gain_high > found[0].gain_high
 
 
-def test_where_no_room_is_left_for_a_larger_batch_none_is_asked_for() -> None:
+def test_no_larger_batch_is_proposed_where_memory_is_full() -> None:
     full = {**IN_FP32, "memory_reserved_bytes": 100 << 30}
     found = codes(diagnose(trace(*HEALTHY, facts=full, samples=hardware(), xray=GAPS)))
     assert found == ["compute.precision", "compute.optimizer"]
