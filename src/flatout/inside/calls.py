@@ -1,4 +1,5 @@
-"""What a call is about: the line it is written on, which device its tensors are on, how many samples its batch has."""
+"""What a call is about: the line it is written on, which device its tensors are on, how many samples its
+batch has."""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ def _shown_path(filename: str) -> str | None:
 
 
 def caller(beyond: tuple[str, ...] = ()) -> str | None:
-    """The file:line of the call: the innermost one that is neither in torch nor ours, nor in the paths `beyond`."""
+    """The file:line of the call: the innermost one that is neither in torch nor ours, nor in the paths
+    `beyond`."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         path = _shown_path(frame.f_code.co_filename)
@@ -106,7 +108,8 @@ def caller(beyond: tuple[str, ...] = ()) -> str | None:
 
 
 def raised_at(trace: TracebackType | None) -> str | None:
-    """The file:line where an exception left the script's own code: its innermost frame that is in no package."""
+    """The file:line where an exception left the script's own code: its innermost frame that is in no
+    package."""
     where = None
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename

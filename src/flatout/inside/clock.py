@@ -1,6 +1,7 @@
 """The GPU's side of a step: CUDA events from a pool, and loss values copied beside them.
 
-Only the training thread comes here, never while a graph is captured. Nothing waits for the GPU except a Leash.
+Only the training thread comes here, never while a graph is captured. Nothing waits for the GPU except a
+Leash.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ _LOSSES_IN_FLIGHT = 128
 
 
 class CudaClock:
-    """Records events in the stream a step began in, and reads the time between neighbours once they have passed.
+    """Records events in the stream a step began in, and reads the time between neighbours once they have
+    passed.
 
-    It stays with that stream: a loader that copies ahead of time uses another one, and when the GPU reaches an event
-    there says nothing about its neighbours here.
+    It stays with that stream: a loader that copies ahead of time uses another one, and when the GPU reaches
+    an event there says nothing about its neighbours here.
     """
 
     def __init__(self) -> None:
@@ -58,8 +60,8 @@ class CudaClock:
 class Leash:
     """Keeps the host within a few steps of the GPU, so that the pace of its steps is the GPU's.
 
-    A queue takes a thousand launches. Without this a trial of small steps would be over before the GPU has done half
-    of them, and replayed batches would seem to be trained on as fast as they are handed out.
+    A queue takes a thousand launches. Without this a trial of small steps would be over before the GPU has
+    done half of them, and replayed batches would seem to be trained on as fast as they are handed out.
     """
 
     def __init__(self, steps: int) -> None:

@@ -4,11 +4,12 @@
     backward ── the loss                              weights ── how they moved, beside another run's
                                                       ──► proof-<rank>.jsonl, a line a step, when the run ends
 
-What a model has made itself is not data: a critic is fed by its generator, a recurrent net by its last state, and on a
-GPU that is never the same twice. There, the losses and the weights have to show that training is right.
+What a model has made itself is not data: a critic is fed by its generator, a recurrent net by its last
+state, and on a GPU that is never the same twice. There, the losses and the weights have to show that
+training is right.
 
-A checksum is a sum over all 8-byte words, each times an odd number that depends on its place, modulo 2^64. It is the
-same on any device and in any order of adding, and another one when two words change places.
+A checksum is a sum over all 8-byte words, each times an odd number that depends on its place, modulo 2^64.
+It is the same on any device and in any order of adding, and another one when two words change places.
 """
 
 from __future__ import annotations
@@ -61,8 +62,10 @@ class FingerprintLog:
         indices = asked.taken.popleft()
         if indices is not None:
             self._open["indices"].append(indices)
-            where = "here" if in_process else "elsewhere"
-            self._open["begins"].append(where if asked.begins else None)
+            begins = None
+            if asked.begins:
+                begins = "here" if in_process else "elsewhere"
+            self._open["begins"].append(begins)
         asked.begins = False
 
     def _loss(self, tensors: Any, *_: Any, **__: Any) -> None:
@@ -73,8 +76,10 @@ class FingerprintLog:
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """These reach a root module in training."""
         for tensor in _strided([args, kwargs]):
-            is_data = _memory(tensor) not in self._outputs
-            self._open["inputs"].append(checksum(tensor) if is_data else _MADE_BY_MODEL)
+            if _memory(tensor) in self._outputs:
+                self._open["inputs"].append(_MADE_BY_MODEL)
+            else:
+                self._open["inputs"].append(checksum(tensor))
 
     def outputs(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A root module has returned this; what it only hands through stays data."""
@@ -108,7 +113,8 @@ class FingerprintLog:
 
 
 def _strided(things: Any) -> list[Any]:
-    """The tensors in these; for those without memory of their own (sparse, ragged) the tensors they consist of."""
+    """The tensors in these; for those without memory of their own (sparse, ragged) the tensors they consist
+    of."""
     return [part for tensor in tensors_in(things) for part in _parts_of(tensor)]
 
 
@@ -170,7 +176,8 @@ class _NotingSampler:
 
 
 def _plain(indices: Any) -> list[Any] | None:
-    """The samples of a batch as JSON can hold them; None where they have no numbers: those of a stream, say."""
+    """The samples of a batch as JSON can hold them; None where they have no numbers: those of a stream,
+    say."""
     try:
         plain = _without_arrays(indices)
         if not isinstance(plain, list | tuple):

@@ -1,8 +1,10 @@
-"""What a loader worker spends its time on: the user's `__getitem__`, the transforms in it, collate, and waiting.
+"""What a loader worker spends its time on: the user's `__getitem__`, the transforms in it, collate, and
+waiting.
 
-Wall time, CPU time and run delay together tell a slow disk from too many workers. The dataset is wrapped where PyTorch
-builds its fetcher, in the worker (or in the training process, with num_workers=0). Now and then each worker appends its
-totals to a file of its rank: one short atomic write, and nothing is shared that a kill could corrupt.
+Wall time, CPU time and run delay together tell a slow disk from too many workers. The dataset is wrapped
+where PyTorch builds its fetcher, in the worker (or in the training process, with num_workers=0). Now and
+then each worker appends its totals to a file of its rank: one short atomic write, and nothing is shared
+that a kill could corrupt.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ class Meter:
         return _named(dataset) == (self._dataset, self._length)
 
     def pass_begins(self) -> None:
-        """Another pass over such a dataset. Its samples may draw random numbers even if those before did not."""
+        """Another pass over such a dataset. Its samples may draw random numbers even if those before did
+        not."""
         self._passes += 1
         if self._passes <= _PASSES_CHECKED:
             self._random_checks = 0
@@ -101,7 +104,8 @@ class Meter:
 
     @property
     def _is_first(self) -> bool:
-        """Whether this is the first sample of all. Its imports and opened files belong to the worker's start."""
+        """Whether this is the first sample of all. Its imports and opened files belong to the worker's
+        start."""
         return self._batches == 0 and len(self._loaded_s) == 1
 
     def skips(self) -> bool:
@@ -115,7 +119,8 @@ class Meter:
         return True
 
     def batch_begins(self, samples: int | None) -> bool:
-        """A batch was asked for: the worker has been waiting until now. Whether to time each of its samples."""
+        """A batch was asked for: the worker has been waiting until now. Whether to time each of its
+        samples."""
         self._waiting_s += time.monotonic() - self._idle_since
         quick = self._samples > 0 and self._wall_s / self._samples < _QUICK_SAMPLE_S
         turn = self._batches < _CLOSELY_AT_FIRST or self._batches % _CLOSELY_EVERY == 0
@@ -197,7 +202,8 @@ class Meter:
 
 
 class Meters:
-    """Measures what PyTorch fetches samples with: in loader workers, and in the training process with num_workers=0."""
+    """Measures what PyTorch fetches samples with: in loader workers, and in the training process with
+    num_workers=0."""
 
     def __init__(self, patches: Patches, in_worker: Callable[[], None]) -> None:
         self._patches = patches
@@ -233,22 +239,26 @@ class Meters:
         return fetcher
 
     def _measure(self, fetcher: Any) -> None:
+        assert self._folder is not None
+        path = self._folder / f"workers-{int(os.environ.get(RANK, '0')):05d}.jsonl"
         worker: Any = torch.utils.data.get_worker_info()
-        dataset = worker.dataset if worker is not None else fetcher.dataset  # the user's own, under any loader
-        known = [meter for meter in self._meters if worker is None and meter.is_of(dataset)]
-        meter = known[0] if known else Meter(dataset, worker.id if worker is not None else None, self._path())
-        meter.pass_begins()
-        measure_fetcher(fetcher, meter)
         if worker is not None:
+            meter = Meter(worker.dataset, worker.id, path)  # the user's own dataset, under any loader
             self._meters = [meter]
             multiprocessing.util.Finalize(None, meter.write, exitpriority=1)
             self._in_worker()
-        elif not known:
-            self._meters.append(meter)
+        else:
+            meter = self._meter_of(fetcher.dataset, path)
+        meter.pass_begins()
+        measure_fetcher(fetcher, meter)
 
-    def _path(self) -> Path | None:
-        rank = int(os.environ.get(RANK, "0"))
-        return self._folder / f"workers-{rank:05d}.jsonl" if self._folder is not None else None
+    def _meter_of(self, dataset: Any, path: Path) -> Meter:
+        """The one meter of all such datasets that the training process reads itself."""
+        for meter in self._meters:
+            if meter.is_of(dataset):
+                return meter
+        self._meters.append(Meter(dataset, None, path))
+        return self._meters[-1]
 
 
 def _fail(problem: Exception) -> None:
@@ -280,9 +290,11 @@ def measure_fetcher(fetcher: Any, meter: Meter) -> None:
             fetcher.dataset, fetcher.collate_fn = plain, collate
             return fetch(indices)
         fetcher.collate_fn = timed_collate
-        closely = meter.batch_begins(len(indices) if isinstance(indices, list) and not streams else None)
-        if not streams:
-            fetcher.dataset = timed if closely else plain
+        if streams:
+            meter.batch_begins(None)
+        else:
+            samples = len(indices) if isinstance(indices, list) else None
+            fetcher.dataset = timed if meter.batch_begins(samples) else plain
         return fetch(indices)
 
     fetcher.fetch = timed_fetch
@@ -344,7 +356,8 @@ def _time_transforms(meter: Meter) -> None:
         for compose in list(getattr(holder, "__dict__", {}).values()):
             steps = getattr(compose, "transforms", None)
             if type(compose).__name__ == "Compose" and isinstance(steps, list):
-                # A persistent worker has a meter for each epoch: its transforms were timed in the last one too.
+                # A persistent worker has a meter for each epoch: its transforms were timed in the last one
+                # too.
                 plain = [s._transform if isinstance(s, _TimedTransform) else s for s in steps]
                 compose.transforms = [_TimedTransform(s, type(s).__name__, meter) for s in plain]
 

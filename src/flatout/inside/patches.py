@@ -1,13 +1,14 @@
-"""Every attribute of Python, PyTorch or a library that flatout replaces: one table, and one wrapper for each attribute.
+"""Every attribute of Python, PyTorch or a library that flatout replaces: one table, and one wrapper for
+each attribute.
 
-Whoever wants to see or change a call subscribes to it at a stage. The stages are passed in this order, whenever their
-subscribers came:
+Whoever wants to see or change a call subscribes to it at a stage. The stages are passed in this order,
+whenever their subscribers came:
 
     script ─► TIME (the recorder) ─► OBSERVE (fingerprints, lists of modules) ─► CHANGE (a plan's changes) ─► original
 
-So the recorder times the call as it was changed, and a fingerprint is taken of what the script passed. A subscriber
-that raises is switched off and reported once; the script's call goes through. When the last subscriber of an attribute
-leaves, the original is put back. Nothing here imports torch.
+So the recorder times the call as it was changed, and a fingerprint is taken of what the script passed. A
+subscriber that raises is switched off and reported once; the script's call goes through. When the last
+subscriber of an attribute leaves, the original is put back. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -245,7 +246,8 @@ class Subscriber:
         self.off = False
 
     def around(self, where: str, handler: Call) -> None:
-        """Have `handler(call, *args, **kwargs)` called instead; it has to keep its own exceptions to itself."""
+        """Have `handler(call, *args, **kwargs)` called instead; it has to keep its own exceptions to
+        itself."""
         point = self._patches.point(where)
         if point is not None:
             point.add(self._stage, self, handler)

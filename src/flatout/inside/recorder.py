@@ -1,14 +1,15 @@
 """Turns what the training thread does into Steps whose spans add up to the wall time.
 
-The thread is in one phase at a time. `push` and `pop` cut the time line, and each piece belongs to the innermost phase,
-so the pieces add up by construction. What lies between phases has a name too: `loss` after a forward pass, `rest`
-elsewhere.
+The thread is in one phase at a time. `push` and `pop` cut the time line, and each piece belongs to the
+innermost phase, so the pieces add up by construction. What lies between phases has a name too: `loss` after
+a forward pass, `rest` elsewhere.
 
-Some steps are looked at closely, as often as that costs little: there every cut also drops an event into the GPU's
-queue (`GpuClock`). Between two events with no launch in between, GPU time is idle time. In the other steps (`light`)
-waits and pauses are cut as always, and what the step computes is one piece: `unsplit`. Their commonest events only go
-on a tape, which is played when something else happens or when a few steps are on it: the processor has forgotten our
-code from one step to the next, so all of it costs ten times what it costs in a loop.
+Some steps are looked at closely, as often as that costs little: there every cut also drops an event into
+the GPU's queue (`GpuClock`). Between two events with no launch in between, GPU time is idle time. In the
+other steps (`light`) waits and pauses are cut as always, and what the step computes is one piece:
+`unsplit`. Their commonest events only go on a tape, which is played when something else happens or when a
+few steps are on it: the processor has forgotten our code from one step to the next, so all of it costs ten
+times what it costs in a loop.
 
 Nothing here imports torch, waits for the GPU, or does I/O.
 
@@ -36,7 +37,8 @@ QUIET = frozenset({DATA, START, SYNC, CHECKPOINT, LOGGING, GC, HELD, OWN})
 # With one of these training, or an evaluation, begins.
 _BEGINS = frozenset({START, DATA, FORWARD, BACKWARD})
 
-# What is called evaluation while one goes on; a checkpoint or a log line in the middle of it keeps its own name.
+# What is called evaluation while one goes on; a checkpoint or a log line in the middle of it keeps its own
+# name.
 _PART_OF_EVALUATION = frozenset({DATA, START, COPY, FORWARD, LOSS, SYNC, REST, UNSPLIT})
 
 _SLIVER_S = 20e-6  # less than this before a phase is counted with it
@@ -47,7 +49,8 @@ _ON_TAPE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How many steps are looked at closely: the first ones, then so many that it costs a small share of the time."""
+    """How many steps are looked at closely: the first ones, then so many that it costs a small share of the
+    time."""
 
     at_first: int = 16  # steps
     often: int = 1  # every step, at most
@@ -61,7 +64,8 @@ class GpuClock(Protocol):
     """Marks in the GPU's queue, read later without waiting."""
 
     def mark(self, *, begins: bool) -> Any:
-        """Drop a mark, the first of a step or not; None where that is not possible now (a graph is being captured)."""
+        """Drop a mark, the first of a step or not; None where that is not possible now (a graph is being
+        captured)."""
 
     def between(self, marks: list[Any]) -> list[float] | None:
         """Milliseconds between neighbours, or None while the GPU has not reached the last of them."""
@@ -110,7 +114,7 @@ class Recorder:
         losses: Losses | None = None,
         sampling: Sampling | None = None,
     ) -> None:
-        self._sampling = sampling if sampling is not None else Sampling()
+        self._sampling = sampling or Sampling()
         self.clock = clock
         self._emit = emit
         self._gpu = gpu
@@ -188,10 +192,12 @@ class Recorder:
         self._cut(now_s)
         name = self._stack.pop()[0] if self._stack else REST
         if not self._stack:
-            self._between = LOSS if name == FORWARD and not self._evaluation.suspected else REST
+            self._between = REST
+            if name == FORWARD and not self._evaluation.suspected:
+                self._between = LOSS
         self.own_s += self.clock() - now_s
 
-    # -- what is training, and what is evaluation -------------------------------------------------------------------
+    # -- what is training, and what is evaluation --------------------------------------------------
 
     def fetching(self, loader: int, learns: bool = True) -> None:
         """A batch is being asked of `loader`, with gradients switched on or off."""
@@ -262,7 +268,8 @@ class Recorder:
         self._evaluation.since = 0
 
     def forward(self, *, learns: bool, training: bool, trained: bool = True) -> None:
-        """A root module is called: with gradients or without, in training mode or not, one that an optimizer trains."""
+        """A root module is called: with gradients or without, in training mode or not, one that an
+        optimizer trains."""
         alone = not self._stack
         self._between = REST
         self.push(FORWARD)
@@ -302,7 +309,7 @@ class Recorder:
         pieces[max(0, since - 1) :] = _joined(pieces[max(0, since - 1) :])
         self._evaluation.called(len(pieces))
 
-    # -- steps ------------------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
 
     def optimizer_begins(self) -> int:
         """An optimizer's step begins; its depth among the phases, for `leave`."""
@@ -371,8 +378,12 @@ class Recorder:
 
     def _cut(self, now_s: float) -> None:
         start_s, self._cut_s = self._cut_s, now_s
-        between = UNSPLIT if self.light else self._between
-        name, where, loader = self._stack[-1] if self._stack else (between, None, None)
+        if self._stack:
+            name, where, loader = self._stack[-1]
+        else:
+            name, where, loader = self._between, None, None
+            if self.light:
+                name = UNSPLIT
         quiet = name in QUIET
         evaluation, pieces = self._evaluation, self._open.pieces
         if evaluation.on and name in _PART_OF_EVALUATION:
@@ -438,20 +449,24 @@ class Recorder:
                 self._waiting.popleft()
                 continue
             step, index, end_s = first
-            times = self._gpu.between(step.marks) if self._gpu is not None and len(step.marks) > 1 else []
+            times: list[float] | None = []
+            if self._gpu is not None and len(step.marks) > 1:
+                times = self._gpu.between(step.marks)
             if times is None and not all_of_them and len(self._waiting) < _STEPS_IN_FLIGHT:
                 return
             self._waiting.popleft()
-            loss = self._losses.read(step.loss) if self._losses is not None and step.loss is not None else None
+            loss = None
+            if self._losses is not None and step.loss is not None:
+                loss = self._losses.read(step.loss)
             self._emit(_as_step(step, index, end_s, times or [], loss))
 
 
 class _Evaluation:
     """Tells evaluation from training by what follows.
 
-    A forward pass without gradients may be either: a teacher inside a step, or part of a validation. So it is only
-    suspected at first. If a training forward or a backward pass follows, it was part of training. If the same loader
-    is asked for its next batch, or training's loader comes back, it was evaluation.
+    A forward pass without gradients may be either: a teacher inside a step, or part of a validation. So it
+    is only suspected at first. If a training forward or a backward pass follows, it was part of training.
+    If the same loader is asked for its next batch, or training's loader comes back, it was evaluation.
     """
 
     def __init__(self) -> None:
@@ -479,7 +494,8 @@ class _Evaluation:
             self._in_hand[loader] = self._in_hand.get(loader, 0) + samples
 
     def suspect(self, *, surely: bool) -> None:
-        """A forward pass that may be evaluation; `surely` where only a batch at hand would make it training."""
+        """A forward pass that may be evaluation; `surely` where only a batch at hand would make it
+        training."""
         self.suspected = True
         self._surely = self._surely or (surely and not self._in_hand)
         self._fed_by = self._last if self._in_hand else None

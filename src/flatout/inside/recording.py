@@ -1,7 +1,7 @@
 """One training process being recorded: what is measured, and the trace it is written to.
 
-Nothing is written before the first optimizer step, so a process that never trains leaves no file. Whatever goes wrong
-here is said once and switched off, and the user's run goes on.
+Nothing is written before the first optimizer step, so a process that never trains leaves no file. Whatever
+goes wrong here is said once and switched off, and the user's run goes on.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class Process:
             self.recording.abandon()
 
     def _start_over_in_child(self) -> None:
-        """In a forked child nothing is written for the parent. A child that trains gets a recording of its own."""
+        """In a forked child nothing is written for the parent. A child that trains gets a recording of its
+        own."""
         recording = self.recording
         if recording is None or recording.closed:
             return
@@ -139,7 +140,7 @@ class Recording:
             when_imported(library, lambda module: self.timing.after_import(module.__name__))
         atexit.register(self._close_at_exit)
 
-    # -- what Timing tells ------------------------------------------------------------------------------------------
+    # -- what Timing tells -------------------------------------------------------------------------
 
     def loader_seen(self, number: int, loader: Any) -> None:
         """A loader is about to begin a pass, and perhaps to start its workers."""
@@ -159,7 +160,8 @@ class Recording:
             self.recorder.backward()
 
     def step_ended(self, optimizer: Any) -> None:
-        """A training step is over: the few things that happen once, each at its step, and afterwards a rare look."""
+        """A training step is over: the few things that happen once, each at its step, and afterwards a rare
+        look."""
         self._last_optimizer = weakref.ref(optimizer)
         if self._bounded is not None:
             self._bounded.step_ended()
@@ -192,7 +194,7 @@ class Recording:
         threading.Thread(target=_exit_after_grace, name="flatout-grace", daemon=True).start()
         raise SystemExit(0)
 
-    # -- writing ----------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def _open_trace(self) -> None:
         rank, world_size = _rank_and_world_size()
@@ -259,12 +261,14 @@ class Recording:
         if self._writer is not None:
             self._writer.write(record)
 
-    # -- the end ----------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def _close_at_exit(self) -> None:
         """Python itself keeps the exception that ended a script; in a notebook it may be one of hours ago."""
-        raised = None if "ipykernel" in sys.modules else getattr(sys, "last_value", None)
-        self.close(raised)
+        if "ipykernel" in sys.modules:
+            self.close()
+        else:
+            self.close(getattr(sys, "last_value", None))
 
     def close(self, raised: BaseException | None = None) -> None:
         """End the recording, because of what was `raised` or for no reason; safe to call twice."""
@@ -292,9 +296,10 @@ class Recording:
         if applied is not None:
             applied.finish(writer.path.with_name(f"proof-{_rank():05d}.jsonl"))
         self._write_facts()
-        for entry in applied.ledger.entries() if applied is not None else ():
-            if not entry.applied:
-                self._note(f"{entry.name} was not changed: {entry.how}")
+        if applied is not None:
+            for entry in applied.ledger.entries():
+                if not entry.applied:
+                    self._note(f"{entry.name} was not changed: {entry.how}")
 
     def _write_end(self, writer: TraceWriter, raised: BaseException | None) -> None:
         end = End(time_s=time.monotonic())
@@ -313,7 +318,8 @@ class Recording:
         self._note(text)
 
     def abandon(self) -> None:
-        """Take everything off and write nothing more: this is another process than the one that was recorded."""
+        """Take everything off and write nothing more: this is another process than the one that was
+        recorded."""
         self.closed = True
         self._take_off()
 
@@ -352,21 +358,25 @@ class LoaderNotes:
 
     def before_batch(self, number: int) -> None:
         """A loader that is watched is about to be asked for a batch."""
-        watch = self.watched.get(number)
-        written = watch.changed() if watch is not None else None
+        check = self.watched.get(number)
+        if check is None:
+            return
+        written = check.changed()
         if written:
             self._writes[number] = written
-        if watch is not None and (written or watch.looked >= _WATCHED_FOR):
+        if written or check.looked >= _WATCHED_FOR:
             self.watched.pop(number, None)
 
     def after_batch(self, number: int) -> None:
         """It has given one."""
-        watch, (filling, samples) = self.watched.get(number), self._filling.get(number, (None, 0))
-        if watch is not None:
-            watch.renew()  # what samples leave behind is not the loop's doing
-        filled = filling.after_batch(samples) if filling is not None else None
-        if filled:
-            self._fills[number] = filled
+        check = self.watched.get(number)
+        if check is not None:
+            check.renew()  # what samples leave behind is not the loop's doing
+        if number in self._filling:
+            growth, samples = self._filling[number]
+            filled = growth.after_batch(samples)
+            if filled:
+                self._fills[number] = filled
 
     def batches_ready(self, train_loaders: set[int]) -> int:
         """How many batches lay ready at the start, where workers had time to load."""
@@ -395,7 +405,8 @@ def _first_known(texts: dict[int, str], numbers: list[int]) -> str | None:
 
 
 def _rank_and_world_size() -> tuple[int, int]:
-    """This process among those that train together. A launcher says so by the environment, or else torch knows."""
+    """This process among those that train together. A launcher says so by the environment, or else torch
+    knows."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) or 0

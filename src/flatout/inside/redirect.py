@@ -1,11 +1,12 @@
-"""Where no overlay can be mounted: Python's own ways of writing go to a copy in the scratch folder.
+"""Where no overlay can be mounted: what Python's own functions write goes to a copy in the scratch folder.
 
-A path under a covered folder has a shadow in the scratch folder. What is written goes to the shadow (a file that is
-appended to is copied there first), what is removed is marked as removed, and what is read comes from the shadow where
-there is one. The marks are files, so that all processes of the command agree. A path is taken for where it leads
-to: through links, from an open folder (`dir_fd`), by /proc/self/cwd. Writers in C that open files by themselves are not
-caught, but for torch.save and safetensors, nor are other programs, nor a Python started without our environment: launch
-compares the folders afterwards. Standard library only: it is at work before torch is imported.
+A path under a covered folder has a shadow in the scratch folder. What is written goes to the shadow (a file
+that is appended to is copied there first), what is removed is marked as removed, and what is read comes
+from the shadow where there is one. The marks are files, so that all processes of the command agree. A path
+is taken for where it leads to: through links, from an open folder (`dir_fd`), by /proc/self/cwd. Writers in
+C that open files by themselves are not caught, but for torch.save and safetensors, nor are other programs,
+nor a Python started without our environment: launch compares the folders afterwards. Standard library only:
+it is at work before torch is imported.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ class Shadows:
         """Where a path leads to, but for a link that is its last part; where that is covered."""
         if isinstance(path, int) or path is None:
             return None
-        path = os.fsdecode(path)
+        path = _under(os.fsdecode(path), dir_fd)
         if not path.startswith("/"):
-            path = f"{os.getcwd() if dir_fd is None else f'/proc/self/fd/{dir_fd}'}/{path}"  # noqa: PTH109
+            path = f"{os.getcwd()}/{path}"  # noqa: PTH109
         above, last = os.path.split(path.rstrip("/"))
         if last in ("", ".", ".."):
             name = self._folder(path)
@@ -119,7 +120,8 @@ class Shadows:
         return place
 
     def _link(self, place: str) -> str | None:
-        """What a link leads to, as the script sees it, which may have made or removed it; None for anything else."""
+        """What a link leads to, as the script sees it, which may have made or removed it; None for anything
+        else."""
         shadow = self._shadows + place
         if _exists(shadow):
             return _link(shadow)
@@ -211,7 +213,8 @@ class Shadows:
         return is_there(self._shadows + name) or (is_there(name) and not self._is_removed(name))
 
     def _is_removed(self, name: str) -> bool:
-        """Whether this, or a folder it lies in, has been removed (what came there later lies in the shadow)."""
+        """Whether this, or a folder it lies in, has been removed (what came there later lies in the
+        shadow)."""
         mark = self._removed
         for part in name.split("/")[1:]:
             mark = f"{mark}/{part}"
@@ -273,7 +276,9 @@ def redirect_torch(torch: Any, sandbox: Sandbox) -> None:
 
     @functools.wraps(save)
     def save_redirected(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        return save(obj, shadows.write(f) if isinstance(f, str | os.PathLike) else f, *args, **kwargs)
+        if isinstance(f, str | os.PathLike):
+            f = shadows.write(f)
+        return save(obj, f, *args, **kwargs)
 
     torch.save = torch.serialization.save = save_redirected
 
@@ -332,7 +337,8 @@ def _os_open_redirected(shadows: Shadows) -> Any:
 
 
 def _elsewhere(function: Any, shadows: Shadows, find: Callable[[Any], Any]) -> Any:
-    """The same, on another path. The descriptor of a file of the user's is one too, where more is done than to read."""
+    """The same, on another path. The descriptor of a file of the user's is one too, where more is done than
+    to read."""
     writes = getattr(find, "func", None) == shadows.write
 
     @functools.wraps(function)
@@ -344,7 +350,9 @@ def _elsewhere(function: Any, shadows: Shadows, find: Callable[[Any], Any]) -> A
             return getattr(os, function.__name__.removeprefix("f"))(target, *args, **kwargs)  # fchmod: chmod
         name = shadows.of(path, dir_fd)
         if name is None:
-            return function(path, *args, **kwargs, **({} if dir_fd is None else {"dir_fd": dir_fd}))
+            if dir_fd is not None:
+                kwargs["dir_fd"] = dir_fd
+            return function(path, *args, **kwargs)
         return function(find(path if dir_fd is None else name), *args, **kwargs)
 
     return redirected
@@ -375,21 +383,26 @@ def _of_two(function: Any, shadows: Shadows, covered: Callable[[Any, Any], None]
         if source is None and target is None:
             function(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd, **how)
         else:
-            covered(source or _from(src, src_dir_fd), target or _from(dst, dst_dir_fd))
+            source = source or _under(os.fsdecode(src), src_dir_fd)
+            covered(source, target or _under(os.fsdecode(dst), dst_dir_fd))
 
     return redirected
 
 
-def _from(path: Any, dir_fd: int | None) -> str:
-    path = os.fsdecode(path)
-    return path if dir_fd is None else os.path.join(f"/proc/self/fd/{dir_fd}", path)  # noqa: PTH118
+def _under(path: str, dir_fd: int | None) -> str:
+    """A path, relative to an open folder where one is given."""
+    if dir_fd is None:
+        return path
+    return os.path.join(f"/proc/self/fd/{dir_fd}", path)  # noqa: PTH118
 
 
 def _with_second(function: Any, shadows: Shadows) -> Any:
     @functools.wraps(function)
     def redirected(src: Any, dst: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
         name = shadows.of(dst, dir_fd)
-        return shadows.symlink(src, name) if name is not None else function(src, dst, *args, dir_fd=dir_fd, **kwargs)
+        if name is None:
+            return function(src, dst, *args, dir_fd=dir_fd, **kwargs)
+        return shadows.symlink(src, name)
 
     return redirected
 

@@ -1,7 +1,8 @@
 """The modules a script calls: which they are, and what goes around each call of one.
 
 Every module is noted (weakly) when it is made. A mark on a module stands where it keeps its compiled call
-(`_compiled_call_impl`): pickling and copying leave that out, and it works around a compiled module from the outside.
+(`_compiled_call_impl`): pickling and copying leave that out, and it works around a compiled module from the
+outside.
 
     timed    after the first step, the modules that are part of no other. A hook on every layer would cost more than
              the layer. Of those that are trained but never called (a LightningModule calls its parts) the children.
@@ -33,7 +34,8 @@ Around = Callable[[Any, Call], Call]  # (module, how it is called) -> how it is 
 
 
 class WeakIdMap:
-    """Things and a value for each, for as long as they live. By identity: the user's own `==` does not count."""
+    """Things and a value for each, for as long as they live. By identity: the user's own `==` does not
+    count."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[Any], Any]] = {}
@@ -78,7 +80,8 @@ class RootModules:
         self.inside_changed = False
 
     def note_living(self) -> None:
-        """Note the modules that are there already, by looking through all objects: slow, for a late start only."""
+        """Note the modules that are there already, by looking through all objects: slow, for a late start
+        only."""
         module = torch.nn.Module
         for thing in gc.get_objects():
             if issubclass(type(thing), module):  # isinstance wakes lazy objects
@@ -107,7 +110,7 @@ class RootModules:
         self.next_look = self._not_before
         self.made.put(module)
 
-    # -- timed ------------------------------------------------------------------------------------------------------
+    # -- timed -------------------------------------------------------------------------------------
 
     def start_timing(self, time: Subscriber, recorder: Recorder) -> None:
         """Time the calls of root modules for this recorder, until `time` leaves."""
@@ -129,8 +132,10 @@ class RootModules:
         """Look at the modules: after the first steps, and later, ever more rarely, when some were made."""
         self._looks += 1
         steps = self.recorder.steps
-        self._not_before = steps + 1 if self._looks < _LOOKS else 2 * steps
-        self.next_look = self._not_before if self._looks < _LOOKS else math.inf
+        if self._looks < _LOOKS:
+            self._not_before = self.next_look = steps + 1
+        else:
+            self._not_before, self.next_look = 2 * steps, math.inf
         self.recorder.push(OWN)
         self._trained |= {id(p) for group in optimizer.param_groups for p in group["params"]}
         modules = [m for m in self.made if any(True for _ in m.parameters())]
@@ -173,7 +178,7 @@ class RootModules:
         if self._time is not None and not self._time.off:
             self._time.guarded(self.recorder.pop)
 
-    # -- changed ----------------------------------------------------------------------------------------------------
+    # -- changed -----------------------------------------------------------------------------------
 
     def start_changing(self, changes: Subscriber, around: Around) -> None:
         """Have `around` say, once for each root module, how it is to be called."""
@@ -261,7 +266,8 @@ class RootModules:
 
 
 class _Mark:
-    """Stands where a module keeps its compiled call. Where it is pickled or copied after all, it becomes None."""
+    """Stands where a module keeps its compiled call. Where it is pickled or copied after all, it becomes
+    None."""
 
     __slots__ = ("_inner", "_module", "_roots", "armed", "called", "changed", "timed", "trained")
 
@@ -348,7 +354,8 @@ def _is_compiled(module: Any) -> bool:
 
 
 def _called_parts(module: Any) -> Iterable[Any]:
-    """The modules right below, looking through lists and dicts of modules, which are never called themselves."""
+    """The modules right below, looking through lists and dicts of modules, which are never called
+    themselves."""
     for child in module.children():
         if isinstance(child, torch.nn.ModuleList | torch.nn.ModuleDict):
             yield from child.children()

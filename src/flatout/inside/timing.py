@@ -1,7 +1,8 @@
 """The wrappers by which a Recorder learns what the training thread does: the TIME stage of the patch layer.
 
-In light steps, which are most, they do next to nothing: a batch and the end of a step go on the recorder's tape. If
-anything of ours raises, all of this is taken off, that is said once, and the script's calls go through.
+In light steps, which are most, they do next to nothing: a batch and the end of a step go on the recorder's
+tape. If anything of ours raises, all of this is taken off, that is said once, and the script's calls go
+through.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Timing:
             return
         phase = CHECKPOINT if library in _CHECKPOINTS else LOGGING
         for where in attributes_of(library):
-            self._phase(where, lambda *_, **__: phase)
+            self._phase(where, _always(phase))
         if library == _COMPILER:
             for code in _our_code():
                 module.skip_code(code)
@@ -120,7 +121,9 @@ class Timing:
         recorder, time = self._recorder, self._time
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if is_dynamo_compiling() or time.off or (computes and recorder.light) or get_ident() != recorder.thread:
+            if is_dynamo_compiling() or time.off or (computes and recorder.light):
+                return point.call(*args, **kwargs)
+            if get_ident() != recorder.thread:
                 return point.call(*args, **kwargs)
             named = None
             try:
@@ -137,17 +140,17 @@ class Timing:
 
         return timed
 
-    # -- data -------------------------------------------------------------------------------------------------------
+    # -- data --------------------------------------------------------------------------------------
 
     def _install_data(self) -> None:
         self._time.time(f"{_ITERATOR}.__next__", self._next_batch)
         self._time.time(f"{_ITERATOR}.__init__", self._iterator_built)
         self._time.time(f"{_LOADER}.__iter__", self._pass_begins)
         self._time.time("queue.Queue.get", self._get_from_queue)
-        self._phase(
-            "concurrent.futures._base.Future.result",
-            lambda future, *_, **__: None if self._recorder.busy or future.done() else DATA,
-        )
+        self._phase("concurrent.futures._base.Future.result", self._phase_of_result)
+
+    def _phase_of_result(self, future: Any, *_: Any, **__: Any) -> str | None:
+        return None if self._recorder.busy or future.done() else DATA
 
     def _next_batch(self, point: _Point) -> Any:
         recorder, time, fetch = self._recorder, self._time, self._fetch
@@ -163,7 +166,9 @@ class Timing:
         @_unseen_by_warnings
         def numbered(iterator: Any, loader: Any) -> None:
             # PyTorch's iterators and those of flatout.feed have this class in common.
-            iterator._flatout_loader = 0 if self.off else self._guarded(self._loaders.of, loader) or 0
+            iterator._flatout_loader = 0
+            if not self.off:
+                iterator._flatout_loader = self._guarded(self._loaders.of, loader) or 0
             if not loader.num_workers:  # PyTorch's does not hold it, and the check for writes ends with it
                 iterator._flatout_of = loader
             point.call(iterator, loader)
@@ -171,7 +176,7 @@ class Timing:
         return numbered
 
     def _pass_begins(self, point: _Point) -> Any:
-        timed = self._build_phase(lambda *_: START, False, point)
+        timed = self._build_phase(_always(START), False, point)
 
         def begin_pass(loader: Any) -> Any:
             if not self.off:
@@ -238,17 +243,17 @@ class Timing:
             if not self.off:
                 self._guarded(recorder.fetched, samples)
 
-    # -- forward, backward, optimizer -------------------------------------------------------------------------------
+    # -- forward, backward, optimizer --------------------------------------------------------------
 
     def _install_compute(self) -> None:
         self._time.time("torch.autograd.backward", self._run_backward)
         self._time.time("torch.compile", self._compile_and_time)
         self._time.time("torch.autocast.__enter__", self._enter_autocast)
-        self._phase("torch.autograd.grad", lambda *_, **__: BACKWARD, computes=True)
-        self._phase("torch.optim.optimizer.Optimizer.zero_grad", lambda *_, **__: OPTIMIZER, computes=True)
+        self._phase("torch.autograd.grad", _always(BACKWARD), computes=True)
+        self._phase("torch.optim.optimizer.Optimizer.zero_grad", _always(OPTIMIZER), computes=True)
         for module in ("torch.nn.utils", "torch.nn.utils.clip_grad"):
             for name in ("clip_grad_norm_", "clip_grad_value_"):
-                self._phase(f"{module}.{name}", lambda *_, **__: OPTIMIZER, computes=True)
+                self._phase(f"{module}.{name}", _always(OPTIMIZER), computes=True)
 
     def _run_backward(self, point: _Point) -> Any:
         recorder, time, recording = self._recorder, self._time, self._recording
@@ -287,7 +292,8 @@ class Timing:
         return compile_and_time
 
     def _around_compiled(self, function: Any, compiled: Any) -> Any:
-        """Time a compiled function. An optimizer step inside calls no hook; it shows by the parameters written to."""
+        """Time a compiled function. An optimizer step inside calls no hook; it shows by the parameters
+        written to."""
         recorder, roots = self._recorder, self._roots
         steps_optimizer = isinstance(getattr(function, "__self__", None), torch.optim.Optimizer)
 
@@ -318,7 +324,8 @@ class Timing:
 
     def _install_optimizer_steps(self) -> None:
         recorder, time = self._recorder, self._time
-        # Steps that have begun: how deep they are called, and how deep among the phases. A step may call another.
+        # Steps that have begun: how deep they are called, and how deep among the phases. A step may call
+        # another.
         # Their frames are not held: one that raised would keep all that its callers have.
         running: list[tuple[int, int]] = []
 
@@ -374,9 +381,7 @@ class Timing:
 
         for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
             time.on_leaving(handle.remove)
-        time.after(
-            "torch.optim.optimizer.Optimizer.__init__", lambda optimizer, *_, **__: self._optimizers.put(optimizer)
-        )
+        time.after("torch.optim.optimizer.Optimizer.__init__", self._optimizer_built)
         time.time("torch.amp.grad_scaler.GradScaler.step", self._scaler_step)
 
     def _optimizer_built(self, optimizer: Any, *_: Any, **__: Any) -> None:
@@ -393,7 +398,8 @@ class Timing:
         return step
 
     def _stepped(self, optimizer: Any) -> None:
-        """An optimizer is through. The recording may end the run here, with an exception that is none of ours."""
+        """An optimizer is through. The recording may end the run here, with an exception that is none of
+        ours."""
         recorder = self._recorder
         try:
             if recorder.optimizer_ended(id(optimizer)):
@@ -404,15 +410,13 @@ class Timing:
         except Exception as problem:
             self.fail(problem)
 
-    # -- copies, and waiting for the GPU ----------------------------------------------------------------------------
+    # -- copies, and waiting for the GPU -----------------------------------------------------------
 
     def _install_copies(self) -> None:
         self._time.time("torch.Tensor.to", self._move)
-        self._phase("torch.Tensor.cuda", lambda t, *_, **__: None if t.is_cuda else COPY, computes=True)
-        self._phase(
-            "torch.Tensor.pin_memory", lambda *_, **__: COPY if torch.cuda.is_initialized() else None, computes=True
-        )
-        self._phase("torch.Tensor.copy_", lambda t, s, *_, **__: COPY if copies_to_gpu(t, s) else None, computes=True)
+        self._phase("torch.Tensor.cuda", _phase_of_cuda, computes=True)
+        self._phase("torch.Tensor.pin_memory", _phase_of_pinning, computes=True)
+        self._phase("torch.Tensor.copy_", _phase_of_copy, computes=True)
 
     def _move(self, point: _Point) -> Any:
         recorder = self._recorder
@@ -428,17 +432,17 @@ class Timing:
 
     def _install_waits(self) -> None:
         for name in _SYNC_METHODS:
-            self._phase(f"torch.Tensor.{name}", lambda t, *_, **__: SYNC if is_on_gpu(t) else None)
-        self._phase("torch.cuda.synchronize", lambda *_, **__: SYNC)
+            self._phase(f"torch.Tensor.{name}", _phase_of_reading)
+        self._phase("torch.cuda.synchronize", _always(SYNC))
         self._phase("torch.cuda.streams.Event.synchronize", lambda event, *_, **__: getattr(event, "phase", SYNC))
-        self._phase("torch.cuda.streams.Stream.synchronize", lambda *_, **__: SYNC)
+        self._phase("torch.cuda.streams.Stream.synchronize", _always(SYNC))
 
-    # -- pauses -----------------------------------------------------------------------------------------------------
+    # -- pauses ------------------------------------------------------------------------------------
 
     def _install_pauses(self) -> None:
-        self._phase("torch.save", lambda *_, **__: CHECKPOINT)
-        self._phase("builtins.print", lambda *_, **__: LOGGING)
-        self._phase("logging.Logger.callHandlers", lambda *_, **__: LOGGING)
+        self._phase("torch.save", _always(CHECKPOINT))
+        self._phase("builtins.print", _always(LOGGING))
+        self._phase("logging.Logger.callHandlers", _always(LOGGING))
         recorder, time = self._recorder, self._time
 
         def collecting(phase: str, info: dict[str, int]) -> None:
@@ -446,11 +450,15 @@ class Timing:
                 return
             if sys._getframe(1).f_globals is vars(recorder_module):
                 return  # the recorder itself set off this collection
-            time.guarded(functools.partial(recorder.push, GC) if phase == "start" else recorder.pop)
+            if phase == "start":
+                time.guarded(recorder.push, GC)
+            else:
+                time.guarded(recorder.pop)
 
         def build(point: _Point) -> Any:
             def report_or_raise(unraisable: Any) -> None:
-                """A signal during a collection runs its handler in our callback, where nothing can be raised."""
+                """A signal during a collection runs its handler in our callback, where nothing can be
+                raised."""
                 problem = unraisable.exc_value
                 # It may come again while another's callback runs.
                 if problem is not None and (unraisable.object is collecting or hasattr(problem, "_flatout_again")):
@@ -481,22 +489,48 @@ class _Numbers:
 
 
 def _phase_of_move(tensor: Any, *args: Any, **kwargs: Any) -> str | None:
-    if tensor.is_cuda:
-        return SYNC if names_cpu(args, kwargs) else None
-    return COPY if torch.cuda.is_initialized() and names_gpu(args, kwargs) else None
+    if tensor.is_cuda and names_cpu(args, kwargs):
+        return SYNC
+    if not tensor.is_cuda and torch.cuda.is_initialized() and names_gpu(args, kwargs):
+        return COPY
+    return None
+
+
+def _phase_of_cuda(tensor: Any, *_: Any, **__: Any) -> str | None:
+    return None if tensor.is_cuda else COPY
+
+
+def _phase_of_pinning(*_: Any, **__: Any) -> str | None:
+    return COPY if torch.cuda.is_initialized() else None
+
+
+def _phase_of_copy(target: Any, source: Any, *_: Any, **__: Any) -> str | None:
+    return COPY if copies_to_gpu(target, source) else None
+
+
+def _phase_of_reading(tensor: Any, *_: Any, **__: Any) -> str | None:
+    return SYNC if is_on_gpu(tensor) else None
+
+
+def _always(phase: str) -> Phase:
+    """Every call is of this phase."""
+    return lambda *_, **__: phase
 
 
 def _versions_of(optimizers: Iterable[Any]) -> list[tuple[Any, int]]:
     """How often each one's parameters have been written to; the first and the last of a group tell."""
-    return [
-        (optimizer, sum(p._version for g in optimizer.param_groups for p in (*g["params"][:1], *g["params"][-1:])))
-        for optimizer in optimizers
-    ]
+    return [(optimizer, sum(map(_version_of, optimizer.param_groups))) for optimizer in optimizers]
+
+
+def _version_of(group: dict[str, Any]) -> int:
+    parameters = group["params"]
+    return sum(parameter._version for parameter in parameters[:1] + parameters[-1:])
 
 
 def _unseen_by_warnings(function: Any) -> Any:
-    """PyTorch warns in the name of its caller's line. Python skips its import machinery when it looks for that line,
-    and knows it by the name of the file: with such a name a warning still names PyTorch's own line, not one of ours."""
+    """PyTorch warns in the name of its caller's line. Python skips its import machinery when it looks for
+    that line, and knows it by the name of the file: with such a name a warning still names PyTorch's own
+    line, not one of ours."""
     code = function.__code__
     function.__code__ = code.replace(co_filename=f"{code.co_filename} (like importlib._bootstrap)")
     return function
@@ -504,7 +538,9 @@ def _unseen_by_warnings(function: Any) -> Any:
 
 def _raise_later(thread: int, problem: BaseException) -> None:
     """Raise an exception in a thread a moment from now, from another thread: here and now it would be lost."""
-    kind: Any = type(problem) if not hasattr(problem, "_flatout_again") else type(problem).__base__
+    kind: Any = type(problem)
+    if hasattr(problem, "_flatout_again"):
+        kind = kind.__base__
 
     class Again(kind):  # type: ignore[misc]
         _flatout_again = True
@@ -539,14 +575,13 @@ def _is_called_by_like(frame: FrameType, calls: int) -> bool:
 
 def _our_code() -> Iterable[CodeType]:
     """The code of every function that runs in the training thread: the compiler need not look into it."""
-    ours = [m for name, m in list(sys.modules.items()) if name.startswith("flatout.inside.")]
-    waiting = [
-        function.__code__
-        for module in ours
-        for thing in vars(module).values()
-        for function in (vars(thing).values() if isinstance(thing, type) else (thing,))
-        if isinstance(function, FunctionType)
-    ]
+    things: list[Any] = []
+    for name, module in list(sys.modules.items()):
+        if name.startswith("flatout.inside."):
+            things += vars(module).values()
+    for kind in [thing for thing in things if isinstance(thing, type)]:
+        things += vars(kind).values()
+    waiting = [thing.__code__ for thing in things if isinstance(thing, FunctionType)]
     while waiting:
         code = waiting.pop()
         waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]

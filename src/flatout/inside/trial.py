@@ -1,7 +1,8 @@
 """A run with an end: so many steps, then the X-ray, then the ceiling, then out. No real training has one.
 
-The ceiling is how fast the same step runs when its data is already there: after the measured steps a few more are fed
-with batches kept from before (`replay`: no loader), then with their device copies (`resident`: no loader and no copy).
+The ceiling is how fast the same step runs when its data is already there: after the measured steps a few
+more are fed with batches kept from before (`replay`: no loader), then with their device copies (`resident`:
+no loader and no copy).
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class BoundedRun:
         self._progress = TrialProgress(options, alone=alone)
         self._leash = Leash(_AHEAD)
         measures_ceiling = options.trial is None or not options.trial.fingerprints
-        self.ceiling = Ceiling(recorder.train_loaders) if measures_ceiling else None
+        self.ceiling: Ceiling | None = None
+        if measures_ceiling:
+            self.ceiling = Ceiling(recorder.train_loaders)
 
     def step_begins(self) -> None:
         """The next step begins."""
@@ -83,10 +86,11 @@ class BoundedRun:
 
 
 class TrialProgress:
-    """How far a run with an end has come. Only measured steps count: an X-ray may take longer than all of them.
+    """How far a run with an end has come. Only measured steps count: an X-ray may take longer than all of
+    them.
 
-    A trial begins with batches that lie ready from when it started, and would show a loader faster than it is: they
-    are used up first.
+    A trial begins with batches that lie ready from when it started, and would show a loader faster than it
+    is: they are used up first.
     """
 
     def __init__(self, options: Options, *, alone: Callable[[], bool]) -> None:
@@ -138,7 +142,8 @@ class TrialProgress:
 
     @functools.cached_property
     def is_worth_a_look(self) -> bool:
-        """Whether the steps, now that they are over, were fast enough; the later ones count: loaders have to settle."""
+        """Whether the steps, now that they are over, were fast enough; the later ones count: loaders have
+        to settle."""
         wanted_s = self._trial.look_below_s if self._trial is not None and self._alone() else None
         later = self._took_s[len(self._took_s) // 2 :]
         return wanted_s is None or (bool(later) and sum(later) / len(later) < wanted_s)

@@ -3,9 +3,10 @@
     leader ── weights, buffers and the optimizer's state ──► a file every five steps
     follower ── compares how far its weights moved since the last file, and in which direction ── takes the leader's
 
-Rounding changes a weight by nearly nothing at first, and in some trainings by a lot after two hundred steps. Here
-it has five steps at most, so what is left to see is what a change does. An error that a change makes again and again
-(a layer that no longer learns, a weight decay that is lost) adds up over the meetings; that of rounding cancels out.
+Rounding changes a weight by nearly nothing at first, and in some trainings by a lot after two hundred
+steps. Here it has five steps at most, so what is left to see is what a change does. An error that a change
+makes again and again (a layer that no longer learns, a weight decay that is lost) adds up over the
+meetings; that of rounding cancels out.
 """
 
 from __future__ import annotations
@@ -34,14 +35,17 @@ _EXPECTED_STEPS = 220  # in a run, at most
 _LOOK_EVERY_S = 0.02
 _TIMEOUT_S = 300.0
 
-# How far a run's weights moved, as a share of how far another's did, and the cosine between the two directions.
+# How far a run's weights moved, as a share of how far another's did, and the cosine between the two
+# directions.
 Moved = tuple[float, float]
 
 
 class Weights:
-    """The weights of this rank, written for the follower and taken from the leader. An error ends that, nothing else.
+    """The weights of this rank, written for the follower and taken from the leader. An error ends that,
+    nothing else.
 
-    `ranks` gives this rank and how many there are; torch knows neither before the ranks have found each other.
+    `ranks` gives this rank and how many there are; torch knows neither before the ranks have found each
+    other.
     """
 
     def __init__(self, trial: Trial, ranks: Callable[[], tuple[int, int]]) -> None:
@@ -116,7 +120,8 @@ class Weights:
         return math.sqrt(our_square / their_square), product / math.sqrt(our_square * their_square)
 
     def _affordable(self, size: int) -> int | None:
-        """How many steps apart files of this size have to be; None where they are too large to be written at all."""
+        """How many steps apart files of this size have to be; None where they are too large to be written
+        at all."""
         files = _EXPECTED_STEPS / WEIGHTS_EVERY
         times = math.ceil(files * size * self._ranks()[1] / max(1, self._most_bytes))
         return WEIGHTS_EVERY * times if times <= _MAX_TIMES else None
@@ -138,8 +143,8 @@ class Weights:
             part.unlink(missing_ok=True)
 
     def _theirs(self) -> dict[str, Any] | None:
-        """What the leader had at this step; None where it ended before, or there is no leader. The files of all ranks
-        have to be there: otherwise our ranks would go on from different weights."""
+        """What the leader had at this step; None where it ended before, or there is no leader. The files of
+        all ranks have to be there: otherwise our ranks would go on from different weights."""
         if self._follows is None:
             return None
         rank, world = self._ranks()
@@ -194,8 +199,8 @@ class _Drift:
         return math.sqrt(self.way_square / self.way.numel())
 
     def figures(self, usual: float) -> dict[str, Any]:
-        """How far off in the end, as a share of the way; how many times as far as if each difference were by chance;
-        and the leader's pace, as a multiple of the usual one."""
+        """How far off in the end, as a share of the way; how many times as far as if each difference were
+        by chance; and the leader's pace, as a multiple of the usual one."""
         difference, way = float(self.difference.norm()), float(self.way.norm())
         return {
             "name": self.name,
@@ -209,7 +214,8 @@ class _Drift:
 
 
 class _State:
-    """What a training process learns: the weights its optimizers train, their state, and its models' buffers."""
+    """What a training process learns: the weights its optimizers train, their state, and its models'
+    buffers."""
 
     def __init__(self, optimizers: Iterable[Any], roots: Iterable[Any]) -> None:
         models = list(roots)
@@ -222,7 +228,8 @@ class _State:
 
     @property
     def bytes(self) -> int:
-        """The size of it all. An optimizer without a state may not have stepped yet, as with a loss scale too large."""
+        """The size of it all. An optimizer without a state may not have stepped yet, as with a loss scale
+        too large."""
         values = [value for state in self._optimizer_states for value in state.values()]
         states = _bytes(_local(value) for value in values if isinstance(value, torch.Tensor))
         known = _bytes((*self.weights, *self._buffers))
@@ -236,8 +243,8 @@ class _State:
 
     @torch.no_grad()
     def take(self, theirs: dict[str, Any]) -> None:
-        """Go on from another's. In place, since graphs and views hold the memory; and unseen by autograd, which may
-        still need the old version: a generator's step comes after its critic's."""
+        """Go on from another's. In place, since graphs and views hold the memory; and unseen by autograd,
+        which may still need the old version: a generator's step comes after its critic's."""
         for mine, their in zip(self.weights, theirs["weights"], strict=True):
             mine.data.copy_(their)
         for mine, their in zip(self._buffers, theirs["buffers"], strict=True):

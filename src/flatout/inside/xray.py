@@ -1,7 +1,8 @@
 """A few steps under the kernel profiler, once, then off: what the GPU really did, kernel by kernel.
 
-CUDA activities only: the launches on the host, the kernels and copies on the GPU. Gaps between kernels are compared
-with the training thread's phases, which shows what the host was doing while the GPU had nothing to do.
+CUDA activities only: the launches on the host, the kernels and copies on the GPU. Gaps between kernels are
+compared with the training thread's phases, which shows what the host was doing while the GPU had nothing to
+do.
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ class Profiler:
     def start(self) -> None:
         """Switch it on. `TEARDOWN_CUPTI` makes the driver remove its hooks afterwards.
 
-        Not `torch.profiler`: it loads torch's compiler first, which takes seconds, to ask whether it makes CUDA graphs
-        (they do not survive a teardown). A compiler that is not loaded makes none. And it asks for the setting of all
-        models, not whether one was compiled with a mode that captures.
+        Not `torch.profiler`: it loads torch's compiler first, which takes seconds, to ask whether it makes
+        CUDA graphs (they do not survive a teardown). A compiler that is not loaded makes none. And it asks
+        for the setting of all models, not whether one was compiled with a mode that captures.
         """
         profiler: Any = sys.modules["torch.autograd.profiler"]
         graphs = "torch._inductor.cudagraph_trees" in sys.modules  # loaded when the first graph is made
@@ -142,7 +143,7 @@ class XraySchedule:
         self.done = not enabled
         self.running = False
         self._began_s: float | None = None
-        self._after_steps, self._after_s = (0, 0.0) if at_the_end else (_AFTER_STEPS, _AFTER_S)
+        self._at_the_end = at_the_end
         self._profiler = Profiler()
         self._left = _STEPS
         self._results: Any = None
@@ -171,7 +172,8 @@ class XraySchedule:
             now_s = time.monotonic()
             self._began_s = self._began_s or now_s
             warm_s = now_s - self._began_s
-            if recorder.measured >= self._after_steps and warm_s >= self._after_s and self._profiler.available():
+            is_warm = recorder.measured >= _AFTER_STEPS and warm_s >= _AFTER_S
+            if (is_warm or self._at_the_end) and self._profiler.available():
                 recorder.as_own(self._profiler.start)
                 recorder.set_kind("xray")
                 self.running = True
@@ -190,7 +192,8 @@ class XraySchedule:
             self._steps.append(step)
             return
         walls = self._after_ms if self._results is not None else self._before_ms
-        for one in (step,) if isinstance(step, Step) else step.last(_RECOVERY_STEPS):
+        steps = [step] if isinstance(step, Step) else step.last(_RECOVERY_STEPS)
+        for one in steps:
             if one.kind == "train":  # waiting for data varies by itself
                 walls.append(sum(span.host_ms for span in one.spans if span.name not in (DATA, OWN)))
         del walls[: -4 * _RECOVERY_STEPS]
@@ -233,7 +236,8 @@ def read_kernels(kernels: Sequence[Kernel], steps: Sequence[Step]) -> Xray | Non
     inside = [k for k in kernels if first_ns <= k.called_ns < last_ns]
     if not inside:
         return None
-    # The host runs ahead: the GPU is still at work on what came before, and at the end on what was launched by then.
+    # The host runs ahead: the GPU is still at work on what came before, and at the end on what was launched
+    # by then.
     first_ns = max([first_ns, *(k.end_ns for k in before)])
     last_ns = max([last_ns, *(k.end_ns for k in inside)])
     host = _HostPhases(phases)
@@ -297,7 +301,8 @@ def _gaps(kernels: Sequence[Kernel], first_ns: int, last_ns: int) -> Iterable[tu
 
 
 def _copy(kernel: Kernel) -> str | None:
-    """The direction of a copy and the memory it comes from, such as "HtoD Pageable"; None for other kernels."""
+    """The direction of a copy and the memory it comes from, such as "HtoD Pageable"; None for other
+    kernels."""
     match = _COPY.match(kernel.name)
     return f"{match['way']} {match['source']}" if match else None
 

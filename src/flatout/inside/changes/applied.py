@@ -1,4 +1,5 @@
-"""All that is changed in one training process: the families of changes, the imposed seed, the record for a proof."""
+"""All that is changed in one training process: the families of changes, the imposed seed, the record for a
+proof."""
 
 from __future__ import annotations
 
@@ -123,7 +124,8 @@ class Applied:
 
 
 def impose_seed(imposed: int, changes: Subscriber) -> None:
-    """Seed torch, numpy and `random` before the script's first line; one that seeds later has the last word."""
+    """Seed torch, numpy and `random` before the script's first line; one that seeds later has the last
+    word."""
     torch.manual_seed(imposed)
     random.seed(imposed)
     when_imported("numpy", functools.partial(_seed_numpy, imposed, changes))

@@ -1,7 +1,8 @@
 """Changes to what is computed: the optimizer's kernels, and what happens around the calls of a root module.
 
-Each change is a class whose `on` and `off` may be called between two steps, as often as one likes. It begins switched
-on, and gets in at its moment: when an optimizer is built, at the first call of a root module, or when a step ends.
+Each change is a class whose `on` and `off` may be called between two steps, as often as one likes. It
+begins switched on, and gets in at its moment: when an optimizer is built, at the first call of a root
+module, or when a step ends.
 """
 
 from __future__ import annotations
@@ -194,8 +195,8 @@ class Compile(RootChange):
         return call_compiled
 
     def _refuse_to_add_up(self, module: torch.nn.Module) -> Callable[[], None]:
-        """End a run that adds gradients of several passes: those of CUDA graphs are written over by the next pass, and
-        the sum would be wrong without a word. Returns what takes this back.
+        """End a run that adds gradients of several passes: those of CUDA graphs are written over by the
+        next pass, and the sum would be wrong without a word. Returns what takes this back.
 
         Only the parameter with the first gradient of all is looked at: some may never have one.
         """
@@ -219,10 +220,11 @@ class Compile(RootChange):
 
 
 class Precision(RootChange):
-    """TF32 for the process; bf16 and fp16 by autocast around each call of a root, with a loss scale for fp16.
+    """TF32 for the process; bf16 and fp16 by autocast around each call of a root, with a loss scale for
+    fp16.
 
-    Autocast is never entered for the process: cached casts of weights would become stale. The result is float32 again,
-    so that the script's loss is computed as before.
+    Autocast is never entered for the process: cached casts of weights would become stale. The result is
+    float32 again, so that the script's loss is computed as before.
     """
 
     name = "precision"
@@ -347,7 +349,7 @@ class FusedOptimizer(LiveChange):
 
     def _set(self, optimizer: Any, *, fused: bool) -> None:
         for group in (optimizer.defaults, *optimizer.param_groups):
-            group["fused"] = True if fused else None
+            group["fused"] = fused or None
         optimizer._step_supports_amp_scaling = fused
         for parameter, state in optimizer.state.items():
             if isinstance(state.get("step"), torch.Tensor):  # the fused kernels count on the parameter's own device
@@ -423,7 +425,8 @@ class Computing:
         return self._compile.compile_s if self._compile is not None else 0.0
 
     def device(self) -> torch.device | None:
-        """Where the parameters are that an optimizer trains; None where that is in several places, or nowhere yet."""
+        """Where the parameters are that an optimizer trains; None where that is in several places, or
+        nowhere yet."""
         places = {parameter.device for optimizer in self.optimizers for parameter in _trained_by(optimizer)}
         return places.pop() if len(places) == 1 else None
 
@@ -456,9 +459,10 @@ class Computing:
         where = caller()
         for change in self._at_roots:
             if self._ledger.wanted(change.name):
-                changed = self._ledger.attempt(change.name, change.around, module, call, where)
-                call = changed if changed is not None else call
-        return call if self._proof is None else _looked_at(module, call, self._proof)
+                call = self._ledger.attempt(change.name, change.around, module, call, where) or call
+        if self._proof is not None:
+            call = _looked_at(module, call, self._proof)
+        return call
 
 
 def _looked_at(module: Any, call: Call, proof: FingerprintLog) -> Call:
@@ -480,7 +484,9 @@ def _visible(module: Any, call: Call) -> Call:
     """A call the compiler will look into: of torch's own files it does so only from a frame outside them."""
     from torch._dynamo import external_utils, trace_rules
 
-    return external_utils.wrap_inline(call) if trace_rules.check(module.forward) else call
+    if trace_rules.check(module.forward):
+        return external_utils.wrap_inline(call)
+    return call
 
 
 def _in_channels_last(value: Any) -> Any:
@@ -494,8 +500,8 @@ def _as_float(dtype: torch.dtype, tensor: Any) -> Any:
 
 
 def _allow_tf32() -> Callable[[], None] | None:
-    """Allow it by the interface that the script has used: the old one cannot even be read after the new one was
-    touched. Returns what takes it back; None where it was allowed already."""
+    """Allow it by the interface that the script has used: the old one cannot even be read after the new one
+    was touched. Returns what takes it back; None where it was allowed already."""
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
     try:
@@ -530,10 +536,11 @@ def _why_no_autocast(parameters: list[Any], device: str, dtype: torch.dtype) -> 
 
 
 class LossScale:
-    """What a GradScaler does, from outside: losses are scaled before `backward`, gradients unscaled as they arrive.
+    """What a GradScaler does, from outside: losses are scaled before `backward`, gradients unscaled as they
+    arrive.
 
-    So every gradient the script sees (to clip, to log) has its true size. A step whose gradients are not finite is
-    skipped, and the scale halved; after many good ones it is doubled.
+    So every gradient the script sees (to clip, to log) has its true size. A step whose gradients are not
+    finite is skipped, and the scale halved; after many good ones it is doubled.
     """
 
     FIRST, GROW_AFTER = 2.0**16, 2000
@@ -558,7 +565,8 @@ class LossScale:
             self._scaling = False
 
     def guard(self, parameters: list[Any], optimizers: WeakIdMap) -> None:
-        """Unscale what arrives at these parameters and those of the optimizers, which look at it before they step."""
+        """Unscale what arrives at these parameters and those of the optimizers, which look at it before
+        they step."""
         for parameter in parameters:
             self._parameters.put(parameter, True)
         self._optimizers = optimizers

@@ -4,16 +4,17 @@
                                        └─ the one after it is fetched if it is ready (else when it is asked for), and
                                           its copy begins while the GPU is still at work on this step
 
-All of it happens in the script's own thread. A thread of ours that did it during `backward` made the steps of a small
-model a tenth longer (H200, two turns), presumably because of the interpreter's lock.
+All of it happens in the script's own thread. A thread of ours that did it during `backward` made the steps
+of a small model a tenth longer (H200, two turns), presumably because of the interpreter's lock.
 
-Memory for a copy is taken from the script's own stream when the batch before it is handed out. So the copy has to wait
-only for what was queued by then, and the allocator need not know of a second stream: it would ask the driver whether
-such memory is free whenever it allocates.
+Memory for a copy is taken from the script's own stream when the batch before it is handed out. So the copy
+has to wait only for what was queued by then, and the allocator need not know of a second stream: it would
+ask the driver whether such memory is free whenever it allocates.
 
-Beginning a copy takes time of the script's own thread: steps of 8 to 11 ms became up to 8% longer (H200, `gray` and
-`stock`, five runs; in one of them nothing showed). So a script that copies small page-locked batches itself, and does
-not wait for them, is left to that: see `CopyPattern`. Its batches are still fetched early.
+Beginning a copy takes time of the script's own thread: steps of 8 to 11 ms became up to 8% longer (H200,
+`gray` and `stock`, five runs; in one of them nothing showed). So a script that copies small page-locked
+batches itself, and does not wait for them, is left to that: see `CopyPattern`. Its batches are still
+fetched early.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ CHECK_EVERY = 64  # batches
 
 
 class DevicePrefetch:
-    """The change: `.to` and `.cuda` give copies that were begun before. It may be switched between two steps."""
+    """The change: `.to` and `.cuda` give copies that were begun before. It may be switched between two
+    steps."""
 
     name = "device_prefetch"
 
@@ -94,7 +96,8 @@ class DevicePrefetch:
             self._changes.on_leaving(register_optimizer_step_post_hook(self.step_ended).remove)
 
     def step_ended(self, *_: Any) -> None:
-        """An optimizer has stepped: the GPU is still at work, and fetching the next batch now costs it nothing."""
+        """An optimizer has stepped: the GPU is still at work, and fetching the next batch now costs it
+        nothing."""
         if torch.compiler.is_compiling() or self._latest is None:
             return
         prefetcher = self._latest()
@@ -193,8 +196,8 @@ class _Copy(NamedTuple):
 class DeviceCopies:
     """Copies that were begun, by the host tensor the script holds. Each is given out once.
 
-    The script keeps its host batch, so whatever it does with it on the CPU goes on working. When it asks for that very
-    tensor on that very device, unchanged, the copy is the answer.
+    The script keeps its host batch, so whatever it does with it on the CPU goes on working. When it asks
+    for that very tensor on that very device, unchanged, the copy is the answer.
     """
 
     def __init__(self) -> None:
@@ -214,7 +217,8 @@ class DeviceCopies:
         self._kept.append((things, done))
 
     def release(self) -> None:
-        """Let go of what has been copied. Another thread may do the same: each is taken out first, and put back."""
+        """Let go of what has been copied. Another thread may do the same: each is taken out first, and put
+        back."""
         while self._kept:
             try:
                 kept = self._kept.popleft()
@@ -236,7 +240,8 @@ class DeviceCopies:
             self.keep(copy.tensor, copy.done)  # it may still be going on
 
     def take(self, host: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The copy of `host` that `.to(*args, **kwargs)` asks for, awaited by the current stream; else `host`."""
+        """The copy of `host` that `.to(*args, **kwargs)` asks for, awaited by the current stream; else
+        `host`."""
         copy: Any = self._copies.get(id(host))
         if copy is None or copy.host() is not host:
             return host
@@ -260,12 +265,14 @@ class DeviceCopies:
 
 
 def fetch_without_a_span(changes: Subscriber) -> None:
-    """Have iterators of ours announce every batch only where a profiler runs (an `ExecutionTraceObserver` is none)."""
+    """Have iterators of ours announce every batch only where a profiler runs (an `ExecutionTraceObserver`
+    is none)."""
     changes.around("torch.utils.data.dataloader._BaseDataLoaderIter.__next__", _fetch_next)
 
 
 def _fetch_next(call: Any, iterator: Any) -> Any:
-    """The next batch. What PyTorch does around fetching it takes 40 µs in the middle of a training on a CPU."""
+    """The next batch. What PyTorch does around fetching it takes 40 µs in the middle of a training on a
+    CPU."""
     ours = isinstance(iterator, (DevicePrefetcher, FeedIterator)) and iterator._dataset_kind == _DatasetKind.Map
     if not ours or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return call(iterator)
@@ -275,11 +282,12 @@ def _fetch_next(call: Any, iterator: Any) -> Any:
 
 
 class DevicePrefetcher(torch_loader._BaseDataLoaderIter):
-    """A loader's iterator that fetches one batch ahead and starts its copy to the GPU on a stream of its own.
+    """A loader's iterator that fetches one batch ahead and starts its copy to the GPU on a stream of its
+    own.
 
-    A loop that reads its loss in every step leaves the GPU idle until the next step begins, and fetching would add to
-    that. So where every batch has its step, the batch after it is fetched at the end of that step, if it is ready; else
-    when it is asked for.
+    A loop that reads its loss in every step leaves the GPU idle until the next step begins, and fetching
+    would add to that. So where every batch has its step, the batch after it is fetched at the end of that
+    step, if it is ready; else when it is asked for.
     """
 
     def __init__(self, inner: Any, stream: CopyStream, change: DevicePrefetch, pattern: CopyPattern) -> None:
@@ -378,7 +386,8 @@ class DevicePrefetcher(torch_loader._BaseDataLoaderIter):
             self._pattern.check(_hosts_in(batch))
 
     def _reserve(self, batch: Any) -> None:
-        """Reserve memory for the next batch, likely to be like this one, before the step on this one begins."""
+        """Reserve memory for the next batch, likely to be like this one, before the step on this one
+        begins."""
         if self._failed or self._pattern.is_left_to_script:
             return
         try:
@@ -462,7 +471,8 @@ def _waits(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _hosts_in(batch: Any) -> list[Any]:
-    """The tensors to copy. With one made in inference mode nobody could tell whether it was written to since."""
+    """The tensors to copy. With one made in inference mode nobody could tell whether it was written to
+    since."""
     hosts = [tensor for tensor in tensors_in(batch) if tensor.device.type == "cpu"]
     return [host for host in hosts if type(host) is not torch.Tensor or not host.is_inference()]
 

@@ -1,8 +1,10 @@
-"""Values changed as the script reads them: nothing of the user's is rewritten, and every launcher passes them on.
+"""Values changed as the script reads them: nothing of the user's is rewritten, and every launcher passes
+them on.
 
-A knob is `--batch-size` (argparse), `configs/train.yaml:train.batch_size` (YAML, JSON), `yaml:train.batch_size` where
-text without a file was read, or `config.py:BATCH_SIZE`: there the assignment itself is changed, so that what is
-computed from it follows. Standard library only: it is at work before torch is imported.
+A knob is `--batch-size` (argparse), `configs/train.yaml:train.batch_size` (YAML, JSON),
+`yaml:train.batch_size` where text without a file was read, or `config.py:BATCH_SIZE`: there the assignment
+itself is changed, so that what is computed from it follows. Standard library only: it is at work before
+torch is imported.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class Knobs:
         new, old = (redact_setting(change.knob, value) for value in (change.value, before))
         self._ledger.made_by_knob(change.name, f"{change.knob} read as {new!r} instead of {old!r}")
 
-    # -- Python config modules --------------------------------------------------------------------------------------
+    # -- Python config modules ---------------------------------------------------------------------
 
     def _change_modules(self) -> None:
         """Compile the config modules with other values in their assignments."""

@@ -30,7 +30,8 @@ class Ledger:
             self._made[name] = (how, [])
 
     def wanted(self, name: str) -> Change | None:
-        """The change to make where things are built; None where it is not asked for, made by a knob, or off."""
+        """The change to make where things are built; None where it is not asked for, made by a knob, or
+        off."""
         change = self.changes.get(name)
         return change if change is not None and not change.knob and name not in self._off else None
 
