@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.model.formatting import as_typed, count_of, exit_in_words, in_full
+from flatout.model.formatting import as_typed, count_of, duration, exit_in_words, in_full, ms, printable
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,18 @@ def test_settings_are_written_as_one_types_them(value: object, text: str) -> Non
 )
 def test_an_exit_code_of_a_signal_is_named_by_the_signal(code: int, text: str) -> None:
     assert exit_in_words(code) == text
+
+
+def test_times_have_the_digits_that_mean_something() -> None:
+    assert [ms(v) for v in (0.002, 0.5, 12.34, 4321.0)] == ["2 µs", "0.50 ms", "12.3 ms", "4.32 s"]
+    assert [duration(v) for v in (40.0, 1500.0, 95_000.0, 7_260_000.0)] == [
+        "40.0 ms",
+        "1.5 s",
+        "1 min 35 s",
+        "2 h 1 min",
+    ]
+
+
+def test_text_loses_what_a_terminal_would_obey_and_nothing_else() -> None:
+    assert printable("größe\t1×\n") == "größe\t1×\n"
+    assert printable("\x1b[1;31mred\x1b[0m\x1b]0;title\x07\x9b2J\b\r\u202ereversed") == "red2Jreversed"

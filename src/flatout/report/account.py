@@ -130,6 +130,15 @@ class Account:
         return self.own_us_per_step / 1e3 / mean
 
     @property
+    def cost(self) -> str:
+        """What measuring took, in words; empty where that was not recorded."""
+        share = self.own_share
+        if share is None:
+            return ""
+        percent = f"{share:.2%}" if share >= 5e-5 else "below 0.01%"
+        return f"measuring took about {self.own_us_per_step:.0f} µs a step ({percent})"
+
+    @property
     def changes(self) -> str:
         """What a plan has changed in this run, and what it could not change, in words; empty without a plan."""
         applied, not_applied = [], []

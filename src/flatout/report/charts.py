@@ -1,6 +1,6 @@
 """Charts as inline SVG, which page.js zooms and reads values from.
 
-Nothing is told by color alone: blocks carry names or titles, idle time a pattern, and every chart has its numbers in a
+No meaning is in color alone: blocks carry names or titles, idle time a pattern, and every chart has its numbers in a
 table behind it. No element has a style attribute, so that the page's policy can forbid all styles but its own.
 """
 

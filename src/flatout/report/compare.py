@@ -87,10 +87,8 @@ class LossCurves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steady:
-    """One side of the ratios: a run without its first steps, and its speeds, of which they are the ratios."""
+    """The speed of a run without its first steps, in steps a second."""
 
-    median_ms: float
-    samples_per_s: float | None
     typical: Measured  # by the median step
     overall: Measured  # by all steps, slow ones included
 
@@ -152,7 +150,7 @@ class Comparison:
 
     def figures(self) -> list[tuple[str, str, str, str]]:
         """Both runs side by side: name, A, B, speed of B."""
-        a, b = (_figures(*side) for side in ((self.a, self.steady_a), (self.b, self.steady_b)))
+        a, b = _figures(self.a, self.steady_a), _figures(self.b, self.steady_b)
         ratios = {"median step": self.typical, "samples a second": self.overall}
         return [(name, a[name], b[name], str(ratios.get(name) or "")) for name in a]
 
@@ -203,7 +201,8 @@ def _figures(one: Account, steady: Steady | None) -> dict[str, str]:
     median_ms = b.step_ms.quantile(0.5) or 0.0
     speed = (b.samples_per_s or 0.0) * one.ranks
     if steady is not None:
-        median_ms, speed = steady.median_ms, steady.samples_per_s or 0.0
+        median_ms = 1e3 / steady.typical.value
+        speed = (_samples_a_step(one) or 0.0) * steady.overall.value
     return {
         "median step": ms(median_ms),
         "95th percentile": ms(b.step_ms.quantile(0.95) or 0.0),
@@ -229,7 +228,7 @@ def _side_to_json(one: Account) -> dict[str, Any]:
 def compare(a: RecordedRun, b: RecordedRun) -> Comparison:
     """Compare two runs: how much faster is the second?"""
     size_a, size_b = _samples_a_step(a.account), _samples_a_step(b.account)
-    steady_a, steady_b = _steady(a.trace.ranks[0], size_a), _steady(b.trace.ranks[0], size_b)
+    steady_a, steady_b = _steady(a.trace.ranks[0]), _steady(b.trace.ranks[0])
     reasons = [*_other_data(a.account, b.account)]
     for name, run, steady in (("A", a, steady_a), ("B", b, steady_b)):
         if steady is None:
@@ -328,8 +327,8 @@ def _alike(a: float | None, b: float | None) -> bool:
 # How sure one can be
 
 
-def _steady(rank: RankTrace, samples: float | None) -> Steady | None:
-    """A run without its first steps, with so many samples a step; None of too few steps."""
+def _steady(rank: RankTrace) -> Steady | None:
+    """The speed of a run; None of too few steps."""
     steps = rank.every_step()
     if steps is not None:
         times_ms = [step.wall_ms for step in steps][warm_up(len(steps)) :]
@@ -347,8 +346,6 @@ def _steady(rank: RankTrace, samples: float | None) -> Steady | None:
         mean_ms, median_ms = every.mean or 0.0, every.quantile(0.5) or 0.0
         means_ms, medians_ms = [one.mean or 0.0 for one in merged], [one.quantile(0.5) or 0.0 for one in merged]
     return Steady(
-        median_ms=median_ms,
-        samples_per_s=samples / mean_ms * 1e3 if samples is not None else None,
         typical=Measured(value=1e3 / median_ms, error=error_of(medians_ms)),
         overall=Measured(value=1e3 / mean_ms, error=error_of(means_ms)),
     )

@@ -56,7 +56,7 @@ class Price:
 
     @property
     def unit(self) -> str:
-        """What has to be said where there is no sign."""
+        """What to say where there is no sign."""
         return "" if self.sign else "in the currency of --price"
 
 

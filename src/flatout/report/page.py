@@ -14,7 +14,6 @@ from datetime import datetime, timezone
 from importlib.resources import files
 
 from flatout import __version__
-from flatout.diagnose.breakdown import Breakdown
 from flatout.model.facts import Facts
 from flatout.model.finding import Finding
 from flatout.model.formatting import count_of, duration, in_full, ms, ms_a_step
@@ -111,12 +110,10 @@ def _run_sections(run: RecordedRun) -> list[Section]:
         ("steps", "Two steps in detail", steps),
         ("run", "Over the run", over_time),
         ("loading", "Loading", _loading(account, first)),
-        ("sync", "Synchronizing calls", _synchronizing(account.breakdown, first)),
         ("xray", "X-ray: kernel by kernel", _xray(account)),
         ("gpus", "The GPUs", _gpus(run.trace)),
         ("ranks", "The ranks", _ranks(account.by_rank)),
         ("facts", "The facts", _facts(account.facts)),
-        ("cost", "What measuring cost", _cost(account)),
         ("notes", "Notes", _notes(account)),
     ]
 
@@ -203,7 +200,8 @@ def _time_spent(account: Account) -> Html:
     if any(bar.idle is not None for bar in bars):
         parts.append(tag("p", "Striped: the GPU was idle meanwhile.", class_="meta"))
     heads = ("cause", "where", "share", "a step", "GPU idle meanwhile")
-    return join([*parts, folded("The numbers", table("Training's time by cause", heads, rows, numbers_from=2))])
+    parts.append(folded("The numbers", table("Training's time by cause", heads, rows, numbers_from=2)))
+    return join([*parts, remark(sentence(account.cost))])
 
 
 # A run: what one looks up rather than reads
@@ -238,24 +236,6 @@ def _lane(lane: Lane) -> Html:
     shares = ", ".join(f"{bar.label} {bar.width:.1%}" for bar in lane.bars)
     label = f"{name}, {duration(lane.alive_s * 1e3)}: {shares}"
     return charts.lane(name, charts.track(map(charts.block, lane.bars), label=label, style=" thin"))
-
-
-def _synchronizing(b: Breakdown, first: RankTrace) -> Html | None:
-    calls = [part for part in b.training if part.name == "sync"]
-    if not calls:
-        return None
-    counts: dict[str, int] = {}
-    for window in first.windows:
-        for key, sketch in window.spans_ms.items():
-            counts[key] = counts.get(key, 0) + sketch.count
-    rows = []
-    for part in calls:
-        count = counts.get("@".join(filter(None, ("sync", part.where))), 0)
-        each, idle = ms_a_step(part.ms, count), ms_a_step(part.gpu_idle_ms, b.steps)
-        rows.append((tag("code", part.where or "(unknown line)"), f"{count:,}", each, f"{part.share:.2%}", idle))
-    lead = "Here the host waits until the GPU has caught up: .item(), .cpu(), print() of a GPU tensor, and the like."
-    heads = ("where", "steps", "in such a step", "of training", "GPU idle a step")
-    return join([tag("p", lead), table("Synchronizing calls by line", heads, rows)])
 
 
 def _xray(account: Account) -> Html | None:
@@ -347,17 +327,6 @@ def _facts(known: Facts) -> Html:
             folded(f"Settings read: {name} ({len(read.values):,})", table(name, ("setting", "value"), settings))
         )
     return join(parts)
-
-
-def _cost(account: Account) -> Html | None:
-    rows = []
-    if account.own_share is not None:
-        each = f"{account.own_us_per_step:.0f} µs a step"
-        rows.append(("hooks and clocks, as timed by themselves", each, f"{account.own_share:.2%}"))
-    for part in account.breakdown.parts:
-        if part.name in ("flatout", "X-ray", "ceiling"):
-            rows.append((f"{phase_name(part.name)}, in the account above", ms(part.ms), f"{part.share:.2%}"))
-    return table("flatout's own cost", ("what", "time", "share"), rows)
 
 
 def _notes(account: Account) -> Html | None:
@@ -466,16 +435,14 @@ def _withheld(fix: FixSummary) -> Html | None:
 def _every_run(fix: FixSummary) -> Html:
     """Each run with its speed as a bar: how the training became faster."""
     fastest = max((trial.speed.value for trial in fix.result.trials if trial.speed is not None), default=1.0)
-    bars, rows = [], []
+    bars = []
     for trial in fix.result.trials:
         speed, width, took = "", 0.0, duration(1e3 * trial.seconds)
         if trial.speed is not None:
             speed, width = in_full(trial.speed.value), trial.speed.value / fastest
         bar = Bar(label=trial.what, family="compute", left=0.0, width=width, ms=1e3 * trial.seconds)
         bars.append(charts.bar_row(trial.what, [charts.block(bar)], speed, took))
-        rows.append((trial.what, speed, took))
     text, noise = fix.runs, fix.result.noise
     if noise and noise.repeats:
         text = f"Runs of the same plan vary by ±{noise.sd:.1%} ({count_of(noise.repeats, 'repeat')}). {text}"
-    behind = folded("The numbers", table("Every run", ("run", "samples/s", "took"), rows))
-    return join([tag("ul", *bars, class_="falls"), remark(text), behind])
+    return join([tag("ul", *bars, class_="falls"), remark(text)])

@@ -180,9 +180,8 @@ def _remarks(account: Account) -> list[tuple[str, str]]:
     if account.xray is not None:
         remarks.append(("X-ray", _xray(account.xray)))
     remarks += [("loading", _loading(workers)) for workers in account.workers]
-    if account.own_share is not None:
-        share = f"{account.own_share:.2%}" if account.own_share >= 5e-5 else "below 0.01%"
-        remarks.append(("cost", f"measuring took about {account.own_us_per_step:.0f} µs a step ({share})"))
+    if account.cost:
+        remarks.append(("cost", account.cost))
     remarks += [("note", note.text) for note in account.notes]
     remarks.append(("trace", account.folder))
     return remarks

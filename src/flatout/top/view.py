@@ -1,4 +1,4 @@
-"""The live view. It only draws: samples come from a thread of its own, and `panels` says what stands where.
+"""The live view. It only draws: another thread takes the samples, and `panels` builds what is shown.
 
 The only module that imports Textual, which is an extra: `pip install 'flatout[top]'`.
 """
@@ -76,7 +76,7 @@ class TopView(App[None]):
     ENABLE_COMMAND_PALETTE = False
 
     def __init__(self, *, source: SampleSource, stop: Stop, take: Callable[[Sample], None]) -> None:
-        # Textual answers NO_COLOR with shades of grey; told to use the terminal's own colors, it leaves all out.
+        # Textual answers NO_COLOR with shades of grey; with the terminal's own colors it uses none at all.
         super().__init__(ansi_color=True if os.environ.get("NO_COLOR") else None)
         self.samples: deque[Sample] = deque(maxlen=KEPT_SAMPLES)
         self.gpu = 0
@@ -152,7 +152,7 @@ class TopView(App[None]):
         self._draw()
 
     def _measure(self) -> None:
-        """On a thread of its own; what it says to the view goes through the view's queue."""
+        """Runs on another thread; what it gives to the view goes through the view's queue."""
         try:
             for sample in self._source.samples(self._stop):
                 self._take(sample)
@@ -225,13 +225,13 @@ class TopView(App[None]):
             self._verdict = sum_up(FigureBuilder(recent, cores_allowed=self._source.cores_allowed)).verdict
             self._verdict_s = now_s
         palette, verdict = self._palette, self._verdict
-        colour = {"good": palette.work, "bad": palette.warm, "none": palette.dim}[tone(verdict.word)]
-        text = Text.assemble((verdict.word, f"bold {colour}"), (f"  {verdict.reason}", palette.dim))
+        color = {"good": palette.work, "bad": palette.warm, "none": palette.dim}[tone(verdict.word)]
+        text = Text.assemble((verdict.word, f"bold {color}"), (f"  {verdict.reason}", palette.dim))
         return _cut(text, self.size.width - 2)
 
 
 class _Panel(Static):
-    """A framed part of the screen, drawn anew for each scene in the size it has."""
+    """A framed part of the screen, drawn again for each scene in the size it has."""
 
     def __init__(self, draw: Callable[[Scene, int, int], Drawing], *, id: str) -> None:
         super().__init__(id=id, classes="panel")

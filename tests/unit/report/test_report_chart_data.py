@@ -17,7 +17,7 @@ from flatout.trace import Span, Step
 from flatout.trace.downsample import window_of
 
 
-def test_the_waterfall_falls_from_all_to_nothing_with_the_work_last() -> None:
+def test_the_waterfall_goes_from_100_percent_to_0_with_the_work_last() -> None:
     bars = chart_data.waterfall(breakdown(whole_run().ranks[0]))
 
     assert bars[0].left + bars[0].width == pytest.approx(1.0)
@@ -60,14 +60,14 @@ def test_the_typical_step_is_the_median_and_the_bad_one_the_99th_percentile() ->
     assert bad.step.wall_ms == pytest.approx(305.0, abs=10.0)
 
 
-def test_a_step_that_knows_the_gpu_is_taken_before_one_that_does_not() -> None:
+def test_a_step_with_gpu_events_is_drawn_rather_than_one_without() -> None:
     blind = [step(index, 100.0, gpu=False) for index in range(20)]
     (drawn,) = chart_data.timelines(rank_of([*blind, step(20, 98.0)]))
 
     assert drawn.step.index == 20
 
 
-def test_one_step_is_drawn_once_and_none_not_at_all() -> None:
+def test_a_run_of_one_step_has_one_timeline_and_an_empty_one_none() -> None:
     assert len(chart_data.timelines(rank_of(steps_of([100.0])))) == 1
     assert chart_data.timelines(rank_of(())) == ()
 
@@ -84,7 +84,7 @@ def test_the_gpus_row_is_tied_to_the_hosts_where_the_host_woke_it() -> None:
     assert drawn.gpu[0].width == pytest.approx(0.06)
 
 
-def test_a_gpu_that_never_waited_is_drawn_from_the_start_and_said_to_be_untied() -> None:
+def test_a_gpu_that_never_waited_is_drawn_from_the_start_and_not_anchored() -> None:
     spans = (Span(name="forward", start_ms=0.0, host_ms=10.0, gpu_busy_ms=90.0),)
     drawn = chart_data.timeline("a step", Step(index=0, start_s=0.0, wall_ms=10.0, spans=spans))
 
@@ -112,7 +112,7 @@ def test_every_panel_has_what_was_measured_and_those_without_are_left_out() -> N
     assert [panel.title for panel in chart_data.panels(bare, bare.ranks[0])] == ["Step time", "Waiting for data"]
 
 
-def test_long_runs_are_drawn_from_windows_in_2000_points_at_most() -> None:
+def test_long_runs_are_drawn_from_windows_in_1000_points_at_most() -> None:
     steps = [step(index, 100.0, start_s=index * 0.1) for index in range(50)]
     window = window_of(steps)
     windows = tuple(dataclasses.replace(window, start_s=n * 5.0) for n in range(5_000))
@@ -136,7 +136,7 @@ def test_a_thinned_series_keeps_its_mean() -> None:
     assert sum(series.y) / len(series.y) == pytest.approx(4.5)
 
 
-def test_what_was_not_measured_is_no_point() -> None:
+def test_missing_values_are_left_out_of_a_series() -> None:
     series = chart_data.line("load", "data", [1.0, 2.0, 3.0], [None, float("nan"), 5.0])
     assert (series.x, series.y) == ((3.0,), (5.0,))
 
@@ -172,7 +172,7 @@ def test_a_rank_that_may_see_one_gpu_of_two_is_not_shown_the_other() -> None:
     assert {gpu.index for gpu in RankMetrics(run, rank).gpu_samples} == {1}
 
 
-def test_a_workers_life_adds_up() -> None:
+def test_the_bars_of_a_worker_add_up_to_its_lifetime() -> None:
     (lane,) = chart_data.lanes([worker(0), dataclasses.replace(worker(1), samples=0)])
 
     shares = {bar.label: bar.width for bar in lane.bars}

@@ -52,7 +52,7 @@ def test_a_run_compared_with_itself_shows_no_difference() -> None:
     assert not result.slower_than(0)
 
 
-def test_the_figures_beside_a_ratio_are_those_it_is_the_ratio_of() -> None:
+def test_the_ratio_shown_is_that_of_the_figures_beside_it() -> None:
     """The first steps, which do not count in it, are ten times as slow in A."""
     result = compare(recorded([1000.0] * 20 + [100.0] * 100), recorded([80.0] * 120))
 
@@ -86,7 +86,7 @@ def test_a_slowdown_within_the_noise_does_not_fail_the_gate() -> None:
     assert Gain(value=0.90, low=0.85, high=0.94).slower_than(5)
 
 
-def test_stalls_that_the_median_does_not_see_are_said_and_count_for_the_gate() -> None:
+def test_stalls_that_do_not_change_the_median_count_for_the_gate() -> None:
     stalled = [900.0 if index % 8 == 3 else ms for index, ms in enumerate(noisy(2, count=400))]
     result = compare(recorded(noisy(1, count=400)), recorded(stalled))
 
@@ -222,7 +222,7 @@ def test_steps_that_add_up_gradients_have_as_many_samples_but_for_the_last() -> 
     assert (result.per, result.cautions) == ("step", ())
 
 
-def test_that_others_had_the_cores_is_a_caution() -> None:
+def test_a_run_beside_other_programs_is_a_caution() -> None:
     trainer = ProcessSample(pid=0, role="trainer", name="python", cpu_pct=100.0, run_delay_pct=30.0)
     host = HostSample(cpu_pct=98.0, cores_pct=(98.0,) * 16)
     crowd = [Sample(time_s=10.5 + n, interval_s=1.0, host=host, processes=(trainer,)) for n in range(8)]
@@ -289,7 +289,7 @@ def test_losses_that_end_alike_show_no_difference_and_others_do() -> None:
     assert apart.low < 0.1 < apart.high + 0.01
 
 
-def test_without_losses_there_is_nothing_to_say_about_them() -> None:
+def test_runs_without_losses_are_compared_without_them() -> None:
     assert compare(recorded(noisy(1)), recorded(noisy(2))).losses is None
 
 

@@ -56,7 +56,7 @@ def test_how_a_run_ended(ended: Trace, said: str | None) -> None:
     assert how_it_ended(ended) == said
 
 
-def test_it_is_said_before_any_promise() -> None:
+def test_a_failed_run_says_so_before_anything_else() -> None:
     crashed = run(1, rank(FAILED))
     told = report_of(crashed, FINDING)
     said = "torchrun ended with exit code 1 after 60 steps: ValueError at train.py:31"

@@ -33,7 +33,7 @@ def test_a_gain_has_the_digits_that_mean_something(low: float, high: float, said
     assert gain(dataclasses.replace(FINDING, gain_low=low, gain_high=high)) == said
 
 
-def test_a_gain_that_the_loader_holds_back_says_so() -> None:
+def test_a_gain_limited_by_the_loader_says_so() -> None:
     held = dataclasses.replace(FINDING, gain_low=1.01, gain_high=1.06, derived=f"model of the kernels{LOADER_LIMITS}")
     assert gain(held) == "up to 1.06× faster, more once the loader can follow"
 
@@ -42,7 +42,7 @@ def test_without_findings_the_headline_says_what_the_account_knows() -> None:
     assert headline(ACCOUNT, ()) == "52% of training time goes to waiting for data."
 
 
-def test_what_goes_on_between_the_phases_is_told_by_where_it_is() -> None:
+def test_time_outside_the_phases_is_named_in_the_headline() -> None:
     simulated = (Span(name="rest", start_ms=0.0, host_ms=56.0), Span(name="forward", start_ms=56.0, host_ms=44.0))
     made = account_of(trace_of(rank_of(steps_of([100.0] * 60, spans=simulated))))
     assert headline(made, ()) == "56% of training time goes to code outside forward, backward and optimizer."

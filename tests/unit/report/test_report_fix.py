@@ -21,7 +21,6 @@ from flatout.fix.offers import Wishes
 from flatout.fix.result import Attempt
 from flatout.fix.search import Search
 from flatout.fix.speed import Gain
-from flatout.model.formatting import in_full
 from flatout.model.plan import Change, Outcome
 from flatout.report.findings import permanently
 from flatout.report.fix_summary import FixSummary, Price
@@ -56,7 +55,7 @@ def shown(fix: Report) -> str:
     return printed(lambda console: show(fix, console))
 
 
-def test_the_story_ends_with_what_was_kept_its_proof_and_how_to_go_on(starved: Report) -> None:
+def test_the_terminal_shows_what_was_kept_its_proof_and_the_next_command(starved: Report) -> None:
     text = shown(starved)
     assert text.startswith("Trains 4.")
     assert "elastic loader + device_prefetch: 4." in text
@@ -66,7 +65,7 @@ def test_the_story_ends_with_what_was_kept_its_proof_and_how_to_go_on(starved: R
     assert text.rstrip().endswith("Train with it:  flatout run --plan flatout-plan.yaml -- python train.py")
 
 
-def test_what_was_measured_together_is_told_once(starved: Report) -> None:
+def test_changes_measured_together_show_one_gain(starved: Report) -> None:
     """Each of two changes with a gain of 4.6 would look like 21 times as fast."""
     gain = str(summary(starved).kept[0].gain)
     assert shown(starved).count(gain) == page(starved).count(f"{gain}<") == 1
@@ -81,14 +80,14 @@ def test_what_was_measured_together_is_told_once(starved: Report) -> None:
         (" € 3.6 ", r"€0\.031\d*"),
     ],
 )
-def test_what_an_epoch_costs_is_told_where_nothing_is_kept_too(price: str, costs: str) -> None:
+def test_the_cost_of_an_epoch_is_shown_where_nothing_was_kept_too(price: str, costs: str) -> None:
     told = " ".join(shown(fixed(World(machine=Machine()), price=Price.of(price))).split())
     assert "Nothing to change" in told
     assert re.search(rf"An epoch takes 31\.\d s and costs {costs}\.", told)
 
 
 @pytest.mark.parametrize("text", ["", "/h", "much", "2.5.1", "-3/h", "$2.5EUR/h", "2.5/d", "nan"])
-def test_what_is_no_price_is_refused(text: str) -> None:
+def test_a_text_that_is_not_a_price_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no price"):
         Price.of(text)
 
@@ -112,14 +111,14 @@ def test_the_speeds_shown_are_those_that_the_gain_is_of() -> None:
     assert before not in [trial["samples_per_s"] for trial in data["trials"]]
 
 
-def test_speeds_with_pauses_in_them_are_said_to_be() -> None:
+def test_speeds_that_count_pauses_say_so() -> None:
     fix = fixed(World(machine=Machine(eval_s=2.0), length=19_200, settings=[flag("eval_every", 1)]), allow="all")
     assert summary(fix).result.paused
     assert summary(fix).sentence().endswith("samples/s, pauses counted.")
     assert summary(fix).before_and_after()[0][0] == "samples/s, pauses counted"
 
 
-def test_what_could_not_be_told_from_noise_is_not_called_worthless(starved: Report) -> None:
+def test_a_gain_within_the_noise_is_not_called_worthless(starved: Report) -> None:
     attempts = [replace(summary(starved).kept[0], gain=Gain(value=1.1, low=low, high=low + 0.2)) for low in (0.9, 0.8)]
     said = []
     for attempt in attempts:
@@ -131,7 +130,7 @@ def test_what_could_not_be_told_from_noise_is_not_called_worthless(starved: Repo
     assert sentence.startswith("Nothing to change: tried, and not safe, or not worth it: elastic loader")
 
 
-def test_what_was_never_proven_is_not_said_to_be_the_same(starved: Report) -> None:
+def test_an_unproven_change_is_not_said_to_leave_training_the_same(starved: Report) -> None:
     kept = summary(starved).result.attempts[0]
     unproven = replace(kept, outcome=replace(kept.outcome, proof="not proven: interrupted before the proof"))
     rest = summary(starved).result.attempts[1:]
@@ -146,7 +145,7 @@ def test_nothing_to_change_is_said_with_the_reason() -> None:
     assert "Train with it" not in text
 
 
-def test_nothing_tried_for_want_of_time_is_not_called_nothing_to_change() -> None:
+def test_too_little_time_to_try_is_not_called_nothing_to_change() -> None:
     text = shown(fixed(World(machine=Machine(data_ms=80.0), workers=0), budget_s=40))
     assert text.startswith("Nothing was tried: too little time was left to try and prove elastic loader")
 
@@ -156,7 +155,7 @@ def test_an_interruption_is_not_called_nothing_to_change() -> None:
     assert text.startswith("Interrupted: nothing was kept so far.")
 
 
-def test_what_no_change_can_mend_is_left_to_the_person() -> None:
+def test_findings_that_no_change_can_fix_are_left_to_the_person() -> None:
     """GIVEN evaluation that takes a third of the time and a loader that is too slow WHEN the script has no knob for the
     first THEN that is told with what to do, and what was mended is not."""
     machine = Machine(data_ms=80.0, eval_s=2.0)
@@ -174,7 +173,7 @@ def test_what_no_change_can_mend_is_left_to_the_person() -> None:
     assert "eft to you" not in shown(knob) + page(knob)
 
 
-def test_data_that_is_still_waited_for_is_told_though_its_remedies_were_tried() -> None:
+def test_waiting_for_data_is_left_to_the_person_after_its_changes_failed() -> None:
     """GIVEN samples loaded in the training process WHEN workers crash it THEN
     what holds it up is not forgotten; where they were seen to bring nothing, it is."""
     machine = Machine(data_ms=80.0)
@@ -187,24 +186,13 @@ def test_data_that_is_still_waited_for_is_told_though_its_remedies_were_tried() 
     assert not summary(useless).left
 
 
-def test_a_fix_is_told_within_the_width_of_the_terminal(starved: Report) -> None:
+def test_a_fix_fits_the_width_of_the_terminal(starved: Report) -> None:
     console = Console(file=io.StringIO(), width=60)
     show(starved, console)
     FixProgress(console, 60.0).say("a line that is longer than sixty columns, as those of a fix tend to be")
     lines = console.file.getvalue().splitlines()
     commands = [line for line in lines if line.startswith("Train with it:")]  # to be copied: in one piece
     assert max(len(line) for line in lines if line not in commands) <= 60
-
-
-def test_numbers_are_written_in_full() -> None:
-    assert [in_full(v) for v in (14_131.2, 1_234_567, 999.96, 580.94, 0.37124, 0)] == [
-        "14,130",
-        "1,235,000",
-        "1,000",
-        "580.9",
-        "0.3712",
-        "0",
-    ]
 
 
 def test_the_page_has_both_waterfalls_every_run_and_the_edits(starved: Report) -> None:
@@ -237,7 +225,7 @@ def attempt(change: Change, where: str = "") -> Attempt:
         ("config.py:BATCH_SIZE", 256, "in config.py: BATCH_SIZE = 256"),
     ],
 )
-def test_a_knob_is_turned_for_good_where_it_is(knob: str, value: object, words: str) -> None:
+def test_a_setting_is_changed_permanently_where_the_script_reads_it(knob: str, value: object, words: str) -> None:
     assert permanently(attempt(Change(name="batch_size", value=value, safety="semantic", knob=knob))) == words
 
 

@@ -10,7 +10,6 @@ from report_runs import account_of, printed, rank_of, report_of, steps_of, trace
 
 from flatout.diagnose.breakdown import Breakdown
 from flatout.model.facts import Facts, OwnCost
-from flatout.model.formatting import duration, ms
 from flatout.report.terminal import show, wrapped
 from flatout.trace import Note, RankTrace, RunInfo, Sketch, Span, Step, Trace, Xray
 from flatout.trace.downsample import window_of
@@ -51,7 +50,7 @@ def test_in_a_narrow_terminal_the_figures_stay_whole() -> None:
     assert "…1234" in wait
 
 
-def test_in_a_narrow_terminal_bars_of_unlike_lengths_look_unlike() -> None:
+def test_in_a_narrow_terminal_bars_of_different_lengths_differ() -> None:
     spans = [Span(name=name, start_ms=0, host_ms=ms) for name, ms in (("data", 6.5), ("sync", 2.4), ("gc", 1.1))]
     run = report_of(trace_of(rank_of([replace(step(index), spans=tuple(spans)) for index in range(60)])))
     lines = printed(lambda console: show(run, console), 60).splitlines()
@@ -117,7 +116,7 @@ def test_loaders_of_one_class_of_data_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize(("numbers", "who"), [((0,), "1 worker on Photos"), ((0, 1), "2 workers on Photos")])
-def test_workers_are_counted_as_one_says_it(numbers: tuple[int, ...], who: str) -> None:
+def test_one_worker_is_not_written_as_a_plural(numbers: tuple[int, ...], who: str) -> None:
     rank = rank_of(steps_of([10.0] * 60), workers=tuple(worker(number) for number in numbers))
     shown = report_of(trace_of(rank))
     assert f"loading  {who}: " in printed(lambda console: show(shown, console))
@@ -131,7 +130,7 @@ def test_a_ceiling_below_the_run_is_not_shown(replayed_ms: float, said: str | No
     assert [line.split()[-1] for line in told] == ([said] if said else [])
 
 
-def test_a_sample_that_loads_in_microseconds_is_not_said_to_take_no_time() -> None:
+def test_times_of_microseconds_are_not_shown_as_zero() -> None:
     quick = replace(worker(None), sample_ms=Sketch.of([0.04, 0.04, 0.3]), transforms_s={"Rotate": 0.0032})
     shown = report_of(trace_of(rank_of(steps_of([10.0] * 60), workers=(quick,))))
     said = " ".join(printed(lambda console: show(shown, console)).split())
@@ -139,17 +138,7 @@ def test_a_sample_that_loads_in_microseconds_is_not_said_to_take_no_time() -> No
     assert "Rotate takes 10 µs" in said
 
 
-def test_numbers_have_the_digits_that_mean_something() -> None:
-    assert [ms(v) for v in (0.002, 0.5, 12.34, 4321.0)] == ["2 µs", "0.50 ms", "12.3 ms", "4.32 s"]
-    assert [duration(v) for v in (40.0, 1500.0, 95_000.0, 7_260_000.0)] == [
-        "40.0 ms",
-        "1.5 s",
-        "1 min 35 s",
-        "2 h 1 min",
-    ]
-
-
-def test_of_several_ranks_the_speed_of_all_is_told_beside_the_first_ones() -> None:
+def test_the_speed_of_all_ranks_is_shown_beside_that_of_the_first() -> None:
     steps = [step(index) for index in range(1, 11)]
     ranks = [
         RankTrace(info=RunInfo(name="train", rank=r, world_size=2), steps=tuple(steps), windows=(window_of(steps),))
@@ -168,7 +157,7 @@ def test_of_several_ranks_the_speed_of_all_is_told_beside_the_first_ones() -> No
         (70.0, None),  # others had the cores then
     ],
 )
-def test_a_ceiling_below_what_the_run_did_is_none(most: float, words: str | None) -> None:
+def test_a_ceiling_below_the_speed_of_the_run_is_not_believed(most: float, words: str | None) -> None:
     nothing = {"wall_ms": 0.0, "parts": (), "training_ms": 0.0, "training": (), "steps": 0, "samples": None}
     run = Breakdown(step_ms=Sketch(), samples_per_s=100.0, replay_samples_per_s=most, **nothing)  # type: ignore[arg-type]
     assert replace(account_of(trace_of(rank_of(steps_of([10.0])))), breakdown=run).ceiling == words

@@ -178,11 +178,11 @@ def test_a_replay_can_be_summed_up_as_json(top, make_sample: Make, record: Calla
     assert [gpu["index"] for gpu in json.loads(capsys.readouterr().out)["gpus"]] == [1]
 
 
-def test_the_gate_lets_through_what_did_enough(top) -> None:
+def test_the_gate_passes_a_gpu_that_did_enough(top) -> None:
     assert top(duration_s=4.0, fail_below_pct=80.0).verdict.word == "healthy"
 
 
-def test_the_gate_stops_what_did_not(top, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_gate_fails_a_gpu_that_did_not(top, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(GateFailed, match=r"GPU 0: mean SM active is 80\.0%, below the 85% asked for"):
         top(duration_s=4.0, fail_below_pct=85.0, json_to=str(tmp_path / "sum.json"))
     assert "Verdict" in capsys.readouterr().out
@@ -194,7 +194,7 @@ def test_the_gate_names_the_stand_in(top, machine) -> None:
         top(machine(has_gpm=False), duration_s=4.0, fail_below_pct=60.0)
 
 
-def test_the_gate_stays_shut_without_a_gpu(top, machine) -> None:
+def test_the_gate_fails_without_a_gpu(top, machine) -> None:
     with pytest.raises(GateFailed, match="no GPU was measured"):
         top(machine(gpus=0), duration_s=4.0, fail_below_pct=10.0)
 

@@ -57,13 +57,13 @@ def test_an_idle_stretch_goes_on_over_samples(make_sample: Make) -> None:
     assert figures_of(samples).longest_idle_s == pytest.approx(2.0)
 
 
-def test_without_pulses_the_sample_speaks_for_itself(make_sample: Make) -> None:
+def test_without_pulses_the_mean_of_the_sample_counts(make_sample: Make) -> None:
     gpu = figures_of([make_sample(1.0, sm=20, util=99), make_sample(2.0, sm=40, util=99)])
     assert activity_of(gpu).mean == pytest.approx(30)
     assert gpu.fluctuation_pct == pytest.approx(10)
 
 
-def test_faster_than_gpm_a_reading_stands_for_the_samples_before_it(make_sample: Make) -> None:
+def test_a_gpm_reading_counts_for_the_samples_without_one_before_it(make_sample: Make) -> None:
     # GIVEN 20 samples a second, of which GPM has something new for every third
     samples = []
     for tick in range(60):

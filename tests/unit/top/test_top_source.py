@@ -45,7 +45,7 @@ def test_asked_to_stop_it_stops(machine) -> None:
     assert list(samples) == []
 
 
-def test_a_machine_that_fell_behind_does_not_hurry_after(machine) -> None:
+def test_after_falling_behind_the_samples_keep_their_interval(machine) -> None:
     # GIVEN a reading after which ten seconds are gone
     here = machine()
     samples = watched(here).samples(here.stop())
@@ -86,7 +86,7 @@ def test_a_recording_keeps_its_pace(machine, make_sample: Make, record: Callable
     assert [here.clock() for _ in recording.samples(here.stop())] == pytest.approx([100.25, 100.5, 100.75])
 
 
-def test_a_held_recording_waits(machine, make_sample: Make, record: Callable[..., Path]) -> None:
+def test_a_paused_recording_waits(machine, make_sample: Make, record: Callable[..., Path]) -> None:
     # GIVEN a recording that is held for a minute
     here = machine()
     stop = here.stop()

@@ -124,6 +124,6 @@ def test_the_throttle_words_are_those_the_sampler_says() -> None:
     assert set(THROTTLE_REASONS.values()) >= HARMFUL_THROTTLES
 
 
-def test_the_words_are_the_ones_promised() -> None:
+def test_the_documented_verdicts_exist() -> None:
     promised = ["healthy", "fluctuating", "starved", "CPU-bound", "disk-bound", "throttled", "idle"]
     assert set(WORDS) == {*promised, "busy but wasteful", "near out of memory", "no GPU", "not enough samples"}

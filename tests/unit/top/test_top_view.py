@@ -172,7 +172,7 @@ def test_a_machine_without_a_gpu(watch, make_sample: Make) -> None:
     assert "none seen: no process holds memory on a GPU" in screen
 
 
-def test_a_picture_can_be_held_while_measuring_goes_on(machine) -> None:
+def test_the_picture_can_be_paused_while_measuring_goes_on(machine) -> None:
     # GIVEN a live machine whose samples come when this test lets time pass
     here = machine(lambda _: 80.0)
     may_go_on = threading.Event()
@@ -199,7 +199,7 @@ def test_a_picture_can_be_held_while_measuring_goes_on(machine) -> None:
     assert "NVIDIA" not in asyncio.run(look())
 
 
-def test_light_and_dark_are_different_colours_of_the_same_words(view_of, make_sample: Make) -> None:
+def test_light_and_dark_change_the_theme_and_not_the_text(view_of, make_sample: Make) -> None:
     view = view_of(*(busy_second(make_sample, float(t)) for t in range(3)))
 
     async def look() -> tuple[str, str]:
@@ -214,7 +214,7 @@ def test_light_and_dark_are_different_colours_of_the_same_words(view_of, make_sa
 
 
 @pytest.mark.parametrize(("says", "theme"), [("15;0", "flatout-dark"), ("0;15", "flatout-light")])
-def test_it_starts_in_the_colours_of_the_terminal(
+def test_it_starts_in_the_colors_of_the_terminal(
     view_of, make_sample: Make, monkeypatch: pytest.MonkeyPatch, says: str, theme: str
 ) -> None:
     monkeypatch.setenv("COLORFGBG", says)
@@ -227,7 +227,7 @@ def test_it_starts_in_the_colours_of_the_terminal(
     assert asyncio.run(look()) == theme
 
 
-def test_what_goes_wrong_while_measuring_comes_out_of_the_view(view_of, make_sample: Make) -> None:
+def test_an_error_while_measuring_is_raised_after_the_view(view_of, make_sample: Make) -> None:
     def fail(_: Sample) -> None:
         raise OSError(28, "No space left on device")
 
@@ -373,7 +373,7 @@ def test_in_a_terminal_it_draws_until_told_to_end_then_sums_up(
     assert code == 0
 
 
-def test_no_color_means_no_colour(open_screen, record, make_sample: Make) -> None:
+def test_no_color_is_respected(open_screen, record, make_sample: Make) -> None:
     folder = record([busy_second(make_sample, float(t)) for t in range(4)])
     screen = open_screen("--replay", str(folder), "--speed", "100", NO_COLOR="1")
     screen.until("END OF THE RECORDING")
@@ -383,7 +383,7 @@ def test_no_color_means_no_colour(open_screen, record, make_sample: Make) -> Non
     assert not COLOUR.findall(screen.output)
 
 
-def test_a_terminal_of_20_columns_is_told_so(open_screen) -> None:
+def test_a_terminal_of_20_columns_is_too_small(open_screen) -> None:
     screen = open_screen(columns=20)
     assert screen.end() == 2
     assert screen.output.replace("\r\n", "").startswith("flatout: the live view needs at least 60 columns")
