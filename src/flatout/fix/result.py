@@ -105,13 +105,9 @@ class FixResult:
             together = tuple(in_words(other) for other in changes if other is not change)
             outcome = Outcome(change=change, verdict=verdict, before=before, after=after, note=note)
             attempt = Attempt(outcome=outcome, gain=gained, together=together)
-            if run is not None:
-                attempt = replace(
-                    attempt,
-                    how=run.applied.get(change.name, ""),
-                    where=run.where.get(change.name, ""),
-                    also=run.also.get(change.name, ()),
-                )
+            if run is not None and change.name in run.applied:
+                made = run.applied[change.name]
+                attempt = replace(attempt, how=made.how, where=made.where or "", also=made.also)
             same = (change.name, change.value)
             self.attempts = [a for a in self.attempts if (a.change.name, a.change.value) != same]
             self.attempts.append(attempt)

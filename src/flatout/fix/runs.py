@@ -31,6 +31,7 @@ from flatout.launch import launcher, sandbox
 from flatout.launch.protocol import WEIGHTS_OVER, Trial, reasons_not_measured
 from flatout.model.changes import why_without_effect
 from flatout.model.errors import OverlayError, TraceError
+from flatout.model.facts import AppliedChange
 from flatout.model.plan import Change, Plan
 from flatout.redact import redact_text
 from flatout.trace import Trace, read
@@ -144,8 +145,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What became of one run. Each change is either `applied` (how, and `where` and `also` at which places) or
-    `refused` (why)."""
+    """What became of one run. Each change is, by its name, either `applied` or `refused`, with the reason."""
 
     changes: tuple[Change, ...]
     code: int
@@ -154,9 +154,7 @@ class Run:
     trace: Trace | None = None
     speed: Speed | None = None
     output: str = ""
-    applied: dict[str, str] = field(default_factory=dict)
-    where: dict[str, str] = field(default_factory=dict)  # file:line
-    also: dict[str, tuple[str, ...]] = field(default_factory=dict)  # other places
+    applied: dict[str, AppliedChange] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     proof: tuple[tuple[ProofStep, ...], ...] = ()  # a row a rank
     drifts: tuple[Drift, ...] = ()  # of all ranks' weights
@@ -470,9 +468,7 @@ def recorded(changes: tuple[Change, ...], code: int, seconds: float, folder: Pat
         trace=trace,
         speed=measure(trace) if trace is not None else None,
         output=end_of(folder / launcher.OUTPUT),
-        applied={change.name: change.how for change in changed if change.applied},
-        where={change.name: change.where for change in changed if change.applied and change.where},
-        also={change.name: change.also for change in changed},
+        applied={change.name: change for change in changed if change.applied},
         refused={change.name: change.how or "no reason given" for change in changed if not change.applied},
         proof=tuple(_proof_steps(path) for path in sorted(folder.glob("proof-*.jsonl"))),
         drifts=tuple(drift for path in sorted(folder.glob("drifts-*.json")) for drift in _drifts(path)),

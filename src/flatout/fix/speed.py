@@ -7,8 +7,7 @@ few long. How sure a speed and a gain are is said by `model.stats`.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
 from typing import NamedTuple
@@ -58,14 +57,12 @@ class _Row(NamedTuple):
 
     steps: int
     wall_ms: float
-    flatout_ms: float
-    evaluation_ms: float
-    checkpoint_ms: float
     samples: int
+    not_training_ms: dict[str, float]
 
     @property
     def steady_ms(self) -> float:
-        return max(self.wall_ms - self.flatout_ms - self.evaluation_ms - self.checkpoint_ms, 1e-6)
+        return max(self.wall_ms - sum(self.not_training_ms.values()), 1e-6)
 
 
 def measure(trace: Trace) -> Speed | None:
@@ -83,8 +80,7 @@ def measure(trace: Trace) -> Speed | None:
     # Pauses come at the end of an epoch, and count over all steps.
     every_step = sum(row.steps for row in every)
     pauses_ms = {
-        "evaluation": sum(row.evaluation_ms for row in every) / every_step,
-        "checkpoint": sum(row.checkpoint_ms for row in every) / every_step,
+        kind: sum(row.not_training_ms[kind] for row in every) / every_step for kind in EVALUATION_AND_CHECKPOINT
     }
     step_ms = _step_ms(rows)
     return Speed(
@@ -110,6 +106,24 @@ def _rows(rank: RankTrace) -> list[_Row]:
     return [_row_of_window(window) for window in rank.windows]
 
 
+def _row_of_step(step: Step) -> _Row:
+    spent_ms = [(span.name, span.host_ms) for span in step.spans]
+    return _row(1, step.wall_ms, step.samples, spent_ms)
+
+
+def _row_of_window(window: Window) -> _Row:
+    spent_ms = [(key.partition("@")[0], spans.total) for key, spans in window.spans_ms.items()]
+    return _row(window.wall_ms.count, window.wall_ms.total, window.samples, spent_ms)
+
+
+def _row(steps: int, wall_ms: float, samples: int | None, spent_ms: Sequence[tuple[str, float]]) -> _Row:
+    not_training_ms = dict.fromkeys(("flatout", *EVALUATION_AND_CHECKPOINT), 0.0)
+    for name, took_ms in spent_ms:
+        if name in not_training_ms:
+            not_training_ms[name] += took_ms
+    return _Row(steps, wall_ms, samples or 0, not_training_ms)
+
+
 def _warm(rows: Sequence[_Row], cold_steps: int) -> list[_Row]:
     """The rows without the first so many steps."""
     taken, warm = 0, []
@@ -125,31 +139,6 @@ def _warming_up(trace: Trace, steps: int) -> int:
     elastic = any(change.name == "loader" and change.applied for change in trace.ranks[0].facts.changes)
     cold = steps // 2 if elastic else warm_up(steps)
     return max(0, min(cold, steps - FEWEST_STEPS))
-
-
-def _row_of_step(step: Step) -> _Row:
-    spent_ms: dict[str, float] = defaultdict(float)
-    for span in step.spans:
-        spent_ms[span.name] += span.host_ms
-    return _row(1, step.wall_ms, step.samples, spent_ms)
-
-
-def _row_of_window(window: Window) -> _Row:
-    spent_ms: dict[str, float] = defaultdict(float)
-    for key, spans in window.spans_ms.items():
-        spent_ms[key.partition("@")[0]] += spans.total
-    return _row(window.wall_ms.count, window.wall_ms.total, window.samples, spent_ms)
-
-
-def _row(steps: int, wall_ms: float, samples: int | None, spent_ms: Mapping[str, float]) -> _Row:
-    return _Row(
-        steps=steps,
-        wall_ms=wall_ms,
-        flatout_ms=spent_ms["flatout"],
-        evaluation_ms=spent_ms["evaluation"],
-        checkpoint_ms=spent_ms["checkpoint"],
-        samples=samples or 0,
-    )
 
 
 def gain_of_rarer_pauses(before: Sequence[Speed], after: Sequence[Speed], noise: RunNoise) -> Gain:
@@ -186,7 +175,7 @@ def pooled(runs: Sequence[Speed]) -> Speed:
 
 
 def slower_pauses(before: Speed, after: Speed) -> str:
-    """What there is to mind where evaluation and checkpoints take back what the steps have gained; else nothing."""
+    """A remark where evaluation and checkpoints take back what the steps have gained; else nothing."""
     both = before.pauses_s.keys() & after.pauses_s.keys()  # a faster run gets further: to the first evaluation, say
     then, now = (sum(speed.pauses_s[kind] for kind in both) for speed in (before, after))
     counted = (1 / before.value + then) / (1 / after.value + now)

@@ -16,7 +16,7 @@ import numpy as np
 from flatout.fix.runs import CEILING, ProofRun, ProofStep, Run, RunOptions
 from flatout.fix.speed import measure
 from flatout.launch import launcher
-from flatout.model.facts import SettingsRead
+from flatout.model.facts import AppliedChange, SettingsRead
 from flatout.model.plan import Change
 from flatout.trace import (
     Facts,
@@ -142,7 +142,11 @@ class World:
             asked=steps,
             trace=trace,
             speed=measure(trace),
-            applied={name: f"{name} was made" for name in names if name not in self.refused},
+            applied={
+                name: AppliedChange(name=name, applied=True, how=f"{name} was made")
+                for name in names
+                if name not in self.refused
+            },
             refused={name: why for name, why in self.refused.items() if name in names},
             proof=(self._proof(changes, steps),) if fingerprints else (),
         )
