@@ -75,6 +75,7 @@ def _in_a_sandbox(search: _ASearch, why_not: str, progress: ProgressListener, *,
     if why_not and not unprotected:
         raise _refused(f"{why_not}; in a container it takes root and --cap-add SYS_ADMIN, elsewhere user namespaces")
     progress.say(_REPEATED)
+    # An overlay can be mounted on some systems and still fail for these files: only the first run shows that.
     if not why_not:
         try:
             return search(overlay=True)

@@ -188,6 +188,7 @@ def _are_shuffles(later: Sequence[Batches], first: Batches) -> bool:
     if not later:
         return True
     sizes = [len(batch) for batch in first]
+    # A proof's run ends after so many steps, wherever the last pass is then.
     *whole, last = ([len(batch) for batch in batches] for batches in later)
     as_long = all(some == sizes for some in whole) and last == sizes[: len(last)]
     if not as_long or max(map(_most_frequent, later)) > _most_frequent(first):
@@ -405,9 +406,11 @@ def _astray(before: Run, after: Run, within: float) -> str | None:
     if within > AS_FAR:
         return None
     moves = _moves(before, after)
+    # The typical step hides weights that stop learning late in the run.
     still = sum(move.length < _STANDS_STILL for move in moves)
     if still > 1 and still > len(moves) / 10:
         return f"weights stand still {still} times of {len(moves)}"
+    # All tensors together hide one that no longer learns. A small one is further off by chance than a large one.
     for drift in after.drifts:
         by_chance = _MOST_COHERENCE * (1 + 2 / math.sqrt(drift.size))
         if drift.drift > _MOST_DRIFT and drift.coherence > by_chance:

@@ -338,7 +338,8 @@ class Launcher:
         self._numbers = itertools.count(1)
 
     def run(self, changes: Sequence[Change], options: RunOptions) -> Run:
-        for weights in self._folder.glob("weights-*"):  # a proof is over
+        # The weights of a proof that is over may take gigabytes.
+        for weights in self._folder.glob("weights-*"):
             shutil.rmtree(weights, ignore_errors=True)
         trial = Trial(
             seed=SEED,
@@ -419,14 +420,17 @@ class Launcher:
             try:
                 runs = [pool.submit(start, one) for one in requests]
                 while not all(run.done() for run in runs):
-                    wait(runs, timeout=0.2)  # and no longer: a signal is heard in between
+                    # A signal is only heard between two waits; and an error in one run ends the others.
+                    wait(runs, timeout=0.2)
                     for run in runs:
                         if run.done():
-                            run.result()  # raises what it has raised
+                            run.result()
             except BaseException:
                 over.set()  # those that have not begun never do
+                # Each run is in a session of its own, which no signal to us reaches. One that is only starting is ended
+                # in the next round.
                 while under_way:
-                    for folder in self._folder.iterdir():  # one may only be starting: then the next round ends it
+                    for folder in self._folder.iterdir():
                         launcher.end(folder)
                     time.sleep(0.2)
                 raise

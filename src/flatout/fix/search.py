@@ -112,6 +112,7 @@ class Search:
         self._use_as_baseline(first)
         cold = first.case.storage_share >= COLD_STORAGE
         well_known = first.speed is not None and first.speed.known_to <= HARDLY_KNOWN_TO
+        # Everything is compared with the baseline, so a second run of it pays where there is time for several more.
         if self._steps is None and self._budget.left_s > 5 * first.seconds and (cold or not well_known):
             again = self._trials.run("the command once more", ())
             if again.is_measured and cold:
@@ -146,6 +147,7 @@ class Search:
             affordable = [offer for offer in map(self._provable_part, promising) if self._affords(offer)]
             if affordable:
                 self._try(affordable[0])
+            # What costs a whole epoch, and what may be nothing but noise, waits until nothing else is affordable.
             elif self._may_look_at_an_epoch(view):
                 self._look_at_an_epoch()
             elif self._undecided and self._affords(self._undecided[0]):
@@ -156,6 +158,7 @@ class Search:
                 return
 
     def _view(self) -> View:
+        # Repeats and runs of the same work have no ceiling of their own.
         run = (self._epoch_run or self._trials.after).with_ceiling_from(self._ceiling_trace)
         assert run.trace is not None
         assert self._trials.before.trace is not None
@@ -217,6 +220,7 @@ class Search:
             self._look_at_an_epoch()
         run = self._run_trial(offer)
         if self._failed(run):
+            # One change may have crashed a bundle of several that are fine.
             if offer.splits:
                 self._try_one_by_one(offer, run.reason())
             else:
@@ -281,11 +285,13 @@ class Search:
             shown = gained.low > 1 and gained.value > MIN_GAIN
             # How long evaluation and checkpoints take was measured: that they are rarer is arithmetic.
             believed = shown and (noise.repeats > 0 or offer.pauses or gained.value > large)
+            # Without time for a repeat, an interval above 1 has to do: the last comparison still has to agree.
             if gained.high < MIN_GAIN or repeats >= MOST_REPEATS or not self._trials.affords(offer.changes):
                 return gained, shown
             if believed or (gained.value < PROMISING and not patient):
                 return gained, believed
             repeats += 1
+            # A mean is as sure as its smaller side.
             plan, what = new, offer.name
             if len(before) <= len(after):
                 plan, what = kept, "what is kept" if kept else "the command as it was"
@@ -335,6 +341,7 @@ class Search:
         else:
             self._epoch_run, self.result.after = None, run
         names = {change.name for change in changes}
+        # The elastic loader finds its own number of workers: one set by hand is no longer a question.
         if "loader" in names:
             self._undecided = [o for o in self._undecided if not {c.name for c in o.changes} <= LOADED_BY_HAND]
         for change in earlier:
@@ -364,6 +371,7 @@ class Search:
 
     def _compiling_too_dear(self, changes: Sequence[Change], run: Run, gained: Gain) -> str:
         """Why compiling does not pay in the training as planned; empty where it does, or where that is not known."""
+        # A trial is too short to pay for compiling: whether the whole training is long enough has to be worked out.
         extra_s = run.start_s - self._trials.after.start_s
         compiles = any(change.name == "compile" for change in changes)
         if not compiles or run.speed is None or not run.case.loader.batch_size or extra_s <= 0:
@@ -437,6 +445,7 @@ class Search:
             return
         runner = ProofRunner(
             run=self._trials.prove,
+            # One process has to be sure of the GPU's memory: where two have no room, they run one after the other.
             side_by_side=runs_at_once(self._trials.before, self._trials.after) > 1,
             has_time=lambda: self._budget.left_s > 0,
             say=self._progress.say,
@@ -480,6 +489,7 @@ class Search:
         if self._trials.compare_s(steps) < self._budget.left_s or (not measured and self._budget.left_s > 0):
             old = self._trials.run("the command as it was, again", (), steps=steps, look_below_s=0.0)
             new = self._trials.run("with all that was kept", kept, steps=steps, look_below_s=0.0)
+            # A run that only the budget has ended says nothing against what was proven.
             cut_off = new.hung and self._budget.left_s <= 0
             if self._failed(new) and not cut_off:
                 self._drop_all(f"failed: with all that was kept, {new.reason()}")

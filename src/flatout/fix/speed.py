@@ -74,7 +74,8 @@ def measure(trace: Trace) -> Speed | None:
     steps = sum(row.steps for row in rows)
     if steps < FEWEST_STEPS or len(rows) < 2:
         return None
-    # A loader with a batch in hand (Accelerate's) is asked for two in an epoch's first step, for none in its last.
+    # Samples are what a larger batch is compared by. Not every step has some: a loader with a batch in hand
+    # (Accelerate's) is asked for two in an epoch's first step, for none in its last.
     by_samples = sum(row.samples > 0 for row in rows) > len(rows) / 2
     each = sum(row.samples for row in rows) / steps * len(trace.ranks) if by_samples else 1.0
     # Pauses come at the end of an epoch, and count over all steps.
@@ -137,12 +138,14 @@ def _warm(rows: Sequence[_Row], cold_steps: int) -> list[_Row]:
 def _warming_up(trace: Trace, steps: int) -> int:
     """Steps that do not count yet; more of them while the elastic loader is finding its workers."""
     elastic = any(change.name == "loader" and change.applied for change in trace.ranks[0].facts.changes)
+    # It begins with one worker and adds others while that helps, for as long as half of a trial.
     cold = steps // 2 if elastic else warm_up(steps)
     return max(0, min(cold, steps - FEWEST_STEPS))
 
 
 def gain_of_rarer_pauses(before: Sequence[Speed], after: Sequence[Speed], noise: RunNoise) -> Gain:
     """The gain where only evaluation and checkpoints changed: steps count as equally long, as they are but for luck."""
+    # Longer steps make pauses a smaller share: how large would the gain be with steps that much longer, or shorter?
     sure = math.exp(unsure(before, after, noise))
     old, new = map(pooled, with_equal_steps(before, after))
     step_s, old_s, new_s = 1 / old.value, 1 / old.with_pauses - 1 / old.value, 1 / new.with_pauses - 1 / new.value

@@ -88,6 +88,7 @@ class Trials:
         )
         run = self._runner.run(changes, options)
         self._result.trials.append(RunRecord(what=what, seconds=run.seconds, speed=run.speed))
+        # A crash is over sooner, and a whole epoch later, than other runs: neither says what the next trial takes.
         if run.is_measured and steps is None:
             self._budget.note(changes, run.seconds)
         if not self.others_here and run.in_company:
@@ -99,7 +100,8 @@ class Trials:
         """Runs of a proof, side by side where there is room."""
         self._progress.run_begins(f"proof: {what}", self._budget.left_s)
         at_once, began_s = min(len(requests), runs_at_once(self.before, self.after)), self._budget.spent_s
-        crowded = 1 + (at_once - 1) * (self.after.case.busy_share or 0.0)  # they take turns on a busy GPU
+        # Runs side by side take turns on a busy GPU, and none is ended for that.
+        crowded = 1 + (at_once - 1) * (self.after.case.busy_share or 0.0)
         longest_s = max(self.seconds_again(self.before, one.steps) for one in requests)
         compiling_s = max(self._budget.compiled_again_s(one.changes) for one in requests)
         timeout_s = crowded * self._budget.timeout_s(longest_s + compiling_s)
@@ -159,6 +161,7 @@ class Trials:
             reserve_s = self.compare_s()
         if all(change.safety == "semantic" for change in plan):
             return reserve_s
+        # One run of a proof is as slow as the command was, the others as fast as what is kept.
         training_s = proof_steps(plan) * (self.before.step_s + (PROOF_RUNS - 1) * self.after.step_s)
         return reserve_s + PROOF_RUNS * self.before.start_s + training_s + self._budget.compiled_again_s(plan)
 
