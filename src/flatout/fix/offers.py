@@ -24,8 +24,8 @@ from functools import cached_property
 from typing import Any, get_args
 
 from flatout.diagnose.compute_rules import FUSABLE
+from flatout.diagnose.find_knobs import Knob, knobs
 from flatout.diagnose.gains import spare_cores
-from flatout.diagnose.knobs import Knob, knobs
 from flatout.diagnose.rank_metrics import LATE_LAUNCHES, RankMetrics, metrics_of
 from flatout.diagnose.rules import diagnose
 from flatout.model.causes import cured_by

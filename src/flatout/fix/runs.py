@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from flatout.diagnose.knobs import knobs
+from flatout.diagnose.find_knobs import knobs
 from flatout.diagnose.rank_metrics import RankMetrics, metrics_of
 from flatout.diagnose.rules import diagnose
 from flatout.fix.speed import Speed, measure

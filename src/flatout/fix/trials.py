@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from flatout.diagnose.knobs import knobs
+from flatout.diagnose.find_knobs import knobs
 from flatout.fix.offers import PAUSES, with_changes
 from flatout.fix.proof_runs import proof_steps
 from flatout.fix.result import FixResult, ProgressListener, RunRecord

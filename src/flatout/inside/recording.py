@@ -23,7 +23,7 @@ import torch
 import torch.utils.data.dataloader as torch_loader
 
 from flatout.feed.dataset_check import CacheGrowth, DatasetCheck
-from flatout.inside import facts as look
+from flatout.inside import run_facts
 from flatout.inside.calls import called_from, raised_at
 from flatout.inside.changes.ledger import Ledger
 from flatout.inside.clock import CudaClock, LossReader
@@ -226,10 +226,12 @@ class Recording:
         if self._writer is None:
             return
         self.settings.note_config_modules()
-        self._exchange = look.gradient_exchange(self._process.roots.made) or self._exchange  # the model may be gone
+        self._exchange = (
+            run_facts.gradient_exchange(self._process.roots.made) or self._exchange
+        )  # the model may be gone
         self._look_at_optimizer()
         facts = dataclasses.replace(
-            look.in_force(self._optimizer_facts),
+            run_facts.in_force(self._optimizer_facts),
             loaders=self.loaders.kinds(self.recorder.train_loaders),
             loaders_side_by_side=self.recorder.loaders_side_by_side,
             autocast=tuple(sorted(self._autocast)) or ("None",),
@@ -245,7 +247,7 @@ class Recording:
     def _look_at_optimizer(self) -> None:
         optimizer = self._last_optimizer()
         if optimizer is not None:  # the function that trained may have returned
-            self._optimizer_facts = look.optimizer_facts(optimizer)
+            self._optimizer_facts = run_facts.optimizer_facts(optimizer)
 
     def own_cost(self) -> OwnCost:
         """What measuring has cost so far: the recorder's time, and its writer's on a thread of its own."""
@@ -343,7 +345,7 @@ class LoaderNotes:
     def pass_begins(self, number: int, loader: Any) -> None:
         """A loader is about to begin a pass."""
         framework = framework_of(type(loader).__module__, called_from)
-        self._facts[number] = dataclasses.replace(look.loader_facts(loader), framework=framework)
+        self._facts[number] = dataclasses.replace(run_facts.loader_facts(loader), framework=framework)
         self._passes[number] = self._passes.get(number, 0) + 1
         if loader.num_workers == 0 and self._passes[number] == 1:
             self._watch(number, loader)
@@ -381,7 +383,7 @@ class LoaderNotes:
     def batches_ready(self, train_loaders: set[int]) -> int:
         """How many batches lay ready at the start, where workers had time to load."""
         known = [self._facts[number] for number in train_loaders if number in self._facts]
-        return max((look.batches_ahead(facts) for facts in known), default=0)
+        return max((run_facts.batches_ahead(facts) for facts in known), default=0)
 
     def kinds(self, train_loaders: set[int]) -> tuple[LoaderFacts, ...]:
         """One of those that are alike."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from flatout.diagnose.breakdown import REST
+from flatout.diagnose.find_knobs import knob_for
 from flatout.diagnose.gains import LOADER_LIMITS
-from flatout.diagnose.knobs import knob_for
 from flatout.fix.result import Attempt
 from flatout.model.changes import BY_NAME
 from flatout.model.finding import Finding

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
-from flatout.inside import clock, facts, recorder, recording, root_modules, timing
+from flatout.inside import clock, recorder, recording, root_modules, run_facts, timing
 from flatout.trace import TraceWriter
 
 
@@ -59,8 +59,8 @@ EVERY_HOOK = [
     pytest.param(timing, "batch_size", id="batch_size"),
     pytest.param(timing, "is_on_gpu", id="is_on_gpu"),
     pytest.param(timing, "caller", id="caller"),
-    *(pytest.param(facts, name, id=name) for name in ("in_force", "optimizer_facts")),
-    pytest.param(facts, "loader_facts", id="loader_facts"),
+    *(pytest.param(run_facts, name, id=name) for name in ("in_force", "optimizer_facts")),
+    pytest.param(run_facts, "loader_facts", id="loader_facts"),
 ]
 
 

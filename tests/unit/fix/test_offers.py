@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from simulated_world import Machine, World, flag, with_loader
 
-from flatout.diagnose.knobs import knobs
+from flatout.diagnose.find_knobs import knobs
 from flatout.fix.offers import View, Wishes, not_offered, offers, scaled_twice
 from flatout.fix.runs import RunOptions
 from flatout.model.errors import UsageError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
-from flatout.inside.facts import loader_facts
+from flatout.inside.run_facts import loader_facts
 from flatout.model.frameworks import may_be_asked_early
 
 DATA = TensorDataset(torch.arange(100))

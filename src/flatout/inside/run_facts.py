@@ -1,4 +1,4 @@
-"""What is in force in this run: switches, loaders, optimizer, model, versions. Taken by looking; nothing is changed."""
+"""What is in force in this training process: switches, loaders, optimizer, versions. It looks, and changes nothing."""
 
 from __future__ import annotations
 
