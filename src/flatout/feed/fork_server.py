@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import os
 import select
@@ -30,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import multiprocessing
 
-from flatout.feed import channel, worker
+from flatout.feed import channel, randomness, worker
 from flatout.feed.channel import Recipe
 
 _GRACE_S = 0.2  # for workers to end normally: what measures them writes its last report then
@@ -57,6 +58,8 @@ def starter_for(recipe: Recipe, context: Any) -> Starter:
     """The way to start workers under a multiprocessing context (None: the process-wide one)."""
     method = multiprocessing.get_start_method() if context is None else context.get_start_method()
     if method == "fork":
+        _thread_switches(len(sys.modules))
+        randomness.load_numpy_random()
         return ForkServer(recipe)
     return ContextStarter(recipe, multiprocessing.get_context(method) if context is None else context)
 
@@ -257,6 +260,7 @@ def _forked_main(recipe: Recipe, end: socket.socket, server_channel: socket.sock
     if os.getppid() != server:
         os._exit(0)
     _set_signals_and_name("flatout-worker")
+    _give_way()
     _keep_freed_memory()
     worker.main(recipe, end)
 
@@ -266,6 +270,7 @@ def _spawned_main(recipe: Recipe, end: socket.socket, parent: int) -> None:
     _set_signals_and_name("flatout-worker")
     limit_threads()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    _give_way()
     _keep_freed_memory()
     worker.main(recipe, end)
 
@@ -283,6 +288,12 @@ def _end_with(parent: int) -> None:
     except ProcessLookupError:
         pass
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _give_way() -> None:
+    """Else a worker that is given a task runs at once, on the core of the training process."""
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _keep_freed_memory() -> None:
@@ -303,15 +314,13 @@ def _send_event(far: socket.socket, event: Event) -> None:
 
 
 def _set_signals_and_name(name: str) -> None:
-    """Leave Ctrl-C to the training process, and drop the script's own signal handlers; give way to the training."""
+    """Leave Ctrl-C to the training process, and drop the script's own signal handlers."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError):  # else a worker that is given a task runs at once, on the training's core
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     _libc().prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
@@ -322,14 +331,26 @@ def limit_threads(number: int = 1) -> None:
         os.environ[name] = str(number)
     if "cv2" in sys.modules:
         sys.modules["cv2"].setNumThreads(number)
+    for switch in _thread_switches(len(sys.modules)):
+        switch(number)
+
+
+@functools.lru_cache(maxsize=1)
+def _thread_switches(modules: int) -> list[Any]:
+    """The functions of loaded libraries that set their number of threads; looked for again when `modules` are more.
+
+    The training process looks for them before it forks: that takes 5 ms, which the workers of each pass then need not.
+    """
+    switches = []
     maps = Path("/proc/self/maps").read_text()
     for path in {line.split(maxsplit=5)[5] for line in maps.splitlines() if ".so" in line}:
-        for library, functions in _THREAD_SWITCHES.items():
+        for library, functions in _THREAD_FUNCTIONS.items():
             if Path(path).name.startswith(library):
-                _switch(path, functions, number)
+                switches += _functions_in(path, functions)
+    return switches
 
 
-_THREAD_SWITCHES = {
+_THREAD_FUNCTIONS = {
     "libscipy_openblas": ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads"),
     "libopenblas": ("openblas_set_num_threads", "openblas_set_num_threads64_"),
     "libmkl_rt": ("MKL_Set_Num_Threads",),
@@ -339,15 +360,13 @@ _THREAD_SWITCHES = {
 }
 
 
-def _switch(path: str, functions: tuple[str, ...], number: int) -> None:
+def _functions_in(path: str, functions: tuple[str, ...]) -> list[Any]:
+    """The first of these functions that a library has."""
     try:
         library = ctypes.CDLL(path)
     except OSError:
-        return
-    for function in functions:
-        if hasattr(library, function):
-            getattr(library, function)(number)
-            return
+        return []
+    return [getattr(library, function) for function in functions if hasattr(library, function)][:1]
 
 
 def _libc() -> Any:
