@@ -241,13 +241,14 @@ def host(case: str) -> Iterator[Row]:
 
 def tiles(case: str) -> Iterator[Row]:
     """Other tiles for the gather than the one in the kernel."""
-    from flatout.augment import kernel
+    from flatout.augment import kernel_launch
 
     preset, n, size = CASES[case]
     nhwc, index = _pictures(n, size), torch.arange(n, device="cuda")
     for layout, images in (("NHWC", nhwc), ("NCHW", [images.movedim(3, 1).contiguous() for images in nhwc])):
-        for tile in itertools.starmap(kernel.Tile, itertools.product((32, 64), (8, 16, 32), (False, True), (2, 4, 8))):
-            with mock.patch.object(kernel, "GATHER", tile):
+        sizes = itertools.product((32, 64), (8, 16, 32), (False, True), (2, 4, 8))
+        for tile in itertools.starmap(kernel_launch.Tile, sizes):
+            with mock.patch.object(kernel_launch, "GATHER", tile):
                 aug = preset(size=size, dtype=torch.bfloat16)
                 times = _timed_graph(lambda k: aug(images[k], index=index, epoch=1), repeats=10)  # noqa: B023
                 yield _row(case, f"{layout}, {tile}", times)

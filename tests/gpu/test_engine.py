@@ -17,7 +17,7 @@ from flatout.engine import Trainer
 from flatout.engine.assemble import fastest_batch
 from flatout.engine.checkpoint import newest
 from flatout.engine.config import TrainConfig
-from flatout.engine.model_setup import decide
+from flatout.engine.model_setup import choose_precision
 from flatout.engine.ranks import Ranks
 from flatout.engine.train_step import TrainStep, uncompiled
 from flatout.feed import DataLoader
@@ -138,7 +138,7 @@ def test_the_precision_asked_for_is_the_one_computed_in(tmp_path: Path, wanted: 
 
 def test_a_gpu_without_bf16_gets_fp16_and_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
-    precision, decision = decide("bf16", torch.device("cuda"))
+    precision, decision = choose_precision("bf16", torch.device("cuda"))
     assert (precision.dtype, precision.scaled) == (torch.float16, True)
     assert "has no bf16: fp16 with a loss scaler instead" in str(decision)
 
@@ -230,7 +230,7 @@ def test_a_full_gpu_is_met_with_smaller_pieces() -> None:
 
     model = Hungry().cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
-    precision, _ = decide("off", torch.device("cuda"))
+    precision, _ = choose_precision("off", torch.device("cuda"))
     said: list[str] = []
     step = TrainStep(model, nn.CrossEntropyLoss(), optimizer, precision, TrainConfig(batch_size=256), said.append)
     total = torch.cuda.get_device_properties(0).total_memory
@@ -248,7 +248,7 @@ def test_a_full_gpu_is_met_with_smaller_pieces() -> None:
 def test_the_fastest_batch_stays_within_the_share() -> None:
     model = net().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    precision, _ = decide("bf16", torch.device("cuda"))
+    precision, _ = choose_precision("bf16", torch.device("cuda"))
     step = TrainStep(model, nn.CrossEntropyLoss(), optimizer, precision, TrainConfig(), print)
     batch = [torch.randn(32, 3, 32, 32, device="cuda"), torch.zeros(32, dtype=torch.long, device="cuda")]
     weights = [parameter.clone() for parameter in model.parameters()]

@@ -56,7 +56,7 @@ class Operation:
 
 
 def require(ok: bool, what: str, expected: str, got: object) -> None:
-    """The one form of every complaint about an argument."""
+    """Raise a ValueError about an argument, unless it is `ok`."""
     if not ok:
         raise ValueError(f"{what} must be {expected} (got {got!r})")
 
@@ -71,7 +71,8 @@ def between(
         first = last = value
     else:
         first, last = around - value, around + value
-        first = max(first, low) if around == 1 else first  # factors stop at 0, as in torchvision
+        if around == 1:
+            first = max(first, low)  # factors stop at 0, as in torchvision
     require(low <= first <= last <= high, what, f"within {low:g} to {high:g}, the lower end first", value)
     return Draw(name, first, last - first, neutral)
 
@@ -125,7 +126,7 @@ class Crop(Geometry):
 
     def draws(self, size: Size) -> tuple[Draw, ...]:
         require(self.padding >= 0, "Crop.padding", "≥ 0", self.padding)
-        room = [have + 2 * self.padding - want for have, want in zip(size, self.out_size(size), strict=True)]
+        room = [have + 2 * self.padding - new for have, new in zip(size, self.out_size(size), strict=True)]
         require(min(room) >= 0, "Crop.size", f"at most {size[0]}×{size[1]}, the picture, and its padding", self.size)
         if self.center:
             return Draw("top", round(room[0] / 2) - self.padding), Draw("left", round(room[1] / 2) - self.padding)
@@ -142,11 +143,13 @@ class Resize(Geometry):
     kind: ClassVar[int] = 3
 
     def out_size(self, size: Size) -> Size:
-        wanted = _height_width("Resize.size", self.size)
+        asked = _height_width("Resize.size", self.size)
         if not isinstance(self.size, int):
-            return wanted
+            return asked
         longer = int(self.size * max(size) / min(size))
-        return (self.size, longer) if size[0] <= size[1] else (longer, self.size)
+        if size[0] <= size[1]:
+            return self.size, longer
+        return longer, self.size
 
     def draws(self, size: Size) -> tuple[Draw, ...]:
         self.out_size(size)

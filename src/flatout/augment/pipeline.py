@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import struct
 import weakref
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import interpolate, pad
 
-from . import reference
+from flatout.files import write_whole
+
+from . import batch_program
+from .batch_program import BatchProgram, PlacedOperation, draw, steps
 from .ops import Affine, HFlip, Operation, Resize, Rotate, Size, require
 from .points import Blur, Brightness, ColorJitter, Contrast, Normalize
-from .program import Program, Step, draw, steps
 
 if TYPE_CHECKING:
-    from .kernel import Plan
+    from .kernel_launch import KernelPlan
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -55,8 +60,8 @@ class Augment(nn.Module):
         self.interpolation = interpolation
         self.notes: tuple[str, ...] = ()
         self._steps = steps(self.operations)
-        self._programs: dict[tuple[Any, ...], Program] = {}
-        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._programs: dict[tuple[Any, ...], BatchProgram] = {}
+        self._plans: dict[tuple[Any, ...], KernelPlan] = {}
         self._handle = next(_handles)
         _alive[self._handle] = self
 
@@ -66,10 +71,10 @@ class Augment(nn.Module):
 
     @staticmethod
     def from_torchvision(transform: object, **options: Any) -> Augment:
-        """Take over a torchvision transform; `notes` tells what differs, a ValueError what cannot be taken over."""
-        from .torchvision import take_over
+        """The same as a torchvision transform; `notes` says what differs. What cannot be converted is a ValueError."""
+        from .torchvision import convert
 
-        operations, fill, notes = take_over(transform)
+        operations, fill, notes = convert(transform)
         augment = Augment(operations, **{"fill": fill, **options})
         augment.notes = notes
         return augment
@@ -84,11 +89,18 @@ class Augment(nn.Module):
         params: Tensor | None = None,
         return_params: bool = False,
     ) -> Any:
-        """The augmented images, then the masks if given, then the params if wanted; params given are used again."""
+        """The augmented images, then the masks if given, then the params with `return_params`.
+
+        Given params are used again.
+        """
         work = torch.ops.flatout.augment if torch.compiler.is_compiling() else _run
         out, out_masks, rows = work(images, masks, index, params, epoch, self._handle, self.training)
-        wanted = [out, *([] if masks is None else [out_masks]), *([rows] if return_params else [])]
-        return wanted[0] if len(wanted) == 1 else tuple(wanted)
+        results = [out]
+        if masks is not None:
+            results.append(out_masks)
+        if return_params:
+            results.append(rows)
+        return tuple(results) if len(results) > 1 else out
 
     def columns(self, images: Tensor) -> tuple[str, ...]:
         """What the columns of `params` are for such images."""
@@ -96,41 +108,44 @@ class Augment(nn.Module):
 
     def preview(self, images: Tensor, path: str | Path, *, epoch: int = 0, count: int = 8) -> None:
         """Write a PNG with the first images above what becomes of them, before they are normalized."""
-        from .preview import sheet
 
         images = self._channels_first(images)[:count].cpu()
         shown = [step for step in self._steps if not isinstance(step.operation, Normalize)]
-        program = self._built(shown, (images.shape[2], images.shape[3]), images.shape[1])
+        program = self._build(shown, (images.shape[2], images.shape[3]), images.shape[1])
         rows = draw(program, torch.arange(len(images)), epoch, self.seed)
-        sheet(images, reference.apply(program, images, rows, self.fill), path)
+        sheet(images, batch_program.apply(program, images, rows, self.fill), path)
 
     def extra_repr(self) -> str:
         """The operations and the options, for print."""
         return ", ".join([*map(str, self.operations), f"seed={self.seed}", f"dtype={self.dtype}"])
 
-    def _program(self, images: Tensor, training: bool) -> Program:
+    def _program(self, images: Tensor, training: bool) -> BatchProgram:
         key = (*images.shape[1:], training)
         if key not in self._programs:
-            fixed = [step for step in self._steps if isinstance(step.operation, (Resize, Normalize))]
+            steps = [step for step in self._steps if training or isinstance(step.operation, (Resize, Normalize))]
             channels, height, width = map(int, images.shape[1:])
-            self._programs[key] = self._built(self._steps if training else fixed, (height, width), channels)
+            self._programs[key] = self._build(steps, (height, width), channels)
         return self._programs[key]
 
-    def _built(self, steps: Sequence[Step], size: Size, channels: int) -> Program:
-        return Program.build(steps, size, channels, nearest=self.interpolation == "nearest")
+    def _build(self, steps: Sequence[PlacedOperation], size: Size, channels: int) -> BatchProgram:
+        return BatchProgram.build(steps, size, channels, nearest=self.interpolation == "nearest")
 
-    def _plan(self, program: Program, images: Tensor) -> Plan:
-        from . import kernel  # triton is wanted only here
+    def _plan(self, program: BatchProgram, images: Tensor) -> KernelPlan:
+        from . import kernel_launch  # which imports triton
 
-        key = (id(program), images.device, images.stride()[1:], kernel.in_words(images))
+        key = (id(program), images.device, images.stride()[1:], kernel_launch.in_words(images))
         if key not in self._plans:
-            plan = kernel.Plan(program, images, dtype=self.dtype, channels_last=self.channels_last, fill=self.fill)
+            plan = kernel_launch.KernelPlan(
+                program, images, dtype=self.dtype, channels_last=self.channels_last, fill=self.fill
+            )
             self._plans[key] = plan
         return self._plans[key]
 
     def _channels_first(self, images: Tensor) -> Tensor:
         """NHWC or NCHW as a view in NCHW."""
-        require(isinstance(images, Tensor) and images.dtype == torch.uint8, "images", "a uint8 tensor", _said(images))
+        require(
+            isinstance(images, Tensor) and images.dtype == torch.uint8, "images", "a uint8 tensor", _described(images)
+        )
         shape = tuple(images.shape)
         first = len(shape) == 4 and 1 <= shape[1] <= 4 and self.layout != "NHWC"
         last = len(shape) == 4 and 1 <= shape[3] <= 4 and self.layout != "NCHW"
@@ -152,7 +167,9 @@ class Minimal(Augment):
         **options: Any,
     ) -> None:
         require(size is None or isinstance(size, (int, tuple, list)), "size", "a number or (height, width)", size)
-        resize = [] if size is None else [Resize((size, size) if isinstance(size, int) else size)]
+        if isinstance(size, int):
+            size = size, size
+        resize = [] if size is None else [Resize(size)]
         super().__init__([*resize, *self._random(), Normalize(mean, std)], **options)
 
     def _random(self) -> list[Operation]:
@@ -216,30 +233,37 @@ def _run(
     if params is not None:
         shape = (len(images), len(program.columns))
         fits = params.dtype == torch.float32 and params.shape == shape and params.device == images.device
-        require(fits, "params", f"float32 of {shape} on {images.device}", _said(params))
+        require(fits, "params", f"float32 of {shape} on {images.device}", _described(params))
     if len(images) == 0:
         return _empty(augment, images, masks, program)
     if images.is_cuda:
         plan = augment._plan(program, images)
-        rows, sums = plan.draw(index, epoch, augment.seed) if params is None else (params, plan.no_sums(params))
+        if params is None:
+            rows, sums = plan.draw(index, epoch, augment.seed)
+        else:
+            rows, sums = params, plan.no_sums(params)
         out = plan.apply(images, rows, sums)
         out_masks = None if planes is None else plan.apply_masks(planes, rows, augment.mask_fill)
     else:
         rows = draw(program, index, epoch, augment.seed) if params is None else params
-        out = reference.apply(program, images, rows, augment.fill)
+        out = batch_program.apply(program, images, rows, augment.fill)
         out = out.to(augment.dtype, memory_format=augment._memory_format)
-        out_masks = None if planes is None else reference.apply_masks(program, planes, rows, augment.mask_fill)
+        out_masks = None if planes is None else batch_program.apply_masks(program, planes, rows, augment.mask_fill)
     if masks is None or out_masks is None:
         return [out, rows.new_empty(0), rows]
-    return [out, out_masks[:, 0] if masks.dim() == 3 else out_masks, rows]
+    if masks.dim() == 3:
+        out_masks = out_masks[:, 0]
+    return [out, out_masks, rows]
 
 
-def _empty(augment: Augment, images: Tensor, masks: Tensor | None, program: Program) -> list[Tensor]:
+def _empty(augment: Augment, images: Tensor, masks: Tensor | None, program: BatchProgram) -> list[Tensor]:
     """Tensors of the right kinds with nothing in them yet."""
     (n, channels), size, device, layout = images.shape[:2], program.out_size, images.device, augment._memory_format
     out = torch.empty((n, channels, *size), dtype=augment.dtype, device=device, memory_format=layout)
     rows = torch.empty(n, len(program.columns), device=device)
-    return [out, rows.new_empty(0) if masks is None else masks.new_empty(*masks.shape[:-2], *size), rows]
+    if masks is None:
+        return [out, rows.new_empty(0), rows]
+    return [out, masks.new_empty(*masks.shape[:-2], *size), rows]
 
 
 @torch.library.custom_op("flatout::augment", mutates_args=())
@@ -248,7 +272,9 @@ def _run_compiled(
     training: bool,
 ) -> list[Tensor]:  # fmt: skip
     out, out_masks, rows = _run(images, masks, index, params, epoch, handle, training)
-    return [out, out_masks, rows if params is None else rows.clone()]  # an operation must not return its arguments
+    if params is not None:
+        rows = rows.clone()  # an operation must not return its arguments
+    return [out, out_masks, rows]
 
 
 @_run_compiled.register_fake
@@ -273,9 +299,47 @@ def _checked_index(index: Tensor | None, images: Tensor, needed: bool) -> Tensor
     if index is None and not needed:
         return torch.zeros(n, dtype=torch.int64, device=images.device)
     whole = isinstance(index, Tensor) and not index.dtype.is_floating_point and tuple(index.shape) == (n,)
-    require(whole, "index", f"a tensor of {n} whole numbers, the images' places in the data set", _said(index))
+    require(whole, "index", f"a tensor of {n} whole numbers, the images' places in the data set", _described(index))
     return cast(Tensor, index).to(images.device, torch.int64, non_blocking=True)
 
 
-def _said(value: object) -> object:
-    return f"{value.dtype} of {tuple(value.shape)} on {value.device}" if isinstance(value, Tensor) else value
+def _described(value: object) -> object:
+    if not isinstance(value, Tensor):
+        return value
+    return f"{value.dtype} of {tuple(value.shape)} on {value.device}"
+
+
+# ---------------------------------------------------------------- a sheet of pictures
+
+
+def sheet(before: Tensor, after: Tensor, path: str | Path) -> None:
+    """Two rows, the originals (uint8) above what became of them (0 to 1); B×C×H×W, of any two sizes."""
+    after = (after * 255).round().clamp(0, 255).to(torch.uint8)
+    height = after.shape[2]
+    width = max(1, round(before.shape[3] * height / before.shape[2]))
+    shrunk = interpolate(before.float(), (height, width), mode="bilinear", antialias=True).round().to(torch.uint8)
+    cells = max(width, after.shape[3])
+    rows = []
+    for pictures in (shrunk, after):
+        framed = pad(_rgb(pictures), (2, 2 + cells - pictures.shape[3], 2, 2), value=255)
+        rows.append(torch.cat(list(framed), 2))
+    write_whole(Path(path), _png(torch.cat(rows, 1)))
+
+
+def _rgb(pictures: Tensor) -> Tensor:
+    if pictures.shape[1] >= 3:
+        return pictures[:, :3]
+    return pictures[:, :1].expand(-1, 3, -1, -1)
+
+
+def _png(picture: Tensor) -> bytes:
+    """A uint8 3×H×W picture as the bytes of a PNG file."""
+    _, height, width = picture.shape
+    lines = picture.permute(1, 2, 0).reshape(height, width * 3)
+    filtered = pad(lines, (1, 0)).contiguous().numpy().tobytes()  # each line starts with filter type 0
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(filtered)) + chunk(b"IEND", b"")

@@ -1,6 +1,10 @@
 """The operations that change values: the formula of each, in plain PyTorch. Part of the specification, with `ops`.
 
 A picture is float32 in [0, 1], B×C×H×W. An operation that torchvision has too is torchvision's on floats.
+
+Random numbers come from Philox4x32-10: words that are a function of a counter and a key, so that any of them can be
+computed alone. The counter is (sample index, epoch, operation), the key the seed. Only integers are involved: torch
+here and Triton's `tl.philox` on the GPU give the same bits.
 """
 
 from __future__ import annotations
@@ -14,12 +18,43 @@ import torch
 from torch import Tensor
 
 from .ops import BoxDraw, Draw, Interval, Operation, Size, between, require
-from .philox import normal, philox
+
+_MASK = 0xFFFFFFFF
+
+
+def philox(index: Tensor, high: Tensor | int, key: Tensor | int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four random 32-bit words (held in int64) for each element; 128 bits of counter, 64 of key."""
+    zero = torch.zeros_like(index)
+    counter, key = zero + high, zero + key
+    c0, c1, c2, c3 = index & _MASK, (index >> 32) & _MASK, counter & _MASK, (counter >> 32) & _MASK
+    k0, k1 = key & _MASK, (key >> 32) & _MASK
+    for _ in range(10):
+        first, second = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # int64 wraps; the 64 bits are those of the unsigned product
+        c0, c1, c2, c3 = (
+            (second >> 32 & _MASK) ^ c1 ^ k0,
+            second & _MASK,
+            (first >> 32 & _MASK) ^ c3 ^ k1,
+            first & _MASK,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    return c0, c1, c2, c3
+
+
+def uniform(word: Tensor) -> Tensor:
+    """A 32-bit word as a float64 in [0, 1): its upper 24 bits, so that float32 holds it exactly."""
+    return (word >> 8).to(torch.float64) / 2**24
+
+
+def normal(radius: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
+    """Two independent standard normal numbers out of two words (Box and Muller), in float32."""
+    length = (-2 * torch.log((uniform(radius) + 2**-25).float())).sqrt()
+    turn = uniform(angle).float() * (2 * torch.pi)
+    return length * torch.cos(turn), length * torch.sin(turn)
 
 
 @dataclass(frozen=True)
 class Point(Operation):
-    """Changes values; `colour` ones want R, G, B and leave a single channel as it is."""
+    """Changes values; `colour` ones need R, G, B and leave a single channel as it is."""
 
     colour: ClassVar[bool] = False
 
@@ -193,8 +228,8 @@ class Blur(Point):
         taps = torch.arange(-self.radius, self.radius + 1, device=x.device, dtype=torch.float32)
         weights = torch.exp(-0.5 * (taps / drawn[0].clamp(min=1e-6)) ** 2)  # a sigma of 0 leaves the middle tap alone
         weights = weights / weights.sum(-1, keepdim=True)
-        for axis in (2, 3):
-            margins = (0, 0, self.radius, self.radius) if axis == 2 else (self.radius, self.radius, 0, 0)
+        radius = self.radius
+        for axis, margins in ((2, (0, 0, radius, radius)), (3, (radius, radius, 0, 0))):
             padded = torch.nn.functional.pad(x, margins, mode="reflect")
             shifted = (padded.narrow(axis, i, x.shape[axis]) for i in range(self.kernel_size))
             x = torch.stack([w[..., None] * part for w, part in zip(weights.unbind(-1), shifted, strict=True)]).sum(0)

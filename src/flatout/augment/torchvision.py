@@ -1,6 +1,6 @@
 """Reading a torchvision transform (v1 or v2) as our operations, without importing torchvision.
 
-What would come out otherwise than in torchvision is either refused with a ValueError or told in a note.
+What would come out otherwise than in torchvision is either refused with a ValueError or said in a note.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .points import Blur, ColorJitter, Erase, Grayscale, Invert, Noise, Normaliz
 _CONVERSIONS = {"ToTensor", "PILToTensor", "ToImage", "ToPureTensor", "ToImageTensor", "Identity"}  # ours takes uint8
 
 
-def take_over(transform: Any) -> tuple[list[Operation], int, tuple[str, ...]]:
+def convert(transform: Any) -> tuple[list[Operation], int, tuple[str, ...]]:
     """The operations, the fill, and what will be different."""
     notes: list[str] = []
     fills: set[int] = set()
     operations = [operation for part in _flat(transform) for operation in _one(part, notes, fills)]
     if len(fills) > 1:
         raise ValueError(f"from_torchvision: transforms with one fill expected (got {sorted(fills)})")
-    return operations, fills.pop() if fills else 0, tuple(dict.fromkeys(notes))
+    return operations, max(fills, default=0), tuple(dict.fromkeys(notes))
 
 
 def _flat(transform: Any) -> Iterable[Any]:
@@ -38,8 +38,10 @@ def _flat(transform: Any) -> Iterable[Any]:
 
 
 def _name(transform: Any) -> str:
-    known = type(transform).__module__.split(".")[0] == "torchvision"
-    return type(transform).__name__ if known else ""
+    """The name of a transform of torchvision's own; else ""."""
+    if type(transform).__module__.split(".")[0] != "torchvision":
+        return ""
+    return type(transform).__name__
 
 
 def _one(transform: Any, notes: list[str], fills: set[int]) -> list[Operation]:
@@ -58,7 +60,7 @@ def _one(transform: Any, notes: list[str], fills: set[int]) -> list[Operation]:
         changed: Any = inner[0]
         return [replace(changed, p=changed.p * transform.p)]
     if name not in _READERS:
-        _refuse(name or type(transform).__name__, "not known; leave it out, or put one of ours in its place")
+        _refuse(name or type(transform).__name__, "not known; leave it out, or use one of flatout's instead")
     for attribute in ("expand", "center", "pad_if_needed", "max_size"):
         if getattr(transform, attribute, None):
             _refuse(name, f"{attribute}={getattr(transform, attribute)!r} is not supported")
@@ -76,7 +78,7 @@ def _one(transform: Any, notes: list[str], fills: set[int]) -> list[Operation]:
 
 
 def _refuse(name: str, why: str) -> NoReturn:
-    raise ValueError(f"from_torchvision: {name} cannot be taken over: {why}")
+    raise ValueError(f"from_torchvision: {name} cannot be converted: {why}")
 
 
 def _check_interpolation(name: str, transform: Any, notes: list[str]) -> None:
@@ -92,17 +94,25 @@ def _size(size: Any) -> Any:
     """torchvision keeps a lone number as itself or as [number]."""
     if isinstance(size, int):
         return size
-    return size[0] if len(size) == 1 else (int(size[0]), int(size[1]))
+    if len(size) == 1:
+        return size[0]
+    return int(size[0]), int(size[1])
 
 
 def _square(size: Any) -> Any:
-    return _size(size) if isinstance(size, int) or len(size) == 2 else (int(size[0]), int(size[0]))
+    if not isinstance(size, int) and len(size) != 2:
+        return int(size[0]), int(size[0])
+    return _size(size)
 
 
 def _affine(t: Any) -> Operation:
-    shear = tuple(t.shear) if t.shear is not None else 0.0
-    translate = tuple(t.translate) if t.translate is not None else 0.0
-    return Affine(tuple(t.degrees), translate, tuple(t.scale) if t.scale is not None else 1.0, shear)
+    given: dict[str, Any] = {name: getattr(t, name) for name in ("translate", "scale", "shear")}
+    return Affine(tuple(t.degrees), **_as_tuples(given))
+
+
+def _as_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    """Without those that are None."""
+    return {name: tuple(value) for name, value in values.items() if value is not None}
 
 
 def _crop(t: Any) -> Operation:
@@ -113,8 +123,8 @@ def _crop(t: Any) -> Operation:
 
 
 def _jitter(t: Any) -> Operation:
-    amounts: list[Any] = [0.0 if a is None else tuple(a) for a in (t.brightness, t.contrast, t.saturation, t.hue)]
-    return ColorJitter(*amounts)
+    amounts: dict[str, Any] = {name: getattr(t, name) for name in ("brightness", "contrast", "saturation", "hue")}
+    return ColorJitter(**_as_tuples(amounts))
 
 
 def _erase(t: Any) -> Operation:

@@ -30,7 +30,7 @@ from flatout.files import sync_folder, write_whole_by
 from flatout.model.errors import FlatoutError, UsageError
 
 VERSION = 1
-_LONGEST = 200  # letters of what somebody else says went wrong
+MAX_REASON_LETTERS = 200
 _NAME = re.compile(r"step-(\d+)\.pt")
 
 
@@ -47,62 +47,63 @@ class Checkpoints:
         self.last_written: Path | None = None
 
     def write(self, step: int, state: dict[str, Any], *, best: bool = False) -> None:
-        """Take a snapshot of `state` now and write it in the background, unless its weights are no numbers."""
+        """Take a snapshot of `state` now and write it in the background, unless there is a NaN in its weights."""
         started = time.monotonic()
         self.wait()
         if time.monotonic() - started > 1:
-            self._say_once("checkpoints take longer to write than lies between two of them: training waits for them")
+            self._say_once("a checkpoint takes longer to write than the time between two: training waits for it")
         self._failed = None
         snapshot, ready = _snapshot({"version": VERSION, **state})
-        arguments = (step, snapshot, ready, best)
-        self._thread = threading.Thread(target=self._write, args=arguments, name="flatout-checkpoint")
+        self._thread = threading.Thread(
+            target=self._write, args=(step, snapshot, ready, best), name="flatout-checkpoint"
+        )
         self._thread.start()
 
     def wait(self) -> None:
-        """Until what was begun is written."""
+        """Wait until the one that is being written is done."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def finish(self) -> str:
-        """Until all is written; a last one that failed is tried again, in the place of older ones if it has to be.
+        """Wait until all is written; a last one that failed is tried again, with older ones deleted if need be.
 
-        What to say where its weights are not saved; "" where they are.
+        Returns what to say if its weights are not saved; "" if they are.
         """
         self.wait()
         if self._failed is None:
             return ""
-        failed, older = self._failed, _steps(self.folder)
+        failed, older = self._failed, _by_step(self.folder)
         kept = next((path for path in older if not _damage(path)), None)
-        for spare in (None, *(path for path in reversed(older) if kept not in (None, path))):
-            if spare is not None:
-                with contextlib.suppress(OSError):
-                    spare.unlink()
-            if self._write(failed.step, failed.state, None, failed.best):
-                self._say(f"the checkpoint of step {failed.step} is written after all")
-                return ""
-        newest = f"the newest checkpoint is {kept}" if kept is not None else "there is no checkpoint"
-        return f"the last checkpoint, of step {failed.step}, could not be written ({failed.why}): {newest}"
+        spare = [path for path in older if kept not in (None, path)]
+        while not self._write(failed.step, failed.state, None, failed.best):
+            if not spare:
+                newest = f"the newest checkpoint is {kept}" if kept is not None else "there is no checkpoint"
+                return f"the last checkpoint, of step {failed.step}, could not be written ({failed.why}): {newest}"
+            with contextlib.suppress(OSError):
+                spare.pop().unlink()
+        self._say(f"the checkpoint of step {failed.step} is written after all")
+        return ""
 
     def _write(self, step: int, state: Any, ready: torch.cuda.Event | None, best: bool) -> bool:
-        """Whether it was written, or is not to be."""
+        """Write it; False if that failed."""
         path = self.folder / f"step-{step:09d}.pt"
         try:
             if ready is not None:
                 ready.synchronize()  # this thread waits for the copies, the training does not
             if any(bool(weights.isnan().any()) for weights in state["model"].values()):
-                self._say_once(f"no checkpoint at step {step}: there are weights that are not a number")
+                self._say_once(f"no checkpoint at step {step}: there is a NaN in the weights")
                 return True
             self.folder.mkdir(parents=True, exist_ok=True)
             _save(state, path)
             if best:
                 _link(path, self.folder / "best.pt")
             self.last_written, self._failed = path, None
-            for old in _steps(self.folder)[self._config.keep :]:
+            for old in _by_step(self.folder)[self._config.keep :]:
                 old.unlink()
             return True
-        except Exception as problem:  # whatever it is, training goes on, and its end asks what was not written
-            why = _in_words(problem)
+        except Exception as problem:  # training goes on, and `finish` tries again
+            why = _reason(problem)
             self._failed = _Failed(step, state, best, why)
             self._say_once(f"no checkpoint at step {step}: {why}; training goes on, older ones are kept")
             return False
@@ -125,51 +126,52 @@ class _Failed:
 
 
 def newest(folder: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """The state in the newest whole checkpoint; what is damaged is told and passed over."""
-    for path in _steps(folder):
+    """The state in the newest whole checkpoint; damaged ones are reported and skipped."""
+    for path in _by_step(folder):
         try:
             state = _load(path)
         except Exception as problem:  # zipfile and unpicklers raise whatever a flipped bit leads them to
-            say(f"{path} is damaged ({_in_words(problem)}): taking the one before it")
+            say(f"{path} is damaged ({_reason(problem)}): taking the one before it")
             continue
-        if not isinstance(state, dict) or not isinstance(state.get("version"), int):
-            say(f"{path} is damaged (it holds no training): taking the one before it")
-            continue
-        if state["version"] != VERSION:
-            raise UsageError(f"{path} was not written by this version of flatout train")
-        return state
+        if isinstance(state, dict) and isinstance(state.get("version"), int):
+            if state["version"] != VERSION:
+                raise UsageError(f"{path} was not written by this version of flatout train")
+            return state
+        say(f"{path} is damaged (it holds no training): taking the one before it")
     return None
 
 
 def _load(path: Path) -> Any:
-    """What a file holds, once every checksum in it has been compared: torch.load alone would not look at them."""
+    """The state in a file, once its checksums are compared: torch.load alone would not look at them."""
     if why := _damage(path):
         raise zipfile.BadZipFile(why)
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _damage(path: Path) -> str:
-    """What is wrong with a file by its own checksums; "" where nothing is."""
+    """What is wrong with a file by its own checksums; "" if nothing is."""
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
     except Exception as problem:  # zipfile trusts its directory
-        return _in_words(problem)
-    return f"the checksum of {bad} is wrong" if bad is not None else ""
+        return _reason(problem)
+    return "" if bad is None else f"the checksum of {bad} is wrong"
 
 
-def _in_words(problem: Exception) -> str:
+def _reason(problem: Exception) -> str:
     """One line about it."""
-    if isinstance(problem, pickle.UnpicklingError):  # torch would advise to load it with whatever code it brings
+    if isinstance(problem, pickle.UnpicklingError):  # torch's message would advise to run whatever code is in it
         return "it holds something else than plain data"
     if isinstance(problem, OSError) and problem.strerror:
         return problem.strerror
-    text = (str(problem).splitlines() or [""])[0][:_LONGEST]
-    return text if text and isinstance(problem, zipfile.BadZipFile) else f"{type(problem).__name__}: {text}"
+    text = str(problem).partition("\n")[0][:MAX_REASON_LETTERS]
+    if text and isinstance(problem, zipfile.BadZipFile):
+        return text
+    return f"{type(problem).__name__}: {text}"
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Where every random stream stands."""
+    """The state of every random stream."""
     state = randomness.capture()
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -177,28 +179,24 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Put them back there."""
+    """Put the random streams back."""
     randomness.restore(dict(state))
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def _steps(folder: Path) -> list[Path]:
+def _by_step(folder: Path) -> list[Path]:
     """Checkpoints that have their final name, newest first."""
-    found = folder.iterdir() if folder.is_dir() else ()
-    return sorted((path for path in found if _NAME.fullmatch(path.name)), reverse=True)
+    return sorted((path for path in folder.glob("step-*.pt") if _NAME.fullmatch(path.name)), reverse=True)
 
 
 def _snapshot(state: Any) -> tuple[Any, torch.cuda.Event | None]:
     """A copy on the host that training no longer touches, and the event after which it is complete."""
-    on_gpu = False
 
     def copied(thing: Any, where: str) -> Any:
-        nonlocal on_gpu
         if isinstance(thing, Tensor):
             if not thing.is_cuda:
                 return thing.detach().clone()
-            on_gpu = True
             host = torch.empty(thing.shape, dtype=thing.dtype, pin_memory=True)
             return host.copy_(thing.detach(), non_blocking=True)
         if isinstance(thing, Mapping):
@@ -210,15 +208,15 @@ def _snapshot(state: Any) -> tuple[Any, torch.cuda.Event | None]:
         raise FlatoutError(f"a checkpoint cannot hold {where}, a {type(thing).__name__}: it could not be read safely")
 
     copy = copied(state, "state")
-    if not on_gpu:
+    if not torch.cuda.is_initialized():
         return copy, None
     event = torch.cuda.Event()
     event.record()
     return copy, event
 
 
-class _Sink:
-    """A file for torch.save, whose C++ side ends the process when a write fails: the error is kept for afterwards."""
+class _ErrorKeeper:
+    """A file for torch.save, whose C++ side ends the process when a write fails: the error is kept until `close`."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -236,16 +234,15 @@ class _Sink:
         pass
 
     def close(self) -> None:
-        """Raises what went wrong on the way."""
         if self._problem is not None:
             raise self._problem
 
 
 def _save(state: Any, path: Path) -> None:
     def write(file: IO[bytes]) -> None:
-        sink = _Sink(file)
-        torch.save(state, sink)  # type: ignore[arg-type]
-        sink.close()
+        keeper = _ErrorKeeper(file)
+        torch.save(state, keeper)  # type: ignore[arg-type]
+        keeper.close()
 
     write_whole_by(path, write)
 
@@ -264,25 +261,25 @@ def _link(path: Path, name: Path) -> None:
     sync_folder(name.parent)
 
 
-# -- a checkpoint beside the config that goes on from it ---------------------------------------------------------------
+# ---------------------------------------------------------------- a checkpoint against the config that resumes it
 
-_PROGRESS = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter")  # of schedulers; the rest was set
+_PROGRESS = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter")  # the state of schedulers; the rest is config
 
 
-def of_another_kind(ours: Mapping[str, Any], saved: Mapping[str, Any] | None) -> str:
+def misfit(ours: Mapping[str, Any], saved: Mapping[str, Any] | None) -> str:
     """Why a saved state cannot be that of an optimizer or scheduler with a state like `ours`; "" if it may be."""
     if saved is None:
         return "it has none"
     missing = ours.keys() - saved.keys()
     for mine, theirs in zip(ours.get("param_groups", ()), saved.get("param_groups", ()), strict=False):
         missing |= mine.keys() - theirs.keys() - {"initial_lr"}  # that is a scheduler's
-    return f"it has no {', '.join(sorted(missing))}" if missing else ""
+    return "it has no " + ", ".join(sorted(missing)) if missing else ""
 
 
 def overridden(
     optimizer: torch.optim.Optimizer, scheduler: Any, epoch_steps: int | None, state: Mapping[str, Any]
 ) -> Iterator[str]:
-    """What is set otherwise than it was in a checkpoint, and does not count; a line each."""
+    """A line for each setting whose value in the checkpoint counts, and not the config's."""
     ours, saved = optimizer.param_groups[0], state["optimizer"]["param_groups"][0]
     rate = "initial_lr" if "initial_lr" in ours else "lr"
     kept = {f"optimizer's {key}": (saved.get(key), ours[key]) for key in ours.keys() - {"params", "lr"} | {rate}}

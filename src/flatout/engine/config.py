@@ -42,7 +42,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
 
 
-_LONGEST_PATH = 200  # letters
+MAX_PATH_LETTERS, MAX_KEY_LETTERS = 200, 100
 Count = Annotated[int, Field(ge=1, le=2**53)]
 
 
@@ -54,7 +54,8 @@ class Every:
     unit: Literal["epoch", "step", "minute"]
 
     def __str__(self) -> str:
-        return f"{self.number:g} {self.unit}{'' if self.number == 1 else 's'}"
+        plural = "s" * (self.number != 1)
+        return f"{self.number:g} {self.unit}{plural}"
 
 
 def _read_every(value: Any) -> Any:
@@ -62,11 +63,12 @@ def _read_every(value: Any) -> Any:
         return None
     if isinstance(value, Every):
         return value
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)?\s*(epoch|step|minute)s?", value) if isinstance(value, str) else None
-    number = float(found[1] or 1) if found else 0.0
-    if found is None or not 0 < number < 2**53 or (found[2] != "minute" and number != int(number)):
-        raise ValueError('such as "5 epochs", "1000 steps", "10 minutes" or never')
-    return Every(number, found[2])  # type: ignore[arg-type]
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)?\s*(epoch|step|minute)s?", value if isinstance(value, str) else "")
+    if match is not None:
+        number = float(match[1] or 1)
+        if 0 < number < 2**53 and (match[2] == "minute" or number == int(number)):
+            return Every(number, match[2])  # type: ignore[arg-type]
+    raise ValueError('such as "5 epochs", "1000 steps", "10 minutes" or never')
 
 
 Often = Annotated[Every | None, BeforeValidator(_read_every), PlainSerializer(lambda every: every and str(every))]
@@ -86,37 +88,34 @@ class FactoryConfig(Section):
     @field_validator("factory")
     @classmethod
     def _is_path(cls, value: str) -> str:
-        if len(value) > _LONGEST_PATH or not re.fullmatch(
+        if len(value) > MAX_PATH_LETTERS or not re.fullmatch(
             r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", value
         ):
             raise ValueError("an import path such as package.module:name")
         return value
 
 
-_MEANS = {
+# How people spell a precision.
+_SPELLINGS = {
     "auto": ("auto",),
     "off": ("off", "false", "no", "none", "fp32", "float32", "32", "full"),
     "tf32": ("tf32", "tensorfloat32"),
     "bf16": ("bf16", "bfloat16", "bf16-mixed", "true", "on", "yes", "amp", "mixed"),
     "fp16": ("fp16", "float16", "half", "16", "16-mixed"),
 }
-
-
-_NAMES = {word: name for name, words in _MEANS.items() for word in words}
+_PRECISIONS = {word: name for name, words in _SPELLINGS.items() for word in words}
 
 
 def _read_precision(value: Any) -> Any:
-    """The name of a precision, however a person spells it; YAML reads `off` as False and `16` as a number."""
-    word = str(value).strip().lower().removeprefix("torch.") if isinstance(value, str | bool | int) else None
-    if word not in _NAMES:
-        hint = nearest(word, _NAMES) if word and not word.isdigit() else ""
-        raise ValueError(f"one of {', '.join(_MEANS)}{hint}")
-    return _NAMES[word]
+    """The name of a precision, however it is spelled; YAML reads `off` as False and `16` as a number."""
+    word = str(value).strip().lower().removeprefix("torch.")
+    if isinstance(value, str | bool | int) and word in _PRECISIONS:
+        return _PRECISIONS[word]
+    hint = "" if word.isdigit() else nearest(word, _PRECISIONS)
+    raise ValueError(f"one of {', '.join(_SPELLINGS)}{hint}")
 
 
 PrecisionName = Annotated[Literal["auto", "off", "tf32", "bf16", "fp16"], BeforeValidator(_read_precision)]
-
-
 COMPILE_MODES = ("auto", True, False, "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -133,7 +132,7 @@ class TrainConfig(Section):
     max_steps: Count | None = None
     batch_size: Count | Literal["auto"] = 32  # samples of one optimizer step, on each rank
     accumulate: Count = 1  # pieces a batch is computed in; what is learned from it stays the same
-    memory_share: Annotated[float, Field(gt=0, le=1)] = 0.8  # of the card, for batch_size: auto
+    memory_share: Annotated[float, Field(gt=0, le=1)] = 0.8  # of the GPU, for batch_size: auto
     lr_rule: Literal["none", "linear", "sqrt"] = "none"  # how the learning rate follows from lr_batch to the batch
     lr_batch: Count | None = None  # the effective batch that the learning rate was chosen for
     precision: PrecisionName = "auto"
@@ -213,7 +212,7 @@ class TrainerConfig(Section):
         return self
 
     def unknown_best(self, metrics: Iterable[str]) -> str:
-        """What is wrong with a best checkpoint by a metric that nobody measures; "" where nothing is."""
+        """What is wrong with `checkpoint.best`, if it names a metric that is not measured; else ""."""
         known = ["loss", *metrics]
         best = self.checkpoint.best
         if "best" not in self.checkpoint.model_fields_set or best is None or best.split(".")[0] in known:
@@ -242,13 +241,13 @@ class Config(TrainerConfig):
 def load(
     path: Path, overrides: Sequence[str] = (), preset: str | None = None, notes: list[str] | None = None
 ) -> Config:
-    """The config in a file, after its preset and the overrides; what has no effect here goes to `notes`."""
+    """The config in a file, with a preset and the overrides; `notes` receives what of the preset has no effect."""
     whole = amp_is_precision(_read(path), str(path))
     if preset is not None:
         if preset not in PRESETS:
             known = ", ".join(PRESETS)
             raise UsageError(f"there is no preset {preset!r}: {known}{nearest(preset, PRESETS)}")
-        _apply_preset(whole, preset, notes if notes is not None else [])
+        _apply_preset(whole, preset, [] if notes is None else notes)
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not all(key.split(".")):
@@ -256,43 +255,41 @@ def load(
         _set(whole, "train.precision" if key == "train.amp" else key, load_yaml(value, text, _Loader))
     if len({text.partition("=")[0] for text in overrides} & {"train.amp", "train.precision"}) == 2:
         raise UsageError("train.amp and train.precision are the same setting: give one")
-    return checked(Config, amp_is_precision(whole, str(path)), str(path))
+    return validate(Config, amp_is_precision(whole, str(path)), str(path))
 
 
 def without_effect(config: Config) -> Iterator[str]:
-    """What was set to something else than its default and does nothing here, a line each."""
-    never = config.checkpoint.every is None
-    idle = {
-        "there is no data.val": [("evaluate", "every"), ("evaluate", "batch_size")] * (config.data.val is None),
-        "train.batch_size is not auto": [("train", "memory_share")] * (config.train.batch_size != "auto"),
-        "train.lr_rule is none": [("train", "lr_batch")] * (config.train.lr_rule == "none"),
-        "evaluate.every is never": [("evaluate", "batch_size")] * (config.evaluate.every is None),
-        "there is no scheduler": [("train", "scheduler_per")] * (config.scheduler is None),
-        "checkpoint.every is never": [("checkpoint", name) for name in ("keep", "best", "best_is") if never],
-    }
-    for why, keys in idle.items():
-        for section, name in keys:
+    """A line for each setting that is not at its default, but does nothing in this training."""
+    idle = (
+        (config.data.val is None, "there is no data.val", "evaluate.every evaluate.batch_size"),
+        (config.train.batch_size != "auto", "train.batch_size is not auto", "train.memory_share"),
+        (config.train.lr_rule == "none", "train.lr_rule is none", "train.lr_batch"),
+        (config.evaluate.every is None, "evaluate.every is never", "evaluate.batch_size"),
+        (config.scheduler is None, "there is no scheduler", "train.scheduler_per"),
+        (
+            config.checkpoint.every is None,
+            "checkpoint.every is never",
+            "checkpoint.keep checkpoint.best checkpoint.best_is",
+        ),
+    )
+    for is_idle, why, keys in idle:
+        for key in keys.split() if is_idle else ():
+            section, name = key.split(".")
             settings = getattr(config, section)
             if getattr(settings, name) not in (None, type(settings).model_fields[name].default):
-                yield f"{section}.{name} has no effect: {why}"
+                yield f"{key} has no effect: {why}"
 
 
-def effective(config: Config) -> str:
-    """The config as YAML, with every default in it."""
-    return _as_yaml(config.model_dump())
-
-
-def shown(config: Config) -> str:
-    """The same for a person's eyes: without secrets."""
-    return _as_yaml(redact_setting("", config.model_dump()))
-
-
-def _as_yaml(settings: dict[str, Any]) -> str:
+def as_yaml(config: Config, *, secrets: bool) -> str:
+    """The config with every default in it; without `secrets` for people to see."""
+    settings = config.model_dump()
+    if not secrets:
+        settings = redact_setting("", settings)
     return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
 
 
-def checked(kind: type[Kind], data: Any, source: str) -> Kind:
-    """`data` as a model of that kind, or a UsageError that says which key is wrong and how."""
+def validate(kind: type[Kind], data: Any, source: str) -> Kind:
+    """`data` as a config of that kind, or a UsageError that says which key is wrong and how."""
     try:
         return kind.model_validate(data)
     except ValidationError as problem:
@@ -320,7 +317,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 _AUGMENT_PRESETS = ("flatout.augment:Minimal", "flatout.augment:Standard", "flatout.augment:Strong")
 
 
-# -- the layers --------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- reading
 
 
 class _Loader(yaml_loader()):  # type: ignore[misc]
@@ -339,13 +336,15 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _mapping(data: Any, source: str) -> dict[str, Any]:
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise UsageError(f"{source}: a mapping of settings is wanted, such as  train: {{epochs: 3}}")
+        raise UsageError(f"{source}: expected a mapping of settings, such as  train: {{epochs: 3}}")
     return data
 
 
 def _apply_preset(whole: dict[str, Any], name: str, notes: list[str]) -> None:
     augment = whole.get("augment")
-    replaceable = (augment.get("factory") if isinstance(augment, dict) else augment) in _AUGMENT_PRESETS
+    if isinstance(augment, dict):
+        augment = augment.get("factory")
+    replaceable = augment in _AUGMENT_PRESETS
     for key, value in PRESETS[name].items():
         if key.startswith("augment.") and not replaceable:
             notes.append(f"preset {name}: {key}={value} has no effect, the file's augment is none of flatout's presets")
@@ -354,13 +353,15 @@ def _apply_preset(whole: dict[str, Any], name: str, notes: list[str]) -> None:
 
 
 def _set(whole: dict[str, Any], key: str, value: Any) -> None:
-    """Put a value where a dotted key points; what stood there is gone."""
+    """Put a value where a dotted key points."""
     *sections, name = key.split(".")
     for section in sections:
         inner = whole.get(section)
         if isinstance(inner, str) and ":" in inner:
             inner = {"factory": inner}
-        whole[section] = whole = dict(inner) if isinstance(inner, dict) else {}
+        if not isinstance(inner, dict):
+            inner = {}
+        whole[section] = whole = dict(inner)
     whole[name] = value
 
 
@@ -371,14 +372,14 @@ def amp_is_precision(layer: dict[str, Any], source: str) -> dict[str, Any]:
         return layer
     if "precision" in train:
         raise UsageError(f"{source}: train.amp and train.precision are the same setting: give one")
-    renamed = {"precision" if key == "amp" else key: value for key, value in train.items()}
+    renamed = {**train, "precision": train["amp"]}
+    del renamed["amp"]
     return {**layer, "train": renamed}
 
 
-# -- mistakes in words -------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- messages
 
 
-_LONGEST_KEY = 100
 _BRANCH = re.compile(r"(constrained-|function-|literal\[|lax-|list\[).*|int|str|bool|float|none")
 _WORDS = (
     (r"^(Input|Value|String|List|Dictionary) should (be )?", ""),
@@ -395,7 +396,9 @@ _WORDS = (
 def _key(error: Any) -> str:
     """The key it is about; pydantic also names the branch of a union that failed, which is no key."""
     key = ".".join(str(part) for part in error["loc"] if not _BRANCH.fullmatch(str(part)))
-    return key if len(key) <= _LONGEST_KEY else f"{key[:_LONGEST_KEY]}…"
+    if len(key) > MAX_KEY_LETTERS:
+        return f"{key[:MAX_KEY_LETTERS]}…"
+    return key
 
 
 def _in_words(kind: type[BaseModel], errors: list[dict[str, Any]]) -> str:
@@ -407,11 +410,11 @@ def _in_words(kind: type[BaseModel], errors: list[dict[str, Any]]) -> str:
         return f"{key} is missing"
     if not key:
         return str(first["ctx"]["error"])
-    wanted = " or ".join(dict.fromkeys(_wanted(error) for error in errors))
-    return f"{key} must be {wanted} (got {short(redact_setting(key, first.get('input')))})"
+    expected = " or ".join(dict.fromkeys(_expected(error) for error in errors))
+    return f"{key} must be {expected} (got {short(redact_setting(key, first.get('input')))})"
 
 
-def _wanted(error: dict[str, Any]) -> str:
+def _expected(error: dict[str, Any]) -> str:
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     text = str(error["msg"])
@@ -422,11 +425,15 @@ def _wanted(error: dict[str, Any]) -> str:
 
 def _nearest_key(kind: type[BaseModel], key: str) -> str:
     """The nearest key beside it, or else one of that name in another section."""
-    every = list(_keys(kind))
+    known_keys = list(_keys(kind))
     section, _, name = key.rpartition(".")
-    beside = [known for known in every if known.rpartition(".")[0] == section]
-    elsewhere = [known for known in every if known.rpartition(".")[2] == name]
-    return nearest(key, beside) or (f"; did you mean {elsewhere[0]}?" if elsewhere else nearest(key, every))
+    beside = [known for known in known_keys if known.rpartition(".")[0] == section]
+    elsewhere = [known for known in known_keys if known.rpartition(".")[2] == name]
+    if hint := nearest(key, beside):
+        return hint
+    if elsewhere:
+        return f"; did you mean {elsewhere[0]}?"
+    return nearest(key, known_keys)
 
 
 def _keys(kind: type[BaseModel], before: str = "") -> Iterator[str]:
@@ -438,25 +445,25 @@ def _keys(kind: type[BaseModel], before: str = "") -> Iterator[str]:
                 yield from _keys(section, f"{before}{name}.")
 
 
-# -- parts, by their import path
+# ---------------------------------------------------------------- parts, by their import path
 
 
 def build(part: FactoryConfig, where: str, *first: Any, **more: Any) -> Any:
-    """What the part's factory makes of `first`, its own arguments, and `more` where it gives none of that name."""
-    return _call(found(part.factory, f"{where}.factory"), where, first, {**more, **part.args})
+    """Call a part's factory with `first`, its own arguments, and those of `more` that it does not give itself."""
+    return _call(import_path(part.factory, f"{where}.factory"), where, first, {**more, **part.args})
 
 
-def found(path: str, where: str) -> Any:
-    """The object an import path leads to."""
+def import_path(path: str, where: str) -> Any:
+    """The object that an import path names."""
     module_name, _, names = path.partition(":")
     try:
         thing = importlib.import_module(module_name)
     except ModuleNotFoundError as problem:
         if problem.name is None or not f"{module_name}.".startswith(f"{problem.name}."):
-            raise _theirs(f"{where}: {module_name} cannot be imported", problem) from problem
+            raise _users_error(f"{where}: {module_name} cannot be imported", problem) from problem
         raise UsageError(f"{where}: there is no module {problem.name!r} (from {path!r})") from None
     except (Exception, SystemExit) as problem:
-        raise _theirs(f"{where}: {module_name} cannot be imported", problem) from problem
+        raise _users_error(f"{where}: {module_name} cannot be imported", problem) from problem
     for name in names.split("."):
         if not hasattr(thing, name):
             raise UsageError(f"{where}: {module_name} has no {name!r}{nearest(name, dir(thing))}")
@@ -465,11 +472,11 @@ def found(path: str, where: str) -> Any:
 
 
 def _call(factory: Callable[..., Any], where: str, first: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
-    arguments = {name: _made(value, f"{where}.args.{name}") for name, value in given.items()}
+    arguments = {name: _build_nested(value, f"{where}.args.{name}") for name, value in given.items()}
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):
-        signature = None  # of some built-in functions nothing is known before they are called
+        signature = None  # some built-in functions have none
     if not callable(factory):
         raise UsageError(f"{where}.factory: {factory!r} cannot be called")
     name = getattr(factory, "__qualname__", factory)
@@ -478,17 +485,17 @@ def _call(factory: Callable[..., Any], where: str, first: tuple[Any, ...], given
             signature.bind(*first, **arguments)
         except TypeError as problem:
             unknown = [name for name in arguments if name not in signature.parameters]
-            hint = nearest(unknown[0], signature.parameters) if unknown else ""
+            hint = nearest((unknown or [""])[0], signature.parameters)
             raise UsageError(f"{where}.args: {name} {problem}{hint}") from None
     try:
         return factory(*first, **arguments)
     except UsageError:
         raise
     except (Exception, SystemExit) as problem:
-        raise _theirs(f"{where}: {name} failed", problem) from problem
+        raise _users_error(f"{where}: {name} failed", problem) from problem
 
 
-def _theirs(what: str, problem: BaseException) -> UsageError:
+def _users_error(what: str, problem: BaseException) -> UsageError:
     """An error of the person's own code: they get its traceback too, from that code on."""
     frame = problem.__traceback__
     while frame is not None and (frame.tb_frame.f_code.co_filename in (__file__, importlib.__file__) or _frozen(frame)):
@@ -501,8 +508,8 @@ def _frozen(frame: Any) -> bool:
     return bool(frame.tb_frame.f_code.co_filename.startswith("<frozen importlib"))
 
 
-def _made(value: Any, where: str) -> Any:
-    """An argument, with every `{factory: …}` inside it made."""
+def _build_nested(value: Any, where: str) -> Any:
+    """An argument, with every `{factory: …}` inside it built."""
     if isinstance(value, dict):
         if "factory" in value and set(value) <= {"factory", "args"}:
             try:
@@ -513,13 +520,13 @@ def _made(value: Any, where: str) -> Any:
                 words = wrong["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
                 raise UsageError(f"{key} must be {words} (got {short(wrong['input'])})") from None
             return build(part, where)
-        return {key: _made(inner, f"{where}.{key}") for key, inner in value.items()}
+        return {key: _build_nested(inner, f"{where}.{key}") for key, inner in value.items()}
     if isinstance(value, list):
-        return [_made(inner, f"{where}[{place}]") for place, inner in enumerate(value)]
+        return [_build_nested(inner, f"{where}[{place}]") for place, inner in enumerate(value)]
     return value
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean …?", if something like it is known."""
-    close = difflib.get_close_matches(word, [name for name in known if not name.startswith("_")], n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
+    """ "; did you mean …?", if something like it is known; else ""."""
+    public = [name for name in known if not name.startswith("_")]
+    return "".join(f"; did you mean {close}?" for close in difflib.get_close_matches(word, public, n=1, cutoff=0.6))

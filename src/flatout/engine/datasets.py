@@ -15,40 +15,41 @@ from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
-from torch.utils.data import DataLoader as StockLoader
+from torch.utils.data import DataLoader as PyTorchLoader
 
 from flatout.engine.chained_epochs import ChainedEpochs
 from flatout.engine.checkpoint import random_state, set_random_state
-from flatout.engine.config import DataConfig, TrainConfig, build, found
+from flatout.engine.config import DataConfig, FactoryConfig, TrainConfig, build, import_path
 from flatout.engine.ranks import Ranks
 from flatout.feed import DataLoader, feed_of, to_device
 from flatout.model.errors import UsageError
 
 
-def datasets(config: DataConfig) -> tuple[Any, Any]:
+def build_datasets(config: DataConfig) -> tuple[Any, Any]:
     """The training and the validation data; None where there is none to validate with."""
-    train = build(config.train, "data.train", **config.args)
-    val = build(config.val, "data.val", **config.args) if config.val is not None else None
-    made = {"train": train} if config.val is None else {"train": train, "val": val}
-    for name, dataset in made.items():
-        if not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__getitem__"):
-            raise UsageError(f"data.{name}: a data set is wanted, {type(dataset).__name__} is none")
-    return train, val
+    train = _build_dataset(config, config.train, "data.train")
+    return train, None if config.val is None else _build_dataset(config, config.val, "data.val")
+
+
+def _build_dataset(config: DataConfig, part: FactoryConfig, where: str) -> Any:
+    dataset = build(part, where, **config.args)
+    if not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__getitem__"):
+        raise UsageError(f"{where}: expected a data set, {type(dataset).__name__} is none")
+    return dataset
 
 
 def train_loader(
     config: DataConfig, dataset: Any, batch_size: int, seed: int, ranks: Ranks, epochs: int
 ) -> DataLoader[Any]:
-    """Batches to learn from. Their order follows from the seed and the epoch alone.
-
-    Workers go on from one epoch to the next without a stop; without workers there is nothing to go on.
-    """
+    """Batches to learn from; with workers, all epochs are one pass."""
     options = _options(config)
     if isinstance(dataset, IterableDataset):  # it decides the order, and who gets what
         return DataLoader(dataset, batch_size, drop_last=config.drop_last, **options)
     if batch_size * ranks.world > len(dataset) and config.drop_last:
-        whole = f"{batch_size} x {ranks.world}" if ranks.world > 1 else str(batch_size)
-        raise UsageError(f"train.batch_size: {whole} is more than the {len(dataset)} samples of data.train")
+        of_ranks = f" x {ranks.world}" * (ranks.world > 1)
+        raise UsageError(
+            f"train.batch_size: {batch_size}{of_ranks} is more than the {len(dataset)} samples of data.train"
+        )
     sampler: DistributedSampler[Any] = DistributedSampler(
         dataset, ranks.world, ranks.rank, shuffle=config.shuffle, seed=seed, drop_last=config.drop_last
     )
@@ -59,20 +60,21 @@ def train_loader(
 
 
 def val_loader(config: DataConfig, dataset: Any, batch_size: int, ranks: Ranks, shared: bool) -> DataLoader[Any]:
-    """Batches to validate with, in order; if `shared`, each rank has every so-manieth sample."""
-    if not shared or isinstance(dataset, IterableDataset):
-        return DataLoader(dataset, batch_size, **_options(config))
-    return DataLoader(dataset, batch_size, sampler=range(ranks.rank, len(dataset), ranks.world), **_options(config))
+    """Batches to validate with, in order; if `shared`, each rank has a part of the samples."""
+    sampler = None
+    if shared and not isinstance(dataset, IterableDataset):
+        sampler = range(ranks.rank, len(dataset), ranks.world)
+    return DataLoader(dataset, batch_size, sampler=sampler, **_options(config))
 
 
 def may_begin_early(val_loader: Any, train_loader: Any) -> bool:
     """Whether a pass over the validation data can begin while one over the training data goes on, and gains by it."""
-    if not isinstance(val_loader, StockLoader) or val_loader is train_loader:
-        return False  # another's own may share something with the training's
+    if not isinstance(val_loader, PyTorchLoader) or val_loader is train_loader:
+        return False  # the caller's own may share something with the training's
     return val_loader.num_workers > 0 and not isinstance(val_loader.dataset, IterableDataset)
 
 
-def steps_an_epoch(loader: Any) -> int | None:
+def steps_per_epoch(loader: Any) -> int | None:
     """How many batches there are, if that is known: a stream need not have a length."""
     try:
         return len(loader)
@@ -82,23 +84,32 @@ def steps_an_epoch(loader: Any) -> int | None:
 
 def steps_in_all(train: TrainConfig, loader: Any) -> int | None:
     """How many steps the whole training has, if that is known."""
-    an_epoch = steps_an_epoch(loader)
-    if an_epoch is None:
+    per_epoch = steps_per_epoch(loader)
+    if per_epoch is None:
         return train.max_steps
-    steps = train.epochs * an_epoch
+    steps = train.epochs * per_epoch
     return min(steps, train.max_steps or steps)
 
 
 def _options(config: DataConfig) -> dict[str, Any]:
-    collate = found(config.collate, "data.collate") if config.collate is not None else None
-    return {"num_workers": config.workers, "collate_fn": collate, "on_bad_sample": config.on_bad_sample}
+    options = {"num_workers": config.workers, "on_bad_sample": config.on_bad_sample}
+    if config.collate is not None:
+        options["collate_fn"] = import_path(config.collate, "data.collate")
+    return options
+
+
+def end_workers(loader: Any) -> None:
+    """End the processes behind a loader of ours."""
+    feed = feed_of(loader) if isinstance(loader, PyTorchLoader) else None
+    if feed is not None:
+        feed.close()
 
 
 _END = object()
 
 
 class Batches:
-    """What a training learns from. `waited_s` counts the time it had to wait for them."""
+    """The batches that a training learns from, on the device. `waited_s` is the time it waited for them."""
 
     def __init__(
         self,
@@ -111,14 +122,15 @@ class Batches:
         self.waited_s = 0.0
         self._device, self._say = device, say
         self._on_device = to_device(loader, device, convert=convert)
-        self._endless = isinstance(getattr(loader, "batch_sampler", None), ChainedEpochs)
+        self._one_pass = isinstance(getattr(loader, "batch_sampler", None), ChainedEpochs)
+        self._begins_anywhere = isinstance(loader, DataLoader) and loader.num_workers > 0
         self._pass: Iterator[Any] | None = None  # over all epochs
         self._epoch_random: dict[str, Any] = {}
         self._resumed: dict[str, Any] | None = None
 
     def of_epoch(self, epoch: int, done: int) -> Iterator[Any]:
         """What is left of an epoch of which so many batches are done."""
-        batches = self._begun(epoch, done)
+        batches = self._begin(epoch, done)
         while True:
             started = time.perf_counter()
             batch = next(batches, _END)
@@ -129,75 +141,70 @@ class Batches:
 
     def state(self) -> dict[str, Any]:
         """What it takes to go on from here."""
-        return {
-            "random": random_state(self._device),
-            "epoch_random": self._epoch_random,
-            "loader": self._on_device.state_dict() if self._begins_anywhere() else {},
-            "batches": len(self._on_device) if self._endless else None,
-        }
+        state: dict[str, Any] = {"random": random_state(self._device), "epoch_random": self._epoch_random}
+        state |= {"loader": {}, "batches": None}
+        if self._begins_anywhere:
+            state["loader"] = self._on_device.state_dict()
+        if self._one_pass:
+            state["batches"] = len(self._on_device)
+        return state
 
     def resume(self, state: dict[str, Any]) -> None:
         """Have the next epoch go on from where `state` was taken."""
         self._resumed = state
 
     def close(self) -> None:
-        """End the workers, which would live as long as the loader; iterated again, it has new ones."""
+        """End the workers, which would live as long as the loader; iterated again, it starts new ones."""
         self._pass = None
         end_workers(self.loader)
 
-    def _begun(self, epoch: int, done: int) -> Iterator[Any]:
-        if not self._endless:
+    def _begin(self, epoch: int, done: int) -> Iterator[Any]:
+        if not self._one_pass:
             return self._new_pass(epoch, done)
         if self._pass is None:
             self._pass = self._new_pass(epoch, done)
         else:
             self._epoch_random = random_state(self._device)
-            _draw_as_a_new_pass()
+            _draw_as_for_a_new_pass()
         return itertools.islice(self._pass, max(0, len(self._on_device) - done))
 
     def _new_pass(self, epoch: int, done: int) -> Iterator[Any]:
-        loader, resumed, self._resumed = self.loader, self._resumed, None
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None), batch_sampler):
+        resumed, self._resumed = self._resumed, None
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        for sampler in (getattr(self.loader, "sampler", None), getattr(batch_sampler, "sampler", None), batch_sampler):
             if sampler is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-        if resumed is None or (done == 0 and not self._endless):
+        if resumed is None or (done == 0 and not self._one_pass):
             if resumed is not None:
                 set_random_state(resumed["random"], self._device)
             self._epoch_random = random_state(self._device)
-            batches = iter(self._on_device)
-            next(itertools.islice(batches, done, done), None)  # of an epoch that an exception has ended
-            return batches
+            return self._skip(done)  # done is not 0 in an epoch that an exception has ended
         self._epoch_random = resumed["epoch_random"] if done else resumed["random"]
-        if self._begins_anywhere() and "base_seed" in resumed["loader"]:
-            assert isinstance(loader, DataLoader)
-            place = resumed["loader"]
-            if self._endless and resumed.get("batches") != len(self._on_device):  # batches are of another size
-                place = {**place, "yielded": epoch * len(self._on_device) + min(done, len(self._on_device))}
-            loader.load_state_dict(place)
+        place = resumed["loader"]
+        if self._begins_anywhere and "base_seed" in place:
+            assert isinstance(self.loader, DataLoader)
+            length = len(self._on_device) if self._one_pass else 0
+            if self._one_pass and resumed.get("batches") != length:  # batches have another size now
+                place = {**place, "yielded": epoch * length + min(done, length)}
+            self.loader.load_state_dict(place)
             batches = iter(self._on_device)
         else:
             if done:
                 self._say(f"going forward {done} batches of a loader that cannot begin in the middle")
             set_random_state(self._epoch_random, self._device)
-            batches = iter(self._on_device)
-            next(itertools.islice(batches, done, done), None)
+            batches = self._skip(done)
         set_random_state(resumed["random"], self._device)
         if not done:
-            _draw_as_a_new_pass()
+            _draw_as_for_a_new_pass()
         return batches
 
-    def _begins_anywhere(self) -> bool:
-        return isinstance(self.loader, DataLoader) and self.loader.num_workers > 0
+    def _skip(self, count: int) -> Iterator[Any]:
+        """A pass without its first batches."""
+        batches = iter(self._on_device)
+        next(itertools.islice(batches, count, count), None)
+        return batches
 
 
-def _draw_as_a_new_pass() -> None:
-    """Dropout is the same with one pass over all epochs as with one for each, and after a resume."""
+def _draw_as_for_a_new_pass() -> None:
+    """PyTorch's loader draws a seed for each pass: dropout has to be the same with one pass over all epochs."""
     torch.empty((), dtype=torch.int64).random_()
-
-
-def end_workers(loader: Any) -> None:
-    """End the processes behind a loader, if it has any of ours."""
-    feed = feed_of(loader) if isinstance(loader, StockLoader) else None
-    if feed is not None:
-        feed.close()

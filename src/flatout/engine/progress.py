@@ -34,9 +34,9 @@ from flatout.sample.gpu import Gpus
 
 @dataclass(frozen=True, slots=True)
 class LossSummary:
-    """What the losses of some steps came to; those that are no numbers are counted, not summed."""
+    """The losses of some steps; NaN and infinity are counted, not summed."""
 
-    then: dict[str, Any]  # what was so when reading began
+    then: dict[str, Any]  # what the caller noted when reading began
     last_step: int
     total: float
     count: int
@@ -47,7 +47,7 @@ class LossSummary:
 
 
 class LossReader:
-    """Losses where they were computed, until they are wanted: nothing is launched for them, nothing waits."""
+    """Keeps losses on the device until they are read: nothing is launched for them, nothing waits."""
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
@@ -56,7 +56,7 @@ class LossReader:
         self.begun: tuple[Tensor, torch.cuda.Event | None, dict[str, Any], int, int, float] | None = None
 
     def add(self, step: int, loss: Tensor, rows: int) -> None:
-        """One more. The first of a training tells nothing of its speed: workers start, and the compiler."""
+        """One more. The time starts with the first, in which workers and the compiler start."""
         self._kept.append(loss)
         self._last = step
         if self._since is None:
@@ -65,7 +65,7 @@ class LossReader:
             self._samples += rows
 
     def begin_reading(self, then: dict[str, Any]) -> None:
-        """Start to bring them to the host; to be read a step later, when that is done."""
+        """Start to copy them to the host; `read` returns them a step later."""
         if not self._kept or self.begun is not None or self._since is None:
             return
         values = torch.stack([loss.float() for loss in self._kept])
@@ -79,30 +79,30 @@ class LossReader:
         self._kept, self._samples, self._since = [], 0, now
 
     def read(self) -> LossSummary | None:
-        """What was begun to be read."""
+        """The losses whose reading began."""
         if self.begun is None:
             return None
         values, event, then, last, samples, seconds = self.begun
         self.begun = None
         if event is not None:
             event.synchronize()
-        numbers = values.tolist()
-        good = [number for number in numbers if math.isfinite(number)]
-        bad = [place for place, number in enumerate(numbers) if not math.isfinite(number)]
+        numbers = dict(enumerate(values.tolist(), last + 1 - len(values)))
+        good = [number for number in numbers.values() if math.isfinite(number)]
+        bad = [step for step, number in numbers.items() if not math.isfinite(number)]
         return LossSummary(
             then=then,
             last_step=last,
             total=math.fsum(good),
             count=len(good),
             bad=len(bad),
-            first_bad=last - len(numbers) + 1 + bad[0] if bad else None,
+            first_bad=min(bad, default=None),
             samples=samples,
             seconds=max(seconds, 1e-9),
         )
 
 
 Row = Mapping[str, float | int | None]
-# What matters most comes first: beside the bar of a narrow terminal there is no room for all of it.
+# The most important first: a narrow terminal has no room for all of it beside the bar.
 _SHOWN: dict[str, Callable[[float], str]] = {
     "loss": lambda loss: f"loss {in_full(loss)}",
     "samples_per_s": lambda speed: f"{in_full(speed)} samples/s",
@@ -111,7 +111,7 @@ _SHOWN: dict[str, Callable[[float], str]] = {
     "memory_gb": "{:.1f} GB".format,
 }
 _KINDS = ("train", "validation")
-_SHORTEST_BAR, _TIME_LEFT = 8, len("-:--:--")
+_MIN_BAR, _TIME_LEFT = 8, len("-:--:--")
 
 
 class Reporter:
@@ -127,8 +127,8 @@ class Reporter:
         self._gpus: Gpus | None = None
         self._unwritten: set[str] = set()
         for name in _OPEN if speaks else ():
-            if getattr(config, name):  # a mistake that is told before there is a folder
-                _needed(name, name)
+            if getattr(config, name):  # a mistake is reported before there is a folder
+                _import_logger(name, name)
 
     def begin(self, step: int, last: int | None, settings: Mapping[str, Any]) -> None:
         """Training starts at `step` and ends at `last`, if that is known."""
@@ -154,23 +154,25 @@ class Reporter:
             self._bar.start()
 
     def say(self, text: str, *, always: bool = True) -> None:
-        """One line, above the bar; what is not for `always` is left out when quiet."""
+        """One line, above the bar; without `always`, not when quiet."""
         if self._speaks and (always or not self._config.quiet):
-            with self._going_on():
+            with self._survive_stdout():
                 self._console.print(redact_text(text), markup=False)
 
     def trained(self, step: int, row: dict[str, Any]) -> None:
         """How training went since the last time."""
         if not self._speaks:
             return
-        row |= {"sm_active_pct": self._sm_active(), "memory_gb": _memory_gb()}
+        row |= {"sm_active_pct": self._sm_active(), "memory_gb": None}
+        if torch.cuda.is_initialized():
+            row["memory_gb"] = torch.cuda.memory_reserved() / 1e9
         self._write("train", step, row)
         words = [form(row[name]) for name, form in _SHOWN.items() if row.get(name) is not None]
         if self._bar is not None:
-            room = self._console.width - len(f"step {step}  ") - _SHORTEST_BAR - len("  ") - _TIME_LEFT
+            room = self._console.width - len(f"step {step}  ") - _MIN_BAR - len("  ") - _TIME_LEFT
             while len("  ".join(words)) > room and len(words) > 1:
                 words.pop()
-            with self._going_on():
+            with self._survive_stdout():
                 self._bar.update(self._task, completed=step, text="  ".join(words), refresh=True)
         else:
             self.say("  ".join([f"epoch {row['epoch']}", f"step {step}", *words]), always=False)
@@ -185,7 +187,7 @@ class Reporter:
     def end(self) -> None:
         """Close everything."""
         if self._bar is not None:
-            with self._going_on():
+            with self._survive_stdout():
                 self._bar.stop()
             self._bar = None
         for close in self._close:
@@ -193,8 +195,8 @@ class Reporter:
         self._close.clear()
 
     @contextlib.contextmanager
-    def _going_on(self) -> Iterator[None]:
-        """A stdout that takes nothing more (a full disk, a reader who left) costs what is said, not the training."""
+    def _survive_stdout(self) -> Iterator[None]:
+        """A stdout that cannot be written to (a full disk, a closed pipe) does not end the training."""
         try:
             yield
         except OSError as problem:
@@ -207,7 +209,7 @@ class Reporter:
         for sink in self._sinks:
             try:
                 sink(kind, step, row)
-            except OSError as problem:  # a full disk is no reason to end a training
+            except OSError as problem:  # a full disk does not end the training
                 why = problem.strerror or str(problem)
                 if why not in self._unwritten:
                     self._unwritten.add(why)
@@ -218,11 +220,11 @@ class Reporter:
             file.write(json.dumps({"kind": kind, "step": step, **row}) + "\n")
 
     def _forget_after(self, step: int) -> None:
-        """Drop the rows of steps that were lost and are taken again, and a line that a full disk has cut off."""
+        """Drop the rows of steps that are taken again after a resume, and a line that a full disk has cut off."""
         for path in (self._folder / "metrics.jsonl", *(self._folder / f"{kind}.csv" for kind in _KINDS)):
             with contextlib.suppress(FileNotFoundError):
                 lines = path.read_text().splitlines(keepends=True)
-                kept = [line for line in lines if _is_told_by(step, line)]
+                kept = [line for line in lines if _is_row_until(step, line)]
                 if kept != lines:
                     write_whole(path, "".join(kept))
 
@@ -239,26 +241,24 @@ class Reporter:
         if self._gpus is None:
             return None
         uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-        return next((c.sm_active_pct for c in self._gpus.read(time.monotonic()) if c.uuid.endswith(uuid)), None)
+        return next((gpu.sm_active_pct for gpu in self._gpus.read(time.monotonic()) if gpu.uuid.endswith(uuid)), None)
 
 
-def _is_told_by(step: int, line: str) -> bool:
-    """Whether a line of JSON or CSV is whole, and of a step up to this one; a heading is."""
+def _is_row_until(step: int, line: str) -> bool:
+    """Whether a line of JSON or CSV is whole, and of a step up to this one, or a heading."""
     try:
-        first = json.loads(line)["step"] if line.startswith("{") else line.partition(",")[0]
+        first = line.partition(",")[0]
+        if line.startswith("{"):
+            first = json.loads(line)["step"]
         return line.endswith("\n") and (first == "step" or int(first) <= step)
     except ValueError:
         return False
 
 
-def _memory_gb() -> float | None:
-    return torch.cuda.memory_reserved() / 1e9 if torch.cuda.is_initialized() else None
+# ---------------------------------------------------------------- other loggers, each as (write, close)
 
 
-# -- other people's loggers: (write, close), or a UsageError where one is not installed --------------------------------
-
-
-def _needed(module: str, key: str) -> Any:
+def _import_logger(module: str, key: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -270,7 +270,7 @@ def _numbers(kind: str, row: Row) -> dict[str, float]:
 
 
 def _tensorboard(folder: Path, settings: Mapping[str, Any]) -> Any:
-    writer = _needed("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder / "tensorboard"))
+    writer = _import_logger("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder / "tensorboard"))
 
     def write(kind: str, step: int, row: Row) -> None:
         for name, value in _numbers(kind, row).items():
@@ -280,12 +280,12 @@ def _tensorboard(folder: Path, settings: Mapping[str, Any]) -> Any:
 
 
 def _wandb(folder: Path, settings: Mapping[str, Any]) -> Any:
-    run = _needed("wandb", "wandb").init(dir=str(folder), config=dict(settings), resume="allow", id=folder.name)
+    run = _import_logger("wandb", "wandb").init(dir=str(folder), config=dict(settings), resume="allow", id=folder.name)
     return (lambda kind, step, row: run.log(_numbers(kind, row), step=step)), run.finish
 
 
 def _mlflow(folder: Path, settings: Mapping[str, Any]) -> Any:
-    mlflow = _needed("mlflow", "mlflow")
+    mlflow = _import_logger("mlflow", "mlflow")
     mlflow.start_run(run_name=folder.name)
     mlflow.log_dict(dict(settings), "config.yaml")
     return (lambda kind, step, row: mlflow.log_metrics(_numbers(kind, row), step=step)), mlflow.end_run

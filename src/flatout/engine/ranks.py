@@ -26,7 +26,7 @@ _AT_ONCE_S = 1.0
 
 
 class Ranks:
-    """This process among those that train together; alone, everything is agreed at once."""
+    """This process among those that train together; a single one agrees with itself."""
 
     def __init__(self, device_type: str) -> None:
         self.world = int(os.environ.get("WORLD_SIZE", "1") or 1)
@@ -44,7 +44,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is the one that writes and speaks."""
+        """Whether this is the rank that writes and speaks."""
         return self.rank == 0
 
     def total(self, values: Iterable[float]) -> list[float]:
@@ -52,7 +52,7 @@ class Ranks:
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def highest(self, values: Iterable[float]) -> list[float]:
-        """The highest of any rank."""
+        """The highest values of any rank."""
         return self._reduced(values, dist.ReduceOp.MAX)
 
     def _reduced(self, values: Iterable[float], how: Any) -> list[float]:
@@ -63,7 +63,7 @@ class Ranks:
         return numbers.tolist()
 
     def gathered(self, thing: Any) -> list[Any]:
-        """What every rank has, in their order."""
+        """What every rank has, in the order of the ranks."""
         if self._host is None:
             return [thing]
         things: list[Any] = [None] * self.world
@@ -71,7 +71,7 @@ class Ranks:
         return things
 
     def leave(self) -> None:
-        """End the group that was begun here."""
+        """End the process group that was started here."""
         if self._ours:
             dist.destroy_process_group()
             self._ours = False
@@ -84,11 +84,11 @@ def lost_contact(problem: BaseException) -> bool:
 
 
 class Interrupts:
-    """SIGTERM and Ctrl-C as a wish to stop; a second one, a moment later, ends the process as ever. (The same one often
-    comes twice at once: to the process group, and from whoever started us.)
+    """SIGTERM and Ctrl-C as a request to stop after this step; a second one, over a second later, ends the process.
 
-    A rank that stands in a collective with one that died hears no Python handler: of several that nobody else watches,
-    a thread that the signal wakes ends it, if the loop does not come by in time.
+    (The same signal often comes twice at once: to the process group, and from the launcher.) A rank that waits in a
+    collective for one that died runs no Python signal handler: a thread, woken by the signal, ends the process if the
+    loop has not noticed the request in time.
     """
 
     def __init__(self, ranks: int = 1) -> None:
@@ -99,7 +99,7 @@ class Interrupts:
         self._before: dict[int, Any] = {}
 
     def heard(self) -> bool:
-        """Whether to stop; the loop asks at every step."""
+        """Whether to stop; the loop asks at every step, and so shows that this rank is alive."""
         if self.asked is not None:
             self._heard.set()
         return self.asked is not None
@@ -122,7 +122,7 @@ class Interrupts:
             self._before = {}
             signal.set_wakeup_fd(self._wakeup)
             self._heard.set()
-            os.write(self._write, bytes([signal.SIGTERM]))  # the thread is to see that all is over
+            os.write(self._write, bytes([signal.SIGTERM]))  # ends the thread
             self._thread.join()
             os.close(self._write)
             os.close(self._read)
@@ -145,7 +145,7 @@ class Interrupts:
 
 
 def _leave_children_alone() -> None:
-    """A loader worker that is forked is none of those that are to stop in good order."""
+    """A forked loader worker does not stop by request: SIGTERM ends it."""
     handler = signal.getsignal(signal.SIGTERM)
     if isinstance(getattr(handler, "__self__", None), Interrupts):
         signal.set_wakeup_fd(-1)

@@ -26,15 +26,21 @@ from flatout.engine.config import TrainConfig
 from flatout.engine.model_setup import Precision
 from flatout.model.errors import FlatoutError, UsageError
 
-WARM, TIMED = 6, 12  # steps of each form: until it is compiled, captured and tuned; that are measured
-WORTH = 1.05  # by so much eager has to be faster
+WARM, TIMED = 6, 12  # steps of each form: until it is compiled, captured and tuned; then those that are measured
+MIN_EAGER_GAIN = 1.05
 ODD_ONE_IN, ODD_ANYWAY = 8, 2  # batches of another shape that may be: a share, and so many at the start
+_FIRST_SCALE = 65536.0  # torch's own
 
 Shapes = tuple[torch.Size, ...]  # of the tensors in a batch
 
 
 class GraphsOrEager:
-    """The form of every step of one training; `contest`: whether it is open yet which one is faster."""
+    """Whether a model that was captured as CUDA graphs takes a step as graphs, or eagerly.
+
+    Compiling does not always pay: torch's compiler stops before an LSTM and goes on behind it, at a cost in every
+    step. So with `contest` both forms are measured at the start, and training goes on with the faster one. A batch of
+    another shape, such as an epoch's last, is eager; where many have another shape, graphs are no good.
+    """
 
     def __init__(self, *, contest: bool) -> None:
         self.contest = contest
@@ -58,40 +64,41 @@ class GraphsOrEager:
     def turn(self, shapes: Shapes) -> Iterator[None]:
         """One step's forward and backward pass over a batch of these shapes."""
         self._seen[shapes] += 1
-        usual = max(self._seen, key=lambda known: self._seen[known])  # of those that were as often, the first
+        usual = max(self._seen, key=lambda known: self._seen[known])  # the first of those that were as often
         if self._usual is not None and usual != self._usual:
-            torch.compiler.reset()  # a training that began with a batch of another shape: compiled for that
+            torch.compiler.reset()  # the training began with a batch of another shape, and was compiled for that
             self._measured, self._times = 0, ([], [])
         self._usual = usual
-        odd = shapes != usual
-        eager = self.eager
-        measured = self.contest and not odd and self._measured < 2 * (WARM + TIMED)
-        begin = _now() if measured else None
-        with torch.compiler.set_stance("force_eager") if eager or odd else contextlib.nullcontext():
+        eager, odd = self.eager, shapes != usual
+        if not self.contest or odd or self._measured >= 2 * (WARM + TIMED):
+            with _stance(eager or odd):
+                yield
+            return
+        begin = _event()
+        with _stance(eager):
             yield
-        if begin is not None:
-            if self._measured % (WARM + TIMED) >= WARM:
-                self._times[eager].append((begin, _now()))
-            self._measured += 1
+        if self._measured % (WARM + TIMED) >= WARM:
+            self._times[eager].append((begin, _event()))
+        self._measured += 1
 
     def result(self) -> tuple[float, float] | None:
-        """Milliseconds of a step as graphs and of an eager one, once, when the card has come to the last of them."""
+        """Milliseconds of a step as graphs and of an eager one; once, when the GPU has come to the last of them."""
         if not self.contest or len(self._times[True]) < TIMED or not self._times[True][-1][1].query():
             return None
         self.contest = False
         captured, eager = ([a.elapsed_time(b) for a, b in side] for side in self._times)
-        # The quarter that went best ends there: an X-ray may slow the others.
+        # The fastest quarter of the steps: an X-ray may slow the others.
         return statistics.quantiles(captured, n=4)[0], statistics.quantiles(eager, n=4)[0]
 
 
-def _now() -> torch.cuda.Event:
-    """As the card has it, so that nothing waits."""
-    event = torch.cuda.Event(enable_timing=True)
+def _stance(eager: bool) -> contextlib.AbstractContextManager[Any]:
+    return torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext()
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # the time on the GPU, so that nothing waits
     event.record()
     return event
-
-
-_UNDER_SCALING = 65536.0  # torch's own start
 
 
 class TrainStep:
@@ -111,11 +118,11 @@ class TrainStep:
         self.model, self.criterion, self.optimizer = model, criterion, optimizer
         self.precision = precision
         self.accumulate = config.accumulate
-        self.scaler = torch.amp.GradScaler(precision.device.type, _UNDER_SCALING, enabled=precision.scaled)
+        self.scaler = torch.amp.GradScaler(precision.device.type, _FIRST_SCALE, enabled=precision.scaled)
         self._clip_norm, self._on_nan = config.clip_norm, config.on_nan
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._say = say
-        # Of a model captured as CUDA graphs: gradients are theirs, and written over by the next pass.
+        # The gradients of a captured model are in the graphs' memory, and written over by the next pass.
         self._captured = list(model.parameters()) if form is not None else []
         self._form = form
         self._uncaptured_mode = {"max-autotune": "max-autotune-no-cudagraphs"}.get(str(config.compile))
@@ -124,20 +131,22 @@ class TrainStep:
     def __call__(self, batch: Any) -> Tensor:
         """The loss of `batch`, on its device; the weights have learned from it."""
         while True:
+            turn = self._form.turn(shapes_in(batch)) if self._form is not None else contextlib.nullcontext()
             try:
-                with self._form.turn(shapes_in(batch)) if self._form is not None else contextlib.nullcontext():
+                with turn:
                     loss = self._gradients(batch)
                 break
             except Exception as problem:
                 repair = self._repair(problem, batch)
                 if repair is None:
                     raise
-            # Out of the except block: its traceback has kept the failed pass's tensors alive.
+            # Outside the except block: its traceback has kept the failed pass's tensors alive.
             self._say(repair)
             if self.precision.device.type == "cuda":
                 torch.cuda.empty_cache()
         self._update()
-        self._settle()
+        if self._form is not None:
+            self._settle(self._form)
         return loss
 
     def forward(self, batch: Any, model: nn.Module | None = None) -> tuple[Tensor, Any, Any]:
@@ -151,72 +160,69 @@ class TrainStep:
             output = model(*inputs)
             loss = self.criterion(output, target)
             if not isinstance(loss, Tensor):
-                raise UsageError(f"criterion: a tensor is wanted as the loss (got {loss!r})")
+                raise UsageError(f"criterion: expected a tensor as the loss (got {loss!r})")
             return loss, output, target
 
     def _gradients(self, batch: Any) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
-        for parameter in self._captured:  # with those that the optimizer leaves alone, which would be added to
+        for parameter in self._captured:  # also of those that the optimizer leaves alone, which would be added to
             parameter.grad = None
         rows, parts = batch_rows(batch), pieces(batch, self.accumulate)
         losses = []
-        for number, part in enumerate(parts, 1):
-            last = number == len(parts)
-            new = [parameter for parameter in self._captured if parameter.grad is None] if not last else []
-            with self._unexchanged(not last):
+        for part in parts:
+            last = part is parts[-1]
+            new = [parameter for parameter in self._captured if parameter.grad is None and not last]
+            with contextlib.ExitStack() as stack:
+                if not last and isinstance(self.model, DistributedDataParallel):
+                    stack.enter_context(self.model.no_sync())  # gradients go to the other ranks with the last piece
                 loss = self.forward(part)[0]
                 if len(parts) > 1:
                     loss = loss * (batch_rows(part) / rows)
                 self._exchanging = last
                 self.scaler.scale(loss).backward()
                 self._exchanging = False
-            for parameter in new:  # its gradient is the graphs' own memory, if it has one
-                parameter.grad = parameter.grad.clone() if parameter.grad is not None else None
-            # What the model returned may be written over too, and a criterion may hand it on.
-            losses.append(loss.detach().clone() if self._captured or self.criterion is None else loss.detach())
+            for parameter in new:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
+            loss = loss.detach()
+            if self._captured or self.criterion is None:  # what the model returned may be written over too
+                loss = loss.clone()
+            losses.append(loss)
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
-    def _unexchanged(self, yes: bool) -> contextlib.AbstractContextManager[Any]:
-        """Gradients go to the other ranks with the last piece only."""
-        if yes and isinstance(self.model, DistributedDataParallel):
-            return self.model.no_sync()
-        return contextlib.nullcontext()
-
     def _update(self) -> None:
-        if self._clip_norm is not None or (self._on_nan == "skip" and not self.precision.scaled):
+        checks_norm = self._on_nan == "skip" and not self.precision.scaled  # a scaler skips such steps itself
+        if self._clip_norm is not None or checks_norm:
             self.scaler.unscale_(self.optimizer)
             norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_norm or math.inf)
-            # Gradients have been averaged over the ranks: all of them see the same norm. A scaler skips by itself.
-            if self._on_nan == "skip" and not self.precision.scaled and not bool(norm.isfinite()):
+            if checks_norm and not bool(norm.isfinite()):  # of averaged gradients: all ranks see the same norm
                 self.optimizer.zero_grad(set_to_none=True)
                 return
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
-    def _settle(self) -> None:
-        result = self._form.result() if self._form is not None else None
-        if result is not None and result[0] > WORTH * result[1] and self._done_without_compiler():
-            torch.compiler.reset()  # and give the graphs' memory back
-            captured, eager = result
+    def _settle(self, form: GraphsOrEager) -> None:
+        """Go on eagerly if that is faster, or without graphs if batches have many shapes."""
+        captured, eager = form.result() or (0.0, 0.0)
+        if captured > MIN_EAGER_GAIN * eager and self._remove_compiler():
+            torch.compiler.reset()  # which gives the graphs' memory back
             self._say(f"train.compile: off from here on, a step takes {captured:.1f} ms compiled and {eager:.1f} eager")
-        if self._form is not None and self._form.varied and self._done_without_compiler():
+        elif form.varied and self._remove_compiler():
             torch.compiler.reset()
             self._bare.forward = torch.compile(self._bare.forward, mode=self._uncaptured_mode)
             self._say("train.compile: on, without CUDA graphs from here on: batches have many shapes")
 
-    def _done_without_compiler(self) -> bool:
+    def _remove_compiler(self) -> bool:
         """Go on eagerly; whether the model was compiled until now."""
         for parameter in self._captured:
-            parameter.grad = None  # it lies in the graphs' memory
+            parameter.grad = None  # it is in the graphs' memory
         self._form, self._captured = None, []
-        return uncompiled(self._bare)
+        return uncompile(self._bare)
 
     @property
     def _bare(self) -> nn.Module:
         model: nn.Module = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
         return model
-
-    # -- what can be mended -----------------------------------------------------------------------------------------
 
     def _repair(self, problem: Exception, batch: Any) -> str | None:
         """Change what can be changed so that the step can be repeated; what was done, or None."""
@@ -232,12 +238,13 @@ class TrainStep:
                 "train.compile=true compiles without them"
             ) from problem
         from_compiler = type(problem).__module__.startswith(("torch._dynamo", "torch._inductor", "triton"))
-        if from_compiler and self._done_without_compiler():
-            why = (str(problem).strip().splitlines() or [""])[:2]
-            return f"train.compile: off from here on, torch.compile failed ({type(problem).__name__}: {' '.join(why)})"
+        if from_compiler and self._remove_compiler():
+            why = " ".join(str(problem).strip().splitlines()[:2])
+            return f"train.compile: off from here on, torch.compile failed ({type(problem).__name__}: {why})"
         return None
 
     def _halve(self, batch: Any, exchanging: bool) -> str:
+        """Compute a batch in twice as many pieces from here on."""
         rows = batch_rows(batch)
         size = math.ceil(rows / self.accumulate)
         if size <= 1:
@@ -262,7 +269,7 @@ def is_compiled(model: nn.Module) -> bool:
     return hasattr(model.forward, "_torchdynamo_orig_callable")
 
 
-def uncompiled(model: nn.Module) -> bool:
+def uncompile(model: nn.Module) -> bool:
     """Take the compiler away from a model again; whether it had one."""
     plain = getattr(model.forward, "_torchdynamo_orig_callable", None)
     if plain is not None:
@@ -271,18 +278,22 @@ def uncompiled(model: nn.Module) -> bool:
 
 
 def out_of_memory(problem: BaseException) -> bool:
-    """Whether the card is full, in either of the two ways torch says it."""
-    text = str(problem)
-    return isinstance(problem, torch.OutOfMemoryError) or (
-        isinstance(problem, RuntimeError) and ("CUDA out of memory" in text or "CUDA error: out of memory" in text)
-    )
+    """Whether the GPU's memory is full, in either of the two ways torch says it."""
+    if isinstance(problem, torch.OutOfMemoryError):
+        return True
+    texts = ("CUDA out of memory", "CUDA error: out of memory")
+    return isinstance(problem, RuntimeError) and any(text in str(problem) for text in texts)
+
+
+# ---------------------------------------------------------------- batches of any form
 
 
 def batch_rows(batch: Any) -> int:
     """How many samples a batch has: the length of the first tensor in it."""
     if isinstance(batch, Tensor):
         return len(batch)
-    for value in batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, Iterable) else ():
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    for value in values if isinstance(values, Iterable) else ():
         if isinstance(value, Tensor) and value.dim():
             return len(value)
         if isinstance(value, Mapping | list | tuple):
@@ -294,34 +305,38 @@ def shapes_in(batch: Any) -> Shapes:
     """The shape of every tensor in a batch."""
     if isinstance(batch, Tensor):
         return (batch.shape,)
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return tuple(shape for value in values for shape in shapes_in(value))
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    return tuple(shape for value in values for shape in shapes_in(value)) if _is_group(batch) else ()
 
 
 def pieces(batch: Any, count: int) -> list[Any]:
-    """A batch cut into `count` of the same make (fewer where it has fewer samples), as equal as can be."""
+    """A batch cut into `count` of the same structure (fewer where it has fewer samples), as equal as can be."""
     if count == 1:
         return [batch]
     rows = batch_rows(batch)
     count = min(count, rows)
-    bounds = [rows * place // count for place in range(count + 1)]
-    return [taken(batch, itemgetter(slice(start, end))) for start, end in pairwise(bounds)]
+    bounds = pairwise(rows * place // count for place in range(count + 1))
+    return [map_samples(batch, itemgetter(slice(start, end))) for start, end in bounds]
 
 
-def taken(batch: Any, take: Callable[[Any], Any]) -> Any:
-    """The batch of those samples that `take` picks out of each of its tensors, and of a list with one name a sample."""
+def map_samples(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """The batch with `change` done to each of its tensors, and to each list that has one name a sample."""
     rows = batch_rows(batch)
 
     def within(thing: Any) -> Any:
         if isinstance(thing, Tensor):
-            return take(thing) if thing.dim() and len(thing) == rows else thing
+            return change(thing) if thing.dim() and len(thing) == rows else thing
         if isinstance(thing, Mapping):
             return {key: within(value) for key, value in thing.items()}
-        if isinstance(thing, list | tuple):
-            if len(thing) == rows and not any(isinstance(value, Tensor | Mapping | list | tuple) for value in thing):
-                return take(thing)
-            parts = [within(value) for value in thing]
-            return type(thing)(*parts) if hasattr(thing, "_fields") else type(thing)(parts)
-        return thing
+        if not isinstance(thing, list | tuple):
+            return thing
+        if len(thing) == rows and not any(isinstance(value, Tensor) or _is_group(value) for value in thing):
+            return change(thing)
+        parts = [within(value) for value in thing]
+        return type(thing)(*parts) if hasattr(thing, "_fields") else type(thing)(parts)
 
     return within(batch)
+
+
+def _is_group(thing: Any) -> bool:
+    return isinstance(thing, Mapping | list | tuple)

@@ -24,18 +24,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from flatout.engine.checkpoint import Checkpoints, newest, of_another_kind, overridden, random_state, set_random_state
-from flatout.engine.config import TrainerConfig, amp_is_precision, checked, nearest
-from flatout.engine.datasets import Batches, end_workers, may_begin_early, steps_an_epoch, steps_in_all
+from flatout.engine.checkpoint import Checkpoints, misfit, newest, overridden, random_state, set_random_state
+from flatout.engine.config import TrainerConfig, amp_is_precision, nearest, validate
+from flatout.engine.datasets import Batches, end_workers, may_begin_early, steps_in_all, steps_per_epoch
 from flatout.engine.model_setup import (
     CAPTURING,
     WITH_GRAPHS,
     Decision,
     channels_last,
-    decide,
-    device_for,
-    made_ready,
-    switched,
+    choose_device,
+    choose_precision,
+    prepare_model,
+    torch_switches,
 )
 from flatout.engine.progress import LossReader, Reporter
 from flatout.engine.ranks import Interrupts, Ranks, lost_contact
@@ -43,12 +43,12 @@ from flatout.engine.train_step import GraphsOrEager, TrainStep, batch_rows, is_c
 from flatout.feed import to_device
 from flatout.model.errors import FlatoutError, UsageError
 
-VALIDATION_AHEAD = 16  # steps before an evaluation, its data are begun to be read
+VALIDATION_AHEAD = 16  # so many steps before an evaluation, workers begin to read its data
 
 
 @dataclass(slots=True)
 class Position:
-    """How far a training has got."""
+    """How far a training is."""
 
     epoch: int = 0
     batch: int = 0  # of this epoch
@@ -57,8 +57,11 @@ class Position:
 
 
 class Trainer:
-    """Trains a model. What is in force, and why, is in `decisions`; what validation gave last in `results`; where the
-    last checkpoint could not be written, `unsaved` says so."""
+    """Trains a model.
+
+    `decisions` says what is in force and why; `results` what the last validation gave; `unsaved` why the last
+    checkpoint could not be written, if so.
+    """
 
     def __init__(
         self,
@@ -77,22 +80,22 @@ class Trainer:
         val_shared: bool = False,
     ) -> None:
         if not isinstance(config, TrainerConfig):
-            config = checked(TrainerConfig, amp_is_precision(dict(config or {}), "config"), "config")
+            config = validate(TrainerConfig, amp_is_precision(dict(config or {}), "config"), "config")
         self.config = config
         train = self.config.train
         if type(self.config) is TrainerConfig:  # the parts are the caller's own
             for name in {"batch_size", "memory_share", "lr_rule", "lr_batch", "seed"} & train.model_fields_set:
-                raise UsageError(f"train.{name} has no effect here: loaders and optimizer were made by you")
+                raise UsageError(f"train.{name} has no effect here: you made loaders and optimizer yourself")
             if wrong := self.config.unknown_best(metrics or ()):
                 raise UsageError(wrong)
-        wanted = str(device) if device is not None else train.device
-        self.ranks = ranks or Ranks("cpu" if wanted == "cpu" or not torch.cuda.is_available() else "cuda")
-        self.device = device_for(wanted, self.ranks.local_rank)
+        asked = train.device if device is None else str(device)
+        self.ranks = ranks or Ranks("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")
+        self.device = choose_device(asked, self.ranks.local_rank)
         self.out = Path(self.config.out or "runs/train")
         self.reporter = Reporter(self.config.log, self.out, speaks=self.ranks.first)
         self.say = self.reporter.say
-        precision, decision = decide(train.precision, self.device)
-        layout, activations, compiled = made_ready(model, train, self.device, self.ranks.world)
+        precision, decision = choose_precision(train.precision, self.device)
+        layout, activations, compiled = prepare_model(model, train, self.device, self.ranks.world)
         self.decisions = [Decision("train.device", str(self.device)), decision, layout, activations, compiled]
         self.model = model
         if isinstance(criterion, nn.Module):
@@ -110,7 +113,7 @@ class Trainer:
         self._val_batches = to_device(val_loader, self.device, convert=convert) if val_loader is not None else None
         self._ahead = may_begin_early(val_loader, train_loader)
         self._val_pass: Iterator[Any] | None = None
-        self._epoch_steps = steps_an_epoch(train_loader)
+        self._epoch_steps = steps_per_epoch(train_loader)
         self.last_step = steps_in_all(train, train_loader)
         if self.last_step == 0:
             raise UsageError("there is not one batch to train on")
@@ -130,7 +133,7 @@ class Trainer:
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     def fit(self) -> dict[str, float]:
-        """Train to the end, or until told to stop; what the last validation gave."""
+        """Train to the end, or until asked to stop; returns what the last validation gave."""
         with self._running():
             while not self._over():
                 for batch in self._batches.of_epoch(self.at.epoch, self.at.batch):
@@ -151,7 +154,7 @@ class Trainer:
             if is_compiled(self.model):
                 self.say(f"compiled: the first step took {time.monotonic() - self._begun_at:.0f} s", always=False)
             self._begun_at, self._batches.waited_s = None, 0.0
-        due = self._read_losses() if self._losses.begun else set()  # begun at the step before
+        due = self._read_losses()  # if their reading began at the step before
         if at.step % self.config.log.every == 0:
             self._begin_reading(at.epoch + 1)
         if self.scheduler is not None and self.config.train.scheduler_per == "step":
@@ -167,7 +170,7 @@ class Trainer:
         self._do(self._due("epoch", self.at.epoch))
 
     def _end(self) -> None:
-        """Read what is left, look at the validation data once more, and leave a checkpoint."""
+        """Read the last losses, validate once more, and write the last checkpoint."""
         self._begin_reading(self.at.epoch + (self.at.batch > 0))
         self._read_losses()
         if self.stopped_by is None and self._evaluated_at != self.at.step and self.config.evaluate.every is not None:
@@ -176,13 +179,15 @@ class Trainer:
             self.save()
         self.unsaved = self.checkpoints.finish()
         if self.stopped_by is not None:
-            saved = "go on with --resume" if self.config.checkpoint.every is not None else "no checkpoint was asked for"
-            self.say(f"{self.stopped_by}: stopped at step {self.at.step}; {self.unsaved or saved}")
+            then = self.unsaved or "go on with --resume"
+            if self.config.checkpoint.every is None:
+                then = "no checkpoint was asked for"
+            self.say(f"{self.stopped_by}: stopped at step {self.at.step}; {then}")
         elif self.unsaved:
             self.say(self.unsaved)
 
     def _epoch_is_done(self) -> bool:
-        """Whether a training that is finished has also come to the end of an epoch, with all that is due then."""
+        """Whether the last step of a training was also the last of an epoch, so that what is due then is done."""
         return self.stopped_by is None and self.at.batch == self._epoch_steps
 
     def _over(self) -> bool:
@@ -199,7 +204,7 @@ class Trainer:
     def _running(self) -> Iterator[None]:
         settings = self.config.model_dump(mode="json")
         deterministic = self.config.train.deterministic
-        with switched(self.step.precision, deterministic=deterministic), self._interrupts:
+        with torch_switches(self.step.precision, deterministic=deterministic), self._interrupts:
             try:
                 self.reporter.begin(self.at.step, self.last_step, settings)
                 for decision in self.decisions:
@@ -226,7 +231,7 @@ class Trainer:
                 self.reporter.end()
 
     def _augmented(self, batch: Any, *, training: bool) -> Any:
-        """The batch with its images augmented; where the target has their height and width, it moves with them."""
+        """The batch with its images augmented, and its target moved with them if it has their height and width."""
         if self.augmentation is None:
             return batch
         images, *between, target = batch
@@ -234,41 +239,49 @@ class Trainer:
         first = (self.at.batch * self.ranks.world + self.ranks.rank) * rows
         index = torch.arange(first, first + rows, device=images.device)  # places in the epoch
         sizes = (tuple(images.shape[-2:]), tuple(images.shape[1:3]))
-        masks = target if isinstance(target, Tensor) and target.dim() > 2 and target.shape[-2:] in sizes else None
+        masks = None
+        if isinstance(target, Tensor) and target.dim() > 2 and target.shape[-2:] in sizes:
+            masks = target
         self.augmentation.train(training)
         try:
-            made = self.augmentation(images, masks, index=index, epoch=self.at.epoch)
+            augmented = self.augmentation(images, masks, index=index, epoch=self.at.epoch)
         except ValueError as problem:
             raise UsageError(f"augment: {problem}") from None
-        return [made, *between, target] if masks is None else [made[0], *between, made[1]]
+        if masks is None:
+            return [augmented, *between, target]
+        images, masks = augmented
+        return [images, *between, masks]
 
     # -- when something is due --------------------------------------------------------------------------------------
 
     def _due(self, unit: str, number: int = 0) -> set[str]:
-        """What is to be done after so many steps or epochs, or by the clock."""
+        """What is due after so many steps or epochs, or by the clock."""
         due = set()
         for name, every in (("evaluate", self.config.evaluate.every), ("checkpoint", self.config.checkpoint.every)):
-            if every is not None and every.unit == unit:
-                passed_s = time.monotonic() - self._done_at[name]
-                if passed_s >= 60 * every.number if unit == "minute" else number % every.number == 0:
-                    due.add(name)
+            if every is None or every.unit != unit:
+                continue
+            is_due = number % every.number == 0
+            if unit == "minute":
+                is_due = time.monotonic() - self._done_at[name] >= 60 * every.number
+            if is_due:
+                due.add(name)
         return due
 
     def _do(self, due: set[str]) -> None:
         best = False
         if "evaluate" in due and self._val_batches is not None:
-            due = due | self._read_losses()  # what was learned before is told before; it waits for the card anyway
+            due = due | self._read_losses()  # those from before it; an evaluation waits for the GPU anyway
             try:
                 best = self._evaluate()
             except Exception:
                 if "checkpoint" in due and self.ranks.world == 1:
-                    self.save()  # an epoch is not lost with a metric that fails
+                    self.save()  # a metric that fails does not cost an epoch
                 raise
         if "checkpoint" in due or (best and self.config.checkpoint.every is not None):
             self.save(best=best)
 
     def _steps_to_evaluation(self) -> int | None:
-        """How many it is to the next one, if that is known."""
+        """How many steps there are to the next evaluation, if that is known."""
         every, at = self.config.evaluate.every, self.at
         if every is None or every.unit == "minute":
             return None
@@ -279,22 +292,22 @@ class Trainer:
         return self._epoch_steps - at.batch
 
     def _begin_validation(self, step: int) -> None:
-        """Have workers read validation data for the evaluation after `step`, whose number alone they draw from."""
+        """Have workers read validation data for the evaluation after `step`; their random numbers follow from it."""
         if self._val_batches is not None and self._val_pass is None:
-            random = random_state(self.device)  # training draws the same numbers, however often it is looked at
+            random = random_state(self.device)  # training draws the same numbers, however often it validates
             torch.default_generator.manual_seed(step)
-            with torch.no_grad():  # by which an evaluation is known
+            with torch.no_grad():  # by which flatout knows an evaluation
                 self._val_pass = iter(self._val_batches)
             set_random_state(random, self.device)
 
     def _evaluate(self) -> bool:
-        """Look at the validation data; whether it never was better."""
+        """Validate; whether the result is the best so far."""
         self._begin_validation(self.at.step)
         assert self._val_pass is not None
         random = random_state(self.device)
-        batches = (self._augmented(batch, training=False) for batch in self._listening(self._val_pass))
-        found = evaluate(self.step, self.model, batches, self.metrics, self.ranks, self._val_shared)
-        self.results = self.ranks.gathered(found)[0]  # ranks with data of their own would not agree on what is best
+        batches = self._validation_batches(self._val_pass)
+        results = evaluate(self.step, self.model, batches, self.metrics, self.ranks, self._val_shared)
+        self.results = self.ranks.gathered(results)[0]  # all ranks have to agree on what is best
         set_random_state(random, self.device)
         self._val_pass = None
         if self.ranks.world > 1 and self.ranks.highest([self._interrupts.heard()])[0]:
@@ -308,63 +321,58 @@ class Trainer:
             return False
         if name not in self.results:
             raise UsageError(f"checkpoint.best: there is no metric {name!r}{nearest(name, self.results)}")
-        value, sign = self.results[name], 1 if self.config.checkpoint.best_is == "min" else -1
-        better = math.isfinite(value) and (self.best is None or sign * value < sign * self.best)
-        self.best = value if better else self.best
-        return better
+        value, best = self.results[name], self.best
+        if not math.isfinite(value):
+            return False
+        lower_is_better = self.config.checkpoint.best_is == "min"
+        if best is not None and (value == best or (value < best) is not lower_is_better):
+            return False
+        self.best = value
+        return True
 
-    def _listening(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches; who waits for a sign that this rank is alive gets one with each."""
+    def _validation_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         for batch in batches:
-            self._interrupts.heard()
-            yield batch
+            self._interrupts.heard()  # which shows that this rank is alive
+            yield self._augmented(batch, training=False)
 
     def _schedule(self) -> None:
         if not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
 
     def _begin_reading(self, epoch: int) -> None:
-        """Losses come a step late; what is told with them is what is true now."""
+        """Begin to read losses, which takes a step, and note what belongs to them."""
         lr = self.step.optimizer.param_groups[0]["lr"]
         self._losses.begin_reading({"epoch": epoch, "lr": lr, "samples": self.at.samples * self.ranks.world})
 
     def _read_losses(self) -> set[str]:
-        """What the losses of the last stretch were; ranks agree on it, and on what else is to be done now."""
+        """Report the losses since the last time; ranks agree on them, and on what is due now, which is returned."""
         read = self._losses.read()
         if read is None:
             return set()
         self._freeze()
         total, count, samples = self.ranks.total([read.total, read.count, read.samples])
         due = self._due("minute")
-        bad_steps, first_bad, evaluate_now, save_now, stop = self.ranks.highest(
-            [
-                read.bad,
-                -(read.first_bad or math.inf),
-                "evaluate" in due,
-                "checkpoint" in due,
-                self._interrupts.heard(),
-            ]
-        )
+        mine = [read.bad, -(read.first_bad or math.inf), "evaluate" in due, "checkpoint" in due]
+        bad_steps, first_bad, evaluate_now, save_now, stop = self.ranks.highest([*mine, self._interrupts.heard()])
         self.skipped += int(bad_steps)
-        row = {
-            "epoch": read.then["epoch"],
-            "loss": total / count if count else None,
-            "lr": read.then["lr"],
-            "samples": read.then["samples"],
-            "samples_per_s": samples / read.seconds if samples else None,
-            "data_wait_pct": min(100.0, 100 * self._batches.waited_s / read.seconds) if samples else None,
-            "skipped": self.skipped,
-        }
+        row: dict[str, Any] = {"epoch": read.then["epoch"], "loss": None, "lr": read.then["lr"]}
+        row |= {"samples": read.then["samples"], "samples_per_s": None, "data_wait_pct": None, "skipped": self.skipped}
+        if count:
+            row["loss"] = total / count
+        if samples:
+            row["samples_per_s"] = samples / read.seconds
+            row["data_wait_pct"] = min(100.0, 100 * self._batches.waited_s / read.seconds)
         self._batches.waited_s = 0.0
         self.reporter.trained(read.last_step, row)
         if bad_steps:
             self._not_a_number(int(-first_bad))
         if stop and self.ranks.world > 1:
             self.stopped_by = self._interrupts.asked or "stop"
-        return {name for name, now in (("evaluate", evaluate_now), ("checkpoint", save_now)) if now}
+        due = {"evaluate"} if evaluate_now else set()
+        return due | ({"checkpoint"} if save_now else set())
 
     def _freeze(self) -> None:
-        """What is there by now stays: the garbage collector need not look through it again."""
+        """Keep the garbage collector from looking through what is there by now, again and again."""
         if not self._frozen and gc.get_freeze_count() == 0:
             gc.collect()
             gc.freeze()
@@ -376,7 +384,7 @@ class Trainer:
             return
         self.checkpoints.wait()
         kept = self.checkpoints.last_written
-        last = f"the last good checkpoint is {kept}" if kept else "there is no checkpoint from before"
+        last = "there is no checkpoint from before" if kept is None else f"the last good checkpoint is {kept}"
         raise FlatoutError(f"the loss is not a number at step {step}: training stopped; {last}")
 
     # -- coming back ------------------------------------------------------------------------------------------------
@@ -409,7 +417,7 @@ class Trainer:
             self._take(state)
         except UsageError:
             raise
-        except Exception as problem:  # what is in it is not what was written, or not what this config makes
+        except Exception as problem:  # what is in it is not what was written, or not what this config builds
             why = " ".join(str(problem).split()) or type(problem).__name__
             raise UsageError(f"{self.out}: its checkpoint does not fit this config: {why}") from None
         self._saved_at = self.at.step
@@ -425,7 +433,7 @@ class Trainer:
         if len(state["ranks"]) != self.ranks.world:
             raise UsageError(f"{self.out}: saved by {len(state['ranks'])} rank(s), there are {self.ranks.world} now")
         for name, ours in (("scheduler", self.scheduler), ("optimizer", self.step.optimizer)):
-            if ours is not None and (why := of_another_kind(ours.state_dict(), state[name])):
+            if ours is not None and (why := misfit(ours.state_dict(), state[name])):
                 raise UsageError(f"{self.out}: the {name} of its checkpoint is not that of this config: {why}")
         for text in overridden(self.step.optimizer, self.scheduler, self._epoch_steps, state):
             self.say(text)
@@ -447,7 +455,7 @@ class Trainer:
         return DistributedDataParallel(model, device_ids=devices)
 
 
-# -- validation
+# ---------------------------------------------------------------- validation
 
 
 def can_share(metrics: Mapping[str, Any]) -> bool:
@@ -461,10 +469,11 @@ def evaluate(
 ) -> dict[str, float]:
     """The loss and every metric by name; `shared` if each rank has seen a part."""
     device = step.precision.device
-    names = ["loss", *(name for name, metric in metrics.items() if not is_object(metric))]
-    sums = torch.zeros(len(names), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-    rows = 0
+    functions = {name: metric for name, metric in metrics.items() if not is_object(metric)}
     objects = {name: metric for name, metric in metrics.items() if is_object(metric)}
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    sums = torch.zeros(1 + len(functions), dtype=dtype, device=device)
+    rows = 0
     for metric in objects.values():
         if hasattr(metric, "to"):
             metric.to(device)
@@ -476,24 +485,28 @@ def evaluate(
             for batch in batches:
                 count = batch_rows(batch)
                 loss, output, target = step.forward(batch, model)
-                output = _full(output)
+                output = _as_fp32(output)
                 rows += count
                 sums[0] += loss.detach() * count
-                for place, name in enumerate(names[1:], 1):
-                    value = _as_tensor(name, metrics[name](output, target), device)
+                for place, (name, function) in enumerate(functions.items(), 1):
+                    value = _as_tensor(name, function(output, target), device)
                     sums[place] += value.sum() if value.dim() else value * count
                 for metric in objects.values():
                     metric.update(output, target)
     finally:
         model.train(was_training)
     totals = [*sums.tolist(), float(rows)]
-    *totals, seen = ranks.total(totals) if shared else totals
-    found = {name: value / max(1.0, seen) for name, value in zip(names, totals, strict=True)}
+    if shared:
+        totals = ranks.total(totals)
+    *totals, seen = totals
+    results = {name: value / max(1.0, seen) for name, value in zip(("loss", *functions), totals, strict=True)}
     for name, metric in objects.items():
         value = metric.compute()
-        several = {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, Mapping) else None
-        found |= {key: float(inner) for key, inner in (several or {name: value}).items()}
-    return found
+        if isinstance(value, Mapping):
+            results |= {f"{name}.{key}": float(inner) for key, inner in value.items()}
+        else:
+            results[name] = float(value)
+    return results
 
 
 def _as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
@@ -504,12 +517,12 @@ def _as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
 
 
 def is_object(metric: Any) -> bool:
-    """Whether it is a metric in the manner of torchmetrics."""
+    """Whether it is a metric with `update` and `compute`, as torchmetrics has them."""
     return hasattr(metric, "update") and hasattr(metric, "compute")
 
 
-def _full(output: Any) -> Any:
-    """Autocast's output in fp32: a mean of thousands in bf16 is none."""
-    if isinstance(output, Tensor):
-        return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
-    return type(output)(_full(part) for part in output) if type(output) in (list, tuple) else output
+def _as_fp32(output: Any) -> Any:
+    """Autocast's output in fp32: a mean of thousands in bf16 is useless."""
+    if isinstance(output, Tensor) and output.dtype in (torch.float16, torch.bfloat16):
+        return output.float()
+    return type(output)(_as_fp32(part) for part in output) if type(output) in (list, tuple) else output

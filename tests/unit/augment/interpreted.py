@@ -30,10 +30,10 @@ from flatout.augment import (
     Rotate,
     Saturation,
     VFlip,
-    reference,
+    batch_program,
 )  # fmt: skip
-from flatout.augment.kernel import Plan
-from flatout.augment.program import Program, draw, steps
+from flatout.augment.batch_program import BatchProgram, draw, steps
+from flatout.augment.kernel_launch import KernelPlan
 
 torch.set_num_threads(1)
 NORMALIZE = Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -47,20 +47,20 @@ def compare(
 ):  # fmt: skip
     """The rows bit for bit, the pictures within a tolerance, the masks exactly."""
     n, channels, height, width = images.shape
-    program = Program.build(steps(operations), (height, width), channels, nearest=nearest)
+    program = BatchProgram.build(steps(operations), (height, width), channels, nearest=nearest)
     index = torch.tensor([3 + 7 * 2**33, 12345, 0, 2**31, 9, 2**32])[:n]
-    plan = Plan(program, images, dtype=dtype, channels_last=channels_last, fill=fill)
+    plan = KernelPlan(program, images, dtype=dtype, channels_last=channels_last, fill=fill)
 
     rows, sums = plan.draw(index, epoch, seed)
     out = plan.apply(images, rows, sums)
 
     assert torch.equal(rows, draw(program, index, epoch, seed))
-    expected = reference.apply(program, images, rows, fill)
+    expected = batch_program.apply(program, images, rows, fill)
     assert out.dtype == dtype
     assert out.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
     assert (out.float() - expected).abs().max() <= within
     masks = images[:, :1].to(torch.int64)
-    assert torch.equal(plan.apply_masks(masks, rows, 255), reference.apply_masks(program, masks, rows, 255))
+    assert torch.equal(plan.apply_masks(masks, rows, 255), batch_program.apply_masks(program, masks, rows, 255))
     return plan, rows, out
 
 

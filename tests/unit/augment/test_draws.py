@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from flatout.augment import Affine, Augment, Blur, ColorJitter, Crop, Erase, HFlip, Noise, ResizedCrop, Rotate
-from flatout.augment.philox import normal, philox
-from flatout.augment.program import Program, draw, steps
+from flatout.augment.batch_program import BatchProgram, draw, steps
+from flatout.augment.points import normal, philox
 
 EVERYTHING = [HFlip(), ResizedCrop(20), Affine(30, 0.2, (0.8, 1.2), 10, p=0.5), ColorJitter(0.4, 0.4, 0.4, 0.1, p=0.7),
               Blur(3), Noise(), Erase()]  # fmt: skip
@@ -15,7 +15,7 @@ SIZE = (40, 48)
 
 
 def rows(index: torch.Tensor, operations=EVERYTHING, epoch: int = 0, seed: int = 0) -> dict[str, torch.Tensor]:
-    program = Program.build(steps(operations), SIZE, 3)
+    program = BatchProgram.build(steps(operations), SIZE, 3)
     return dict(zip(program.columns, draw(program, index, epoch, seed).unbind(1), strict=True))
 
 

@@ -58,7 +58,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(aug, dtype, channels_last, t
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from flatout.augment import kernel, kernel_pixels, kernel_rows
+    from flatout.augment import kernel_launch, triton_kernels
 
     def compiled(function, types, constants):
         signature = {name: types.get(name, "constexpr") for name in function.arg_names}
@@ -67,17 +67,17 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(aug, dtype, channels_last, t
 
     images = torch.zeros(1, 64, 48, 3, dtype=torch.uint8).movedim(3, 1)
     program = aug._program(images, training=True)
-    plan = kernel.Plan(program, images, dtype=dtype, channels_last=channels_last, fill=0)
+    plan = kernel_launch.KernelPlan(program, images, dtype=dtype, channels_last=channels_last, fill=0)
     kept = "*u32" if plan.packed else "*fp32"
     out = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}[dtype]
 
     common = {"rows": "*fp32", "sums": "*i64", "n": "i32"}
     types = {**common, "index": "*i64", "table": "*fp64", "epoch": "i32", "seed": "i64"}
-    assert compiled(kernel_rows.draw_kernel, types, plan.drawing)["cubin"]
+    assert compiled(triton_kernels.draw_kernel, types, plan.drawing)["cubin"]
     for constants in plan.passes:
         types = {**common, "source_stride": "i32"}
-        types["source"] = "*u8" if constants["SOURCE"] < kernel_pixels.BUFFER.value else kept
+        types["source"] = "*u8" if constants["SOURCE"] < triton_kernels.BUFFER.value else kept
         types["sink"] = out if constants is plan.passes[-1] else kept
-        code = compiled(kernel_pixels.pass_kernel, types, constants)
+        code = compiled(triton_kernels.pass_kernel, types, constants)
         assert code["cubin"]
     assert ("st.global.b64" in code["ptx"]) == (channels_last and dtype != torch.float32)  # pixels stored by fours

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.engine.config import TrainConfig
-from flatout.engine.model_setup import decide
+from flatout.engine.model_setup import choose_precision
 from flatout.engine.train_step import GraphsOrEager, TrainStep
 
 BATCH = [torch.arange(12.0).reshape(6, 2) / 12, torch.ones(6, 1)]
@@ -46,7 +46,7 @@ class Captured(nn.Module):
 
 def step_of(model: nn.Module, criterion: Any, accumulate: int, captured: bool) -> TrainStep:
     learned = [parameter for name, parameter in model.named_parameters() if not name.startswith("unlearned")]
-    precision, _ = decide("off", torch.device("cpu"))
+    precision, _ = choose_precision("off", torch.device("cpu"))
     config, form = TrainConfig(accumulate=accumulate), GraphsOrEager(contest=False) if captured else None
     return TrainStep(model, criterion, torch.optim.SGD(learned, lr=0.1), precision, config, print, form=form)
 

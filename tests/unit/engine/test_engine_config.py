@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from flatout import cli
 from flatout.engine.assemble import main
-from flatout.engine.config import PRESETS, Config, Every, effective, load, shown, without_effect
+from flatout.engine.config import PRESETS, Config, Every, as_yaml, load, without_effect
 from flatout.model.errors import FlatoutError, UsageError
 
 
@@ -76,7 +76,7 @@ def test_numbers_as_people_write_them_and_how_often(config: Path) -> None:
 def test_the_effective_config_is_a_config_again(config: Path, tmp_path: Path) -> None:
     first = load(config, ["evaluate.every=10 minutes", "train.compile=max-autotune"])
     again = tmp_path / "again.yaml"
-    again.write_text(effective(first))
+    again.write_text(as_yaml(first, secrets=True))
     assert load(again) == first
 
 
@@ -108,17 +108,17 @@ WRONG = [
     ("model=engine_toys:Net", "model.factory: there is no module 'engine_toys'"),
     ("model=engine_toy:Nett", "model.factory: engine_toy has no 'Nett'; did you mean Net?"),
     ("model.args.hiden=3", "model.args: Net got an unexpected keyword argument 'hiden'; did you mean hidden?"),
-    ("model=engine_toy:not_a_data_set", "model: a torch.nn.Module is wanted, int is none"),
+    ("model=engine_toy:not_a_data_set", "model: expected a torch.nn.Module, int is none"),
     ("model=engine_toy:seen", "cannot be called"),
     ("model=torch.nn:Identity", "model: it has no parameter to train"),
-    ("data.train=engine_toy:not_a_data_set", "data.train: a data set is wanted, int is none"),
-    ("data.train=engine_toy:nothing", "data.train: a data set is wanted, NoneType is none"),
-    ("data.val=engine_toy:nothing", "data.val: a data set is wanted, NoneType is none"),
-    ("criterion=engine_toy:a_number", "criterion: something that can be called is wanted (got 3)"),
+    ("data.train=engine_toy:not_a_data_set", "data.train: expected a data set, int is none"),
+    ("data.train=engine_toy:nothing", "data.train: expected a data set, NoneType is none"),
+    ("data.val=engine_toy:nothing", "data.val: expected a data set, NoneType is none"),
+    ("criterion=engine_toy:a_number", "criterion: expected something that can be called (got 3)"),
     ("metrics.accuracy=engine_toy:nothing", "metrics.accuracy: engine_toy:nothing does not take output and target"),
     ("log.mlflow=true", "log.mlflow: mlflow is not installed"),
     ("data.collate=engine_toy:colate", "data.collate: engine_toy has no 'colate'"),
-    ("optimizer=torch.nn:Identity", "optimizer: a torch.optim.Optimizer is wanted"),
+    ("optimizer=torch.nn:Identity", "optimizer: expected a torch.optim.Optimizer"),
     ("train.batch_size=65", "train.batch_size: 65 is more than the 64 samples of data.train"),
     ("train.precision=fp16", "train.precision: fp16 needs a GPU"),
     ("train.checkpoint_activations=[layer.*]", "no module is called 'layer.*'; did you mean layers"),
@@ -212,7 +212,7 @@ def test_secrets_are_kept_for_their_owner_and_told_to_nobody(
 
 
 def test_no_setting_of_flatouts_own_is_taken_for_a_secret(config: Path) -> None:
-    assert shown(load(config)) == effective(load(config))
+    assert as_yaml(load(config), secrets=False) == as_yaml(load(config), secrets=True)
 
 
 def test_what_has_no_effect_is_told_line_by_line(config: Path) -> None:
@@ -229,14 +229,14 @@ def test_what_has_no_effect_is_told_line_by_line(config: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "a mapping of settings is wanted"),
-        ("- 1\n", "a mapping of settings is wanted"),
+        ("", "expected a mapping of settings"),
+        ("- 1\n", "expected a mapping of settings"),
         ("train: {epochs: 1}\ntrain: {epochs: 2}\n", "line 2: train is there twice"),
         ("train: [\n", "line 2"),
         ("\t", "line 1"),
         ("a: &a [*a]\n", "line 1: *a contains itself"),
         ("train: {epochs: 1}\n", "model is missing"),
-        ("1: 2\n", "a mapping of settings is wanted"),
+        ("1: 2\n", "expected a mapping of settings"),
         ("? [1, 2]\n: 3\n", "line 1"),
         ("train: {amp: true, precision: off}\n", "train.amp and train.precision are the same setting: give one"),
         ("a: 2001-99-99\n", "line 1: '2001-99-99' is not a valid timestamp"),
@@ -308,7 +308,7 @@ def test_explain_says_what_is_in_force_and_trains_nothing(
     wanted = ["train.precision=tf32", "train.channels_last=true", "log.quiet=false"]
     main(config, wanted, preset=None, resume=False, explain=True, record=False)
     out = capsys.readouterr().out
-    assert "train.precision: off  (TF32 is a matter of NVIDIA cards: plain fp32 on cpu)" in out
+    assert "train.precision: off  (only NVIDIA GPUs have TF32: plain fp32 on cpu)" in out
     assert "train.channels_last: off  (there is no 2-d convolution)" in out
     assert yaml.safe_load(out[out.index("\ntrain:") :])["train"]["batch_size"] == 8
     assert not (tmp_path / "runs").exists()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo import eval_frame
 
 from flatout.engine.config import TrainConfig
-from flatout.engine.model_setup import decide
+from flatout.engine.model_setup import choose_precision
 from flatout.engine.train_step import ODD_ANYWAY, TIMED, WARM, GraphsOrEager, TrainStep
 
 BATCH = [torch.ones(4, 2), torch.zeros(4, 1)]
@@ -74,7 +74,7 @@ class Model(nn.Module):
 
 
 def step_of(model: Model, said: list[str], compile: str = "auto") -> TrainStep:
-    precision, _ = decide("off", torch.device("cpu"))
+    precision, _ = choose_precision("off", torch.device("cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     return TrainStep(
         model,

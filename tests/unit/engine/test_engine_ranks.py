@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatout.engine import ranks
 from flatout.engine.config import TrainConfig
-from flatout.engine.model_setup import decide
+from flatout.engine.model_setup import choose_precision
 from flatout.engine.ranks import Interrupts
 from flatout.engine.train_step import TrainStep
 
@@ -192,7 +192,7 @@ def test_gradients_travel_once_a_step_however_many_pieces_and_after_running_out_
     model = DistributedDataParallel(engine_toy.Net())
     model.register_comm_hook(None, counted)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    precision, _ = decide("off", torch.device("cpu"))
+    precision, _ = choose_precision("off", torch.device("cpu"))
     said: list[str] = []
     step = TrainStep(model, nn.CrossEntropyLoss(), optimizer, precision, TrainConfig(accumulate=4), said.append)
     data = engine_toy.Points()

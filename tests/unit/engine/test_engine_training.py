@@ -34,7 +34,7 @@ from flatout.engine import Trainer, checkpoint
 from flatout.engine import assemble as assembling
 from flatout.engine.assemble import main
 from flatout.engine.config import LogConfig, load
-from flatout.engine.model_setup import _compiled
+from flatout.engine.model_setup import _compile
 from flatout.engine.progress import Reporter
 from flatout.feed import DataLoader
 from flatout.feed.epoch import Epoch
@@ -285,7 +285,7 @@ def test_what_is_asked_for_and_cannot_be_is_told_even_when_quiet(
     monkeypatch.setattr(torch, "compile", broken)
     ready("train.compile=true", "train.precision=tf32", "train.channels_last=true", "train.max_steps=1").fit()
     assert capsys.readouterr().out.splitlines() == [
-        "train.precision: off  (TF32 is a matter of NVIDIA cards: plain fp32 on cpu)",
+        "train.precision: off  (only NVIDIA GPUs have TF32: plain fp32 on cpu)",
         "train.channels_last: off  (there is no 2-d convolution)",
         "train.compile: off  (torch.compile failed: RuntimeError: no compiler here)",
     ]
@@ -310,7 +310,7 @@ def test_on_a_card_a_training_of_one_rank_is_captured(
         return forward
 
     monkeypatch.setattr(torch, "compile", compiled)
-    decision = _compiled(nn.Linear(1, 1), wanted, torch.device("cuda"), ranks)
+    decision = _compile(nn.Linear(1, 1), wanted, torch.device("cuda"), ranks)
     assert decision.value == value
     assert asked == [{"mode": how}]
 
@@ -490,7 +490,7 @@ def test_the_batch_size_that_was_found_is_written_down_and_kept_when_a_run_goes_
     assert "learning rate times 1.414" in said
     assert "batch_size: 16\n" in (tmp_path / "run/config.yaml").read_text()
     said = train("train.epochs=2", resume=True)
-    assert "train.batch_size: 16  (as this run has found it)\n" in said
+    assert "train.batch_size: 16  (as it was in this run before)\n" in said
     assert "learning rate times 1.414" in said
 
 
@@ -509,17 +509,17 @@ def test_runs_of_one_config_begun_together_have_folders_of_their_own(
 ) -> None:
     """GIVEN a run whose data take long to open, WHEN another of the same config begins meanwhile."""
     monkeypatch.chdir(tmp_path)
-    opened = assembling.datasets
+    opened = assembling.build_datasets
 
     def train() -> None:
         main(config, [], preset=None, resume=False, explain=False, record=False)
 
     def slowly(data: Any) -> Any:
-        monkeypatch.setattr(assembling, "datasets", opened)
+        monkeypatch.setattr(assembling, "build_datasets", opened)
         train()
         return opened(data)
 
-    monkeypatch.setattr(assembling, "datasets", slowly)
+    monkeypatch.setattr(assembling, "build_datasets", slowly)
     train()
     rows = [len((tmp_path / "runs" / name / "train.csv").read_text().splitlines()) for name in ("toy", "toy-2")]
     assert rows == [7, 7]
@@ -582,7 +582,7 @@ def test_an_epoch_is_not_lost_with_a_metric_that_fails(ready: Ready, tmp_path: P
 def test_a_loss_that_is_no_tensor_is_the_persons_mistake(ready: Ready) -> None:
     trainer = ready()
     trainer.step.criterion = lambda output, target: "low"
-    with pytest.raises(UsageError, match=r"criterion: a tensor is wanted as the loss \(got 'low'\)"):
+    with pytest.raises(UsageError, match=r"criterion: expected a tensor as the loss \(got 'low'\)"):
         trainer.fit()
 
 

@@ -1,11 +1,17 @@
-"""From a list of operations to plain data for one input size, and the numbers it draws.
+"""From a list of operations to plain data for one input size, the numbers it draws, and what is then done in PyTorch.
 
-    operations ──► Program ──► draw(index, epoch, seed) ──► a row of float32 a sample
-                   table of draws, geometry codes,          the drawn numbers, the inverse matrix, the source box
+    operations ──► BatchProgram ──► draw(index, epoch, seed) ──► a row of float32 a sample ──► apply
+                   table of draws, geometry codes,               the drawn numbers, the inverse matrix, the source box
                    point operations and their columns
 
-The row is all that the reference and the kernel need to know about a sample; kept, it replays the same pictures.
-Everything in a row is computed in float64 and rounded once, from integers, so CPU and GPU agree on it.
+The row is all that `apply` and the kernel need to know about a sample; kept, it gives the same pictures again. All of
+it is computed in float64 and rounded once, from integers, so CPU and GPU agree on it.
+
+`apply` is what the kernel must do, and what runs where there is no GPU. The source is read once, where the folded
+matrix says, weighing its pixels by a tent: 1 − |distance| / reach along each axis. The reach is 1, which is bilinear
+interpolation; in a "tent" program it grows to the length of source that one output pixel covers, which is
+torchvision's antialiasing. Pixels outside the box count as the fill where the geometry can leave the picture, and not
+at all where it cannot. Masks take the nearest pixel and are never blended.
 """
 
 from __future__ import annotations
@@ -33,16 +39,15 @@ from .ops import (
     VFlip,
     require,
 )
-from .philox import philox, uniform
-from .points import ColorJitter, Erase, Normalize, Point
+from .points import ColorJitter, Erase, Normalize, Point, philox, uniform
 
 ATTEMPTS = 10  # of a box, as in torchvision
 TABLE_WIDTH = 18
 _DERIVED = (*(f"matrix.{i}" for i in range(6)), "box.left", "box.top", "box.right", "box.bottom")
 
 
-class Step(NamedTuple):
-    """An operation at its place; `gate` is the place whose coin decides whether a sample gets it."""
+class PlacedOperation(NamedTuple):
+    """An operation at its place; the random number of place `gate` decides whether a sample gets it."""
 
     slot: int
     gate: int
@@ -62,7 +67,7 @@ class Fold(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Program:
+class BatchProgram:
     """What is to be done to pictures of one size."""
 
     size: Size
@@ -80,7 +85,7 @@ class Program:
         return len(self.columns) - len(_DERIVED)
 
     @staticmethod
-    def build(steps: Sequence[Step], size: Size, channels: int, *, nearest: bool = False) -> Program:
+    def build(steps: Sequence[PlacedOperation], size: Size, channels: int, *, nearest: bool = False) -> BatchProgram:
         """Lay out the draws and fold the sizes for pictures of `size`."""
         columns: list[str] = []
         table: list[tuple[float, ...]] = []
@@ -92,7 +97,9 @@ class Program:
             if isinstance(operation, Resize) and operation.out_size(now) == now:
                 continue
             drawn = operation.draws(now)
-            names = ("top", "left", "height", "width") if isinstance(drawn, BoxDraw) else tuple(d.name for d in drawn)
+            names: tuple[str, ...] = ("top", "left", "height", "width")
+            if not isinstance(drawn, BoxDraw):
+                names = tuple(one.name for one in drawn)
             columns += [f"{step.slot}.{type(operation).__name__}.{name}" for name in names]
             table += _rows(step, column, drawn)
             if isinstance(operation, Geometry):
@@ -107,27 +114,31 @@ class Program:
                 if not (operation.colour and channels == 1):
                     points.append((operation, range(column, len(columns))))
         kinds = {type(step.operation) for step in steps}
-        whole = all(fold.kind <= Crop.kind for fold in folds)
-        return Program(
+        sampling = "tent" if antialias else "bilinear"
+        if nearest or all(fold.kind <= Crop.kind for fold in folds):
+            sampling = "pixel"
+        return BatchProgram(
             size=size,
             out_size=now,
             columns=(*columns, *_DERIVED),
             table=tuple(table),
             folds=tuple(folds),
             points=tuple(points),
-            sampling="pixel" if whole or nearest else "tent" if antialias else "bilinear",
+            sampling=sampling,
             filled=bool(kinds & {Rotate, Affine}) or any(getattr(s.operation, "padding", 0) for s in steps),
         )
 
 
-def steps(operations: Sequence[Operation]) -> tuple[Step, ...]:
+def steps(operations: Sequence[Operation]) -> tuple[PlacedOperation, ...]:
     """Number the operations, take ColorJitter apart, and refuse an order that cannot be folded into one pass."""
-    numbered: list[Step] = []
+    numbered: list[PlacedOperation] = []
     for operation in operations:
         require(isinstance(operation, Operation), "operations", "a list of augment operations", operation)
-        parts = operation.parts() if isinstance(operation, ColorJitter) else [operation]
+        parts: list[Operation] = [operation]
+        if isinstance(operation, ColorJitter):
+            parts = [*operation.parts()]
         gate = len(numbered)
-        numbered += [Step(gate + i, gate, part) for i, part in enumerate(parts)]
+        numbered += [PlacedOperation(gate + i, gate, part) for i, part in enumerate(parts)]
     seen: list[Operation] = []
     for _, _, operation in numbered:
         name = type(operation).__name__
@@ -138,14 +149,14 @@ def steps(operations: Sequence[Operation]) -> tuple[Step, ...]:
                 raise ValueError(f"{name} must stand before Normalize: it takes values from 0 to 1")
             seen.append(operation)
     turns = [i for i, step in enumerate(numbered) if isinstance(step.operation, (Rotate, Affine))]
-    for step in numbered[turns[0] : turns[-1]] if turns else []:
+    for step in numbered[min(turns, default=0) : max(turns, default=0)]:
         if isinstance(step.operation, (Crop, ResizedCrop)):
             name = type(step.operation).__name__
             raise ValueError(f"{name} must not stand between two of Rotate and Affine: put it before or after both")
     return tuple(numbered)
 
 
-def _narrows(steps: Sequence[Step], place: int) -> int:
+def _narrows(steps: Sequence[PlacedOperation], place: int) -> int:
     """Whether a window hides the rest of the source: only if what follows interpolates or leaves the window."""
     before, operation, after = steps[:place], steps[place].operation, steps[place + 1 :]
     if any(isinstance(step.operation, (Rotate, Affine)) for step in before):
@@ -155,7 +166,7 @@ def _narrows(steps: Sequence[Step], place: int) -> int:
     return int(isinstance(operation, ResizedCrop) or (isinstance(operation, Crop) and later))
 
 
-def _rows(step: Step, column: int, drawn: tuple[Draw, ...] | BoxDraw) -> Iterator[tuple[float, ...]]:
+def _rows(step: PlacedOperation, column: int, drawn: tuple[Draw, ...] | BoxDraw) -> Iterator[tuple[float, ...]]:
     """The table's rows for one operation: is it a box, slot, gate, word, column, p; then the numbers of the draw."""
     p = step.operation.probability
     if isinstance(drawn, BoxDraw):
@@ -176,7 +187,7 @@ def _padded(*numbers: float) -> tuple[float, ...]:
     return tuple(map(float, numbers)) + (0.0,) * (TABLE_WIDTH - len(numbers))
 
 
-def draw(program: Program, index: Tensor, epoch: int, seed: int) -> Tensor:
+def draw(program: BatchProgram, index: Tensor, epoch: int, seed: int) -> Tensor:
     """One row a sample: its numbers, its matrix, its box."""
 
     def words(slot: float, block: int) -> list[Tensor]:
@@ -190,7 +201,9 @@ def draw(program: Program, index: Tensor, epoch: int, seed: int) -> Tensor:
         else:
             low, span, neutral, whole = rest[:4]
             number = low + span * words(slot, int(word) // 4)[int(word) % 4]
-            numbers.append(torch.where(on, number.floor() if whole else number, neutral))
+            if whole:
+                number = number.floor()
+            numbers.append(torch.where(on, number, neutral))
     nothing = torch.zeros(len(index), dtype=torch.float64, device=index.device)
     return torch.stack([*numbers, *_fold(program, numbers, nothing)], 1).float()
 
@@ -209,12 +222,13 @@ def _draw_box(on: Tensor, attempts: list[list[Tensor]], numbers: list[float]) ->
     return box
 
 
-def _fold(program: Program, numbers: list[Tensor], nothing: Tensor) -> list[Tensor]:
+def _fold(program: BatchProgram, numbers: list[Tensor], nothing: Tensor) -> list[Tensor]:
     """The matrix from output to source, row by row, and the box of the source that may be seen."""
     a, b, c, d, e, f = nothing + 1, nothing, nothing, nothing, nothing + 1, nothing
     left, top, right, bottom = nothing, nothing, nothing + program.size[1], nothing + program.size[0]
     for fold in program.folds:
-        drawn = numbers[int(program.table[fold.entry][4]) :] if fold.entry < len(program.table) else []
+        first = program.table[fold.entry][4] if fold.entry < len(program.table) else len(numbers)
+        drawn = numbers[int(first) :]
         p, q, r, s, t, u = _one_fold(fold, drawn, nothing)
         a, b, c = a * p + b * s, a * q + b * t, a * r + b * u + c
         d, e, f = d * p + e * s, d * q + e * t, d * r + e * u + f
@@ -222,7 +236,7 @@ def _fold(program: Program, numbers: list[Tensor], nothing: Tensor) -> list[Tens
             across, down = (c, c + a * fold.new_width), (f, f + e * fold.new_height)
             left, right = torch.maximum(left, torch.minimum(*across)), torch.minimum(right, torch.maximum(*across))
             top, bottom = torch.maximum(top, torch.minimum(*down)), torch.minimum(bottom, torch.maximum(*down))
-    return [a, b, c, d, e, f, *_pixels(left, right, top, bottom)]
+    return [a, b, c, d, e, f, *_pixel_box(left, right, top, bottom)]
 
 
 def _one_fold(fold: Fold, drawn: list[Tensor], nothing: Tensor) -> tuple[Tensor, ...]:
@@ -254,7 +268,7 @@ def _affine(drawn: list[Tensor], middle_x: Tensor, middle_y: Tensor) -> tuple[Te
     return p, q, middle_x - p * x - q * y, s, t, middle_y - s * x - t * y
 
 
-def _pixels(left: Tensor, right: Tensor, top: Tensor, bottom: Tensor) -> list[Tensor]:
+def _pixel_box(left: Tensor, right: Tensor, top: Tensor, bottom: Tensor) -> list[Tensor]:
     """The pixels whose centres lie in the box, from first to one past the last; one at least."""
     edges = []
     for low, high in ((left, right), (top, bottom)):
@@ -262,3 +276,63 @@ def _pixels(left: Tensor, right: Tensor, top: Tensor, bottom: Tensor) -> list[Te
         middle = ((low + high) / 2).floor()
         edges.append((torch.where(end > first, first, middle), torch.where(end > first, end, middle + 1)))
     return [edges[0][0], edges[1][0], edges[0][1], edges[1][1]]
+
+
+# ---------------------------------------------------------------- in PyTorch
+
+
+def apply(program: BatchProgram, images: Tensor, rows: Tensor, fill: int) -> Tensor:
+    """uint8 B×C×H×W to float32."""
+    x = _sample(program, images, rows, fill)
+    for operation, columns in program.points:
+        x = operation.apply(x, *rows[:, columns.start : columns.stop, None, None, None].unbind(1))
+    return x
+
+
+def apply_masks(program: BatchProgram, masks: Tensor, rows: Tensor, fill: int) -> Tensor:
+    """B×K×H×W of any type, the pixel nearest to where the matrix points."""
+    x, y = _places(program, rows)
+    return _read_pixels(program, masks, rows, (x + 0.5).floor().long(), (y + 0.5).floor().long(), fill)[0]
+
+
+def _places(program: BatchProgram, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Where in the source each output pixel comes from, B×1×H×W, counted from the centre of the first pixel."""
+    a, b, c, d, e, f = rows[:, program.matrix_column :, None, None, None].unbind(1)[:6]
+    height, width = program.out_size
+    y = torch.arange(height, device=rows.device, dtype=torch.float32)[:, None] + 0.5
+    x = torch.arange(width, device=rows.device, dtype=torch.float32) + 0.5
+    return a * x + b * y + c - 0.5, d * x + e * y + f - 0.5
+
+
+def _read_pixels(
+    program: BatchProgram, source: Tensor, rows: Tensor, x: Tensor, y: Tensor, fill: int
+) -> tuple[Tensor, Tensor]:
+    """The source's pixels at whole places, the fill outside of the box; and which lie inside."""
+    left, top, right, bottom = rows[:, program.matrix_column + 6 :, None, None, None].unbind(1)
+    inside = (x >= left) & (x < right) & (y >= top) & (y < bottom)
+    height, width = program.size
+    place = (y.clamp(0, height - 1) * width + x.clamp(0, width - 1)).flatten(2)
+    taken = source.flatten(2).gather(2, place.expand(-1, source.shape[1], -1)).view(*source.shape[:2], *x.shape[2:])
+    return taken.masked_fill(~inside, fill), inside
+
+
+def _sample(program: BatchProgram, images: Tensor, rows: Tensor, fill: int) -> Tensor:
+    x, y = _places(program, rows)
+    if program.sampling == "pixel":
+        return _read_pixels(program, images, rows, (x + 0.5).floor().long(), (y + 0.5).floor().long(), fill)[0] / 255
+    a, b, _, d, e, _ = rows[:, program.matrix_column :, None, None, None].unbind(1)[:6]
+    reach_x = reach_y = torch.ones_like(a)
+    if program.sampling == "tent":
+        reach_x, reach_y = torch.hypot(a, b).clamp(min=1), torch.hypot(d, e).clamp(min=1)
+    first_x, first_y = (x - reach_x).floor() + 1, (y - reach_y).floor() + 1
+    total, weight = torch.zeros((), device=rows.device), torch.zeros((), device=rows.device)
+    high, wide = ((2 * reach).ceil().flatten().tolist() for reach in (reach_y, reach_x))
+    for i in range(int(max(high, default=0))):
+        for j in range(int(max(wide, default=0))):
+            at_x, at_y = first_x + j, first_y + i
+            tap = (1 - (at_x - x).abs() / reach_x).clamp(min=0) * (1 - (at_y - y).abs() / reach_y).clamp(min=0)
+            pixels, inside = _read_pixels(program, images, rows, at_x.long(), at_y.long(), fill)
+            if not program.filled:
+                tap = tap * inside
+            total, weight = total + tap * pixels, weight + tap
+    return total / (255 * weight)

@@ -4,7 +4,7 @@
     pass_kernel   source ──► gather or load ──► point operations ──► store; on the way the sum of the gray values
     mask_kernel   the nearest pixel of any type
 
-A program is one pass. Contrast wants a mean first, a blur its neighbours: each ends a pass that leaves its result in a
+A program is one pass. Contrast needs a mean first, a blur its neighbours: each ends a pass that leaves its result in a
 buffer. Nothing here waits for the GPU or allocates on the host, so all of it can be captured in a CUDA graph. Sizes,
 strides and operations are compile-time constants: a new image size or another list of operations compiles once.
 """
@@ -18,9 +18,20 @@ import triton
 from torch import Tensor
 
 from . import points
-from .kernel_pixels import BILINEAR, BLUR_X, BLUR_Y, BUFFER, CONTRAST, PIXEL, TENT, WORDS, mask_kernel, pass_kernel
-from .kernel_rows import draw_kernel
-from .program import Program
+from .batch_program import BatchProgram
+from .triton_kernels import (
+    BILINEAR,
+    BLUR_X,
+    BLUR_Y,
+    BUFFER,
+    CONTRAST,
+    PIXEL,
+    TENT,
+    WORDS,
+    draw_kernel,
+    mask_kernel,
+    pass_kernel,
+)
 
 POINTS = (
     points.Brightness, points.Contrast, points.Saturation, points.Hue, points.Gamma,
@@ -47,10 +58,12 @@ def in_words(images: Tensor) -> bool:
     return strides[1:] == (1, strides[2], 3) and not (strides[0] | strides[2] | images.data_ptr()) & 3
 
 
-class Plan:
-    """A program made ready for one kind of input: the constants of each launch, and the table on the device."""
+class KernelPlan:
+    """A program prepared for one kind of input: the constants of each launch, and the table on the device."""
 
-    def __init__(self, program: Program, images: Tensor, *, dtype: torch.dtype, channels_last: bool, fill: int) -> None:
+    def __init__(
+        self, program: BatchProgram, images: Tensor, *, dtype: torch.dtype, channels_last: bool, fill: int
+    ) -> None:
         channels, device, strides = images.shape[1], images.device, tuple(images.stride()[1:])
         self.program, self.channels, self.dtype = program, channels, dtype
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
@@ -134,7 +147,7 @@ class Plan:
         return sink
 
 
-def _passes(program: Program, gather: int, channels: int, packed: bool) -> tuple[list[dict[str, Any]], int]:
+def _passes(program: BatchProgram, gather: int, channels: int, packed: bool) -> tuple[list[dict[str, Any]], int]:
     """The launches, and how many sums they take between them."""
     passes: list[dict[str, Any]] = []
     source: dict[str, Any] = {"SOURCE": gather, "PACKED_SOURCE": False, "RADIUS": 0, "SIGMA": 0, "TILE": GATHER}
