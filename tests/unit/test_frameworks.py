@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from flatout.engine.chained_epochs import ChainedEpochs
+from flatout.engine.datasets import ChainedEpochs
 from flatout.model.frameworks import (
     FRAMEWORKS,
     LAUNCHERS,

@@ -249,7 +249,7 @@ def is_pure(loader: TorchLoader[Any]) -> bool:
 
 
 def is_chained(sampler: Any) -> bool:
-    """Whether it is flatout's own sampler of all epochs one after the other (`flatout.engine.chained_epochs`)."""
+    """Whether it is flatout's own sampler of all epochs one after the other (`flatout.engine.datasets`)."""
     return isinstance(sampler, BatchSampler) and hasattr(sampler, "beginning_at")
 
 

@@ -46,7 +46,7 @@ FRAMEWORKS = (
     Framework(
         packages=("flatout",),
         has_loop=False,
-        wrapping_samplers={"flatout.engine.chained_epochs.ChainedEpochs": "sampler"},
+        wrapping_samplers={"flatout.engine.datasets.ChainedEpochs": "sampler"},
     ),
     Framework(
         packages=("transformers",),

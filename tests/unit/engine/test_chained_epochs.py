@@ -7,7 +7,7 @@ import itertools
 import pytest
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from flatout.engine.chained_epochs import ChainedEpochs
+from flatout.engine.datasets import ChainedEpochs
 
 
 def one_by_one(epochs: range, drop_last: bool) -> list[list[int]]:
