@@ -24,7 +24,7 @@ from flatout import __version__
 from flatout.sample import budget
 from flatout.sample.budget import Budget, CgroupFiles
 
-__all__ = ["Card", "Examination", "Torch", "examine", "probe_torch", "report_lines"]
+__all__ = ["Examination", "GpuFound", "Torch", "examine", "probe_torch", "report_lines"]
 
 SCHEMA = 1
 TORCH_WITHIN_S = 60
@@ -56,8 +56,8 @@ print(json.dumps(found | {"devices": devices}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """A card as the driver sees it; `cuda_index` is what programs call it, None where they do not see it."""
+class GpuFound:
+    """A GPU as the driver sees it. `cuda_index` is the number that programs use; None where they do not see it."""
 
     index: int
     uuid: str
@@ -71,7 +71,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Torch:
-    """The torch of this Python. `problem`: why it does not import, or does not see a card."""
+    """The torch of this Python. `problem`: why it does not import, or does not see a GPU."""
 
     version: str | None = None
     cuda: str | None = None
@@ -89,7 +89,7 @@ class Examination:
     driver: str | None
     driver_cuda: str | None
     driver_problem: str | None
-    cards: tuple[Card, ...]
+    gpus: tuple[GpuFound, ...]
     torch: Torch
     budget: Budget
     cgroup: str | None
@@ -100,7 +100,9 @@ class Examination:
 
     def to_json(self) -> dict[str, Any]:
         """Everything, for a program."""
-        return {"record": "doctor", "schema": SCHEMA, **dataclasses.asdict(self)}
+        data = dataclasses.asdict(self)
+        data["cards"] = data.pop("gpus")
+        return {"record": "doctor", "schema": SCHEMA, **data}
 
 
 def examine(
@@ -144,8 +146,8 @@ def probe_torch() -> Torch:
 
 
 def _ask_driver(nvml: Any, torch: Torch) -> tuple[dict[str, Any], set[int]]:
-    """What NVML says about the machine, as fields of an Examination; and the processes on its cards."""
-    found: dict[str, Any] = {"driver": None, "driver_cuda": None, "driver_problem": None, "cards": ()}
+    """What NVML says about the machine, as fields of an Examination; and the processes on its GPUs."""
+    found: dict[str, Any] = {"driver": None, "driver_cuda": None, "driver_problem": None, "gpus": ()}
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as problem:
@@ -159,73 +161,92 @@ def _ask_driver(nvml: Any, torch: Torch) -> tuple[dict[str, Any], set[int]]:
 
     number = ask("nvmlSystemGetCudaDriverVersion")
     found["driver"] = ask("nvmlSystemGetDriverVersion")
-    found["driver_cuda"] = f"{number // 1000}.{number % 1000 // 10}" if number else None
+    if number:
+        found["driver_cuda"] = f"{number // 1000}.{number % 1000 // 10}"
     handles = {index: ask("nvmlDeviceGetHandleByIndex", index) for index in range(ask("nvmlDeviceGetCount") or 0)}
     there = {index: handle for index, handle in handles.items() if handle is not None}
-    found["cards"] = tuple(_card(ask, index, handle, torch) for index, handle in there.items())
+    found["gpus"] = tuple(_gpu(ask, index, handle, torch) for index, handle in there.items())
     running = [ask("nvmlDeviceGetComputeRunningProcesses", handle) or () for handle in there.values()]
     nvml.nvmlShutdown()
     return found, {process.pid for processes in running for process in processes}
 
 
-def _card(ask: Callable[..., Any], index: int, handle: Any, torch: Torch) -> Card:
+def _gpu(ask: Callable[..., Any], index: int, handle: Any, torch: Torch) -> GpuFound:
     uuid = str(ask("nvmlDeviceGetUUID", handle) or "")
     capability, memory = ask("nvmlDeviceGetCudaComputeCapability", handle), ask("nvmlDeviceGetMemoryInfo", handle)
-    gpm, mig = ask("nvmlGpmQueryDeviceSupport", handle), ask("nvmlDeviceGetMigMode", handle)
-    places = range(ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0) if mig and mig[0] else ()
-    instances = [ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, place) for place in places]
+    gpm = ask("nvmlGpmQueryDeviceSupport", handle)
     seen = [device["uuid"].removeprefix("GPU-") for device in torch.devices]
     bare = uuid.removeprefix("GPU-")
-    return Card(
+    found: dict[str, Any] = {"memory_bytes": None, "compute_capability": None, "cuda_index": None}
+    if memory is not None:
+        found["memory_bytes"] = int(memory.total)
+    if capability is not None:
+        found["compute_capability"] = ".".join(map(str, capability))
+    if bare in seen:
+        found["cuda_index"] = seen.index(bare)
+    return GpuFound(
         index=index,
         uuid=uuid,
-        name=str(ask("nvmlDeviceGetName", handle) or "unknown card"),
-        memory_bytes=int(memory.total) if memory is not None else None,
-        compute_capability=".".join(map(str, capability)) if capability is not None else None,
+        name=str(ask("nvmlDeviceGetName", handle) or "unknown GPU"),
         gpm=bool(gpm is not None and gpm.isSupportedDevice),
-        mig_instances=sum(one is not None for one in instances) if mig and mig[0] else None,
-        cuda_index=seen.index(bare) if bare in seen else None,
+        mig_instances=_mig_instances(ask, handle),
+        **found,
     )
+
+
+def _mig_instances(ask: Callable[..., Any], handle: Any) -> int | None:
+    """Into how many instances a GPU is split; None where it is not."""
+    mode = ask("nvmlDeviceGetMigMode", handle)
+    if not mode or not mode[0]:
+        return None
+    places = range(ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0)
+    return sum(ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, place) is not None for place in places)
 
 
 def _missing_gpu(found: Examination, pids: set[int], root: Path) -> Iterator[str]:
     if found.driver_problem is not None:
         said = f"No NVIDIA driver answers ({found.driver_problem})"
-        yield f"{said}. Nothing can be said about a card: flatout top shows the host only."
-    for card in found.cards:
-        if card.mig_instances is not None:
-            yield f"GPU {card.index} is split (MIG): the driver gives no activity of the whole card, only its memory."
-        elif not card.gpm:
-            without = f"GPU {card.index} ({card.name}) has no GPM counters"
+        yield f"{said}. Nothing can be said about a GPU: flatout top shows the host only."
+    for gpu in found.gpus:
+        if gpu.mig_instances is not None:
+            yield f"GPU {gpu.index} is split (MIG): the driver gives no activity of the whole GPU, only its memory."
+        elif not gpu.gpm:
+            without = f"GPU {gpu.index} ({gpu.name}) has no GPM counters"
             yield f"{without}: how busy its SMs are is not known; power share and clocks stand in."
     if sys.platform == "linux" and any(not (root / "proc" / str(pid)).exists() for pid in pids):
-        hidden = "This container hides the processes that use the cards"
+        hidden = "This container hides the processes that use the GPUs"
         yield f"{hidden}: trainings are found by their loader workers, or with --pid."
 
 
 def _missing_torch(found: Examination) -> Iterator[str]:
     torch, visible = found.torch, found.visible_devices
     if torch.version is None:
-        yield f"torch does not import in {sys.executable} ({torch.problem}): flatout can watch, but not run a training."
+        yield (
+            f"torch does not import in {sys.executable} ({torch.problem}): flatout train does not work there. "
+            "flatout run and fix work for a training in another Python: flatout run -- /path/to/python train.py"
+        )
         return
     if torch.problem is not None:
-        yield f"torch {torch.version} sees no card: {torch.problem}"
-    elif found.cards and not torch.cuda:
+        yield f"torch {torch.version} sees no GPU: {torch.problem}"
+    elif found.gpus and not torch.cuda:
         yield f"torch {torch.version} is built without CUDA: trainings of this Python run on the CPU."
-    unseen = [str(card.index) for card in found.cards if card.cuda_index is None]
+    unseen = [str(gpu.index) for gpu in found.gpus if gpu.cuda_index is None]
     if torch.devices and unseen and visible is not None:
         yield f"CUDA_VISIBLE_DEVICES={visible} hides GPU {', '.join(unseen)} from trainings started here."
-    for card in [card for card in found.cards if card.cuda_index not in (None, card.index)][:1]:
-        cure = "" if visible else " CUDA_DEVICE_ORDER=PCI_BUS_ID makes them agree."
-        yield f"CUDA calls the card {card.cuda_index} that nvidia-smi and flatout call {card.index}.{cure}"
+    renumbered = [gpu for gpu in found.gpus if gpu.cuda_index not in (None, gpu.index)]
+    if renumbered:
+        first, cure = renumbered[0], ""
+        if not visible:
+            cure = " CUDA_DEVICE_ORDER=PCI_BUS_ID makes them agree."
+        yield f"CUDA calls the GPU {first.cuda_index} that nvidia-smi and flatout call {first.index}.{cure}"
 
 
 def _missing_host(allowed: Budget, root: Path) -> Iterator[str]:
     if sys.platform != "linux":
-        yield f"This is {platform.system()}: flatout top and doctor work with what there is; training takes Linux."
+        yield f"This is {platform.system()}: flatout top and doctor work with what there is; training needs Linux."
         return
     if not (root / "proc/pressure").is_dir():
-        yield "The kernel keeps no pressure figures (PSI): whether the disk holds things up is told from iowait alone."
+        yield "The kernel keeps no pressure figures (PSI): whether the disk is the brake is judged by iowait alone."
     if allowed.shm_bytes is None:
         yield "There is no /dev/shm: loader workers cannot hand over batches."
     elif allowed.shm_bytes < SMALL_SHM_BYTES:
@@ -234,7 +255,7 @@ def _missing_host(allowed: Budget, root: Path) -> Iterator[str]:
             "and die when it is full. In docker, --shm-size=8g helps."
         )
     if allowed.cores_allowed < 2:
-        yield "There is less than two cores: loader workers would take their time from the training process."
+        yield "There are fewer than two cores: loader workers would take time from the training process."
 
 
 def report_lines(found: Examination, width: int = WIDTH) -> Iterator[str]:
@@ -245,7 +266,10 @@ def report_lines(found: Examination, width: int = WIDTH) -> Iterator[str]:
     for label, text in _entries(found):
         yield from textwrap.wrap(text, width, initial_indent=f"{label:<10}", subsequent_indent=" " * 10)
     yield ""
-    yield "Missing, and what that costs" if found.missing else "Nothing is missing."
+    if found.missing:
+        yield "Missing, and what that costs"
+    else:
+        yield "Nothing is missing."
     for text in found.missing:
         yield from textwrap.wrap(text, width, initial_indent="  – ", subsequent_indent="    ")
 
@@ -256,15 +280,18 @@ def _entries(found: Examination) -> Iterator[tuple[str, str]]:
         yield "GPUs", f"none: no NVIDIA driver answers ({found.driver_problem})"
     else:
         driver = f"driver {found.driver or 'unknown'}, made for CUDA up to {found.driver_cuda or '?'}"
-        yield "GPUs", f"{len(found.cards)}, {driver}"
-    yield from ((f"  GPU {card.index}", _card_words(card)) for card in found.cards)
+        yield "GPUs", f"{len(found.gpus)}, {driver}"
+    yield from ((f"  GPU {gpu.index}", _gpu_words(gpu)) for gpu in found.gpus)
     for name, value in (("CUDA_VISIBLE_DEVICES", found.visible_devices), ("CUDA_DEVICE_ORDER", found.device_order)):
         if value is not None:
             yield "", f"{name}={value}"
     yield "torch", _torch_words(found.torch)
     allowed = found.budget
-    each = f" for each of {allowed.ranks_on_node} ranks" if allowed.ranks_on_node > 1 else ""
-    reasons = f": {'; '.join(allowed.reasons)}" if allowed.reasons else ""
+    each, reasons = "", ""
+    if allowed.ranks_on_node > 1:
+        each = f" for each of {allowed.ranks_on_node} ranks"
+    if allowed.reasons:
+        reasons = f": {'; '.join(allowed.reasons)}"
     yield "cores", f"{allowed.cores} for loading data, of {allowed.cores_of_machine}{each}{reasons}"
     yield "memory", f"{_gib(allowed.memory_bytes)}, {_gib(allowed.memory_available_bytes)} available{each}"
     if allowed.shm_bytes is not None:
@@ -277,17 +304,16 @@ def _entries(found: Examination) -> Iterator[tuple[str, str]]:
             yield "", f"not there: {piece['name']} ({piece['gives']})"
 
 
-def _card_words(card: Card) -> str:
-    words = (
-        card.name,
-        _gib(card.memory_bytes),
-        f"compute capability {card.compute_capability or 'unknown'}",
-        "GPM" if card.gpm else "no GPM",
-        "not split" if card.mig_instances is None else f"MIG: {card.mig_instances} instances",
-        f"CUDA {card.cuda_index}" if card.cuda_index is not None else "not seen by CUDA",
-        card.uuid,
-    )
-    return " · ".join(words)
+def _gpu_words(gpu: GpuFound) -> str:
+    gpm, split, number = "no GPM", "not split", "not seen by CUDA"
+    if gpu.gpm:
+        gpm = "GPM"
+    if gpu.mig_instances is not None:
+        split = f"MIG: {gpu.mig_instances} instances"
+    if gpu.cuda_index is not None:
+        number = f"CUDA {gpu.cuda_index}"
+    capability = f"compute capability {gpu.compute_capability or 'unknown'}"
+    return " · ".join((gpu.name, _gib(gpu.memory_bytes), capability, gpm, split, number, gpu.uuid))
 
 
 def _torch_words(torch: Torch) -> str:
@@ -299,7 +325,9 @@ def _torch_words(torch: Torch) -> str:
 
 
 def _gib(size: int | None) -> str:
-    return f"{size / 2**30:.1f} GiB" if size is not None else "unknown"
+    if size is None:
+        return "unknown"
+    return f"{size / 2**30:.1f} GiB"
 
 
 def _version(package: str) -> str | None:

@@ -12,24 +12,24 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.loads import running
 from benchmarks.observe import PERIOD_S, true_fluctuation, watch
-from flatout.doctor import Card, examine
+from flatout.doctor import GpuFound, examine
 from flatout.sample.hardware import Sampler
 
 pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def card() -> Card:
-    return examine().cards[0]
+def card() -> GpuFound:
+    return examine().gpus[0]
 
 
 @pytest.fixture(autouse=True)
-def needs_gpm(card: Card) -> None:
+def needs_gpm(card: GpuFound) -> None:
     if not card.gpm:
         pytest.skip(f"{card.name} has no GPM counters")
 
 
-def test_the_doctor_knows_the_gpu_by_both_its_numbers(card: Card) -> None:
+def test_the_doctor_knows_the_gpu_by_both_its_numbers(card: GpuFound) -> None:
     assert card.uuid.startswith("GPU-")
     assert (card.memory_bytes or 0) > 1 << 30
     if "CUDA_VISIBLE_DEVICES" not in os.environ:

@@ -33,7 +33,7 @@ def uuid(nvml: RecordedNvml) -> str:
 
 @pytest.fixture
 def look(machine: Machine, nvml: RecordedNvml) -> Callable[..., Examination]:
-    """Examines the recorded machine with the recorded card, and the torch and environment one gives."""
+    """Examines the recorded machine with the recorded gpu, and the torch and environment one gives."""
 
     def examined(torch: Torch = CPU_TORCH, **environ: str) -> Examination:
         root = machine("vm-cgroup-v1-before")
@@ -50,10 +50,10 @@ def seen_by_cuda(*uuids: str) -> Torch:
 
 def test_a_machine_with_a_card(look: Callable[..., Examination], nvml: RecordedNvml, uuid: str) -> None:
     found = look(seen_by_cuda(uuid))
-    [card] = found.cards
-    assert (card.index, card.name, card.uuid, card.cuda_index) == (0, "NVIDIA H200", uuid, 0)
-    assert (card.gpm, card.mig_instances, card.compute_capability) == (True, None, "9.0")
-    assert (card.memory_bytes or 0) > 140e9
+    [gpu] = found.gpus
+    assert (gpu.index, gpu.name, gpu.uuid, gpu.cuda_index) == (0, "NVIDIA H200", uuid, 0)
+    assert (gpu.gpm, gpu.mig_instances, gpu.compute_capability) == (True, None, "9.0")
+    assert (gpu.memory_bytes or 0) > 140e9
     assert found.driver is not None
     assert found.missing == ()
     assert not nvml.running
@@ -74,13 +74,13 @@ def test_its_words_fit_eighty_columns(look: Callable[..., Examination], uuid: st
 def test_without_a_driver(look: Callable[..., Examination], nvml: RecordedNvml) -> None:
     nvml.failing = {"nvmlInit": LIBRARY_NOT_FOUND}
     found = look()
-    assert found.cards == ()
+    assert found.gpus == ()
     lines = list(report_lines(found))
     assert "GPUs      none: no NVIDIA driver answers (NVML Shared Library Not Found)" in lines
     assert lines[-3:] == [
         "Missing, and what that costs",
         "  – No NVIDIA driver answers (NVML Shared Library Not Found). Nothing can be",
-        "    said about a card: flatout top shows the host only.",
+        "    said about a GPU: flatout top shows the host only.",
     ]
 
 
@@ -104,14 +104,14 @@ def test_a_card_split_by_mig(
     monkeypatch.setattr(nvml, "nvmlDeviceGetMaxMigDeviceCount", lambda _handle: 7, raising=False)
     monkeypatch.setattr(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", instance, raising=False)
     found = look(seen_by_cuda(uuid))
-    assert found.cards[0].mig_instances == 2
+    assert found.gpus[0].mig_instances == 2
     assert found.missing[0].startswith("GPU 0 is split (MIG)")
 
 
 def test_no_torch(look: Callable[..., Examination]) -> None:
     found = look(Torch(problem="ModuleNotFoundError: No module named 'torch'"))
     assert "not usable: ModuleNotFoundError: No module named 'torch'" in "\n".join(report_lines(found))
-    assert "flatout can watch, but not run a training" in found.missing[0]
+    assert "flatout run and fix work for a training in another Python" in found.missing[0]
 
 
 def test_a_torch_without_cuda_beside_a_card(look: Callable[..., Examination]) -> None:
@@ -120,33 +120,33 @@ def test_a_torch_without_cuda_beside_a_card(look: Callable[..., Examination]) ->
 
 def test_a_torch_that_cannot_reach_the_card(look: Callable[..., Examination]) -> None:
     found = look(Torch(version="2.11.0", cuda="12.8", problem="The NVIDIA driver on your system is too old"))
-    assert found.missing[0] == "torch 2.11.0 sees no card: The NVIDIA driver on your system is too old"
+    assert found.missing[0] == "torch 2.11.0 sees no GPU: The NVIDIA driver on your system is too old"
 
 
-def test_two_orders_of_cards(look: Callable[..., Examination], nvml: RecordedNvml) -> None:
-    """CUDA counts the fastest card first, the driver by its slot."""
-    nvml.cards = [0, 0]
+def test_two_orders_of_gpus(look: Callable[..., Examination], nvml: RecordedNvml) -> None:
+    """CUDA counts the fastest GPU first, the driver by its slot."""
+    nvml.gpus = [0, 0]
     nvml.nvmlDeviceGetUUID = lambda handle: f"GPU-{handle}"  # type: ignore[attr-defined]
     found = look(seen_by_cuda("GPU-1", "GPU-0"))
-    assert [card.cuda_index for card in found.cards] == [1, 0]
+    assert [gpu.cuda_index for gpu in found.gpus] == [1, 0]
     assert found.missing == (
-        "CUDA calls the card 1 that nvidia-smi and flatout call 0. CUDA_DEVICE_ORDER=PCI_BUS_ID makes them agree.",
+        "CUDA calls the GPU 1 that nvidia-smi and flatout call 0. CUDA_DEVICE_ORDER=PCI_BUS_ID makes them agree.",
     )
 
 
 def test_cards_hidden_from_cuda(look: Callable[..., Examination], nvml: RecordedNvml) -> None:
-    nvml.cards = [0, 0]
+    nvml.gpus = [0, 0]
     nvml.nvmlDeviceGetUUID = lambda handle: f"GPU-{handle}"  # type: ignore[attr-defined]
     found = look(seen_by_cuda("GPU-1"), CUDA_VISIBLE_DEVICES="1")
     assert found.missing == (
         "CUDA_VISIBLE_DEVICES=1 hides GPU 0 from trainings started here.",
-        "CUDA calls the card 0 that nvidia-smi and flatout call 1.",
+        "CUDA calls the GPU 0 that nvidia-smi and flatout call 1.",
     )
 
 
 def test_a_container_that_hides_pids(look: Callable[..., Examination], nvml: RecordedNvml, uuid: str) -> None:
     nvml.moment = "matmul"
-    assert "hides the processes that use the cards" in look(seen_by_cuda(uuid)).missing[0]
+    assert "hides the processes that use the GPUs" in look(seen_by_cuda(uuid)).missing[0]
 
 
 def test_a_small_shm_and_few_cores(machine: Machine, nvml: RecordedNvml, uuid: str) -> None:
@@ -158,7 +158,7 @@ def test_a_small_shm_and_few_cores(machine: Machine, nvml: RecordedNvml, uuid: s
     pressure, shm, cores = examined()
     assert "pressure figures" in pressure
     assert "no /dev/shm" in shm
-    assert "less than two cores" in cores
+    assert "fewer than two cores" in cores
 
 
 def test_a_docker_shm(monkeypatch: pytest.MonkeyPatch, look: Callable[..., Examination], uuid: str) -> None:
@@ -171,7 +171,7 @@ def test_elsewhere_it_says_what_is_linux_only(
 ) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     [missing] = look(seen_by_cuda(uuid)).missing
-    assert missing.endswith("flatout top and doctor work with what there is; training takes Linux.")
+    assert missing.endswith("flatout top and doctor work with what there is; training needs Linux.")
 
 
 def test_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

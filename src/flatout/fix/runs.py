@@ -376,7 +376,7 @@ class Launcher:
         not_copied = _NOT_COPIED.search(run.output)
         if sandbox.may_mount() or not (not_copied or first):
             return
-        theirs = sandbox.of_others(self._command)
+        theirs = sandbox.file_of_others(self._command)
         why = f"{theirs or 'what it writes to'} belongs to another user or group, and without root it cannot hold that"
         if not_copied:
             raise OverlayError(why)

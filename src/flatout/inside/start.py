@@ -38,7 +38,7 @@ def start() -> None:
         options = Options.from_environment(os.environ)
         if not _started and options is not None:
             _started = True
-            signals.tell(os.environ)
+            signals.write_down(os.environ)
             _redirect()
             if options.plan is not None:
                 _turn_knobs(options.plan)

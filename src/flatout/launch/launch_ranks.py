@@ -1,8 +1,8 @@
 """Starts the ranks of `flatout train --gpus N` on this machine, and ends as they do.
 
 `python -m flatout.launch.launch_ranks N COMMAND…` does what torchrun does on one machine, less its page of traceback
-around an end that a rank has explained itself, and with the exit code of that rank. What several ranks write to stderr
-alike is shown once.
+after an end that a rank has explained itself, and with the exit code of that rank. A line that several ranks write to
+stderr is shown once.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
-_EXPLAIN_S, _END_S = 5.0, 30.0  # for the others when one has died: to say what they have to say, and to end when told
-_ALIKE_S, _REMEMBERED = 5.0, 1_000  # apart; lines
+_EXPLAIN_S, _END_S = 5.0, 30.0  # for the others when one has died: to write why, and to end after SIGTERM
+_SAME_LINE_S, _REMEMBERED = 5.0, 1_000  # apart; lines
 _LAST_WORDS_S = 1.0
 _PR_SET_PDEATHSIG = 1
-WATCHED = "FLATOUT_RANKS_WATCHED"  # to the ranks: should one of you die, I see to the others
+WATCHED = "FLATOUT_RANKS_WATCHED"  # says to the ranks that the others are ended if one dies
 
 
 def main(count: int, command: Sequence[str]) -> int:
@@ -43,20 +43,18 @@ def main(count: int, command: Sequence[str]) -> int:
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
         env = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, WATCHED: "1"}
         ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, preexec_fn=end_with_parent))
-    told: dict[bytes, tuple[int, float]] = {}
-    shown = [
-        threading.Thread(target=_show, args=(number, rank.stderr, told), daemon=True)
-        for number, rank in enumerate(ranks)
-    ]
-    for thread in shown:
-        thread.start()
-    code = _ended(ranks)
-    for thread in shown:
+    shown: dict[bytes, tuple[int, float]] = {}
+    threads = []
+    for index, process in enumerate(ranks):
+        threads.append(threading.Thread(target=_show, args=(index, process.stderr, shown), daemon=True))
+        threads[-1].start()
+    code = _wait_for_ranks(ranks)
+    for thread in threads:
         thread.join(_LAST_WORDS_S)  # what a rank has started may have its stderr too, and live on
     return code
 
 
-def _ended(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+def _wait_for_ranks(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait until all ranks are gone. The death of one ends the others, which would wait for it."""
     code, died_at = 0, 0.0
     statuses: list[int | None] = [None]
@@ -65,25 +63,29 @@ def _ended(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         failed = [(status, number) for number, status in enumerate(statuses) if status]
         if failed and not code:
             status, number = min(failed)  # one that was killed goes before those that missed it
-            code, died_at = status if status > 0 else 128 - status, time.monotonic()
+            code, died_at = status, time.monotonic()
             if status < 0:
+                code = 128 - status
                 print(f"flatout: rank {number} was killed by {signal.Signals(-status).name}", file=sys.stderr)
         if code and time.monotonic() - died_at > _EXPLAIN_S:
             for rank in ranks:
-                (rank.kill if time.monotonic() - died_at > _EXPLAIN_S + _END_S else rank.terminate)()
+                if time.monotonic() - died_at > _EXPLAIN_S + _END_S:
+                    rank.kill()
+                else:
+                    rank.terminate()
         time.sleep(0.05)
     return code
 
 
-def _show(rank: int, stderr: IO[bytes] | None, told: dict[bytes, tuple[int, float]]) -> None:
+def _show(rank: int, stderr: IO[bytes] | None, shown: dict[bytes, tuple[int, float]]) -> None:
     assert stderr is not None
     for line in stderr:
-        who, when = told.get(line, (rank, 0.0))
-        if who == rank or time.monotonic() - when > _ALIKE_S:
-            if len(told) > _REMEMBERED:
-                told.clear()
-            told[line] = rank, time.monotonic()
-            with contextlib.suppress(OSError):  # a full disk, a reader who left: nobody is to wait for that
+        first, when = shown.get(line, (rank, 0.0))
+        if first == rank or time.monotonic() - when > _SAME_LINE_S:
+            if len(shown) > _REMEMBERED:
+                shown.clear()
+            shown[line] = rank, time.monotonic()
+            with contextlib.suppress(OSError):  # a full disk, a reader who left: the ranks must not wait for that
                 os.write(2, line)
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 REDIRECT = "FLATOUT_REDIRECT"  # to the processes inside: a Sandbox as JSON
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
-_ENTRIES_LOOKED_AT = 20_000
+_ENTRIES_READ = 20_000
 _LINKS_FOLLOWED = 100
 _TRACKERS_OFF = {
     "WANDB_MODE": "disabled", "COMET_MODE": "disabled", "NEPTUNE_MODE": "debug", "CLEARML_OFFLINE_MODE": "1",
@@ -92,7 +92,7 @@ def sandbox_for(command: Sequence[str], scratch: Path, ours: Sequence[Path]) -> 
     caches = [compiled, *(path for path in _compiler_caches() if _is_private(path, precious))]
     return Sandbox(
         scratch=str(scratch.resolve()),
-        cover=tuple(sorted({str(path) for path in (*tops, *beside, *memory, *_first_of_ours(near))})),
+        cover=tuple(sorted({str(path) for path in (*tops, *beside, *memory, *_overlays_beside(near))})),
         keep=tuple(str(path.resolve()) for path in (*ours, *caches)),
         near=tuple(str(path) for path in near if not _is_for_all(path)),
         beyond=tuple(str(path) for path in (Path.home().resolve(), *memory, *tops) if not _is_for_all(path)),
@@ -108,7 +108,9 @@ def why_no_overlay(command: Sequence[str], scratch: Path) -> str:
     here, name = Path.cwd(), f".flatout-{os.urandom(6).hex()}"
     with tempfile.TemporaryDirectory(prefix="probe-", dir=scratch, ignore_cleanup_errors=True) as own:
         box = sandbox_for(command, Path(own), ())
-        touch = [sys.executable, "-I", "-S", "-c", _TOUCH, *([name] if os.access(here, os.W_OK) else [])]
+        touch = [sys.executable, "-I", "-S", "-c", _TOUCH]
+        if os.access(here, os.W_OK):
+            touch.append(name)
         done = subprocess.run([*entrance(box), *touch], capture_output=True, text=True, check=False)
         if why := refusal(box):
             return why
@@ -133,7 +135,7 @@ def refusal(sandbox: Sandbox) -> str:
     return ""
 
 
-def of_others(command: Sequence[str]) -> str:
+def file_of_others(command: Sequence[str]) -> str:
     """A file or folder that the command may write to, but not in an overlay of a user who `may_mount` nothing; empty
     where there is none.
 
@@ -156,13 +158,13 @@ def may_mount() -> bool:
 
 
 def environment(sandbox: Sandbox, *, redirected: bool) -> dict[str, str]:
-    """What a trial's environment has beside the user's: trackers off; without an overlay, the word to redirect."""
+    """What a trial's environment has beside the user's: trackers off; without an overlay, what to redirect."""
     scratch = Path(sandbox.scratch)
-    set_ = {**_TRACKERS_OFF, "MLFLOW_TRACKING_URI": (scratch / "mlruns").as_uri(), _COMPILED: sandbox.compiled}
+    variables = {**_TRACKERS_OFF, "MLFLOW_TRACKING_URI": (scratch / "mlruns").as_uri(), _COMPILED: sandbox.compiled}
     if redirected:
         (scratch / "tmp").mkdir(exist_ok=True)
-        set_ |= {REDIRECT: sandbox.to_json(), "TMPDIR": str(scratch / "tmp"), "PYTHONDONTWRITEBYTECODE": "1"}
-    return set_
+        variables |= {REDIRECT: sandbox.to_json(), "TMPDIR": str(scratch / "tmp"), "PYTHONDONTWRITEBYTECODE": "1"}
+    return variables
 
 
 # --- which folders ----------------------------------------------------------------------------------------------------
@@ -213,9 +215,9 @@ def _linked_to(folder: Path) -> list[Path]:
 
 
 def _walk(folders: Sequence[Path]) -> Iterator[os.DirEntry[str]]:
-    """What lies in folders, what is near their tops first, up to a good many."""
+    """What lies in folders, what is near their tops first, up to _ENTRIES_READ."""
     waiting, seen = deque(map(str, folders)), 0
-    while waiting and seen < _ENTRIES_LOOKED_AT:
+    while waiting and seen < _ENTRIES_READ:
         with contextlib.suppress(OSError), os.scandir(waiting.popleft()) as entries:
             for entry in entries:
                 yield entry
@@ -224,11 +226,11 @@ def _walk(folders: Sequence[Path]) -> Iterator[os.DirEntry[str]]:
                     waiting.append(entry.path)
 
 
-def _first_of_ours(near: Sequence[Path]) -> Iterator[Path]:
+def _overlays_beside(near: Sequence[Path]) -> Iterator[Path]:
     """Where overlays are needed beside those of the top-level folders.
 
     What is written in a folder brings all folders above it into the overlay, but for the overlay's own top. Those of
-    others cannot be brought (see `of_others`): so an overlay begins below the last of them.
+    others cannot be brought (see `file_of_others`): so an overlay begins below the last of them.
     """
     for place in near:
         path = [place, *place.parents][:-2]  # without the top-level folder
@@ -292,22 +294,22 @@ def _user() -> str:
 
 
 def main(sandbox: Sandbox, command: Sequence[str]) -> None:
-    """Make the namespace, and become the command; or leave word why not."""
+    """Make the namespace, and become the command; or write down why not."""
     here = Path.cwd()
     refused = os.open(f"{sandbox.scratch}/{_REFUSED}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         privileged = may_mount()
-        _leave_the_users_mounts(privileged=privileged)
+        _make_namespace(privileged=privileged)
         _cover(sandbox, privileged=privileged)
         os.chdir(here)  # the same path, seen through the overlay
     except OSError as problem:
         os.write(refused, str(problem.strerror or problem).encode())
         sys.exit(1)
-    _call("prctl", _PR_SET_PDEATHSIG, signal.SIGTERM)  # a trial that hangs is not to outlive who would end it
+    _call("prctl", _PR_SET_PDEATHSIG, signal.SIGTERM)  # a trial that hangs must not outlive what would end it
     os.execvp(command[0], list(command))
 
 
-def _leave_the_users_mounts(*, privileged: bool) -> None:
+def _make_namespace(*, privileged: bool) -> None:
     """A mount namespace; of a user namespace of our own where we may not mount."""
     uid, gid = os.getuid(), os.getgid()
     if privileged:
@@ -363,12 +365,14 @@ def _overlay(lower: str, layer: str, path: str, *, privileged: bool) -> None:
     os.chmod(upper, there.st_mode & 0o7777)  # noqa: PTH101 - the top of an overlay looks as its upper folder does,
     if privileged:
         os.chown(upper, there.st_uid, there.st_gid)  # and a /tmp has to stay open to all
-    options = f"lowerdir={lower},upperdir={upper},workdir={work}{'' if privileged else ',userxattr'}"
+    options = f"lowerdir={lower},upperdir={upper},workdir={work}"
+    if not privileged:
+        options += ",userxattr"
     _mount("overlay", path, "overlay", 0, options)
 
 
 def _read_only(source: str, path: str) -> None:
-    """What is there, but not to be written to; where that cannot be had either, no trial."""
+    """What is there, read-only; where that is not possible either, there is no trial."""
     there = os.statvfs(source).f_flag
     flags = sum(flag for seen, flag in _MS_OF_ST.items() if there & seen)
     _mount(source, path, "", _MS_BIND | _MS_REC)

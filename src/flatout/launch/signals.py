@@ -1,8 +1,8 @@
-"""Whether the command has heard a signal by itself, so that it is not passed on to it a second time.
+"""Whether the command has received a signal without us, so that it is not passed on a second time.
 
-Who signals a whole process group cannot be told from who signals us alone. But Python writes the number of each signal
-that it has a handler for into a file of one's choice: here into a pipe that the command inherits, unless it chooses
-another (asyncio does). Standard library only: it is at work before torch is imported.
+A signal to a whole process group looks like one to us alone. But Python can write the number of each signal that it
+handles into a file: here into a pipe that the command inherits, unless the command uses another file (asyncio does).
+Standard library only: this runs before torch is imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 _VARIABLE = "FLATOUT_HEARD"
-_HERE = 0  # no signal: somebody listens
+_LISTENS = 0  # no signal: a process writes down what it receives
 _LATELY_S = 1.0
 
 
@@ -27,9 +27,9 @@ class SignalsReceived:
 
     def __init__(self) -> None:
         self._read_end, self.write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._heard: list[tuple[int, float]] = []  # and when
-        self._echoes: Counter[int] = Counter()  # of what we have passed on ourselves, still to come
-        self.listens = False  # somebody does
+        self._received: list[tuple[int, float]] = []  # and when
+        self._echoes: Counter[int] = Counter()  # of signals that we have passed on, still to come
+        self.listens = False  # whether a process writes down what it receives
 
     @property
     def environment(self) -> dict[str, str]:
@@ -42,54 +42,56 @@ class SignalsReceived:
     def listen(self, timeout_s: float = 0.0) -> None:
         """Take in what was written."""
         now = time.monotonic()
-        self._heard = [(number, at_s) for number, at_s in self._heard if now - at_s < _LATELY_S]
+        self._received = [(number, at_s) for number, at_s in self._received if now - at_s < _LATELY_S]
         if select.select([self._read_end], [], [], timeout_s)[0]:
             for number in os.read(self._read_end, 1 << 16):
-                self.listens |= number == _HERE
+                self.listens |= number == _LISTENS
                 if self._echoes[number]:
                     self._echoes[number] -= 1
                 else:
-                    self._heard.append((number, time.monotonic()))
+                    self._received.append((number, time.monotonic()))
 
     def lately(self, number: int, within_s: float) -> bool:
-        """Whether somebody in the command has heard this signal, or does within so long."""
+        """Whether a process of the command has received this signal in the last second, or does within `within_s`."""
         end_s = time.monotonic() + within_s
         while True:
             left_s = end_s - time.monotonic()
             self.listen(max(0.0, left_s))
-            if any(heard == number for heard, _ in self._heard):
-                self._heard = [(heard, at_s) for heard, at_s in self._heard if heard != number]
+            if any(seen == number for seen, _ in self._received):
+                self._received = [(seen, at_s) for seen, at_s in self._received if seen != number]
                 return True
             if left_s <= 0:
                 return False
 
     def passed_on(self, number: int) -> None:
-        """It is about to hear this from us."""
+        """Note that the command gets this signal from us: what it writes of it is an echo."""
         self._echoes[number] += 1
 
 
-def tell(environ: Mapping[str, str]) -> None:
-    """In a Python process of the command: have what it hears written down, and nothing said when nobody reads that any
-    more: Python would complain of a broken pipe at each signal, so this process keeps a reading end itself."""
+def write_down(environ: Mapping[str, str]) -> None:
+    """In a Python process of the command: have the signals that it receives written into the pipe.
+
+    This process keeps a reading end too: without one, Python complains of a broken pipe when the launcher is gone.
+    """
     descriptor, _, inode = environ.get(_VARIABLE, "").partition(" ")
     try:
         status = os.fstat(int(descriptor))
-        if stat.S_ISFIFO(status.st_mode) and status.st_ino == int(inode):  # and not what has its number by now
-            ours = _out_of_the_way(int(descriptor))
+        if stat.S_ISFIFO(status.st_mode) and status.st_ino == int(inode):  # not another file with that number
+            ours = _under_high_number(int(descriptor))
             before = signal.set_wakeup_fd(ours, warn_on_full_buffer=False)
             if before != -1:
                 signal.set_wakeup_fd(before)
                 os.close(ours)
             else:
                 reading = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-                _out_of_the_way(reading)
+                _under_high_number(reading)
                 os.close(reading)
-                os.write(ours, bytes([_HERE]))
+                os.write(ours, bytes([_LISTENS]))
     except (OSError, ValueError):  # not inherited, or not the main thread
         return
 
 
-def _out_of_the_way(descriptor: int) -> int:
+def _under_high_number(descriptor: int) -> int:
     """The same under a high number: a script that closes what it has inherited gets the low ones for its own files, and
     signals would be written into those."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,9 +1,9 @@
-"""The user's files before and after a trial: which of them were really written, made or removed.
+"""The user's files before and after a trial: which of them were really written, created or removed.
 
-What is near the top of a folder is looked at first, up to a good many files, and no longer than two seconds: results
-and code lie there, data below. Other programs of the user may write meanwhile. So what a process that is older than the
-trial has open for writing does not count, nor what lies beside it in a folder of its own (another training's logs and
-checkpoints), nor what we could not have written.
+What is near the top of a folder is read first, up to MOST_FILES and two seconds: results and code lie there, data
+below. Other programs may write meanwhile. So three kinds of files do not count: what a process older than the trial has
+open for writing, what lies beside that in its folder (another training's logs and checkpoints), and what we could not
+have written.
 """
 
 from __future__ import annotations
@@ -36,12 +36,15 @@ class Snapshot:
         self._but = {*but}
         self._others_work = others_work
         self._began_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-        self._seen = self._looked_at(self._places, MOST_ELSEWHERE if others_work else MOST_FILES)
+        most = MOST_FILES
+        if others_work:
+            most = MOST_ELSEWHERE
+        self._seen = self._read_folders(self._places, most)
 
     def changed(self) -> list[str]:
-        """The files that are other ones by now, new, or gone; by their whole paths."""
+        """The files that were changed, created or removed since; by their whole paths."""
         found = [path for folder, before in self._seen.items() for path in self._changed_in(folder, before)]
-        return sorted(_of_nobody_else(found, self._places, self._began_s, others_work=self._others_work))
+        return sorted(_without_others_work(found, self._places, self._began_s, others_work=self._others_work))
 
     def _changed_in(self, folder: str, before: Entries) -> Iterable[str]:
         after = _entries(folder) or {}
@@ -53,16 +56,18 @@ class Snapshot:
                 if name in after or before[name] is not None or not self._seen.get(path):
                     yield path  # of a folder that has gone its files are named
                 continue
-            inside = self._looked_at([path], MOST_FILES)  # a new one
+            inside = self._read_folders([path], MOST_FILES)  # a new one
             files = [f"{place}/{one}" for place, some in inside.items() for one, file in some.items() if file]
             yield from files or [path]
 
-    def _looked_at(self, places: Iterable[str], most: int) -> dict[str, Entries]:
+    def _read_folders(self, places: Iterable[str], most: int) -> dict[str, Entries]:
         """What lies in each folder, breadth first."""
         waiting, seen, until_s = deque(places), dict[str, Entries](), time.monotonic() + _LONGEST_S
         while waiting and most > 0 and time.monotonic() < until_s:
             folder = waiting.popleft()
-            inside = _entries(folder, most) if folder not in seen and not self._is_left_out(folder) else None
+            if folder in seen or self._is_left_out(folder):
+                continue
+            inside = _entries(folder, most)
             another_project = self._others_work and inside is not None and ".git" in inside
             if inside is not None and not (another_project and folder not in self._places):
                 seen[folder] = inside
@@ -83,11 +88,11 @@ class SharedMemory:
         self._seen = _entries(folder) or {}
 
     def changed(self) -> list[str]:
-        """Those that were there and are other ones by now, or gone; not what libraries pass from process to process."""
+        """Those that were changed or removed since; not what libraries pass from process to process."""
         after = _entries(self._folder) or {}
         names = [name for name, file in self._seen.items() if file is not None and not name.startswith(_PASSING)]
         found = [f"{self._folder}/{name}" for name in names if after.get(name) != self._seen[name]]
-        return sorted(_of_nobody_else(found, [self._folder], self._began_s))
+        return sorted(_without_others_work(found, [self._folder], self._began_s))
 
 
 def _entries(folder: str, most: int = MOST_FILES) -> Entries | None:
@@ -107,13 +112,17 @@ def _entries(folder: str, most: int = MOST_FILES) -> Entries | None:
     return None
 
 
-def _of_nobody_else(
+def _without_others_work(
     paths: Sequence[str], places: Sequence[str], began_s: float, *, others_work: bool = False
 ) -> list[str]:
-    """Those that we could have written, and that no older process is at work on."""
+    """Those that we could have written, and that no older process uses."""
     left = [path for path in paths if _is_writable(path)]
-    written, folders = _at_work_on(began_s) if left else (set(), set())
-    theirs = {os.path.dirname(path) for path in written} | (folders if others_work else set())  # noqa: PTH120
+    if not left:
+        return []
+    written, folders = _files_in_use(began_s)
+    theirs = {os.path.dirname(path) for path in written}  # noqa: PTH120
+    if others_work:
+        theirs |= folders
     inside = tuple(f"{place}/" for place in places)
     theirs = {folder for folder in theirs - {*places} if folder.startswith(inside)}
     return [path for path in left if path not in written and not theirs.intersection(_folders_of(path))]
@@ -129,14 +138,14 @@ def _folders_of(path: str) -> Iterator[str]:
         yield path
 
 
-def _at_work_on(before_s: float) -> tuple[set[str], set[str]]:
+def _files_in_use(before_s: float) -> tuple[set[str], set[str]]:
     """The files that processes have open for writing, or share as memory, and the folders that they are in: those
     processes that were there before."""
     written, folders = set(), set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             ticks = int((process / "stat").read_text(errors="replace").rpartition(")")[2].split()[19])
-            if (ticks + 1) / os.sysconf("SC_CLK_TCK") < before_s:  # it is told in whole ticks
+            if (ticks + 1) / os.sysconf("SC_CLK_TCK") < before_s:  # it is given in whole ticks
                 folders.add(os.readlink(process / "cwd"))  # noqa: PTH115
                 written |= {path.removesuffix(" (deleted)") for path in _written_by(process)}
     return written, folders

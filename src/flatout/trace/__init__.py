@@ -13,6 +13,10 @@ another schema version is refused. A trace of any length stays below 64 MB a fil
     writer   a run → a folder       reader  a folder → a Trace
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from flatout.model.facts import Facts
 from flatout.model.records import (
     SCHEMA,
@@ -34,8 +38,10 @@ from flatout.model.records import (
     Xray,
 )
 from flatout.model.sketch import Sketch
-from flatout.trace.reader import RankTrace, Trace, merge, read, read_summaries
 from flatout.trace.writer import TraceWriter, note_end
+
+if TYPE_CHECKING:
+    from flatout.trace.reader import RankTrace, Trace, merge, read, read_summaries
 
 __all__ = [
     "SCHEMA",
@@ -65,3 +71,12 @@ __all__ = [
     "read",
     "read_summaries",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What reads traces is imported when it is asked for: a training process only writes one."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from flatout.trace import reader
+
+    return getattr(reader, name)

@@ -15,7 +15,7 @@ import os, signal, sys
 from flatout.launch import signals
 
 signal.signal(signal.SIGUSR1, lambda *_: print("handled", flush=True))
-signals.tell(os.environ)
+signals.write_down(os.environ)
 print("ready", flush=True)
 for _ in sys.stdin:
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -27,7 +27,7 @@ import os, signal
 from flatout.launch import signals
 
 signal.signal(signal.SIGUSR1, lambda *_: None)
-signals.tell(os.environ)
+signals.write_down(os.environ)
 os.closerange(3, 256)
 logs = [open(f"log-{number}", "wb") for number in range(8)]
 os.kill(os.getpid(), signal.SIGUSR1)
