@@ -92,7 +92,7 @@ def test_batches_that_are_kept_stay_what_they_are() -> None:
         assert_whole(images, indices)
 
 
-def test_to_device_gives_stocks_batches() -> None:
+def test_to_device_gives_pytorchs_batches() -> None:
     expected = list(TorchLoader(Frames(100), 16, num_workers=1))
     found = list(to_device(DataLoader(Frames(100), 16, num_workers=2), "cuda"))
     assert len(found) == len(expected)

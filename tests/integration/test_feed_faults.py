@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from torch.utils.data import DataLoader as Stock
+from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
 from flatout.feed import BadSampleError, DataLoader
@@ -348,12 +348,12 @@ def test_every_start_method_gives_the_same_batches_and_survives_a_kill(method: s
         forkserver._forkserver._stop()  # the standard library keeps one for ever
 
 
-@pytest.mark.filterwarnings("ignore:Got pickle error")  # stock's advice, beside the error
-def test_a_dataset_that_cannot_be_pickled_gets_stocks_error() -> None:
+@pytest.mark.filterwarnings("ignore:Got pickle error")  # PyTorch's advice, beside the error
+def test_a_dataset_that_cannot_be_pickled_gets_pytorchs_error() -> None:
     dataset = Numbers(8)
     dataset.open = lambda: None  # type: ignore[attr-defined]
     errors = []
-    for loader_class in (Stock, DataLoader):
+    for loader_class in (TorchLoader, DataLoader):
         loader = loader_class(dataset, 2, num_workers=1, multiprocessing_context="spawn")
         with pytest.raises((AttributeError, pickle.PicklingError)) as caught:
             iter(loader)
@@ -384,7 +384,7 @@ class _Collecting(Dataset[Any]):
         return index
 
 
-@pytest.mark.parametrize("kind", [DataLoader, Stock])
+@pytest.mark.parametrize("kind", [DataLoader, TorchLoader])
 def test_workers_leave_the_rubbish_of_the_training_process_alone(kind: Any, tmp_path: Path) -> None:
     """There may be GPU memory in it, and to free that in a forked child aborts."""
     told = tmp_path / "freed elsewhere"

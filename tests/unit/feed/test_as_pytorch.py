@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from feed_samples import Drawing, Things, as_list, same
-from torch.utils.data import DataLoader as Stock
+from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler, Subset, get_worker_info
 
 from flatout.feed import DataLoader, Options, iterator_for
@@ -107,12 +107,12 @@ def test_a_loader_whose_workers_differ_by_their_number_is_pytorchs_and_says_why(
     arguments: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="flatout.feed")
-    expected = list(Stock(**arguments, batch_size=2, num_workers=2))
+    expected = list(TorchLoader(**arguments, batch_size=2, num_workers=2))
     loader = DataLoader(**arguments, batch_size=2, num_workers=2)
     assert same(list(loader), expected)
     assert loader.feed is None
     assert reason in caplog.text
-    iterator, why_not = iterator_for(Stock(**arguments, batch_size=2), Options(workers="auto"))
+    iterator, why_not = iterator_for(TorchLoader(**arguments, batch_size=2), Options(workers="auto"))
     assert iterator is None
     assert reason in why_not
 
@@ -123,7 +123,7 @@ def test_a_worker_init_fn_that_only_seeds_does_not_matter() -> None:
     seeds = functools.partial(seed_worker, num_workers=1, rank=0)
     for workers in (0, 1):
         iterator, why_not = iterator_for(
-            Stock(Things(12), 4, num_workers=workers, worker_init_fn=seeds), Options(workers="auto")
+            TorchLoader(Things(12), 4, num_workers=workers, worker_init_fn=seeds), Options(workers="auto")
         )
         assert iterator is not None, why_not
 
@@ -265,4 +265,4 @@ def test_draws_are_by_position_with_declared_workers_and_with_any_other_number()
         found.append(list(DataLoader(Drawing(24), 4, num_workers=workers)))
     assert same(found[0], found[1])
     assert same(found[0], found[2])
-    assert len(list(Stock(Drawing(24), 4))) == len(found[0])
+    assert len(list(TorchLoader(Drawing(24), 4))) == len(found[0])

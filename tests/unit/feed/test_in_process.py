@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from feed_samples import Drawing, Things, as_list, same
-from torch.utils.data import DataLoader as Stock
+from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Sampler, get_worker_info
 
 from flatout.feed import DataLoader, Options, iterator_for, randomness
@@ -32,7 +32,7 @@ def feed(loader: DataLoader[Any]) -> BatchScheduler:
     return loader.feed
 
 
-def one_pass(loader: Stock[Any], workers_at: dict[int, int] | None = None) -> list[Any]:
+def one_pass(loader: TorchLoader[Any], workers_at: dict[int, int] | None = None) -> list[Any]:
     """All batches; before each of those numbers the workers become so many. Other code draws in between."""
     torch.manual_seed(4)
     found = []
@@ -126,7 +126,7 @@ def test_what_a_sandboxed_kernel_lacks_is_done_without(missing: str, monkeypatch
     loader_module._kernel_has_what_workers_need.cache_clear()
     try:
         data = DataLoader(Things(40), 4, num_workers=1)
-        assert same(as_list(data), as_list(Stock(Things(40), 4)))
+        assert same(as_list(data), as_list(TorchLoader(Things(40), 4)))
         assert (feed_of(data) is None) == (missing == "pidfd_open")
     finally:
         loader_module._kernel_has_what_workers_need.cache_clear()
@@ -150,7 +150,7 @@ def test_samples_that_fill_their_dataset_are_made_where_it_is() -> None:
     """A cache in every worker would be filled in every one of them."""
     reasons: list[str] = []
     data = Caching(800)
-    loader = Stock(data, 8, shuffle=True)
+    loader = TorchLoader(data, 8, shuffle=True)
     iterator, _ = iterator_for(loader, Options(workers="auto"), give_back=reasons.append)
     assert iterator is not None
     assert len(list(iterator)) == 100
@@ -173,10 +173,10 @@ class Draws(Sampler[int]):
         return 200
 
 
-def test_a_sampler_is_asked_when_stock_would_ask_it() -> None:
-    """GIVEN a sampler and a loop that draw from the same streams, THEN workers or none, each gets stock's numbers."""
+def test_a_sampler_is_asked_when_pytorch_would_ask_it() -> None:
+    """GIVEN a sampler and a loop that draw from the same streams, THEN workers or none, each gets PyTorch's numbers."""
     random_state_set()
-    expected = one_pass(Stock(Things(1010), 5, sampler=Draws(), num_workers=2, prefetch_factor=5))
+    expected = one_pass(TorchLoader(Things(1010), 5, sampler=Draws(), num_workers=2, prefetch_factor=5))
     for workers_at in ({}, {0: 0}, {3: 0, 20: 2, 22: 0, 30: 1}):
         random_state_set()
         loader = DataLoader(Things(1010), 5, sampler=Draws(), num_workers=Auto(2), prefetch_factor=5)
@@ -193,10 +193,10 @@ def test_a_pass_that_is_over_stays_over() -> None:
     assert len(list(second)) == 3
 
 
-def test_a_later_epoch_without_workers_is_stocks() -> None:
+def test_a_later_epoch_without_workers_is_pytorchs() -> None:
     torch.manual_seed(3)
-    stock = Stock(Things(100, "nested"), 8, shuffle=True, num_workers=2)
-    expected = [list(stock), list(stock)]
+    loader = TorchLoader(Things(100, "nested"), 8, shuffle=True, num_workers=2)
+    expected = [list(loader), list(loader)]
     torch.manual_seed(3)
     loader = DataLoader(Things(100, "nested"), 8, shuffle=True, num_workers=Auto(2))
     first = list(loader)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from feed_samples import Drawing, Things, same
-from torch.utils.data import DataLoader as Stock
+from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import DistributedSampler
 
 from flatout.feed import DataLoader, packing, to_device
@@ -140,7 +140,7 @@ def test_on_the_cpu_to_device_only_converts() -> None:
     on_device = to_device(loader, "cpu", dtype=torch.float32, convert=lambda batch: batch["image"])
     assert len(on_device) == 2
     assert on_device.batch_size == 4
-    expected = [batch["image"].float() for batch in Stock(Things(8, "dict"), 4)]
+    expected = [batch["image"].float() for batch in TorchLoader(Things(8, "dict"), 4)]
     assert same(list(on_device), expected)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from feed_samples import Things, same
 from torch.utils.data import ConcatDataset, IterableDataset, MapDataPipe, Subset, TensorDataset
-from torch.utils.data import DataLoader as Stock
+from torch.utils.data import DataLoader as TorchLoader
 
 from flatout.feed import DataLoader, feed_of, iterator_for
 
@@ -36,15 +36,15 @@ WRONG: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("arguments", WRONG, ids=lambda arguments: "+".join(arguments))
-def test_wrong_arguments_get_stocks_error(arguments: dict[str, Any]) -> None:
+def test_wrong_arguments_get_pytorchs_error(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError) as expected:  # noqa: PT011
-        Stock(Things(4), **arguments)
+        TorchLoader(Things(4), **arguments)
     with pytest.raises(ValueError) as found:  # noqa: PT011
         DataLoader(Things(4), **arguments)
     assert str(found.value) == str(expected.value)
 
 
-def test_attributes_that_stock_protects_are_protected() -> None:
+def test_attributes_that_pytorch_protects_are_protected() -> None:
     loader = DataLoader(Things(4), 2, num_workers=1)
     with pytest.raises(ValueError, match="should not be set after"):
         loader.batch_size = 3
@@ -58,7 +58,7 @@ def test_attributes_that_stock_protects_are_protected() -> None:
     np.arange(12.0).reshape(6, 2),
 ], ids=["tensors", "subset", "concatenated", "list", "array"])  # fmt: skip
 def test_usual_datasets(dataset: Any) -> None:
-    assert same(list(DataLoader(dataset, 4, num_workers=2)), list(Stock(dataset, 4)))
+    assert same(list(DataLoader(dataset, 4, num_workers=2)), list(TorchLoader(dataset, 4)))
 
 
 class Bulk(Things):
@@ -69,7 +69,7 @@ class Bulk(Things):
 
 
 def test_getitems_gets_the_whole_batch() -> None:
-    assert same(list(DataLoader(Bulk(50), 20, num_workers=2)), list(Stock(Bulk(50), 20, num_workers=1)))
+    assert same(list(DataLoader(Bulk(50), 20, num_workers=2)), list(TorchLoader(Bulk(50), 20, num_workers=1)))
 
 
 class Own:
@@ -175,12 +175,12 @@ class Pipe(MapDataPipe[Any]):
 @pytest.mark.parametrize(("dataset", "workers", "reason"), [
     (Things(10), 0, "num_workers=0"), (Pipe(), 1, "DataPipes share random seeds"),
 ], ids=["no workers", "datapipe"])  # fmt: skip
-def test_stock_takes_over_where_it_has_to_and_the_log_says_why_once(
+def test_pytorch_takes_over_where_it_has_to_and_the_log_says_why_once(
     dataset: Any, workers: int, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     loader = DataLoader(dataset, 2, num_workers=workers)
     with caplog.at_level(logging.INFO, "flatout.feed"):
-        assert same(list(loader), list(Stock(dataset, 2)))
+        assert same(list(loader), list(TorchLoader(dataset, 2)))
         list(loader)
     assert caplog.text.count(reason) == 1
     assert feed_of(loader) is None
@@ -194,10 +194,10 @@ def test_a_state_that_cannot_be_resumed_says_so(caplog: pytest.LogCaptureFixture
 
 
 def in_a_daemon(reasons: Any) -> None:
-    reasons.send(iterator_for(Stock(Things(4), 2, num_workers=1))[1])
+    reasons.send(iterator_for(TorchLoader(Things(4), 2, num_workers=1))[1])
 
 
-def test_a_daemonic_process_gets_stocks_loader() -> None:
+def test_a_daemonic_process_gets_pytorchs_loader() -> None:
     near, far = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=in_a_daemon, args=(far,), daemon=True)
     process.start()

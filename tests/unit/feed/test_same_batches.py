@@ -1,12 +1,9 @@
-"""Against the stock loader: the same batches in the same order, and the same random stream left behind."""
+"""Against the PyTorch loader: the same batches in the same order, and the same random stream left behind."""
 
 from __future__ import annotations
 
 import gc
-import hashlib
-import itertools
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,19 +22,17 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from torch.utils.data import DataLoader as Stock
+from torch.utils.data import DataLoader as TorchLoader
 
-from flatout.feed import DataLoader, controller, feed_of, iterator_for, to_device
-from flatout.feed.channel import Done
-from flatout.feed.controller import Controller, Observation, Tuning
+from flatout.feed import DataLoader, feed_of, iterator_for, to_device
 from flatout.feed.iterator import is_pure
 from flatout.feed.loader import Auto, Options
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # stock's, on a small machine
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # PyTorch's, on a small machine
 
 
 class EagerSampler(Sampler[int]):
-    """Draws when `iter()` is called, not at the first `next()`: stock calls it twice."""
+    """Draws when `iter()` is called, not at the first `next()`: PyTorch calls it twice."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -74,7 +69,7 @@ def sampling(kind: str, length: int) -> dict[str, Any]:
     }[kind]
 
 
-def epochs(loader: Stock[Any], stops: tuple[int | None, ...]) -> list[Any]:
+def epochs(loader: TorchLoader[Any], stops: tuple[int | None, ...]) -> list[Any]:
     """The batches of a few epochs, each left after so many; a mark of the random stream after every batch."""
     seen: list[Any] = []
     for stop in stops:
@@ -91,7 +86,7 @@ def epochs(loader: Stock[Any], stops: tuple[int | None, ...]) -> list[Any]:
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_any_combination_of_arguments_gives_what_stock_gives(data: st.DataObject) -> None:
+def test_any_combination_of_arguments_gives_what_pytorch_gives(data: st.DataObject) -> None:
     length = data.draw(st.integers(2, 40), label="length")
     kind = data.draw(st.sampled_from(
         ["in order", "shuffled", "own generator", "with replacement", "subset", "weighted", "distributed", "eager",
@@ -112,7 +107,7 @@ def test_any_combination_of_arguments_gives_what_stock_gives(data: st.DataObject
     stops = (data.draw(st.sampled_from([None, 0, 2, 5]), label="stop"), None)
 
     torch.manual_seed(11)
-    expected = epochs(Stock(Things(length, shape), **arguments, **sampling(kind, length)), stops)
+    expected = epochs(TorchLoader(Things(length, shape), **arguments, **sampling(kind, length)), stops)
     torch.manual_seed(11)
     found = epochs(DataLoader(Things(length, shape), **arguments, **sampling(kind, length)), stops)
 
@@ -125,12 +120,12 @@ def test_any_combination_of_arguments_gives_what_stock_gives(data: st.DataObject
 @pytest.mark.parametrize(
     ("length", "size", "workers", "stop"), [(60, 2, 2, 25), (13, 4, 1, 0)], ids=["full last batch", "one of a sample"]
 )
-def test_leaving_before_the_end_leaves_the_generator_as_stock_does(
+def test_leaving_before_the_end_leaves_the_generator_as_pytorch_does(
     length: int, size: int, workers: int, stop: int
 ) -> None:
-    """A random sampler draws once more when it has ended: that must not happen earlier than in stock."""
+    """A random sampler draws once more when it has ended: that must not happen earlier than in PyTorch."""
     results = []
-    for loader_class in (DataLoader, Stock):
+    for loader_class in (DataLoader, TorchLoader):
         torch.manual_seed(1)
         loader = loader_class(Things(length), size, num_workers=workers, **sampling("own generator", length))
         results.append(epochs(loader, (stop, None)))
@@ -175,14 +170,14 @@ def test_a_batch_that_cannot_be_opened_costs_no_other() -> None:
 
 
 def test_batches_of_uneven_size_from_a_custom_collate() -> None:
-    expected = list(Stock(Things(50), 4, num_workers=1, collate_fn=padded))
+    expected = list(TorchLoader(Things(50), 4, num_workers=1, collate_fn=padded))
     found = list(DataLoader(Things(50), 4, num_workers=2, collate_fn=padded))
     assert all(map(same, found, expected))
     assert len(found) == len(expected)
 
 
-def test_changes_between_epochs_are_seen_as_in_stock() -> None:
-    for loader_class in (Stock, DataLoader):
+def test_changes_between_epochs_are_seen_as_in_pytorch() -> None:
+    for loader_class in (TorchLoader, DataLoader):
         for persistent, expected in ((False, 9), (True, 5)):
             dataset = Things(5, "scalar")
             loader = loader_class(dataset, 1, num_workers=1, persistent_workers=persistent, sampler=range(9))
@@ -213,7 +208,7 @@ def samplers() -> dict[str, Any]:
 @pytest.mark.parametrize("which", ["accelerate", "accelerate, two ranks", "accelerate, resumed", "transformers"])
 def test_samplers_of_frameworks_may_be_asked_early(which: str) -> None:
     orders = []
-    for loader_class in (Stock, DataLoader):
+    for loader_class in (TorchLoader, DataLoader):
         torch.manual_seed(3)
         loader = loader_class(Things(12), **samplers()[which], num_workers=1)
         assert is_pure(loader)
@@ -223,7 +218,7 @@ def test_samplers_of_frameworks_may_be_asked_early(which: str) -> None:
 
 @pytest.mark.parametrize("which", ["with replacement", "the script's own"])
 def test_samplers_that_may_notice_are_not(which: str) -> None:
-    assert not is_pure(Stock(Things(12), **samplers()[which]))
+    assert not is_pure(TorchLoader(Things(12), **samplers()[which]))
 
 
 level = 1
@@ -236,8 +231,8 @@ class Levelled(Things):
         return level
 
 
-@pytest.mark.parametrize("loader_class", [Stock, DataLoader])
-def test_a_global_variable_that_is_set_between_epochs_is_seen_as_in_stock(
+@pytest.mark.parametrize("loader_class", [TorchLoader, DataLoader])
+def test_a_global_variable_that_is_set_between_epochs_is_seen_as_in_pytorch(
     loader_class: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loader = loader_class(Levelled(4), 4, num_workers=1)
@@ -277,8 +272,8 @@ class Shifted:
         return torch.tensor(batch) + self.by
 
 
-@pytest.mark.parametrize("kind", [Stock, DataLoader])
-def test_a_change_to_what_joins_samples_is_seen_in_the_next_epoch(kind: type[Stock[Any]]) -> None:
+@pytest.mark.parametrize("kind", [TorchLoader, DataLoader])
+def test_a_change_to_what_joins_samples_is_seen_in_the_next_epoch(kind: type[TorchLoader[Any]]) -> None:
     shifted = Shifted()
     loader = kind(range(8), 4, num_workers=1, collate_fn=shifted)  # type: ignore[arg-type]
     assert torch.cat(list(loader)).tolist() == list(range(8))
@@ -308,14 +303,14 @@ def test_a_loader_that_is_only_a_temporary_lives_as_long_as_its_pass() -> None:
     assert sum(len(batch) for batch in DataLoader(Things(20, "scalar"), 4, num_workers=1)) == 20
 
 
-def test_errors_are_stocks_and_the_pass_goes_on_after_one() -> None:
+def test_errors_are_pytorchs_and_the_pass_goes_on_after_one() -> None:
     class Breaks(Things):
         def __getitem__(self, index: int) -> Any:
             if index == 5:
                 raise KeyError("no such thing")
             return index
 
-    for loader_class in (Stock, DataLoader):
+    for loader_class in (TorchLoader, DataLoader):
         found = iter(loader_class(Breaks(12), 4, num_workers=1))
         assert next(found).tolist() == [0, 1, 2, 3]
         with pytest.raises(KeyError, match="Caught KeyError in DataLoader worker process 0"):
@@ -325,7 +320,7 @@ def test_errors_are_stocks_and_the_pass_goes_on_after_one() -> None:
     gc.collect()  # an exception holds the frames it went through, and they the iterator
 
 
-def test_samples_of_unequal_size_get_stocks_error() -> None:
+def test_samples_of_unequal_size_get_pytorchs_error() -> None:
     class Uneven(Things):
         def __getitem__(self, index: int) -> Any:
             return torch.zeros(index % 3)
@@ -335,10 +330,9 @@ def test_samples_of_unequal_size_get_stocks_error() -> None:
     gc.collect()
 
 
-def test_timeout_raises_as_in_stock() -> None:
+def test_timeout_raises_as_in_pytorch() -> None:
     class Slow(Things):
         def __getitem__(self, index: int) -> Any:
-            import time
 
             time.sleep(30)
 
@@ -347,20 +341,20 @@ def test_timeout_raises_as_in_stock() -> None:
     gc.collect()
 
 
-def test_a_stock_loader_gets_our_iterator_and_reasons_when_not() -> None:
-    stock = Stock(Things(10, "scalar"), 2, num_workers=1)
-    iterator, reason = iterator_for(stock)
+def test_a_pytorch_loader_gets_our_iterator_and_reasons_when_not() -> None:
+    loader = TorchLoader(Things(10, "scalar"), 2, num_workers=1)
+    iterator, reason = iterator_for(loader)
     assert reason == ""
     assert iterator is not None
     assert len(iterator) == 5
     assert torch.cat(list(iterator)).tolist() == list(range(10))
-    assert feed_of(stock) is not None
-    assert iterator_for(Stock(Things(10), 2)) == (None, "num_workers=0")
+    assert feed_of(loader) is not None
+    assert iterator_for(TorchLoader(Things(10), 2)) == (None, "num_workers=0")
 
 
-def test_length_and_type_are_those_of_a_stock_loader() -> None:
+def test_length_and_type_are_those_of_a_pytorch_loader() -> None:
     loader = DataLoader(Things(10), 4, num_workers=2)
-    assert isinstance(loader, Stock)
+    assert isinstance(loader, TorchLoader)
     assert len(loader) == 3
     assert len(iter(loader)) == 3
 
@@ -378,50 +372,16 @@ def test_batches_cannot_go_to_a_card_that_is_not_there() -> None:
         to_device(DataLoader(Things(3)), "cuda")
 
 
-@pytest.mark.parametrize("batches", [2, 99], ids=["left", "whole"])
-def test_a_pass_that_is_over_leaves_its_cores_to_others(batches: int) -> None:
-    one, other = (DataLoader(list(range(8)), batch_size=2, num_workers=1) for _ in range(2))
-    first = iter(one)
-    next(first)
-    alone = feed_of(one)._tuning.cores()  # type: ignore[union-attr]
-    second = iter(other)
-    next(second)
-    assert feed_of(one)._tuning.cores() == max(1.0, alone / 2)  # type: ignore[union-attr]
-    for _ in itertools.islice(second, batches):
-        pass
-    del second
-    assert feed_of(one)._tuning.cores() == alone  # type: ignore[union-attr]
-
-
-class Decoded(Things):
-    """Samples made by a thread of their own, as decoders of videos do it."""
-
-    def __getitem__(self, index: int) -> Any:
-        decoder = threading.Thread(target=hashlib.sha256, args=(bytes(30_000_000),))
-        decoder.start()
-        decoder.join()
-        return index
-
-
-@pytest.mark.timing
-def test_the_threads_of_a_decoder_do_not_pass_for_waits_for_storage(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Done] = []
-    monkeypatch.setattr(Tuning, "add_batch", lambda self, done: seen.append(done))
-    assert len(list(DataLoader(Decoded(4), 1, num_workers=1))) == 4
-    waits_s = sum(done.wall_s - done.run_delay_s - done.cpu_s for done in seen)
-    assert waits_s < 0.75 * sum(done.wall_s for done in seen)  # on busy cores its thread waits for one: not for storage
-
-
 @pytest.mark.parametrize("workers", [0, 2])
-def test_loaders_that_are_zipped_draw_in_the_order_that_stock_draws_in(workers: int) -> None:
-    """GIVEN two that shuffle: without workers stock asks neither for a sample before both passes have begun."""
+def test_loaders_that_are_zipped_draw_in_the_order_that_pytorch_draws_in(workers: int) -> None:
+    """GIVEN two that shuffle: without workers PyTorch asks neither for a sample before both passes have begun."""
 
-    def zipped(passes: Callable[[Stock[Any]], Iterator[Any]]) -> list[Any]:
+    def zipped(passes: Callable[[TorchLoader[Any]], Iterator[Any]]) -> list[Any]:
         torch.manual_seed(3)
-        loaders = [Stock(Things(24), 4, shuffle=True, num_workers=workers) for _ in range(2)]
+        loaders = [TorchLoader(Things(24), 4, shuffle=True, num_workers=workers) for _ in range(2)]
         return [list(zip(*map(passes, loaders), strict=True)) for _ in range(2)]
 
-    def ours(loader: Stock[Any]) -> Iterator[Any]:
+    def ours(loader: TorchLoader[Any]) -> Iterator[Any]:
         iterator, reason = iterator_for(loader, Options(workers="auto"))
         assert iterator is not None, reason
         return iterator
@@ -445,63 +405,50 @@ def test_a_forked_process_has_workers_of_its_own() -> None:
     assert same(list(loader), usual)
 
 
-@pytest.mark.timing
-def test_a_pause_after_a_break_does_not_pass_for_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Observation] = []
-    monkeypatch.setattr(Controller, "observe", lambda self, window: seen.append(window))
-    monkeypatch.setattr(controller, "WINDOW_BATCHES", 2)
-    monkeypatch.setattr(controller, "WINDOW_S", 0.1)
-    loader = DataLoader(Sleeping(64), 1, num_workers=Auto(2), collate_fn=as_list)
-    for _ in range(3):
-        for number, _batch in enumerate(loader):
-            time.sleep(0.02)
-            if number == 15:
-                break
-        time.sleep(0.5)
-    assert len(seen) >= 4
-    assert all(window.busy_s < 1.5 * window.seconds * window.workers for window in seen)
+class Offset(Things):
+    """Samples that the loop may shift between two passes."""
 
+    offset = 0
 
-class Sleeping(Things):
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.02)
-        return super().__getitem__(index)
+        return torch.full((10_000,), self.offset + index)
 
 
-@pytest.mark.timing
-def test_the_pace_of_workers_is_known_though_batches_come_in_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GIVEN two workers with a batch each that takes 0.16 s, so that two come at once and then none for as long."""
-    seen: list[Observation] = []
-    monkeypatch.setattr(Controller, "observe", lambda self, window: seen.append(window))
-    monkeypatch.setattr(controller, "WINDOW_BATCHES", 2)
-    monkeypatch.setattr(controller, "WINDOW_S", 0.1)
-    loader = DataLoader(Sleeping(8 * 24), 8, num_workers=Auto(2), collate_fn=as_list)
-    began = time.monotonic()
-    assert len(list(loader)) == 24
-    each_s = (time.monotonic() - began) / 24
-    windows = seen[1:]
-    assert len(windows) >= 5
-    assert all(0.6 < window.pace * each_s < 1.6 for window in windows)
-    assert all(window.busy > 0.75 for window in windows[:-2])
+def test_workers_are_started_for_each_pass_unless_they_are_persistent() -> None:
+    for persistent in (False, True):
+        loader = DataLoader(Things(40), 4, num_workers=2, persistent_workers=persistent)
+        seen = []
+        for _ in range(2):
+            for number, _batch in enumerate(loader):
+                if number == 8:
+                    assert loader.feed is not None
+                    seen.append(set(loader.feed.pool.pids()))
+        assert all(len(pids) == 2 for pids in seen)
+        assert (seen[0] == seen[1]) is persistent
+        del loader
 
 
-@pytest.mark.parametrize(("workers", "given_back"), [(3, False), (1, True)])
-def test_spare_memory_is_given_back_when_workers_leave_and_not_when_more_come(
-    monkeypatch: pytest.MonkeyPatch, workers: int, given_back: bool
-) -> None:
-    loader = DataLoader(Things(64), 4, num_workers=Auto(2))
-    passing = iter(loader)
-    next(passing)
-    feed = feed_of(loader)
-    assert feed is not None
-    asked: list[int] = []
-    monkeypatch.setattr(feed.slots, "trim", lambda keep: asked.append(keep))
-    monkeypatch.setattr(feed._tuning, "handed_over", lambda *window: not asked)
+def test_workers_of_a_pass_that_was_left_do_not_write_into_the_next_ones_batches() -> None:
+    dataset = Offset(64)
+    loader = DataLoader(dataset, 4, num_workers=2)
+    for number in range(5):
+        dataset.offset = 1000 * number
+        for _ in loader:
+            break
+    dataset.offset = 9000
+    kept = list(loader)
+    assert torch.cat(kept)[:, -1].tolist() == [9000 + index for index in range(64)]
 
-    def decide(now: int) -> bool:
-        feed._tuning.hold(workers)
-        return now != workers
 
-    monkeypatch.setattr(feed._tuning, "decide", decide)
-    assert len(list(passing)) == 15
-    assert bool(asked) is given_back
+def test_a_worker_that_comes_later_has_the_dataset_as_it_was_when_the_pass_began() -> None:
+    """GIVEN a loop that writes to its dataset in mid-epoch THEN the next pass is the first to see it, as in PyTorch."""
+    dataset = Offset(400)
+    loader = DataLoader(dataset, 4, num_workers=Auto(1), persistent_workers=True)
+    found = []
+    for number, batch in enumerate(loader):
+        found += batch[:, 0].tolist()
+        if number == 10:
+            dataset.offset = 1000
+            assert loader.feed is not None
+            loader.feed.resize(3, hold=True)
+    assert found == list(range(400))
