@@ -115,27 +115,11 @@ class ProofRun:
     follows: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """How far a trial goes, and what is measured.
-
-    It has so many `steps`, or more where they take less than `at_least_s`, and goes on for up to twice as long while
-    its mean step is not `known_to` such a share. The X-ray and the ceiling follow only where a step takes less than
-    `look_below_s`; always where that is None.
-    """
-
-    steps: int
-    timeout_s: float
-    at_least_s: float = 0.0
-    known_to: float = math.inf
-    look_below_s: float | None = None
-
-
 class Runner(Protocol):
     """Runs the user's command."""
 
-    def run(self, changes: Sequence[Change], options: RunOptions) -> Run:
-        """A trial with these changes."""
+    def run(self, changes: Sequence[Change], steps: int, trial: Trial) -> Run:
+        """A trial with these changes, of so many steps at least."""
         ...
 
     def prove(self, requests: Sequence[ProofRun], *, timeout_s: float, at_once: int = 1) -> list[Run]:
@@ -337,18 +321,11 @@ class Launcher:
         self._overlay = overlay
         self._numbers = itertools.count(1)
 
-    def run(self, changes: Sequence[Change], options: RunOptions) -> Run:
+    def run(self, changes: Sequence[Change], steps: int, trial: Trial) -> Run:
         # The weights of a proof that is over may take gigabytes.
         for weights in self._folder.glob("weights-*"):
             shutil.rmtree(weights, ignore_errors=True)
-        trial = Trial(
-            seed=SEED,
-            at_least_s=options.at_least_s,
-            known_to=options.known_to,
-            look_below_s=options.look_below_s,
-            timeout_s=options.timeout_s,
-        )
-        return self._run(changes, options.steps, trial)
+        return self._run(changes, steps, trial)
 
     def _run(self, changes: Sequence[Change], steps: int, trial: Trial) -> Run:
         folder = self._folder / f"{next(self._numbers):02d}"
@@ -357,7 +334,10 @@ class Launcher:
         if self._overlay is None:
             self._overlay = not sandbox.why_no_overlay(self._command, self._folder)
         with tempfile.TemporaryDirectory(prefix="scratch-", dir=self._folder, ignore_cleanup_errors=True) as scratch:
-            trial, xray = replace(trial, protect=Path(scratch), overlay=self._overlay), not trial.fingerprints
+            trial, xray = (
+                replace(trial, seed=SEED, protect=Path(scratch), overlay=self._overlay),
+                not trial.fingerprints,
+            )
             code = launcher.run(self._command, folder=folder, max_steps=steps, xray=xray, plan=plan, trial=trial)
         run = recorded(tuple(changes), code, time.monotonic() - start_s, folder, asked=steps)
         self._check_overlay(run, first=folder.name == "01")
@@ -385,7 +365,7 @@ class Launcher:
 
     def _prove(self, request: ProofRun, timeout_s: float) -> Run:
         leads, follows = self._weights(request.leads), self._weights(request.follows)
-        trial = Trial(seed=SEED, fingerprints=True, leads=leads, follows=follows, timeout_s=timeout_s)
+        trial = Trial(fingerprints=True, leads=leads, follows=follows, timeout_s=timeout_s)
         if leads is not None:
             room = int(_WEIGHTS_SHARE * shutil.disk_usage(leads).free)
             trial = replace(trial, weights_bytes=min(_MOST_WEIGHTS, room))

@@ -15,10 +15,10 @@ from flatout.diagnose.find_knobs import knobs
 from flatout.fix.offers import PAUSES, with_changes
 from flatout.fix.proof_runs import proof_steps
 from flatout.fix.result import FixResult, ProgressListener, RunRecord
-from flatout.fix.runs import ProofRun, Run, Runner, RunOptions, runs_at_once
+from flatout.fix.runs import ProofRun, Run, Runner, runs_at_once
 from flatout.fix.speed import EVALUATION_AND_CHECKPOINT, Speed, pooled
 from flatout.fix.time_budget import TimeBudget
-from flatout.launch.protocol import MOST_STEPS
+from flatout.launch.protocol import MOST_STEPS, Trial
 from flatout.model.plan import Change, Figure
 from flatout.model.stats import RunNoise
 
@@ -79,14 +79,13 @@ class Trials:
             usual = self.usual_steps(self.after if changes else self.before)
             training_s = (steps or usual) * self.before.step_s
             expected_s = max(expected_s, self.before.start_s + training_s + self._budget.compiled_again_s(changes))
-        options = RunOptions(
-            steps=steps or usual,
+        trial = Trial(
             timeout_s=self._budget.timeout_s(expected_s),
             at_least_s=MEASURE_S if self._ends_by_time else 0.0,
             known_to=known_to,
             look_below_s=look_below_s,
         )
-        run = self._runner.run(changes, options)
+        run = self._runner.run(changes, steps or usual, trial)
         self._result.trials.append(RunRecord(what=what, seconds=run.seconds, speed=run.speed))
         # A crash is over sooner, and a whole epoch later, than other runs: neither says what the next trial takes.
         if run.is_measured and steps is None:

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from flatout.fix.runs import CEILING, ProofRun, ProofStep, Run, RunOptions
+from flatout.fix.runs import CEILING, ProofRun, ProofStep, Run
 from flatout.fix.speed import measure
 from flatout.launch import launcher
+from flatout.launch.protocol import Trial
 from flatout.model.facts import AppliedChange, SettingsRead
 from flatout.model.plan import Change
 from flatout.trace import (
@@ -104,10 +105,10 @@ class World:
     def clock(self) -> float:
         return self.clock_s
 
-    def run(self, changes: Sequence[Change], options: RunOptions) -> Run:
-        return self._run(changes, options)
+    def run(self, changes: Sequence[Change], steps: int, trial: Trial) -> Run:
+        return self._run(changes, steps, trial)
 
-    def _run(self, changes: Sequence[Change], options: RunOptions, *, fingerprints: bool = False) -> Run:
+    def _run(self, changes: Sequence[Change], steps: int, trial: Trial, *, fingerprints: bool = False) -> Run:
         if self.interrupt_at == len(self.started):
             raise KeyboardInterrupt
         names = tuple(change.name for change in changes)
@@ -116,16 +117,16 @@ class World:
         hung = self.hang & set(names)
         crashed = next((text for name, text in self.crash.items() if name in names), None)
         if hung or crashed:
-            self.clock_s += options.timeout_s if hung else START_S
+            self.clock_s += (trial.timeout_s or 0.0) if hung else START_S
             code = launcher.TIMED_OUT if hung else 1
-            return Run(changes=tuple(changes), code=code, seconds=options.timeout_s, output=crashed or "")
+            return Run(changes=tuple(changes), code=code, seconds=(trial.timeout_s or 0.0), output=crashed or "")
         m = self.machine
         for change in changes:
             if change.name in self.effects and change.name not in self.refused:
                 m = self.effects[change.name](m, change.value)
-        steps, look_below_s = options.steps, options.look_below_s
+        look_below_s = trial.look_below_s
         trace = self._trace(m, steps)
-        while sum(step.wall_ms for step in trace.ranks[0].steps if step.kind == "train") < options.at_least_s * 1e3:
+        while sum(step.wall_ms for step in trace.ranks[0].steps if step.kind == "train") < trial.at_least_s * 1e3:
             steps *= 2
             trace = self._trace(m, steps)
         if look_below_s is not None and m.data_ms + m.compute_ms >= 1e3 * look_below_s:
@@ -154,10 +155,7 @@ class World:
     def prove(self, wanted: Sequence[ProofRun], *, timeout_s: float, at_once: int = 1) -> list[Run]:
         """Several get in each other's way a little; so many at once, the next when one has ended."""
         start_s = self.clock_s
-        runs = [
-            self._run(one.changes, RunOptions(steps=one.steps, timeout_s=timeout_s), fingerprints=True)
-            for one in wanted
-        ]
+        runs = [self._run(one.changes, one.steps, Trial(timeout_s=timeout_s), fingerprints=True) for one in wanted]
         ends_s = [0.0] * at_once
         for run in runs:
             heapq.heapreplace(ends_s, ends_s[0] + (1.4 if len(runs) > 1 else 1.0) * run.seconds)

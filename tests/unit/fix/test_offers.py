@@ -14,7 +14,7 @@ from simulated_world import Machine, World, flag, with_loader
 
 from flatout.diagnose.find_knobs import knobs
 from flatout.fix.offers import View, Wishes, not_offered, offers, scaled_twice
-from flatout.fix.runs import RunOptions
+from flatout.launch.protocol import Trial
 from flatout.model.errors import UsageError
 from flatout.model.facts import SettingsRead
 from flatout.model.plan import Change
@@ -25,7 +25,7 @@ LAUNCHES = {"idle_by_phase_ms": {"forward": 60.0}, "kernel_us": Sketch.of([3.0] 
 
 
 def view(world: World, **more: Any) -> View:
-    trace = world.run((), RunOptions(steps=48, timeout_s=60)).trace
+    trace = world.run((), 48, Trial(timeout_s=60)).trace
     assert trace is not None
     return View(trace=trace, first=trace, **more)
 
@@ -91,7 +91,7 @@ def test_a_change_cannot_be_both_asked_for_and_skipped(option: str) -> None:
 def test_at_least_one_evaluation_is_left(settings: dict[str, int], value: int | None) -> None:
     (name, every), *others = settings.items()
     world = World(machine=Machine(eval_s=2.0), length=19_200, settings=[flag(name, every, **dict(others))])
-    seen = View(trace=(made := world.run((), RunOptions(steps=330, timeout_s=60)).trace), first=made)
+    seen = View(trace=(made := world.run((), 330, Trial(timeout_s=60)).trace), first=made)
     changes = [change for offer in offers(seen, Wishes.of(allow="all"))[0] for change in offer.changes]
     assert [change.value for change in changes if change.name == "eval_interval"] == ([value] if value else [])
 

@@ -17,10 +17,10 @@ from simulated_world import EFFECTS, START_S, Machine, World, flag, with_loader
 
 from flatout.fix.offers import Wishes
 from flatout.fix.result import FixResult
-from flatout.fix.runs import ProofRun, ProofStep, Run, RunOptions
+from flatout.fix.runs import ProofRun, ProofStep, Run
 from flatout.fix.search import Search
 from flatout.launch import launcher
-from flatout.launch.protocol import note_not_measured
+from flatout.launch.protocol import Trial, note_not_measured
 from flatout.model.errors import UsageError
 from flatout.model.plan import Change
 from flatout.trace import Sketch, Trace, WorkerReport
@@ -79,8 +79,8 @@ def test_a_starved_training_gets_the_elastic_loader_and_its_proof() -> None:
 
 def test_a_training_that_crashes_after_some_steps_gets_a_remark() -> None:
     class Crashing(World):
-        def run(self, changes: Sequence[Change], options: RunOptions) -> Run:
-            return replace(super().run(changes, options), code=1, output="RuntimeError: boom")
+        def run(self, changes: Sequence[Change], steps: int, trial: Trial) -> Run:
+            return replace(super().run(changes, steps, trial), code=1, output="RuntimeError: boom")
 
     found = fix(Crashing())
     assert found.remarks == ["the command does not end well without any change: exit code 1: RuntimeError: boom"]
@@ -88,9 +88,9 @@ def test_a_training_that_crashes_after_some_steps_gets_a_remark() -> None:
 
 def test_a_training_that_crashes_before_it_can_be_measured_is_no_baseline() -> None:
     class Crashing(World):
-        def run(self, changes: Sequence[Change], options: RunOptions) -> Run:
-            few = replace(options, steps=30, at_least_s=0.0)
-            return replace(super().run(changes, few), code=1, output="RuntimeError: boom")
+        def run(self, changes: Sequence[Change], steps: int, trial: Trial) -> Run:
+            few = replace(trial, at_least_s=0.0)
+            return replace(super().run(changes, 30, few), code=1, output="RuntimeError: boom")
 
     with pytest.raises(UsageError, match="the command fails by itself: exit code 1: RuntimeError: boom"):
         fix(Crashing())
@@ -113,9 +113,9 @@ def test_the_xray_is_repeated_only_for_faster_runs_with_other_work_for_the_gpu()
     looks: dict[tuple[str, ...], float | None] = {}
 
     class Watched(World):
-        def run(self, changes: Sequence[Change], options: RunOptions) -> Run:
-            looks.setdefault(tuple(change.name for change in changes), options.look_below_s)
-            return world.run(changes, options)
+        def run(self, changes: Sequence[Change], steps: int, trial: Trial) -> Run:
+            looks.setdefault(tuple(change.name for change in changes), trial.look_below_s)
+            return world.run(changes, steps, trial)
 
         def prove(self, *args: Any, **more: Any) -> list[Run]:
             return world.prove(*args, **more)
@@ -362,9 +362,9 @@ def test_an_interval_that_does_nothing_is_found_out() -> None:
 class NoSecondEpoch(World):
     """Its second epoch ends with an exception."""
 
-    def run(self, changes: Sequence[Change], options: RunOptions) -> Run:
-        run = super().run(changes, options)
-        if options.steps < 600:
+    def run(self, changes: Sequence[Change], steps: int, trial: Trial) -> Run:
+        run = super().run(changes, steps, trial)
+        if steps < 600:
             return run
         return Run(changes=tuple(changes), code=1, seconds=run.seconds, output="KeyError: 'acc'")
 
@@ -382,13 +382,13 @@ class LongEpochs(World):
         made = super()._trace(replace(m, batch=64), steps)
         return with_loader(made, length=20_000 * 64)
 
-    def run(self, changes: Sequence[Change], options: RunOptions) -> Run:
+    def run(self, changes: Sequence[Change], steps: int, trial: Trial) -> Run:
         began_s = self.clock_s
-        run = super().run(changes, options)
-        if run.seconds <= options.timeout_s:
+        run = super().run(changes, steps, trial)
+        if run.seconds <= (trial.timeout_s or 0.0):
             return run
-        self.clock_s = began_s + options.timeout_s
-        return Run(changes=tuple(changes), code=launcher.TIMED_OUT, seconds=options.timeout_s, output="")
+        self.clock_s = began_s + (trial.timeout_s or 0.0)
+        return Run(changes=tuple(changes), code=launcher.TIMED_OUT, seconds=(trial.timeout_s or 0.0), output="")
 
 
 class Stream(World):
@@ -678,8 +678,8 @@ def test_where_there_is_no_time_to_prune_that_is_said_once() -> None:
 
 def test_a_command_that_fails_without_any_change_is_a_usage_error() -> None:
     class Broken(World):
-        def run(self, changes: Sequence[Change], options: RunOptions) -> Run:
-            run = super().run(changes, options)
+        def run(self, changes: Sequence[Change], steps: int, trial: Trial) -> Run:
+            run = super().run(changes, steps, trial)
             return replace(run, code=1, trace=None, speed=None, output="ModuleNotFoundError: No module named 'torchh'")
 
     with pytest.raises(UsageError, match=r"the command fails by itself: exit code 1: ModuleNotFoundError"):
@@ -691,8 +691,8 @@ def test_a_command_too_slow_for_its_steps_says_what_would_do() -> None:
     world, slowly = World(), 20
 
     class Slow(World):
-        def run(self, changes: Sequence[Change], options: RunOptions) -> Run:
-            run = world.run(changes, options)
+        def run(self, changes: Sequence[Change], steps: int, trial: Trial) -> Run:
+            run = world.run(changes, steps, trial)
             return replace(run, code=launcher.TIMED_OUT, trace=world._trace(world.machine, slowly))
 
     with pytest.raises(UsageError, match=re.escape("did not come to 48 training steps") + r".*--steps 20.*--budget"):
@@ -701,12 +701,12 @@ def test_a_command_too_slow_for_its_steps_says_what_would_do() -> None:
 
 def test_a_command_that_hangs_gets_a_message() -> None:
     """GIVEN one that hangs after twenty steps, for a minute, or when it has all it was asked for."""
-    world, steps, still_s = World(), 20, 60.0
+    world, trained, still_s = World(), 20, 60.0
 
     class Hanging(World):
-        def run(self, changes: Sequence[Change], options: RunOptions) -> Run:
-            run = world.run(changes, options)
-            made = world._trace(world.machine, steps)
+        def run(self, changes: Sequence[Change], steps: int, trial: Trial) -> Run:
+            run = world.run(changes, steps, trial)
+            made = world._trace(world.machine, trained)
             (samples,) = made.samples.values()
             later = replace(samples[-1], time_s=max(step.start_s for step in made.ranks[0].steps) + still_s)
             return replace(run, code=launcher.TIMED_OUT, trace=replace(made, samples={"node": (*samples, later)}))
@@ -715,7 +715,7 @@ def test_a_command_that_hangs_gets_a_message() -> None:
         UsageError, match=r"stood still for 60 s after \d+ training steps, and .*: a worker, or another"
     ):
         fix(Hanging())
-    steps, still_s = 100, 0.0
+    trained, still_s = 100, 0.0
     with pytest.raises(UsageError, match=r"the command stood still after \d+ training steps, and was ended after"):
         fix(Hanging())
 
@@ -740,7 +740,7 @@ def test_a_command_that_flatout_cannot_look_into_says_why(tmp_path: Path) -> Non
     note_not_measured(tmp_path, why)
 
     class Blind(World):
-        def run(self, changes: Sequence[Change], options: RunOptions) -> Run:
+        def run(self, changes: Sequence[Change], steps: int, trial: Trial) -> Run:
             return Run(changes=(), code=0, seconds=3.0, folder=tmp_path)
 
     with pytest.raises(UsageError, match=re.escape(f"could not look into the command: {why}")):
@@ -759,10 +759,10 @@ class BreaksInTheEnd(World):
         self.proving = True
         return super().prove(*args, **options)
 
-    def run(self, changes: Sequence[Change], options: RunOptions) -> Run:
+    def run(self, changes: Sequence[Change], steps: int, trial: Trial) -> Run:
         if self.proving and changes:
             return Run(changes=tuple(changes), code=1, seconds=1.0, output="RuntimeError: an illegal memory access")
-        return super().run(changes, options)
+        return super().run(changes, steps, trial)
 
 
 def test_what_breaks_in_the_last_comparison_is_dropped() -> None:
@@ -795,8 +795,8 @@ def test_one_change_that_fails_its_proof_does_not_take_the_others_with_it() -> N
 class BreaksAlone(World):
     """The command as it was ends early when it is to be proven."""
 
-    def _run(self, changes: Sequence[Change], options: RunOptions, *, fingerprints: bool = False) -> Run:
-        run = super()._run(changes, options, fingerprints=fingerprints)
+    def _run(self, changes: Sequence[Change], steps: int, trial: Trial, *, fingerprints: bool = False) -> Run:
+        run = super()._run(changes, steps, trial, fingerprints=fingerprints)
         return replace(run, code=1, proof=(), output="OSError: no space") if fingerprints and not changes else run
 
 
@@ -860,7 +860,7 @@ def test_rarer_pauses_have_figures_too_where_there_is_no_time_to_measure_them_ag
 def test_an_epoch_has_as_many_steps_as_its_batches_make(
     passes: int, batches: float, loaders: int, steps_an_epoch: int
 ) -> None:
-    run = World(length=6400).run((), RunOptions(steps=48, timeout_s=60))
+    run = World(length=6400).run((), 48, Trial(timeout_s=60))
     assert run.trace is not None
     rank = run.trace.ranks[0]
     steps = tuple(replace(step, micro_steps=passes, samples=int(64 * batches)) for step in rank.steps)
@@ -870,7 +870,7 @@ def test_an_epoch_has_as_many_steps_as_its_batches_make(
 
 
 def test_an_epoch_is_what_the_sampler_gives_not_what_the_dataset_has() -> None:
-    run = World(length=6400).run((), RunOptions(steps=48, timeout_s=60))
+    run = World(length=6400).run((), 48, Trial(timeout_s=60))
     assert run.trace is not None
     trace = with_loader(run.trace, batch_size=None, batches=10)
     assert (run.samples_an_epoch, replace(run, trace=trace).samples_an_epoch) == (6400, 640)
@@ -916,13 +916,13 @@ def test_a_last_comparison_that_the_budget_cuts_off_says_nothing_against_what_wa
     """GIVEN that the proof takes one change away, and no time is left to measure the others by themselves."""
 
     class CutOff(World):
-        def _run(self, changes: Sequence[Change], options: RunOptions, *, fingerprints: bool = False) -> Run:
+        def _run(self, changes: Sequence[Change], steps: int, trial: Trial, *, fingerprints: bool = False) -> Run:
             began_s = self.clock_s
-            run = super()._run(changes, options, fingerprints=fingerprints)
-            if run.seconds <= options.timeout_s:
+            run = super()._run(changes, steps, trial, fingerprints=fingerprints)
+            if run.seconds <= (trial.timeout_s or 0.0):
                 return run
-            self.clock_s = began_s + options.timeout_s
-            return replace(run, code=launcher.TIMED_OUT, seconds=options.timeout_s)
+            self.clock_s = began_s + (trial.timeout_s or 0.0)
+            return replace(run, code=launcher.TIMED_OUT, seconds=(trial.timeout_s or 0.0))
 
     def worse(changes: Sequence[Change], losses: np.ndarray) -> np.ndarray:
         return losses * 1.05 if any(change.name == "channels_last" for change in changes) else losses

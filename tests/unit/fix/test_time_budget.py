@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from simulated_world import World
 
-from flatout.fix.runs import RunOptions, runs_at_once
+from flatout.fix.runs import runs_at_once
 from flatout.fix.time_budget import COMPILED_AGAIN, COMPILING_S, TUNING_S, TimeBudget
+from flatout.launch.protocol import Trial
 from flatout.model.plan import Change
 
 ELASTIC = Change(name="loader", value="elastic", safety="reseeded")
@@ -69,5 +70,5 @@ def test_a_budget_that_would_do_is_in_whole_minutes_and_a_little_more(needed_s: 
 def test_as_many_runs_go_side_by_side_as_have_room(reserved_gib: int, host_gib: int, room: int) -> None:
     """GIVEN a GPU with 140 GiB, sixteen cores, and 120 GiB of memory that nobody uses."""
     world = World(facts={"memory_reserved_bytes": reserved_gib << 30}, host_gib=host_gib)
-    run = world.run((), RunOptions(steps=48, timeout_s=60))
+    run = world.run((), 48, Trial(timeout_s=60))
     assert runs_at_once(run, run) == room
