@@ -399,16 +399,16 @@ def verdict(script: Script, folder: Path, problem: str) -> dict[str, Any]:
         return {"found": [], "right": False, "among": False, "problem": f"{problem} {trouble}"}
     if not recorded.ranks:
         return {"found": [], "right": False, "among": False, "problem": problem or "no training step was seen"}
-    case, found = metrics_of(recorded)[0], diagnose(recorded)
+    metrics, found = metrics_of(recorded)[0], diagnose(recorded)
     codes = [finding.code for finding in found]
     return {
         "found": codes,
         "right": codes[:1] == [script.expect] and (script.expect != HEALTHY or len(codes) == 1),
         "among": script.expect in codes,
         "title": found[0].title if found else None,
-        "steps": case.breakdown.steps,
-        "shares": {part.name: round(part.share, 3) for part in case.breakdown.training if part.share >= 0.01},
-        "cores_busy_with_others": case.cores_others,
+        "steps": metrics.breakdown.steps,
+        "shares": {part.name: round(part.share, 3) for part in metrics.breakdown.training if part.share >= 0.01},
+        "cores_busy_with_others": metrics.cores_others,
         "problem": problem,
     }
 

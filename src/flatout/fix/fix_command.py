@@ -58,7 +58,7 @@ def fix(
 
         found = _in_a_sandbox(search, sandbox.why_no_overlay(command, folder), progress, unprotected=unprotected)
         if found.before is not None and not found.interrupted:
-            found.remarks += not_offered(wishes, found.known, on_gpu=found.before.case.on_gpu)
+            found.remarks += not_offered(wishes, found.known, on_gpu=found.before.metrics.on_gpu)
         if keep_in is not None:
             for name, run in (("before", found.before), ("after", found.measured)):
                 if run is not None and run.folder is not None and run.folder.is_dir():

@@ -184,7 +184,7 @@ class View:
     tried: Mapping[tuple[str, str], str] = field(default_factory=dict)  # (name, value as text) → verdict
 
     @cached_property
-    def case(self) -> RankMetrics:
+    def metrics(self) -> RankMetrics:
         return metrics_of(self.trace)[0]
 
     @cached_property
@@ -301,7 +301,7 @@ def _data_path_and_compute(view: View) -> list[Offer | None]:
 
 
 def _data_path(view: View) -> Offer | None:
-    found, frozen, metrics = view.found("data.", "copy."), view.found("pause.gc"), view.case
+    found, frozen, metrics = view.found("data.", "copy."), view.found("pause.gc"), view.metrics
     changes: list[Change] = []
     if found and metrics.loader is not NO_LOADER:
         why = found[0].title
@@ -326,13 +326,13 @@ def _loading(view: View, found: Sequence[Finding], why: str) -> list[Change]:
     The number is still worth a trial beside the elastic loader, or where that does not pay, if the diagnosis asks for
     it. No worker of any kind where the loop makes the batches itself and writes to its dataset, or samples fill it.
     """
-    loader = view.case.loader
+    loader = view.metrics.loader
     if loader.written or loader.fills:
         return []
     verdict = view.verdict("loader", "elastic")
     can_be_had = verdict not in ("not applicable", "unsafe")
     number_asked = any(finding.change == "num_workers" for finding in found)
-    settled = verdict == "undone" or (verdict == "kept" and view.case.elastic)
+    settled = verdict == "undone" or (verdict == "kept" and view.metrics.elastic)
     if can_be_had and not (settled and number_asked):
         return [_elastic(view, why), *_keep_workers(view, why)]
     if verdict == "kept":
@@ -344,14 +344,14 @@ def _loading(view: View, found: Sequence[Finding], why: str) -> list[Change]:
 
 
 def _elastic(view: View, why: str) -> Change:
-    draws = any(report.random_used for report in view.case.reports) or not view.case.reports
+    draws = any(report.random_used for report in view.metrics.reports) or not view.metrics.reports
     return _change("loader", "elastic", why, safety="reseeded" if draws else "identical")
 
 
 def _number_of_workers(view: View, found: Sequence[Finding], why: str) -> list[Change]:
-    loader = view.case.loader
+    loader = view.metrics.loader
     values = [finding.value for finding in found if finding.change == "num_workers" and finding.value]
-    wanted = int(values[0]) if values else spare_cores(view.case)
+    wanted = int(values[0]) if values else spare_cores(view.metrics)
     if wanted == loader.num_workers or loader.iterable:  # the workers of a stream decide what is in the data
         return []
     knob = _knob(view, "num_workers", loader.num_workers)
@@ -360,7 +360,7 @@ def _number_of_workers(view: View, found: Sequence[Finding], why: str) -> list[C
 
 def _keep_workers(view: View, why: str) -> list[Change]:
     """The workers of one epoch for the next, where starting them costs."""
-    if not view.found("data.worker-start") or view.case.loader.persistent_workers:
+    if not view.found("data.worker-start") or view.metrics.loader.persistent_workers:
         return []
     return [_change("persistent_workers", True, why, knob=_knob(view, "persistent_workers", False))]
 
@@ -368,7 +368,7 @@ def _keep_workers(view: View, why: str) -> list[Change]:
 def _fewer_threads(view: View, why: str, *, elastic: bool) -> list[Change]:
     """One thread a worker, where workers and threads together outnumber the cores: by the script's own setting for
     them, else by limiting the libraries. The elastic loader's workers have one thread of these anyway."""
-    workers, cores = view.case.workers, view.case.cores or math.inf
+    workers, cores = view.metrics.workers, view.metrics.cores or math.inf
     many = [k for k in knobs(view.settings, "threads", _is_count) if k.value > 1 and workers * k.value > cores]
     if many:
         return [_change(f"{SETTING}{_key(many[0])}", 1, why, safety="identical", knob=many[0].text)]
@@ -380,7 +380,7 @@ def _fewer_threads(view: View, why: str, *, elastic: bool) -> list[Change]:
 def _augment_on_gpu(view: View) -> Offer | None:
     """Augmentation that the script itself can do on the GPU."""
     found, there = view.found("data."), _augment_knobs(view)
-    if not found or not there or not view.case.on_gpu:
+    if not found or not there or not view.metrics.on_gpu:
         return None
     return _offer([_change(f"{SETTING}{_key(there[0])}", "gpu", found[0].title, knob=there[0].text)], found)
 
@@ -395,7 +395,7 @@ def _transforms(view: View) -> Offer | None:
 
 def _may_transform_on_gpu(view: View) -> bool:
     """Whether samples may do work to pictures that the GPU could do, with no switch of the script's own for it."""
-    metrics = view.case
+    metrics = view.metrics
     pictures = metrics.on_gpu and metrics.facts.pillow and metrics.loader.collate == "default_collate"
     return bool(pictures) and not _augment_knobs(view)
 
@@ -408,9 +408,9 @@ def _augment_knobs(view: View) -> list[Knob]:
 
 
 def _compute(view: View) -> Offer | None:
-    if not view.case.on_gpu:
+    if not view.metrics.on_gpu:
         return None
-    facts = view.case.facts
+    facts = view.metrics.facts
     changes = _precision(view)
     precision = bool(changes)
     asked = view.ignored("channels_last")
@@ -449,8 +449,8 @@ def _compile(view: View) -> Offer | None:
     """As CUDA graphs, which launch many kernels at once, or as it is by default."""
     found, asked = view.found("compute.eager", "launch.bound"), view.ignored("compiled")
     kept, late = view.holds("compile"), _late(view)
-    by_the_script = view.case.facts.compiled and not kept
-    if not view.case.on_gpu or by_the_script or not (found or asked or kept or late > LATE_LAUNCHES):
+    by_the_script = view.metrics.facts.compiled and not kept
+    if not view.metrics.on_gpu or by_the_script or not (found or asked or kept or late > LATE_LAUNCHES):
         return None
     mode = next((mode for mode in _compile_modes(view) if view.verdict("compile", mode) is None), None)
     if mode is None:
@@ -467,19 +467,19 @@ def _compile(view: View) -> Offer | None:
 
 def _late(view: View) -> float:
     """The share of the step in which the GPU waits for launches that a graph would spare."""
-    return view.case.waits_for_launches("forward", "backward")
+    return view.metrics.waits_for_launches("forward", "backward")
 
 
 def _compile_modes(view: View) -> list[str]:
     """How to compile, one after the other. Tuned kernels are graphs too, and take minutes to find."""
     late = _late(view)
-    if any(step.micro_steps > 1 for step in view.case.steps):
+    if any(step.micro_steps > 1 for step in view.metrics.steps):
         return ["default"]  # gradients that are accumulated would lie in the graphs' memory, and be written over
     if view.holds("compile"):
         if view.verdict("compile", "reduce-overhead") == "unsafe":
             return []
         return ["reduce-overhead", "max-autotune"] if late > _MIN_LATE else ["max-autotune"]
-    if view.case.rank.info.world_size == 1:
+    if view.metrics.rank.info.world_size == 1:
         return ["reduce-overhead", "default"]  # launches that were in time are late once kernels are quicker
     # Collectives in a graph are another matter: with several ranks, see first whether compiling works at all.
     if late > LATE_LAUNCHES or view.found("launch.bound"):
@@ -491,7 +491,7 @@ def _compile_modes(view: View) -> list[str]:
 
 
 def _larger_batch(view: View) -> Offer | None:
-    metrics, found = view.case, view.found("launch.bound", "memory.underused")
+    metrics, found = view.metrics, view.found("launch.bound", "memory.underused")
     batch, first = metrics.loader.batch_size, view.before.loader.batch_size
     places = knobs(view.settings, "batch_size", lambda value: value == first)
     if not places or not batch or not first:

@@ -321,7 +321,7 @@ def _repeats_exactly(before: Run, first: Sequence[float], again: Sequence[float]
     """Whether the same plan gives the same losses to the last bit: as seen, or as a CPU is supposed to do."""
     if again:
         return _equal_to_the_last_bit(first, again)
-    return before.trace is not None and not before.case.on_gpu
+    return before.trace is not None and not before.metrics.on_gpu
 
 
 def _of_pass(run: Run, place: int) -> Run:

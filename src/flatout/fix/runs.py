@@ -145,7 +145,7 @@ class Run:
     folder: Path | None = None
 
     @functools.cached_property
-    def case(self) -> RankMetrics:
+    def metrics(self) -> RankMetrics:
         """Its first rank, as the diagnosis sees it."""
         assert self.trace is not None
         return metrics_of(self.trace)[0]
@@ -153,7 +153,7 @@ class Run:
     @property
     def planned_samples(self) -> float | None:
         """Samples of the whole training, where the script read its number of epochs."""
-        epochs = knobs(self.case.facts.settings, "epochs", lambda value: type(value) is int)
+        epochs = knobs(self.metrics.facts.settings, "epochs", lambda value: type(value) is int)
         if not epochs or not self.samples_an_epoch:
             return None
         return float(epochs[0].value * self.samples_an_epoch)
@@ -161,14 +161,14 @@ class Run:
     @property
     def samples_an_epoch(self) -> float | None:
         """Of all ranks, by what a step was seen to take."""
-        steps, seen = self.case.steps_an_epoch, self.case.breakdown
+        steps, seen = self.metrics.steps_an_epoch, self.metrics.breakdown
         if self.trace is None or not steps or not seen.samples:
             return None
         return steps * seen.samples / seen.steps * len(self.trace.ranks)
 
     def epoch_s(self, speed: Speed) -> float | None:
         """How long one pass over the data takes at a speed, pauses and all."""
-        epoch = self.case.steps_an_epoch
+        epoch = self.metrics.steps_an_epoch
         if speed.unit == "samples/s":
             epoch = self.samples_an_epoch
         return epoch / speed.with_pauses if epoch else None
@@ -176,7 +176,7 @@ class Run:
     @property
     def short_epoch(self) -> str:
         """A remark where the start of an epoch is a share that matters, and this run has not seen one; else nothing."""
-        steps = self.case.steps_an_epoch
+        steps = self.metrics.steps_an_epoch
         if self.speed is None or not steps or self.speed.steps >= steps:
             return ""
         epoch_s = self.epoch_s(self.speed)
@@ -190,16 +190,16 @@ class Run:
         if self.trace is None:
             return self.seconds
         looking_ms = sum(step.wall_ms for step in self.trace.ranks[0].steps if step.kind in LOOKING)
-        return max(0.0, self.seconds - (self.case.breakdown.training_ms + looking_ms) / 1e3)
+        return max(0.0, self.seconds - (self.metrics.breakdown.training_ms + looking_ms) / 1e3)
 
     @property
     def step_s(self) -> float:
         """Its mean training step."""
-        return (self.case.breakdown.step_ms.mean or 0.0) / 1e3
+        return (self.metrics.breakdown.step_ms.mean or 0.0) / 1e3
 
     def step_s_at(self, speed: Speed, changes: Sequence[Change]) -> float:
         """How long one of its steps would take at that speed with these changes too."""
-        batch, seen = self.case.loader.batch_size, self.case.breakdown
+        batch, seen = self.metrics.loader.batch_size, self.metrics.breakdown
         new: int | None = next((change.value for change in changes if change.name == "batch_size"), batch)
         step_s = 1 / speed.value
         if speed.unit == "samples/s":
@@ -239,7 +239,7 @@ class Run:
         """Why a change was refused; or why its knob had no effect."""
         if change.name in self.refused or not change.knob:
             return self.refused.get(change.name)
-        return why_without_effect(change, self.case.facts)
+        return why_without_effect(change, self.metrics.facts)
 
     def unmeasured(self) -> str | None:
         """Why flatout is not in the command, where it said so."""
@@ -262,7 +262,7 @@ class Run:
         return "no optimizer step was seen: nothing to fix (does the command train, and with this Python?)"
 
     def _how_it_hung(self, steps: int) -> str:
-        taken = self.case.breakdown.steps if self.trace is not None else 0
+        taken = self.metrics.breakdown.steps if self.trace is not None else 0
         still_s = self._stood_still_s
         if taken < steps and still_s <= _STANDS_STILL_S:
             tried = f"{steps} training steps in {self.seconds:.0f} s"
@@ -300,12 +300,12 @@ class Run:
 
 def runs_at_once(before: Run, now: Run) -> int:
     """How many runs have room side by side: on one GPU and one host, of one process each, with cores for each."""
-    total = now.case.gpu("memory_total_bytes").high
-    reserved = max(run.case.facts.memory_reserved_bytes or 0 for run in (before, now))
-    if not reserved or not math.isfinite(total) or now.case.rank.info.world_size > 1:
+    total = now.metrics.gpu("memory_total_bytes").high
+    reserved = max(run.metrics.facts.memory_reserved_bytes or 0 for run in (before, now))
+    if not reserved or not math.isfinite(total) or now.metrics.rank.info.world_size > 1:
         return 1
-    fit = min(total / reserved, before.case.fits_in_memory, now.case.fits_in_memory)
-    return max(1, min(int(_MEMORY_FOR_RUNS * fit), int((now.case.cores or 0) / _CORES_A_RUN)))
+    fit = min(total / reserved, before.metrics.fits_in_memory, now.metrics.fits_in_memory)
+    return max(1, min(int(_MEMORY_FOR_RUNS * fit), int((now.metrics.cores or 0) / _CORES_A_RUN)))
 
 
 class Launcher:

@@ -105,12 +105,12 @@ class Search:
     def _measure_baseline(self) -> None:
         steps = self._steps or FIRST_STEPS
         first = self._trials.run("the command as it is", (), known_to=KNOWN_TO)
-        if not first.is_measured or (first.code != 0 and first.case.breakdown.steps < steps):
+        if not first.is_measured or (first.code != 0 and first.metrics.breakdown.steps < steps):
             raise UsageError(first.why_no_baseline(steps))
         if first.code != 0:
             self._remark(f"the command does not end well without any change: {first.reason()}")
         self._use_as_baseline(first)
-        cold = first.case.storage_share >= COLD_STORAGE
+        cold = first.metrics.storage_share >= COLD_STORAGE
         well_known = first.speed is not None and first.speed.known_to <= HARDLY_KNOWN_TO
         # Everything is compared with the baseline, so a second run of it pays where there is time for several more.
         if self._steps is None and self._budget.left_s > 5 * first.seconds and (cold or not well_known):
@@ -192,7 +192,7 @@ class Search:
         if self._undecided:
             names = ", ".join(offer.name for offer in self._undecided)
             return f"too little time was left to look again at {names}"
-        if view.case.has_ceiling and view.case.headroom < AT_CEILING:
+        if view.metrics.has_ceiling and view.metrics.headroom < AT_CEILING:
             return "at the ceiling of the step itself"
         if self._wishes.only or self._wishes.skip:
             return "nothing of what --only and --skip leave promises more"
@@ -210,7 +210,7 @@ class Search:
         if not offer.pauses or steps is None:
             return self._budget.run_s(with_changes(self.result.kept, offer.changes))
         epoch_s = self._trials.seconds_again(self._trials.after, steps)
-        looked = self._epoch_run is not None or self._trials.after.case.breakdown.steps >= steps
+        looked = self._epoch_run is not None or self._trials.after.metrics.breakdown.steps >= steps
         return epoch_s if looked else 2 * epoch_s
 
     # -- one trial --------------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ class Search:
         """Those that were really made in the run; of the others it is written down why not."""
         applied = []
         for change in changes:
-            refused = run.why_not_applied(change) or scaled_twice(change, self._trials.before.case, run.case)
+            refused = run.why_not_applied(change) or scaled_twice(change, self._trials.before.metrics, run.metrics)
             if refused:
                 self._decide((change,), "not applicable", note=refused)
             else:
@@ -374,7 +374,7 @@ class Search:
         # A trial is too short to pay for compiling: whether the whole training is long enough has to be worked out.
         extra_s = run.start_s - self._trials.after.start_s
         compiles = any(change.name == "compile" for change in changes)
-        if not compiles or run.speed is None or not run.case.loader.batch_size or extra_s <= 0:
+        if not compiles or run.speed is None or not run.metrics.loader.batch_size or extra_s <= 0:
             return ""
         pays_after = extra_s / ((gained.value - 1) / run.speed.value)
         cost = f"compiling takes {extra_s:.0f} s and pays after {pays_after:,.0f} samples"
@@ -397,7 +397,7 @@ class Search:
 
     def _look_at_an_epoch(self) -> None:
         steps, run = self._trials.epoch_steps(), self._trials.after
-        if steps is None or run.case.breakdown.steps < steps:  # else it was long enough already
+        if steps is None or run.metrics.breakdown.steps < steps:  # else it was long enough already
             run = self._trials.run("a run for its pauses", self.result.kept, steps=steps, look_below_s=0.0)
             if self._failed(run):
                 self._remark(f"its pauses could not be looked at: {run.reason()}")

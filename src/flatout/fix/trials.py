@@ -100,7 +100,7 @@ class Trials:
         self._progress.run_begins(f"proof: {what}", self._budget.left_s)
         at_once, began_s = min(len(requests), runs_at_once(self.before, self.after)), self._budget.spent_s
         # Runs side by side take turns on a busy GPU, and none is ended for that.
-        crowded = 1 + (at_once - 1) * (self.after.case.busy_share or 0.0)
+        crowded = 1 + (at_once - 1) * (self.after.metrics.busy_share or 0.0)
         longest_s = max(self.seconds_again(self.before, one.steps) for one in requests)
         compiling_s = max(self._budget.compiled_again_s(one.changes) for one in requests)
         timeout_s = crowded * self._budget.timeout_s(longest_s + compiling_s)
@@ -121,7 +121,7 @@ class Trials:
     @property
     def _ends_by_time(self) -> bool:
         """Whether a trial goes on until it has trained for some seconds; several ranks would not agree on when."""
-        alone = self._result.before is None or self.before.case.rank.info.world_size == 1
+        alone = self._result.before is None or self.before.metrics.rank.info.world_size == 1
         return alone and self._steps is None
 
     def usual_steps(self, run: Run) -> int:
@@ -134,7 +134,7 @@ class Trials:
 
     def epoch_steps(self) -> int | None:
         """One epoch and a little more, at the batch size of what is kept; never less than a trial has."""
-        steps = self.after.case.steps_an_epoch
+        steps = self.after.metrics.steps_an_epoch
         if steps is None:
             return None
         return max(math.ceil(1.1 * steps) + 5, self.usual_steps(self.after))
@@ -143,7 +143,7 @@ class Trials:
 
     def seconds_again(self, run: Run, steps: int | None = None) -> float:
         """What a run takes once more, without X-ray and ceiling: so many steps, or as many as it had."""
-        training_s = run.case.breakdown.training_ms / 1e3
+        training_s = run.metrics.breakdown.training_ms / 1e3
         if steps is not None:
             training_s = steps * run.step_s
         return self.before.start_s + self._budget.compiled_again_s(run.changes) + training_s
@@ -224,7 +224,7 @@ class RunHistory:
         self._pauses_s = run.speed.pauses_s
         self._intervals = {}
         for name in _KINDS:
-            for knob in knobs(run.case.facts.settings, name, lambda value: isinstance(value, int)):
+            for knob in knobs(run.metrics.facts.settings, name, lambda value: isinstance(value, int)):
                 self._intervals.setdefault((name, knob.text), knob.value)
 
     def with_planned_pauses(self, run: Run, plan: Sequence[Change]) -> Run:
@@ -255,9 +255,9 @@ class RunHistory:
 
 def _saw_several(run: Run, plan: Sequence[Change]) -> bool:
     """Whether a run was long enough to have its pauses as often as its plan has them."""
-    steps = run.case.steps_an_epoch
+    steps = run.metrics.steps_an_epoch
     rarest = max(change.value for change in plan if change.name in _KINDS)
-    return steps is not None and run.case.breakdown.steps >= _SEVERAL * rarest * steps
+    return steps is not None and run.metrics.breakdown.steps >= _SEVERAL * rarest * steps
 
 
 def _key(changes: Sequence[Change], long: bool) -> tuple[str, bool]:

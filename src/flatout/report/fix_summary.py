@@ -118,7 +118,7 @@ class FixSummary:
     def permanently(self, attempt: Attempt) -> str:
         """How to make a change permanent."""
         before = self.result.before
-        framework = before.case.loader.framework if before is not None and before.trace is not None else None
+        framework = before.metrics.loader.framework if before is not None and before.trace is not None else None
         return redact_text(permanently(attempt, framework))  # it may be a line of the script
 
     def sentence(self) -> str:

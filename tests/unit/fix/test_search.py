@@ -489,7 +489,7 @@ class Captcha(World):
     def prove(self, wanted: Sequence[ProofRun], *, timeout_s: float, at_once: int = 1) -> list[Run]:
         start_s = self.clock_s
         runs = super().prove(wanted, timeout_s=timeout_s, at_once=at_once)
-        on_gpu_s = sum(run.case.breakdown.training_ms for run in runs) / 1e3
+        on_gpu_s = sum(run.metrics.breakdown.training_ms for run in runs) / 1e3
         self.clock_s = max(self.clock_s, start_s + START_S + on_gpu_s)
         return runs
 
@@ -866,7 +866,7 @@ def test_an_epoch_has_as_many_steps_as_its_batches_make(
     steps = tuple(replace(step, micro_steps=passes, samples=int(64 * batches)) for step in rank.steps)
     facts = replace(rank.facts, loaders_side_by_side=loaders)
     seen = replace(rank, steps=steps, windows=(window_of(list(steps)),), facts=facts)
-    assert replace(run, trace=replace(run.trace, ranks=(seen,))).case.steps_an_epoch == steps_an_epoch
+    assert replace(run, trace=replace(run.trace, ranks=(seen,))).metrics.steps_an_epoch == steps_an_epoch
 
 
 def test_an_epoch_is_what_the_sampler_gives_not_what_the_dataset_has() -> None:
