@@ -1,8 +1,7 @@
 """CLI: the command line, one file a verb.
 
-entry    the app; an error becomes one line on stderr and an exit code
-options  how options, arguments and the command behind -- are declared
-output   where results go: the terminal, --json, --html
+entry   the app: how verbs and options are declared, and how an error becomes one line on stderr and an exit code
+output  where results go: the terminal, --json, --html
 
 A verb imports what it needs inside its function, so that --help is quick. The docstring of that function is its help.
 """

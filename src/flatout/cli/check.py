@@ -6,8 +6,7 @@ from pathlib import Path
 
 import typer
 
-from flatout.cli.entry import verb
-from flatout.cli.options import argument, flag, option, output_file, require_linux
+from flatout.cli.entry import argument, flag, option, output_file, require_linux, verb
 from flatout.cli.output import console, write_results
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flatout.cli.entry import verb
-from flatout.cli.options import argument, option, output_file
+from flatout.cli.entry import argument, option, output_file, verb
 from flatout.cli.output import console, damage_in_one_line, write_report
 from flatout.model.errors import GateFailed, UsageError
 

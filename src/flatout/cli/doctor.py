@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.cli.entry import verb
-from flatout.cli.options import flag, output_file
+from flatout.cli.entry import flag, output_file, verb
 from flatout.cli.output import console, write_results
 
 

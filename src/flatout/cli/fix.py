@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, get_args
 
 import typer
 
-from flatout.cli.entry import INTERRUPTED, verb
-from flatout.cli.options import TAKES_A_COMMAND, command_of, flag, option, output_file, require_linux
+from flatout.cli.entry import INTERRUPTED, TAKES_A_COMMAND, command_of, flag, option, output_file, require_linux, verb
 from flatout.cli.output import check_outputs, check_writable, console, write_report
 from flatout.files import write_whole
 from flatout.model.changes import names

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from flatout.cli.entry import verb
-from flatout.cli.options import argument, option, require_linux
+from flatout.cli.entry import argument, option, require_linux, verb
 from flatout.model.errors import UsageError
 
 

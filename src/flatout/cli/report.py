@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from flatout.cli.entry import verb
-from flatout.cli.options import argument, output_file
+from flatout.cli.entry import argument, output_file, verb
 from flatout.cli.output import console, damage_in_one_line, write_report
 from flatout.model.errors import FlatoutError
 from flatout.redact import redact_text

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from flatout.cli.entry import verb
-from flatout.cli.options import TAKES_A_COMMAND, command_of, flag, option, output_file, require_linux
+from flatout.cli.entry import TAKES_A_COMMAND, command_of, flag, option, output_file, require_linux, verb
 from flatout.cli.output import check_outputs, keep_exit_code
 from flatout.cli.report import summarize_run
 from flatout.model.errors import UsageError

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from flatout.cli.entry import verb
-from flatout.cli.options import flag, option, output_file
+from flatout.cli.entry import flag, option, output_file, verb
 from flatout.cli.output import damage_in_one_line
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import typer
 
-from flatout.cli.entry import verb
-from flatout.cli.options import argument, flag, option, require_linux
+from flatout.cli.entry import argument, flag, option, require_linux, verb
 from flatout.cli.output import keep_exit_code
 from flatout.cli.report import summarize_run
 from flatout.cli.run import has_steps, remove_if_empty
