@@ -1,4 +1,4 @@
-"""Trace → Account: what a run did, as plain data: its time, ranks, loader workers and hardware, and how it ended."""
+"""Trace → Account: a run as plain data: its time, ranks, loader workers, hardware, and how it ended."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Account:
 
     @property
     def ceiling(self) -> str | None:
-        """How fast the same steps would be, as measured or else as worked out; None where others had the cores then."""
+        """How fast the same steps could be, measured or worked out; None where others had the cores then."""
         b = self.breakdown
         for most, how in (
             (b.ceiling_samples_per_s, "with the data there"),
@@ -140,7 +140,7 @@ class Account:
 
     @property
     def changes(self) -> str:
-        """What a plan has changed in this run, and what it could not change, in words; empty without a plan."""
+        """What a plan has changed in this run, and what it could not change; empty without a plan."""
         applied, not_applied = [], []
         for change in self.facts.changes:
             if not change.applied:
@@ -352,7 +352,7 @@ def samples_by_gpu(samples: Iterable[Sample]) -> dict[str, list[GpuSample]]:
 
 
 def how_it_ended(trace: Trace) -> str | None:
-    """How a run failed, without a full stop. None if it ended well, goes on, or was recorded before that was noted."""
+    """How a run failed, without a full stop. None if it ended well, goes on, or did not record that."""
     failed = [rank for rank in trace.ranks if rank.end is not None and rank.end.error is not None]
     code = trace.end.exit_code if trace.end is not None else None
     after = f"after {_steps(trace.ranks[0])}" if trace.ranks else "before its first step"
@@ -423,6 +423,7 @@ def _with_quantiles(record: Any) -> dict[str, Any]:
     for entry in dataclasses.fields(record):
         item = getattr(record, entry.name)
         if isinstance(item, Sketch):
-            item = {"mean": item.mean, "p50": item.quantile(0.5), "p95": item.quantile(0.95), "max": item.quantile(1.0)}
+            p50, p95, highest = (item.quantile(q) for q in (0.5, 0.95, 1.0))
+            item = {"mean": item.mean, "p50": p50, "p95": p95, "max": highest}
         data[entry.name] = item
     return data

@@ -1,4 +1,4 @@
-"""Trace → what the charts of a page show, as plain data: bars in shares of their axis, and series of few points.
+"""Trace → what the charts of a page show: bars in shares of their axis, and series of few points.
 
 waterfall   training's time, part by part, down to the work that has to be done
 timelines   a typical and a bad step: the host's row, and the GPU's under it
@@ -70,7 +70,7 @@ def phase_family(phase: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """One bar: `left` and `width` in shares of the axis. `idle`: the share of the bar in which the GPU was idle."""
+    """One bar: `left` and `width` in shares of the axis, `idle` the share of it in which the GPU was idle."""
 
     label: str
     family: str
@@ -83,7 +83,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """One step. `anchored`: the GPU's row is tied to the host's, because the host was seen to wake the GPU."""
+    """One step. `anchored`: the GPU's row is tied to the host's, which was seen to wake the GPU."""
 
     title: str
     step: Step
@@ -150,7 +150,7 @@ def whole_run(b: Breakdown) -> tuple[Bar, ...]:
 
 
 def waterfall(b: Breakdown) -> tuple[Bar, ...]:
-    """Training's time from 100% down: first what it is lost to, the largest loss first; at the end the work itself."""
+    """Training's time from 100% down: what it is lost to, the largest loss first, then the work itself."""
     bars, left = [], 1.0
     for part in sorted(b.training, key=lambda part: phase_family(part.name) == "compute"):
         left -= part.share
@@ -226,7 +226,7 @@ def timeline(title: str, step: Step) -> Timeline:
 
 
 def _join_alike(tiles: Iterable[tuple[float, float, str, T]], wall_ms: float) -> list[tuple[float, float, str, T]]:
-    """Tiles (start, length, name, kind): alike neighbours become one, a very short one goes with the one before it."""
+    """Tiles (start, length, name, kind): alike neighbours become one, a very short one joins the one before."""
     joined: list[tuple[float, float, str, T]] = []
     for start, length, name, kind in tiles:
         if joined and (length < SHORTEST_BAR * wall_ms or joined[-1][2:] == (name, kind)):
@@ -285,7 +285,7 @@ def _start_s(trace: Trace, rank: RankTrace) -> float:
 
 
 def _panel(title: str, unit: str, x: Sequence[float], *curves: tuple[str, str, Sequence[float | None]]) -> Panel:
-    """A plot of one curve (name, family, values) or two, the second dashed; a curve without a value is left out."""
+    """A plot of one curve (name, family, values) or two, the second dashed. Empty curves are left out."""
     series = [line(name, family, x, y, dashed=place > 0) for place, (name, family, y) in enumerate(curves)]
     return Panel(title=title, unit=unit, series=tuple(one for one in series if one.x))
 
@@ -376,7 +376,7 @@ def grouped(items: Sequence[T], most: int) -> list[Sequence[T]]:
 
 
 def marks(trace: Trace, rank: RankTrace) -> tuple[Mark, ...]:
-    """Evaluations, checkpoints and starts of loader workers; set-up, X-ray and ceiling. Of too many, the longest."""
+    """Evaluations, checkpoints, starts of loader workers, set-up, X-ray, ceiling. Of too many, the longest."""
     zero_s = _start_s(trace, rank)
     found: list[Mark] = []
     for kind, group in groupby(rank.steps, key=lambda step: KINDS_IN_WORDS.get(step.kind)):

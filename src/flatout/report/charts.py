@@ -60,17 +60,16 @@ def strip(bars: Sequence[Bar], label: str) -> Html:
     """One bar of parts, each named under it."""
     seen = [bar for bar in bars if bar.width >= 0.0005]
     blocks = (block(bar, style=f" n{place}") for place, bar in enumerate(seen))
-    names = [
-        (f"{bar.family} n{place}", f"{bar.label} ", tag("b", f"{bar.width:.0%}")) for place, bar in enumerate(seen)
-    ]
+    names = []
+    for place, bar in enumerate(seen):
+        names.append((f"{bar.family} n{place}", f"{bar.label} ", tag("b", f"{bar.width:.0%}")))
     return join([track(blocks, label=described(label, seen), style=" strip"), legend(names)])
 
 
 def legend(items: Iterable[tuple[str, ...]]) -> Html:
     """What the colors stand for: the class of each, and what to write beside it."""
-    return tag(
-        "ul", *(tag("li", tag("i", class_=f"swatch {kind}"), *beside) for kind, *beside in items), class_="legend"
-    )
+    entries = (tag("li", tag("i", class_=f"swatch {kind}"), *beside) for kind, *beside in items)
+    return tag("ul", *entries, class_="legend")
 
 
 def bar_row(name: object, blocks: Iterable[Html], value: str, beside: str, *, style: str | None = None) -> Html:
@@ -115,7 +114,9 @@ def step_chart(drawn: Timeline) -> Html:
     """One step: the host's row, and the GPU's under it, on an axis that can be zoomed."""
     step = drawn.step
     axis_ms = max(step.wall_ms, sum(bar.ms for bar in drawn.gpu))
-    rows = [_step_row(name, bars, drawn.title) for name, bars in (("host", drawn.host), ("GPU", drawn.gpu)) if bars]
+    rows = [_step_row("host", drawn.host, drawn.title)]
+    if drawn.gpu:
+        rows.append(_step_row("GPU", drawn.gpu, drawn.title))
     note = ""
     if not drawn.gpu:
         note = "This step carries no GPU events."
@@ -273,10 +274,12 @@ def _ticks(start: float, end: float, unit: str) -> Html:
 
 
 def _scale(series: Sequence[Series]) -> tuple[float, float, int]:
-    """A y axis in round numbers: where it begins, how far its lines are apart, and how many parts they make."""
+    """A y axis in round numbers: where it begins, how far its lines are apart, and how many parts it has."""
     high = max(max(one.y) for one in series)
     low = min(0.0, *(min(one.y) for one in series))
-    rough = max(high - low, 1e-12) / 4
+    if high <= low:  # a line of zeros
+        high = low + 1.0
+    rough = (high - low) / 4
     unit = 10.0 ** math.floor(math.log10(rough))
     step = unit * next(factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= rough * 0.999)
     low = step * math.floor(low / step)

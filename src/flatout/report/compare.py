@@ -50,7 +50,7 @@ Curve = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossCurves:
-    """The losses both runs read, by step or by sample; and their means over the last quarter of what both did."""
+    """The losses both runs read, and their means over the last quarter of the steps that both did."""
 
     axis: str
     a: Curve
@@ -95,7 +95,7 @@ class Steady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Run A and run B. `typical` compares median steps, `overall` all of the time; per sample where batches differ."""
+    """Run A and run B. `typical` compares median steps, `overall` all the time; per sample if batches differ."""
 
     a: Account
     b: Account
@@ -112,7 +112,7 @@ class Comparison:
 
     @property
     def leading(self) -> Gain | None:
-        """What the verdict is of: the median step; all steps where they differ and the median does not say the same."""
+        """What the verdict is about: the median step, or all steps where these say something else."""
         if self.typical is None or self.overall is None:
             return None
         agree = self.overall.verdict in (self.typical.verdict, NO_DIFFERENCE)
@@ -124,7 +124,7 @@ class Comparison:
         return self.leading.verdict if self.leading is not None else "not comparable"
 
     def slower_than(self, pct: float) -> bool:
-        """Whether B is shown to be slower, and by more than `pct` per cent in its median step or over all its steps."""
+        """Whether B is shown to be slower by more than `pct` per cent, in its median step or over all its steps."""
         ratios = [ratio for ratio in (self.typical, self.overall) if ratio is not None]
         return self.verdict == "slower" and any(ratio.slower_than(pct) for ratio in ratios)
 
@@ -375,7 +375,8 @@ def _settings(one: Account, loaders: int) -> Iterator[tuple[str, Any]]:
     for number, loader in enumerate(one.facts.loaders, 1):
         yield from _flat(f"loader {number}", to_json(loader) if number <= loaders else loader.dataset)
     if one.facts.changes:
-        yield "changed by flatout", [f"{change.name}={change.value}" for change in one.facts.changes if change.applied]
+        applied = (change for change in one.facts.changes if change.applied)
+        yield "changed by flatout", [f"{change.name}={change.value}" for change in applied]
     for name, value in to_json(one.facts).items():
         if name not in VOLATILE_FACTS:
             yield from _flat(name, value)
@@ -415,8 +416,9 @@ def _losses(axis: str, a: Curve, b: Curve) -> LossCurves | None:
 
 def _panels(a: RecordedRun, b: RecordedRun, losses: LossCurves | None) -> tuple[Panel, ...]:
     """Both runs in one plot, step by step; and their losses."""
-    first = step_times("A", "other", a.trace.ranks[0], dashed=True), step_times("B", "compute", b.trace.ranks[0])
-    panels = [Panel(title="Step time by step", unit="ms", series=first, x_unit="steps")]
+    before = step_times("A", "other", a.trace.ranks[0], dashed=True)
+    after = step_times("B", "compute", b.trace.ranks[0])
+    panels = [Panel(title="Step time by step", unit="ms", series=(before, after), x_unit="steps")]
     if losses is not None:
         xs, ys = zip(*losses.a, strict=True)
         before = line("A", "other", xs, ys, dashed=True)

@@ -1,4 +1,4 @@
-"""Findings in words, and changes as one would type them: a flag, a line of a file, or the source line with the edit."""
+"""Findings in words, and changes as one would type them: a flag, a line of a file, or the edited source line."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _edited_line(attempt: Attempt) -> str | None:
 
 
 def _with_argument(line: str, argument: str) -> str | None:
-    """A line with one more argument in the call that takes it; None where the call goes on below, or is not clear."""
+    """A line with one more argument in its call; None where the call goes on below, or is not clear."""
     name = argument.partition("=")[0]
     try:
         code = ast.parse(f"{line} pass" if line.endswith(":") else line)

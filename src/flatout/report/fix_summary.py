@@ -1,4 +1,4 @@
-"""What a fix found → FixSummary: before and after in figures, what there is to say of each change, and the JSON."""
+"""What a fix found → FixSummary: before and after in figures, each change in words, and the JSON."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def _proof(attempt: Attempt, *, explained: bool) -> str:
 def summarize(
     result: FixResult, command: Sequence[str], plan_file: str, findings: Sequence[Finding], price: Price | None = None
 ) -> FixSummary:
-    """Before and after, side by side: their speeds are over all runs where the gain is, all else of the last one.
+    """Before and after. Their speeds are over all runs, as the gain is; all other figures are of the last run.
 
     `findings` are those of the training as it is now.
     """
@@ -291,8 +291,9 @@ def summarize(
 
 
 def _left(result: FixResult, findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """What still slows training down and no change has fixed: there is none for it, the script has no knob, or data is
-    still waited for though something that might have helped was tried."""
+    """What still slows training down: there is no change for it, the script has no setting for it, or data is still
+    waited for after something that might have helped was tried.
+    """
     ours = {spec.name for spec in CHANGES if spec.family != "pauses" and not spec.advice_only} | result.known
     in_vain = {a.change.name for a in result.attempts if a.gain is None or a.gain.value > MIN_GAIN}
     in_vain -= result.offered | {change.name for change in result.kept}

@@ -1,4 +1,4 @@
-"""HTML from Python: text is escaped unless it is already Html, so that nothing a trace holds can become markup."""
+"""HTML from Python. Text is escaped unless it is already Html, so nothing in a trace can become markup."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Html(str):
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Html:
-    """An element. `class_` is class, `aria_label` aria-label; an attribute or child that is None is left out."""
+    """An element. `class_` is class, `aria_label` aria-label. Attributes and children that are None are left out."""
     opening = name
     for key, value in attributes.items():
         if value is not None:

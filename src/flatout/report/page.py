@@ -29,7 +29,7 @@ from flatout.report.markup import Html, as_text, copyable, folded, join, key_fig
 from flatout.report.report import Report
 from flatout.trace import GpuSample, RankTrace, Trace
 
-# Nothing is fetched, and no script and no style but ours counts, whatever a trace may hold: the browser sees to it.
+# The browser fetches nothing and uses no script or style but ours, whatever a trace may hold.
 POLICY = (
     "default-src 'none'; script-src '{script}'; style-src '{style}'; img-src data:; base-uri 'none'; form-action 'none'"
 )
@@ -194,8 +194,8 @@ def _time_spent(account: Account) -> Html:
     rows = []
     for bar in bars:
         idle_ms = bar.ms * bar.idle if bar.idle is not None else None
-        row = (bar.label, bar.where or "", f"{bar.width:.2%}", ms_a_step(bar.ms, b.steps), ms_a_step(idle_ms, b.steps))
-        rows.append(row)
+        times = ms_a_step(bar.ms, b.steps), ms_a_step(idle_ms, b.steps)
+        rows.append((bar.label, bar.where or "", f"{bar.width:.2%}", *times))
     parts.append(charts.falls(bars, b.steps, account.xray))
     if any(bar.idle is not None for bar in bars):
         parts.append(tag("p", "Striped: the GPU was idle meanwhile.", class_="meta"))
@@ -214,7 +214,8 @@ def _loading(account: Account, first: RankTrace) -> Html | None:
     parts: list[Html | None] = []
     for workers in account.workers:
         median, worst = workers.sample_ms.quantile(0.5) or 0.0, workers.sample_ms.high
-        text = f"{workers}, by {workers.loaded_by}: {workers.samples:,} loaded, {ms(median)} each (worst {ms(worst)})."
+        each = f"{ms(median)} each (worst {ms(worst)})"
+        text = f"{workers}, by {workers.loaded_by}: {workers.samples:,} loaded, {each}."
         if workers.random_used:
             text += f" It draws random numbers from {', '.join(workers.random_used)}."
         transforms = [(name, ms(each)) for name, each in _largest(workers.transforms_ms)]
@@ -261,7 +262,8 @@ def _xray(account: Account) -> Html | None:
     phases = {name: x.busy_by_phase_ms.get(name, 0.0) for name in (*x.busy_by_phase_ms, *x.idle_by_phase_ms)}
     by_phase = []
     for name in sorted(phases, key=lambda name: -phases[name] - x.idle_by_phase_ms.get(name, 0.0)):
-        by_phase.append((phase_name(name), ms(phases[name] / steps), ms(x.idle_by_phase_ms.get(name, 0.0) / steps)))
+        idle_ms = x.idle_by_phase_ms.get(name, 0.0)
+        by_phase.append((phase_name(name), ms(phases[name] / steps), ms(idle_ms / steps)))
     caption = "Busy by the phase that launched it, idle by what the host did meanwhile"
     parts.append(table(caption, ("phase", "busy", "idle"), by_phase))
     copies = [(name, ms(spent / steps)) for name, spent in _largest(x.copies_ms)]

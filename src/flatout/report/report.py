@@ -73,7 +73,7 @@ def _trial(trial: Run | None, name: str) -> RecordedRun | None:
 
 
 def read_run(folders: Sequence[Path]) -> RecordedRun:
-    """One run, from the folders in which its machines recorded it. Of very many ranks, a few are read in full."""
+    """One run, from the folders in which its machines recorded it. Of many ranks, a few are read in full."""
     traces, by_rank = [], []
     for folder in folders:
         if len(list(folder.glob("rank-*.jsonl"))) <= MAX_RANKS_READ:

@@ -1,4 +1,4 @@
-"""A Report as text for a terminal: at most 80 columns, no color when piped. Also a check, and a fix as it goes on."""
+"""A Report as text, at most 80 columns wide, without color in a pipe. Also a check, and a fix as it goes on."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def show(report: Report, console: Console) -> None:
 
 
 def wrapped(text: str, width: int = WIDTH, indent: int = 0) -> str:
-    """Text in lines that leave room for an indent, and have it from the second on; a path or a flag stays whole."""
+    """Text in lines, with an indent from the second on; a path or a flag stays whole."""
     lines = textwrap.wrap(text, width - indent, break_on_hyphens=False, break_long_words=False)
     return f"\n{'':<{indent}}".join(lines)
 
@@ -330,14 +330,16 @@ def _bundle_lines(fix: FixSummary, bundle: Sequence[Attempt]) -> list[str]:
 
 
 class FixProgress(ProgressListener):
-    """A fix as it goes on: on a terminal with a bar for the time budget; in a file or a pipe by lines alone."""
+    """A fix as it goes on: with a bar for the time budget on a terminal; in a file or a pipe only lines."""
 
     def __init__(self, console: Console, budget_s: float) -> None:
         self._console = console
         self._budget_s = budget_s
         self._began_s = time.monotonic()
         self._what = ""
-        self._live = Live(self, console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+        self._live: Live | None = None
+        if console.is_terminal:
+            self._live = Live(self, console=console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> FixProgress:
         if self._live is not None:

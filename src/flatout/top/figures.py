@@ -30,7 +30,7 @@ def work_pct(gpu: GpuSample) -> float | None:
 
 
 def cpu_budget_pct(sample: Sample, cores_allowed: float | None) -> float | None:
-    """How full the cores are that may be used: the machine's, or under a quota the training's own share of it."""
+    """How full the usable cores are: the machine's, or under a quota the training's own share of it."""
     own = sum(p.cpu_pct or 0.0 for p in sample.processes) / (cores_allowed or float("inf"))
     if sample.host.cpu_pct is None and not own:
         return None
@@ -38,7 +38,7 @@ def cpu_budget_pct(sample: Sample, cores_allowed: float | None) -> float | None:
 
 
 def host_readings(sample: Sample, cores_allowed: float | None) -> dict[str, Any]:
-    """The machine and the training on it, by the names in docs/TOP.md: the host's fields, and what follows of them."""
+    """The machine and the training on it, by the names in docs/TOP.md."""
     host, disks, processes = sample.host, sample.host.disks or (), sample.processes
     read: dict[str, Any] = {field.name: getattr(host, field.name) for field in fields(HostSample)}
     read["cpu_pct"] = cpu_budget_pct(sample, cores_allowed)
@@ -290,7 +290,7 @@ class _Activity:
 
 
 class _Energy:
-    """Energy used: by the GPU's counter, which is read seldom, and by power times time since its last change."""
+    """Energy used: by the GPU's counter, which is read seldom, and by power times time since then."""
 
     def __init__(self) -> None:
         self._counted_j = 0.0

@@ -135,7 +135,7 @@ def _gauges(gpu: GpuSample, *, has_sm: bool, wide: bool) -> list[_Gauge]:
 
 
 def gpu_panel(scene: Scene, width: int, height: int) -> Drawing:
-    """The GPUs in a line each where there are several; then the chosen one: its levels, and SM against GPU-Util."""
+    """Each GPU in a line, where there are several; then the chosen one: its levels, and SM against GPU-Util."""
     gpus = scene.now.gpus
     if not gpus:
         return Drawing(title="GPU", lines=[Text((*scene.notes, "no GPU in these samples")[0])])
@@ -231,9 +231,11 @@ def storage_panel(scene: Scene, width: int, height: int) -> Drawing:
     host, palette = scene.now.host, scene.palette
     busiest = sorted(host.disks or (), key=lambda disk: -(disk.busy_pct or 0.0))
     reads = [process.read_bytes_s for process in scene.now.processes if process.read_bytes_s is not None]
-    rows: list[tuple[str, float | None, str]] = [("memory", *_part(host.memory_used_bytes, host.memory_total_bytes))]
+    rows: list[tuple[str, float | None, str]] = []
+    rows.append(("memory", *_part(host.memory_used_bytes, host.memory_total_bytes)))
     for disk in busiest[: max(1, height - 5)]:
-        rows.append((disk.name, disk.busy_pct, f"↓{size(disk.read_bytes_s, '/s')} ↑{size(disk.write_bytes_s, '/s')}"))
+        rates = f"↓{size(disk.read_bytes_s, '/s')} ↑{size(disk.write_bytes_s, '/s')}"
+        rows.append((disk.name, disk.busy_pct, rates))
     rows.append(("/dev/shm", *_part(host.shm_used_bytes, host.shm_total_bytes)))
     if reads:
         rows.append(("training", None, f"reads {size(sum(reads), '/s')}"))
@@ -256,7 +258,7 @@ def _part(used: int | None, total: int | None) -> tuple[float | None, str]:
 
 
 def process_panel(scene: Scene, width: int, height: int) -> Drawing:
-    """The training process and its loader workers, the busiest first; where not all fit, the busiest alone."""
+    """The training process and its loader workers, the busiest first; where not all fit, only the busiest."""
     sample, palette = scene.now, scene.palette
     found = sorted(sample.processes, key=_by_role)
     if not found:
@@ -340,7 +342,7 @@ def chart(
 
 
 def cores(pcts: Sequence[float], width: int, height: int, palette: Palette) -> list[Text]:
-    """Every core: bars side by side where they fit with their numbers, else one column of characters a core."""
+    """Every core: bars with numbers where they fit, else one column of characters a core."""
     grid = _core_grid(pcts, width, height, palette)
     if grid is not None:
         return grid

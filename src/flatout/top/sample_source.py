@@ -1,4 +1,4 @@
-"""Where samples come from: the machine now, or a recording. Both look the same to the rest of `flatout top`."""
+"""Where samples come from: the machine now, or a recording. The rest of `top` sees no difference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flatout.trace import RunInfo, Sample, read
 
 
 class Stop:
-    """Asks a loop to end, or to pause. Plain flags, because signal handlers set them; a lock could deadlock."""
+    """Asks a loop to end, or to pause. Plain flags: signal handlers set them, and a lock could deadlock."""
 
     def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
         self.asked = False

@@ -1,4 +1,4 @@
-"""Figures → what a person wants to know at the end: a verdict with its reason in numbers, and targets met or missed.
+"""Figures → the summary: a verdict with its reason in numbers, and targets met or missed.
 
 Questions are asked in the order of WORDS, and the first that is answered yes is the verdict: first what is about to
 break, then what the numbers hide, then why a GPU is low, then how it is low.
@@ -304,6 +304,10 @@ class _Target(NamedTuple):
         )
 
 
+def _hottest(gpu: GpuFigures) -> float | None:
+    return gpu.peak("temperature_c")
+
+
 _ANY = math.inf
 _GPU_TARGETS = (
     _Target("sm", "SM active, mean", "at least 80%", "%", 80, _ANY, lambda gpu: gpu.work_pct),
@@ -311,9 +315,7 @@ _GPU_TARGETS = (
     _Target("fluctuation", "fluctuation", "at most 10 points", " points", -_ANY, 10, lambda gpu: gpu.fluctuation_pct),
     _Target("memory", "GPU memory, peak", "70 to 90%", "%", 70, 90, lambda gpu: gpu.peak("memory_pct")),
     _Target("power", "power share, mean", "at least 80%", "%", 80, _ANY, lambda gpu: gpu.mean("power_share_pct")),
-    _Target(
-        "temperature", "temperature, peak", "at most 85 °C", " °C", -_ANY, 85, lambda gpu: gpu.peak("temperature_c")
-    ),
+    _Target("temperature", "temperature, peak", "at most 85 °C", " °C", -_ANY, 85, _hottest),
 )
 _CPU_TARGET = _Target("cpu", "CPU, mean", "at most 90%", "%", -_ANY, 90, lambda host: host.mean("cpu_pct"))
 
