@@ -276,7 +276,7 @@ def test_contrast_takes_its_mean_after_the_geometry_as_a_pipeline_of_torchvision
         assert (ours - functional.normalize(expected, MEAN, STD)).abs().max() <= 1 / 255
 
 
-def test_real_transforms_are_taken_over():
+def test_real_transforms_are_converted():
     v2 = pytest.importorskip("torchvision.transforms.v2")
     v1 = pytest.importorskip("torchvision.transforms")
     for tv in (v1, v2):

@@ -136,7 +136,7 @@ def test_the_precision_asked_for_is_the_one_computed_in(tmp_path: Path, wanted: 
     assert ours.step.scaler.is_enabled() == (wanted == "fp16")
 
 
-def test_a_gpu_without_bf16_gets_fp16_and_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_bf16_gets_fp16_and_a_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
     precision, decision = choose_precision("bf16", torch.device("cuda"))
     assert (precision.dtype, precision.scaled) == (torch.float16, True)
@@ -184,7 +184,7 @@ def captured() -> bool:
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.usefixtures("compiler")
-def test_a_model_that_keeps_an_output_is_told_to_do_without_graphs(tmp_path: Path) -> None:
+def test_a_model_that_keeps_an_output_is_refused_with_graphs(tmp_path: Path) -> None:
     class Keeping(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,6 +1,6 @@
 """Augmentation of whole batches on the GPU, in one pass over memory.
 
-    operations (`ops`, `points`) ─► Program ─► a row of numbers a sample ─► kernel (CUDA) or reference ─► images, masks
+    operations (`ops`, `points`) ─► BatchProgram ─► a row of numbers a sample ─► images, masks
 
     aug = Standard(size=512)
     images = aug(batch_u8, index=idx, epoch=e)

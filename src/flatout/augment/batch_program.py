@@ -4,14 +4,15 @@
                    table of draws, geometry codes,               the drawn numbers, the inverse matrix, the source box
                    point operations and their columns
 
-The row is all that `apply` and the kernel need to know about a sample; kept, it gives the same pictures again. All of
-it is computed in float64 and rounded once, from integers, so CPU and GPU agree on it.
+The row is all that `apply` and the kernel need to know about a sample; kept, it gives the same pictures
+again. All of it is computed in float64 and rounded once, from integers, so CPU and GPU agree on it.
 
-`apply` is what the kernel must do, and what runs where there is no GPU. The source is read once, where the folded
-matrix says, weighing its pixels by a tent: 1 − |distance| / reach along each axis. The reach is 1, which is bilinear
-interpolation; in a "tent" program it grows to the length of source that one output pixel covers, which is
-torchvision's antialiasing. Pixels outside the box count as the fill where the geometry can leave the picture, and not
-at all where it cannot. Masks take the nearest pixel and are never blended.
+`apply` is what the kernel must do, and what runs where there is no GPU. The source is read once, where
+the folded matrix says, weighing its pixels by a tent: 1 − |distance| / reach along each axis. The reach
+is 1, which is bilinear interpolation; in a "tent" program it grows to the length of source that one
+output pixel covers, which is torchvision's antialiasing. Pixels outside the box count as the fill where
+the geometry can leave the picture, and not at all where it cannot. Masks take the nearest pixel and are
+never blended.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class BatchProgram:
     table: tuple[tuple[float, ...], ...]
     folds: tuple[Fold, ...]
     points: tuple[tuple[Point, range], ...]  # with the columns of a row that it takes
-    sampling: str  # "pixel": the nearest one; "bilinear"; "tent": bilinear, widened where the picture shrinks
+    # "pixel": the nearest one; "bilinear"; "tent": bilinear, widened where the picture shrinks.
+    sampling: str
     filled: bool  # the source can be left: those places take the fill
 
     @property
@@ -142,7 +144,8 @@ def steps(operations: Sequence[Operation]) -> tuple[PlacedOperation, ...]:
     seen: list[Operation] = []
     for _, _, operation in numbered:
         name = type(operation).__name__
-        if isinstance(operation, Geometry) and not isinstance(operation, HFlip) and seen:  # flips commute with points
+        # Flips and point operations may change places.
+        if isinstance(operation, Geometry) and not isinstance(operation, HFlip) and seen:
             raise ValueError(f"{name} must stand before {type(seen[0]).__name__}: geometry is done first, in one go")
         if isinstance(operation, Point):
             if not isinstance(operation, Erase) and any(isinstance(o, Normalize) for o in seen):
@@ -252,7 +255,8 @@ def _one_fold(fold: Fold, drawn: list[Tensor], nothing: Tensor) -> tuple[Tensor,
         return width / fold.new_width, nothing, nothing, nothing, height / fold.new_height, nothing
     if fold.kind == ResizedCrop.kind:
         return drawn[3] / fold.new_width, nothing, drawn[1], nothing, drawn[2] / fold.new_height, drawn[0]
-    if fold.kind == Rotate.kind:  # torchvision turns the other way in `rotate` than in `affine`
+    # torchvision turns the other way in `rotate` than in `affine`.
+    if fold.kind == Rotate.kind:
         return _affine([-drawn[0], nothing, nothing, one, nothing, nothing], width / 2, height / 2)
     return _affine(drawn, width / 2, height / 2)
 
@@ -278,7 +282,7 @@ def _pixel_box(left: Tensor, right: Tensor, top: Tensor, bottom: Tensor) -> list
     return [edges[0][0], edges[1][0], edges[0][1], edges[1][1]]
 
 
-# ---------------------------------------------------------------- in PyTorch
+# ------------------------------------------------------------ in PyTorch
 
 
 def apply(program: BatchProgram, images: Tensor, rows: Tensor, fill: int) -> Tensor:

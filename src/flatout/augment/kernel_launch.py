@@ -4,9 +4,10 @@
     pass_kernel   source ──► gather or load ──► point operations ──► store; on the way the sum of the gray values
     mask_kernel   the nearest pixel of any type
 
-A program is one pass. Contrast needs a mean first, a blur its neighbours: each ends a pass that leaves its result in a
-buffer. Nothing here waits for the GPU or allocates on the host, so all of it can be captured in a CUDA graph. Sizes,
-strides and operations are compile-time constants: a new image size or another list of operations compiles once.
+A program is one pass. Contrast needs a mean first, a blur its neighbours: each ends a pass that leaves
+its result in a buffer. Nothing here waits for the GPU or allocates on the host, so all of it can be
+captured in a CUDA graph. Sizes, strides and operations are compile-time constants: a new image size or
+another list of operations compiles once.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Tile(NamedTuple):
 
     width: int
     height: int
-    wide: bool  # several neighbours a thread, stored together; a gather wants them in different threads
+    # Several neighbours a thread, stored together; a gather wants them in different threads.
+    wide: bool
     warps: int
 
 
@@ -170,7 +172,8 @@ def _passes(program: BatchProgram, gather: int, channels: int, packed: bool) -> 
             source = source | {"SOURCE": BLUR_Y.value}
             continue
         if isinstance(operation, points.Contrast):
-            again = source["SOURCE"] in (PIXEL.value, BUFFER.value)  # reading it once more costs little
+            # Reading it once more costs little.
+            again = source["SOURCE"] in (PIXEL.value, BUFFER.value)
             launch(sums, store=not again)
             if not again:
                 source, pending = buffer, []

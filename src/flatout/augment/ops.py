@@ -1,8 +1,8 @@
 """What an operation is, and those that move pixels; together with `points` and `reference` the specification.
 
-Geometry is described by where in the source an output point comes from: x to the right, y down, in pixels, a pixel's
-centre at ½. `program` folds it all into one matrix, `reference` reads the source there. An operation that torchvision
-has too means what it means there, with its numbers drawn for every sample.
+Geometry is described by where in the source an output point comes from: x to the right, y down, in
+pixels, a pixel's centre at ½. `batch_program` folds it all into one matrix, which also reads the source there.
+An operation that torchvision has too means what it means there, with its numbers drawn for every sample.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class BoxDraw(NamedTuple):
     log_ratio: Interval
     limit: Size
     within: Size
-    fallback: tuple[int, int, int, int]  # top, left, height, width: after ten failures, and where it sits out
+    # Top, left, height, width; taken after ten failures, and for samples that do not get the operation.
+    fallback: tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,8 @@ class Affine(Geometry):
     degrees: float | Interval = 0.0
     translate: float | tuple[float, float] = 0.0
     scale: float | Interval = 1.0
-    shear: float | Interval | tuple[float, float, float, float] = 0.0  # of x alone, or low and high of x and of y
+    # A range of x alone, or low and high of x and of y.
+    shear: float | Interval | tuple[float, float, float, float] = 0.0
     p: float = 1.0
     kind: ClassVar[int] = 6
 
@@ -213,7 +215,8 @@ class Affine(Geometry):
             shear_x, shear_y = self.shear, (0.0, 0.0)
         return (
             between("degrees", "Affine.degrees", self.degrees, around=0, low=-360, high=360, neutral=0),
-            Draw("right", 0.5 - right * size[1], 2 * right * size[1], whole=True),  # in whole pixels, as torchvision's
+            # In whole pixels, as torchvision's.
+            Draw("right", 0.5 - right * size[1], 2 * right * size[1], whole=True),
             Draw("down", 0.5 - down * size[0], 2 * down * size[0], whole=True),
             between("scale", "Affine.scale", self.scale, around=None, low=0.001, high=1000, neutral=1),
             between("shear_x", "Affine.shear", shear_x, around=0, low=-89, high=89, neutral=0),

@@ -31,9 +31,10 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class Augment(nn.Module):
     """Operations on batches of uint8 images, with numbers drawn for each sample. Not differentiable.
 
-    `index` is the place of each image in the data set: with the seed and the epoch it decides what a sample gets,
-    whatever the batch, worker or rank it comes in. On CUDA a Triton kernel does the work, elsewhere plain PyTorch.
-    In `eval()` what is random is left out: images are resized, if that was asked for, and normalized.
+    `index` is the place of each image in the data set: with the seed and the epoch it decides what a
+    sample gets, whatever the batch, worker or rank it comes in. On CUDA a Triton kernel does the work,
+    elsewhere plain PyTorch. In `eval()` what is random is left out: images are resized, if that was asked
+    for, and normalized.
     """
 
     def __init__(
@@ -309,7 +310,7 @@ def _described(value: object) -> object:
     return f"{value.dtype} of {tuple(value.shape)} on {value.device}"
 
 
-# ---------------------------------------------------------------- a sheet of pictures
+# ------------------------------------------------------------ a sheet of pictures
 
 
 def sheet(before: Tensor, after: Tensor, path: str | Path) -> None:
@@ -336,7 +337,8 @@ def _png(picture: Tensor) -> bytes:
     """A uint8 3×H×W picture as the bytes of a PNG file."""
     _, height, width = picture.shape
     lines = picture.permute(1, 2, 0).reshape(height, width * 3)
-    filtered = pad(lines, (1, 0)).contiguous().numpy().tobytes()  # each line starts with filter type 0
+    # Each line starts with filter type 0.
+    filtered = pad(lines, (1, 0)).contiguous().numpy().tobytes()
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))

@@ -2,9 +2,9 @@
 
 A picture is float32 in [0, 1], B×C×H×W. An operation that torchvision has too is torchvision's on floats.
 
-Random numbers come from Philox4x32-10: words that are a function of a counter and a key, so that any of them can be
-computed alone. The counter is (sample index, epoch, operation), the key the seed. Only integers are involved: torch
-here and Triton's `tl.philox` on the GPU give the same bits.
+Random numbers come from Philox4x32-10: words that are a function of a counter and a key, so that any of
+them can be computed alone. The counter is (sample index, epoch, operation), the key the seed. Only
+integers are involved: torch here and Triton's `tl.philox` on the GPU give the same bits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def philox(index: Tensor, high: Tensor | int, key: Tensor | int) -> tuple[Tensor
     c0, c1, c2, c3 = index & _MASK, (index >> 32) & _MASK, counter & _MASK, (counter >> 32) & _MASK
     k0, k1 = key & _MASK, (key >> 32) & _MASK
     for _ in range(10):
-        first, second = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # int64 wraps; the 64 bits are those of the unsigned product
+        # int64 wraps; the 64 bits are those of the unsigned product.
+        first, second = 0xD2511F53 * c0, 0xCD9E8D57 * c2
         c0, c1, c2, c3 = (
             (second >> 32 & _MASK) ^ c1 ^ k0,
             second & _MASK,
@@ -80,7 +81,8 @@ class Brightness(Point):
 
     amount: float | Interval
     p: float = 1.0
-    drawn: ClassVar[tuple[str, int, float, float]] = ("factor", 1, 0, 1000)  # name, around, lowest, highest
+    # The number that is drawn: its name, the middle, the lowest and the highest.
+    drawn: ClassVar[tuple[str, int, float, float]] = ("factor", 1, 0, 1000)
 
     def draws(self, size: Size) -> tuple[Draw, ...]:
         (name, around, low, high), what = self.drawn, f"{type(self).__name__}.amount"
@@ -132,7 +134,8 @@ class Hue(Brightness):
         scale = 1 / torch.where(chroma > 0, chroma, 1)
         hue = torch.where(high == g, (b - r) * scale + 2, (r - g) * scale + 4)
         hue = torch.where(high == r, (g - b) * scale, hue)
-        hue = (hue + 6 * drawn[0]) % 6  # in sixths of the circle: red at 0, green at 2, blue at 4
+        # In sixths of the circle: red at 0, green at 2, blue at 4.
+        hue = (hue + 6 * drawn[0]) % 6
         shares = (hue - 3).abs() - 1, 2 - (hue - 2).abs(), 2 - (hue - 4).abs()
         return torch.cat([low + chroma * share.clamp(0, 1) for share in shares], 1)
 
@@ -226,7 +229,8 @@ class Blur(Point):
 
     def apply(self, x: Tensor, *drawn: Tensor) -> Tensor:
         taps = torch.arange(-self.radius, self.radius + 1, device=x.device, dtype=torch.float32)
-        weights = torch.exp(-0.5 * (taps / drawn[0].clamp(min=1e-6)) ** 2)  # a sigma of 0 leaves the middle tap alone
+        # A sigma of 0 leaves the middle tap alone.
+        weights = torch.exp(-0.5 * (taps / drawn[0].clamp(min=1e-6)) ** 2)
         weights = weights / weights.sum(-1, keepdim=True)
         radius = self.radius
         for axis, margins in ((2, (0, 0, radius, radius)), (3, (radius, radius, 0, 0))):

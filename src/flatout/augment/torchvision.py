@@ -14,7 +14,8 @@ import torch
 from .ops import Affine, Crop, HFlip, Operation, Resize, ResizedCrop, Rotate, VFlip
 from .points import Blur, ColorJitter, Erase, Grayscale, Invert, Noise, Normalize
 
-_CONVERSIONS = {"ToTensor", "PILToTensor", "ToImage", "ToPureTensor", "ToImageTensor", "Identity"}  # ours takes uint8
+# These are not needed: Augment takes uint8 and gives floats.
+_CONVERSIONS = {"ToTensor", "PILToTensor", "ToImage", "ToPureTensor", "ToImageTensor", "Identity"}
 
 
 def convert(transform: Any) -> tuple[list[Operation], int, tuple[str, ...]]:

@@ -69,7 +69,8 @@ def _autocast(training: Training) -> Line | None:
             return fail(reason, enabled.where, fix=enabled.set_to("enabled", True), code="config.ignored")
         if enabled.what is False:
             off.append(enabled)
-    if not calls or not off:  # a setting that says off also stands for what the script computes from it
+    # A setting that says off also stands for what the script computes from it.
+    if not calls or not off:
         return None
     fix = off[0].set_to("enabled", True if isinstance(off[0].what, bool) else "bf16")
     reason = "autocast is there, but switched off: matrix work runs in fp32"

@@ -1,7 +1,7 @@
 """Settings that are known before a script runs: argparse defaults, a config file (YAML or JSON), flags.
 
-A setting is known by its path (`train`, `amp`), and found by it however the script writes it: `cfg.train.amp`,
-`config["train"]["amp"]` or `self.args.amp`.
+A setting is known by its path (`train`, `amp`), and found by it however the script writes it:
+`cfg.train.amp`, `config["train"]["amp"]` or `self.args.amp`.
 """
 
 from __future__ import annotations

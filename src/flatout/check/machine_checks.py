@@ -21,10 +21,10 @@ _IDLE = "hardware.idle-gpus"
 
 def visible_gpus(gpus: Gpus, environ: Mapping[str, str]) -> Gpus:
     """The GPUs that a training started here would see; None where no driver answers."""
-    names = environ.get("CUDA_VISIBLE_DEVICES", "all").split(",")
-    if gpus is None or names == ["all"]:
+    if gpus is None or "CUDA_VISIBLE_DEVICES" not in environ:
         return gpus
-    return tuple(gpu for gpu in gpus if str(gpu.index) in names or gpu.uuid in names)
+    names = tuple(name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip())
+    return tuple(gpu for gpu in gpus if str(gpu.index) in names or gpu.uuid.startswith(names))
 
 
 def check_gpus(training: Training) -> Line | None:

@@ -1,6 +1,6 @@
 """A training script, and the modules of its own that it imports, as syntax trees. Nothing of them is ever run.
 
-A node of a tree knows the node `around` it and the `file` it stands in, so the functions here take a node alone.
+A node knows the node `around` it and its `file`, so the functions here take a node alone.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SourceFile:
     def _parse(self, text: str) -> ast.Module:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what Python warns of is for those who run the script
+                warnings.simplefilter("ignore")  # they are for those who run the script
                 return ast.parse(text)
         except SyntaxError as problem:
             raise UsageError(f"{self.place(problem.lineno or 1)}: not Python: {problem.msg}") from None
@@ -72,10 +72,9 @@ class Script:
         self.files = [SourceFile(path)] if path is not None else []
         self.not_read: list[str] = []
         for file in self.files:  # the list grows on the way
+            folders = [file.path.parent, *file.path.resolve().parents[1:3], self.files[0].path.parent]
             for module in file.imports:
-                self._read_module(
-                    module, [*(file.path.parent / up for up in ("", "..", "../..")), self.files[0].path.parent]
-                )
+                self._read_module(module, folders)
         self.nodes = [node for file in self.files for node in file.nodes]
         self.packages = {module.split(".")[0] for file in self.files for module in file.imports}
 

@@ -1,7 +1,7 @@
 """What the checks may ask of one training: its settings, its loader, its loops, and the machine.
 
-Known values are literals, settings, `os.cpu_count()`, and names bound once in their file to one of these. Everything
-else is unknown, and no check guesses.
+Known values are literals, settings, `os.cpu_count()`, and names bound once in their file to one of these.
+Everything else is unknown, and no check guesses.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Training:
             case ast.Constant(value=what):
                 return KnownValue(what, where(node))
             case ast.BoolOp(op=ast.And(), values=[first, *_]) | ast.IfExp(body=first, orelse=ast.Constant(value=None)):
-                return self.value(first)  # cfg.pin_memory and on_gpu: on a machine with a GPU, it is the setting
+                return self.value(first)  # of `cfg.pin_memory and on_gpu`: a GPU is expected
             case ast.Call() if last_name(node.func) == "cpu_count":
                 return KnownValue(self.budget.cores_of_machine, where(node))
             case ast.Name() if follow and (assigned := only_value(node)):

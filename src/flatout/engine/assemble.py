@@ -1,9 +1,9 @@
 """From a config to a training that runs: everything it names is built, in the order in which one needs the other.
 
-`batch_size: auto` is decided here: the fastest batch within a share of the GPU's memory, not the largest that fits.
-Real steps are taken at 32, 64, 128 … samples, until more of them no longer learn faster or no longer fit; of those
-about as fast as the fastest the smallest is taken. Model, optimizer and random streams are put back. Every rank takes
-the same steps, and the slowest and the fullest one decide.
+`batch_size: auto` is decided here: the fastest batch within a share of the GPU's memory, not the largest
+that fits. Real steps are taken at 32, 64, 128 … samples, until more of them no longer learn faster or no
+longer fit; of those about as fast as the fastest the smallest is taken. Model, optimizer and random
+streams are put back. Every rank takes the same steps, and the slowest and the fullest one decide.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def main(
             out = _run_folder(asked, resume)
         else:
             out = stack.enter_context(_new_run_folder(asked))
-        out, trace = ranks.gathered((out, new_folder(path.stem)))[0]  # as the first rank has it
+        # All ranks use the folders of the first.
+        out, trace = ranks.gathered((out, new_folder(path.stem)))[0]
         config = config.model_copy(update={"out": str(out)})
         if record:
             stack.enter_context(attach(trace))
@@ -121,8 +122,8 @@ def main(
 def assemble(config: Config, ranks: Ranks, resumed_size: int | None = None) -> Trainer:
     """A trainer with everything the config names.
 
-    The trainer's own config has the batch size that `auto` came to: `resumed_size`, as in this run before, or what is
-    fastest now.
+    The trainer's own config has the batch size that `auto` came to: `resumed_size`, as in this run
+    before, or what is fastest now.
     """
     train = config.train
     device = choose_device(train.device, ranks.local_rank)
@@ -146,7 +147,8 @@ def assemble(config: Config, ranks: Ranks, resumed_size: int | None = None) -> T
         decide("train.batch_size", batch_size, "as it was in this run before")
     if batch_size == "auto":
         precision, _ = choose_precision(train.precision, device)
-        layout, *_ = prepare_model(model, train.model_copy(update={"compile": False}), device)  # as it will train
+        # The step is timed in the layout in which it will train.
+        layout, *_ = prepare_model(model, train.model_copy(update={"compile": False}), device)
         step = TrainStep(model, criterion, optimizer, precision, train, say=lambda text: None)
         convert = channels_last if layout.value == "on" else None
         with torch_switches(precision, deterministic=train.deterministic):
@@ -201,7 +203,7 @@ def _seed(number: int) -> None:
         seed(number)
 
 
-# ---------------------------------------------------------------- the parts
+# ------------------------------------------------------------ the parts
 
 
 def _build_comparison(part: FactoryConfig, where: str) -> Any:
@@ -278,7 +280,7 @@ def _build_augmentation(config: Config, device: torch.device) -> Any:
     return augmentation.to(device)
 
 
-# ---------------------------------------------------------------- batch_size: auto
+# ------------------------------------------------------------ batch_size: auto
 
 
 def _fastest(
@@ -343,7 +345,8 @@ def _try_batch(step: TrainStep, batch: Any, device: torch.device) -> tuple[float
                     torch.cuda.synchronize(device)
                 started = time.perf_counter()
             step(batch)
-            if step.accumulate != pieces_before:  # it ran out of memory, and went on in smaller pieces
+            # It ran out of memory, and went on in smaller pieces.
+            if step.accumulate != pieces_before:
                 return 1.0, 2.0
         if on_gpu:
             torch.cuda.synchronize(device)
@@ -385,7 +388,7 @@ def scale_learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, b
     return f"learning rate times {factor:.4g} = {rates}: {config.lr_rule} from a batch of {config.lr_batch} to {batch}"
 
 
-# ---------------------------------------------------------------- the run's folder
+# ------------------------------------------------------------ the run's folder
 
 
 def _run_folder(asked: Path, resume: bool) -> Path:

@@ -3,8 +3,8 @@
     state ─► snapshot (host copies) ─► a thread: write to no name ─► fsync ─► step-N.pt ─► the oldest goes
                                                                                └─► best.pt, the same file
 
-A file under its final name is complete (files.py). Should a disk damage one all the same, its checksums tell, and the
-one before it is taken.
+A file under its final name is complete (files.py). Should a disk damage one all the same, its checksums
+tell, and the one before it is taken.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class Checkpoints:
         path = self.folder / f"step-{step:09d}.pt"
         try:
             if ready is not None:
-                ready.synchronize()  # this thread waits for the copies, the training does not
+                # This thread waits for the copies, so that training does not.
+                ready.synchronize()
             if any(bool(weights.isnan().any()) for weights in state["model"].values()):
                 self._say_once(f"no checkpoint at step {step}: there is a NaN in the weights")
                 return True
@@ -160,7 +161,8 @@ def _damage(path: Path) -> str:
 
 def _reason(problem: Exception) -> str:
     """One line about it."""
-    if isinstance(problem, pickle.UnpicklingError):  # torch's message would advise to run whatever code is in it
+    # torch's message would advise to run whatever code is in it.
+    if isinstance(problem, pickle.UnpicklingError):
         return "it holds something else than plain data"
     if isinstance(problem, OSError) and problem.strerror:
         return problem.strerror
@@ -261,9 +263,10 @@ def _link(path: Path, name: Path) -> None:
     sync_folder(name.parent)
 
 
-# ---------------------------------------------------------------- a checkpoint against the config that resumes it
+# ------------------------------------------------------------ a checkpoint against the config that resumes it
 
-_PROGRESS = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter")  # the state of schedulers; the rest is config
+# These change while a scheduler runs; the rest of its state is config.
+_PROGRESS = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter")
 
 
 def misfit(ours: Mapping[str, Any], saved: Mapping[str, Any] | None) -> str:

@@ -2,9 +2,9 @@
 
     file ─► preset ─► key=value ─► Config        a mistake is one line: the key, what is wrong, the nearest right name
 
-`TrainerConfig` is what the trainer itself goes by. `Config` adds what it trains: model, data, optimizer and so on, each
-made by a factory that is named by its import path (`package.module:name`). There is no registry; an argument that is
-itself `{factory: …, args: …}` is built first.
+`TrainerConfig` is what the trainer itself goes by. `Config` adds what it trains: model, data, optimizer
+and so on, each made by a factory that is named by its import path (`package.module:name`). There is no
+registry; an argument that is itself `{factory: …, args: …}` is built first.
 """
 
 from __future__ import annotations
@@ -131,10 +131,14 @@ class TrainConfig(Section):
     epochs: Count = 1
     max_steps: Count | None = None
     batch_size: Count | Literal["auto"] = 32  # samples of one optimizer step, on each rank
-    accumulate: Count = 1  # pieces a batch is computed in; what is learned from it stays the same
-    memory_share: Annotated[float, Field(gt=0, le=1)] = 0.8  # of the GPU, for batch_size: auto
-    lr_rule: Literal["none", "linear", "sqrt"] = "none"  # how the learning rate follows from lr_batch to the batch
-    lr_batch: Count | None = None  # the effective batch that the learning rate was chosen for
+    # Pieces a batch is computed in; what is learned from it stays the same.
+    accumulate: Count = 1
+    # Of the GPU, for batch_size: auto.
+    memory_share: Annotated[float, Field(gt=0, le=1)] = 0.8
+    # How the learning rate follows from lr_batch to the batch.
+    lr_rule: Literal["none", "linear", "sqrt"] = "none"
+    # The effective batch that the learning rate was chosen for.
+    lr_batch: Count | None = None
     precision: PrecisionName = "auto"
     compile: Annotated[bool | str, BeforeValidator(_compile_mode)] = "auto"
     channels_last: Literal["auto"] | bool = "auto"
@@ -179,7 +183,8 @@ class CheckpointConfig(Section):
 
     every: Often = Every(1, "epoch")
     keep: Count = 2
-    best: Annotated[str, Field(min_length=1)] | None = "loss"  # the validation metric that chooses best.pt
+    # The validation metric that chooses best.pt.
+    best: Annotated[str, Field(min_length=1)] | None = "loss"
     best_is: Literal["min", "max"] = "min"
 
 
@@ -293,9 +298,11 @@ def validate(kind: type[Kind], data: Any, source: str) -> Kind:
     try:
         return kind.model_validate(data)
     except ValidationError as problem:
-        errors = sorted(problem.errors(), key=lambda error: error["type"] != "extra_forbidden")  # a misspelling first
+        # A misspelled key may be the reason for the other errors.
+        errors = sorted(problem.errors(), key=lambda error: error["type"] != "extra_forbidden")
         first = errors[0]
-        same = [dict(error) for error in errors if _key(error) == _key(first)]  # the branches of a union
+        # pydantic reports each branch of a union.
+        same = [dict(error) for error in errors if _key(error) == _key(first)]
         raise UsageError(f"{source}: {_in_words(kind, same)}") from None
 
 
@@ -317,7 +324,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 _AUGMENT_PRESETS = ("flatout.augment:Minimal", "flatout.augment:Standard", "flatout.augment:Strong")
 
 
-# ---------------------------------------------------------------- reading
+# ------------------------------------------------------------ reading
 
 
 class _Loader(yaml_loader()):  # type: ignore[misc]
@@ -377,7 +384,7 @@ def amp_is_precision(layer: dict[str, Any], source: str) -> dict[str, Any]:
     return {**layer, "train": renamed}
 
 
-# ---------------------------------------------------------------- messages
+# ------------------------------------------------------------ messages
 
 
 _BRANCH = re.compile(r"(constrained-|function-|literal\[|lax-|list\[).*|int|str|bool|float|none")
@@ -445,7 +452,7 @@ def _keys(kind: type[BaseModel], before: str = "") -> Iterator[str]:
                 yield from _keys(section, f"{before}{name}.")
 
 
-# ---------------------------------------------------------------- parts, by their import path
+# ------------------------------------------------------------ parts, by their import path
 
 
 def build(part: FactoryConfig, where: str, *first: Any, **more: Any) -> Any:

@@ -218,7 +218,8 @@ class Batches:
         if self._begins_anywhere and "base_seed" in place:
             assert isinstance(self.loader, DataLoader)
             length = len(self._on_device) if self._one_pass else 0
-            if self._one_pass and resumed.get("batches") != length:  # batches have another size now
+            # Batches have another size now.
+            if self._one_pass and resumed.get("batches") != length:
                 place = {**place, "yielded": epoch * length + min(done, length)}
             self.loader.load_state_dict(place)
             batches = iter(self._on_device)

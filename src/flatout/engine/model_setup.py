@@ -1,7 +1,7 @@
 """The model on its device, in the form that trains fastest there: precision, layout, checkpointing, compilation.
 
-Each of them is a `Decision` that says what is in force and why. What a GPU cannot do becomes what it can; a setting
-that can have no effect at all is an error.
+Each of them is a `Decision` that says what is in force and why. What a GPU cannot do becomes what it can;
+a setting that can have no effect at all is an error.
 """
 
 from __future__ import annotations
@@ -168,7 +168,8 @@ def _checkpoint_activations(model: nn.Module, asked: bool | list[str]) -> Decisi
         chosen += matching
     for path in dict.fromkeys(chosen):
         module = modules[path]
-        if getattr(module.forward, "func", None) is not checkpoint:  # batch_size: auto has prepared it before
+        # batch_size: auto has prepared it before.
+        if getattr(module.forward, "func", None) is not checkpoint:
             module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
     more = " …" * (len(chosen) > 3)
     return Decision(name, f"{len(set(chosen))} modules", ", ".join(chosen[:3]) + more)

@@ -1,8 +1,8 @@
 """What a person sees of a training, and what is written down of it.
 
-Losses stay on the GPU until they are read, every `log.every` steps. They go into a bar in a terminal, or a line
-elsewhere; into `metrics.jsonl`, `train.csv` and `validation.csv`; and into TensorBoard, W&B and MLflow when asked for.
-Only the first rank speaks.
+Losses stay on the GPU until they are read, every `log.every` steps. They go into a bar in a terminal, or
+a line elsewhere; into `metrics.jsonl`, `train.csv` and `validation.csv`; and into TensorBoard, W&B and
+MLflow when asked for. Only the first rank speaks.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def _is_row_until(step: int, line: str) -> bool:
         return False
 
 
-# ---------------------------------------------------------------- other loggers, each as (write, close)
+# ------------------------------------------------------------ other loggers, each as (write, close)
 
 
 def _import_logger(module: str, key: str) -> Any:

@@ -1,7 +1,7 @@
 """The processes that train together: who they are, what they agree on, and how they end.
 
-What ranks agree on travels between hosts (gloo), beside the gradients and without the GPU; all of them ask at the
-same steps. Cores of the node are shared out among its ranks.
+What ranks agree on travels between hosts (gloo), beside the gradients and without the GPU; all of them
+ask at the same steps. Cores of the node are shared out among its ranks.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ def lost_contact(problem: BaseException) -> bool:
 class Interrupts:
     """SIGTERM and Ctrl-C as a request to stop after this step; a second one, over a second later, ends the process.
 
-    (The same signal often comes twice at once: to the process group, and from the launcher.) A rank that waits in a
-    collective for one that died runs no Python signal handler: a thread, woken by the signal, ends the process if the
-    loop has not noticed the request in time.
+    (The same signal often comes twice at once: to the process group, and from the launcher.) A rank that
+    waits in a collective for one that died runs no Python signal handler: a thread, woken by the signal,
+    ends the process if the loop has not noticed the request in time.
     """
 
     def __init__(self, ranks: int = 1) -> None:

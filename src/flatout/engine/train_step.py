@@ -3,8 +3,9 @@
     batch ─► pieces (accumulate) ─► forward in the precision ─► backward ─► clip ─► optimizer
                  ▲ out of memory: twice as many, and the very same step again
 
-A batch is a tuple, the model's inputs and then the target; without a criterion the model gets all of it and returns
-the loss, or something with a `.loss`. Nothing here waits for the GPU, unless `on_nan: skip` asks for it.
+A batch is a tuple, the model's inputs and then the target; without a criterion the model gets all of it
+and returns the loss, or something with a `.loss`. Nothing here waits for the GPU, unless `on_nan: skip`
+asks for it.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from flatout.engine.config import TrainConfig
 from flatout.engine.model_setup import Precision
 from flatout.model.errors import FlatoutError, UsageError
 
-WARM, TIMED = 6, 12  # steps of each form: until it is compiled, captured and tuned; then those that are measured
+# Steps of each form: until it is compiled, captured and tuned; then those that are measured.
+WARM, TIMED = 6, 12
 MIN_EAGER_GAIN = 1.05
-ODD_ONE_IN, ODD_ANYWAY = 8, 2  # batches of another shape that may be: a share, and so many at the start
+# Batches of another shape that may be: a share, and so many at the start.
+ODD_ONE_IN, ODD_ANYWAY = 8, 2
 _FIRST_SCALE = 65536.0  # torch's own
 
 Shapes = tuple[torch.Size, ...]  # of the tensors in a batch
@@ -37,9 +40,10 @@ Shapes = tuple[torch.Size, ...]  # of the tensors in a batch
 class GraphsOrEager:
     """Whether a model that was captured as CUDA graphs takes a step as graphs, or eagerly.
 
-    Compiling does not always pay: torch's compiler stops before an LSTM and goes on behind it, at a cost in every
-    step. So with `contest` both forms are measured at the start, and training goes on with the faster one. A batch of
-    another shape, such as an epoch's last, is eager; where many have another shape, graphs are no good.
+    Compiling does not always pay: torch's compiler stops before an LSTM and goes on behind it, at a cost
+    in every step. So with `contest` both forms are measured at the start, and training goes on with the
+    faster one. A batch of another shape, such as an epoch's last, is eager; where many have another
+    shape, graphs are no good.
     """
 
     def __init__(self, *, contest: bool) -> None:
@@ -64,9 +68,11 @@ class GraphsOrEager:
     def turn(self, shapes: Shapes) -> Iterator[None]:
         """One step's forward and backward pass over a batch of these shapes."""
         self._seen[shapes] += 1
-        usual = max(self._seen, key=lambda known: self._seen[known])  # the first of those that were as often
+        # The first of those that were as often.
+        usual = max(self._seen, key=lambda known: self._seen[known])
         if self._usual is not None and usual != self._usual:
-            torch.compiler.reset()  # the training began with a batch of another shape, and was compiled for that
+            # The training began with a batch of another shape, and was compiled for that.
+            torch.compiler.reset()
             self._measured, self._times = 0, ([], [])
         self._usual = usual
         eager, odd = self.eager, shapes != usual
@@ -96,7 +102,8 @@ def _stance(eager: bool) -> contextlib.AbstractContextManager[Any]:
 
 
 def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # the time on the GPU, so that nothing waits
+    # The time on the GPU, so that nothing waits.
+    event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
@@ -165,7 +172,8 @@ class TrainStep:
 
     def _gradients(self, batch: Any) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
-        for parameter in self._captured:  # also of those that the optimizer leaves alone, which would be added to
+        # Also of those that the optimizer leaves alone, which would be added to.
+        for parameter in self._captured:
             parameter.grad = None
         rows, parts = batch_rows(batch), pieces(batch, self.accumulate)
         losses = []
@@ -174,7 +182,8 @@ class TrainStep:
             new = [parameter for parameter in self._captured if parameter.grad is None and not last]
             with contextlib.ExitStack() as stack:
                 if not last and isinstance(self.model, DistributedDataParallel):
-                    stack.enter_context(self.model.no_sync())  # gradients go to the other ranks with the last piece
+                    # Gradients go to the other ranks with the last piece.
+                    stack.enter_context(self.model.no_sync())
                 loss = self.forward(part)[0]
                 if len(parts) > 1:
                     loss = loss * (batch_rows(part) / rows)
@@ -185,17 +194,20 @@ class TrainStep:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()
             loss = loss.detach()
-            if self._captured or self.criterion is None:  # what the model returned may be written over too
+            # What the model returned may be written over too.
+            if self._captured or self.criterion is None:
                 loss = loss.clone()
             losses.append(loss)
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _update(self) -> None:
-        checks_norm = self._on_nan == "skip" and not self.precision.scaled  # a scaler skips such steps itself
+        # A scaler skips such steps itself.
+        checks_norm = self._on_nan == "skip" and not self.precision.scaled
         if self._clip_norm is not None or checks_norm:
             self.scaler.unscale_(self.optimizer)
             norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_norm or math.inf)
-            if checks_norm and not bool(norm.isfinite()):  # of averaged gradients: all ranks see the same norm
+            # Of averaged gradients: all ranks see the same norm.
+            if checks_norm and not bool(norm.isfinite()):
                 self.optimizer.zero_grad(set_to_none=True)
                 return
         self.scaler.step(self.optimizer)
@@ -285,7 +297,7 @@ def out_of_memory(problem: BaseException) -> bool:
     return isinstance(problem, RuntimeError) and any(text in str(problem) for text in texts)
 
 
-# ---------------------------------------------------------------- batches of any form
+# ------------------------------------------------------------ batches of any form
 
 
 def batch_rows(batch: Any) -> int:

@@ -4,8 +4,8 @@
                                                           │            └─► read every log.every steps, one step late
                           evaluate, checkpoint ◄── when due
 
-A metric is a function of (output, target) that gives a number a sample (or a mean), or an object with `update` and
-`compute`, as torchmetrics has them.
+A metric is a function of (output, target) that gives a number a sample (or a mean), or an object with
+`update` and `compute`, as torchmetrics has them.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ class Trainer:
         self.results: dict[str, float] = {}
         self.best: float | None = None
         self.stopped_by: str | None = None
-        self.unsaved = ""  # what there is to say of a last checkpoint that could not be written
+        # What there is to say of a last checkpoint that could not be written.
+        self.unsaved = ""
         self.skipped = 0  # steps whose loss was not a number
         self._losses = LossReader()
         self._interrupts = Interrupts(self.ranks.world)
@@ -130,7 +131,7 @@ class Trainer:
         self._evaluated_at = self._saved_at = -1
         self._done_at = dict.fromkeys(("evaluate", "checkpoint"), time.monotonic())
 
-    # -- the loop ---------------------------------------------------------------------------------------------------
+    # ------------------------------------------------------------ the loop
 
     def fit(self) -> dict[str, float]:
         """Train to the end, or until asked to stop; returns what the last validation gave."""
@@ -191,7 +192,8 @@ class Trainer:
         return self.stopped_by is None and self.at.batch == self._epoch_steps
 
     def _over(self) -> bool:
-        if self._interrupts.heard() and self.ranks.world == 1:  # several agree on it when losses are read
+        # Several agree on it when losses are read.
+        if self._interrupts.heard() and self.ranks.world == 1:
             self.stopped_by = self._interrupts.asked
         return self.finished or self.stopped_by is not None
 
@@ -237,7 +239,8 @@ class Trainer:
         images, *between, target = batch
         rows = len(images)
         first = (self.at.batch * self.ranks.world + self.ranks.rank) * rows
-        index = torch.arange(first, first + rows, device=images.device)  # places in the epoch
+        # Places in the epoch.
+        index = torch.arange(first, first + rows, device=images.device)
         sizes = (tuple(images.shape[-2:]), tuple(images.shape[1:3]))
         masks = None
         if isinstance(target, Tensor) and target.dim() > 2 and target.shape[-2:] in sizes:
@@ -252,7 +255,7 @@ class Trainer:
         images, masks = augmented
         return [images, *between, masks]
 
-    # -- when something is due --------------------------------------------------------------------------------------
+    # ------------------------------------------------------------ when something is due
 
     def _due(self, unit: str, number: int = 0) -> set[str]:
         """What is due after so many steps or epochs, or by the clock."""
@@ -270,7 +273,8 @@ class Trainer:
     def _do(self, due: set[str]) -> None:
         best = False
         if "evaluate" in due and self._val_batches is not None:
-            due = due | self._read_losses()  # those from before it; an evaluation waits for the GPU anyway
+            # Those from before it; an evaluation waits for the GPU anyway.
+            due = due | self._read_losses()
             try:
                 best = self._evaluate()
             except Exception:
@@ -294,7 +298,8 @@ class Trainer:
     def _begin_validation(self, step: int) -> None:
         """Have workers read validation data for the evaluation after `step`; their random numbers follow from it."""
         if self._val_batches is not None and self._val_pass is None:
-            random = random_state(self.device)  # training draws the same numbers, however often it validates
+            # Training draws the same numbers, however often it validates.
+            random = random_state(self.device)
             torch.default_generator.manual_seed(step)
             with torch.no_grad():  # by which flatout knows an evaluation
                 self._val_pass = iter(self._val_batches)
@@ -307,7 +312,8 @@ class Trainer:
         random = random_state(self.device)
         batches = self._validation_batches(self._val_pass)
         results = evaluate(self.step, self.model, batches, self.metrics, self.ranks, self._val_shared)
-        self.results = self.ranks.gathered(results)[0]  # all ranks have to agree on what is best
+        # All ranks have to agree on what is best.
+        self.results = self.ranks.gathered(results)[0]
         set_random_state(random, self.device)
         self._val_pass = None
         if self.ranks.world > 1 and self.ranks.highest([self._interrupts.heard()])[0]:
@@ -387,7 +393,7 @@ class Trainer:
         last = "there is no checkpoint from before" if kept is None else f"the last good checkpoint is {kept}"
         raise FlatoutError(f"the loss is not a number at step {step}: training stopped; {last}")
 
-    # -- coming back ------------------------------------------------------------------------------------------------
+    # ------------------------------------------------------------ coming back
 
     def save(self, *, best: bool = False) -> None:
         """Write a checkpoint, in the background."""
@@ -455,7 +461,7 @@ class Trainer:
         return DistributedDataParallel(model, device_ids=devices)
 
 
-# ---------------------------------------------------------------- validation
+# ------------------------------------------------------------ validation
 
 
 def can_share(metrics: Mapping[str, Any]) -> bool:
@@ -481,7 +487,8 @@ def evaluate(
     was_training = model.training
     model.eval()
     try:
-        with torch.compiler.set_stance("force_eager"):  # compiling once more, for a short pass, does not pay
+        # Compiling once more, for a short pass, does not pay.
+        with torch.compiler.set_stance("force_eager"):
             for batch in batches:
                 count = batch_rows(batch)
                 loss, output, target = step.forward(batch, model)

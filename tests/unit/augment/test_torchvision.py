@@ -102,7 +102,7 @@ def test_geometry_and_its_fill():
         (tv("Grayscale", num_output_channels=1), "num_output_channels"),
     ],
 )
-def test_what_cannot_be_taken_over_is_named(transform, said):
+def test_a_transform_that_cannot_be_converted_is_named(transform, said):
     with pytest.raises(ValueError, match=said):
         Augment.from_torchvision([transform])
 

@@ -245,7 +245,7 @@ sampler = DistributedSampler(train_set)
 
 
 @pytest.mark.parametrize("text", QUIET.values(), ids=QUIET.keys())
-def test_what_cannot_be_told_is_not_complained_of(tmp_path: Path, text: str) -> None:
+def test_there_is_no_warning_where_the_check_cannot_tell(tmp_path: Path, text: str) -> None:
     assert complaints(check_script(written(tmp_path, text), gpus=None)) == {}
 
 

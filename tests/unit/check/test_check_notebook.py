@@ -64,7 +64,7 @@ def test_the_cells_of_a_notebook_are_looked_over(saved: Callable[[str, str], Pat
     assert not [line for line in checklist.lines if line.subject == "training"]
 
 
-def test_a_mistake_in_a_cell_is_told_with_its_place(saved: Callable[[str, str], Path]) -> None:
+def test_a_mistake_in_a_cell_is_reported_with_its_place(saved: Callable[[str, str], Path]) -> None:
     script = saved("train.ipynb", notebook(BUILD, "x = 1\ndef f(:"))
     with pytest.raises(UsageError, match=r"^train\.ipynb cell 3:2: not Python: "):
         check_script(script)

@@ -71,7 +71,7 @@ def test_whenever_it_is_killed_a_whole_checkpoint_is_found(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("harm", ["cut", "emptied", "zeroed", "not a checkpoint"])
-def test_a_damaged_checkpoint_is_told_and_the_one_before_it_is_used(
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_is_used(
     ready: Ready, tmp_path: Path, capsys: pytest.CaptureFixture[str], harm: str
 ) -> None:
     ready("checkpoint.every=2 steps", "train.max_steps=9").fit()

@@ -56,7 +56,7 @@ def test_every_value_of_every_preset_takes_effect(config: Path) -> None:
             assert found == value
 
 
-def test_what_a_preset_cannot_do_here_is_told(config: Path) -> None:
+def test_settings_of_a_preset_without_effect_are_reported(config: Path) -> None:
     notes: list[str] = []
     load(config, preset="small-memory", notes=notes)
     assert notes == [
@@ -179,7 +179,7 @@ def test_a_part_that_fails_is_named_after_the_traceback_of_its_own_code(
     assert "section.py" not in "".join(trace)
 
 
-def test_secrets_are_kept_for_their_owner_and_told_to_nobody(
+def test_secrets_are_saved_for_their_owner_and_not_shown(
     config: Path, tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "private.py").write_text(
@@ -215,7 +215,7 @@ def test_no_setting_of_flatouts_own_is_taken_for_a_secret(config: Path) -> None:
     assert as_yaml(load(config), secrets=False) == as_yaml(load(config), secrets=True)
 
 
-def test_what_has_no_effect_is_told_line_by_line(config: Path) -> None:
+def test_settings_without_effect_are_reported_line_by_line(config: Path) -> None:
     idle = ["data.val=null", "metrics={}", "evaluate.every=2 epochs", "train.memory_share=0.5", "train.lr_batch=64"]
     idle += ["train.scheduler_per=epoch", "checkpoint.every=never", "checkpoint.keep=3"]
     told = list(without_effect(load(config, idle)))
@@ -242,7 +242,7 @@ def test_what_has_no_effect_is_told_line_by_line(config: Path) -> None:
         ("a: 2001-99-99\n", "line 1: '2001-99-99' is not a valid timestamp"),
     ],
 )
-def test_a_file_that_is_no_config_is_told_with_its_line(tmp_path: Path, text: str, complaint: str) -> None:
+def test_a_file_that_is_no_config_is_refused_with_its_line(tmp_path: Path, text: str, complaint: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
     with pytest.raises(UsageError) as raised:

@@ -98,7 +98,7 @@ def test_what_is_faster_stays(clock: Clock, eager_ms: float, goes: bool) -> None
     assert said == ([] if goes else ["train.compile: off from here on, a step takes 10.0 ms compiled and 8.0 eager"])
 
 
-def test_nobody_waits_for_the_card_to_settle_it(clock: Clock) -> None:
+def test_training_does_not_wait_for_the_gpu_to_decide(clock: Clock) -> None:
     model, said = Model(clock, 10.0, 8.0), []
     step = step_of(model, said)
     clock.behind = 1
@@ -110,7 +110,7 @@ def test_nobody_waits_for_the_card_to_settle_it(clock: Clock) -> None:
     assert len(said) == 1
 
 
-def test_a_card_too_full_for_an_eager_step_beside_the_graphs_stays_compiled(clock: Clock) -> None:
+def test_without_memory_for_an_eager_step_the_model_stays_compiled(clock: Clock) -> None:
     model, said = Model(clock, 10.0, 8.0), []
     step = step_of(model, said)
     full: list[Any] = [torch.OutOfMemoryError("CUDA out of memory")]

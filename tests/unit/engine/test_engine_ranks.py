@@ -111,7 +111,7 @@ def test_a_training_saves_its_state_and_ends_when_its_launcher_is_killed(config:
     assert list(config.parent.rglob("step-*.pt"))
 
 
-def test_our_own_ranks_stop_in_good_order_when_told_to(config: Path) -> None:
+def test_ranks_of_the_gpus_option_stop_in_good_order(config: Path) -> None:
     forever = ["train.epochs=100000", "log.quiet=false", "train.device=auto", "checkpoint.every=100000 steps"]
     with by_ourselves(config, *forever) as process:
         assert process.stdout is not None

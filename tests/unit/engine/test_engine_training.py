@@ -140,7 +140,7 @@ class First:
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_validation_that_shares_the_loader_of_training_is_not_begun_early(
+def test_validation_that_shares_the_loader_of_training_does_not_begin_early(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrapped: bool
 ) -> None:
     monkeypatch.setattr("flatout.engine.trainer.VALIDATION_AHEAD", 3)
@@ -276,7 +276,7 @@ def test_a_compiler_that_fails_costs_speed_and_not_the_training(ready: Ready, ca
     assert same(weights(plain), weights(trainer))
 
 
-def test_what_is_asked_for_and_cannot_be_is_told_even_when_quiet(
+def test_settings_that_cannot_be_met_are_reported_even_when_quiet(
     ready: Ready, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     def broken(*_: object, **__: object) -> None:
@@ -300,7 +300,7 @@ def test_what_is_asked_for_and_cannot_be_is_told_even_when_quiet(
         ("max-autotune", 2, "max-autotune", "max-autotune"),
     ],
 )
-def test_on_a_card_a_training_of_one_rank_is_captured(
+def test_on_a_gpu_a_training_of_one_rank_is_captured(
     monkeypatch: pytest.MonkeyPatch, wanted: Any, ranks: int, value: str, how: str | None
 ) -> None:
     asked: list[dict[str, Any]] = []
@@ -383,7 +383,7 @@ def test_a_garbage_collection_in_training_does_not_look_through_all_there_is(rea
     gc.freeze()
 
 
-def test_without_workers_no_sample_is_left_out_and_that_is_said(ready: Ready, capsys: Any) -> None:
+def test_without_workers_no_sample_is_left_out_and_a_line_says_so(ready: Ready, capsys: Any) -> None:
     ready("data.workers=0", "data.on_bad_sample=skip", "train.max_steps=1", "log.quiet=true").fit()
     assert "data.on_bad_sample: raise  (without workers nothing is left out)" in capsys.readouterr().out
 
@@ -494,9 +494,7 @@ def test_the_batch_size_that_was_found_is_written_down_and_kept_when_a_run_goes_
     assert "learning rate times 1.414" in said
 
 
-def test_what_is_told_with_a_loss_was_true_at_its_step_and_comes_before_the_evaluation(
-    ready: Ready, tmp_path: Path
-) -> None:
+def test_a_row_of_metrics_is_of_its_step_and_comes_before_the_evaluation(ready: Ready, tmp_path: Path) -> None:
     ready("scheduler={factory: torch.optim.lr_scheduler:StepLR, args: {step_size: 1, gamma: 0.5}}").fit()
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [(row["kind"], row["step"]) for row in rows[:3]] == [("train", 4), ("train", 8), ("validation", 8)]
@@ -504,7 +502,7 @@ def test_what_is_told_with_a_loss_was_true_at_its_step_and_comes_before_the_eval
     assert [row["lr"] for row in rows[:2]] == [pytest.approx(1e-2 * 0.5**3), pytest.approx(1e-2 * 0.5**7)]
 
 
-def test_runs_of_one_config_begun_together_have_folders_of_their_own(
+def test_two_runs_of_one_config_at_a_time_have_their_own_folders(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GIVEN a run whose data take long to open, WHEN another of the same config begins meanwhile."""
@@ -539,7 +537,7 @@ def test_a_finished_training_that_is_lengthened_is_the_longer_one(ready: Ready, 
     assert [row["step"] for row in rows if row["kind"] == "validation"] == [8, 16, 24]
 
 
-def test_what_a_config_says_otherwise_than_the_checkpoint_is_told(
+def test_settings_that_differ_from_the_checkpoint_are_reported(
     ready: Ready, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = "scheduler={factory: torch.optim.lr_scheduler:StepLR, args: {step_size: 9, gamma: 0.5}}"
@@ -602,7 +600,7 @@ def test_a_collate_function_that_gives_nothing_is_the_persons_mistake(ready: Rea
         trainer.fit()
 
 
-def test_steps_that_are_taken_again_are_told_once(tmp_path: Path) -> None:
+def test_steps_that_are_taken_again_have_one_row(tmp_path: Path) -> None:
     """A crash after step 30, the last checkpoint at step 20; the disk was full in the middle of a line."""
 
     def told() -> list[list[int]]:
@@ -663,7 +661,7 @@ def test_a_stream_without_a_length_is_trained_on_and_resumed(ready: Ready, tmp_p
         ready(*data, "scheduler={factory: torch.optim.lr_scheduler:CosineAnnealingLR, args: {T_max: '{steps}'}}")
 
 
-def test_a_users_own_stock_loader_is_resumed_too(tmp_path: Path) -> None:
+def test_a_pytorch_loader_is_resumed_too(tmp_path: Path) -> None:
     def trainer(out: str) -> Trainer:
         torch.manual_seed(0)
         model = engine_toy.Net()
@@ -865,7 +863,7 @@ def number(path: Path) -> int:
     return int(path.stem.removeprefix("step-"))
 
 
-def test_a_full_disk_costs_checkpoints_and_is_told_once_and_at_the_end(
+def test_a_full_disk_is_reported_once_and_at_the_end(
     ready: Ready, tmp_path: Path, full_disk: Callable[[Callable[[Path], bool]], None], capsys: Any
 ) -> None:
     full_disk(lambda path: number(path) > 4)
