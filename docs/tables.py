@@ -1,4 +1,4 @@
-"""Writes the tables of the guides from the definitions in flatout.model; a test checks that they are up to date.
+"""Writes the tables of the guides from the definitions in flatout; a test checks that they are up to date.
 
     python docs/tables.py           write them
     python docs/tables.py --check   only say which guides are out of date (exit code 1)
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from flatout.inside.patches import rows as patch_rows
 from flatout.model.causes import CAUSES, cured_by
 from flatout.model.changes import CHANGES, ChangeSpec
 from flatout.model.readings import GPU_READINGS, HOST_READINGS, Reading
@@ -78,6 +79,12 @@ def host_readings() -> str:
     return _readings(HOST_READINGS)
 
 
+def patches() -> str:
+    """What is replaced in a training process."""
+    rows = [(f"`{replaced}`", when, why) for replaced, when, why in patch_rows()]
+    return _table(("replaced", "in", "why"), rows)
+
+
 def _readings(readings: Sequence[Reading]) -> str:
     places = ("over time", "summary", "csv", "run", "report")
     rows = [
@@ -105,6 +112,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "causes": causes,
     "gpu_readings": gpu_readings,
     "host_readings": host_readings,
+    "patches": patches,
 }
 
 if __name__ == "__main__":

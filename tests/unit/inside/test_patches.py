@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import flatout
 from flatout import cli
 from flatout.inside import start
-from flatout.inside.patches import ELSEWHERE, PLAN, PROOF, RECORDING, TABLE, TRIAL, Patches, Stage, Subscriber, rows
+from flatout.inside.patches import ELSEWHERE, PLAN, PROOF, RECORDING, TABLE, TRIAL, Patches, Stage, Subscriber
 from flatout.inside.recording import Process
 from flatout.launch.protocol import Options, Trial
 from flatout.model.plan import Change, Plan
@@ -100,12 +100,6 @@ def test_the_table_is_what_is_replaced_in_a_process_and_all_of_it_is_put_back(tm
     assert (known & attributes().keys()) - replaced == set(), "in the table, and not replaced"
     assert differing(before) == set()
     assert train() == plain
-
-
-def test_the_documentation_has_the_table() -> None:
-    text = (Path(flatout.__file__).parents[2] / "docs" / "RUN.md").read_text(encoding="utf-8")
-    expected = [f"| `{replaced}` | {when} | {why} |" for replaced, when, why in rows()]
-    assert [line for line in text.splitlines() if line in expected] == expected
 
 
 def test_the_doctor_lists_it(capsys: pytest.CaptureFixture[str]) -> None:
