@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+from flatout.inside.recorder import BACKWARD, CHECKPOINT, COPY, DATA, LOGGING, OPTIMIZER, SYNC
+
 Call = Callable[..., Any]
 _MISSING = object()
 
@@ -36,12 +38,19 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Attributes of one owner that are replaced for the same reason, and what has to be going on for that."""
+    """Attributes of one owner that are replaced for the same reason, and what has to be going on for that.
+
+    `phase` is what the recorder calls the time of a call; what `computes` is timed in few steps only. `library` is a
+    module that a script may or may not import.
+    """
 
     owner: str
     names: str
     why: str
     when: str = RECORDING
+    phase: str = ""
+    computes: bool = False
+    library: str = ""
 
     @property
     def attributes(self) -> list[str]:
@@ -49,57 +58,69 @@ class Patch:
         return [f"{self.owner}.{name}" for name in self.names.split()]
 
 
+_LOADER = "torch.utils.data.dataloader.DataLoader"
+_ITERATOR = "torch.utils.data.dataloader._BaseDataLoaderIter"
+_MODULE = "torch.nn.modules.module.Module"
+_OPTIMIZER = "torch.optim.optimizer.Optimizer"
+_BOARD = "torch.utils.tensorboard.writer"
+_READS = "item tolist numpy cpu __bool__ __float__ __int__ __index__ __repr__ __format__"
+_LOGS = "add_scalar add_scalars add_histogram add_image add_images add_figure add_text flush"
+_CLIPS = "clip_grad_norm_ clip_grad_value_"
+
 TABLE: tuple[Patch, ...] = (
-    Patch("torch.utils.data.dataloader.DataLoader", "__iter__", "a pass over the data begins"),
-    Patch("torch.utils.data.dataloader._BaseDataLoaderIter", "__init__", "which loader an iterator belongs to"),
-    Patch("torch.utils.data.dataloader._BaseDataLoaderIter", "__next__", "waiting for data; a batch that is there"),
-    Patch("torch.utils.data.dataloader._DatasetKind", "create_fetcher", "what loading samples takes, in each worker"),
+    Patch(_LOADER, "__iter__", "a pass over the data begins"),
+    Patch(_ITERATOR, "__init__", "which loader an iterator belongs to"),
+    Patch(_ITERATOR, "__next__", "waiting for data; a batch that is there"),
+    Patch(
+        "torch.utils.data.dataloader._DatasetKind",
+        "create_fetcher",
+        "what loading samples takes, in each worker",
+    ),
     Patch("queue.Queue", "get", "waiting for data from a thread of the script's"),
-    Patch("concurrent.futures._base.Future", "result", "waiting for data from a thread of the script's"),
-    Patch("torch.nn.modules.module.Module", "__init__ __setstate__", "a list of all modules, to find the model"),
-    Patch("torch.nn.modules.module.Module", "compile", "what the script compiles by itself"),
+    Patch("concurrent.futures._base.Future", "result", "waiting for data from a thread", phase=DATA),
+    Patch(_MODULE, "__init__ __setstate__", "a list of all modules, to find the model"),
+    Patch(_MODULE, "compile", "what the script compiles by itself"),
     Patch("torch", "compile", "what the script compiles by itself; the time of compiled functions"),
     Patch("torch.autograd", "backward", "the time of the backward pass; the loss"),
-    Patch("torch.autograd", "grad", "the time of the backward pass"),
+    Patch("torch.autograd", "grad", "the time of the backward pass", phase=BACKWARD, computes=True),
     Patch("torch.autocast", "__enter__", "which mixed precision is in force"),
-    Patch("torch.optim.optimizer.Optimizer", "__init__", "a list of all optimizers"),
-    Patch("torch.optim.optimizer.Optimizer", "zero_grad", "the time of the optimizer"),
-    Patch("torch.nn.utils", "clip_grad_norm_ clip_grad_value_", "the time of the optimizer"),
-    Patch("torch.nn.utils.clip_grad", "clip_grad_norm_ clip_grad_value_", "the time of the optimizer"),
+    Patch(_OPTIMIZER, "__init__", "a list of all optimizers"),
+    Patch(_OPTIMIZER, "zero_grad", "the time of the optimizer", phase=OPTIMIZER, computes=True),
+    Patch("torch.nn.utils", _CLIPS, "the time of the optimizer", phase=OPTIMIZER, computes=True),
+    Patch("torch.nn.utils.clip_grad", _CLIPS, "the time of the optimizer", phase=OPTIMIZER, computes=True),
     Patch("torch.amp.grad_scaler.GradScaler", "step", "steps that are skipped"),
-    Patch("torch.Tensor", "to cuda", "copies to the GPU; a copy that is there already"),
-    Patch("torch.Tensor", "pin_memory copy_", "copies to the GPU"),
-    Patch(
-        "torch.Tensor",
-        "item tolist numpy cpu __bool__ __float__ __int__ __index__ __repr__ __format__",
-        "waiting for the GPU, with the line of the script",
-    ),
+    Patch("torch.Tensor", "to", "copies to the GPU; a copy that is there already"),
+    Patch("torch.Tensor", "cuda", "copies to the GPU; a copy that is there already", phase=COPY, computes=True),
+    Patch("torch.Tensor", "pin_memory copy_", "copies to the GPU", phase=COPY, computes=True),
+    Patch("torch.Tensor", _READS, "waiting for the GPU, with the line of the script", phase=SYNC),
     Patch("torch.Tensor", "__array__ __dlpack__", "memory that is handed out: no copy of it is valid", PLAN),
-    Patch("torch.cuda", "synchronize", "waiting for the GPU"),
-    Patch("torch.cuda.streams.Event", "synchronize", "waiting for the GPU"),
-    Patch("torch.cuda.streams.Stream", "synchronize", "waiting for the GPU"),
-    Patch("torch", "save", "the time of checkpoints"),
-    Patch("safetensors.torch", "save_file", "the time of checkpoints"),
-    Patch("torch.distributed.checkpoint", "save", "the time of checkpoints"),
-    Patch("builtins", "print", "the time of logging"),
-    Patch("logging.Logger", "callHandlers", "the time of logging"),
+    Patch("torch.cuda", "synchronize", "waiting for the GPU", phase=SYNC),
+    Patch("torch.cuda.streams.Event", "synchronize", "waiting for the GPU", phase=SYNC),
+    Patch("torch.cuda.streams.Stream", "synchronize", "waiting for the GPU", phase=SYNC),
+    Patch("torch", "save", "the time of checkpoints", phase=CHECKPOINT),
+    Patch("safetensors.torch", "save_file", "the time of checkpoints", phase=CHECKPOINT, library="safetensors.torch"),
     Patch(
-        "torch.utils.tensorboard.writer.SummaryWriter",
-        "add_scalar add_scalars add_histogram add_image add_images add_figure add_text flush",
-        "the time of logging",
+        "torch.distributed.checkpoint",
+        "save",
+        "the time of checkpoints",
+        phase=CHECKPOINT,
+        library="torch.distributed.checkpoint",
     ),
-    Patch("wandb.sdk.wandb_run.Run", "log", "the time of logging"),
-    Patch("tqdm.std.tqdm", "refresh", "the time of logging"),
+    Patch("builtins", "print", "the time of logging", phase=LOGGING),
+    Patch("logging.Logger", "callHandlers", "the time of logging", phase=LOGGING),
+    Patch(f"{_BOARD}.SummaryWriter", _LOGS, "the time of logging", phase=LOGGING, library=_BOARD),
+    Patch("wandb.sdk.wandb_run.Run", "log", "the time of logging", phase=LOGGING, library="wandb.sdk.wandb_run"),
+    Patch("tqdm.std.tqdm", "refresh", "the time of logging", phase=LOGGING, library="tqdm.std"),
     Patch("sys", "unraisablehook", "a signal during a garbage collection still reaches the script"),
     Patch("os", "_exit", "the trace is completed first"),
-    Patch("torch.utils.data.dataloader.DataLoader", "__init__", "num_workers, pin_memory and so on are changed", PLAN),
-    Patch("torch.utils.data.dataloader.DataLoader", "_get_iterator", "flatout's loader, copies ahead of time", PLAN),
+    Patch(_LOADER, "__init__", "num_workers, pin_memory and so on are changed", PLAN),
+    Patch(_LOADER, "_get_iterator", "flatout's loader, copies ahead of time", PLAN),
     Patch("torch.utils.data._utils.worker", "_worker_loop", "the number of threads in a worker", PLAN),
     Patch("torch.optim.adam.Adam", "__init__", "fused=True", PLAN),
     Patch("torch.optim.adamw.AdamW", "__init__", "fused=True", PLAN),
     Patch("torch.optim.sgd.SGD", "__init__", "fused=True", PLAN),
     Patch("torch.optim.adagrad.Adagrad", "__init__", "fused=True", PLAN),
-    Patch("torch.utils.data.dataloader.DataLoader", "_index_sampler", "which samples are asked for", PROOF),
+    Patch(_LOADER, "_index_sampler", "which samples are asked for", PROOF),
     Patch("numpy.random", "default_rng", "a seed where the script sets none", TRIAL),
 )
 """What goes through this layer."""
@@ -122,7 +143,7 @@ ELSEWHERE: tuple[Patch, ...] = (
 _WHERE = {name: patch for patch in TABLE for name in patch.attributes}
 
 
-class _Point:
+class PatchPoint:
     """One attribute: its original, who subscribed to it, and the wrapper that stands there."""
 
     __slots__ = ("_built", "_had", "_name", "_owner", "_raw", "_time", "call", "handlers", "original")
@@ -137,7 +158,7 @@ class _Point:
             self.original = self._raw.fget  # type: ignore[assignment]
         self.call = self.original  # what a wrapper calls
         self.handlers: list[tuple[Stage, Subscriber, Call]] = []
-        self._time: tuple[Subscriber, Callable[[_Point], Call]] | None = None
+        self._time: tuple[Subscriber, Callable[[PatchPoint], Call]] | None = None
         self._built: Any = None
 
     @property
@@ -153,7 +174,7 @@ class _Point:
         if self._built is None:
             self._put(_passing(self))
 
-    def add_time(self, subscriber: Subscriber, build: Callable[[_Point], Call]) -> None:
+    def add_time(self, subscriber: Subscriber, build: Callable[[PatchPoint], Call]) -> None:
         """The recorder's own wrapper, which calls everybody else: the step path can afford no other call."""
         self._time = (subscriber, build)
         self._put(build(self))
@@ -192,7 +213,7 @@ class _Point:
         self._built = None
 
 
-def _passing(point: _Point) -> Call:
+def _passing(point: PatchPoint) -> Call:
     """The wrapper where nothing is timed."""
     from torch.compiler import is_dynamo_compiling
 
@@ -210,7 +231,7 @@ class Patches:
     """The attributes that are replaced now."""
 
     def __init__(self) -> None:
-        self._points: dict[str, _Point] = {}
+        self._points: dict[str, PatchPoint] = {}
 
     def subscriber(self, stage: Stage, fail: Callable[[Exception], None]) -> Subscriber:
         """Somebody new; `fail` is called once, with what it raised, after it has been switched off."""
@@ -220,7 +241,7 @@ class Patches:
         """The attributes that are replaced now."""
         return [where for where, point in self._points.items() if point.stands]
 
-    def point(self, where: str) -> _Point | None:
+    def point(self, where: str) -> PatchPoint | None:
         """The place of one; None where this version of a library has no such attribute."""
         if where not in _WHERE:
             raise KeyError(f"{where} is not in the table of patches")
@@ -230,7 +251,7 @@ class Patches:
             holder = _resolve(owner)
             if getattr(holder, name, None) is None:
                 return None
-            point = self._points[where] = _Point(holder, name)
+            point = self._points[where] = PatchPoint(holder, name)
         return point
 
 
@@ -241,7 +262,7 @@ class Subscriber:
         self._patches = patches
         self._stage = stage
         self._fail = fail
-        self._points: list[_Point] = []
+        self._points: list[PatchPoint] = []
         self._undo: list[Callable[[], None]] = []
         self.off = False
 
@@ -272,7 +293,7 @@ class Subscriber:
 
         self.around(where, call_and_tell)
 
-    def time(self, where: str, build: Callable[[_Point], Call]) -> None:
+    def time(self, where: str, build: Callable[[PatchPoint], Call]) -> None:
         """Have the wrapper made by `build(point)`; it calls `point.call`."""
         point = self._patches.point(where)
         if point is not None:
@@ -316,17 +337,6 @@ def rows() -> list[tuple[str, str, str]]:
     return [
         (f"{patch.owner}: {', '.join(patch.names.split())}", patch.when, patch.why) for patch in (*TABLE, *ELSEWHERE)
     ]
-
-
-def libraries() -> list[str]:
-    """The modules in the table that a script may or may not import."""
-    optional = ("safetensors.torch", "torch.distributed.checkpoint", "torch.utils.tensorboard.writer", "tqdm.std")
-    return [*optional, "wandb.sdk.wandb_run"]
-
-
-def attributes_of(library: str) -> list[str]:
-    """What is replaced in one module and its classes."""
-    return [where for where in _WHERE if where.startswith(f"{library}.")]
 
 
 def _resolve(path: str) -> Any:

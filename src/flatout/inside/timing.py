@@ -24,8 +24,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from flatout.inside import recorder as recorder_module
 from flatout.inside.calls import batch_size, caller, copies_to_gpu, is_on_gpu, names_cpu, names_gpu
-from flatout.inside.patches import Patches, Stage, _Point, attributes_of, libraries
-from flatout.inside.recorder import BACKWARD, CHECKPOINT, COPY, DATA, GC, LOGGING, OPTIMIZER, START, SYNC, Recorder
+from flatout.inside.patches import TABLE, Patches, PatchPoint, Stage
+from flatout.inside.recorder import COPY, DATA, GC, OPTIMIZER, START, SYNC, Recorder
 from flatout.inside.root_modules import RootModules, WeakIdMap
 
 if TYPE_CHECKING:
@@ -33,15 +33,10 @@ if TYPE_CHECKING:
 
 _LOADER = "torch.utils.data.dataloader.DataLoader"
 _ITERATOR = "torch.utils.data.dataloader._BaseDataLoaderIter"
-# Methods that make the host wait for the GPU, where the tensor is on one.
-_SYNC_METHODS = (
-    "item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__repr__", "__format__",
-)  # fmt: skip
 _COMPILER = "torch._dynamo.eval_frame"
-_CHECKPOINTS = ("safetensors.torch", "torch.distributed.checkpoint")
 _MOMENT_S = 0.05
 _STEPS_TO_FOLLOW = 3  # so many optimizer steps in another thread, and we follow training there
-LIBRARIES = (*libraries(), _COMPILER)
+LIBRARIES = (*sorted({patch.library for patch in TABLE if patch.library}), _COMPILER)
 
 Phase = Callable[..., str | None]
 
@@ -73,10 +68,10 @@ class Timing:
         self._install_data()
         self._install_compute()
         self._install_optimizer_steps()
-        self._install_copies()
-        self._install_waits()
-        self._install_pauses()
+        self._time.time("torch.Tensor.to", self._move)
         self._time.time("os._exit", self._hard_exit)
+        self._install_collections()
+        self._install_phases("")
         for library in LIBRARIES:
             self.after_import(library)
 
@@ -93,14 +88,30 @@ class Timing:
         module = sys.modules.get(library)
         if self.off or module is None:
             return
-        phase = CHECKPOINT if library in _CHECKPOINTS else LOGGING
-        for where in attributes_of(library):
-            self._phase(where, _always(phase))
+        self._install_phases(library)
         if library == _COMPILER:
             for code in _our_code():
                 module.skip_code(code)
 
-    def _hard_exit(self, point: _Point) -> Any:
+    def _install_phases(self, library: str) -> None:
+        """Time the calls in the table that are one phase each."""
+        conditions = {
+            "concurrent.futures._base.Future.result": self._phase_of_result,
+            "torch.Tensor.cuda": _phase_of_cuda,
+            "torch.Tensor.pin_memory": _phase_of_pinning,
+            "torch.Tensor.copy_": _phase_of_copy,
+            "torch.cuda.streams.Event.synchronize": _phase_of_event,
+        }
+        for patch in TABLE:
+            if not patch.phase or patch.library != library:
+                continue
+            phase = _always(patch.phase)
+            if patch.owner == "torch.Tensor" and patch.phase == SYNC:
+                phase = _phase_of_reading
+            for where in patch.attributes:
+                self._phase(where, conditions.get(where, phase), computes=patch.computes)
+
+    def _hard_exit(self, point: PatchPoint) -> Any:
         owner = os.getpid()
 
         def exit_after_close(status: int) -> None:
@@ -117,7 +128,7 @@ class Timing:
         """
         self._time.time(where, functools.partial(self._build_phase, phase, computes))
 
-    def _build_phase(self, phase: Phase, computes: bool, point: _Point) -> Any:
+    def _build_phase(self, phase: Phase, computes: bool, point: PatchPoint) -> Any:
         recorder, time = self._recorder, self._time
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -147,12 +158,11 @@ class Timing:
         self._time.time(f"{_ITERATOR}.__init__", self._iterator_built)
         self._time.time(f"{_LOADER}.__iter__", self._pass_begins)
         self._time.time("queue.Queue.get", self._get_from_queue)
-        self._phase("concurrent.futures._base.Future.result", self._phase_of_result)
 
     def _phase_of_result(self, future: Any, *_: Any, **__: Any) -> str | None:
         return None if self._recorder.busy or future.done() else DATA
 
-    def _next_batch(self, point: _Point) -> Any:
+    def _next_batch(self, point: PatchPoint) -> Any:
         recorder, time, fetch = self._recorder, self._time, self._fetch
 
         def next_batch(iterator: Any) -> Any:
@@ -162,7 +172,7 @@ class Timing:
 
         return next_batch
 
-    def _iterator_built(self, point: _Point) -> Any:
+    def _iterator_built(self, point: PatchPoint) -> Any:
         @_unseen_by_warnings
         def numbered(iterator: Any, loader: Any) -> None:
             # PyTorch's iterators and those of flatout.feed have this class in common.
@@ -175,7 +185,7 @@ class Timing:
 
         return numbered
 
-    def _pass_begins(self, point: _Point) -> Any:
+    def _pass_begins(self, point: PatchPoint) -> Any:
         timed = self._build_phase(_always(START), False, point)
 
         def begin_pass(loader: Any) -> Any:
@@ -188,7 +198,7 @@ class Timing:
     def _loader_seen(self, loader: Any) -> None:
         self._recording.loader_seen(self._loaders.of(loader), loader)
 
-    def _get_from_queue(self, point: _Point) -> Any:
+    def _get_from_queue(self, point: PatchPoint) -> Any:
         recorder, time = self._recorder, self._time
 
         def get(source: Any, *args: Any, **kwargs: Any) -> Any:
@@ -249,13 +259,8 @@ class Timing:
         self._time.time("torch.autograd.backward", self._run_backward)
         self._time.time("torch.compile", self._compile_and_time)
         self._time.time("torch.autocast.__enter__", self._enter_autocast)
-        self._phase("torch.autograd.grad", _always(BACKWARD), computes=True)
-        self._phase("torch.optim.optimizer.Optimizer.zero_grad", _always(OPTIMIZER), computes=True)
-        for module in ("torch.nn.utils", "torch.nn.utils.clip_grad"):
-            for name in ("clip_grad_norm_", "clip_grad_value_"):
-                self._phase(f"{module}.{name}", _always(OPTIMIZER), computes=True)
 
-    def _run_backward(self, point: _Point) -> Any:
+    def _run_backward(self, point: PatchPoint) -> Any:
         recorder, time, recording = self._recorder, self._time, self._recording
 
         def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -273,7 +278,7 @@ class Timing:
 
         return run_backward
 
-    def _enter_autocast(self, point: _Point) -> Any:
+    def _enter_autocast(self, point: PatchPoint) -> Any:
         def entered(region: Any) -> Any:
             if not self.off and region._enabled and not is_dynamo_compiling():
                 dtype = str(region.fast_dtype).removeprefix("torch.")
@@ -282,7 +287,7 @@ class Timing:
 
         return entered
 
-    def _compile_and_time(self, point: _Point) -> Any:
+    def _compile_and_time(self, point: PatchPoint) -> Any:
         def compile_and_time(model: Any = None, *args: Any, **kwargs: Any) -> Any:
             compiled = point.call(model, *args, **kwargs)
             if model is None or isinstance(model, torch.nn.Module) or self.off:
@@ -387,7 +392,7 @@ class Timing:
     def _optimizer_built(self, optimizer: Any, *_: Any, **__: Any) -> None:
         self._optimizers.put(optimizer)
 
-    def _scaler_step(self, point: _Point) -> Any:
+    def _scaler_step(self, point: PatchPoint) -> Any:
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             calls = self._optimizer_calls
             result = point.call(scaler, optimizer, *args, **kwargs)
@@ -410,15 +415,9 @@ class Timing:
         except Exception as problem:
             self.fail(problem)
 
-    # -- copies, and waiting for the GPU -----------------------------------------------------------
+    # -- copies -----------------------------------------------------------
 
-    def _install_copies(self) -> None:
-        self._time.time("torch.Tensor.to", self._move)
-        self._phase("torch.Tensor.cuda", _phase_of_cuda, computes=True)
-        self._phase("torch.Tensor.pin_memory", _phase_of_pinning, computes=True)
-        self._phase("torch.Tensor.copy_", _phase_of_copy, computes=True)
-
-    def _move(self, point: _Point) -> Any:
+    def _move(self, point: PatchPoint) -> Any:
         recorder = self._recorder
         timed = self._build_phase(_phase_of_move, False, point)
 
@@ -430,19 +429,9 @@ class Timing:
 
         return to
 
-    def _install_waits(self) -> None:
-        for name in _SYNC_METHODS:
-            self._phase(f"torch.Tensor.{name}", _phase_of_reading)
-        self._phase("torch.cuda.synchronize", _always(SYNC))
-        self._phase("torch.cuda.streams.Event.synchronize", lambda event, *_, **__: getattr(event, "phase", SYNC))
-        self._phase("torch.cuda.streams.Stream.synchronize", _always(SYNC))
+    # -- garbage collections -----------------------------------------------------------------------------
 
-    # -- pauses ------------------------------------------------------------------------------------
-
-    def _install_pauses(self) -> None:
-        self._phase("torch.save", _always(CHECKPOINT))
-        self._phase("builtins.print", _always(LOGGING))
-        self._phase("logging.Logger.callHandlers", _always(LOGGING))
+    def _install_collections(self) -> None:
         recorder, time = self._recorder, self._time
 
         def collecting(phase: str, info: dict[str, int]) -> None:
@@ -455,7 +444,7 @@ class Timing:
             else:
                 time.guarded(recorder.pop)
 
-        def build(point: _Point) -> Any:
+        def build(point: PatchPoint) -> Any:
             def report_or_raise(unraisable: Any) -> None:
                 """A signal during a collection runs its handler in our callback, where nothing can be
                 raised."""
@@ -506,6 +495,11 @@ def _phase_of_pinning(*_: Any, **__: Any) -> str | None:
 
 def _phase_of_copy(target: Any, source: Any, *_: Any, **__: Any) -> str | None:
     return COPY if copies_to_gpu(target, source) else None
+
+
+def _phase_of_event(event: Any, *_: Any, **__: Any) -> str | None:
+    phase: str = getattr(event, "phase", SYNC)  # our own events say what waiting for them is
+    return phase
 
 
 def _phase_of_reading(tensor: Any, *_: Any, **__: Any) -> str | None:
