@@ -26,6 +26,12 @@ INTERRUPTED = 130
 BROKEN_PIPE = 141
 VERBS = ("run", "fix", "report", "compare", "check", "top", "train", "doctor", "hook")  # in the order of --help
 
+_EXTRAS = {
+    "textual": "top",
+    "pydantic": "train",
+    "torch": "train",
+}  # where packages that not every verb needs come from
+
 # What typer raises for a mistake in the arguments. typer keeps its base class private, under changing names.
 _ArgumentError: type[Exception] = cast("type[Exception]", typer.BadParameter.__mro__[2])
 
@@ -156,6 +162,11 @@ def main() -> None:
         if problem.__cause__ is not None:  # raised by the user's own code: show where
             print(redact_text("".join(traceback.format_exception(problem.__cause__))), end="", file=sys.stderr)
         _exit_with_message(str(problem), problem.exit_code)
+    except ModuleNotFoundError as problem:
+        extra = _EXTRAS.get(problem.name or "")
+        if extra is None:
+            raise
+        _exit_with_message(f"this needs {problem.name}, which is not installed here: pip install 'flatout[{extra}]'", 2)
     except _ArgumentError as problem:
         _exit_with_message(getattr(problem, "format_message", problem.__str__)(), 2)
     except (KeyboardInterrupt, typer.Abort):
