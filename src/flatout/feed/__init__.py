@@ -6,11 +6,12 @@
 
 The one exception are batches made in the training process (`in_process`), where workers are of no use.
 
-`loader` is the public face, and says when PyTorch's own iterator has to do; `iterator` stands where PyTorch's would;
-`scheduler` hands out the batches of an `epoch`. `worker_pool`, `fork_server` and `channel` are the processes and how
-they talk; `worker` and `seeded_dataset` are what they do. `packing` and `slots` are how a batch travels. `controller`
-says how many workers; `faults` sees to deaths; `randomness` makes a batch's random numbers its own; `dataset_check`
-sees a loop that writes to its dataset; `device` takes batches to the GPU; `deferred` leaves transforms to it.
+`loader` is the public face, and says when PyTorch's own iterator has to do; `iterator` stands where
+PyTorch's would; `scheduler` hands out the batches of an `epoch`. `worker_pool`, `fork_server` and `channel`
+are the processes and how they talk; `worker` and `seeded_dataset` are what they do. `packing` and `slots`
+are how a batch travels. `controller` says how many workers; `faults` sees to deaths; `randomness` makes a
+batch's random numbers its own; `dataset_check` sees a loop that writes to its dataset; `device` takes
+batches to the GPU; `deferred` leaves transforms to it.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     training process ──► worker   StartWorker, NewSlot, DropSlot, Task, Cancel      (end of the socket: go)
     worker ──► training process   for every Task one of Done, Failed, Skipped       (end of the socket: it died)
 
-`SOCK_SEQPACKET` keeps the borders between messages in the kernel: a process killed while it sends leaves a whole
-message or none, and no lock that anybody waits for. What is too long for a message travels in a memory file, so neither
-side ever blocks on the size of an index list or a traceback.
+`SOCK_SEQPACKET` keeps the borders between messages in the kernel: a process killed while it sends leaves a
+whole message or none, and no lock that anybody waits for. What is too long for a message travels in a
+memory file, so neither side ever blocks on the size of an index list or a traceback.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def decode(fields: tuple[Any, ...]) -> Any:
 
 # --- how it travels ---------------------------------------------------------------------------------------------------
 
-# Descriptors that only this process may hold: a forked child that kept one would keep a dead worker's socket open and a
-# closed slot's memory in use.
+# Descriptors that only this process may hold: a forked child that kept one would keep a dead worker's
+# socket open and a closed slot's memory in use.
 _private: set[int] = set()
 
 
@@ -146,7 +146,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 def send(channel: socket.socket, message: object, fds: Sequence[int] = ()) -> None:
-    """Send one message; `BlockingIOError` when a channel that does not block is full, `OSError` when it is dead."""
+    """Send one message; `BlockingIOError` when the channel is full, `OSError` when the other side is gone."""
     body = pickle.dumps(message, protocol=5)
     if len(body) <= INLINE_BYTES and not fds:
         channel.send(_INLINE + body)
@@ -200,7 +200,7 @@ def memory_file(size: int) -> int:
 
 
 def close_in_children(fd: int, close: bool = True) -> None:
-    """Note that a child forked from here has to close `fd` (or, with `close=False`, that it is closed already)."""
+    """Have children that are forked from here close `fd`; with `close=False`, no longer."""
     if close:
         _private.add(fd)
     else:

@@ -1,4 +1,5 @@
-"""How many workers, and how many batches ahead: a small state machine over what was measured in the last window.
+"""How many workers, and how many batches ahead: a small state machine over what was measured in the last
+window.
 
     the loop waits, workers all busy  ──► more workers, as long as each step brings more batches a second; then fewer,
                                           unless each computes on a core of its own, kept if they bring as many
@@ -6,9 +7,10 @@
     the loop never waits              ──► fewer workers, down to the fewest that keep up
     the loop waits, batches are tiny  ──► none: making one takes less time than handing it over
 
-Every step is compared with the pace before it and taken back when it brought nothing; limits that were found are
-remembered, so the numbers settle. `Controller` has no clock: an `Observation` says how long its window was. `Tuning`
-measures the windows of one loader, and knows of the other loaders that share its cores.
+Every step is compared with the pace before it and taken back when it brought nothing; limits that were
+found are remembered, so the numbers settle. `Controller` has no clock: an `Observation` says how long its
+window was. `Tuning` measures the windows of one loader, and knows of the other loaders that share its
+cores.
 """
 
 from __future__ import annotations
@@ -75,10 +77,11 @@ class Observation:
 
     @property
     def pace(self) -> float:
-        """Batches a second that the workers make when they are all at work, by the time a batch takes one of them.
+        """Batches a second that the workers make when they are all at work, by the time a batch takes one
+        of them.
 
-        What the loop gets does not tell it within seconds: workers that began together end together, and batches come
-        in bursts, with long waits between.
+        What the loop gets does not tell it within seconds: workers that began together end together, and
+        batches come in bursts, with long waits between.
         """
         return self.workers * self.made / self.made_s * min(1.0, self.busy / BUSY)
 
@@ -94,7 +97,8 @@ class Observation:
 
 
 class Controller:
-    """Decides from one observation to the next. `workers` and `depth` (batches under way a worker) are its decision.
+    """Decides from one observation to the next. `workers` and `depth` (batches under way a worker) are its
+    decision.
 
     No workers at all (`may_do_without`) means that batches are made in the training process.
     """
@@ -137,8 +141,8 @@ class Controller:
             self._with_workers(seen)
 
     def observe_pass(self, seen: Observation) -> None:
-        """Take in a pass that is over, from the start of its workers. Where the training process would have taken less
-        time for all their work than it has waited, the next pass does without them."""
+        """Take in a pass that is over, from the start of its workers. Where the training process would have
+        taken less time for all their work than it has waited, the next pass does without them."""
         if self.may_do_without and self.workers and seen.made and seen.batches and seen.made_s < seen.waited_s:
             self._rates[self.workers] = seen.rate
             self._tried_from, self._workers_before = None, self.workers
@@ -169,6 +173,7 @@ class Controller:
         tried_from, self._tried_from = self._tried_from, None
         self.window_s = WINDOW_S
         self._rates[0] = seen.rate
+        # Workers make batches while the loop is at its step: only the longer of the two counts.
         step_s = (seen.seconds - seen.waited_s) / seen.batches  # what the loop does between batches
         with_workers_s = max(1 / self._rates.get(self._workers_before, math.inf), step_s + self._hand_over_s)
         if tried_from and seen.rate < self._rates[tried_from]:
@@ -251,6 +256,7 @@ class Controller:
         return False
 
     def _judge_step_down(self, tried_from: int, gain: float) -> bool:
+        # Fewer bring as much: the others were in each other's way, or waited for the same disk.
         if not self._kept_up and gain >= 1 / MIN_GAIN:
             self._too_many, self._leap = self.workers + 1, LATER_LEAP
             return False
@@ -282,7 +288,7 @@ class Controller:
             self._go(min(self.workers, self._max_workers), "workers were killed for memory")
 
     def _ceiling(self, cores: float, cpu_share: float) -> int:
-        """Workers that compute need a core each; four that mostly wait can share one, or all that were declared."""
+        """Workers that compute need a core each; four that wait can share one, or all that were declared."""
         sharing, declared = (round(cores / min(1.0, max(least, cpu_share))) for least in (0.25, 0.02))
         return max(1, min(self._max_workers, max(sharing, min(self._declared, declared))))
 
@@ -318,7 +324,7 @@ _workers_by_kind: dict[Hashable, int] = {}  # what a loader that is built again 
 
 
 class Tuning:
-    """The number of workers and of batches ahead that one loader should have. `kind` tells loaders that are alike."""
+    """How many workers and batches ahead one loader should have. `kind` is the same for loaders that are alike."""
 
     def __init__(self, workers: int, budget: Budget, *, fixed: bool, may_do_without: bool, kind: Hashable) -> None:
         global _all
@@ -365,7 +371,7 @@ class Tuning:
         self._pass = Observation(seconds=start_s, waited_s=start_s)
 
     def end_pass(self, now: float) -> None:
-        """A pass is over: until a batch of the next is asked for, nobody waits, and the cores are free for others."""
+        """A pass is over: until the next one, nobody waits, and the cores are free for others."""
         global _latest_end_s
         if self._asked_at is None:
             return
@@ -413,7 +419,7 @@ class Tuning:
         return enough and window.seconds >= self._controller.window_s
 
     def decide(self, workers: int) -> bool:
-        """Look at the window that is over, in which there were so many workers; whether their number is to change."""
+        """Look at a window that is over, which had so many workers. Whether their number is to change."""
         window, self._window = self._window, Observation()
         if self._fixed:
             return False
@@ -432,7 +438,7 @@ class Tuning:
         return max(1.0, self._budget.cores_allowed / (1 + sharing))
 
     def _other_passes_s(self, since: float) -> float:
-        """How long whole passes of other loaders took meanwhile, such as an evaluation: not this loop's time."""
+        """How long whole passes of other loaders took meanwhile: an evaluation is not this loop's time."""
         total = 0.0
         if _latest_end_s <= since:
             return total
@@ -447,7 +453,7 @@ class Tuning:
 
 
 def out_of_memory_kills() -> int:
-    """How many processes the kernel has killed for memory so far, in this control group or on this machine."""
+    """How many processes the kernel has killed for memory so far, in this control group or machine."""
     for path in ("/sys/fs/cgroup/memory.events", "/proc/vmstat"):
         try:
             for line in Path(path).read_text().splitlines():

@@ -1,11 +1,11 @@
 """Does a loop write to the dataset that it reads, or do samples fill it?
 
-With `num_workers=0` PyTorch loads each batch when it is asked for, with the dataset as it is then: a size that the
-loop sets every ten batches, noise that it raises step by step, a cache that samples fill. Workers have a copy of the
-dataset. So where a loader has none of its own, the dataset, its `collate_fn` and what they wrap are looked at between
-the batches of the first pass: attributes, what lists, dicts, arrays and tensors hold (of large ones a part), numbers
-and texts in global variables that their methods name. What other functions read or close over, and writes that begin
-in a later pass, are not seen.
+With `num_workers=0` PyTorch loads each batch when it is asked for, with the dataset as it is then: a size
+that the loop sets every ten batches, noise that it raises step by step, a cache that samples fill. Workers
+have a copy of the dataset. So where a loader has none of its own, the dataset, its `collate_fn` and what
+they wrap are looked at between the batches of the first pass: attributes, what lists, dicts, arrays and
+tensors hold (of large ones a part), numbers and texts in global variables that their methods name. What
+other functions read or close over, and writes that begin in a later pass, are not seen.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class DatasetCheck:
                 continue
             known.add(id(part))
             state = _state_of(part)
+            # Nothing known of it: it is left alone, and so is what it holds.
             if state:
                 self._parts.append((part, state))
                 to_visit.extend(state.values())
@@ -176,7 +177,7 @@ class CacheGrowth:
         self._batches = 0
 
     def after_batch(self, samples: int) -> str | None:
-        """The container that is being filled, in words; None where none was seen, or it is no longer looked at."""
+        """The container that is being filled, in words; None where none is known."""
         if self._batches > _MAX_BATCHES:
             return None
         try:

@@ -3,9 +3,9 @@
     host batch (page-locked slot) ──copy, convert──► device batch ──event──► your stream waits for it, you compute
              side stream, one or two batches ahead                 the slot is free when the copy is over
 
-Bytes travel as they are (uint8 stays uint8 on the way) and become floats, channels_last or what `convert` makes of them
-on the GPU. Memory made on the side stream is marked as used on yours (`record_stream`), so the caching
-allocator hands it out again only when your work with it is over.
+Bytes travel as they are (uint8 stays uint8 on the way) and become floats, channels_last or what `convert`
+makes of them on the GPU. Memory made on the side stream is marked as used on yours (`record_stream`), so
+the caching allocator hands it out again only when your work with it is over.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def to_device(
 ) -> OnDevice:
     """`loader` with its batches on `device`.
 
-    `dtype` is what uint8 tensors become there, `channels_last` the layout of 4-d ones, and `convert(batch)` runs after
-    both, all of it on the side stream. `ahead` batches are on their way while one is in use.
+    `dtype` is what uint8 tensors become there, `channels_last` the layout of 4-d ones, and `convert(batch)`
+    runs after both, all of it on the side stream. `ahead` batches are on their way while one is in use.
     """
     if ahead < 1:
         raise ValueError(f"ahead must be at least 1 (got {ahead})")

@@ -85,7 +85,7 @@ class Faults:
         self._stillborn, self._answered_at = 0, time.monotonic()
 
     def died(self, worker: WorkerHandle, recipe: Recipe) -> None:
-        """Count a death against the sample the worker was at; `RuntimeError` when workers do nothing but die."""
+        """Blame the sample the worker was at; `RuntimeError` when workers do nothing but die."""
         self._account.deaths += 1
         self._blame(worker, recipe)
         if not worker.answered:
@@ -99,7 +99,8 @@ class Faults:
             batch.leave_out |= {row for row, index in enumerate(batch.indices) if index in self._lethal}
 
     def end_hung(self, since: float) -> None:
-        """End workers that have stood at the same sample for too long; longer each time, as it may be a slow one.
+        """End workers that have stood at the same sample for too long; longer each time, as it may be a
+        slow one.
 
         Only the time that the loop spent waiting (since `since`) counts: before, nobody looked.
         """

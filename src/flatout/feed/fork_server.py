@@ -3,10 +3,10 @@
     training process ──fork──► fork server (one thread, no CUDA) ──fork──► worker, worker, …   start method fork
     training process ──the context's own Process──► worker                                     spawn, forkserver
 
-The fork server is forked at the beginning of a pass, in the training thread, as PyTorch forks its workers: it has the
-dataset as it is then. A replacement in mid-training is forked from it, not from a process with CUDA and threads. It
-ends with the training process (it watches its pidfd), and its workers end with it (`PR_SET_PDEATHSIG`): nothing
-survives a SIGKILL of any of them.
+The fork server is forked at the beginning of a pass, in the training thread, as PyTorch forks its workers:
+it has the dataset as it is then. A replacement in mid-training is forked from it, not from a process with
+CUDA and threads. It ends with the training process (it watches its pidfd), and its workers end with it
+(`PR_SET_PDEATHSIG`): nothing survives a SIGKILL of any of them.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ Starter = ForkServer | ContextStarter
 
 
 def _reap(process: Any, patience_s: float) -> bool:
-    """Wait for a process that is about to end, and kill it in the end; it may have been reaped by other code."""
+    """Wait for a process that is about to end, and kill it in the end. Other code may have reaped it."""
     process.join(patience_s)
     if process.is_alive():
         if not patience_s:
@@ -276,8 +276,9 @@ def _spawned_main(recipe: Recipe, end: socket.socket, parent: int) -> None:
 
 
 def _leave_process_group() -> None:
-    """A Jupyter kernel that shuts down ends the children in its process group and waits for them, zombies too, until
-    it is killed itself. A signal to the group reaches the training process, and us through its end."""
+    """A Jupyter kernel that shuts down ends the children in its process group and waits for them, zombies
+    too, until it is killed itself. A signal to the group reaches the training process, and us through its
+    end."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # samples may still print to the terminal
 
@@ -297,7 +298,8 @@ def _give_way() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """A batch's samples are freed together: glibc would give their pages back and ask for them again, one by one.
+    """A batch's samples are freed together: glibc would give their pages back and ask for them again, one
+    by one.
 
     With 256 pictures of 147 KiB that takes a tenth of the time it takes to decode them.
     """
@@ -337,9 +339,11 @@ def limit_threads(number: int = 1) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _thread_switches(modules: int) -> list[Any]:
-    """The functions of loaded libraries that set their number of threads; looked for again when `modules` are more.
+    """The functions of loaded libraries that set their number of threads; looked for again when `modules`
+    are more.
 
-    The training process looks for them before it forks: that takes 5 ms, which the workers of each pass then need not.
+    The training process looks for them before it forks: that takes 5 ms, which the workers of each pass
+    then need not.
     """
     switches = []
     maps = Path("/proc/self/maps").read_text()
@@ -389,16 +393,16 @@ def _freeze_inherited() -> None:
     _enable_gc()
 
 
-# Garbage of the training process may hold GPU memory that is in use on several streams, as every batch that was copied
-# ahead does. To free that calls CUDA, which aborts in a forked child: children leave it alone.
+# Garbage of the training process may hold GPU memory that is in use on several streams, as every batch that
+# was copied ahead does. To free that calls CUDA, which aborts in a forked child: children leave it alone.
 _gc_was_enabled = False
 os.register_at_fork(before=_disable_gc, after_in_parent=_enable_gc, after_in_child=_freeze_inherited)
 
 
 @contextlib.contextmanager
 def _without_fork_warning() -> Iterator[None]:
-    """Python 3.12 warns of forking beside threads; the fork server never touches what they hold. Older ones do not
-    warn, and a change of filters makes Python show the script's own warnings a second time."""
+    """Python 3.12 warns of forking beside threads; the fork server never touches what they hold. Older ones
+    do not warn, and a change of filters makes Python show the script's own warnings a second time."""
     if sys.version_info >= (3, 12):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)

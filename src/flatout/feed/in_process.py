@@ -1,9 +1,9 @@
 """Batches made in the training process itself: the one exception to the road through workers.
 
-It is taken where workers are of no use, in one of two ways. With `rng="position"` the batches are those that workers
-would make: random numbers belong to the batch, the main process's own stream is left as it was, and `get_worker_info()`
-answers as in a worker. With `rng="script"` they are those of `num_workers=0`: made when they are asked for, one by one,
-with the script's own random numbers.
+It is taken where workers are of no use, in one of two ways. With `rng="position"` the batches are those
+that workers would make: random numbers belong to the batch, the main process's own stream is left as it
+was, and `get_worker_info()` answers as in a worker. With `rng="script"` they are those of `num_workers=0`:
+made when they are asked for, one by one, with the script's own random numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Rng = Literal["position", "script"]
 
 
 class InProcess:
-    """Makes a loader's batches in the training process. `drew`: whether samples were seen to draw random numbers."""
+    """Makes a loader's batches in the training process. `drew`: its samples draw random numbers."""
 
     def __init__(self, recipe: Recipe, rng: Rng, *, drew: bool = True) -> None:
         self.rng = rng
@@ -54,6 +54,7 @@ class InProcess:
         A batch that is more than its data (there is something to raise, or to count) comes last.
         """
         if self.rng == "script":
+            # Taken out first: if a sample raises, the loop may go on with the next batch.
             number, indices = pulled.popleft()
             return [Batch(number, indices, finished=True, data=self._fetcher.fetch(indices))]
         with _one_thread:

@@ -1,7 +1,9 @@
-"""The iterator a training loop sees: PyTorch's, as far as the loop and the main process's random stream can tell.
+"""The iterator a training loop sees: PyTorch's, as far as the loop and the main process's random stream can
+tell.
 
-It draws what PyTorch draws when it is created (the sampler's iterator, the base seed), asks the sampler for indices no
-earlier than PyTorch would wherever that could be noticed, and leaves the rest to the loader's `BatchScheduler`.
+It draws what PyTorch draws when it is created (the sampler's iterator, the base seed), asks the sampler for
+indices no earlier than PyTorch would wherever that could be noticed, and leaves the rest to the loader's
+`BatchScheduler`.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ class Position:
 class FeedIterator(_BaseDataLoaderIter):
     """One pass (with persistent workers: pass after pass) over a loader's batches.
 
-    Where the loader has no workers itself, the rest of the pass is made in this process as soon as the loop turns out
-    to write to the dataset, samples to fill it, or one to raise. `give_back` gets the reason of the first two, which
-    goes for later passes too.
+    Where the loader has no workers itself, the rest of the pass is made in this process as soon as the loop
+    turns out to write to the dataset, samples to fill it, or one to raise. `give_back` gets the reason of
+    the first two, which goes for later passes too.
     """
 
     def __init__(
@@ -101,8 +103,8 @@ class FeedIterator(_BaseDataLoaderIter):
             for _ in itertools.islice(self._sampler_iter, skip):
                 pass
         self._num_yielded = self.position.yielded = skip
-        # A sampler of torch's own draws when it is started and when it has ended, not in between; a last batch that is
-        # not full ends it.
+        # A sampler of torch's own draws when it is started and when it has ended, not in between; a last
+        # batch that is not full ends it.
         batches = 0
         if self._pure_sampler:
             batches = chained.in_all if chained is not None else len(self._index_sampler)
@@ -123,6 +125,7 @@ class FeedIterator(_BaseDataLoaderIter):
         if self._begin_at_first is not None:
             loader, self._begin_at_first = self._begin_at_first, None
             self._begin(loader, first=True, skip=0)
+        # Asked before each batch: the loop may have written to the dataset since the last one.
         if self._must_go_in_process():
             self._scheduler.go_in_process()
         return self._next()
@@ -136,9 +139,10 @@ class FeedIterator(_BaseDataLoaderIter):
         return self._next(received=True)
 
     def in_its_turn(self, data: Any) -> Any:
-        """A batch that was had `ahead`, when it is asked for; made again where the loop has written to the dataset."""
+        """A batch that was fetched `ahead`; made again where the loop has written to the dataset since."""
         if self._latest is None or not self._must_go_in_process():
             return data
+        # Nobody has seen that batch: its indices are the next ones again.
         self._scheduler.go_in_process(self._latest)
         self.position.yielded -= 1
         return self._next()
@@ -174,7 +178,7 @@ class FeedIterator(_BaseDataLoaderIter):
                 self._scheduler.go_in_process(batch)  # once more here, where the exception is the script's own
                 continue
             position.yielded += 1
-            if self._as_script:
+            if self._as_script:  # its indices alone: its data would keep a slot
                 self._latest = Batch(batch.number, batch.indices)
             try:
                 if batch.clean or not self._handle_problem(batch):
@@ -197,7 +201,7 @@ class FeedIterator(_BaseDataLoaderIter):
             return scheduler.next(self._timeout, received=received)
 
     def _handle_problem(self, batch: Batch) -> bool:
-        """Raise what there is to raise; else count samples that were left out, and say whether none remains."""
+        """Raise what there is to raise. Else whether all samples of the batch were left out."""
         problem = batch.problem
         if isinstance(problem, ExceptionWrapper):
             problem.reraise()

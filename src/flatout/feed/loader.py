@@ -1,4 +1,5 @@
-"""`DataLoader`: PyTorch's, with the workers taken care of. `iterator_for`: the same for any loader of PyTorch's."""
+"""`DataLoader`: PyTorch's, with the workers taken care of. `iterator_for`: the same for any loader of
+PyTorch's."""
 
 from __future__ import annotations
 
@@ -53,11 +54,12 @@ class Auto(int):
 
 
 class DataLoader(TorchLoader[T_co]):
-    """`torch.utils.data.DataLoader`, with workers that are replaced when they die, and that tune themselves if asked.
+    """`torch.utils.data.DataLoader`, with workers that are replaced when they die, and that tune themselves
+    if asked.
 
     Takes the same arguments, which mean the same. With `num_workers="auto"` we choose their number.
-    `on_bad_sample="skip"` leaves samples out that raise or kill. A worker that stands still for `hang_timeout` seconds
-    is replaced.
+    `on_bad_sample="skip"` leaves samples out that raise or kill. A worker that stands still for
+    `hang_timeout` seconds is replaced.
     """
 
     def __init__(
@@ -84,7 +86,8 @@ class DataLoader(TorchLoader[T_co]):
             raise ValueError(f"on_bad_sample must be one of raise, skip (got {on_bad_sample!r})")
         if isinstance(num_workers, str) and num_workers != "auto":
             raise ValueError(f'num_workers must be a number or "auto" (got {num_workers!r})')
-        # By the names of the arguments, as PyTorch keeps its own: Lightning looks there when it makes another loader.
+        # By the names of the arguments, as PyTorch keeps its own: Lightning looks there when it makes
+        # another loader.
         self.on_bad_sample: Literal["raise", "skip"] = on_bad_sample
         self.hang_timeout = hang_timeout
         self._page_locked: bool | None = None
@@ -202,8 +205,8 @@ def iterator_for(
 ) -> tuple[FeedIterator | None, str]:
     """Our iterator for any loader, or None and the reason why PyTorch's has to do.
 
-    `give_back` is called with the reason when a loader without workers of its own turns out to do better without ours:
-    they would not see what is written to its dataset.
+    `give_back` is called with the reason when a loader without workers of its own turns out to do better
+    without ours: they would not see what is written to its dataset.
     """
     with _one_thread:
         return _iterator_for(loader, options or Options(), resume, give_back)
@@ -223,11 +226,13 @@ def _iterator_for(
         kept = None
     if kept is not None and kept.given_back:
         return None, kept.given_back
+    # Scripts that write to their dataset do so from the start; later passes are spared the looking.
     first_pass = kept is None
     recipe = _recipe(loader, options)
     page_locked = _page_locked(loader, options)
     in_use = kept is not None and kept.iterator is not None and _is_in_use(kept.iterator())
     usable = kept is not None and not kept.scheduler.closed and kept.scheduler.slots.page_locked == page_locked
+    # Two passes at once, as in zip(loader, loader), have workers of their own each.
     if kept is None or in_use or not usable:
         scheduler = _scheduler_for(loader, recipe, options, page_locked=page_locked)
         if kept is not None and not in_use:
@@ -304,8 +309,8 @@ def _is_in_use(iterator: FeedIterator | None) -> bool:
 
 
 def _may_do_without(loader: TorchLoader[Any]) -> bool:
-    """Whether batches may be made in the training process: the script has asked for no number of workers, they have the
-    dataset as it is, and can be forked."""
+    """Whether batches may be made in the training process: the script has asked for no number of workers,
+    they have the dataset as it is, and can be forked."""
     if loader.num_workers and not isinstance(loader.num_workers, Auto):
         return False
     context = loader.multiprocessing_context or multiprocessing
@@ -325,6 +330,7 @@ def why_not(loader: TorchLoader[Any], options: Options) -> str:
         return "DataPipes share random seeds in a way of their own"
     if loader._dataset_kind == _DatasetKind.Iterable:
         return "an IterableDataset: which data a worker gives depends on its number"
+    # Batches go to any idle worker here: user code that minds its worker's number has to have PyTorch's workers.
     if loader.worker_init_fn is not None and _module_of(loader.worker_init_fn) not in SEEDING_MODULES:
         name = getattr(_unwrapped(loader.worker_init_fn), "__qualname__", type(loader.worker_init_fn).__name__)
         return (
@@ -357,7 +363,7 @@ def why_not_deferred(loader: TorchLoader[Any]) -> str:
 
 @functools.cache
 def _kernel_has_what_workers_need() -> bool:
-    """Asked of the kernel itself: Python may have the functions, and an old or a sandboxed kernel lack them."""
+    """Asked of the kernel: Python may have the functions, and an old or sandboxed kernel lack them."""
     try:
         for handle in (os.memfd_create("flatout"), os.pidfd_open(os.getpid())):
             os.close(handle)
@@ -377,7 +383,7 @@ def _module_of(function: Any) -> str:
 
 
 def _asks_for_its_worker(loader: TorchLoader[Any]) -> str:
-    """The name of a function (of the dataset, of one that it wraps, the collate_fn) that asks which worker it is in."""
+    """The name of a function of the dataset or collate_fn that asks which worker it is in."""
     collate = _unwrapped(loader.collate_fn)
     functions = [collate] if isinstance(collate, types.FunctionType) else [*functions_of(type(collate))]
     dataset: Any = loader.dataset

@@ -1,11 +1,13 @@
-"""How a batch travels: its tensors and arrays as bytes in shared memory, the rest as a small pickle around them.
+"""How a batch travels: its tensors and arrays as bytes in shared memory, the rest as a small pickle around
+them.
 
     worker                                         training process
     samples ─ collate ─► arena (a slot's memory)     slot's memory ─┐
                 └─ pack ─► skeleton + spans ───────► unpack ────────┴─► the batch, over the very same bytes
 
-Where collation ends in torch's own, samples are stacked straight into the arena; what a custom `collate_fn` made
-elsewhere is copied there once. What does not fit goes into a memory file of its own: nothing depends on the fit.
+Where collation ends in torch's own, samples are stacked straight into the arena; what a custom `collate_fn`
+made elsewhere is copied there once. What does not fit goes into a memory file of its own: nothing depends
+on the fit.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ torch_stack = collate.default_collate_fn_map[torch.Tensor]  # what PyTorch's col
 
 @dataclass(slots=True, kw_only=True)
 class Packed:
-    """A batch ready to travel. `file` holds the bytes when the arena could not; `needs` is what a slot should hold."""
+    """A batch ready to travel. `file` holds its bytes where the arena could not; `needs` counts them."""
 
     skeleton: bytes
     spans: list[Span]
@@ -198,7 +200,7 @@ def _rebuild(data: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: Any)
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The strides of a tensor whose elements fill their memory in some other order (channels_last); else None."""
+    """The strides of a tensor that is dense in another order (channels_last); else None."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:

@@ -1,7 +1,7 @@
 """Random numbers that belong to a batch, not to a worker.
 
-torch, numpy and `random` are seeded for every batch from (base seed, epoch, batch), so a sample's augmentation is the
-same whichever process computes it, and when it is computed again.
+torch, numpy and `random` are seeded for every batch from (base seed, epoch, batch), so a sample's
+augmentation is the same whichever process computes it, and when it is computed again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def seed_batch(key: Key, batch: int, private: list[Any]) -> None:
 
 
 def load_numpy_random() -> None:
-    """Before a fork: numpy imports its generators when they are first asked for, which takes each worker 8 ms."""
+    """Before a fork: numpy imports its generators on first use, which would take each worker 8 ms."""
     if "numpy" in sys.modules:
         importlib.import_module("numpy.random")
 

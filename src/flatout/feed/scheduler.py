@@ -1,7 +1,7 @@
 """One loader's batches: hands tasks to workers, takes in results, redoes what died, and keeps the order.
 
-It is driven by the training loop alone: there is no thread. Whenever a batch is handed over, workers are given enough
-tasks to go on with while the training process is away.
+It is driven by the training loop alone: there is no thread. Whenever a batch is handed over, workers are
+given enough tasks to go on with while the training process is away.
 """
 
 from __future__ import annotations
@@ -94,9 +94,10 @@ class BatchScheduler:
     # --- passes -------------------------------------------------------------------------------------------------------
 
     def start_workers(self, recipe: Recipe) -> None:
-        """New workers for the next pass, which have the dataset as it is now; `OSError` where there can be none."""
+        """New workers for the next pass, with the dataset as it is now; `OSError` where that fails."""
         self.leave()
         self._end_workers()
+        # The loop may have changed anything about the loader since the last pass.
         self.recipe, self.in_process = recipe, None
         began = time.monotonic()
         if self.workers:
@@ -179,19 +180,21 @@ class BatchScheduler:
             self._receive(min(max(STALL_S, waited), timeout_s - waited if timeout_s else 1.0, 1.0))
             waited += time.monotonic() - asked
             batch = self._finished()
+            # Nothing for a while: only now is it worth looking for workers that hang, or hold others up.
             if batch is None and timeout_s and waited >= timeout_s:
                 raise RuntimeError(f"DataLoader timed out after {timeout_s:g} seconds")
             if batch is None and waited >= STALL_S:
                 self._faults.end_hung(began)
                 self._help_stuck_workers()
         self._table.remove(batch)
+        # Before the loop goes away to compute, so that workers have something to do meanwhile.
         self._fill()
         now = time.monotonic()
         self._count(1, waited, now - began - waited, now)
         return batch
 
     def is_ready(self) -> bool:
-        """Whether the next batch can be had without waiting or raising: it is finished, or there are no more."""
+        """Whether `next` would neither wait nor raise: a batch is finished, or there are no more."""
         if self._epoch is None:
             return False
         if self.ready:
@@ -206,7 +209,8 @@ class BatchScheduler:
         return batch.problem is None
 
     def make_in_process(self) -> bool:
-        """Whether the next batches are in `ready`: made just now in this process, where no workers are in use."""
+        """Whether the next batches are in `ready`: made just now in this process, where no workers are in
+        use."""
         if self._table or self._epoch is None or self.uses_workers:
             return False
         began = time.monotonic()
@@ -217,6 +221,7 @@ class BatchScheduler:
             self.in_process = InProcess(self.recipe, "position", drew=self.account.drew)
         self._epoch.pull_ahead(self.in_process.at_once)
         if self._epoch.pulled:
+            # With the script's own random numbers this raises what a sample raises.
             self.ready.extend(self.in_process.make(self._epoch.pulled, self._epoch.key))
             now = time.monotonic()
             if self.in_process.rng == "position":
@@ -224,8 +229,8 @@ class BatchScheduler:
         return bool(self.ready)
 
     def go_in_process(self, handed_out: Batch | None = None) -> None:
-        """Make the rest of this pass in this process, as PyTorch does with num_workers=0: all that the loop has not got
-        yet, and first of all `handed_out`, if that is taken back."""
+        """Make the rest of this pass in this process, as PyTorch does with num_workers=0: all that the loop
+        has not got yet, and first of all `handed_out`, if that is taken back."""
         assert self._epoch is not None
         batches = [*self.ready, *self._table]
         if handed_out is not None:
@@ -248,6 +253,7 @@ class BatchScheduler:
         self.account.batches += batches
         if not self._tuning.handed_over(batches, waited_s, parent_s, now):
             return
+        # A worker in the middle of a long batch was busy too, though it has not said so yet.
         for worker in self.pool:
             if worker.tasks:
                 self._tuning.add_busy(worker.take_busy_s(now))
@@ -312,6 +318,7 @@ class BatchScheduler:
         """Whether a worker could be given this batch: its channel may be full."""
         assert self._epoch is not None
         self._faults.leave_out_lethal(batch)
+        # Without a slot the batch travels in a file of its own: a loop that keeps batches is never waited for.
         slot = self.slots.take()
         ticket = self._tickets + 1
         number = slot.number if slot is not None else None
@@ -343,6 +350,7 @@ class BatchScheduler:
             if not stuck:
                 return
             _, ticket, owner, batch = min(stuck, key=lambda entry: entry[:2])
+            # If its owner has begun it all the same, the result that comes first counts.
             if self._give(batch, idle):
                 self.pool.send(owner, Cancel(ticket))
 
@@ -395,7 +403,8 @@ class BatchScheduler:
             self.slots.give_back(assignment.slot)
 
     def _on_end_of_channel(self, worker: WorkerHandle) -> None:
-        """A worker is gone: what it had is made again, and if it was not sent away, another takes its place."""
+        """A worker is gone: what it had is made again, and if it was not sent away, another takes its
+        place."""
         if not worker.dismissed:
             self._faults.died(worker, self.recipe)
             self._tuning.count_death()

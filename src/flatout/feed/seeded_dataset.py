@@ -1,8 +1,8 @@
 """The dataset as torch's fetcher sees it, in a worker or in the training process.
 
-It stands between the two, so that all the rest of fetching is PyTorch's (and what measures it there still does): seeds
-the random generators before each batch, looks whether its samples drew from them, notes on the board which row is being
-loaded, and leaves bad ones out.
+It stands between the two, so that all the rest of fetching is PyTorch's (and what measures it there still
+does): seeds the random generators before each batch, looks whether its samples drew from them, notes on the
+board which row is being loaded, and leaves bad ones out.
 """
 
 from __future__ import annotations

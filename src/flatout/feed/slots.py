@@ -2,12 +2,13 @@
 
     free ──take──► being written ──lease──► the user's batch ──dropped──► copy still running? ──► free
 
-A slot is used again only when nothing lies over it any more (the lease, an object under all the batch's tensors, was
-collected), no worker may still write to it, and the work that was queued on the GPU by then is over, in every stream.
-A user who keeps every batch is never waited for: without a free slot a batch travels in memory of its own.
+A slot is used again only when nothing lies over it any more (the lease, an object under all the batch's
+tensors, was collected), no worker may still write to it, and the work that was queued on the GPU by then is
+over, in every stream. A user who keeps every batch is never waited for: without a free slot a batch travels
+in memory of its own.
 
-Memory is page-locked with its first batch, not before: locking pages that nobody has touched creates them all in the
-training process, and a ring of large slots grown at once stopped training for seconds.
+Memory is page-locked with its first batch, not before: locking pages that nobody has touched creates them
+all in the training process, and a ring of large slots grown at once stopped training for seconds.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Slot:
         self.locked = False
 
     def lease(self, dropped: deque[Slot]) -> memoryview:
-        """The slot's bytes for one batch; when the last tensor over them is gone, the slot appears in `dropped`."""
+        """The slot's bytes for one batch; when the last tensor over them is gone, the slot appears in
+        `dropped`."""
         lease = self._lease_class.from_buffer(self._map)
         self.leased = True
         if self._to_be_locked:
@@ -65,7 +67,8 @@ class Slot:
         return memoryview(lease)
 
     def close(self) -> None:
-        """Give the memory back; a batch that still lies over it keeps it, page-locked, until it is dropped."""
+        """Give the memory back; a batch that still lies over it keeps it, page-locked, until it is
+        dropped."""
         channel.close_in_children(self.fd, False)
         os.close(self.fd)
         if self._lease is not None and self._lease() is not None:
@@ -98,6 +101,7 @@ class Slots:
 
     def fit(self, needs: int) -> None:
         """Make new slots large enough for a batch of `needs` bytes."""
+        # An eighth more: batches that differ a little in size should not make new slots each time.
         if needs > self.size:
             self.size = -(-(needs + needs // 8) // _PAGE) * _PAGE
             self._retire(list(self._free))
@@ -126,7 +130,8 @@ class Slots:
             self._free.append(slot)
 
     def collect(self) -> None:
-        """Bring back the slots of dropped batches; called from the training thread only, as it records events."""
+        """Bring back the slots of dropped batches; called from the training thread only, as it records
+        events."""
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         queued = _queued() if self.watched and any(slot.locked for slot in dropped) else []
         for slot in dropped:
@@ -184,7 +189,8 @@ def _queued() -> list[Any] | None:
 
 @functools.cache
 def _note_streams() -> None:
-    """From now on. A script that copies ahead of time, in a stream of its own, may drop a batch before it is copied."""
+    """From now on. A script that copies ahead of time, in a stream of its own, may drop a batch before it
+    is copied."""
     for owner, name in ((torch.cuda, "set_stream"), (torch.cuda.Stream, "__enter__")):
         enter = getattr(owner, name, None)
         if enter is None:  # before torch 2.7 a stream is no context of its own

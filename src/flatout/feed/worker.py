@@ -1,7 +1,7 @@
 """The worker process: takes tasks from its channel one by one, and answers each exactly once.
 
-It first writes on its board (a few bytes shared with the training process) which task and which row it is at, so that
-after its death the training process knows which sample it died over.
+It first writes on its board (a few bytes shared with the training process) which task and which row it is
+at, so that after its death the training process knows which sample it died over.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class _Worker:
             self._dataset.defer_transforms()
         self._arena = packing.Arena(None)
         if torch_collate.default_collate_fn_map[torch.Tensor] is packing.torch_stack:
-            # A custom collate_fn that ends in default_collate stacks into the slot too, and not into /dev/shm.
+            # A custom collate_fn that ends in default_collate stacks into the slot too, and not into
+            # /dev/shm.
             torch_collate.default_collate_fn_map[torch.Tensor] = lambda batch, **kw: self._arena.stack(batch, **kw)
 
     def step(self) -> None:
@@ -106,6 +107,7 @@ class _Worker:
 
     def _make_batch(self, task: Task, fds: list[int]) -> Done:
         began = self._clocks()
+        # No slot: the first batches come before it is known how large a slot has to be.
         memory = self._slots.get(task.slot) if task.slot is not None else None
         self._arena = arena = packing.Arena(memory)
         renumber(self._info, task.batch % self._recipe.declared, task.key[0])  # as the worker PyTorch would have asked
@@ -138,7 +140,8 @@ class _Worker:
         return self._recipe.collate_fn(samples)
 
     def _clocks(self) -> tuple[float, float, float]:
-        """Wall time, CPU time (a decoder's threads are not waits for storage), and time ready to run without a core."""
+        """Wall time, CPU time (a decoder's threads are not waits for storage), and time ready to run
+        without a core."""
         run_delay_s = 0.0
         if self._schedstat is not None:
             run_delay_s = int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9

@@ -1,6 +1,8 @@
-"""The workers as the training process sees them: which there are, what each has to do, and which has just died.
+"""The workers as the training process sees them: which there are, what each has to do, and which has just
+died.
 
-A worker's death is the end of its channel, whatever the cause. Its board then says which task and which row it was at.
+A worker's death is the end of its channel, whatever the cause. Its board then says which task and which row
+it was at.
 """
 
 from __future__ import annotations
@@ -96,6 +98,7 @@ class WorkerPool:
         """Have all workers end, without waiting for that."""
         for worker in list(self):
             self._remove(worker)
+        # To wait would take tens of milliseconds of the training's time at the end of each pass.
         if self._starter is not None:
             self._starter.hang_up()
             self._ending.append(self._starter)
@@ -137,7 +140,8 @@ class WorkerPool:
         return self._starter
 
     def send(self, worker: WorkerHandle, message: Message, *fds: int) -> bool:
-        """False when the worker's channel is full. That of a dead one swallows the message: its end comes next."""
+        """False when the worker's channel is full. That of a dead one swallows the message: its end comes
+        next."""
         try:
             channel.send(worker.channel, encode(message), fds)
         except BlockingIOError:
@@ -163,7 +167,8 @@ class WorkerPool:
                     self.send(worker, DropSlot(slot.number))
 
     def receive(self, timeout_s: float) -> list[tuple[WorkerHandle, Any, list[int]]]:
-        """What workers have sent; a message of None is a worker's death. Waits for the first for `timeout_s`."""
+        """What workers have sent; a message of None is a worker's death. Waits for the first for
+        `timeout_s`."""
         messages: list[tuple[WorkerHandle, Any, list[int]]] = []
         ready = self._poll.poll(timeout_s * 1000)
         while ready:  # to poll again costs a fifth of reading from a channel that has nothing more
@@ -184,7 +189,8 @@ class WorkerPool:
         return messages
 
     def retire(self, worker: WorkerHandle) -> None:
-        """Let a worker go. It ends when its channel has no more messages; until then it may still be writing."""
+        """Let a worker go. It ends when its channel has no more messages; until then it may still be
+        writing."""
         worker.retiring = worker.dismissed = True
         if worker.tasks:
             worker.channel.shutdown(SHUT_WR)

@@ -1,4 +1,5 @@
-"""Changes to the script's DataLoaders: their arguments at construction, and what feeds them when a pass begins.
+"""Changes to the script's DataLoaders: their arguments at construction, and what feeds them when a pass
+begins.
 
     DataLoader.__init__ ── num_workers, prefetch_factor, pin_memory, persistent_workers
     DataLoader._get_iterator ── loader: flatout's iterator ── device_prefetch: one batch ahead, its copy under way
@@ -85,7 +86,8 @@ class Loading:
         """What compiling the samples' transforms took."""
         return self._kernels.compile_s
 
-    # -- at construction --------------------------------------------------------------------------------------------
+    # -- at construction
+    # --------------------------------------------------------------------------------------------
 
     def _construction(self) -> None:
         signature = inspect.signature(_Loader.__init__)
@@ -142,7 +144,8 @@ class Loading:
             changed |= {"prefetch_factor": None, "persistent_workers": False, "timeout": 0}
         return changed
 
-    # -- when a pass begins -----------------------------------------------------------------------------------------
+    # -- when a pass begins
+    # -----------------------------------------------------------------------------------------
 
     def _passes(self) -> None:
         def get_iterator(build: Any, loader: Any) -> Any:
@@ -214,7 +217,8 @@ class Loading:
         self._ledger.withdraw("loader", why)
 
     def _may_defer(self, loader: Any) -> bool:
-        """Whether this loader's samples may leave their transforms to the GPU; if they do, its first batch says so."""
+        """Whether this loader's samples may leave their transforms to the GPU; if they do, its first batch
+        says so."""
         device = self._device()
         why_not = why_not_deferred(loader)
         if device is None or device.type != "cuda":
@@ -247,7 +251,8 @@ class Loading:
             return False
         return True
 
-    # -- in the workers ---------------------------------------------------------------------------------------------
+    # -- in the workers
+    # ---------------------------------------------------------------------------------------------
 
     def _worker_threads(self) -> None:
         change = self._ledger.wanted("worker_threads")
@@ -272,7 +277,8 @@ def _why_not(name: str, dataset: Any, workers: int) -> str:
 
 
 def _own_sampler(loader: Any) -> str:
-    """The name of the script's own sampler, if it has one: it may say only when it is asked what comes next."""
+    """The name of the script's own sampler, if it has one: it may say only when it is asked what comes
+    next."""
     for sampler in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", loader.sampler)):
         kind = type(sampler)
         if kind.__module__.partition(".")[0] not in _KNOWN_SAMPLERS:
