@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import re
 import subprocess
@@ -76,6 +77,16 @@ def test_a_definition_is_complete(spec: ChangeSpec) -> None:
         assert not value or spec.fits(value)
     if spec.settings:
         re.compile(spec.settings)
+
+
+def test_a_live_change_has_on_and_off() -> None:
+    switchable = set()
+    for spec in CHANGES:
+        source = ROOT / "src/flatout/inside/changes" / f"{spec.module}.py"
+        for node in ast.walk(ast.parse(source.read_text()) if spec.module else ast.Module([], [])):
+            if isinstance(node, ast.ClassDef) and f"name = '{spec.name}'" in map(ast.unparse, node.body):
+                switchable.add(spec.name)
+    assert {spec.name for spec in CHANGES if spec.live} == switchable
 
 
 def test_a_change_has_one_definition() -> None:

@@ -7,8 +7,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 from flatout.engine.datasets import ChainedEpochs
 from flatout.model.frameworks import (
-    FRAMEWORKS,
-    LAUNCHERS,
     PURE_SAMPLERS,
     WRAPPING_SAMPLERS,
     framework_of,
@@ -41,7 +39,6 @@ def test_a_package_has_one_entry() -> None:
     assert len(every) == len(set(every))
     assert {"torch", "flatout"}.isdisjoint(packages(has_loop=True))
     assert set(packages(builds_loaders=True)) <= set(packages(has_loop=True))
-    assert set(LAUNCHERS) <= {framework.launcher for framework in FRAMEWORKS}
 
 
 def test_the_framework_is_the_one_that_calls_or_whose_loader_it_is() -> None:

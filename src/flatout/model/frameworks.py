@@ -15,12 +15,10 @@ class Framework:
     """One framework. Classes and functions are named with their module."""
 
     packages: tuple[str, ...]  # what a script imports
-    launcher: str = ""  # the command that starts its ranks
     loop_files: tuple[str, ...] = ()  # how the paths of the files end that run its loop
     loader_module: str = ""  # where the class of its loaders is defined
     has_loop: bool = True  # it runs the training loop, so the script alone does not show what is switched on
     builds_loaders: bool = False  # it builds loaders of those the script has built: its own lines are not to be edited
-    calls_set_epoch: bool = False
     pure_samplers: frozenset[str] = frozenset()  # draw when they are started and not in between: may be asked early
     wrapping_samplers: Mapping[str, str] = field(default_factory=dict)  # the attribute that holds the wrapped one
     seeding_modules: tuple[str, ...] = ()  # whose worker_init_fn does nothing but seed
@@ -32,7 +30,6 @@ class Framework:
 FRAMEWORKS = (
     Framework(
         packages=("torch",),
-        launcher="torchrun",
         has_loop=False,
         pure_samplers=frozenset({
             "torch.utils.data.sampler.SequentialSampler",
@@ -73,10 +70,8 @@ FRAMEWORKS = (
     ),
     Framework(
         packages=("accelerate",),
-        launcher="accelerate",
         loader_module="accelerate.data_loader",
         builds_loaders=True,
-        calls_set_epoch=True,
         # It counts the epochs it was asked for, and draws from a generator of its own.
         pure_samplers=frozenset({"accelerate.data_loader.SeedableRandomSampler"}),
         wrapping_samplers={
@@ -89,17 +84,14 @@ FRAMEWORKS = (
         packages=("lightning", "pytorch_lightning"),
         loop_files=("/lightning/pytorch/trainer/trainer.py", "/pytorch_lightning/trainer/trainer.py"),
         builds_loaders=True,
-        calls_set_epoch=True,
         seeding_modules=("lightning.fabric.utilities.seed", "lightning_fabric.utilities.seed"),
         precision={".Trainer": {"precision": "bf16-mixed"}, ".Fabric": {"precision": "bf16-mixed"}},
     ),
-    Framework(packages=("deepspeed",), launcher="deepspeed"),
-    Framework(packages=("ignite",), calls_set_epoch=True),
     *(
         Framework(packages=(name,))
         for name in (
-            "mmengine", "mmcv", "fastai", "detectron2", "composer", "ultralytics", "colossalai", "torchtitan",
-            "torchtune", "catalyst", "timm",
+            "deepspeed", "ignite", "mmengine", "mmcv", "fastai", "detectron2", "composer", "ultralytics", "colossalai",
+            "torchtitan", "torchtune", "catalyst", "timm",
         )
     ),
 )  # fmt: skip
@@ -109,18 +101,15 @@ PURE_SAMPLERS = frozenset().union(*(framework.pure_samplers for framework in FRA
 # Those that hand out what another sampler says, and the attribute that holds it.
 WRAPPING_SAMPLERS = {name: held for framework in FRAMEWORKS for name, held in framework.wrapping_samplers.items()}
 SEEDING_MODULES = tuple(name for framework in FRAMEWORKS for name in framework.seeding_modules)
-LAUNCHERS = tuple(framework.launcher for framework in FRAMEWORKS if framework.launcher)
 
 
-def packages(*, has_loop: bool = False, builds_loaders: bool = False, calls_set_epoch: bool = False) -> tuple[str, ...]:
+def packages(*, has_loop: bool = False, builds_loaders: bool = False) -> tuple[str, ...]:
     """The packages of the frameworks that do all of these."""
     return tuple(
         package
         for framework in FRAMEWORKS
         for package in framework.packages
-        if framework.has_loop >= has_loop
-        and framework.builds_loaders >= builds_loaders
-        and framework.calls_set_epoch >= calls_set_epoch
+        if framework.has_loop >= has_loop and framework.builds_loaders >= builds_loaders
     )
 
 
