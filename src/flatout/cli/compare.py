@@ -23,7 +23,7 @@ def compare(
 
     "No difference shown" is an answer. Runs that cannot be compared are shown side by side, with the reason.
     """
-    from flatout.report.report import report_comparison
+    from flatout.report import report_comparison
 
     with damage_in_one_line(a, b):
         report = report_comparison(a, b)

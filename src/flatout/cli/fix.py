@@ -57,7 +57,7 @@ def fix(
     from flatout.fix.fix_command import fix as search
     from flatout.fix.offers import Wishes
     from flatout.launch import launcher
-    from flatout.report.report import report_fix
+    from flatout.report import report_fix
     from flatout.report.terminal import FixProgress
 
     command = command_of(context)

@@ -17,7 +17,7 @@ from flatout.model.inputs import is_folder
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from flatout.report.report import Report
+    from flatout.report import Report
 
 
 def console(*, stderr: bool = False) -> Console:

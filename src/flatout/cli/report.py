@@ -21,7 +21,7 @@ def report(
 
     The HTML file needs no other file and no network. Folders recorded on several machines become one report.
     """
-    from flatout.report.report import report_run
+    from flatout.report import report_run
 
     with damage_in_one_line(*trace):
         write_report(report_run(trace), json, html, console())
@@ -34,7 +34,7 @@ def summarize_run(
 
     A failure in it is one line and never changes the run's exit code.
     """
-    from flatout.report.report import report_run
+    from flatout.report import report_run
 
     try:
         result = report_run([folder])

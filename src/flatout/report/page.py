@@ -19,14 +19,13 @@ from flatout.model.finding import Finding
 from flatout.model.formatting import count_of, duration, in_full, ms, ms_a_step
 from flatout.model.readings import GPU_READINGS, shown_in
 from flatout.model.records import to_json
-from flatout.report import chart_data, charts
+from flatout.report import Report, chart_data, charts
 from flatout.report.account import Account, RankFigures, RecordedRun, mean_or_peak, samples_by_gpu
 from flatout.report.chart_data import WORKER_STATES, Bar, Lane, phase_name
-from flatout.report.compare import Comparison
+from flatout.report.comparison import Comparison
 from flatout.report.findings import GUIDE, change_as_typed, gain, headline, sentence
 from flatout.report.fix_summary import FixSummary, bundles, gain_of, names_of, proofs_of
 from flatout.report.markup import Html, as_text, copyable, folded, join, key_figures, remark, table, tag
-from flatout.report.report import Report
 from flatout.trace import GpuSample, RankTrace, Trace
 
 # The browser fetches nothing and uses no script or style but ours, whatever a trace may hold.

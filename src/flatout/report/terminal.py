@@ -17,13 +17,13 @@ from flatout.check import FAIL, NOT_APPLICABLE, OK, WARN, Checklist, Line
 from flatout.diagnose.breakdown import Breakdown, Part
 from flatout.fix.result import Attempt, ProgressListener
 from flatout.model.formatting import duration, ms, ms_a_step
+from flatout.report import Report
 from flatout.report.account import Account, RecordedRun, Workers
 from flatout.report.chart_data import phase_name
-from flatout.report.compare import Comparison
+from flatout.report.comparison import Comparison
 from flatout.report.findings import GUIDE, MIN_SHOWN_GAIN, change_as_typed, headline, one_line
 from flatout.report.fix_summary import FixSummary, bundles, gain_of, names_of, proofs_of
 from flatout.report.markup import as_text
-from flatout.report.report import Report
 from flatout.trace import Xray
 
 WIDTH = 80

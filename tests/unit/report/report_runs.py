@@ -12,8 +12,8 @@ from rich.console import Console
 from flatout.model.finding import Finding
 from flatout.model.records import DiskSample
 from flatout.model.sketch import Sketch
+from flatout.report import Report, run_of
 from flatout.report.account import Account
-from flatout.report.report import Report, run_of
 from flatout.trace import (
     Facts,
     GpuSample,

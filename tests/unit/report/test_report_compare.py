@@ -15,10 +15,10 @@ from test_report_html import Page
 
 from flatout.model.facts import LoaderFacts
 from flatout.model.stats import Gain
-from flatout.report import compare as comparing
-from flatout.report.compare import Comparison
+from flatout.report import Report, run_of
+from flatout.report import comparison as comparing
+from flatout.report.comparison import Comparison
 from flatout.report.page import page
-from flatout.report.report import Report, run_of
 from flatout.report.terminal import show
 from flatout.trace import FactsRecord, HostSample, ProcessSample, RankTrace, RunInfo, Sample, Step, Trace, TraceWriter
 from flatout.trace.downsample import window_of

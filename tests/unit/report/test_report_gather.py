@@ -11,8 +11,8 @@ import pytest
 from report_runs import rank_of, steps_of
 
 from flatout.model.errors import TraceError
+from flatout.report import MAX_RANKS_READ, read_run
 from flatout.report.account import figures_of_breakdown
-from flatout.report.report import MAX_RANKS_READ, read_run
 from flatout.trace import TraceWriter
 
 

@@ -16,9 +16,9 @@ from report_runs import facts, rank_of, report_of, step, steps_of, trace_of, who
 
 from flatout.model.facts import Facts
 from flatout.model.finding import Finding
+from flatout.report import report_run
 from flatout.report.charts import SIZE
 from flatout.report.page import page
-from flatout.report.report import report_run
 from flatout.trace import Note, Trace
 from flatout.trace.downsample import window_of
 

@@ -157,7 +157,7 @@ def test_what_no_check_has_seen_is_one_line_too(
         raise KeyError("wall_ms")
 
     monkeypatch.setattr(terminal, "show", fails)
-    monkeypatch.setattr("flatout.report.report.compare", fails)
+    monkeypatch.setattr("flatout.report.compare", fails)
     monkeypatch.setattr("flatout.top.top_command.run", fails)
     path = recorded(tmp_path)
     folders = [path.parent] * (2 if verb == "compare" else 1)
