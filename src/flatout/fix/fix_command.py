@@ -45,7 +45,8 @@ def fix(
     keep_in: Path | None = None,
     unprotected: bool = False,
 ) -> FixResult:
-    """Try, keep, prove. The recordings of before and after go into `keep_in`; those of the trials are thrown away.
+    """Try, keep, prove. The recordings of before and after go into `keep_in`; those of the trials are
+    thrown away.
 
     Where no overlay can be mounted, it is refused, or if `unprotected` done with redirection alone.
     """
@@ -71,7 +72,7 @@ class _ASearch(Protocol):
 
 
 def _in_a_sandbox(search: _ASearch, why_not: str, progress: ProgressListener, *, unprotected: bool) -> FixResult:
-    """Search on overlays; where there is a reason why not, say so before the first trial, and go on only if allowed."""
+    """Search on overlays. Where that is not possible, say so first, and go on only if allowed."""
     if why_not and not unprotected:
         raise _refused(f"{why_not}; in a container it takes root and --cap-add SYS_ADMIN, elsewhere user namespaces")
     progress.say(_REPEATED)
@@ -120,7 +121,7 @@ def copied(folder: Path, to: Path) -> list[str]:
 
 @contextmanager
 def own_folder() -> Iterator[Path]:
-    """A folder for all that runs record and write. Those of a fix that was killed go: a trial may have filled them."""
+    """A folder for all that runs record and write. Those of a killed fix, which may be large, go."""
     for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
         try:
             with (left / _IN_USE).open("r+b") as owner:

@@ -1,18 +1,20 @@
 """Is training the same? Fingerprints of two runs → a Proof, in the words of the safety classes.
 
-identical    what reaches the model is the same, byte for byte, and so are the samples and their order; the loss stays
-             within the margin too
-reseeded     the same samples in the same order; the bytes differ by the random numbers of augmentation. Where these
-             were drawn in the training process, they also seeded the shuffle of the next pass: then the first pass has
-             the same order, and the later ones are shuffles of the same samples
-equivalent   paired runs with the same seed and data: the mean difference of the loss over the last 100 of at least 200
-             steps lies within a margin, with its whole interval, and the weights come as far, in the same direction.
-             The margin is 1% of the loss, or what two runs of the same plan differ by where that is more. A loss that
-             is lower by more is no proof either: the same mathematics does not learn better
+identical    what reaches the model is the same, byte for byte, and so are the samples and their order;
+             the loss stays within the margin too
+reseeded     the same samples in the same order; the bytes differ by the random numbers of augmentation.
+             Where these were drawn in the training process, they also seeded the shuffle of the next
+             pass: then the first pass has the same order, and the later ones are shuffles of the same
+             samples
+equivalent   paired runs with the same seed and data: the mean difference of the loss over the last 100 of
+             at least 200 steps lies within a margin, with its whole interval, and the weights come as
+             far, in the same direction. The margin is 1% of the loss, or what two runs of the same plan
+             differ by where that is more. A loss that is lower by more is no proof either: the same
+             mathematics does not learn better
 
-Every five steps the one run goes on from the weights of the other. Left on their own, some trainings make a 30% other
-loss of any rounding, and of the order in which a GPU adds; so what a change does could not be told from that.
-Runs that are too short prove nothing, and say so.
+Every five steps the one run goes on from the weights of the other. Left on their own, some trainings make
+a 30% other loss of any rounding, and of the order in which a GPU adds; so what a change does could not be
+told from that. Runs that are too short prove nothing, and say so.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class Proof:
 
 
 def same_batches(before: Run, after: Run, repeat: Run | None = None) -> Proof:
-    """Whether the model gets the same samples, in the same order, the same bytes; `repeat` is `before` once more."""
+    """Whether the same bytes of the same samples reach the model in order. `repeat`: `before` once more."""
     broken = _cannot_compare(before, after)
     if broken is not None:
         return broken
@@ -91,10 +93,10 @@ def same_batches(before: Run, after: Run, repeat: Run | None = None) -> Proof:
 
 
 def same_loss(before: Run, after: Run, alone: Run | None = None) -> Proof:
-    """Whether the loss goes the same way, and the weights with it. `alone` is `before` once more, following nobody.
+    """Whether loss and weights go the same way. `alone`: `before` once more, following nobody.
 
-    The loss of a step is the mean of its backward passes. Where it has a few, such as a critic's and a generator's,
-    none of them may have failed either: errors that go opposite ways have no mean.
+    The loss of a step is the mean of its backward passes. Where it has a few, such as a critic's and a
+    generator's, none of them may have failed either: errors that go opposite ways have no mean.
     """
     proof = _same_mean_loss(before, after, alone)
     runs = [run for run in (before, after, alone) if run is not None]
@@ -173,8 +175,8 @@ def _few(batch: Sequence[Any]) -> str:
 def _only_shuffled(ours: Sequence[ProofStep], theirs: Sequence[ProofStep]) -> bool:
     """Whether two runs part only in the shuffles of later passes.
 
-    They do when samples that draw random numbers are no longer loaded in the training process: its stream of random
-    numbers, from which shuffles are seeded, then goes another way.
+    They do when samples that draw random numbers are no longer loaded in the training process: its stream
+    of random numbers, from which shuffles are seeded, then goes another way.
     """
     places = [next(iter(_in_order("begins", steps)[0]), None) for steps in (ours, theirs)]
     if places != ["here", "elsewhere"]:
@@ -228,7 +230,7 @@ def _first_difference(a: Sequence[Any], b: Sequence[Any]) -> int | None:
 
 
 class _Difference(NamedTuple):
-    """How far the mean of some losses is from that of others, as a share of the loss, with its 95% interval."""
+    """How far losses are from others in the mean, as a share of the loss, with its 95% interval."""
 
     value: float
     low: float
@@ -246,8 +248,8 @@ def _difference(a: Sequence[float], b: Sequence[float]) -> _Difference:
 def _resampled_means(values: Sequence[float]) -> list[float]:
     """A bootstrap: sorted means of resamples by short blocks of neighbours, which wrap round the end.
 
-    Not the blocks of `model.stats`: a loss falls over the steps compared, and eight long blocks would take that for
-    noise.
+    Not the blocks of `model.stats`: a loss falls over the steps compared, and eight long blocks would take
+    that for noise.
     """
     length = max(1, round(len(values) ** (1 / 3)))
     round_the_end = [*values, *values[: length - 1]]
@@ -297,7 +299,8 @@ def _with_losses(before: Run, after: Run, repeat: Run | None, standing: Standing
     margin = RESEEDED_MARGIN if reseeded else MARGIN
     if again:
         margin = max(margin, _REPEATS_APART * abs(_difference(a[-last:], again[-last:]).value))
-    # With the same bytes, the loss itself has to lie within the margin; with other random numbers, its interval may.
+    # With the same bytes, the loss itself has to lie within the margin; with other random numbers, its
+    # interval may.
     within = abs(apart.value) <= margin
     if reseeded:
         within = apart.low <= margin and apart.high >= -margin
@@ -389,14 +392,15 @@ def _typical_move(before: Run, after: Run) -> WeightMove | None:
     moves = _moves(before, after)
     if not moves:
         return None
-    return WeightMove(length=median(move.length for move in moves), direction=median(move.direction for move in moves))
+    length = median(move.length for move in moves)
+    return WeightMove(length=length, direction=median(move.direction for move in moves))
 
 
 def _astray(before: Run, after: Run, within: float) -> str | None:
     """What weights do that those they follow do not, in words.
 
-    Other random numbers lead each tensor elsewhere: then only all of them together are asked, and only for a factor of
-    two.
+    Other random numbers lead each tensor elsewhere: then only all of them together are asked, and only for
+    a factor of two.
     """
     moved = _typical_move(before, after)
     if moved is None:
@@ -410,13 +414,15 @@ def _astray(before: Run, after: Run, within: float) -> str | None:
     still = sum(move.length < _STANDS_STILL for move in moves)
     if still > 1 and still > len(moves) / 10:
         return f"weights stand still {still} times of {len(moves)}"
-    # All tensors together hide one that no longer learns. A small one is further off by chance than a large one.
+    # All tensors together hide one that no longer learns. A small one is further off by chance than a large
+    # one.
     for drift in after.drifts:
         by_chance = _MOST_COHERENCE * (1 + 2 / math.sqrt(drift.size))
         if drift.drift > _MOST_DRIFT and drift.coherence > by_chance:
             return f"{drift.name} goes elsewhere, by {drift.drift:.0%} of its way"
         never = drift.length < _NEVER_MOVES and drift.pace > _USUAL_PACE
-        if never or (drift.dims > 1 and drift.length < _STANDS_STILL):  # a bias may have no gradient but rounding
+        # A bias may have no gradient but rounding.
+        if never or (drift.dims > 1 and drift.length < _STANDS_STILL):
             return f"{drift.name} moves {drift.length:.2f} as far"
     return None
 

@@ -3,10 +3,11 @@
     the command as it was ─► + reseeded ─┬─► + identical
                                          └─► + identical + equivalent
 
-The classes are proven one on top of the other, so that two runs that are compared differ in one class only. Each run
-follows the one that it is compared with: every few steps it goes on from that one's weights (inside/weights.py).
-Where the loss differs by more than it may, the run that it is compared with is repeated on its own: that shows what
-the machine alone does. Nobody times these runs, so they go side by side where there is room.
+The classes are proven one on top of the other, so that two runs that are compared differ in one class
+only. Each run follows the one that it is compared with: every few steps it goes on from that one's
+weights (inside/weights.py). Where the loss differs by more than it may, the run that it is compared with
+is repeated on its own: that shows what the machine alone does. Nobody times these runs, so they go side
+by side where there is room.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ def proof_steps(changes: Sequence[Change]) -> int:
 def _first_runs(reseeded: Changes, identical: Changes, rounded: Changes, *, side_by_side: bool) -> list[ProofRun]:
     """The runs that a proof begins with.
 
-    The first is the command as it was; where anything is reseeded, the second is what the rest is compared with. Side
-    by side, two that may turn out to be needed go along: the rest without compiling, and a repeat of what it is all
-    compared with.
+    The first is the command as it was; where anything is reseeded, the second is what the rest is compared
+    with. Side by side, two that may turn out to be needed go along: the rest without compiling, and a
+    repeat of what it is all compared with.
     """
     long = PARITY_STEPS if rounded else IDENTITY_STEPS
     plain = ProofRun(changes=(), steps=IDENTITY_STEPS if reseeded else long, leads=1)
@@ -181,8 +182,8 @@ class _Proving:
         request_for: Callable[[Changes], ProofRun],
         judge: Callable[[Run], Proof],
     ) -> Generator[ProofVerdict, None, Changes]:
-        """Each on its own, and then those that passed together, without the last ones until that holds too; returns
-        those. `together`: the proof of all of them, which does not hold."""
+        """Each on its own, and then those that passed together, without the last ones until that holds too;
+        returns those. `together`: the proof of all of them, which does not hold."""
         self._runner.say(f"proof, {all_in_words(changes)}: {together.text}. One by one")
         if self._runner.has_time():
             self._run_together([request_for((change,)) for change in changes])

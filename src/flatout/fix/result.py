@@ -1,4 +1,5 @@
-"""What a fix has found: every run, every change that was tried and what became of it, and the plan that comes of it."""
+"""What a fix has found: every run, every change that was tried and what became of it, and the plan that
+comes of it."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ class ProgressListener:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A change that was tried. `together`: the others it was measured with; `how`, `where` and `also`: how it was made,
-    and at which places."""
+    """A change that was tried. `together`: the others it was measured with; `how`, `where` and `also`: how
+    it was made, and at which places."""
 
     outcome: Outcome
     gain: Gain | None = None
@@ -128,7 +129,7 @@ class FixResult:
 
     @property
     def measured(self) -> Run | None:
-        """The last run of what was kept, and of nothing else; None where something was dropped since, or all."""
+        """The last run of what was kept and nothing else; None if there is none."""
         run, kept = self.after, {change.name: change.value for change in self.kept}
         if run is None or not kept or not kept.items() <= {c.name: c.value for c in run.changes}.items():
             return None

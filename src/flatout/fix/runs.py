@@ -1,7 +1,8 @@
 """One run of the user's command in the sandbox, and what it measured.
 
-`Runner` makes runs (`Launcher` really does, tests simulate them); a `Run` is what became of one, read from what it left
-in its folder. Most runs are timed trials; a `ProofRun` is one with fingerprints, that nobody times.
+`Runner` makes runs (`Launcher` really does, tests simulate them); a `Run` is what became of one, read from
+what it left in its folder. Most runs are timed trials; a `ProofRun` is one with fingerprints, that nobody
+times.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ LOOKING = (*CEILING, "xray", "after xray")
 SHORT_EPOCH_S = 30.0
 _TAIL_BYTES = 20_000
 _STANDS_STILL_S = 20.0
-_MOST_WEIGHTS, _WEIGHTS_SHARE = 8 << 30, 0.1  # bytes, and of the free disk: what a leader may leave; two may lead
+_MOST_WEIGHTS, _WEIGHTS_SHARE = 8 << 30, 0.1  # bytes, and of the free disk; two may lead
 _MEMORY_FOR_RUNS = 0.7  # of a GPU's or the host's, for runs side by side
 _CORES_A_RUN = 2
 _LINE_ENDS = re.compile(r"[\r\n]")
@@ -54,8 +55,8 @@ _NO_MEMORY = re.compile(r"CUDA (?:error: )?out of memory", re.I)
 
 
 class WeightMove(NamedTuple):
-    """How far weights have moved since they were those of another run: the length of that way as a share of the other
-    run's, and how much they go in the same direction (a cosine)."""
+    """How far weights have moved since they were those of another run: the length of that way as a share of
+    the other run's, and how much they go in the same direction (a cosine)."""
 
     length: float
     direction: float
@@ -63,8 +64,9 @@ class WeightMove(NamedTuple):
     def as_far(self, within: float) -> bool:
         """Whether as far as the other run's, within such a factor.
 
-        Either on their own, since other random numbers in the model (dropout) turn them elsewhere; or along the other's
-        way, since rounding alone moves weights that nothing else does (a bias before a batch norm).
+        Either on their own, since other random numbers in the model (dropout) turn them elsewhere; or along
+        the other's way, since rounding alone moves weights that nothing else does (a bias before a batch
+        norm).
         """
         return any(1 / within <= far <= within for far in (self.length, self.length * self.direction))
 
@@ -73,9 +75,9 @@ class WeightMove(NamedTuple):
 class Drift:
     """One tensor of a run that followed another.
 
-    `drift`: how far off it is in all, as a share of the other's way. `coherence`: how many times as far as chance alone
-    would make it. `length`: how long its way was each time, typically, as a share of the other's. `pace`: how fast the
-    other's moves, beside that one's other tensors.
+    `drift`: how far off it is in all, as a share of the other's way. `coherence`: how many times as far as
+    chance alone would make it. `length`: how long its way was each time, typically, as a share of the
+    other's. `pace`: how fast the other's moves, beside that one's other tensors.
     """
 
     name: str
@@ -91,9 +93,10 @@ class Drift:
 class ProofStep:
     """What reached the model in one step of a proof's run.
 
-    `inputs`: their checksums. `indices`: the samples of each batch. `begins`: for each batch that begins a pass over
-    the data, whether it was loaded "here", in the training process, or "elsewhere". `loss`: the mean of the `losses` of
-    its backward passes. `moved`: how the weights moved, in every fifth step of a run that follows another.
+    `inputs`: their checksums. `indices`: the samples of each batch. `begins`: for each batch that begins a
+    pass over the data, whether it was loaded "here", in the training process, or "elsewhere". `loss`: the
+    mean of the `losses` of its backward passes. `moved`: how the weights moved, in every fifth step of a
+    run that follows another.
     """
 
     inputs: tuple[str, ...] = ()
@@ -106,8 +109,8 @@ class ProofStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofRun:
-    """A run that a proof needs: with these changes, so many steps. One that leads has a number; one that follows it
-    goes on from its weights every few steps."""
+    """A run that a proof needs: with these changes, so many steps. One that leads has a number; one that
+    follows it goes on from its weights every few steps."""
 
     changes: tuple[Change, ...]
     steps: int
@@ -123,7 +126,7 @@ class Runner(Protocol):
         ...
 
     def prove(self, requests: Sequence[ProofRun], *, timeout_s: float, at_once: int = 1) -> list[Run]:
-        """Runs for a proof, with fingerprints, so many at once: nobody times them. Those that lead come first."""
+        """Runs for a proof, with fingerprints, so many at once. Those that lead come first."""
         ...
 
 
@@ -175,7 +178,7 @@ class Run:
 
     @property
     def short_epoch(self) -> str:
-        """A remark where the start of an epoch is a share that matters, and this run has not seen one; else nothing."""
+        """A remark where the start of an epoch matters and was not in this run; else nothing."""
         steps = self.metrics.steps_an_epoch
         if self.speed is None or not steps or self.speed.steps >= steps:
             return ""
@@ -299,7 +302,7 @@ class Run:
 
 
 def runs_at_once(before: Run, now: Run) -> int:
-    """How many runs have room side by side: on one GPU and one host, of one process each, with cores for each."""
+    """How many runs of one process have room side by side: on one GPU and one host, with cores for each."""
     total = now.metrics.gpu("memory_total_bytes").high
     reserved = max(run.metrics.facts.memory_reserved_bytes or 0 for run in (before, now))
     if not reserved or not math.isfinite(total) or now.metrics.rank.info.world_size > 1:
@@ -309,10 +312,11 @@ def runs_at_once(before: Run, now: Run) -> int:
 
 
 class Launcher:
-    """The real runner: each run is a trial of `launch`, in a folder of its own, and writes nothing of the user's: on an
-    `overlay` or by redirection; where that is not said, as the system permits.
+    """The real runner: each run is a trial of `launch`, in a folder of its own, and writes nothing of the
+    user's: on an `overlay` or by redirection; where that is not said, as the system permits.
 
-    Raises OverlayError where a run fails because of its overlay, and RealWriteError where one has written all the same.
+    Raises OverlayError where a run fails because of its overlay, and RealWriteError where one has written
+    all the same.
     """
 
     def __init__(self, command: Sequence[str], folder: Path, *, overlay: bool | None = None) -> None:
@@ -346,8 +350,8 @@ class Launcher:
     def _check_overlay(self, run: Run, *, first: bool) -> None:
         """Raise OverlayError where a run has failed because of its overlay.
 
-        Either a disk takes none; or files of others could not be copied into it. The second is said by the run, or may
-        be why the `first` run fails without saying so (torch.save does not).
+        Either a disk takes none; or files of others could not be copied into it. The second is said by the
+        run, or may be why the `first` run fails without saying so (torch.save does not).
         """
         if run.code in (0, launcher.TIMED_OUT) or not self._overlay:
             return
@@ -407,8 +411,8 @@ class Launcher:
                             run.result()
             except BaseException:
                 over.set()  # those that have not begun never do
-                # Each run is in a session of its own, which no signal to us reaches. One that is only starting is ended
-                # in the next round.
+                # Each run is in a session of its own, which no signal to us reaches. One that is only
+                # starting is ended in the next round.
                 while under_way:
                     for folder in self._folder.iterdir():
                         launcher.end(folder)
@@ -419,7 +423,7 @@ class Launcher:
 
 @contextlib.contextmanager
 def _signals_as_ctrl_c() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt meanwhile: else they would end us, and leave our trials behind."""
+    """SIGTERM and SIGHUP raise KeyboardInterrupt: else they would end us and leave trials behind."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

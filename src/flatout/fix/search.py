@@ -5,9 +5,9 @@
                   └──────────────────────────────────────────────────────────────────────────────────────────────┘
     nothing promises more, or the budget is spent ─► what pays nothing is pruned ─► proof ─► before against after
 
-A run costs its start-up first of all (many seconds with torch on a GPU machine), so there are few of them: bundles are
-tried first, and only close calls are repeated. A change is kept when the interval of its gain lies above 1 and the gain
-above 2%.
+A run costs its start-up first of all (many seconds with torch on a GPU machine), so there are few of
+them: bundles are tried first, and only close calls are repeated. A change is kept when the interval of
+its gain lies above 1 and the gain above 2%.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class Search:
         self._wishes = wishes
         self._steps = steps
         self._progress = progress or ProgressListener()
-        self._undecided: list[Offer] = []  # may be gains, and could not be told from noise: once more, at the end
+        self._undecided: list[Offer] = []  # may be gains: once more, at the end
         self._epoch_run: Run | None = None  # of what is kept, over more than an epoch
-        self._ceiling_trace: Trace | None = None  # of what is kept, with the latest X-ray and ceiling there are
+        self._ceiling_trace: Trace | None = None  # of what is kept, with the latest ceiling
         self.result = FixResult()
         self._budget = TimeBudget(budget_s, clock)
         self._trials = Trials(runner, self.result, self._budget, self._progress, steps)
@@ -80,7 +80,7 @@ class Search:
         self._remark = self._trials.remark
 
     def run(self) -> FixResult:
-        """Everything, in order. An interruption ends it with what is known so far, and so does a real write."""
+        """Everything, in order. An interruption or a real write ends it with what is known so far."""
         result = self.result
         try:
             self._measure_baseline()
@@ -100,7 +100,7 @@ class Search:
             self._remark(f"runs of the same plan vary by ±{noise.sd:.0%}: a gain below that may not have shown")
         return result
 
-    # -- the baseline -----------------------------------------------------------------------------------------------
+    # -- the baseline --
 
     def _measure_baseline(self) -> None:
         steps = self._steps or FIRST_STEPS
@@ -112,7 +112,8 @@ class Search:
         self._use_as_baseline(first)
         cold = first.metrics.storage_share >= COLD_STORAGE
         well_known = first.speed is not None and first.speed.known_to <= HARDLY_KNOWN_TO
-        # Everything is compared with the baseline, so a second run of it pays where there is time for several more.
+        # Everything is compared with the baseline, so a second run of it pays where there is time for
+        # several more.
         if self._steps is None and self._budget.left_s > 5 * first.seconds and (cold or not well_known):
             again = self._trials.run("the command once more", ())
             if again.is_measured and cold:
@@ -136,10 +137,10 @@ class Search:
             self._remark(f"the first run read from a cold disk: the second was {faster:.2f}× as fast and counts")
         self._history.forget_speeds()
 
-    # -- which offer is next ----------------------------------------------------------------------------------------
+    # -- which offer is next --
 
     def _try_offers(self) -> None:
-        """Offer after offer, until nothing promises more or there is no time for the next one and its proof."""
+        """Offer after offer, while one promises more and there is time for it and its proof."""
         while True:
             view = self._view()
             offered, self.result.withheld = offers(view, self._wishes)
@@ -147,7 +148,8 @@ class Search:
             affordable = [offer for offer in map(self._provable_part, promising) if self._affords(offer)]
             if affordable:
                 self._try(affordable[0])
-            # What costs a whole epoch, and what may be nothing but noise, waits until nothing else is affordable.
+            # What costs a whole epoch, and what may be nothing but noise, waits until nothing else is
+            # affordable.
             elif self._may_look_at_an_epoch(view):
                 self._look_at_an_epoch()
             elif self._undecided and self._affords(self._undecided[0]):
@@ -175,7 +177,7 @@ class Search:
         )
 
     def _provable_part(self, offer: Offer) -> Offer:
-        """The offer; where there is no time for its proof, without other rounding, which takes the longest to prove."""
+        """The offer; where there is no time to prove other rounding, without that."""
         quick = tuple(change for change in offer.changes if change.safety != "equivalent")
         if quick and offer.splits and not self._affords(offer):
             return replace(offer, changes=quick)
@@ -198,10 +200,10 @@ class Search:
             return "nothing of what --only and --skip leave promises more"
         return "nothing promises more"
 
-    # -- time -------------------------------------------------------------------------------------------------------
+    # -- time --
 
     def _affords(self, offer: Offer) -> bool:
-        """Whether there is time for a trial of the offer, its proof and, if it promises little, the last comparison."""
+        """Whether there is time for a trial, its proof and, if it promises little, the last comparison."""
         return self._trials.spare_s(offer.changes, compare=offer.promise < PROMISING) > self._trying_s(offer)
 
     def _trying_s(self, offer: Offer) -> float:
@@ -213,7 +215,7 @@ class Search:
         looked = self._epoch_run is not None or self._trials.after.metrics.breakdown.steps >= steps
         return epoch_s if looked else 2 * epoch_s
 
-    # -- one trial --------------------------------------------------------------------------------------------------
+    # -- one trial --
 
     def _try(self, offer: Offer, *, again: bool = False) -> None:
         if offer.pauses and self._epoch_run is None:
@@ -245,7 +247,8 @@ class Search:
         run = self._trials.run(offer.name, plan, steps=self._trials.epoch_steps(), look_below_s=0.0)
         if self._failed(run) or self._history.pauses_are_rarer(run, offer.changes):
             return run
-        steps = 2 * (self._trials.epoch_steps() or 0)  # after the first epoch a script may evaluate in any case
+        # After the first epoch a script may evaluate in any case.
+        steps = 2 * (self._trials.epoch_steps() or 0)
         if not steps or self._trials.spare_s(offer.changes) < self._trials.seconds_again(run, steps):
             return run
         return self._trials.run(f"{offer.name}, two epochs", plan, steps=steps)
@@ -271,9 +274,9 @@ class Search:
     def _judge(self, offer: Offer, *, patient: bool) -> tuple[Gain, bool]:
         """The gain of an offer that ran, and whether it pays.
 
-        One rule for repeats: while the answer is open, the side that has run less often runs again, four times at the
-        most. It is open until a repeat has shown the gain, or it is too large for noise, or it cannot reach 2%.
-        Small gains stay open until nothing else is left to try: then one is `patient`.
+        One rule for repeats: while the answer is open, the side that has run less often runs again, four
+        times at the most. It is open until a repeat has shown the gain, or it is too large for noise, or it
+        cannot reach 2%. Small gains stay open until nothing else is left to try: then one is `patient`.
         """
         kept, new = self.result.kept, with_changes(self.result.kept, offer.changes)
         large = BELIEVED_ON_BUSY_MACHINE if self._trials.others_here else BELIEVED_AT_ONCE
@@ -281,11 +284,14 @@ class Search:
         while True:
             before, after = (self._history.speeds(plan, long=offer.pauses) for plan in (kept, new))
             noise = self._history.noise_near(before, after)
-            gained = gain_of_rarer_pauses(before, after, noise) if offer.pauses else gain(before, after, noise)
+            gained = gain(before, after, noise)
+            if offer.pauses:
+                gained = gain_of_rarer_pauses(before, after, noise)
             shown = gained.low > 1 and gained.value > MIN_GAIN
             # How long evaluation and checkpoints take was measured: that they are rarer is arithmetic.
             believed = shown and (noise.repeats > 0 or offer.pauses or gained.value > large)
-            # Without time for a repeat, an interval above 1 has to do: the last comparison still has to agree.
+            # Without time for a repeat, an interval above 1 has to do: the last comparison still has to
+            # agree.
             if gained.high < MIN_GAIN or repeats >= MOST_REPEATS or not self._trials.affords(offer.changes):
                 return gained, shown
             if believed or (gained.value < PROMISING and not patient):
@@ -370,8 +376,9 @@ class Search:
         self._progress.say(line)
 
     def _compiling_too_dear(self, changes: Sequence[Change], run: Run, gained: Gain) -> str:
-        """Why compiling does not pay in the training as planned; empty where it does, or where that is not known."""
-        # A trial is too short to pay for compiling: whether the whole training is long enough has to be worked out.
+        """Why compiling does not pay in the whole training; empty where it does, or that is not known."""
+        # A trial is too short to pay for compiling: whether the whole training is long enough has to be
+        # worked out.
         extra_s = run.start_s - self._trials.after.start_s
         compiles = any(change.name == "compile" for change in changes)
         if not compiles or run.speed is None or not run.metrics.loader.batch_size or extra_s <= 0:
@@ -384,10 +391,10 @@ class Search:
         self._remark(cost)
         return ""
 
-    # -- evaluation and checkpoints ---------------------------------------------------------------------------------
+    # -- evaluation and checkpoints --
 
     def _may_look_at_an_epoch(self, view: View) -> bool:
-        """Whether pauses could be had less often, a short trial did not see them, and a longer one is affordable."""
+        """Whether pauses may come less often, no trial has seen them yet, and a longer one is affordable."""
         permitted = any(self._wishes.permits(Change(name=name, value=0, safety="semantic")) for name in PAUSES)
         steps = self._trials.epoch_steps()
         if self._epoch_run is not None or steps is None or not permitted or not pause_knobs(view):
@@ -406,10 +413,10 @@ class Search:
         self._history.note(self.result.kept, run, long=True)
         self._epoch_run = run
 
-    # -- what pays nothing in company -------------------------------------------------------------------------------
+    # -- what pays nothing in company --
 
     def _prune(self) -> None:
-        """Take out, one at a time, what was kept in a bundle and changes rounding: it has to pay for itself."""
+        """Take out what changes rounding and was kept in a bundle, one by one: each has to pay for itself."""
         unknown = []
         for attempt in list(self.result.attempts):
             change = attempt.change
@@ -435,7 +442,7 @@ class Search:
         if unknown:
             self._remark(f"no time to see what each brings alone: {', '.join(map(in_words, unknown))}")
 
-    # -- proof ------------------------------------------------------------------------------------------------------
+    # -- proof --
 
     def _prove(self) -> None:
         if all(change.safety == "semantic" for change in self.result.kept):
@@ -445,7 +452,8 @@ class Search:
             return
         runner = ProofRunner(
             run=self._trials.prove,
-            # One process has to be sure of the GPU's memory: where two have no room, they run one after the other.
+            # One process has to be sure of the GPU's memory: where two have no room, they run one after the
+            # other.
             side_by_side=runs_at_once(self._trials.before, self._trials.after) > 1,
             has_time=lambda: self._budget.left_s > 0,
             say=self._progress.say,
@@ -475,10 +483,10 @@ class Search:
             else:
                 self.result.amend(attempt, outcome=replace(attempt.outcome, proof=f"not proven: {why}"))
 
-    # -- before against after ---------------------------------------------------------------------------------------
+    # -- before against after --
 
     def _compare_before_and_after(self) -> None:
-        """The headline: both sides once more, one after the other; the machine may have changed since the first run."""
+        """The headline: both sides once more, since the machine may have changed meanwhile."""
         kept = self.result.kept
         if not kept:
             return
@@ -509,7 +517,7 @@ class Search:
         self._conclude(before, after, fresh, long=long)
 
     def _compares_epochs(self) -> bool:
-        """Whether whole epochs are compared, since evaluation or checkpoints were changed, and there is time."""
+        """Whether whole epochs are compared: evaluation or checkpoints were changed, and there is time."""
         if not any(change.name in PAUSES for change in self.result.kept):
             return False
         if self._trials.compare_s(self._trials.epoch_steps()) < self._budget.left_s:
@@ -551,7 +559,8 @@ class Search:
             before, after = with_equal_steps(before, after)
         self.result.speeds, self.result.paused = (pooled(before), pooled(after)), long
         self._progress.say(f"before → after: {gained}")
-        # What was kept was picked for how fast it looked: the last runs have to agree, or all of them be sure.
+        # What was kept was picked for how fast it looked: the last runs have to agree, or all of them be
+        # sure.
         confirmed = gained.low > 1
         if fresh:
             confirmed = gain_of(fresh[:1], fresh[1:], ONE_RUN).value >= 1

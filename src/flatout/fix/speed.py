@@ -1,7 +1,7 @@
 """How fast a run trains, in samples a second, and whether another is faster beyond the noise.
 
-The mean of all steady steps counts, not the median: sixteen workers that deliver in bursts make most steps short and a
-few long. How sure a speed and a gain are is said by `model.stats`.
+The mean of all steady steps counts, not the median: sixteen workers that deliver in bursts make most steps
+short and a few long. How sure a speed and a gain are is said by `model.stats`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _LOST_AGAIN = 1.1  # … where the gain without them is that much larger than th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed(Measured):
-    """Samples a second of all ranks; `with_pauses` counts evaluation and checkpoints too, which were seen to take
-    `pauses_s` a sample."""
+    """Samples a second of all ranks; `with_pauses` counts evaluation and checkpoints too, which were seen
+    to take `pauses_s` a sample."""
 
     with_pauses: float
     steps: int
@@ -53,7 +53,7 @@ class Speed(Measured):
 
 
 class _Row(NamedTuple):
-    """One step, or the steps of a window: how many, their time, what of it is not training, and their samples."""
+    """One step, or the steps of a window, with what of their time is not training."""
 
     steps: int
     wall_ms: float
@@ -99,8 +99,8 @@ def _step_ms(rows: Sequence[_Row]) -> float:
 
 
 def _rows(rank: RankTrace) -> list[_Row]:
-    """Step by step. Of a run too long to be kept so (a whole epoch, for its pauses), window by window: of later steps
-    only the odd ones are there."""
+    """Step by step. Of a run too long to be kept so (a whole epoch, for its pauses), window by window: of
+    later steps only the odd ones are there."""
     steps = rank.every_step()
     if steps is not None:
         return [_row_of_step(step) for step in steps]
@@ -144,8 +144,9 @@ def _warming_up(trace: Trace, steps: int) -> int:
 
 
 def gain_of_rarer_pauses(before: Sequence[Speed], after: Sequence[Speed], noise: RunNoise) -> Gain:
-    """The gain where only evaluation and checkpoints changed: steps count as equally long, as they are but for luck."""
-    # Longer steps make pauses a smaller share: how large would the gain be with steps that much longer, or shorter?
+    """The gain where only evaluation and checkpoints changed: steps count as equally long."""
+    # Longer steps make pauses a smaller share: how large would the gain be with steps that much longer, or
+    # shorter?
     sure = math.exp(unsure(before, after, noise))
     old, new = map(pooled, with_equal_steps(before, after))
     step_s, old_s, new_s = 1 / old.value, 1 / old.with_pauses - 1 / old.value, 1 / new.with_pauses - 1 / new.value
@@ -179,10 +180,12 @@ def pooled(runs: Sequence[Speed]) -> Speed:
 
 def slower_pauses(before: Speed, after: Speed) -> str:
     """A remark where evaluation and checkpoints take back what the steps have gained; else nothing."""
-    both = before.pauses_s.keys() & after.pauses_s.keys()  # a faster run gets further: to the first evaluation, say
+    # A faster run gets further: to the first evaluation, say.
+    both = before.pauses_s.keys() & after.pauses_s.keys()
     then, now = (sum(speed.pauses_s[kind] for kind in both) for speed in (before, after))
     counted = (1 / before.value + then) / (1 / after.value + now)
-    # A trial holds the pauses of an epoch that has ended in it, and up to twice as many steps: that much is luck.
+    # A trial holds the pauses of an epoch that has ended in it, and up to twice as many steps: that much is
+    # luck.
     if not then or now < _SLOWER_PAUSES * then or counted * _LOST_AGAIN > after.value / before.value:
         return ""
     return f"evaluation and checkpoints take {now / then:.1f}× as long as before: counted in, {counted:.2f}× as fast"

@@ -1,7 +1,7 @@
 """The time that a fix may take: what is left of it, and what a run is expected to take.
 
-A run is expected to take as long as the longest one so far; what the compiler takes is held apart from that. Nothing
-else is foreseen.
+A run is expected to take as long as the longest one so far; what the compiler takes is held apart from
+that. Nothing else is foreseen.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from flatout.model.plan import Change
 
-COMPILING_S, TUNING_S = 40.0, 180.0  # what torch.compile may take, and with max-autotune, until it has been seen
+COMPILING_S, TUNING_S = 40.0, 180.0  # by torch.compile, and with max-autotune, until it has been seen
 COMPILED_AGAIN = 0.3  # of that time is left when the compiler finds its kernels in its cache: a guess
 _PATIENCE = 4  # times as long as expected, before a run is ended
 

@@ -1,8 +1,9 @@
 """The runs of a fix: made in the time there is (`Trials`), and what they have shown so far (`RunHistory`).
 
-How long evaluation and checkpoints take is measured; that every fifth of them takes a fifth is arithmetic. A trial of
-little more than an epoch could not measure it: it has the one evaluation that comes after the first epoch in any case,
-or none at all. What a trial can show is that the script does skip some, if not in the first epoch then in a second.
+How long evaluation and checkpoints take is measured; that every fifth of them takes a fifth is
+arithmetic. A trial of little more than an epoch could not measure it: it has the one evaluation that
+comes after the first epoch in any case, or none at all. What a trial can show is that the script does
+skip some, if not in the first epoch then in a second.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _RARER = 0.75  # of what they took, at the most, where some of them are left out
 
 
 class Trials:
-    """Makes the runs of a fix, of `steps` each if that is given. `result` holds what is kept so far, and its runs."""
+    """Makes the runs of a fix. `result` holds what is kept so far; `steps`: of each run, if given."""
 
     def __init__(
         self, runner: Runner, result: FixResult, budget: TimeBudget, progress: ProgressListener, steps: int | None
@@ -87,7 +88,8 @@ class Trials:
         )
         run = self._runner.run(changes, steps or usual, trial)
         self._result.trials.append(RunRecord(what=what, seconds=run.seconds, speed=run.speed))
-        # A crash is over sooner, and a whole epoch later, than other runs: neither says what the next trial takes.
+        # A crash is over sooner, and a whole epoch later, than other runs: neither says what the next trial
+        # takes.
         if run.is_measured and steps is None:
             self._budget.note(changes, run.seconds)
         if not self.others_here and run.in_company:
@@ -116,16 +118,16 @@ class Trials:
             self._result.remarks.append(text)
             self._progress.say(text)
 
-    # -- steps ------------------------------------------------------------------------------------------------------
+    # -- steps --
 
     @property
     def _ends_by_time(self) -> bool:
-        """Whether a trial goes on until it has trained for some seconds; several ranks would not agree on when."""
+        """Whether a trial ends by time; several ranks would not agree on when that is."""
         alone = self._result.before is None or self.before.metrics.rank.info.world_size == 1
         return alone and self._steps is None
 
     def usual_steps(self, run: Run) -> int:
-        """More than the batches that lie ready at the start; where steps alone say when it ends, for some seconds."""
+        """More than the batches that lie ready at the start; for some seconds, where only steps count."""
         if self._steps is not None:
             return self._steps
         if self._ends_by_time:
@@ -139,7 +141,7 @@ class Trials:
             return None
         return max(math.ceil(1.1 * steps) + 5, self.usual_steps(self.after))
 
-    # -- time -------------------------------------------------------------------------------------------------------
+    # -- time --
 
     def seconds_again(self, run: Run, steps: int | None = None) -> float:
         """What a run takes once more, without X-ray and ceiling: so many steps, or as many as it had."""
@@ -153,7 +155,7 @@ class Trials:
         return self.seconds_again(self.before, steps) + self.seconds_again(self.after, steps)
 
     def reserve_s(self, changes: Sequence[Change] = (), *, compare: bool = True) -> float:
-        """The time set aside: for the proof of what is kept and these changes, and for before against after."""
+        """The time set aside for the proof, with these changes too, and for before against after."""
         plan = with_changes(self._result.kept, changes)
         reserve_s = 0.0
         if compare and self._result.kept:
@@ -179,7 +181,7 @@ class RunHistory:
 
     def __init__(self) -> None:
         self._speeds: dict[tuple[str, bool], list[Speed]] = {}
-        self._pauses_s: dict[str, float] = {}  # a sample, by kind, as often as the script has them without any change
+        self._pauses_s: dict[str, float] = {}  # a sample, by kind, without any change
         self._intervals: dict[tuple[str, str], int] = {}  # how often it has them, by change and knob
 
     def note(self, changes: Sequence[Change], run: Run, *, long: bool = False) -> None:
@@ -206,7 +208,8 @@ class RunHistory:
         return RunNoise.seen_in(self._speeds.values())
 
     def noise_near(self, *plans: Sequence[Speed]) -> RunNoise:
-        """That of plans about as fast as these: one that is far slower waits for something else, with other noise."""
+        """That of plans about as fast as these: one that is far slower waits for something else, with other
+        noise."""
         speeds = [pooled(runs).value for runs in plans]
 
         def is_near(runs: Sequence[Speed]) -> bool:
@@ -215,7 +218,7 @@ class RunHistory:
 
         return RunNoise.seen_in(runs for runs in self._speeds.values() if is_near(runs))
 
-    # -- evaluation and checkpoints ---------------------------------------------------------------------------------
+    # -- evaluation and checkpoints --
 
     def look_at_pauses(self, run: Run, plan: Sequence[Change]) -> None:
         """Learn what they take from a run over an epoch and more."""
@@ -244,7 +247,8 @@ class RunHistory:
         return seen_s < _RARER * sum(self._pauses_s.get(kind, 0.0) for kind in kinds)
 
     def _shares_left(self, plan: Sequence[Change]) -> dict[str, float]:
-        """Which share of its pauses a plan leaves, by kind: the interval as it was, over the interval as it is."""
+        """Which share of its pauses a plan leaves, by kind: the interval as it was, over the interval as it
+        is."""
         shares = {}
         for change in plan:
             before = self._intervals.get((change.name, change.knob))

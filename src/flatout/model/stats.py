@@ -1,16 +1,19 @@
 """Is it faster? The one statistic of `flatout fix`, `flatout compare` and the end of a trial.
 
-The steady steps of a run are cut into eight blocks of neighbours; Student's t over the means of the blocks says how
-well the mean step is known ("batch means", as it is done for simulations that warm up). Why this one:
+The steady steps of a run are cut into eight blocks of neighbours; Student's t over the means of the
+blocks says how well the mean step is known ("batch means", as it is done for simulations that warm up).
+Why this one:
 
-- Steps are not independent: a slow disk, a garbage collection or the rhythm of sixteen workers makes neighbours
-  alike. Means of long blocks hardly depend on each other, and are nearly normal even where a few steps take ten times
-  as long. A bootstrap over short blocks counts neighbours as independent: of two equal runs whose steps have a memory
-  of twenty steps it calls a third different, at a promised 5%. (Blocks have to be longer than that memory: of 200 such
-  steps eight blocks still err in 15% of the pairs, of 1,000 in 6%.)
-- Runs of one plan differ too (clocks, page cache, other users), which no number of steps in one run can show. What
-  they differ by is assumed until repeats have shown it (`RunNoise`). From three runs a side on, the runs themselves are
-  the sample, and a pattern that every run has in its steps no longer counts against any of them.
+- Steps are not independent: a slow disk, a garbage collection or the rhythm of sixteen workers makes
+  neighbours alike. Means of long blocks hardly depend on each other, and are nearly normal even where a
+  few steps take ten times as long. A bootstrap over short blocks counts neighbours as independent: of two
+  equal runs whose steps have a memory of twenty steps it calls a third different, at a promised 5%.
+  (Blocks have to be longer than that memory: of 200 such steps eight blocks still err in 15% of the
+  pairs, of 1,000 in 6%.)
+- Runs of one plan differ too (clocks, page cache, other users), which no number of steps in one run can
+  show. What they differ by is assumed until repeats have shown it (`RunNoise`). From three runs a side
+  on, the runs themselves are the sample, and a pattern that every run has in its steps no longer counts
+  against any of them.
 - Speeds are compared as ratios, so errors are relative: those of the logarithm.
 
 Only the standard library is used, because the training process imports this.
@@ -28,7 +31,7 @@ MIN_GAIN = 1.02  # what is smaller is not worth a change
 ENOUGH_RUNS = 3  # a side: then the runs are the sample
 USUAL_RUN_NOISE = 0.02  # from run to run, until repeats have shown another
 _ASSUMED_REPEATS = 2  # the usual noise weighs as much as so many repeats
-_STUDENT = (math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31)  # 95%, both sides, by degrees of freedom
+_STUDENT = (math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31)  # 95%, by degrees of freedom
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +67,8 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunNoise:
-    """What runs of one plan differ by, as a share (one standard deviation), and how many repeats have shown that."""
+    """What runs of one plan differ by, as a share (one standard deviation), and how many repeats have shown
+    that."""
 
     sd: float
     repeats: int
@@ -88,12 +92,14 @@ ONE_RUN = RunNoise(sd=0.0, repeats=0)  # where only the two runs themselves are 
 
 
 def warm_up(steps: int) -> int:
-    """How many of a run's first steps do not count: batches lie ready from before, kernels and caches are cold."""
+    """How many of a run's first steps do not count: batches lie ready from before, kernels and caches are
+    cold."""
     return min(50, steps // 5)
 
 
 def blocks_of(count: int) -> list[slice]:
-    """Where `count` items in a row are cut into blocks of (nearly) one size: eight, or fewer of fewer items."""
+    """Where `count` items in a row are cut into blocks of (nearly) one size: eight, or fewer of fewer
+    items."""
     blocks = min(BLOCKS, count)
     edges = [block * count // blocks for block in range(blocks + 1)]
     return [slice(start, end) for start, end in itertools.pairwise(edges)]
@@ -123,7 +129,8 @@ def variance_of_mean(means: Sequence[float]) -> float:
 
 
 def half_width(parts: Iterable[tuple[float, float]]) -> float:
-    """Half the 95% interval of a sum of independent parts, each with its variance and its degrees of freedom."""
+    """Half the 95% interval of a sum of independent parts, each with its variance and its degrees of
+    freedom."""
     known = [(variance, freedom) for variance, freedom in parts if variance > 0]
     if not known:
         return 0.0
