@@ -1,6 +1,6 @@
 """The settings a script has read: its command line, YAML and JSON files, Python config modules. No secret is kept.
 
-The standard library only: it is at work before torch is imported.
+Only the standard library is used, because this runs before torch is imported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flatout.model.facts import SettingsRead
 from flatout.redact import redact_setting
 
 _CONFIG = re.compile(r"config|settings|options", re.I)
-_PYTHONS_OWN = os.path.dirname(os.__file__)  # noqa: PTH120  # has a module of how Python itself was built
+_PYTHONS_OWN = os.path.dirname(os.__file__)  # noqa: PTH120  # there is a module about how Python itself was built
 _MOST_SETTINGS = 400
 _MOST_ITEMS = 50
 _MOST_SOURCES = 20
@@ -25,7 +25,7 @@ _LONGEST_TEXT = 300
 
 
 def _cut(value: Any, longest: int = _LONGEST_TEXT) -> Any:
-    """A value as far as a report can hold it."""
+    """A value, cut to what a report can hold."""
     if isinstance(value, dict):
         return {key: _cut(held, longest) for key, held in list(value.items())[:_MOST_SETTINGS]}
     if isinstance(value, list | tuple):
@@ -41,15 +41,15 @@ class Settings:
         self._looked_at_modules = False
 
     def note(self, source: str, where: str | None, values: Any, options: dict[str, str] | None = None) -> None:
-        """Remember one set of values. Files of installed packages are none of the user's settings."""
+        """Remember one set of values. Files of installed packages are not the user's settings."""
         if where is not None and "-packages" in str(where):
             return
         if not isinstance(values, dict) or not values or len(self.read) >= _MOST_SOURCES:
             return  # a dataset may read a file a sample
-        known = redact_setting("", _cut(values, 10 * _LONGEST_TEXT))  # a secret cut short would no longer look like one
-        entry = SettingsRead(
-            source=source, file=str(where) if where is not None else None, values=_cut(known), options=options or {}
-        )
+        # A secret that is cut short would no longer look like one: hide it first.
+        known = redact_setting("", _cut(values, 10 * _LONGEST_TEXT))
+        file = str(where) if where is not None else None
+        entry = SettingsRead(source=source, file=file, values=_cut(known), options=options or {})
         if entry not in self.read:
             self.read.append(entry)
 

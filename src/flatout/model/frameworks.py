@@ -59,7 +59,6 @@ FRAMEWORKS = (
             "batch_size": ("per_device_train_batch_size", 8),
             "num_workers": ("dataloader_num_workers", 0),
             "pin_memory": ("dataloader_pin_memory", True),
-            "drop_last": ("dataloader_drop_last", False),
             "prefetch_factor": ("dataloader_prefetch_factor", None),
             "persistent_workers": ("dataloader_persistent_workers", False),
         },

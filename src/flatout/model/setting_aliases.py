@@ -8,7 +8,6 @@ from flatout.model.changes import CHANGES
 
 # Those that a change is about are named in its definition.
 NAMES = {spec.name: spec.settings for spec in CHANGES if spec.settings} | {
-    "drop_last": r"(dataloader_?)?drop_?last",
     "epochs": r"(num_?|n_?|max_?|total_?)?(train_?)?epochs",
     "fp16": r"(use_?)?fp16",
     "trainer_precision": r"precision",  # Lightning's; elsewhere it may be about digits
