@@ -33,8 +33,8 @@ class Files(Dataset):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", required=True)
-    parser.add_argument("--latency-ms", type=float, default=6)
-    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--latency-ms", type=float, default=9)
+    parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--epochs", type=int, default=100)
     args = parser.parse_args()
     torch.manual_seed(0)
