@@ -1,7 +1,7 @@
 """`flatout doctor`: what this machine has, what is missing, and what that costs.
 
-`examine` builds the findings as data, `report_lines` puts them into words. torch is asked in a process of its own, so
-that a broken installation cannot break the doctor. Nothing here needs a GPU, a driver or torch.
+`examine` builds the findings as data, `report_lines` puts them into words. torch is asked in a process of its
+own, so that a broken installation cannot break the doctor. Nothing here needs a GPU, a driver or torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Every file flatout writes in one go is written here: whole, or not at all.
 
-The content goes to a file that has no name yet, is forced to the disk, and takes the target's name in one step. A full
-disk leaves what was there before, and so does a `kill -9`, which leaves no temporary file either (but where the file
-system has no nameless files). Standard library only: any process may use it.
+The content goes to a file that has no name yet, is forced to the disk, and takes the target's name in one
+step. A full disk leaves what was there before, and so does a `kill -9`, which leaves no temporary file either
+(but where the file system has no nameless files). Standard library only: any process may use it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _NEW = 0o666  # less what the umask takes
 def write_whole(path: Path, content: str | bytes, *, mode: int | None = None) -> None:
     """Write a file whole or not at all. Raises OSError, and then what was there is still there.
 
-    Without a `mode` the file keeps the permissions it had, or gets those of any new file. What UTF-8 cannot hold, such
-    as a file name in another encoding, is written as `?`.
+    Without a `mode` the file keeps the permissions it had, or gets those of any new file. What UTF-8 cannot
+    hold, such as a file name in another encoding, is written as `?`.
     """
     data = content.encode("utf-8", errors="replace") if isinstance(content, str) else content
     write_whole_by(path, lambda file: file.write(data), mode=mode)
@@ -77,7 +77,8 @@ def _open(scratch: Path, mode: int) -> tuple[int, bool]:
 def clear_of_standard(handle: int) -> int:
     """The same open file under a number that nobody takes for stdin, stdout or stderr.
 
-    Where one of these is closed the next file that is opened gets its number, and what is printed lands in it.
+    Where one of these is closed the next file that is opened gets its number, and what is printed lands in
+    it.
     """
     if handle > 2:
         return handle

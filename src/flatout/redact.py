@@ -1,8 +1,9 @@
-"""Hides secrets: a command, a setting or a text gets into a trace, a report or onto a terminal by way of this file.
+"""Hides secrets: a command, a setting or a text gets into a trace, a report or onto a terminal by way of this
+file.
 
 A secret is known by the words of its name (`openaiKey`, `--hf-token`, `DB_PASS`) or by the shape of its value
-(`Bearer …`, `ghp_…`, a password in a URL). In doubt it is hidden. What has neither such a name nor such a shape comes
-out, so a file that keeps a whole config or a program's output is `files.PRIVATE`.
+(`Bearer …`, `ghp_…`, a password in a URL). In doubt it is hidden. What has neither such a name nor such a
+shape comes out, so a file that keeps a whole config or a program's output is `files.PRIVATE`.
 
 Standard library only: it is at work in the user's process before torch is imported.
 """

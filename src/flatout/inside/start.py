@@ -1,4 +1,5 @@
-"""Runs in every Python process of a launched command, before the user's code. Standard library only until torch is in.
+"""Runs in every Python process of a launched command, before the user's code. Standard library only until
+torch is in.
 
 It waits for a few imports; nothing else happens in a process that never trains.
 """

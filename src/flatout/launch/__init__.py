@@ -1,4 +1,5 @@
-"""OUTSIDE: starts the user's command with flatout in it, watches the hardware beside it, and ends its process tree.
+"""OUTSIDE: starts the user's command with flatout in it, watches the hardware beside it, and ends its process
+tree.
 
 launcher       the command, its signals, its exit code
 protocol       what the launcher tells the inside

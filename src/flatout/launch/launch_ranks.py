@@ -1,8 +1,8 @@
 """Starts the ranks of `flatout train --gpus N` on this machine, and ends as they do.
 
-`python -m flatout.launch.launch_ranks N COMMAND…` does what torchrun does on one machine, less its page of traceback
-after an end that a rank has explained itself, and with the exit code of that rank. A line that several ranks write to
-stderr is shown once.
+`python -m flatout.launch.launch_ranks N COMMAND…` does what torchrun does on one machine, less its page of
+traceback after an end that a rank has explained itself, and with the exit code of that rank. A line that
+several ranks write to stderr is shown once.
 """
 
 from __future__ import annotations

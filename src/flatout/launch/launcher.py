@@ -1,7 +1,8 @@
-"""OUTSIDE: runs the user's command with flatout in it, watches the hardware beside it, and ends its process tree.
+"""OUTSIDE: runs the user's command with flatout in it, watches the hardware beside it, and ends its process
+tree.
 
-The command gets our terminal, its own exit code comes back, and signals reach it. What flatout does inside travels in
-environment variables; nothing is written but the trace folder.
+The command gets our terminal, its own exit code comes back, and signals reach it. What flatout does inside
+travels in environment variables; nothing is written but the trace folder.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ def run(
 ) -> int:
     """Run `command`, recording into `folder`; its exit code (128 + n when signal n ended it).
 
-    A command lives on when we are killed, unless it `ends_with_us`: then it gets SIGTERM.
-    With a `plan` its changes are made inside. In a `trial` the command's output goes to `output.txt` in the folder,
-    and the exit code is `TIMED_OUT` where it had to be ended.
+    A command lives on when we are killed, unless it `ends_with_us`: then it gets SIGTERM. With a `plan` its
+    changes are made inside. In a `trial` the command's output goes to `output.txt` in the folder, and the
+    exit code is `TIMED_OUT` where it had to be ended.
     """
     program = _program(command)
     if isinstance(program, int):
@@ -147,8 +148,8 @@ def _run_trial(words: list[str], options: Options, trial: Trial, environment: di
 def _check_beside_overlays(box: sandbox.Sandbox) -> Callable[[], None]:
     """Remember what overlays do not cover; the function returned compares, after the trial.
 
-    What changes in a folder under an overlay was not changed by the trial, but by a person, another program, or a
-    service that the script called. That is reported, and is no reason to end.
+    What changes in a folder under an overlay was not changed by the trial, but by a person, another program,
+    or a service that the script called. That is reported, and is no reason to end.
     """
     memory, near = SharedMemory(), Snapshot(box.near, but=[*box.keep, box.scratch])
 
@@ -261,8 +262,8 @@ def _wait(
 ) -> int:
     """Wait for the command; its exit code, 128 + n when signal n ended it.
 
-    Signals meant for the command are passed on. Ctrl-C in a terminal reaches it without us; so has what it `received`.
-    A trial is ours to end: what would end us ends it, and its time may be over.
+    Signals meant for the command are passed on. Ctrl-C in a terminal reaches it without us; so has what it
+    `received`. A trial is ours to end: what would end us ends it, and its time may be over.
     """
     code = _wait_for_end(process, received, trial)
     return 128 - code if code < 0 else code
@@ -303,10 +304,10 @@ def _wait_for_end(process: subprocess.Popen[bytes], received: SignalsReceived | 
 def _for_us_alone(sent: signal.struct_siginfo, received: SignalsReceived | None) -> bool:
     """Whether the command has not got this signal already, as far as can be known.
 
-    The terminal signals the whole process group. Of other signals a Python in the command says whether it `received`
-    them; where none does, a `kill` from within the group may have reached the command too. But a batch script's
-    `trap 'kill -TERM $PID' TERM` signals us alone. A second SIGTERM does no harm, a lost one does. Only an interrupt,
-    which many take as "at once" when it comes twice, is left to the group.
+    The terminal signals the whole process group. Of other signals a Python in the command says whether it
+    `received` them; where none does, a `kill` from within the group may have reached the command too. But a
+    batch script's `trap 'kill -TERM $PID' TERM` signals us alone. A second SIGTERM does no harm, a lost one
+    does. Only an interrupt, which many take as "at once" when it comes twice, is left to the group.
     """
     if sent.si_code > 0:
         return False

@@ -1,7 +1,7 @@
 """Training processes that flatout has not got into: they load PyTorch, and nothing there starts flatout.
 
-PYTHONPATH brings flatout in. Python ignores it with -I or -E, and a script may replace it. `flatout hook install` makes
-that Python start flatout all the same.
+PYTHONPATH brings flatout in. Python ignores it with -I or -E, and a script may replace it. `flatout hook
+install` makes that Python start flatout all the same.
 """
 
 from __future__ import annotations

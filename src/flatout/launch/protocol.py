@@ -27,19 +27,19 @@ WEIGHTS_OVER = "over"  # the file that says that a run leaves no more weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What makes a run a trial: it writes nothing of the user's, its output goes into the trace folder, and it ends.
+    """What makes a run a trial: it writes nothing of the user's, its output goes into the trace folder, and
+    it ends.
 
-    `protect` is a scratch folder that takes what the command writes, by overlays or (not `overlay`) by redirection;
-    None lets it write. `seed` is imposed where the
-    script sets none. With `fingerprints` nothing is timed: `proof-<rank>.jsonl` says what reached the model. Such a run
-    may leave its weights in the folder `leads`, as far as `weights_bytes` go, and take up those in `follows`, every few
-    steps.
+    `protect` is a scratch folder that takes what the command writes, by overlays or (not `overlay`) by
+    redirection; None lets it write. `seed` is imposed where the script sets none. With `fingerprints` nothing
+    is timed: `proof-<rank>.jsonl` says what reached the model. Such a run may leave its weights in the folder
+    `leads`, as far as `weights_bytes` go, and take up those in `follows`, every few steps.
 
-    It goes on beyond its steps until it has trained for `at_least_s` (half of that where its steps are steady), and for
-    up to twice that while its mean step is not `known_to` such a share, or until it has MOST_STEPS; several ranks do
-    not: they have to end at the same step.
-    The X-ray and the ceiling come last, and only where a step has taken less than `look_below_s`: what is slower than
-    what there is already need not be understood.
+    It goes on beyond its steps until it has trained for `at_least_s` (half of that where its steps are
+    steady), and for up to twice that while its mean step is not `known_to` such a share, or until it has
+    MOST_STEPS; several ranks do not: they have to end at the same step. The X-ray and the ceiling come last,
+    and only where a step has taken less than `look_below_s`: what is slower than what there is already need
+    not be understood.
     """
 
     seed: int | None = None

@@ -1,9 +1,11 @@
-"""A trial writes nothing of the user's: what it writes goes to a scratch folder, and it reads back what it wrote.
+"""A trial writes nothing of the user's: what it writes goes to a scratch folder, and it reads back what it
+wrote.
 
     overlay       where the system permits: a mount namespace in which everything that can be written to is an overlay
     redirection   elsewhere: Python's ways of writing go to a copy (inside/redirect.py); this says which folders
 
-Run as a program this file makes the namespace and becomes the command: standard library only, nothing of flatout.
+Run as a program this file makes the namespace and becomes the command: standard library only, nothing of
+flatout.
 """
 
 from __future__ import annotations
@@ -54,10 +56,11 @@ _TOUCH = "import sys; sys.argv[1:] and open(sys.argv[1], 'x').close()"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sandbox:
-    """`cover`: folders in which nothing may be written; `keep`: folders in them that may; `scratch` takes the rest.
+    """`cover`: folders in which nothing may be written; `keep`: folders in them that may; `scratch` takes the
+    rest.
 
-    `near` are the folders that the command is most likely to write to, `beyond` the others in which people keep files.
-    `compiled` is where torch's compiler keeps what it made.
+    `near` are the folders that the command is most likely to write to, `beyond` the others in which people
+    keep files. `compiled` is where torch's compiler keeps what it made.
     """
 
     scratch: str
@@ -78,10 +81,11 @@ class Sandbox:
 
 
 def sandbox_for(command: Sequence[str], scratch: Path, ours: Sequence[Path]) -> Sandbox:
-    """What to keep a command from writing to: everything that can be written to, but `ours` and compilers' caches.
+    """What to keep a command from writing to: everything that can be written to, but `ours` and compilers'
+    caches.
 
-    What was compiled changes no result, and the first trial that compiles spares the others that time. All other
-    caches are covered: a trial reads what is there, and what it adds is thrown away.
+    What was compiled changes no result, and the first trial that compiles spares the others that time. All
+    other caches are covered: a trial reads what is there, and what it adds is thrown away.
     """
     near = _near(command[1:])
     tops = [path.resolve() for path in Path("/").iterdir() if _can_hold_files(path)]
@@ -101,7 +105,8 @@ def sandbox_for(command: Sequence[str], scratch: Path, ours: Sequence[Path]) -> 
 
 
 def why_no_overlay(command: Sequence[str], scratch: Path) -> str:
-    """Why a command cannot be run on overlays here, in a few words: tried out on the very folders. Empty where it can.
+    """Why a command cannot be run on overlays here, in a few words: tried out on the very folders. Empty
+    where it can.
 
     `scratch` is a folder of ours, in which what is needed for that is made.
     """
@@ -136,11 +141,11 @@ def refusal(sandbox: Sandbox) -> str:
 
 
 def file_of_others(command: Sequence[str]) -> str:
-    """A file or folder that the command may write to, but not in an overlay of a user who `may_mount` nothing; empty
-    where there is none.
+    """A file or folder that the command may write to, but not in an overlay of a user who `may_mount`
+    nothing; empty where there is none.
 
-    Without the right to mount, an overlay has one owner and one group. What belongs to others, such as the files of a
-    shared group, cannot be copied into it (EOVERFLOW).
+    Without the right to mount, an overlay has one owner and one group. What belongs to others, such as the
+    files of a shared group, cannot be copied into it (EOVERFLOW).
     """
     for entry in _walk(_near(command[1:])):
         with contextlib.suppress(OSError):
@@ -229,8 +234,8 @@ def _walk(folders: Sequence[Path]) -> Iterator[os.DirEntry[str]]:
 def _overlays_beside(near: Sequence[Path]) -> Iterator[Path]:
     """Where overlays are needed beside those of the top-level folders.
 
-    What is written in a folder brings all folders above it into the overlay, but for the overlay's own top. Those of
-    others cannot be brought (see `file_of_others`): so an overlay begins below the last of them.
+    What is written in a folder brings all folders above it into the overlay, but for the overlay's own top.
+    Those of others cannot be brought (see `file_of_others`): so an overlay begins below the last of them.
     """
     for place in near:
         path = [place, *place.parents][:-2]  # without the top-level folder
@@ -268,9 +273,11 @@ def _compiler_caches() -> list[Path]:
 
 
 def _is_private(folder: Path, precious: Collection[Path]) -> bool:
-    """Whether this is a real folder of the user's, in which nobody else can write, and nothing that is to be protected.
+    """Whether this is a real folder of the user's, in which nobody else can write, and nothing that is to be
+    protected.
 
-    What shows through is really written: neither a variable nor a link by another user may make that the project.
+    What shows through is really written: neither a variable nor a link by another user may make that the
+    project.
     """
     try:
         found, place = folder.lstat(), folder.resolve()

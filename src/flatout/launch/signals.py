@@ -1,8 +1,8 @@
 """Whether the command has received a signal without us, so that it is not passed on a second time.
 
-A signal to a whole process group looks like one to us alone. But Python can write the number of each signal that it
-handles into a file: here into a pipe that the command inherits, unless the command uses another file (asyncio does).
-Standard library only: this runs before torch is imported.
+A signal to a whole process group looks like one to us alone. But Python can write the number of each signal
+that it handles into a file: here into a pipe that the command inherits, unless the command uses another file
+(asyncio does). Standard library only: this runs before torch is imported.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class SignalsReceived:
 def write_down(environ: Mapping[str, str]) -> None:
     """In a Python process of the command: have the signals that it receives written into the pipe.
 
-    This process keeps a reading end too: without one, Python complains of a broken pipe when the launcher is gone.
+    This process keeps a reading end too: without one, Python complains of a broken pipe when the launcher is
+    gone.
     """
     descriptor, _, inode = environ.get(_VARIABLE, "").partition(" ")
     try:
@@ -92,7 +93,7 @@ def write_down(environ: Mapping[str, str]) -> None:
 
 
 def _under_high_number(descriptor: int) -> int:
-    """The same under a high number: a script that closes what it has inherited gets the low ones for its own files, and
-    signals would be written into those."""
+    """The same under a high number: a script that closes what it has inherited gets the low ones for its own
+    files, and signals would be written into those."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(0, min(most, 1024) - 16))

@@ -1,9 +1,9 @@
 """The user's files before and after a trial: which of them were really written, created or removed.
 
-What is near the top of a folder is read first, up to MOST_FILES and two seconds: results and code lie there, data
-below. Other programs may write meanwhile. So three kinds of files do not count: what a process older than the trial has
-open for writing, what lies beside that in its folder (another training's logs and checkpoints), and what we could not
-have written.
+What is near the top of a folder is read first, up to MOST_FILES and two seconds: results and code lie there,
+data below. Other programs may write meanwhile. So three kinds of files do not count: what a process older
+than the trial has open for writing, what lies beside that in its folder (another training's logs and
+checkpoints), and what we could not have written.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Entries = dict[str, tuple[int, ...] | None]  # by name: what tells a change of a
 class Snapshot:
     """Files as they are now. `places`: folders to look at, `but` those in them that are left out.
 
-    With `others_work` there is more going on in them than the trial: other repositories are left out, and the folders
-    that older processes are in.
+    With `others_work` there is more going on in them than the trial: other repositories are left out, and the
+    folders that older processes are in.
     """
 
     def __init__(self, places: Iterable[str], *, but: Sequence[str] = (), others_work: bool = False) -> None:
@@ -139,8 +139,8 @@ def _folders_of(path: str) -> Iterator[str]:
 
 
 def _files_in_use(before_s: float) -> tuple[set[str], set[str]]:
-    """The files that processes have open for writing, or share as memory, and the folders that they are in: those
-    processes that were there before."""
+    """The files that processes have open for writing, or share as memory, and the folders that they are in:
+    those processes that were there before."""
     written, folders = set(), set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 """What this process may really use: cores, memory and /dev/shm.
 
-`os.cpu_count()` counts the machine. A container's quota, an affinity mask and the other ranks on the node leave less,
-and advice that overlooks them ("48 workers" on 2 cores) is worse than none.
+`os.cpu_count()` counts the machine. A container's quota, an affinity mask and the other ranks on the node
+leave less, and advice that overlooks them ("48 workers" on 2 cores) is worse than none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""The GPUs, through NVML; and what their SMs really do, through its GPM where the GPU has it (Hopper and later).
+"""The GPUs, through NVML; and what their SMs really do, through its GPM where the GPU has it (Hopper and
+later).
 
-GPU-Util says that a kernel was resident. GPM's counters say what share of the SMs, the tensor cores and the memory
-had work; two readings of them, at least 100 ms apart, give the mean between. Nothing here changes a GPU's settings.
+GPU-Util says that a kernel was resident. GPM's counters say what share of the SMs, the tensor cores and the
+memory had work; two readings of them, at least 100 ms apart, give the mean between. Nothing here changes a
+GPU's settings.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ PULSE_EVERY_S = 0.25  # GPM allows 8 Hz; at 4 a load switched every 2 s is still
 class Sampler:
     """Call `read` at the pace you want, and `pulse` every PULSE_EVERY_S in between; `close` when done.
 
-    Without `pids` it follows the processes that hold memory on the GPUs, or else those that have loader workers.
-    `root` and `nvml` are for tests with recorded data.
+    Without `pids` it follows the processes that hold memory on the GPUs, or else those that have loader
+    workers. `root` and `nvml` are for tests with recorded data.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """The processes of a training: the trainers, their loader workers, and the rest of the tree.
 
-A loader worker is known by the name torch gives it. Where nothing in the tree bears that name (an older torch), it is
-a fork of its parent (the same command line) or a child that multiprocessing spawned, unless it holds memory on a GPU
-or has such children itself. A trainer holds memory on a GPU, or has workers of its own; init, a shell and whoever else
-has adopted one whose trainer died is none. Read from /proc.
+A loader worker is known by the name torch gives it. Where nothing in the tree bears that name (an older
+torch), it is a fork of its parent (the same command line) or a child that multiprocessing spawned, unless it
+holds memory on a GPU or has such children itself. A trainer holds memory on a GPU, or has workers of its own;
+init, a shell and whoever else has adopted one whose trainer died is none. Read from /proc.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ def _owners(system: Processes, parents: Mapping[int, int | None]) -> set[int]:
 
 
 def _has_started(system: Processes, owner: int, worker: int) -> bool:
-    """Whether it is its worker: a fork has the same command line, unless one has changed its own since; then both are
-    Pythons of the same session."""
+    """Whether it is its worker: a fork has the same command line, unless one has changed its own since; then
+    both are Pythons of the same session."""
     command = system.command(owner)
     if command == system.command(worker):
         return bool(command)

@@ -5,9 +5,9 @@
       rank-00000.summary.json totals of that rank, small, rewritten in place while the run goes on
       hardware-HOST.jsonl     RunInfo first, then hardware Samples of one machine (the launcher's, or `flatout top`'s)
 
-Times are seconds of CLOCK_MONOTONIC, the clock all processes of a machine share; `RunInfo` holds the pair of clock
-readings that ties it to the calendar. A file cut off in mid-line is read up to there; unknown keys are ignored;
-another schema version is refused. A trace of any length stays below 64 MB a file: see `writer`.
+Times are seconds of CLOCK_MONOTONIC, the clock all processes of a machine share; `RunInfo` holds the pair of
+clock readings that ties it to the calendar. A file cut off in mid-line is read up to there; unknown keys are
+ignored; another schema version is refused. A trace of any length stays below 64 MB a file: see `writer`.
 
     records  what is stored         sketch  quantiles that merge
     writer   a run → a folder       reader  a folder → a Trace

@@ -1,7 +1,7 @@
 """JSON → records with every value checked: a crash, a bad disk or a person may have changed it.
 
-A value of the wrong type, one that is not finite or far too large raises a ValueError that names it. Unknown keys are
-ignored. Bad values of facts, which come from people's scripts, are left out.
+A value of the wrong type, one that is not finite or far too large raises a ValueError that names it. Unknown
+keys are ignored. Bad values of facts, which come from people's scripts, are left out.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Keeps a trace of any length small.
 
-Steps: raw ones at first and around outliers, and windows over all of them. Hardware samples: all of them at first,
-then means of several. After every few megabytes, windows and means become twice as long, so a file grows with the
-logarithm of the run. Memory does not grow.
+Steps: raw ones at first and around outliers, and windows over all of them. Hardware samples: all of them at
+first, then means of several. After every few megabytes, windows and means become twice as long, so a file
+grows with the logarithm of the run. Memory does not grow.
 """
 
 from __future__ import annotations
@@ -260,7 +260,8 @@ def name_within(known: dict[str, Sketch], name: str) -> str:
 
 
 def span_totals(step: Step) -> dict[str, tuple[float, float | None, float | None]]:
-    """Host, GPU-idle and GPU-busy milliseconds of a step by span name, so that twenty small copies count as one.
+    """Host, GPU-idle and GPU-busy milliseconds of a step by span name, so that twenty small copies count as
+    one.
 
     Synchronizing calls are told apart by their line.
     """

@@ -1,6 +1,8 @@
-"""Training steps of which only the ends and the waits for batches were recorded, handed over as a list of events.
+"""Training steps of which only the ends and the waits for batches were recorded, handed over as a list of
+events.
 
-The writer turns many of them into records at once, on its own thread: the training thread only appends events.
+The writer turns many of them into records at once, on its own thread: the training thread only appends
+events.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Reads a trace back, and joins the traces of several machines.
 
-A trace may be damaged, or made by somebody else. A crash leaves a last line that is cut off; any other bad line is
-skipped, and a note says so. Of a trace too large for memory the first part of each file is read, and a note says so.
+A trace may be damaged, or made by somebody else. A crash leaves a last line that is cut off; any other bad
+line is skipped, and a note says so. Of a trace too large for memory the first part of each file is read, and
+a note says so.
 """
 
 from __future__ import annotations

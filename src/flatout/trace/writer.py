@@ -1,7 +1,8 @@
 """Writes a trace while the run goes on, on a thread of its own.
 
-`write` never blocks and never raises: records wait in a bounded queue, and what does not fit is dropped and counted.
-A disk that fills up, or a mistake of ours, ends the recording, not the run. After a fork the child's copy is inert.
+`write` never blocks and never raises: records wait in a bounded queue, and what does not fit is dropped and
+counted. A disk that fills up, or a mistake of ours, ends the recording, not the run. After a fork the child's
+copy is inert.
 """
 
 from __future__ import annotations
