@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-PRIVATE = 0o600  # for what may hold more than its owner would show: output, configs, plans
+# For what may hold more than its owner would show: output, configs, plans.
+PRIVATE = 0o600
 _NEW = 0o666  # less what the umask takes
 
 
@@ -44,9 +45,11 @@ def write_whole_by(path: Path, write: Callable[[IO[bytes]], object], *, mode: in
             write(file)
             file.flush()
             os.fsync(file.fileno())
-            if nameless:  # by way of a name of its own: a link cannot replace what is there
+            # The link needs a name of its own first: it cannot replace a file that exists.
+            if nameless:
                 unnamed = f"/proc/self/fd/{file.fileno()}"
-                os.link(unnamed, scratch, src_dir_fd=file.fileno())  # any folder will do, but only so is it followed
+                # Any source folder does; without one the link would not be followed.
+                os.link(unnamed, scratch, src_dir_fd=file.fileno())
         scratch.replace(target)
         sync_folder(target.parent)
     except BaseException:
@@ -77,8 +80,7 @@ def _open(scratch: Path, mode: int) -> tuple[int, bool]:
 def clear_of_standard(handle: int) -> int:
     """The same open file under a number that nobody takes for stdin, stdout or stderr.
 
-    Where one of these is closed the next file that is opened gets its number, and what is printed lands in
-    it.
+    Where one of these is closed, the next file opened gets its number, and what is printed lands in it.
     """
     if handle > 2:
         return handle

@@ -46,7 +46,8 @@ def redact_setting(name: str, value: Any) -> Any:
 def redact_text(text: str) -> str:
     """Any text without secrets: an exception's, what a program has printed, a line of shell."""
     end = _KEY_BLOCK_ENDS.search(text)
-    if end is not None and "-----BEGIN" not in text[: end.start()]:  # the tail of a longer text, cut inside a key
+    # This is the end of a longer text, which was cut inside a key.
+    if end is not None and "-----BEGIN" not in text[: end.start()]:
         text = HIDDEN + text[end.end() :]
     text = _SHAPES.sub(HIDDEN, text)
     text = _AFTER_SCHEME.sub(rf"\1\2{HIDDEN}", text)
@@ -55,15 +56,17 @@ def redact_text(text: str) -> str:
     return _SPOKEN.sub(rf"\1\2{HIDDEN}", _without_values(text))
 
 
-# --- settings ---------------------------------------------------------------------------------------------------------
+# --- settings -----------------------------------------------------------------------------------------------
 
 _OPTION_WORD = re.compile(r"--?[A-Za-z][\w.-]*")
-_NO_VALUE = re.compile(r"--[A-Za-z][\w.-]*|-[A-Za-z]")  # another option, and not the value of the one before
+# This is another option, not the value of the one before.
+_NO_VALUE = re.compile(r"--[A-Za-z][\w.-]*|-[A-Za-z]")
 _SHELL = re.compile(r"-[a-z]{0,3}c")  # what follows is a line of shell: bash -lc "…"
 _PAIR = re.compile(r"([\w.@/+~-]+)=(.*)", re.S)
 _LOGIN = re.compile(r"([^\s:@/]+):(?!//)(?!\d+$)\S+")
 _LOGINS = {"u", "user", "username", "login", "userpwd"}
-_NAMED_BY = {"name", "key", "var", "variable", "env", "field", "header", "option"}  # {"name": "password", "value": "x"}
+# As in {"name": "password", "value": "x"}.
+_NAMED_BY = {"name", "key", "var", "variable", "env", "field", "header", "option"}
 _VALUED_BY = {"value", "val", "values", "default", "content", "data", "text"}
 _NOTHING = {"", "true", "false", "yes", "no", "none", "null", "value", HIDDEN}
 
@@ -104,7 +107,7 @@ def _mapped(values: Mapping[Any, Any]) -> dict[str, Any]:
     }
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
+# --- names --------------------------------------------------------------------------------------------------
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
@@ -126,7 +129,8 @@ _ALWAYS_WORDS = _set_of(
 # What a name may end with, unless the word before says whose it is.
 _AT_THE_END = {"key", "token", "pass", "sig", "signature", "private"}
 _ALONE = _AT_THE_END | {"tokens"}
-_OWNED = {"key", "keys", "token", "tokens", "pass", "pat"}  # a secret beside one of these:
+# Words that make a secret of a name together with one of _OWNERS.
+_OWNED = {"key", "keys", "token", "tokens", "pass", "pat"}
 _OWNERS = _set_of(
     """
     access account admin anthropic api app auth aws azure bot client comet csrf db decryption deploy discord
@@ -135,7 +139,8 @@ _OWNERS = _set_of(
     ssh storage telegram user wandb
     """
 )
-_JOINED = re.compile(rf"(?:{'|'.join(sorted(_OWNERS))}|pg|my)(?:key|token|pass|pw|pwd)")  # DBPASS, hftoken
+# As in DBPASS and hftoken.
+_JOINED = re.compile(rf"(?:{'|'.join(sorted(_OWNERS))}|pg|my)(?:key|token|pass|pw|pwd)")
 # `eos_token`, `sort_key`, `forward_pass`, `input_signature`: words of models, data and programs.
 _HARMLESS_BEFORE = _set_of(
     """
@@ -196,7 +201,7 @@ def _say_a_secret(words: tuple[str, ...]) -> bool:
     return words[-1] in _AT_THE_END and words[-2] not in _HARMLESS_BEFORE
 
 
-# --- texts ------------------------------------------------------------------------------------------------------------
+# --- texts --------------------------------------------------------------------------------------------------
 # Bounded where a pattern may fail after a long look, so that a text of megabytes takes no longer than its length.
 
 _KEY_BLOCK_ENDS = re.compile(r"-----END [A-Z ]{0,30}PRIVATE KEY[A-Z ]{0,10}-----")

@@ -130,7 +130,8 @@ def _record_loads(source: str, module: Any) -> None:
 
     def load_and_note(*args: Any, **kwargs: Any) -> Any:
         result = load(*args, **kwargs)
-        stream = args[0] if args else kwargs.get("stream", kwargs.get("fp"))  # yaml's name for it, and json's
+        # PyYAML calls it `stream`, json calls it `fp`.
+        stream = args[0] if args else kwargs.get("stream", kwargs.get("fp"))
         file = getattr(stream, "name", None)
         if _knobs is not None:
             _quietly(_knobs.loaded, source, file, result)

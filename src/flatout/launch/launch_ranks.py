@@ -19,11 +19,13 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
-_EXPLAIN_S, _END_S = 5.0, 30.0  # for the others when one has died: to write why, and to end after SIGTERM
+# How long the other ranks get when one has died: to write why, and to end after SIGTERM.
+_EXPLAIN_S, _END_S = 5.0, 30.0
 _SAME_LINE_S, _REMEMBERED = 5.0, 1_000  # apart; lines
 _LAST_WORDS_S = 1.0
 _PR_SET_PDEATHSIG = 1
-WATCHED = "FLATOUT_RANKS_WATCHED"  # says to the ranks that the others are ended if one dies
+# Set for the ranks: this launcher ends the others if one dies.
+WATCHED = "FLATOUT_RANKS_WATCHED"
 
 
 def main(count: int, command: Sequence[str]) -> int:
@@ -50,7 +52,8 @@ def main(count: int, command: Sequence[str]) -> int:
         threads[-1].start()
     code = _wait_for_ranks(ranks)
     for thread in threads:
-        thread.join(_LAST_WORDS_S)  # what a rank has started may have its stderr too, and live on
+        # A process that the rank started may hold its stderr open for longer.
+        thread.join(_LAST_WORDS_S)
     return code
 
 
@@ -62,7 +65,8 @@ def _wait_for_ranks(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         statuses = [rank.poll() for rank in ranks]
         failed = [(status, number) for number, status in enumerate(statuses) if status]
         if failed and not code:
-            status, number = min(failed)  # one that was killed goes before those that missed it
+            # A rank that was killed explains the failures of those that waited for it.
+            status, number = min(failed)
             code, died_at = status, time.monotonic()
             if status < 0:
                 code = 128 - status
@@ -85,7 +89,8 @@ def _show(rank: int, stderr: IO[bytes] | None, shown: dict[bytes, tuple[int, flo
             if len(shown) > _REMEMBERED:
                 shown.clear()
             shown[line] = rank, time.monotonic()
-            with contextlib.suppress(OSError):  # a full disk, a reader who left: the ranks must not wait for that
+            # The ranks must not wait for a full disk or a closed pipe.
+            with contextlib.suppress(OSError):
                 os.write(2, line)
 
 

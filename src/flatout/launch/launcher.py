@@ -137,7 +137,8 @@ def _run_trial(words: list[str], options: Options, trial: Trial, environment: di
     if isinstance(process, int):
         return process
     try:
-        with _watching(process.pid, options, hardware=not trial.fingerprints):  # a run for a proof is not timed
+        # A run for a proof is not timed.
+        with _watching(process.pid, options, hardware=not trial.fingerprints):
             return _wait(process, trial=trial)
     finally:
         end(options.folder, process)
@@ -245,7 +246,8 @@ def _injection(options: Options, program: str) -> dict[str, str]:
         "FLATOUT_PATH": str(INJECTED),
         "PYTHONPATH": _in_front_of("PYTHONPATH", INJECTED),
     }
-    if not Path(program).name.startswith("python"):  # bash, make …: it may replace PYTHONPATH for the Pythons it starts
+    # bash, make and the like may replace PYTHONPATH for the Pythons that they start.
+    if not Path(program).name.startswith("python"):
         environment["PATH"] = _in_front_of("PATH", _SHIMS)
     return environment
 
@@ -394,7 +396,8 @@ def _watch(pid: int, options: Options, stop: threading.Event) -> None:
             for text in [*sampler.notes, *reasons_not_measured(options.folder)]:
                 writer.write(Note(time_s=time.monotonic(), text=text))
     except Exception as problem:
-        if Path(f"/proc/{pid}").exists():  # of a command that is over already there is nothing to watch
+        # A command that has ended cannot be watched: that is no fault.
+        if Path(f"/proc/{pid}").exists():
             _say(f"the hardware is not watched ({redact_text(str(problem))})")
 
 
@@ -410,7 +413,8 @@ def end(folder: Path, root: subprocess.Popen[bytes] | None = None) -> None:
         root.wait()
     for handle in handles:
         os.close(handle)
-    for pid in ours:  # what a worker of torch's was about to hand over has a name, for a moment
+    # A batch on its way from a worker of PyTorch's is a named file for a moment.
+    for pid in ours:
         for segment in Path("/dev/shm").glob(f"torch_{pid}_*"):
             segment.unlink(missing_ok=True)
 

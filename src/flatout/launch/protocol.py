@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from flatout.model.plan import Plan
 
 VARIABLE = "FLATOUT_RUN"
-NOT_MEASURED = "not-measured.txt"  # in the trace folder: why a process of the command is not measured, a line each
+# A file in the trace folder: a line for each reason why a process is not measured.
+NOT_MEASURED = "not-measured.txt"
 RANK = "FLATOUT_RANK"  # what a training process tells its loader workers
 MOST_STEPS = 1_500  # of a trial, however short they are
 WEIGHTS_EVERY = 5  # steps
@@ -87,7 +88,8 @@ class Options:
             given = {name: Path(folder) if folder is not None else None for name, folder in folders.items()}
             data["trial"] = Trial(**data["trial"] | given)
         if data.get("plan") is not None:
-            from flatout.model.plan import Change, Plan  # seldom wanted, and every Python of the command comes by here
+            # Imported only here: every Python of the command runs this, and few have a plan.
+            from flatout.model.plan import Change, Plan
 
             data["plan"] = Plan(changes=tuple(Change(**change) for change in data["plan"]["changes"]))
         return cls(**data)

@@ -34,9 +34,11 @@ _TRACKERS_OFF = {
     "SWANLAB_MODE": "disabled", "DVC_STUDIO_OFFLINE": "true", "DVC_EXP_AUTO_PUSH": "false", "DVC_NO_ANALYTICS": "true",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }  # fmt: skip
-BUSY = ("/tmp", "/var/tmp", "/var/log", "/var/lib", "/var/cache", "/var/spool")  # programs of all kinds write there
+# Programs of all kinds write there, so a change says nothing about the trial.
+BUSY = ("/tmp", "/var/tmp", "/var/log", "/var/lib", "/var/cache", "/var/spool")
 _SHARED_MEMORY = Path("/dev/shm")
-_LIVE = {"proc", "sys", "dev", "run"}  # of the running system: sockets, devices and memory, no files that stay
+# The running system's: sockets, devices and memory, no files that stay.
+_LIVE = {"proc", "sys", "dev", "run"}
 _SYSTEM = {
     "usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc", "boot", "snap", "lost+found",
 }  # fmt: skip
@@ -44,7 +46,8 @@ _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
 _CAP_SYS_ADMIN = 1 << 21
 _PR_SET_PDEATHSIG = 1
 _MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
-_MS_OF_ST = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}  # flags of a mount that a remount has to repeat
+# Flags of a mount that a remount has to repeat.
+_MS_OF_ST = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 _NOT_DISKS = {
     "proc", "sysfs", "devtmpfs", "devpts", "mqueue", "cgroup", "cgroup2", "securityfs", "debugfs", "tracefs", "nsfs",
     "autofs",
@@ -172,7 +175,7 @@ def environment(sandbox: Sandbox, *, redirected: bool) -> dict[str, str]:
     return variables
 
 
-# --- which folders ----------------------------------------------------------------------------------------------------
+# --- which folders ------------------------------------------------------------------------------------------
 
 
 def _can_hold_files(top: Path) -> bool:
@@ -195,7 +198,8 @@ def _near(words: Sequence[str]) -> list[Path]:
     named = [Path(word.partition("=")[2] or word) for word in words]
     found = [here]
     for path in (*named, *_linked_to(here)):
-        with contextlib.suppress(OSError, RuntimeError, ValueError):  # too long for a name, a loop of links
+        # The word is too long for a file name, or the links form a loop.
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
             place = path.resolve()
             if place.exists() or path.is_absolute():
                 found.append(place if place.is_dir() else place.parent)
@@ -251,7 +255,7 @@ def _is_ours(found: os.stat_result) -> bool:
     return (found.st_uid, found.st_gid) == (os.geteuid(), os.getegid())
 
 
-# --- caches that show through -----------------------------------------------------------------------------------------
+# --- caches that show through -------------------------------------------------------------------------------
 
 
 def _compiled(precious: Collection[Path], *, instead: Path) -> Path:
@@ -297,7 +301,7 @@ def _user() -> str:
         return f"uid_{os.getuid()}"
 
 
-# --- inside the program that becomes the command ----------------------------------------------------------------------
+# --- inside the program that becomes the command ------------------------------------------------------------
 
 
 def main(sandbox: Sandbox, command: Sequence[str]) -> None:
@@ -312,7 +316,8 @@ def main(sandbox: Sandbox, command: Sequence[str]) -> None:
     except OSError as problem:
         os.write(refused, str(problem.strerror or problem).encode())
         sys.exit(1)
-    _call("prctl", _PR_SET_PDEATHSIG, signal.SIGTERM)  # a trial that hangs must not outlive what would end it
+    # A trial that hangs must not outlive what would end it.
+    _call("prctl", _PR_SET_PDEATHSIG, signal.SIGTERM)
     os.execvp(command[0], list(command))
 
 

@@ -28,7 +28,8 @@ class SignalsReceived:
     def __init__(self) -> None:
         self._read_end, self.write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._received: list[tuple[int, float]] = []  # and when
-        self._echoes: Counter[int] = Counter()  # of signals that we have passed on, still to come
+        # Signals that we have passed on, and of which the command will write too.
+        self._echoes: Counter[int] = Counter()
         self.listens = False  # whether a process writes down what it receives
 
     @property
@@ -77,7 +78,8 @@ def write_down(environ: Mapping[str, str]) -> None:
     descriptor, _, inode = environ.get(_VARIABLE, "").partition(" ")
     try:
         status = os.fstat(int(descriptor))
-        if stat.S_ISFIFO(status.st_mode) and status.st_ino == int(inode):  # not another file with that number
+        # Another file may have got that descriptor number meanwhile.
+        if stat.S_ISFIFO(status.st_mode) and status.st_ino == int(inode):
             ours = _under_high_number(int(descriptor))
             before = signal.set_wakeup_fd(ours, warn_on_full_buffer=False)
             if before != -1:

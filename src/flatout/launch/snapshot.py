@@ -18,10 +18,13 @@ from pathlib import Path
 MOST_FILES = 50_000
 MOST_ELSEWHERE = 20_000
 _LONGEST_S = 2.0
-_CACHES = {"__pycache__", "flatout-runs"}  # what Python compiled, and what another flatout records
-_PASSING = ("torch_", "nccl-", "cuda.shm.", "sem.", "psm_", "pym-", "loky-", "joblib_", "__KMP_")  # in /dev/shm
+# What Python compiled, and what another flatout records.
+_CACHES = {"__pycache__", "flatout-runs"}
+# Names in /dev/shm by which libraries pass data on.
+_PASSING = ("torch_", "nccl-", "cuda.shm.", "sem.", "psm_", "pym-", "loky-", "joblib_", "__KMP_")
 
-Entries = dict[str, tuple[int, ...] | None]  # by name: what tells a change of a file; None for a folder
+# For each name the figures that show a change of a file, or None for a folder.
+Entries = dict[str, tuple[int, ...] | None]
 
 
 class Snapshot:
@@ -145,7 +148,8 @@ def _files_in_use(before_s: float) -> tuple[set[str], set[str]]:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             ticks = int((process / "stat").read_text(errors="replace").rpartition(")")[2].split()[19])
-            if (ticks + 1) / os.sysconf("SC_CLK_TCK") < before_s:  # it is given in whole ticks
+            # The kernel gives the start in whole ticks.
+            if (ticks + 1) / os.sysconf("SC_CLK_TCK") < before_s:
                 folders.add(os.readlink(process / "cwd"))  # noqa: PTH115
                 written |= {path.removesuffix(" (deleted)") for path in _written_by(process)}
     return written, folders

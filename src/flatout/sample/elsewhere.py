@@ -27,7 +27,8 @@ class PsutilHost:
 
     def read(self, now_s: float) -> HostSample:
         memory = psutil.virtual_memory()
-        cores = tuple(psutil.cpu_percent(percpu=True))  # since the call before; the first says nothing
+        # These are since the call before, so the first call says nothing.
+        cores = tuple(psutil.cpu_percent(percpu=True))
         counters = psutil.disk_io_counters(perdisk=True) or {}
         before, self._before = self._before, (now_s, counters)
         rates: dict[str, Any] = {}

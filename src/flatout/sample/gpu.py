@@ -18,7 +18,8 @@ from flatout.trace import GpuProcess, GpuSample
 
 _PULSE_EVERY_S = 0.12  # GPM wants 100 ms between samples
 _SLOW_EVERY_S = 5.0
-_COSTLY_EVERY_S = 30.0  # energy and the highest clock: the driver takes 4 ms and 1 ms of CPU time to answer
+# Energy and the highest clock: the driver takes 4 ms and 1 ms of CPU time to answer.
+_COSTLY_EVERY_S = 30.0
 
 # NVML's reasons for holding the clocks down, in words. The bits are fixed by its header.
 THROTTLE_REASONS = {
@@ -54,7 +55,8 @@ _WORDS = {
 }
 
 # NVML's error numbers, by what they mean here. After any other error the question is asked again the next time.
-_NEVER = (2, 3, 4, 13, 26)  # bad argument, not supported, no permission, no such function, deprecated
+# Bad argument, not supported, no permission, no such function, deprecated.
+_NEVER = (2, 3, 4, 13, 26)
 _NOTHING_NEW = (6, 21, 27)  # not found, no data, not ready
 _LOST = (1, 9, 15, 16, 28)  # driver gone, GPU lost, reset required, no such GPU
 
@@ -233,7 +235,8 @@ class _Gpu:
         answer = self._ask("nvmlDeviceGetProcessUtilization", self._last_use_us, nothing_new=silence)
         if answer is None:
             return None
-        valid = [s for s in answer if s.smUtil <= 100]  # some drivers hand out memory they never wrote to
+        # Some drivers hand out memory they never wrote to.
+        valid = [s for s in answer if s.smUtil <= 100]
         self._last_use_us = max((s.timeStamp for s in valid), default=self._last_use_us)
         return {s.pid: float(s.smUtil) for s in valid}
 

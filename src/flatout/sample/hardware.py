@@ -14,7 +14,8 @@ from flatout.sample.process import Tree, find_trainings, processes_of
 from flatout.trace import Sample
 
 _FIND_TRAININGS_EVERY_S = 10.0
-PULSE_EVERY_S = 0.25  # GPM allows 8 Hz; at 4 a load switched every 2 s is still seen within a few per cent
+# GPM allows 8 Hz; at 4 a load switched every 2 s is still seen within a few per cent.
+PULSE_EVERY_S = 0.25
 
 
 class Sampler:

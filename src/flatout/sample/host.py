@@ -159,7 +159,8 @@ def _cpu_ticks(stat: bytes) -> list[tuple[int, int, int]]:
     for line in stat.split(b"\n"):
         if not line.startswith(b"cpu"):
             break
-        ticks = [int(word) for word in line.split()[1:9]]  # guest time is part of user time already
+        # The two columns behind, guest times, are part of user time already.
+        ticks = [int(word) for word in line.split()[1:9]]
         found.append((sum(ticks), ticks[3], ticks[4]))
     return found
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 Processes: TypeAlias = Union["Proc", "PsutilProcesses"]
 _LOOK_FOR_NEW_S = 5.0
-_WAITS_EVERY_S = 1.9  # waiting for a core and reading are read at every other read of one a second
+# Waiting for a core and reading are read at every other read of one a second.
+_WAITS_EVERY_S = 1.9
 _PSS_AT_ONCE = 8  # the kernel walks all pages of a process for its PSS: milliseconds each
 _PSS_PAUSE_S = 4.0  # so a tree of seven comes round every 30 s, a larger one less often
 _WORKER_NAMES = ("pt_data_worker", "flatout-worker")
@@ -187,7 +188,8 @@ class Proc:
 
     def __init__(self, proc: Path) -> None:
         self._proc = proc
-        self._parents: dict[int, int] = {}  # a parent changes only when it ends: asked for once
+        # Read once: a parent changes only when it ends.
+        self._parents: dict[int, int] = {}
 
     def has(self, pid: int) -> bool:
         return (self._proc / str(pid)).exists()
@@ -283,7 +285,8 @@ class _ProcProcess:
         before = self._waits_before
         if before is not None and self._waits and now_s - before[0] < _WAITS_EVERY_S:
             return
-        waits = self._schedstat.read().split()  # of the main thread alone: the one that trains, or loads
+        # This is the main thread alone, which trains or loads.
+        waits = self._schedstat.read().split()
         delay_ns: int | None = None
         switches: int | None = None
         if len(waits) == 3:

@@ -31,7 +31,8 @@ Check = Callable[[Any], Any]  # returns the value for the record
 _MOST = 1e18  # bytes, milliseconds, counts: more than any run has
 _MOST_SECONDS = 1e11  # three thousand years: a calendar can still show them
 _MOST_ANY = 1e150  # its square is still a number
-_SLIGHTLY_NEGATIVE = -1.0  # rounding may take a value that should not be negative below zero
+# Rounding may take a value that should not be negative below zero.
+_SLIGHTLY_NEGATIVE = -1.0
 _DEEPEST = 100
 # A bad value in one of these is left out; the others are kept.
 _LENIENT = frozenset({Facts, LoaderFacts, SettingsRead, AppliedChange, GradientExchange, ProcessGroup, OwnCost})
@@ -77,7 +78,8 @@ def _check(hint: Any, name: str) -> Check:
     if hint in (str, bool):
         return functools.partial(_of_type, hint)
     if hint is int:
-        return functools.partial(_whole, -1 if name == "index" else 0)  # the set-up is step -1
+        # The set-up is step -1.
+        return functools.partial(_whole, -1 if name == "index" else 0)
     if hint is float:
         return functools.partial(_number, *_limits(name))
     if hint is Sketch:
@@ -113,7 +115,8 @@ def _whole(least: int, item: Any) -> Any:
 
 
 def _number(least: float, most: float, item: Any) -> Any:
-    if type(item) not in (float, int) or not least <= item <= most:  # NaN is not between anything
+    # NaN is not between anything.
+    if type(item) not in (float, int) or not least <= item <= most:
         raise ValueError(f"a number is expected, not {_shown(item)}")
     return item
 

@@ -22,7 +22,8 @@ T = TypeVar("T")
 # both fill the 64 MB of a file, after hundreds of millions of steps, or months of sampling.
 RAW_STEPS = 2_000  # more than any trial has
 RAW_OUTLIERS = 4_000
-OUTLIERS_AT_FIRST, OUTLIERS_SHARE = 100, 0.02  # so that an uneven run keeps some for later
+# So that an uneven run keeps some for later.
+OUTLIERS_AT_FIRST, OUTLIERS_SHARE = 100, 0.02
 RAW_STEP_BYTES = 24_000_000
 OUTLIER = 2.0  # times the median step
 NEIGHBOURS = 2
@@ -170,7 +171,8 @@ class WindowBuilder:
         self._last_index = 0
         self._wall_ms = Sketch()
         self._total_ms = 0.0
-        self._plain_ms: dict[tuple[str, str], tuple[list[float], list[float]]] = {}  # walls and waits, by their names
+        # Wall times and waits of light steps, by the names of their spans.
+        self._plain_ms: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
         self._spans_ms: dict[str, Sketch] = {}
         self._idle_ms: dict[str, float] = {}
         self._busy_ms: dict[str, float] = {}
@@ -285,7 +287,8 @@ class SampleDownsampler:
     def __init__(self) -> None:
         self._doublings = 0
         self._bytes_left = RAW_SAMPLE_BYTES
-        self._held: dict[int, Sample] = {}  # the mean of 2**key samples, as in a binary counter
+        # The mean of 2**key samples, as in a binary counter.
+        self._held: dict[int, Sample] = {}
 
     def push(self, sample: Sample) -> list[Sample]:
         """Count one sample in."""

@@ -41,7 +41,8 @@ MOST_IN_MEMORY = 400_000_000  # bytes, about: enough for some hundred million st
 LONGEST_LINE = 4_000_000  # bytes
 _BYTES_A_VALUE = 60  # in memory, beside its text
 _VALUES = (b",", b":", b"[", b"{")  # a value follows each of them
-_CONTROL = re.compile(rb"\\u(00|20)|\\[bf]|[\x7f-\xff]")  # a line without these has no control character
+# A line that does not match has no control character.
+_CONTROL = re.compile(rb"\\u(00|20)|\\[bf]|[\x7f-\xff]")
 _LAST_COUNTS = (FactsRecord, Xray, End)
 
 
@@ -90,7 +91,8 @@ def read(folder: Path, ranks: Collection[int] | None = None) -> Trace:
     notes: list[Note] = []
     ends: list[End] = []
     room = MOST_IN_MEMORY
-    for place, path in enumerate(sorted(files, key=_size)):  # large files may use the room that small ones leave
+    # Large files may use the room that small ones leave.
+    for place, path in enumerate(sorted(files, key=_size)):
         file = _File(path, room // (len(files) - place))
         info = file.opening(RunInfo)
         if info is None:
@@ -282,7 +284,8 @@ class _File:
         """Its lines, as long as there is room in memory."""
         try:
             if not stat.S_ISREG(self.path.stat().st_mode) and not self.path.is_dir():
-                raise TraceError(f"cannot read {self.path}: it is not a file")  # reading a pipe would wait for ever
+                # Reading a pipe would block.
+                raise TraceError(f"cannot read {self.path}: it is not a file")
             with self.path.open("rb") as file:
                 while line := file.readline(LONGEST_LINE):
                     self._number += 1
