@@ -67,7 +67,9 @@ class LossCurves:
             return "too few to compare"
         if self.high < 0:
             return "lower"
-        return "higher" if self.low > 0 else NO_DIFFERENCE
+        if self.low > 0:
+            return "higher"
+        return NO_DIFFERENCE
 
     def sentence(self) -> str:
         """The answer."""

@@ -120,11 +120,11 @@ class _Figures:
 
     def mean(self, name: str) -> float | None:
         """The mean of a quantity."""
-        return self.levels[name].mean if name in self.levels else None
+        return getattr(self.levels.get(name), "mean", None)
 
     def peak(self, name: str) -> float | None:
         """The highest value of a quantity."""
-        return self.levels[name].high if name in self.levels else None
+        return getattr(self.levels.get(name), "high", None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,8 +304,10 @@ class _Energy:
         now_j, before_j = gpu.energy_j, self._counter_j
         # A counter that is there from the first sample on was read when the measuring began.
         if now_j is not None and now_j != before_j and self._started:
-            grew = before_j is not None and now_j > before_j
-            self._counted_j += now_j - (before_j or 0.0) if grew else self._since_j or 0.0
+            if before_j is not None and now_j > before_j:
+                self._counted_j += now_j - before_j
+            else:  # the counter has started again
+                self._counted_j += self._since_j or 0.0
             self._since_j = 0.0
         if now_j is not None:
             self._counter_j = now_j

@@ -104,7 +104,7 @@ def replay(
     for index in gpus or ():
         if index not in there:
             raise UsageError(f"there is no GPU {index} in {folder}")
-    chosen = there if gpus is None else set(gpus)
+    chosen = there.intersection(gpus or there)
 
     def samples(stop: Stop) -> Iterator[Sample]:
         for sample in recorded:
