@@ -1,12 +1,14 @@
-"""Where no overlay can be mounted: what Python's own functions write goes to a copy in the scratch folder.
+"""Keeps a trial's files apart where no overlay can be mounted: what Python writes goes to a scratch folder.
 
-A path under a covered folder has a shadow in the scratch folder. What is written goes to the shadow (a file
-that is appended to is copied there first), what is removed is marked as removed, and what is read comes
-from the shadow where there is one. The marks are files, so that all processes of the command agree. A path
-is taken for where it leads to: through links, from an open folder (`dir_fd`), by /proc/self/cwd. Writers in
-C that open files by themselves are not caught, but for torch.save and safetensors, nor are other programs,
-nor a Python started without our environment: launch compares the folders afterwards. Standard library only:
-it is at work before torch is imported.
+A path under a covered folder has a shadow in the scratch folder. Writing goes to the shadow (a file that is
+appended to is copied there first), removing leaves a mark, and reading prefers the shadow where there is
+one. The marks are files, so all processes of the command agree. Links, open folders (`dir_fd`) and
+/proc/self/cwd are followed first.
+
+Not caught are writers in C that open files themselves (except torch.save and safetensors), other programs,
+and a Python that was started without our environment: launch compares the folders afterwards.
+
+Standard library only: this is at work before torch is imported.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class Shadows:
-    """Where a path is to be found, for reading and for writing; and what becomes of calls on covered paths.
+    """Where a path is found, for reading and for writing, and what calls on covered paths do.
 
     A `name` is a covered path as `of` gives it: absolute, and without links above its last part.
     """
@@ -170,15 +172,16 @@ class Shadows:
         if _link(there) is not None:
             _remove(there)
         if _is_folder(self.read(source, follow=False)):
-            shutil.copytree(source, there, symlinks=True, dirs_exist_ok=True)  # through our own eyes: the user's
-            shutil.rmtree(source)  # and the shadow's
+            # Both are redirected: the user's own files are read, and the shadow's are written and removed.
+            shutil.copytree(source, there, symlinks=True, dirs_exist_ok=True)
+            shutil.rmtree(source)
         else:
             shutil.copyfile(source, there, follow_symlinks=False)
             os.remove(source)  # noqa: PTH107
         self._known.clear()
 
     def link(self, source: Any, target: str) -> None:
-        """A copy: what is written to a hard link is written to the file it was made of."""
+        """Copy instead: writing to a hard link writes to the file it was made from."""
         shutil.copyfile(source, self.write(target, new=True))
 
     def symlink(self, source: Any, target: str) -> None:
@@ -226,7 +229,7 @@ class Shadows:
 
 
 class _Listing(contextlib.nullcontext[Iterator[Any]]):
-    """What os.scandir gives: to be iterated over, a context, and closed; nothing is held open."""
+    """What os.scandir returns: an iterator and a context; nothing is held open."""
 
     def __iter__(self) -> Iterator[Any]:
         return self.enter_result
@@ -235,7 +238,7 @@ class _Listing(contextlib.nullcontext[Iterator[Any]]):
         return next(self.enter_result)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """There is nothing to close."""
 
 
 def install(sandbox: Sandbox) -> None:

@@ -84,7 +84,7 @@ class RootModules:
         only."""
         module = torch.nn.Module
         for thing in gc.get_objects():
-            if issubclass(type(thing), module):  # isinstance wakes lazy objects
+            if issubclass(type(thing), module):  # isinstance would load lazy objects
                 self.made.put(thing)
 
     def _begin_noting(self, user: Subscriber) -> None:

@@ -1,5 +1,4 @@
-"""All that is changed in one training process: the families of changes, the imposed seed, the record for a
-proof."""
+"""A plan applied in one training process: its changes, the seed of a trial, and what a proof has to know."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Applied:
-    """The plan's changes in this process, the imposed seed, and the record for a proof."""
+    """The plan's changes in this process, the seed of a trial, and what a proof has to know."""
 
     def __init__(
         self,
@@ -112,7 +111,7 @@ class Applied:
             self.ledger.attempt(name, change.off)
 
     def finish(self, path: Path) -> None:
-        """The run is over: say what was not made, write the proof, and take the patches off."""
+        """The run is over: say what was not applied, write the proof, and take the patches off."""
         self._computing.finish()
         for subscriber in self._subscribers:
             subscriber.leave()

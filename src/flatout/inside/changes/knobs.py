@@ -1,5 +1,4 @@
-"""Values changed as the script reads them: nothing of the user's is rewritten, and every launcher passes
-them on.
+"""Values that are changed as the script reads them: no file is rewritten, and it works under every launcher.
 
 A knob is `--batch-size` (argparse), `configs/train.yaml:train.batch_size` (YAML, JSON),
 `yaml:train.batch_size` where text without a file was read, or `config.py:BATCH_SIZE`: there the assignment

@@ -1,4 +1,4 @@
-"""What became of each change of the plan: made, and how and where; or not, and why. Standard library only."""
+"""What became of each change of the plan: applied, how and where; or not, and why. Standard library only."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ class Ledger:
         return change if change is not None and not change.knob and name not in self._off else None
 
     def made(self, name: str, how: str, where: str | None = None) -> None:
-        """It has been made; how it was the first time counts."""
+        """It has been applied; how it was the first time counts."""
         _, places = self._made.setdefault(name, (redact_text(how), []))
         if where is not None and where not in places:
             places.append(where)
 
     def made_after_all(self, name: str, how: str) -> None:
-        """It turned out that it is better made like this."""
+        """It is applied in another way than first said."""
         if name in self._made:
             self._made[name] = (how, self._made[name][1])
 
     def made_by_knob(self, name: str, how: str) -> None:
-        """It has been made as the script read its setting; processes started from here are told."""
+        """It was applied when the script read its setting; processes that this one starts will know."""
         how = redact_text(how)
         self.made(name, how)
         told = json.loads(os.environ.get(KNOBS, "{}"))
         os.environ[KNOBS] = json.dumps({**told, name: how})
 
     def refused(self, name: str, why: str) -> None:
-        """It cannot be made here; what it says first counts, unless it is made elsewhere."""
+        """It cannot be applied here. The first reason counts, unless it is applied elsewhere."""
         self._refused.setdefault(name, redact_text(why))
 
     def failed(self, name: str, problem: BaseException) -> None:
@@ -62,7 +62,7 @@ class Ledger:
         self.withdraw(name, f"{type(problem).__name__}: {problem}")
 
     def withdraw(self, name: str, why: str) -> None:
-        """It should not have been made: it is off from now on."""
+        """It should not have been applied: it is off from now on."""
         if name in self._off:
             return
         self._off.add(name)
