@@ -19,7 +19,7 @@ from flatout.engine.checkpoint import newest
 from flatout.engine.config import TrainConfig
 from flatout.engine.model_setup import choose_precision
 from flatout.engine.ranks import Ranks
-from flatout.engine.train_step import TrainStep, uncompiled
+from flatout.engine.train_step import TrainStep, uncompile
 from flatout.feed import DataLoader
 from flatout.model.errors import UsageError
 
@@ -169,7 +169,7 @@ def test_compiled_and_captured_it_learns_the_same(tmp_path: Path, compile: bool 
     ours = trainer(tmp_path / "ours", net(), precision="off", accumulate=accumulate, compile=compile)
     assert ours.fit()["accuracy"] > 0.9
     assert captured() == (compile == "auto")
-    assert uncompiled(ours.model), ours.decisions  # it still was: nothing fell back
+    assert uncompile(ours.model), ours.decisions  # it still was: nothing fell back
     for one, other in zip(eager.model.parameters(), ours.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
 

@@ -74,7 +74,7 @@ def look_over(training: Training, data: Path | None = None) -> Checklist:
 def _finished(subject: str, line: Line | None) -> Line:
     """A line with its subject, and without secrets that it quotes from the script."""
     if line is None:
-        reason = "does not apply, or cannot be told without running: flatout run --max-steps 50 measures it"
+        reason = "does not apply, or cannot tell without running: flatout run --max-steps 50 measures it"
         return Line(subject=subject, status=NOT_APPLICABLE, reason=reason)
     fix = redact_text(line.fix or "") or None
     return dataclasses.replace(line, subject=subject, reason=redact_text(line.reason), fix=fix)

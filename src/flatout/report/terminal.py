@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -263,6 +264,9 @@ def show_checklist(checklist: Checklist, console: Console, *, all_lines: bool = 
         lines = checklist.with_status(status)
         if lines:
             counts.append(f"{len(lines)} {STATUS_WORDS[status]}")
+        if lines and status == NOT_APPLICABLE:  # all of them have the same reason
+            subjects = ", ".join(line.subject for line in lines)
+            lines = [replace(lines[0], subject=f"{len(lines)} lines", reason=f"{subjects}: {lines[0].reason}")]
         for line in lines if all_lines or status != NOT_APPLICABLE else ():
             console.print(_checklist_line(line, style, width), soft_wrap=True)
     hidden = bool(checklist.with_status(NOT_APPLICABLE)) and not all_lines
