@@ -6,10 +6,9 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from flatout.files import PRIVATE, write_whole
 from flatout.fix.offers import Wishes, not_offered
@@ -53,33 +52,31 @@ def fix(
     progress = progress or ProgressListener()
     with own_folder() as folder:
 
-        def search(*, overlay: bool) -> FixResult:
+        def search(overlay: bool) -> FixResult:
             launcher = Launcher(command, folder / ("overlay" if overlay else "redirection"), overlay=overlay)
             return Search(launcher, wishes, budget_s=budget_s, steps=steps, progress=progress).run()
 
-        found = _in_a_sandbox(search, sandbox.why_no_overlay(command, folder), progress, unprotected=unprotected)
-        if found.before is not None and not found.interrupted:
-            found.remarks += not_offered(wishes, found.known, on_gpu=found.before.metrics.on_gpu)
+        result = _in_a_sandbox(search, sandbox.why_no_overlay(command, folder), progress, unprotected=unprotected)
+        if result.before is not None and not result.interrupted:
+            result.remarks += not_offered(wishes, result.known, on_gpu=result.before.metrics.on_gpu)
         if keep_in is not None:
-            for name, run in (("before", found.before), ("after", found.measured)):
+            for name, run in (("before", result.before), ("after", result.measured)):
                 if run is not None and run.folder is not None and run.folder.is_dir():
-                    found.remarks += copied(run.folder, keep_in / name)
-        return found
+                    result.remarks += copy_recording(run.folder, keep_in / name)
+        return result
 
 
-class _ASearch(Protocol):
-    def __call__(self, *, overlay: bool) -> FixResult: ...
-
-
-def _in_a_sandbox(search: _ASearch, why_not: str, progress: ProgressListener, *, unprotected: bool) -> FixResult:
-    """Search on overlays. Where that is not possible, say so first, and go on only if allowed."""
+def _in_a_sandbox(
+    search: Callable[[bool], FixResult], why_not: str, progress: ProgressListener, *, unprotected: bool
+) -> FixResult:
+    """Search on overlays (`search(True)`). Where that is not possible, say so first, and go on only if allowed."""
     if why_not and not unprotected:
         raise _refused(f"{why_not}; in a container it takes root and --cap-add SYS_ADMIN, elsewhere user namespaces")
     progress.say(_REPEATED)
     # An overlay can be mounted on some systems and still fail for these files: only the first run shows that.
     if not why_not:
         try:
-            return search(overlay=True)
+            return search(True)
         except OverlayError as problem:
             if not unprotected:
                 raise _refused(str(problem)) from None
@@ -88,7 +85,7 @@ def _in_a_sandbox(search: _ASearch, why_not: str, progress: ProgressListener, *,
         f"Your files are protected in part only ({why_not}): {_ONLY_REDIRECTED}. Your folders are compared after each "
         "trial, and the first real write ends the fix."
     )
-    return search(overlay=False)
+    return search(False)
 
 
 def _refused(why_not: str) -> UsageError:
@@ -104,8 +101,8 @@ def _keep_output(printed: Path, kept: Path) -> None:
         write_whole(kept, end_of(printed, _MOST_OUTPUT), mode=PRIVATE)
 
 
-def copied(folder: Path, to: Path) -> list[str]:
-    """Copy a recording, whole or not at all; what there is to say of that."""
+def copy_recording(folder: Path, to: Path) -> list[str]:
+    """Copy a recording, whole or not at all; returns a remark where that fails."""
     part = to.with_name(f"{to.name}.part")
     try:
         shutil.copytree(folder, part, ignore=shutil.ignore_patterns(OUTPUT))

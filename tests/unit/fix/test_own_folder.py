@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flatout.fix.fix_command import copied, own_folder
+from flatout.fix.fix_command import copy_recording, own_folder
 
 HOLD = """
 from flatout.fix.fix_command import own_folder
@@ -47,9 +47,9 @@ def test_a_recording_is_copied_whole_or_not_at_all(tmp_path: Path, full_disk: Ca
     (recording / "a.json").write_bytes(bytes(100))
     (recording / "b.jsonl").write_bytes(bytes(100_000))
     with full_disk():
-        assert copied(recording, kept / "before") == [
+        assert copy_recording(recording, kept / "before") == [
             f"the recording {kept / 'before'} is not kept: [Errno 27] File too large"
         ]
     assert not list(kept.iterdir())
-    assert copied(recording, kept / "before") == []
+    assert copy_recording(recording, kept / "before") == []
     assert {path.name for path in (kept / "before").iterdir()} == {"a.json", "b.jsonl"}
