@@ -4,6 +4,6 @@
       └──rank_metrics──► RankMetrics   the figures the rules reason about (replay: a step without one of its causes)
               └──rules──► Findings     loading, copy, compute, machine and rank rules; ignored_settings
 
-`gains` says what each finding would give, `find_knobs` where the script reads a setting. Causes and changes are
-defined in `model`.
+`gains` says what each finding would give, `find_knobs` where the script reads a setting. Causes and changes
+are defined in `model`.
 """

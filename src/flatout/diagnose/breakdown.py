@@ -1,8 +1,9 @@
 """Trace → Breakdown: the wall time of a rank in parts that add up to it.
 
-Training's own phases come from the windows, which cover every training step. In most steps only waits and pauses were
-told apart; what they computed is split as in the steps that were looked at closely, and so is the GPU's idle time.
-What is not plain training (set-up, the X-ray, a trial's replays, the tail) comes from the raw steps.
+Training's own phases come from the windows, which cover every training step. In most steps only waits and
+pauses were told apart; what they computed is split as in the steps that were looked at closely, and so is the
+GPU's idle time. What is not plain training (set-up, the X-ray, a trial's replays, the tail) comes from the
+raw steps.
 """
 
 from __future__ import annotations

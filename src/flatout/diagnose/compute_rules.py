@@ -1,7 +1,8 @@
-"""Rules about computing: launches, precision, layout, the optimizer, small batches. All but the last need an X-ray.
+"""Rules about computing: launches, precision, layout, the optimizer, small batches. All but the last need an
+X-ray.
 
-The time the GPU waits for its host does not shrink with the GPU's work. `worth_it_later` reports such costs that are
-small now, and matter once that work is as short as other findings promise.
+The time the GPU waits for its host does not shrink with the GPU's work. `worth_it_later` reports such costs
+that are small now, and matter once that work is as short as other findings promise.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def launch_bound(metrics: RankMetrics) -> Finding | None:
         title=f"{kernels:,.0f} kernels a step, half of them below {median_us:.0f} µs: "
         f"the host cannot launch them as fast as the GPU ends them",
         share=lost,
-        **gain_if_gpu_spared(metrics, lost / 2, lost),  # twice the batch has half of these launches for a sample
+        **gain_if_gpu_spared(metrics, lost / 2, lost),  # twice the batch has half as many launches a sample
         confidence=0.85,
         evidence={"kernels_a_step": kernels, "kernel_us_median": rounded(median_us)},
         change="batch_size",
@@ -67,8 +68,8 @@ def precision(metrics: RankMetrics) -> Finding | None:
     working = metrics.busy_share or 1.0
     if working * matrix < _MIN_MATRIX:
         return None
-    # Outside the tensor cores a product becomes at least twice as fast, and eight times at best. Everything else moves
-    # half the bytes at best.
+    # Outside the tensor cores a product becomes at least twice as fast, and eight times at best. Everything else
+    # moves half the bytes at best.
     sure = outside / 2 * metrics.saved_for_sure
     most = (outside * 7 / 8 + (1 - outside) / 2) * metrics.saved_at_most
     return Finding(
@@ -194,14 +195,16 @@ def small_batch(metrics: RankMetrics) -> Finding | None:
 
 
 def worth_it_later(metrics: RankMetrics, found: Iterable[Finding]) -> list[Finding]:
-    """What will matter when the GPU has less to do, by as much as these findings promise (the middle of each range).
+    """What will matter when the GPU has less to do, by as much as these findings promise (the middle of each
+    range).
 
     Their own ranges are for fixing them alone: small, and never the verdict.
     """
     found = list(found)
     shorter = 1.0
     for finding in found:
-        if finding.derived.startswith(FROM_KERNELS) and finding.change not in ("batch_size", "fused_optimizer"):
+        asks_for_other_work = finding.change in ("batch_size", "fused_optimizer")
+        if finding.derived.startswith(FROM_KERNELS) and not asks_for_other_work:
             shorter *= (finding.gain_low + finding.gain_high) / 2
     if shorter == 1:
         return []
@@ -224,7 +227,7 @@ def _gaps_between_kernels(metrics: RankMetrics, *, at_least: float) -> Finding |
         title=f"a batch of {batch} uses {used:.0%} of the GPU's memory, and in each step the GPU waits for launches: "
         f"{lost:.0%} of the time",
         share=lost,
-        **gain_if_gpu_spared(metrics, 0.0, lost),  # the X-ray slows the host down: such gaps are shorter without it
+        **gain_if_gpu_spared(metrics, 0.0, lost),  # the X-ray slows the host down: gaps are shorter without it
         confidence=0.5,
         evidence={"memory_share": rounded(used), "waiting_for_launches": rounded(lost)},
         change="batch_size",

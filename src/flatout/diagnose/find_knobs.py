@@ -1,7 +1,9 @@
-"""Where a script reads a value that a change is about: its own option, a line of its YAML, a name in its config.
+"""Where a script reads a value that a change is about: its own option, a line of its YAML, a name in its
+config.
 
-A knob counts where its name fits and, if the value in force was seen, its value too. The value read last comes first:
-scripts read a file, then let the command line have the last word. A trial shows whether a knob does anything.
+A knob counts where its name fits and, if the value in force was seen, its value too. The value read last
+comes first: scripts read a file, then let the command line have the last word. A trial shows whether a knob
+does anything.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What fixing one cause alone would give: a range of factors of speed, as keyword arguments of a Finding.
 
-Its upper end is what the evidence leaves room for, its lower end what the evidence makes sure of, 1.0 for nothing.
+Its upper end is what the evidence leaves room for, its lower end what the evidence makes sure of, 1.0 for
+nothing.
 
     gain_if_fed         batches come sooner: sure is what replaying a step without its waits saves, as far as the
                         loader can then deliver; the measured ceiling is the most

@@ -1,7 +1,7 @@
 """Rules about loading samples: who loads them, and why they come late.
 
-Opposites are told apart by evidence: too few workers are busy while cores are free, too many wait for a core, and a
-slow disk leaves both idle.
+Opposites are told apart by evidence: too few workers are busy while cores are free, too many wait for a core,
+and a slow disk leaves both idle.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OWN_THREADS = 3  # that a worker has which does nothing in particular
 _MIN_WAIT_WITHOUT_WORKERS = 0.05  # of the step: handing batches over costs as much
 _MIN_WAIT_BY_EXCLUSION = 0.10  # of the step: for causes that only the absence of others speaks for
 _MIN_CORE_A_WORKER = 0.25  # that a worker is counted with, however much it waits
-_MIN_PART_OF_WISH = 0.2  # on a core, of the time it wants one: with less, it is not other workers that have it
+_MIN_PART_OF_WISH = 0.2  # on a core, of the time it wants one: with less, others than workers have it
 _ADDED_WORKER = 0.5  # of a worker that one more brings at least: hyperthreads share a core, all share caches
 
 
@@ -197,7 +197,8 @@ def _sampler_asked_late(behind: _Behind) -> Finding | None:
     metrics, loader = behind.metrics, behind.metrics.loader
     wanted = int((metrics.cores or 1.0) / max(_MIN_CORE_A_WORKER, behind.on_core))
     any_time = may_be_asked_early(loader.sampler, loader.batch_sampler) or loader.iterable
-    if not metrics.elastic or any_time or not 0 < metrics.workers < wanted or behind.saved < _MIN_WAIT_BY_EXCLUSION:
+    more = 0 < metrics.workers < wanted
+    if not metrics.elastic or any_time or not more or behind.saved < _MIN_WAIT_BY_EXCLUSION:
         return None
     workers, ahead = metrics.workers, metrics.workers * (loader.prefetch_factor or 2)
     return Finding(
@@ -215,7 +216,7 @@ def _sampler_asked_late(behind: _Behind) -> Finding | None:
 def _cpu_bound(behind: _Behind) -> Finding | None:
     metrics = behind.metrics
     full = (metrics.cpu_share or 0.0) >= _CPU_FULL and (metrics.collate_share or 0.0) <= _COLLATING
-    # A worker without a core is late to hear about the next batch, too, unless there are more workers than cores.
+    # A worker without a core is late to hear about the next batch, unless there are more workers than cores.
     at_work = behind.busy >= 0.5
     if behind.saved >= _MIN_WAIT_BY_EXCLUSION and metrics.workers <= (metrics.cores or 1.0):
         at_work = True
@@ -324,7 +325,9 @@ def augmentation_on_cpu(metrics: RankMetrics) -> Finding | None:
     """The script can augment on the GPU and does not, while the workers are behind for other reasons too."""
     setting, behind = _setting(metrics, "augment_on", "cpu"), workers_behind(metrics)
     on_core = (metrics.worker_on_core or 0.0) + (metrics.worker_delay or 0.0)
-    if setting is None or not metrics.on_gpu or behind is None or behind.code == "data.cpu-bound" or on_core < 0.5:
+    if setting is None or not metrics.on_gpu or on_core < 0.5:
+        return None
+    if behind is None or behind.code == "data.cpu-bound":
         return None
     median = metrics.sample_ms.quantile(0.5) or 0.0
     return Finding(
@@ -349,8 +352,8 @@ def worker_threads(metrics: RankMetrics) -> Finding | None:
     threads = max(counts) - _OWN_THREADS
     if threads < 2 or workers * threads <= 2 * cores:
         return None
-    # Without them a worker no longer waits for its threads, at best. At worst, while cores are free, it takes as much
-    # longer as they spared it.
+    # Without them a worker no longer waits for its threads, at best. At worst, while cores are free, it takes as
+    # much longer as they spared it.
     waits = max(0.0, 1 - (metrics.worker_on_core or 1.0) - (metrics.worker_delay or 0.0))
     gain = gain_if_fed(metrics, saved, most=1 / (1 - min(0.9, waits)))
     cores_a_worker = (Sketch.of(p.cpu_pct for p in metrics.worker_samples).mean or 0.0) / 100
@@ -376,7 +379,9 @@ def worker_threads(metrics: RankMetrics) -> Finding | None:
 def idle_workers(metrics: RankMetrics) -> Finding | None:
     """More workers than cores, and training does not even wait for them: what they cost is memory."""
     workers, cores, busy = metrics.workers, metrics.cores, metrics.worker_busy
-    if cores is None or workers <= cores or busy is None or metrics.elastic or workers_behind(metrics) is not None:
+    if cores is None or workers <= cores or busy is None or metrics.elastic:
+        return None
+    if workers_behind(metrics) is not None:
         return None
     wanted, delay = spare_cores(metrics), metrics.trainer_delay or 0.0
     title = f"{workers} workers on {cores:g} cores, at work {busy:.0%} of their time"
@@ -424,14 +429,15 @@ def worker_start(metrics: RankMetrics) -> Finding | None:
     if (loader.sampler or "").rpartition(".")[2] == "RandomSampler":
         note = "shuffling draws other numbers"
     advice = f"persistent_workers=True (from the second epoch on, {note})"
-    if loader.made_anew and (metrics.facts.loaders_side_by_side or 1) == 1:  # no loader has an epoch to keep them for
+    alone = (metrics.facts.loaders_side_by_side or 1) == 1
+    if loader.made_anew and alone:  # a loader of one epoch keeps its workers for nothing
         return Finding(**common, advice=f"make the loader once, before the first epoch, with {advice}")
     return Finding(**common, change="persistent_workers", value=True, advice=advice)
 
 
 def _first_start(metrics: RankMetrics) -> tuple[float, float]:
-    """The share of an epoch that starting workers takes, by the one start that was seen: without and with the wait for
-    a first batch beyond what a worker takes to make one. The trace ends before the next epoch."""
+    """The share of an epoch that starting workers takes, by the one start that was seen: without and with the
+    wait for a first batch beyond what a worker takes to make one. The trace ends before the next epoch."""
     loader, rate, steps = metrics.loader, metrics.samples_a_worker_s, metrics.steps_an_epoch
     if not loader.num_workers or loader.persistent_workers or not rate or not steps:
         return 0.0, 0.0

@@ -1,6 +1,8 @@
-"""RankMetrics: the figures of one rank that the rules reason about, each computed once, when it is first asked for.
+"""RankMetrics: the figures of one rank that the rules reason about, each computed once, when it is first
+asked for.
 
-Shares are of the training time, 0 to 1. What the trace does not tell is None, and a rule that needs it stays silent.
+Shares are of the training time, 0 to 1. What the trace does not tell is None, and a rule that needs it stays
+silent.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ class RankMetrics:
     def on_gpu(self) -> bool:
         return self.facts.on_gpu
 
-    # -- the loader and its workers ---------------------------------------------------------------------------------
+    # -- the loader and its workers
 
     @cached_property
     def loader(self) -> LoaderFacts:
@@ -103,7 +105,8 @@ class RankMetrics:
     def _batches_a_step(self) -> float:
         """More than 1 where gradients are accumulated, less where several optimizers step for each batch.
 
-        Backward passes count accumulation, but there may be several for one batch: the samples of a step tell.
+        Backward passes count accumulation, but there may be several for one batch: the samples of a step
+        tell.
         """
         backward = statistics.median([step.micro_steps for step in self.steps] or [1]) or 1
         batch, seen = self.loader.batch_size, self.breakdown
@@ -217,8 +220,8 @@ class RankMetrics:
 
     @cached_property
     def start_share(self) -> float:
-        """The share of time that starting workers takes: the start, and the wait for a first batch beyond what a
-        worker takes to make one. Raw steps tell how long such a wait is beside a start."""
+        """The share of time that starting workers takes: the start, and the wait for a first batch beyond
+        what a worker takes to make one. Raw steps tell how long such a wait is beside a start."""
         started, rate, batch = self.share("loader start"), self.samples_a_worker_s, self.loader.batch_size
         if not rate or not batch or self.loader.persistent_workers or not self.workers:
             return started
@@ -232,7 +235,7 @@ class RankMetrics:
             return started
         return started + min(self.share("data"), started * beyond_ms / starts_ms)
 
-    # -- time -------------------------------------------------------------------------------------------------------
+    # -- time
 
     def share(self, phase: str) -> float:
         """The share of training time the host spends in a phase."""
@@ -241,13 +244,14 @@ class RankMetrics:
     @cached_property
     def steps_with_events(self) -> tuple[Step, ...]:
         """Steps in which CUDA events timed the GPU."""
-        return tuple(step for step in self.steps if any(_has_event(span) for span in step.spans))[-_MOST_STEPS:]
+        timed = tuple(step for step in self.steps if any(map(_has_event, step.spans)))
+        return timed[-_MOST_STEPS:]
 
     def saved_without(self, *phases: str) -> float | None:
         """The share of training time that would be saved if the host spent none in these phases.
 
-        Steps with events say how much of such time is saved when it is gone; all steps say how much of it there is.
-        Waits come in bursts: a median step may have none of them.
+        Steps with events say how much of such time is saved when it is gone; all steps say how much of it
+        there is. Waits come in bursts: a median step may have none of them.
         """
         share = sum(self.share(phase) for phase in phases)
         if not self.on_gpu:
@@ -314,7 +318,7 @@ class RankMetrics:
         xray = self.xray
         if xray is None or not xray.steps or not self.mean_ms:
             return 0.0
-        # An X-ray slows the host down. It may be of an earlier run, which waited more or less for data than this one.
+        # An X-ray slows the host down. It may be of an earlier run, which waited more or less for data.
         step_in_xray_ms = (xray.wall_ms - xray.idle_by_phase_ms.get("data", 0.0)) / xray.steps
         step_ms = max(self.mean_ms, step_in_xray_ms + self.share("data") * self.mean_ms)
         return min(MAX_SAVED, _idle_ms(xray, phases or LAUNCHING) / xray.steps / step_ms)
@@ -335,13 +339,13 @@ class RankMetrics:
     def _ceiling(self) -> float | None:
         """The ceiling as a multiple of the run's speed; None where others had the cores while it was measured."""
         seen = self.breakdown
-        # Batches that are on the GPU already cannot be slower than others: the faster of the two was disturbed less.
+        # Batches that are on the GPU already cannot be slower than others: the slower was disturbed more.
         ceiling = max(seen.ceiling_samples_per_s or 0.0, seen.replay_samples_per_s or 0.0)
         if not ceiling or not seen.samples_per_s or ceiling / seen.samples_per_s <= MIN_CEILING:
             return None
         return ceiling / seen.samples_per_s
 
-    # -- the machine ------------------------------------------------------------------------------------------------
+    # -- the machine
 
     @cached_property
     def samples(self) -> tuple[Sample, ...]:
@@ -398,7 +402,7 @@ class RankMetrics:
     def own_cpu_share(self) -> float | None:
         """How busy this run itself kept them, whatever others did."""
         busy = Sketch.of(self._own_cores(sample) for sample in self.samples).mean
-        if busy is None and self.workers and self.worker_busy and not self.elastic:  # by the workers' own reports
+        if busy is None and self.workers and self.worker_busy and not self.elastic:  # as workers report it
             busy = self.workers * self.worker_busy * (self.worker_on_core or 1.0) * self._ranks_of_host
         if busy is None or not self.cores:
             return None
@@ -452,8 +456,8 @@ class RankMetrics:
 
 
 def is_gpu_of(rank: RankTrace, gpu: GpuSample) -> bool:
-    """Whether a rank trains on this GPU. PyTorch numbers the GPUs it may see in its own order, so the number tells
-    only where no UUID was recorded."""
+    """Whether a rank trains on this GPU. PyTorch numbers the GPUs it may see in its own order, so the number
+    tells only where no UUID was recorded."""
     uuid = rank.facts.gpu_uuid
     return gpu.uuid.endswith(uuid) if uuid else gpu.index == rank.facts.gpu_index
 

@@ -15,7 +15,8 @@ _MIN_EXCHANGE = 0.15  # of the step
 def straggler(ranks: Sequence[RankMetrics]) -> Finding | None:
     """The rank that waits least where ranks exchange something, and is slow somewhere else.
 
-    They exchange gradients in backward; a model with buffers (batch norms) makes them exchange before forward too.
+    They exchange gradients in backward; a model with buffers (batch norms) makes them exchange before forward
+    too.
     """
     if len(ranks) < 2:
         return None

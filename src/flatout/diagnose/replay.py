@@ -4,10 +4,10 @@ The GPU reaches the end of span i when it has done all work before it and the ho
 
     gpu[i+1] = max(gpu[i] + work[i], host[i+1])
 
-A span in which nothing is launched has no work. Elsewhere the work is the GPU's time between the span's two events,
-less the gaps between its kernels if an X-ray has measured them. Removing a cause shortens its host time, and what the
-step gains in the long run shows when it is repeated. This tells a `.item()` that leaves the GPU without work from one
-that merely waits for useful work; how long the wait takes says nothing.
+A span in which nothing is launched has no work. Elsewhere the work is the GPU's time between the span's two
+events, less the gaps between its kernels if an X-ray has measured them. Removing a cause shortens its host
+time, and what the step gains in the long run shows when it is repeated. This tells a `.item()` that leaves
+the GPU without work from one that merely waits for useful work; how long the wait takes says nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _STEADY = 12  # of them, the last
 def step_ms(
     step: Step, host_ms: Callable[[Span], float] = lambda span: span.host_ms, at_work: Mapping[str, float] | None = None
 ) -> float | None:
-    """The long-run length of `step` when each span takes the host `host_ms(span)`; None for a step without events.
+    """The long-run length of `step` when each span takes the host `host_ms(span)`; None for a step without
+    events.
 
     `at_work` is the share of its time in a phase that the GPU works; all of it in one that is not named.
     """

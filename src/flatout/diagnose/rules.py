@@ -1,7 +1,7 @@
 """Trace → Findings: the rules, what became of them together, and the verdict.
 
-A rule is a small function that looks at the metrics of one rank (or of all) and says nothing unless the evidence is
-there. What each finding would give alone is worked out in `gains`.
+A rule is a small function that looks at the metrics of one rank (or of all) and says nothing unless the
+evidence is there. What each finding would give alone is worked out in `gains`.
 """
 
 from __future__ import annotations
@@ -124,8 +124,9 @@ def _pause(phase: str, code: str, advice: str) -> Rule:
 
 
 def _saturated(metrics: RankMetrics) -> Finding | None:
-    """That all is well, where it is seen to be: on a GPU by the X-ray alone; without one, where neither waits for data
-    nor the script's own code between the phases (a simulator, batches made by hand) take the time."""
+    """That all is well, where it is seen to be: on a GPU by the X-ray alone; without one, where neither waits
+    for data nor the script's own code between the phases (a simulator, batches made by hand) take the
+    time."""
     busy = metrics.busy_share
     if busy is not None:
         share, what = busy, f"the GPU has work {busy:.0%} of the time"

@@ -1,7 +1,9 @@
-"""Trace → Offers: which changes to try next, those that promise much first, and of these the harmless ones first.
+"""Trace → Offers: which changes to try next, those that promise much first, and of these the harmless ones
+first.
 
-The diagnosis says what is wrong; here it becomes changes, by the script's own knob where it has one. Changes that
-belong together and rarely do harm make one Offer, which is tried as a whole and taken apart only if it fails:
+The diagnosis says what is wrong; here it becomes changes, by the script's own knob where it has one. Changes
+that belong together and rarely do harm make one Offer, which is tried as a whole and taken apart only if it
+fails:
 
     data path   elastic loader, page-locking, device prefetch, gc freeze, fewer threads; transforms on the GPU where the
                 cores are the limit, or where training still waits for data with all of that
@@ -174,8 +176,8 @@ def _words(option: str, text: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class View:
-    """What offers are made from: the last trace, the first one, what was kept and how many times as fast that has made
-    it (the last of each name), and what was tried."""
+    """What offers are made from: the last trace, the first one, what was kept and how many times as fast that
+    has made it (the last of each name), and what was tried."""
 
     trace: Trace
     first: Trace
@@ -249,8 +251,8 @@ def offers(view: View, wishes: Wishes) -> tuple[list[Offer], list[Offer]]:
 
 
 def _data_path_with_batch(permitted: list[Offer]) -> list[Offer]:
-    """A data path that promises little goes along with a larger batch that promises much: the batch needs its samples
-    as fast, and workers that disturb nobody now may do so then."""
+    """A data path that promises little goes along with a larger batch that promises much: the batch needs its
+    samples as fast, and workers that disturb nobody now may do so then."""
     loading = [o for o in permitted if o.promise < _MIN_PROMISE and _only_loading(o.changes)]
     larger = [o for o in permitted if o.promise >= _MIN_PROMISE and o.changes[0].name == "batch_size"]
     if not loading or not larger:
@@ -262,8 +264,8 @@ def _data_path_with_batch(permitted: list[Offer]) -> list[Offer]:
 def _order(offer: Offer, *, compiled: bool) -> tuple[bool, bool, bool, float]:
     """What promises much comes first, and of that what leaves learning alone; then the rest in the same way.
 
-    Compiling comes last, since every later run pays for it at its start. Once it is kept, another mode is a change like
-    any other.
+    Compiling comes last, since every later run pays for it at its start. Once it is kept, another mode is a
+    change like any other.
     """
     compiles = not compiled and all(change.name == "compile" for change in offer.changes)
     changes_learning = any(change.safety == "semantic" for change in offer.changes)
@@ -323,8 +325,9 @@ def _data_path(view: View) -> Offer | None:
 def _loading(view: View, found: Sequence[Finding], why: str) -> list[Change]:
     """The elastic loader; where that cannot be had, the number of workers and what goes with it.
 
-    The number is still worth a trial beside the elastic loader, or where that does not pay, if the diagnosis asks for
-    it. No worker of any kind where the loop makes the batches itself and writes to its dataset, or samples fill it.
+    The number is still worth a trial beside the elastic loader, or where that does not pay, if the diagnosis
+    asks for it. No worker of any kind where the loop makes the batches itself and writes to its dataset, or
+    samples fill it.
     """
     loader = view.metrics.loader
     if loader.written or loader.fills:
@@ -366,8 +369,9 @@ def _keep_workers(view: View, why: str) -> list[Change]:
 
 
 def _fewer_threads(view: View, why: str, *, elastic: bool) -> list[Change]:
-    """One thread a worker, where workers and threads together outnumber the cores: by the script's own setting for
-    them, else by limiting the libraries. The elastic loader's workers have one thread of these anyway."""
+    """One thread a worker, where workers and threads together outnumber the cores: by the script's own
+    setting for them, else by limiting the libraries. The elastic loader's workers have one thread of these
+    anyway."""
     workers, cores = view.metrics.workers, view.metrics.cores or math.inf
     many = [k for k in knobs(view.settings, "threads", _is_count) if k.value > 1 and workers * k.value > cores]
     if many:

@@ -1,7 +1,8 @@
-"""The changes flatout can make: one `ChangeSpec` each, with everything the rest of flatout has to know about it.
+"""The changes flatout can make: one `ChangeSpec` each, with everything the rest of flatout has to know about
+it.
 
-A plan is checked against these before a run, `fix` offers them, `inside/changes` applies them, the report says how to
-make them permanent, and the tables in docs/CHANGES.md are written from them.
+A plan is checked against these before a run, `fix` offers them, `inside/changes` applies them, the report
+says how to make them permanent, and the tables in docs/CHANGES.md are written from them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What was in force in one rank of a training: switches, loaders, optimizer, settings read, changes made.
 
-`inside/run_facts.py` fills it in; the diagnosis and the report read it. In a trace it is one JSON object with the same
-names. What was not seen is None, or empty.
+`inside/run_facts.py` fills it in; the diagnosis and the report read it. In a trace it is one JSON object with
+the same names. What was not seen is None, or empty.
 """
 
 from __future__ import annotations

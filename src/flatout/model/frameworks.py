@@ -1,7 +1,9 @@
-"""What flatout has to know about frameworks that train: one table, read by the loader, the diagnosis and the check.
+"""What flatout has to know about frameworks that train: one table, read by the loader, the diagnosis and the
+check.
 
-A framework that builds a `DataLoader` and calls `backward` and `Optimizer.step` is measured without an entry here. An
-entry says what cannot be seen from outside: that its loop is not in the script, that its sampler may be asked early.
+A framework that builds a `DataLoader` and calls `backward` and `Optimizer.step` is measured without an entry
+here. An entry says what cannot be seen from outside: that its loop is not in the script, that its sampler may
+be asked early.
 """
 
 from __future__ import annotations
@@ -126,7 +128,8 @@ def framework_of(loader_module: str, called_from: Callable[[str], bool]) -> str 
 def may_be_asked_early(sampler: str | None, batch_sampler: str | None) -> bool:
     """Whether these samplers, as a trace names them, are known to take no notice. None: not recorded.
 
-    Traces of older versions hold the name of the class alone: there a script's own `class RandomSampler` passes.
+    Traces of older versions hold the name of the class alone: there a script's own `class RandomSampler`
+    passes.
     """
     return _is_known(sampler, PURE_SAMPLERS) and _is_known(batch_sampler, WRAPPING_SAMPLERS)
 

@@ -1,9 +1,10 @@
-"""What people write for flatout to read (YAML, JSON, notebooks), read so that no text can hold up or end the process.
+"""What people write for flatout to read (YAML, JSON, notebooks), read so that no text can hold up or end the
+process.
 
     file ─► text_of (a limit on its size) ─► load_yaml, read_settings, load_json (limits on nesting and on aliases)
 
-Whatever is wrong with a text is a UsageError of one line that names the file and, where it can be told, the line.
-PyYAML is imported only where YAML is read: a plan also travels into a Python that may lack it.
+Whatever is wrong with a text is a UsageError of one line that names the file and, where it can be told, the
+line. PyYAML is imported only where YAML is read: a plan also travels into a Python that may lack it.
 """
 
 from __future__ import annotations

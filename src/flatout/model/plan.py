@@ -1,7 +1,8 @@
 """What to change in a run, and what became of each change.
 
-A `Plan` is a small YAML file that a person can read and edit; it travels into a process as JSON. A misspelt key is
-refused with its place and the nearest right one, since a change that is silently left out would be taken for made.
+A `Plan` is a small YAML file that a person can read and edit; it travels into a process as JSON. A misspelt
+key is refused with its place and the nearest right one, since a change that is silently left out would be
+taken for made.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Change:
     """One reversible alteration of a run. `note` says in words why it is there.
 
     `knob` is where the script reads the value: `--batch-size`, `configs/train.yaml:train.batch_size`,
-    `config.py:BATCH_SIZE`. The value is changed as it is read. Without a knob, objects are changed as they are built.
+    `config.py:BATCH_SIZE`. The value is changed as it is read. Without a knob, objects are changed as they
+    are built.
     """
 
     name: str

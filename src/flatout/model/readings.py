@@ -1,7 +1,7 @@
 """Every hardware figure flatout shows: what it is called, its unit, and where it appears.
 
-To add one: a field in `records.GpuSample` or `records.HostSample`, the code in sample/ that measures it, and an entry
-here. The live view, the summary, the CSV, the JSON and the report read these tables.
+To add one: a field in `records.GpuSample` or `records.HostSample`, the code in sample/ that measures it, and
+an entry here. The live view, the summary, the CSV, the JSON and the report read these tables.
 """
 
 from __future__ import annotations

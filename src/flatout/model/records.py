@@ -1,7 +1,7 @@
 """What a trace is made of: plain values, and how they become JSON (`trace/checked.py` reads them back).
 
-Units are in the names. What was not measured is None and is not written. A number that is not finite counts as not
-measured; an empty tuple counts as measured ("no throttling" is not "throttling unknown").
+Units are in the names. What was not measured is None and is not written. A number that is not finite counts
+as not measured; an empty tuple counts as measured ("no throttling" is not "throttling unknown").
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class RunInfo:
 class Span:
     """One stretch of a step: what the host did, and what the GPU did meanwhile.
 
-    Where nothing is launched the GPU's time is idleness (`gpu_idle_ms`). Where kernels are launched it is their work
-    and the gaps between them (`gpu_busy_ms`); the X-ray tells the two apart.
+    Where nothing is launched the GPU's time is idleness (`gpu_idle_ms`). Where kernels are launched it is
+    their work and the gaps between them (`gpu_busy_ms`); the X-ray tells the two apart.
     """
 
     name: str
@@ -149,8 +149,9 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """How it ended. In a rank's file: it closed its recording, because of an `error` (its type) that nobody caught if
-    there was one; a process that was killed has no such record. In a machine's: the command's `exit_code`.
+    """How it ended. In a rank's file: it closed its recording, because of an `error` (its type) that nobody
+    caught if there was one; a process that was killed has no such record. In a machine's: the command's
+    `exit_code`.
     """
 
     time_s: float

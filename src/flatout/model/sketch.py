@@ -1,8 +1,8 @@
 """Quantiles of a stream in bounded memory, which can be added together.
 
-Values fall into buckets that grow by 2%, to both sides of zero, so a quantile is right to 1% of its value. Mean and
-standard deviation come from sums, not from buckets. Two sketches merge without loss: that is what lets a window, a
-rank and a run be summed up.
+Values fall into buckets that grow by 2%, to both sides of zero, so a quantile is right to 1% of its value.
+Mean and standard deviation come from sums, not from buckets. Two sketches merge without loss: that is what
+lets a window, a rank and a run be summed up.
 """
 
 from __future__ import annotations
