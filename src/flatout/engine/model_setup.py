@@ -40,7 +40,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Precision:
+class StepPrecision:
     """What a step is computed in: `dtype` under autocast (None: as the model is), TF32 or not, scaled or not."""
 
     device: torch.device
@@ -55,7 +55,7 @@ class Precision:
         return torch.autocast(self.device.type, self.dtype)
 
 
-def choose_precision(asked: str, device: torch.device) -> tuple[Precision, Decision]:
+def choose_precision(asked: str, device: torch.device) -> tuple[StepPrecision, Decision]:
     """The precision in force on this device."""
     name, why = asked, ""
     if device.type != "cuda":
@@ -69,7 +69,7 @@ def choose_precision(asked: str, device: torch.device) -> tuple[Precision, Decis
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
     tf32 = device.type == "cuda" and name != "off"
     decision = Decision("train.precision", name, why, instead=asked not in ("auto", name))
-    return Precision(device, dtype, tf32, name == "fp16"), decision
+    return StepPrecision(device, dtype, tf32, name == "fp16"), decision
 
 
 def _precision_without_gpu(asked: str, device: torch.device) -> tuple[str, str]:
@@ -83,7 +83,7 @@ def _precision_without_gpu(asked: str, device: torch.device) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def torch_switches(precision: Precision, *, deterministic: bool) -> Iterator[None]:
+def torch_switches(precision: StepPrecision, *, deterministic: bool) -> Iterator[None]:
     """Set torch's own switches, and put them back afterwards."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = torch.are_deterministic_algorithms_enabled()

@@ -46,7 +46,7 @@ class LossSummary:
     seconds: float
 
 
-class LossReader:
+class LossLog:
     """Keeps losses on the device until they are read: nothing is launched for them, nothing waits."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flatout.engine.config import TrainConfig
-from flatout.engine.model_setup import Precision
+from flatout.engine.model_setup import StepPrecision
 from flatout.model.errors import FlatoutError, UsageError
 
 # Steps of each form: until it is compiled, captured and tuned; then those that are measured.
@@ -116,7 +116,7 @@ class TrainStep:
         model: nn.Module,
         criterion: Callable[..., Any] | None,
         optimizer: torch.optim.Optimizer,
-        precision: Precision,
+        precision: StepPrecision,
         config: TrainConfig,
         say: Callable[[str], None],
         *,

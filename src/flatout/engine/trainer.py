@@ -37,7 +37,7 @@ from flatout.engine.model_setup import (
     prepare_model,
     torch_switches,
 )
-from flatout.engine.progress import LossReader, Reporter
+from flatout.engine.progress import LossLog, Reporter
 from flatout.engine.ranks import Interrupts, Ranks, lost_contact
 from flatout.engine.train_step import GraphsOrEager, TrainStep, batch_rows, is_compiled
 from flatout.feed import to_device
@@ -47,7 +47,7 @@ VALIDATION_AHEAD = 16  # so many steps before an evaluation, workers begin to re
 
 
 @dataclass(slots=True)
-class Position:
+class TrainingPosition:
     """How far a training is."""
 
     epoch: int = 0
@@ -117,14 +117,14 @@ class Trainer:
         self.last_step = steps_in_all(train, train_loader)
         if self.last_step == 0:
             raise UsageError("there is not one batch to train on")
-        self.at = Position()
+        self.at = TrainingPosition()
         self.results: dict[str, float] = {}
         self.best: float | None = None
         self.stopped_by: str | None = None
         # What there is to say of a last checkpoint that could not be written.
         self.unsaved = ""
         self.skipped = 0  # steps whose loss was not a number
-        self._losses = LossReader()
+        self._losses = LossLog()
         self._interrupts = Interrupts(self.ranks.world)
         self._begun_at: float | None = None  # until the first step is done
         self._frozen = False  # the garbage collector's view of what was there before
@@ -451,7 +451,7 @@ class Trainer:
             self.say("the checkpoint's scheduler is not used: the config has none")
         self.step.scaler.load_state_dict(state["scaler"])
         self.step.accumulate = max(self.step.accumulate, state["accumulate"])
-        self.at, self.best = Position(**state["at"]), state["best"]
+        self.at, self.best = TrainingPosition(**state["at"]), state["best"]
         self._batches.resume(state["ranks"][self.ranks.rank])
 
     def _across_ranks(self, model: nn.Module) -> nn.Module:
