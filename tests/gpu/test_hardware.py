@@ -19,21 +19,21 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def card() -> GpuFound:
+def gpu() -> GpuFound:
     return examine().gpus[0]
 
 
 @pytest.fixture(autouse=True)
-def needs_gpm(card: GpuFound) -> None:
-    if not card.gpm:
-        pytest.skip(f"{card.name} has no GPM counters")
+def needs_gpm(gpu: GpuFound) -> None:
+    if not gpu.gpm:
+        pytest.skip(f"{gpu.name} has no GPM counters")
 
 
-def test_the_doctor_knows_the_gpu_by_both_its_numbers(card: GpuFound) -> None:
-    assert card.uuid.startswith("GPU-")
-    assert (card.memory_bytes or 0) > 1 << 30
+def test_the_doctor_knows_the_gpu_by_both_its_numbers(gpu: GpuFound) -> None:
+    assert gpu.uuid.startswith("GPU-")
+    assert (gpu.memory_bytes or 0) > 1 << 30
     if "CUDA_VISIBLE_DEVICES" not in os.environ:
-        assert card.cuda_index is not None
+        assert gpu.cuda_index is not None
 
 
 def test_an_idle_gpu_reads_zero(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def kill_some(children: list[psutil.Process], pick: random.Random, most: int) ->
 
 
 def test_the_scripts_own_signal_handlers_are_not_called_in_workers(tmp_path: Path) -> None:
-    """GIVEN a script that saves a checkpoint on SIGUSR1, and whoever sends that to all processes of it."""
+    """GIVEN a script that saves a checkpoint on SIGUSR1, and a sender that sends it to all of its processes."""
     before = signal.signal(signal.SIGUSR1, lambda *_: (tmp_path / str(os.getpid())).touch())
     try:
         loader = DataLoader(range(64), batch_size=4, num_workers=2)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The command's exit code comes back, whoever has left meanwhile: readers, the terminal, a core for one thread more."""
+"""The exit code of the command comes back, whatever has gone meanwhile: readers, the terminal, a core."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,12 @@ from flatout import cli
 from flatout.model import errors
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "workloads" / "README.md"]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "workloads" / "README.md",
+    ROOT / "benchmarks" / "NOTEBOOK.md",
+]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 READ_SIDE = ("cli", "trace", "model", "top", "doctor", "diagnose", "check", "fix", "report", "launch.launcher")
 
@@ -180,3 +186,66 @@ def test_the_tree_of_the_architecture_is_the_tree() -> None:
         files = {path.stem for path in (package / room).rglob("*.py")} | {path.name for path in package.rglob("*/")}
         outside = set(re.findall(r"\b([a-z_]+_[a-z_]+)\b", rooms[room])) - files
         assert not outside, f"ARCHITECTURE.md names {outside} in {room}/"
+
+
+OLD_WORDS = {  # what flatout was first written in, and the word that a user would type into a search box
+    r"(?<![-\w\"])[Cc]ards?\b": "GPU",
+    r"\b[Ss]tock's|\bStock\b|\b(?:as|like|in|than|what|with|beside|against|and|from|the) stock\b": "PyTorch's loader",
+    r"\b[Mm]end(?:s|ed|ing)?\b": "fix",
+    r"\bMind:": "Note:",
+    r"\b[Pp]urses?\b": "time budget",
+    r"\b[Nn]urser(?:y|ies)\b": "fork server",
+    r"\b[Cc]rews?\b": "worker pool",
+    r"\b(?:[Hh]ired?|[Hh]ires)\b": "start",
+    r"\bfor good:": "to make it permanent:",
+    r"\b(?:is|are|was|were) wanted\b": "expected",
+    r"\b[Ww]hoever\b": "who, or the process that",
+    r"\banew\b": "again",
+    r"\bof its own accord\b": "without being asked",
+    r"\bideas of (?:its|their) own\b": "what it does",
+    r"\b[Tt]old of\b": "notified",
+    r"\byour leave\b": "your permission",
+    r"\b[Ww]hat is more\b": "also",
+    r"\b[Rr]emed(?:y|ies)\b": "fix, change",
+}
+# Parts that still have some, and how many. A number may only go down.
+STILL_THERE: dict[str, int] = {}
+
+
+def _text_files() -> list[Path]:
+    """What a person reads, but for this list, the changelog, and the story of the workload called stock."""
+    folders = [ROOT / name for name in ("src", "docs", "tests", "benchmarks", "workloads")]
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".md", ".yaml", ".js")]
+    skipped = (Path(__file__), ROOT / "CHANGELOG.md", ROOT / "workloads" / "stock", ROOT / "workloads" / "README.md")
+    return [path for path in [*files, *PAGES] if not any(path.is_relative_to(skip) for skip in skipped)]
+
+
+def test_the_old_dialect_does_not_come_back() -> None:
+    counts: Counter[str] = Counter()
+    places = []
+    for path in _text_files():
+        name = str(path.relative_to(ROOT))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            for old, better in OLD_WORDS.items():
+                if match := re.search(old, line):
+                    part = "/".join(name.split("/")[:3])
+                    counts[part] += 1
+                    places.append(f"{name}:{number}: {match[0]} (write: {better})")
+    worse = {part for part, count in counts.items() if count > STILL_THERE.get(part, 0)}
+    assert not worse, "\n".join(place for place in places if place.startswith(tuple(worse)))
+    gone = {part for part, allowed in STILL_THERE.items() if counts[part] < allowed}
+    assert not gone, f"fewer old words than STILL_THERE says: lower its numbers for {sorted(gone)}"
+
+
+def test_no_module_and_no_class_has_the_name_of_another() -> None:
+    """A file of cli/ has the name of its verb, which may be that of the package it calls."""
+    modules: dict[str, list[str]] = {}
+    classes: dict[str, list[str]] = {}
+    for path in (ROOT / "src" / "flatout").rglob("*.py"):
+        name = str(path.relative_to(ROOT / "src" / "flatout"))
+        if path.stem not in ("__init__", "__main__") and not name.startswith("cli/"):
+            modules.setdefault(path.stem, []).append(name)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, []).append(name)
+    assert not {name: places for name, places in (modules | classes).items() if len(places) > 1}

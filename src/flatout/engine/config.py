@@ -257,7 +257,7 @@ def load(
         key, equals, value = text.partition("=")
         if not equals or not all(key.split(".")):
             raise UsageError(f"{text!r} is not key=value, such as train.batch_size=256")
-        _set(whole, "train.precision" if key == "train.amp" else key, load_yaml(value, text, _Loader))
+        _set(whole, "train.precision" if key == "train.amp" else key, load_yaml(value, text, _YamlLoader))
     if len({text.partition("=")[0] for text in overrides} & {"train.amp", "train.precision"}) == 2:
         raise UsageError("train.amp and train.precision are the same setting: give one")
     return validate(Config, amp_is_precision(whole, str(path)), str(path))
@@ -327,18 +327,18 @@ _AUGMENT_PRESETS = ("flatout.augment:Minimal", "flatout.augment:Standard", "flat
 # ------------------------------------------------------------ reading
 
 
-class _Loader(yaml_loader()):  # type: ignore[misc]
+class _YamlLoader(yaml_loader()):  # type: ignore[misc]
     """YAML as people write it: 1e-3 is a number."""
 
 
-_Loader.yaml_implicit_resolvers = copy.deepcopy(yaml.SafeLoader.yaml_implicit_resolvers)
-_Loader.add_implicit_resolver(
+_YamlLoader.yaml_implicit_resolvers = copy.deepcopy(yaml.SafeLoader.yaml_implicit_resolvers)
+_YamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return _mapping(load_yaml(text_of(path), str(path), _Loader), str(path))
+    return _mapping(load_yaml(text_of(path), str(path), _YamlLoader), str(path))
 
 
 def _mapping(data: Any, source: str) -> dict[str, Any]:

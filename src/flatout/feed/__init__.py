@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flatout.feed.device import to_device
     from flatout.feed.faults import BadSample, BadSampleError
-    from flatout.feed.loader import DataLoader, Options, feed_of, iterator_for
+    from flatout.feed.loader import DataLoader, LoaderOptions, feed_of, iterator_for
 
-__all__ = ["BadSample", "BadSampleError", "DataLoader", "Options", "feed_of", "iterator_for", "to_device"]
+__all__ = ["BadSample", "BadSampleError", "DataLoader", "LoaderOptions", "feed_of", "iterator_for", "to_device"]
 
 _HOMES = {"to_device": "device", "BadSample": "faults", "BadSampleError": "faults"}
 

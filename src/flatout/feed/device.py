@@ -19,7 +19,7 @@ import torch
 from torch.utils.data.dataloader import DataLoader as TorchLoader
 
 from flatout.feed.iterator import FeedIterator
-from flatout.feed.loader import DataLoader, Options, iterator_for
+from flatout.feed.loader import DataLoader, LoaderOptions, iterator_for
 
 
 def to_device(
@@ -88,7 +88,7 @@ class OnDevice:
             if isinstance(self._loader, DataLoader):
                 self._loader.page_lock()
             else:
-                iterator, _ = iterator_for(self._loader, Options(page_locked=True))
+                iterator, _ = iterator_for(self._loader, LoaderOptions(page_locked=True))
                 if iterator is not None:
                     return iterator
         return iter(self._loader)

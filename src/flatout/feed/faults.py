@@ -42,7 +42,7 @@ class BadSampleError(FlatoutError, RuntimeError):
 
 
 @dataclass(slots=True)
-class Account:
+class FaultCounts:
     """What has happened to a loader's batches so far."""
 
     batches: int = 0  # handed to the loop
@@ -72,7 +72,7 @@ def at_the_file_limit() -> Iterator[None]:
 class Faults:
     """What is known of the deaths of one loader's workers."""
 
-    def __init__(self, pool: WorkerPool, account: Account, hang_timeout: float) -> None:
+    def __init__(self, pool: WorkerPool, account: FaultCounts, hang_timeout: float) -> None:
         self._pool = pool
         self._account = account
         self._hang_timeout = hang_timeout

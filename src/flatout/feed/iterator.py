@@ -33,7 +33,7 @@ NOT_YET = object()
 
 
 @dataclass(slots=True, eq=False)
-class Position:
+class PassPosition:
     """How far a pass over the data has got, and what it takes to come back here."""
 
     base_seed: int
@@ -78,7 +78,7 @@ class FeedIterator(_BaseDataLoaderIter):
             for generator, state in zip(self._generators, resume["generators"], strict=True):
                 generator.set_state(state)
         skip = resume["yielded"] if resume else 0
-        self.position = Position(self._seed, self._epoch_number, {}, [])
+        self.position = PassPosition(self._seed, self._epoch_number, {}, [])
         self._begin_at_first: TorchLoader[Any] | None = None
         if loader.num_workers or resume is not None:
             self._begin(loader, first=True, skip=skip)
@@ -92,7 +92,7 @@ class FeedIterator(_BaseDataLoaderIter):
 
     def _begin(self, loader: TorchLoader[Any], *, first: bool, skip: int) -> None:
         before = {"torch": torch.default_generator.get_state()} if self._pure_sampler else randomness.capture()
-        self.position = Position(self._seed, self._epoch_number, before, [g.get_state() for g in self._generators])
+        self.position = PassPosition(self._seed, self._epoch_number, before, [g.get_state() for g in self._generators])
         if loader.num_workers > 0 or not first:  # PyTorch with workers asks the sampler twice at the start
             super()._reset(loader, first)
         chained = self._index_sampler if is_chained(self._index_sampler) else None

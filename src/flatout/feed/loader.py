@@ -22,7 +22,7 @@ from torch.utils.data.dataloader import DataLoader as TorchLoader
 from flatout.feed import randomness
 from flatout.feed.channel import Recipe
 from flatout.feed.dataset_check import DatasetCheck, functions_of, names_in
-from flatout.feed.iterator import FeedIterator, Position, generators_of
+from flatout.feed.iterator import FeedIterator, PassPosition, generators_of
 from flatout.feed.scheduler import BatchScheduler
 from flatout.model.frameworks import SEEDING_MODULES
 from flatout.sample import budget
@@ -34,7 +34,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class LoaderOptions:
     """What our loader can do that PyTorch's arguments do not say."""
 
     workers: Literal["auto"] | None = None  # None: as many as the loader declares
@@ -91,7 +91,7 @@ class DataLoader(TorchLoader[T_co]):
         self.on_bad_sample: Literal["raise", "skip"] = on_bad_sample
         self.hang_timeout = hang_timeout
         self._page_locked: bool | None = None
-        self._position: Position | None = None
+        self._position: PassPosition | None = None
         self._reason_shown = ""
         self._resume: dict[str, Any] | None = None
         workers = Auto(_workers_to_start_with(dataset)) if num_workers == "auto" else num_workers
@@ -101,8 +101,8 @@ class DataLoader(TorchLoader[T_co]):
         )  # fmt: skip
 
     @property
-    def _options(self) -> Options:
-        return Options(
+    def _options(self) -> LoaderOptions:
+        return LoaderOptions(
             workers="auto" if isinstance(self.num_workers, Auto) else None,
             on_bad_sample=self.on_bad_sample,
             hang_timeout=self.hang_timeout,
@@ -145,7 +145,7 @@ class DataLoader(TorchLoader[T_co]):
             "generators": position.generators,
         }
 
-    def _state_between_passes(self, position: Position | None) -> dict[str, Any]:
+    def _state_between_passes(self, position: PassPosition | None) -> dict[str, Any]:
         """The next pass draws from the loader's own generators, which go along."""
         state = {"version": 1, "yielded": 0, "generators": [one.get_state() for one in generators_of(self)]}
         if position is not None and self.persistent_workers and state["generators"]:
@@ -198,7 +198,7 @@ os.register_at_fork(after_in_child=_new_lock)  # the thread that held it may not
 
 def iterator_for(
     loader: TorchLoader[Any],
-    options: Options | None = None,
+    options: LoaderOptions | None = None,
     resume: dict[str, Any] | None = None,
     *,
     give_back: Callable[[str], None] | None = None,
@@ -209,12 +209,12 @@ def iterator_for(
     without ours: they would not see what is written to its dataset.
     """
     with _one_thread:
-        return _iterator_for(loader, options or Options(), resume, give_back)
+        return _iterator_for(loader, options or LoaderOptions(), resume, give_back)
 
 
 def _iterator_for(
     loader: TorchLoader[Any],
-    options: Options,
+    options: LoaderOptions,
     resume: dict[str, Any] | None,
     give_back: Callable[[str], None] | None,
 ) -> tuple[FeedIterator | None, str]:
@@ -258,7 +258,7 @@ def _iterator_for(
     return iterator, ""
 
 
-def _recipe(loader: TorchLoader[Any], options: Options) -> Recipe:
+def _recipe(loader: TorchLoader[Any], options: LoaderOptions) -> Recipe:
     batch_size = loader.batch_size
     if batch_size is None and type(getattr(loader.batch_sampler, "batch_size", None)) is int:
         batch_size = loader.batch_sampler.batch_size  # type: ignore[union-attr]
@@ -274,7 +274,9 @@ def _recipe(loader: TorchLoader[Any], options: Options) -> Recipe:
     )
 
 
-def _scheduler_for(loader: TorchLoader[Any], recipe: Recipe, options: Options, *, page_locked: bool) -> BatchScheduler:
+def _scheduler_for(
+    loader: TorchLoader[Any], recipe: Recipe, options: LoaderOptions, *, page_locked: bool
+) -> BatchScheduler:
     return BatchScheduler(
         recipe,
         loader.multiprocessing_context,
@@ -299,7 +301,7 @@ def _workers_to_start_with(dataset: Any) -> int:
     return 1 if isinstance(dataset, IterableDataset) else budget.measure().cores
 
 
-def _page_locked(loader: TorchLoader[Any], options: Options) -> bool:
+def _page_locked(loader: TorchLoader[Any], options: LoaderOptions) -> bool:
     asked = loader.pin_memory if options.page_locked is None else options.page_locked
     return bool(asked) and torch.cuda.is_available()
 
@@ -320,7 +322,7 @@ def _may_do_without(loader: TorchLoader[Any]) -> bool:
 # --- when PyTorch's iterator has to do --------------------------------------------------------------------------------
 
 
-def why_not(loader: TorchLoader[Any], options: Options) -> str:
+def why_not(loader: TorchLoader[Any], options: LoaderOptions) -> str:
     """Why this loader has to use PyTorch's own iterator; "" where it may use ours."""
     if not _kernel_has_what_workers_need():
         return "this system has no memfd or pidfd"

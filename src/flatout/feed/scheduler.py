@@ -16,7 +16,7 @@ from flatout.feed import packing
 from flatout.feed.channel import Cancel, Done, Failed, Recipe, Task
 from flatout.feed.controller import Tuning
 from flatout.feed.epoch import Batch, Epoch
-from flatout.feed.faults import Account, Faults
+from flatout.feed.faults import FaultCounts, Faults
 from flatout.feed.in_process import InProcess
 from flatout.feed.slots import Slots
 from flatout.feed.worker_pool import Assignment, WorkerHandle, WorkerPool
@@ -47,7 +47,7 @@ class BatchScheduler:
         self.recipe = recipe
         self.pool = WorkerPool(context)
         self.slots = Slots(budget.memory_available_bytes // 8, page_locked=page_locked, forget=self.pool.forget_slots)
-        self.account = Account()
+        self.account = FaultCounts()
         self.pid = os.getpid()
         self.in_process: InProcess | None = None
         self.ready: deque[Batch] = deque()  # made in this process, and not asked for yet

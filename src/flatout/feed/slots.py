@@ -209,7 +209,7 @@ def _page_lock(address: int, size: int) -> bool:
     try:
         _note_streams()
         return int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0
-    except Exception:  # without page-locking the batch is pinned by a copy, as stock does it
+    except Exception:  # without page-locking the batch is pinned by a copy, as PyTorch does it
         return False
 
 

@@ -1,7 +1,7 @@
 """Every attribute of Python, PyTorch or a library that flatout replaces: one table, and one wrapper for
 each attribute.
 
-Whoever wants to see or change a call subscribes to it at a stage. The stages are passed in this order,
+To see or change a call, subscribe to it at a stage. The stages are passed in this order,
 whenever their subscribers came:
 
     script ─► TIME (the recorder) ─► OBSERVE (fingerprints, lists of modules) ─► CHANGE (a plan's changes) ─► original

@@ -1,9 +1,9 @@
 """The processes of a training: the trainers, their loader workers, and the rest of the tree.
 
-A loader worker is known by the name torch gives it. Where nothing in the tree bears that name (an older
-torch), it is a fork of its parent (the same command line) or a child that multiprocessing spawned, unless it
-holds memory on a GPU or has such children itself. A trainer holds memory on a GPU, or has workers of its own;
-init, a shell and whoever else has adopted one whose trainer died is none. Read from /proc.
+A loader worker is known by the name torch gives it. Where nothing in the tree bears that name (an older torch), it is
+a fork of its parent (the same command line) or a child that multiprocessing spawned, unless it holds memory on a GPU
+or has such children itself. A trainer holds memory on a GPU, or has workers of its own. A process that has adopted a
+worker whose trainer died, such as init or a shell, is none. Read from /proc.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 Processes: TypeAlias = Union["Proc", "PsutilProcesses"]
 _LOOK_FOR_NEW_S = 5.0
-# Waiting for a core and reading are read at every other read of one a second.
-_WAITS_EVERY_S = 1.9
+_WAITS_EVERY_S = 1.9  # waiting for a core and reading are read at every other read of one a second
 _PSS_AT_ONCE = 8  # the kernel walks all pages of a process for its PSS: milliseconds each
 _PSS_PAUSE_S = 4.0  # so a tree of seven comes round every 30 s, a larger one less often
 _WORKER_NAMES = ("pt_data_worker", "flatout-worker")
@@ -168,8 +167,8 @@ def _owners(system: Processes, parents: Mapping[int, int | None]) -> set[int]:
 
 
 def _has_started(system: Processes, owner: int, worker: int) -> bool:
-    """Whether it is its worker: a fork has the same command line, unless one has changed its own since; then
-    both are Pythons of the same session."""
+    """Whether it is its worker: a fork has the same command line, unless one has changed its own since; then both are
+    Pythons of the same session."""
     command = system.command(owner)
     if command == system.command(worker):
         return bool(command)
@@ -188,8 +187,7 @@ class Proc:
 
     def __init__(self, proc: Path) -> None:
         self._proc = proc
-        # Read once: a parent changes only when it ends.
-        self._parents: dict[int, int] = {}
+        self._parents: dict[int, int] = {}  # a parent changes only when it ends: asked for once
 
     def has(self, pid: int) -> bool:
         return (self._proc / str(pid)).exists()
@@ -285,8 +283,7 @@ class _ProcProcess:
         before = self._waits_before
         if before is not None and self._waits and now_s - before[0] < _WAITS_EVERY_S:
             return
-        # This is the main thread alone, which trains or loads.
-        waits = self._schedstat.read().split()
+        waits = self._schedstat.read().split()  # of the main thread alone: the one that trains, or loads
         delay_ns: int | None = None
         switches: int | None = None
         if len(waits) == 3:

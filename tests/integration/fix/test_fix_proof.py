@@ -342,7 +342,7 @@ DRAWS = """
 
 
 def test_samples_that_drew_in_the_training_process_may_be_loaded_elsewhere(tmp_path: Path) -> None:
-    """GIVEN three epochs of 20 batches, whose shuffles depend on what samples have drawn, as in stock."""
+    """GIVEN three epochs of 20 batches, whose shuffles depend on what samples have drawn, as in PyTorch's loader."""
     (tmp_path / "train.py").write_text(textwrap.dedent(DRAWS))
     launch = Launcher([sys.executable, str(tmp_path / "train.py")], tmp_path / "runs")
     elastic = Change(name="loader", value="elastic", safety="reseeded")

@@ -492,8 +492,8 @@ def test_any_loader_is_seen(tmp_path: Path, make: Callable[[], DataLoader[Any]])
     assert observed.rank.workers[0].random_used == ("torch",)
 
 
-@pytest.mark.parametrize("anew", [True, False])
-def test_what_loop_and_loader_do_to_each_other_is_seen(tmp_path: Path, anew: bool) -> None:
+@pytest.mark.parametrize("new_loader", [True, False])
+def test_what_loop_and_loader_do_to_each_other_is_seen(tmp_path: Path, new_loader: bool) -> None:
     """GIVEN loaders for training, made once or for every epoch, and a larger one for evaluation WHEN the loop writes to
     the training's dataset in mid-epoch THEN each is told by the loader it is about."""
 
@@ -503,9 +503,9 @@ def test_what_loop_and_loader_do_to_each_other_is_seen(tmp_path: Path, anew: boo
         data, val = Indexed(24), DataLoader(Indexed(96), batch_size=4)
         made = DataLoader(data, batch_size=4)
         for epoch in range(3):
-            for step, (x, y) in enumerate(DataLoader(data, batch_size=4) if anew and epoch else made):
+            for step, (x, y) in enumerate(DataLoader(data, batch_size=4) if new_loader and epoch else made):
                 learn(model, optimizer, x, y)
-                if step == 3 and not anew:
+                if step == 3 and not new_loader:
                     data.noise += 0.1
             with torch.no_grad():
                 for x, _ in val:
@@ -513,7 +513,7 @@ def test_what_loop_and_loader_do_to_each_other_is_seen(tmp_path: Path, anew: boo
 
     facts = {loader.length: loader for loader in observe(tmp_path, train).rank.facts.loaders}
     told = {length: (f.trains, f.made_anew, f.written) for length, f in facts.items()}
-    assert told == {24: (True, anew, None if anew else "Indexed, noise"), 96: (False, False, None)}
+    assert told == {24: (True, new_loader, None if new_loader else "Indexed, noise"), 96: (False, False, None)}
 
 
 class SlowToBegin(Dataset[Any]):
@@ -564,7 +564,7 @@ def test_batches_that_go_by_unmeasured_count_all_the_same(tmp_path: Path) -> Non
 
 
 def test_passes_over_like_datasets_in_the_training_process_are_one_loading(tmp_path: Path) -> None:
-    """A loader made anew for every batch has one meter, whose few first looks at random numbers are its last."""
+    """A new loader for every batch has one meter, whose few first looks at random numbers are its last."""
 
     def train() -> None:
         model = torch.nn.Linear(3, 1)

@@ -439,14 +439,14 @@ def test_what_a_loop_without_workers_tells_its_data_is_not_lost(tmp_path: Path, 
         said.append([line.split() for line in run.out.splitlines() if line.startswith("step")])
     assert not entries(run)["loader"].applied
     assert entries(run)["loader"].how == why
-    stock, ours = said
-    assert len(stock) == 48
+    pytorch, ours = said
+    assert len(pytorch) == 48
     if what == "sampler":
-        assert ours == stock
+        assert ours == pytorch
     else:
         first_epoch = slice(24)  # later shuffles follow what samples drew
-        assert [line[:-1] for line in ours[first_epoch]] == [line[:-1] for line in stock[first_epoch]]
-        assert ours[0][-1] != stock[0][-1], "ours to begin with"
+        assert [line[:-1] for line in ours[first_epoch]] == [line[:-1] for line in pytorch[first_epoch]]
+        assert ours[0][-1] != pytorch[0][-1], "ours to begin with"
 
 
 RAISES = """

@@ -56,7 +56,7 @@ def test_a_proof_tells_the_same_training_from_another(tmp_path: Path, monkeypatc
     assert [step["begins"] for step in first if step["begins"] != [None]] == [["here"], ["here"]], "two epochs"
     assert [step["begins"] for step in fed if step["begins"] != [None]] == [["elsewhere"], ["elsewhere"]]
     assert [{**step, "begins": None} for step in fed] == [{**step, "begins": None} for step in first], (
-        "one seed, one training: whoever loads"
+        "one seed, one training: in any process"
     )
     perturbed = proof(tmp_path, "perturbed", "perturbed")
     assert [step["indices"] for step in perturbed] == [step["indices"] for step in first]

@@ -126,7 +126,7 @@ def slowly(plan: Plan, parameters: Any) -> Any:
 
 
 class SlowItem(torch.Tensor):
-    """A tensor that takes its time to be read, as one on a busy card does."""
+    """A tensor that takes its time to be read, as one on a busy GPU does."""
 
     plan: Plan
 

@@ -173,7 +173,7 @@ def test_all_cores_busy_is_cpu_bound_not_too_few_workers(gpu: str | None, change
     )
     found = first(made)
     assert (found.code, found.change) == ("data.cpu-bound", change)
-    assert ("GPU" in found.advice) == bool(gpu), "no card, no advice to use one"
+    assert ("GPU" in found.advice) == bool(gpu), "no GPU, no advice to use one"
 
 
 def test_a_sample_costs_the_time_that_it_is_on_a_core() -> None:
@@ -188,7 +188,7 @@ def test_a_sample_costs_the_time_that_it_is_on_a_core() -> None:
 
 def test_workers_without_cores_because_of_other_programs_are_not_cpu_bound() -> None:
     """GIVEN samples that sleep, on cores that others keep busy WHEN workers come to a core late THEN a faster decoder
-    is no remedy."""
+    is no fix."""
     sleeping = workers(16, sample_ms=1.3, busy=0.52, on_core=0.03, delay=0.57)
     made = trace(*STARVED, loader={"num_workers": 16, "elastic": True}, workers=sleeping, samples=hardware(97.0))
     assert "data.cpu-bound" not in codes(made)
@@ -298,12 +298,12 @@ def test_workers_started_again_and_again() -> None:
 
 
 def test_a_loader_built_for_every_epoch_should_be_built_once() -> None:
-    anew = {"persistent_workers": False, "made_anew": True}
-    made = trace(("loader start", 6.0, 6.0, None), *HEALTHY, loader=anew)
+    new_loader = {"persistent_workers": False, "made_anew": True}
+    made = trace(("loader start", 6.0, 6.0, None), *HEALTHY, loader=new_loader)
     (found,) = (one for one in diagnose(made) if one.code == "data.worker-start")
     assert (found.change, found.value) == (None, None)
     assert found.advice.startswith("make the loader once, before the first epoch, with persistent_workers=True")
-    two = trace(("loader start", 6.0, 6.0, None), *HEALTHY, loader=anew, facts={"loaders_side_by_side": 2})
+    two = trace(("loader start", 6.0, 6.0, None), *HEALTHY, loader=new_loader, facts={"loaders_side_by_side": 2})
     assert [one.change for one in diagnose(two) if one.code == "data.worker-start"] == ["persistent_workers"]
 
 
@@ -562,8 +562,8 @@ def test_a_power_cap_on_a_busy_gpu_is_no_fault() -> None:
 def test_another_process_on_the_gpu_counts_only_if_it_computes(
     sm_pct: tuple[float | None, float | None], most_pct: float | None
 ) -> None:
-    """GIVEN what the driver told of its use at first and later, THEN only one that is known never to have computed is
-    left alone."""
+    """GIVEN what the driver reported of its use at first and later, THEN only one that is known never to have computed
+    is left alone."""
     early, late = (hardware(processes=(GpuProcess(pid=4242, used_bytes=8 << 30, sm_pct=pct),)) for pct in sm_pct)
     made = trace(*STARVED, samples=(*early[:2], *late[2:]))
     found = [f for f in diagnose(made) if f.code == "hardware.shared"]

@@ -74,7 +74,7 @@ def test_every_mistake_of_captcha_is_named(tmp_path: Path) -> None:
         *("setting:amp", "setting:cudnn_benchmark", "setting:compile_model", "setting:tf32"),
         *("num_workers", "batch_size", "fused_optimizer"),
     }
-    measured = {"batch_size": 1.03, "fused_optimizer": 1.008}  # benchmarks/results/gains.json, each mended alone
+    measured = {"batch_size": 1.03, "fused_optimizer": 1.008}  # benchmarks/results/gains.json, each fixed alone
     for finding in found:
         gain = measured.get(finding.change or "", finding.gain_low)
         assert finding.gain_low <= gain <= finding.gain_high, finding

@@ -1,4 +1,4 @@
-"""A step captured as CUDA graphs: what they return is theirs, and written over by the next pass. Without a card."""
+"""A step captured as CUDA graphs: what they return is theirs, and written over by the next pass. Without a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BATCH = [torch.arange(12.0).reshape(6, 2) / 12, torch.ones(6, 1)]
 
 
 class Captured(nn.Module):
-    """Hands out its own memory, as graphs do; that is not to be in use when it begins anew."""
+    """Hands out its own memory, as graphs do; that is not to be in use when it begins again."""
 
     def __init__(self, written_over: bool = True) -> None:
         super().__init__()

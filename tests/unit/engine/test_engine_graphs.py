@@ -19,11 +19,11 @@ BATCH = [torch.ones(4, 2), torch.zeros(4, 1)]
 class Clock:
     def __init__(self) -> None:
         self.ms = 0.0
-        self.behind = 0  # how many of the last events the card has not come to
+        self.behind = 0  # how many of the last events the GPU has not come to
 
 
 class Event:
-    """Stands in for the card's."""
+    """Stands in for the GPU's."""
 
     clock: Clock
 
@@ -163,7 +163,7 @@ def test_a_batch_of_another_shape_now_and_then_is_eager(clock: Clock) -> None:
 def test_a_training_that_begins_with_a_batch_of_another_shape_is_captured_in_the_usual_one(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GIVEN one that is resumed at the last batch of an epoch, a small one, THEN it is compiled anew for the others."""
+    """GIVEN one resumed at the last batch of an epoch, a small one, THEN it is compiled again for the others."""
     forgotten: list[bool] = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: forgotten.append(True))
     said: list[str] = []

@@ -26,7 +26,7 @@ import pytest
 import torch
 from engine_toy import Ready
 from torch import nn
-from torch.utils.data import DataLoader as Stock
+from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import DistributedSampler
 
 from flatout import augment
@@ -183,8 +183,8 @@ def test_the_trainer_takes_parts_of_ones_own(tmp_path: Path) -> None:
     model = engine_toy.Net()
     trainer = Trainer(
         model=model,
-        train_loader=Stock(engine_toy.Points(), 16, shuffle=True),
-        val_loader=Stock(engine_toy.Points(seed=1), 16),
+        train_loader=TorchLoader(engine_toy.Points(), 16, shuffle=True),
+        val_loader=TorchLoader(engine_toy.Points(seed=1), 16),
         criterion=nn.CrossEntropyLoss(),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         config={"train": {"epochs": 4}, "log": {"quiet": True}, "out": str(tmp_path / "run")},
@@ -667,7 +667,7 @@ def test_a_pytorch_loader_is_resumed_too(tmp_path: Path) -> None:
         model = engine_toy.Net()
         return Trainer(
             model=model,
-            train_loader=Stock(engine_toy.Points(), 8, shuffle=True),
+            train_loader=TorchLoader(engine_toy.Points(), 8, shuffle=True),
             criterion=nn.CrossEntropyLoss(),
             optimizer=torch.optim.AdamW(model.parameters()),
             config={"train": {"epochs": 3, "device": "cpu"}, "log": {"quiet": True}, "out": str(tmp_path / out)},

@@ -19,7 +19,7 @@ from feed_samples import Drawing, Things, as_list, same
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler, Subset, get_worker_info
 
-from flatout.feed import DataLoader, Options, iterator_for
+from flatout.feed import DataLoader, LoaderOptions, iterator_for
 from flatout.feed.loader import Auto
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -112,7 +112,7 @@ def test_a_loader_whose_workers_differ_by_their_number_is_pytorchs_and_says_why(
     assert same(list(loader), expected)
     assert loader.feed is None
     assert reason in caplog.text
-    iterator, why_not = iterator_for(TorchLoader(**arguments, batch_size=2), Options(workers="auto"))
+    iterator, why_not = iterator_for(TorchLoader(**arguments, batch_size=2), LoaderOptions(workers="auto"))
     assert iterator is None
     assert reason in why_not
 
@@ -123,7 +123,7 @@ def test_a_worker_init_fn_that_only_seeds_does_not_matter() -> None:
     seeds = functools.partial(seed_worker, num_workers=1, rank=0)
     for workers in (0, 1):
         iterator, why_not = iterator_for(
-            TorchLoader(Things(12), 4, num_workers=workers, worker_init_fn=seeds), Options(workers="auto")
+            TorchLoader(Things(12), 4, num_workers=workers, worker_init_fn=seeds), LoaderOptions(workers="auto")
         )
         assert iterator is not None, why_not
 

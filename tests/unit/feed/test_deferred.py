@@ -23,7 +23,7 @@ import torch
 from PIL import Image, ImageFilter, ImageOps
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
-from flatout.feed import Options, iterator_for, randomness
+from flatout.feed import LoaderOptions, iterator_for, randomness
 from flatout.feed.deferred import batch as batches
 from flatout.feed.deferred import program as programs
 from flatout.feed.deferred import samples as sampling
@@ -523,7 +523,7 @@ def test_nothing_is_recorded_outside_of_samples() -> None:
 def passed(make: Callable[[int], Any], *, defer: bool, count: int = 24, batch: int = 8, workers: int = 2) -> list[Any]:
     torch.manual_seed(3)
     loader = DataLoader(Photos(make, count), batch, shuffle=True, num_workers=workers)
-    iterator, why_not = iterator_for(loader, Options(defer=defer))
+    iterator, why_not = iterator_for(loader, LoaderOptions(defer=defer))
     assert iterator is not None, why_not
     return list(iterator)
 
@@ -576,7 +576,7 @@ class FetchesMany(Photos):
 
 
 def test_a_dataset_that_loads_whole_batches_may_leave_their_transforms_to_the_gpu() -> None:
-    iterator, _ = iterator_for(DataLoader(FetchesMany(stamped), 8, num_workers=1), Options(defer=True))
+    iterator, _ = iterator_for(DataLoader(FetchesMany(stamped), 8, num_workers=1), LoaderOptions(defer=True))
     assert iterator is not None
     first, *_ = iterator
     assert isinstance(first[0], DeferredBatch)
@@ -589,7 +589,7 @@ def test_images_that_are_only_decoded_travel_as_ordinary_tensors() -> None:
 
 def test_a_collate_function_of_the_script_gets_real_samples() -> None:
     loader = DataLoader(Photos(segmented), 8, num_workers=1, collate_fn=lambda samples: [s[0].numpy() for s in samples])
-    iterator, _ = iterator_for(loader, Options(defer=True))
+    iterator, _ = iterator_for(loader, LoaderOptions(defer=True))
     assert iterator is not None
     assert all(type(array) is np.ndarray for batch in iterator for array in batch)
 
@@ -615,7 +615,7 @@ def test_a_transform_of_some_samples_is_applied_to_those() -> None:
 def test_wrapped_datasets_are_recorded_too(wrap: Any) -> None:
     def passed_through(*, defer: bool) -> list[Any]:
         torch.manual_seed(3)
-        iterator, _ = iterator_for(DataLoader(wrap(Photos(segmented)), 8, num_workers=2), Options(defer=defer))
+        iterator, _ = iterator_for(DataLoader(wrap(Photos(segmented)), 8, num_workers=2), LoaderOptions(defer=defer))
         assert iterator is not None
         return list(iterator)
 

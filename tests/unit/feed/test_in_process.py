@@ -16,7 +16,7 @@ from feed_samples import Drawing, Things, as_list, same
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Sampler, get_worker_info
 
-from flatout.feed import DataLoader, Options, iterator_for, randomness
+from flatout.feed import DataLoader, LoaderOptions, iterator_for, randomness
 from flatout.feed import loader as loader_module
 from flatout.feed.channel import Recipe
 from flatout.feed.loader import Auto, feed_of
@@ -151,13 +151,13 @@ def test_samples_that_fill_their_dataset_are_made_where_it_is() -> None:
     reasons: list[str] = []
     data = Caching(800)
     loader = TorchLoader(data, 8, shuffle=True)
-    iterator, _ = iterator_for(loader, Options(workers="auto"), give_back=reasons.append)
+    iterator, _ = iterator_for(loader, LoaderOptions(workers="auto"), give_back=reasons.append)
     assert iterator is not None
     assert len(list(iterator)) == 100
     assert reasons[0].startswith("samples fill what they come from (Caching, cache)")
     filled = len(data.cache)
     assert filled > 600
-    assert iterator_for(loader, Options(workers="auto")) == (None, reasons[0])
+    assert iterator_for(loader, LoaderOptions(workers="auto")) == (None, reasons[0])
     assert len(list(loader)) == 100
     assert len(data.cache) == 800
 

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from flatout.feed import DataLoader, feed_of, iterator_for, to_device
 from flatout.feed.iterator import is_pure
-from flatout.feed.loader import Auto, Options
+from flatout.feed.loader import Auto, LoaderOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # PyTorch's, on a small machine
 
@@ -53,7 +53,7 @@ class DrawsAsItGoes(EagerSampler):
 
 
 def sampling(kind: str, length: int) -> dict[str, Any]:
-    """Arguments for one way of choosing samples; built anew for each loader."""
+    """Arguments for one way of choosing samples; built again for each loader."""
     things = range(length)
     return {
         "in order": {},
@@ -382,7 +382,7 @@ def test_loaders_that_are_zipped_draw_in_the_order_that_pytorch_draws_in(workers
         return [list(zip(*map(passes, loaders), strict=True)) for _ in range(2)]
 
     def ours(loader: TorchLoader[Any]) -> Iterator[Any]:
-        iterator, reason = iterator_for(loader, Options(workers="auto"))
+        iterator, reason = iterator_for(loader, LoaderOptions(workers="auto"))
         assert iterator is not None, reason
         return iterator
 

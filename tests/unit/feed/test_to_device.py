@@ -1,4 +1,4 @@
-"""Copies to the card without one: a wire that carries nothing until somebody waits for it."""
+"""Copies to the GPU without one: a wire that carries nothing until somebody waits for it."""
 
 from __future__ import annotations
 

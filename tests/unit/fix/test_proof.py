@@ -351,7 +351,7 @@ def test_repeats_that_broke_say_nothing_of_the_machine(broken: list[float]) -> N
 def test_the_same_bytes_have_to_give_the_losses_that_the_same_plan_gives_again() -> None:
     losses = learning(60)
     plain, near = proof_run(losses), proof_run(losses * 1.005)
-    assert same_batches(plain, near).standing == "identical", "a card adds in another order"
+    assert same_batches(plain, near).standing == "identical", "a GPU adds in another order"
     assert same_batches(plain, near, plain).standing == "failed", "this one does not"
     noisy = losses * np.tile([0.75, 1.36], 30)
     assert same_batches(plain, proof_run(noisy)).standing == "failed", "5% in the mean, and no telling"

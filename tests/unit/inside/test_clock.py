@@ -46,7 +46,7 @@ def test_the_host_waits_for_the_step_so_many_before(queue: Queue) -> None:
     assert [leash.step_ended() for _ in range(3)] == [None] * 3
     assert leash.step_ended() is queue.ends[0]
     queue.done = 2
-    assert leash.step_ended() is None, "the card has come to it"
+    assert leash.step_ended() is None, "the GPU has come to it"
     assert leash.step_ended() is queue.ends[2]
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 import flatout
 from flatout.feed.deferred.batch import PlaceholderTensor
 from flatout.feed.iterator import FeedIterator
-from flatout.feed.loader import Options, iterator_for
+from flatout.feed.loader import LoaderOptions, iterator_for
 from flatout.inside.changes.device_prefetch import (
     CHECK_EVERY,
     SMALL_BYTES,
@@ -418,7 +418,7 @@ def test_a_loop_that_writes_to_its_dataset_gets_what_pytorch_would_give_it(setup
 
     said: list[str] = []
     plain, dataset = Shifted(), Shifted()
-    inner, _ = iterator_for(DataLoader(dataset, batch_size=1), Options(workers="auto"), give_back=said.append)
+    inner, _ = iterator_for(DataLoader(dataset, batch_size=1), LoaderOptions(workers="auto"), give_back=said.append)
     assert seen(setup.over(inner), dataset) == seen(DataLoader(plain, batch_size=1), plain)
     assert [line.partition(" (")[0] for line in said] == ["the loop writes to what it reads"]
 

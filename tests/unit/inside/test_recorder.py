@@ -52,7 +52,7 @@ COMPUTES = ("copy", "forward", "backward", "optimizer")
 
 
 class Bench:
-    """A Recorder and what it gave, told of things as the hooks tell it; `phase` spends milliseconds in one."""
+    """A Recorder and what it gave, notified as the patches notify it; `phase` spends milliseconds in one."""
 
     def __init__(self, *, gpu: bool = False) -> None:
         self.clock = Clock()

@@ -104,7 +104,7 @@ def test_what_is_off_the_same_way_each_time_adds_up(tmp_path: Path) -> None:
 
 
 def test_one_in_the_middle_follows_and_leads(tmp_path: Path) -> None:
-    """GIVEN b beside a, and c beside b THEN c is told of b's steps, though b goes on from a's weights each time."""
+    """GIVEN b beside a, and c beside b THEN c sees b's steps, though b goes on from a's weights each time."""
     a, b = tmp_path / "a", tmp_path / "b"
     a.mkdir(), b.mkdir()
     led(a, 2 * EVERY)

@@ -52,11 +52,11 @@ def test_a_healthy_run_is_called_so_without_a_promise() -> None:
     healthy = dataclasses.replace(
         FINDING,
         code="compute.saturated",
-        title="healthy: the card has work 97% of the time",
+        title="healthy: the GPU has work 97% of the time",
         gain_low=1.0,
         gain_high=1.0,
     )
-    assert headline(ACCOUNT, [healthy]) == "Healthy: the card has work 97% of the time."
+    assert headline(ACCOUNT, [healthy]) == "Healthy: the GPU has work 97% of the time."
 
 
 @pytest.mark.parametrize(

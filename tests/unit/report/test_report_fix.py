@@ -157,7 +157,7 @@ def test_an_interruption_is_not_called_nothing_to_change() -> None:
 
 def test_findings_that_no_change_can_fix_are_left_to_the_person() -> None:
     """GIVEN evaluation that takes a third of the time and a loader that is too slow WHEN the script has no knob for the
-    first THEN that is told with what to do, and what was mended is not."""
+    first THEN that is told with what to do, and what was fixed is not."""
     machine = Machine(data_ms=80.0, eval_s=2.0)
     fix = fixed(World(machine=machine, workers=0, length=19_200))
     assert [finding.code for finding in summary(fix).left] == ["pause.eval"]

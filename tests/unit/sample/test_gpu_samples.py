@@ -85,7 +85,7 @@ def test_a_gpu_full_of_matrix_products(nvml: RecordedNvml, watch: Callable[..., 
 def test_a_process_that_only_holds_memory_uses_none_of_the_gpu(
     nvml: RecordedNvml, watch: Callable[..., Gpus], notes: list[str]
 ) -> None:
-    """GIVEN a process on the GPU that the driver told of, WHEN it tells nothing new THEN that is 0, and WHEN it cannot
+    """GIVEN a process on the GPU that the driver reported, WHEN it tells nothing new THEN that is 0, and WHEN it cannot
     be asked for once THEN nothing is known."""
     nvml.moment = "matmul"
     gpus = watch()

@@ -73,14 +73,14 @@ def test_ctrl_c_ends_with_the_summary(top, machine, capsys: pytest.CaptureFixtur
 
 def test_once_as_json_is_one_reading_and_nothing_else(top, machine, capsys: pytest.CaptureFixture[str]) -> None:
     here = machine(lambda _: 42.0)
-    here.notes.append("this card is old")
+    here.notes.append("this GPU is old")
     top(here, once=True, json_to="-")
     reading = json.loads(capsys.readouterr().out)
     assert reading["record"] == "top-reading"
     assert reading["interval_s"] == pytest.approx(0.5)
     assert reading["gpus"][0]["sm_active_pct"] == pytest.approx(42.0)
     assert reading["host"]["cpu_pct"] == 10.0
-    assert reading["notes"] == ["this card is old"]
+    assert reading["notes"] == ["this GPU is old"]
 
 
 def test_once_in_words(top, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,14 +160,14 @@ def test_rows_on_stdout_stand_alone_and_outlive_a_gpu(
 def test_a_recording_sums_up_to_what_was_seen_live(top, machine, tmp_path: Path, capsys) -> None:
     # GIVEN a swinging load, recorded while it was summed up
     here = machine(lambda t: 95.0 if t % 3 < 1.2 else 2.0)
-    here.notes.append("this card is old")
+    here.notes.append("this GPU is old")
     seen = top(here, duration_s=30.0, record_to=tmp_path / "run")
     capsys.readouterr()
     # WHEN it is replayed
     replayed = top(replay_from=tmp_path / "run")
     # THEN nothing is lost, and only the summary is printed
     assert _rounded(replayed) == _rounded(seen)
-    assert seen.notes == ("this card is old",)
+    assert seen.notes == ("this GPU is old",)
     assert capsys.readouterr().out.startswith("flatout top · ")
     assert len(read(tmp_path / "run").samples[seen.hostname]) == 30
 

@@ -1,4 +1,4 @@
-"""Pillow's images, rotated and mirrored later. A `LazyImage` is an image: whoever reads its pixels gets them."""
+"""Pillow's images, rotated and mirrored later. A `LazyImage` is an image: code that reads its pixels gets them."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ class Compile(RootChange):
         return stop
 
 
-class Precision(RootChange):
+class PrecisionChange(RootChange):
     """TF32 for the process; bf16 and fp16 by autocast around each call of a root, with a loss scale for
     fp16.
 
@@ -408,7 +408,7 @@ class Computing:
         if wanted("channels_last"):
             self._at_roots.append(ChannelsLast(self._ledger, optimizers))
         if wanted("precision"):
-            self._at_roots.append(Precision(self._ledger, optimizers, self._changes))
+            self._at_roots.append(PrecisionChange(self._ledger, optimizers, self._changes))
         if wanted("fused_optimizer"):
             self._fused = FusedOptimizer(self._ledger, optimizers, self._changes)
         if wanted("gc_freeze"):

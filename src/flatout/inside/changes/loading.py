@@ -21,8 +21,7 @@ import torch
 import torch.utils.data.dataloader as torch_loader
 
 from flatout.feed import DataLoader as OurLoader
-from flatout.feed import Options as FeedOptions
-from flatout.feed import iterator_for, randomness
+from flatout.feed import LoaderOptions, iterator_for, randomness
 from flatout.feed.deferred.batch import call_on_first_use, run_on_device_with
 from flatout.feed.deferred.program import CompiledPrograms
 from flatout.feed.fork_server import limit_threads
@@ -205,7 +204,7 @@ class Loading:
             if sampler:
                 why = f"num_workers=0, and the sampler is the script's own, {sampler}: it may go by what was learned"
                 return None, why
-        options = FeedOptions(
+        options = LoaderOptions(
             workers="auto",
             page_locked=True if page_locked else None,
             defer=bool(self._ledger.wanted("gpu_transforms")) and self._may_defer(loader),
