@@ -16,6 +16,7 @@ import multiprocessing.util
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,8 +25,9 @@ from typing import Any
 import torch
 
 from flatout.inside.patches import Patches, Stage, Subscriber
+from flatout.inside.stacks import StackSampler
 from flatout.launch.protocol import RANK
-from flatout.model.records import encode
+from flatout.model.records import Stacks, encode
 from flatout.model.sizes import length_of
 from flatout.redact import redact_text
 from flatout.trace import Sketch, WorkerReport
@@ -70,6 +72,12 @@ class Meter:
         self._random: set[str] = set()
         self._random_checks = self._passes = 0
         self.transforms_s: dict[str, float] = {}
+        self.phase: str | None = None  # samples or collate, while it is at work
+        self._stacks: StackSampler | None = None
+        if worker is not None:
+            thread = threading.get_ident()
+            self._stacks = StackSampler(lambda: thread, lambda: self.phase, clock=time.monotonic)
+            self._stacks.start()
 
     def is_of(self, dataset: Any) -> bool:
         """Whether its reports are about such a dataset."""
@@ -127,11 +135,13 @@ class Meter:
         self._closely = samples is None or turn or not quick
         if not self._closely and samples is not None:
             self._new_samples = samples
+        self.phase = "samples"
         self._began_cpu_s, self._began_s = time.thread_time(), time.perf_counter()
         return self._closely
 
     def loaded(self) -> None:
         """The samples of a batch are there."""
+        self.phase = "collate"
         now_s = time.perf_counter()
         cpu_s = time.thread_time() - self._began_cpu_s
         self._cpu_s += cpu_s
@@ -150,6 +160,7 @@ class Meter:
 
     def collated(self, seconds: float) -> None:
         """The batch is put together; now and then, report."""
+        self.phase = None
         self._collate_s += seconds
         self._latest = (*self._latest[:3], seconds)
         self._batches += 1
@@ -190,7 +201,10 @@ class Meter:
         """Append the totals to the rank's file of worker reports."""
         if self._path is None:
             return
-        line = json.dumps(encode(self.report()), separators=(",", ":")) + "\n"
+        records: list[WorkerReport | Stacks] = [self.report()]
+        if self._stacks is not None:
+            records.append(self._stacks.record(time_s=time.monotonic(), dataset=self._dataset, worker=self._worker))
+        line = "".join(json.dumps(encode(record), separators=(",", ":")) + "\n" for record in records)
         try:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             try:

@@ -160,6 +160,17 @@ class Recorder:
         """Whether the thread is in a named phase, or in a wait that goes on the tape."""
         return self.waiting or bool(self._stack)
 
+    @property
+    def phase(self) -> str:
+        """What the thread is doing, for who looks from another thread; what a step is, where it is not training."""
+        if self._open.kind not in ("train", "warmup"):
+            return self._open.kind
+        if self.waiting:
+            return DATA
+        if self._stack:
+            return self._stack[-1][0]
+        return UNSPLIT if self.light else self._between
+
     def push(self, name: str, where: str | None = None, loader: int | None = None) -> None:
         """The thread enters a phase; the first that belongs to training ends the set-up."""
         if self.tape:

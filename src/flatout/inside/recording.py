@@ -33,6 +33,7 @@ from flatout.inside.patches import Patches, Stage, Subscriber
 from flatout.inside.recorder import Recorder, Sampling
 from flatout.inside.root_modules import RootModules
 from flatout.inside.settings import Settings
+from flatout.inside.stacks import StackSampler
 from flatout.inside.timing import LIBRARIES, Timing
 from flatout.inside.trial import BoundedRun
 from flatout.inside.xray import XraySchedule
@@ -64,7 +65,7 @@ class Process:
         self.meters = Meters(self.patches, self._stand_aside)
         self.applied: Applied | None = None
         self.recording: Recording | None = None
-        self._follows_forks = False
+        self._follows_forks = self._goes_on_looking = False
 
     def begin(
         self, options: Options, settings: Settings, ledger: Ledger | None = None, sampling: Sampling | None = None
@@ -79,13 +80,25 @@ class Process:
             self.recording = Recording(self, options, settings, sampling)
         if not self._follows_forks:
             self._follows_forks = True
-            os.register_at_fork(after_in_child=self._start_over_in_child)
+            os.register_at_fork(
+                before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._start_over_in_child
+            )
         return self.recording
 
     def _stand_aside(self) -> None:
         """This process turns out to be a loader worker: it never trains."""
         if self.recording is not None:
             self.recording.abandon()
+
+    def _before_fork(self) -> None:
+        """A thread that is at work while its process forks may leave a lock held in the child."""
+        self._goes_on_looking = self.recording is not None and self.recording.stacks.running
+        if self._goes_on_looking and self.recording is not None:
+            self.recording.stacks.stop()
+
+    def _after_fork(self) -> None:
+        if self._goes_on_looking and self.recording is not None:
+            self.recording.stacks.start()
 
     def _start_over_in_child(self) -> None:
         """In a forked child nothing is written for the parent. A child that trains gets a recording of its
@@ -97,7 +110,7 @@ class Process:
         self.recording = None
         self.meters.clear()
         if not called_from(torch_loader.__file__):  # a loader is starting a worker: it never trains
-            self.begin(recording.options, recording.settings)
+            self.recording = Recording(self, recording.options, recording.settings, forked=True)
 
 
 process = Process()
@@ -107,7 +120,13 @@ class Recording:
     """What goes on in one training process."""
 
     def __init__(
-        self, process: Process, options: Options, settings: Settings, sampling: Sampling | None = None
+        self,
+        process: Process,
+        options: Options,
+        settings: Settings,
+        sampling: Sampling | None = None,
+        *,
+        forked: bool = False,  # most of such processes never train
     ) -> None:
         self._process = process
         self.options = options
@@ -132,6 +151,11 @@ class Recording:
         self._facts_at_step = _FIRST_FACTS_AT_STEP
         self.timing = Timing(process.patches, process.roots, self.recorder, self, self._fail)
         self.timing.install()
+        self.stacks = StackSampler(
+            lambda: self.recorder.thread, lambda: self.recorder.phase, clock=time.monotonic, sparse_phase="setup"
+        )
+        if not forked:
+            self.stacks.start()
         self._ceiling_changes: Subscriber | None = None
         if self.ceiling is not None:
             self._ceiling_changes = process.patches.subscriber(Stage.CHANGE, self.timing.fail)
@@ -209,6 +233,8 @@ class Recording:
             started_s=self._began_s,
         )
         self._writer = _first_free(self.options.folder, info)
+        if not self.stacks.running:
+            self.stacks.start()
         self._look_at_optimizer()
         for step in self._early:
             self._writer.write(step)
@@ -243,6 +269,7 @@ class Recording:
         if applied is not None and applied.ledger.changes:
             facts = dataclasses.replace(facts, changes=applied.ledger.entries(), compile_s=applied.compile_s)
         self._write(FactsRecord(time_s=time.monotonic(), values=facts))
+        self._write(self.stacks.record(time_s=time.monotonic()))
 
     def _look_at_optimizer(self) -> None:
         optimizer = self._last_optimizer()
@@ -326,6 +353,7 @@ class Recording:
         self._take_off()
 
     def _take_off(self) -> None:
+        self.stacks.stop()
         self.timing.remove()
         if self._ceiling_changes is not None:
             self._ceiling_changes.leave()

@@ -248,6 +248,38 @@ class ProcessSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """A line of a stack. `own`: it is the user's, not a library's; only such a line has its `source`."""
+
+    where: str
+    function: str
+    own: bool = False
+    source: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackTime:
+    """How long one stack was seen in one phase: `frames` by number, outermost first."""
+
+    phase: str
+    frames: tuple[int, ...]
+    seconds: float
+    looks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stacks:
+    """Where a process has spent its time so far, by line: the training thread, or a worker that loads `dataset`."""
+
+    time_s: float
+    pid: int
+    frames: tuple[Frame, ...]
+    stacks: tuple[StackTime, ...]
+    dataset: str | None = None
+    worker: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DiskSample:
     """One disk over one interval."""
 
@@ -290,7 +322,7 @@ class Sample:
     processes: tuple[ProcessSample, ...] = ()
 
 
-Record = RunInfo | Step | Window | Note | Sample | Summary | FactsRecord | Xray | WorkerReport | End
+Record = RunInfo | Step | Window | Note | Sample | Summary | FactsRecord | Xray | WorkerReport | Stacks | End
 
 KINDS: dict[str, type[Any]] = {
     "run": RunInfo,
@@ -302,6 +334,7 @@ KINDS: dict[str, type[Any]] = {
     "facts": FactsRecord,
     "xray": Xray,
     "worker": WorkerReport,
+    "stacks": Stacks,
     "end": End,
 }
 _NAMES = {record: kind for kind, record in KINDS.items()}

@@ -27,6 +27,7 @@ from flatout.model.records import (
     Record,
     RunInfo,
     Sample,
+    Stacks,
     Step,
     Summary,
     Window,
@@ -43,7 +44,7 @@ _BYTES_A_VALUE = 60  # in memory, beside its text
 _VALUES = (b",", b":", b"[", b"{")  # a value follows each of them
 # A line that does not match has no control character.
 _CONTROL = re.compile(rb"\\u(00|20)|\\[bf]|[\x7f-\xff]")
-_LAST_COUNTS = (FactsRecord, Xray, End)
+_LAST_COUNTS = (FactsRecord, Xray, Stacks, End)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,7 @@ class RankTrace:
     facts: Facts = field(default_factory=Facts)
     xray: Xray | None = None
     workers: tuple[WorkerReport, ...] = ()
+    stacks: tuple[Stacks, ...] = ()  # of the training thread, and of each worker
     end: End | None = None
 
     def every_step(self) -> list[Step] | None:
@@ -113,7 +115,8 @@ def read(folder: Path, ranks: Collection[int] | None = None) -> Trace:
         else:
             # Of these only the last of each worker is kept.
             beside = _File(folder / f"workers-{info.rank:05d}.jsonl", room // 4, a_value=0)
-            workers = _workers(beside)
+            workers, stacks = _workers(beside)
+            by_kind[Stacks] += stacks
             by_kind[Note] += [*file.remarks(info), *beside.remarks(info)]
             found.append(_rank(info, by_kind, workers))
             room -= beside.taken
@@ -191,16 +194,21 @@ def _rank(info: RunInfo, by_kind: dict[type[Any], list[Any]], workers: tuple[Wor
         facts=facts,
         xray=next(iter(by_kind[Xray]), None),
         workers=workers,
+        stacks=tuple(by_kind[Stacks]),
         end=next(iter(by_kind[End]), None),
     )
 
 
-def _workers(file: _File) -> tuple[WorkerReport, ...]:
-    """The last report of each loader worker of a rank."""
-    last: dict[tuple[int, float], WorkerReport] = {}
-    if file.path.exists():
-        last |= {(r.pid, r.born_s): r for r in file.records() if isinstance(r, WorkerReport)}
-    return tuple(last.values())
+def _workers(file: _File) -> tuple[tuple[WorkerReport, ...], tuple[Stacks, ...]]:
+    """The last report of each loader worker of a rank, and where its time went by line."""
+    reports: dict[tuple[int, float], WorkerReport] = {}
+    stacks: dict[tuple[int, str | None], Stacks] = {}
+    for record in file.records() if file.path.exists() else ():
+        if isinstance(record, WorkerReport):
+            reports[record.pid, record.born_s] = record
+        elif isinstance(record, Stacks):
+            stacks[record.pid, record.dataset] = record
+    return tuple(reports.values()), tuple(stacks.values())
 
 
 def _size(path: Path) -> int:

@@ -1,0 +1,263 @@
+"""Where a thread spends its time, by line: its Python stack, looked at now and then from a thread of ours.
+
+    thread of ours ── every 10 ms at first, later every 125 ms ──► stack of the watched thread
+                      credited with the time since the last look, under the phase it fell into
+
+The interpreter hands over at calls and at turns of a loop, never in the middle of an operator. So a look falls
+on the line that called, that computed in C without the interpreter's lock, or that began a turn. The time of an
+operator on plain Python objects is seen at the next call of the same function: the function is certain then,
+the line is not.
+
+What is kept are code objects and numbers, never a frame: a frame would keep the script's tensors alive.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import os
+import site
+import sys
+import sysconfig
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import CodeType, FrameType
+
+from flatout.model.records import Frame, Stacks, StackTime
+from flatout.redact import redact_text
+
+DENSE_S, DENSE_EVERY_S, SPARSE_EVERY_S = 10.0, 0.01, 0.125
+# A thread gives up the interpreter's lock after this long, when another one asks for it. At the usual 5 ms, a line
+# that holds it for less is never seen.
+_DENSE_SWITCH_S = 1e-4
+_DEEPEST = 128  # frames of a stack
+_MOST_STACKS = 300  # in a record
+_MOST_KEPT = 4000
+_GOLDEN = 0.6180339887  # its multiples fall between each other, never in step with the training
+
+Line = tuple[CodeType, int]
+Key = tuple[str, tuple[Line, ...]]  # phase, and lines, outermost first
+
+_OURS = str(Path(__file__).parents[1])
+# What a stack shows of the phase, where the recorder did not look closely: file, function.
+_PHASE_OF_CALL = (
+    ("torch/nn/functional.py", None, "loss"),
+    ("torch/nn/modules/module.py", "_wrapped_call_impl", "forward"),
+    ("torch/autograd/__init__.py", "backward", "backward"),
+    ("torch/optim/optimizer.py", "wrapper", "optimizer"),
+)
+# Packages that start a training and are none themselves.
+_LAUNCHERS = ("torch", "accelerate", "deepspeed", "lightning", "pytorch_lightning", "ipykernel")
+# Where a loader worker begins; what lies outside it is the training process that was forked.
+_WORKER_BEGINS = ("torch/utils/data/_utils/worker.py", "flatout/feed/worker.py")
+
+
+class StackSampler:
+    """Looks at the stack of one thread from `start` to `stop`.
+
+    `phase` says what that thread is doing, None where it is not to be looked at. The dense looks begin with the
+    first phase in `dense`: the start of a training may take longer than they do.
+    """
+
+    def __init__(
+        self,
+        thread: Callable[[], int],
+        phase: Callable[[], str | None],
+        *,
+        clock: Callable[[], float],
+        sparse_phase: str | None = None,
+        dense_s: float = DENSE_S,
+    ) -> None:
+        self._thread, self._phase, self._clock = thread, phase, clock
+        self._sparse_phase = sparse_phase
+        self._dense_left_s = dense_s
+        self._dense = False
+        self._users_switch_s: float | None = None
+        self._seen: defaultdict[Key, list[float]] = defaultdict(lambda: [0.0, 0])  # seconds, looks
+        self._lock = threading.Lock()
+        self._runner: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self.looks = 0
+
+    @property
+    def running(self) -> bool:
+        """Whether it looks now."""
+        return self._runner is not None
+
+    def start(self) -> None:
+        """Begin to look, or go on."""
+        self._stopping = threading.Event()
+        self._runner = threading.Thread(target=self._run, args=(self._stopping,), name="flatout-stacks", daemon=True)
+        self._runner.start()
+
+    def stop(self) -> None:
+        """Look no more, until the next start; safe to call twice."""
+        self._stopping.set()
+        if self._runner is not None and self._runner.is_alive():
+            self._runner.join(1.0)
+        self._runner = None
+
+    def _run(self, stopping: threading.Event) -> None:
+        before_s = self._clock()
+        try:
+            while not stopping.wait(self._pause_s()):
+                now_s = self._clock()
+                self._look(now_s - before_s)
+                before_s = now_s
+        finally:
+            self._look_densely(False)
+
+    def _pause_s(self) -> float:
+        every_s = SPARSE_EVERY_S
+        if self._dense:
+            every_s = DENSE_EVERY_S
+        return every_s * (0.5 + self.looks * _GOLDEN % 1.0)
+
+    def _look_densely(self, dense: bool) -> None:
+        if dense == self._dense:
+            return
+        self._dense = dense
+        if dense:
+            self._users_switch_s = sys.getswitchinterval()
+            sys.setswitchinterval(_DENSE_SWITCH_S)
+        elif self._users_switch_s is not None and abs(sys.getswitchinterval() - _DENSE_SWITCH_S) < 1e-6:
+            sys.setswitchinterval(self._users_switch_s)  # unless the script has set its own meanwhile
+
+    def _look(self, seconds: float) -> None:
+        """One look, which stands for the time since the one before: a late one for those that it missed."""
+        self.looks += 1
+        phase = self._phase()
+        if phase is None:
+            return
+        if phase != self._sparse_phase:
+            self._dense_left_s -= seconds
+            self._look_densely(self._dense_left_s > 0)
+        stack = lines_of(self._thread())
+        if not stack:
+            return
+        if phase in ("unsplit", "rest"):
+            phase = _phase_of(stack) or phase
+        with self._lock:
+            seen = self._seen[phase, shown(stack)]
+            seen[0] += seconds
+            seen[1] += 1
+            if len(self._seen) > _MOST_KEPT:
+                self._seen = _largest(self._seen, _MOST_KEPT // 2)
+
+    def record(self, *, time_s: float, dataset: str | None = None, worker: int | None = None) -> Stacks:
+        """What has been seen so far."""
+        with self._lock:
+            largest = _largest(self._seen, _MOST_STACKS)
+        numbers: dict[Line, int] = {}
+        stacks = []
+        for (phase, lines), (seconds, looks) in largest.items():
+            frames = tuple(numbers.setdefault(line, len(numbers)) for line in lines)
+            stacks.append(StackTime(phase=phase, frames=frames, seconds=seconds, looks=int(looks)))
+        return Stacks(
+            time_s=time_s,
+            pid=os.getpid(),
+            worker=worker,
+            dataset=dataset,
+            frames=tuple(_frame(code, number) for code, number in numbers),
+            stacks=tuple(stacks),
+        )
+
+
+def _largest(seen: dict[Key, list[float]], most: int) -> defaultdict[Key, list[float]]:
+    """The same with at most so many stacks: of the others only their phase is kept."""
+    kept: defaultdict[Key, list[float]] = defaultdict(lambda: [0.0, 0])
+    ranked = sorted(seen.items(), key=lambda item: -item[1][0])
+    for place, ((phase, lines), (seconds, looks)) in enumerate(ranked):
+        total = kept[phase, lines if place < most else ()]
+        total[0] += seconds
+        total[1] += looks
+    return kept
+
+
+def lines_of(thread: int) -> list[Line]:
+    """The stack of a thread, innermost line first; empty if it has ended."""
+    frame: FrameType | None = sys._current_frames().get(thread)
+    lines: list[Line] = []
+    while frame is not None and len(lines) < _DEEPEST:
+        lines.append((frame.f_code, frame.f_lineno or 0))
+        frame = frame.f_back
+    return lines
+
+
+def shown(stack: Iterable[Line]) -> tuple[Line, ...]:
+    """What is kept of a stack, outermost first: the user's own lines, what the innermost of them called in a
+    library, and where that has come to."""
+    own: list[Line] = []
+    beyond: list[Line] = []  # inside the innermost line of the user's
+    for line in stack:
+        filename = line[0].co_filename
+        if filename.endswith(_WORKER_BEGINS):
+            break
+        if is_own(filename):
+            own.append(line)
+        elif not own and not filename.startswith((_OURS, "<")):
+            beyond.append(line)
+    called = beyond[-1:] + (beyond[:1] if len(beyond) > 1 else [])
+    return (*reversed(own), *called)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_own(filename: str) -> bool:
+    """Whether a file is the user's: in no library and not ours. A training that is installed as a package and
+    started by its name is the user's."""
+    if filename.startswith(("<frozen", "<string>", _OURS)):
+        return False
+    for folder in _libraries():
+        if filename.startswith(folder):
+            package = filename[len(folder) :].partition(os.sep)[0]
+            main = str(getattr(sys.modules.get("__main__"), "__file__", ""))
+            return package not in _LAUNCHERS and main.startswith(folder + package + os.sep)
+    return True
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    """The folders of installed packages and of the standard library, those inside others first."""
+    folders = {*site.getsitepackages(), site.getusersitepackages()}
+    folders |= {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    folders |= {path for path in sys.path if path.endswith(("site-packages", "dist-packages"))}
+    folders |= {str(Path(folder).resolve()) for folder in folders}
+    return tuple(sorted((folder + os.sep for folder in folders), key=len, reverse=True))
+
+
+def _phase_of(stack: Iterable[Line]) -> str | None:
+    """The outermost call of torch that tells."""
+    found = None
+    for code, _ in stack:
+        if "torch" in code.co_filename:
+            for file, function, phase in _PHASE_OF_CALL:
+                if function in (None, code.co_name) and code.co_filename.endswith(file):
+                    found = phase
+    return found
+
+
+def _frame(code: CodeType, number: int) -> Frame:
+    where, own, source = f"{_path(code.co_filename)}:{number}", is_own(code.co_filename), None
+    if own:
+        source = redact_text(linecache.getline(code.co_filename, number).strip()[:160]) or None
+    return Frame(where=where, function=_function(code), own=own, source=source)
+
+
+def _function(code: CodeType) -> str:
+    """The name of a function; a comprehension counts as the function that it is written in."""
+    name: str = getattr(code, "co_qualname", code.co_name)
+    parts = [part for part in name.split(".") if part != "<locals>"]
+    while len(parts) > 1 and parts[-1].startswith("<"):
+        parts.pop()
+    return ".".join(parts)
+
+
+@functools.lru_cache(maxsize=4096)
+def _path(filename: str) -> str:
+    """How a file is named in a report."""
+    for folder in (*_libraries(), f"{Path.cwd()}{os.sep}"):
+        if filename.startswith(folder):
+            return filename[len(folder) :]
+    return filename

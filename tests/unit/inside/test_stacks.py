@@ -1,0 +1,183 @@
+"""Stacks of a thread: which lines are named, for how long, and that nothing of the script's is kept."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from flatout.diagnose.hot_lines import HotFunction, hot_functions
+from flatout.inside import stacks
+from flatout.inside.stacks import StackSampler
+
+
+@contextmanager
+def sampling(phase: Callable[[], str | None], dense_s: float = 0.0) -> Iterator[StackSampler]:
+    """A sampler of the thread that the test runs in."""
+    thread = threading.get_ident()
+    sampler = StackSampler(lambda: thread, phase, clock=time.monotonic, dense_s=dense_s)
+    sampler.start()
+    try:
+        yield sampler
+    finally:
+        sampler.stop()
+
+
+def functions(sampler: StackSampler, *phases: str) -> tuple[HotFunction, ...]:
+    return hot_functions([sampler.record(time_s=0.0)], phases)
+
+
+@pytest.fixture(autouse=True)
+def looks_come_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "SPARSE_EVERY_S", 0.002)
+
+
+def wait_for_looks(sampler: StackSampler, looks: int) -> None:
+    """Until the sampler has looked so many times more."""
+    end = sampler.looks + looks
+    while sampler.looks < end:
+        time.sleep(0.001)
+
+
+def short_metric(sampler: StackSampler) -> None:
+    wait_for_looks(sampler, 10)  # the line of the short one
+
+
+def long_metric(sampler: StackSampler) -> None:
+    wait_for_looks(sampler, 60)  # the line of the long one
+
+
+def test_time_goes_to_the_function_and_line_that_called() -> None:
+    with sampling(lambda: "rest") as sampler:
+        short_metric(sampler)
+        long_metric(sampler)
+    (waited,) = (one for one in functions(sampler, "rest") if one.name == "wait_for_looks")
+    assert waited.share > 0.9
+    callers = [
+        (one.frames, one.looks)
+        for record in [sampler.record(time_s=0.0)]
+        for one in record.stacks
+        if any(record.frames[number].function == "long_metric" for number in one.frames)
+    ]
+    assert sum(looks for _, looks in callers) >= 55
+
+
+def test_a_line_has_its_source_and_what_it_called_in_a_library() -> None:
+    event = threading.Event()
+
+    def ask_a_library(sampler: StackSampler) -> None:
+        threading.Thread(target=lambda: (wait_for_looks(sampler, 40), event.set())).start()
+        event.wait()  # token = "sk-abcdefghijklmnopqrstuvwx"
+
+    with sampling(lambda: "rest") as sampler:
+        ask_a_library(sampler)
+    hottest = functions(sampler, "rest")[0].hottest
+    assert hottest.called == "threading.wait"
+    assert hottest.where.startswith("tests/unit/inside/test_stacks.py:")
+    assert hottest.source is not None
+    assert hottest.source.startswith("event.wait()")
+    assert "abcdefghijkl" not in hottest.source
+
+
+def test_looks_count_for_the_phase_they_fall_into_and_for_none_where_there_is_none() -> None:
+    phase: list[str | None] = ["data"]
+    with sampling(lambda: phase[0]) as sampler:
+        wait_for_looks(sampler, 20)
+        phase[0] = None
+        wait_for_looks(sampler, 40)
+    assert sum(one.looks for one in sampler.record(time_s=0.0).stacks) <= 25
+    assert {one.phase for one in sampler.record(time_s=0.0).stacks} == {"data"}
+
+
+def test_what_torch_does_is_told_from_what_the_script_does() -> None:
+    inputs, layer = torch.randn(512, 512), torch.nn.Linear(512, 512)
+    with sampling(lambda: "unsplit") as sampler:
+        end = sampler.looks + 60
+        while sampler.looks < end:
+            torch.nn.functional.mse_loss(layer(inputs), inputs).backward()
+    assert {one.phase for one in sampler.record(time_s=0.0).stacks} >= {"forward", "backward"}
+
+
+class Kept:
+    """What a script holds in a local variable."""
+
+
+def test_no_object_of_the_script_is_kept() -> None:
+    seen: list[weakref.ref[Any]] = []
+
+    def step(sampler: StackSampler) -> None:
+        held = Kept()
+        seen.append(weakref.ref(held))
+        wait_for_looks(sampler, 3)
+
+    with sampling(lambda: "rest") as sampler:
+        gc.disable()
+        try:
+            for _ in range(20):
+                step(sampler)
+                assert seen[-1]() is None
+        finally:
+            gc.enable()
+
+
+def test_the_switch_interval_is_the_users_again_after_the_dense_looks() -> None:
+    before = sys.getswitchinterval()
+    with sampling(lambda: "rest", dense_s=0.1) as sampler:
+        wait_for_looks(sampler, 3)
+        assert sys.getswitchinterval() < before
+        while sys.getswitchinterval() < before:
+            wait_for_looks(sampler, 1)
+    assert sys.getswitchinterval() == before
+
+
+def test_a_switch_interval_that_the_script_has_set_stays() -> None:
+    before = sys.getswitchinterval()
+    try:
+        with sampling(lambda: "rest", dense_s=60.0) as sampler:
+            wait_for_looks(sampler, 3)
+            sys.setswitchinterval(0.02)
+        assert sys.getswitchinterval() == pytest.approx(0.02)
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_more_stacks_than_a_record_holds_keep_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "_MOST_STACKS", 1)
+    with sampling(lambda: "rest") as sampler:
+        short_metric(sampler)
+        long_metric(sampler)
+        at_least = sampler.looks - 2
+    record = sampler.record(time_s=0.0)
+    assert len(record.stacks) == 2  # the largest, and all others together
+    assert sum(one.looks for one in record.stacks) >= at_least
+
+
+class Slow(Dataset[int]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        return self.decode(index)
+
+    def decode(self, index: int) -> int:
+        time.sleep(0.005)
+        return index
+
+
+def test_lines_of_a_worker_begin_where_the_worker_began() -> None:
+
+    class Looks(Slow):
+        def decode(self, index: int) -> Any:
+            return [line[0].co_name for line in stacks.shown(stacks.lines_of(threading.get_ident()))]
+
+    batches = list(DataLoader(Looks(), batch_size=None, num_workers=1))
+    assert batches[0] == ["__getitem__", "decode"]
