@@ -22,14 +22,12 @@ from typing import Any
 import torch
 
 _CONSTANTS = frozenset((int, float, complex, bool, str, bytes, type(None)))
-_CONTAINERS = (tuple, set, frozenset, deque)
 _MAX_PARTS = 64  # objects that are looked at
 _MAX_ENTRIES = 1024  # of a container or an array; of a larger one a part
 _GONE = object()
 _IGNORED = frozenset(("_compiled_call_impl",))  # set by PyTorch when a module is compiled
 
 _MAX_BATCHES, _GROWING_BATCHES = 8, 3  # batches that are looked at for a growing cache; that have to grow it in a row
-_GROWTH_PER_SAMPLE = 0.9
 _MAX_WRAPPED = 4  # datasets within datasets
 _MAX_COUNTED = 200_000  # entries of a list, None or not
 
@@ -53,7 +51,6 @@ class DatasetCheck:
                 continue
             known.add(id(part))
             state = _state_of(part)
-            # Nothing known of it: it is left alone, and so is what it holds.
             if state:
                 self._parts.append((part, state))
                 to_visit.extend(state.values())
@@ -71,18 +68,22 @@ class DatasetCheck:
         return None
 
 
+def _same(before: Any, now: Any) -> bool:
+    if before is now:
+        return True
+    return type(before) is type(now) and type(now) in _CONSTANTS and bool(before == now)
+
+
 def _state_of(part: Any) -> dict[Any, Any]:
     """What an object holds, by name; nothing where it is left alone."""
     try:
-        if isinstance(part, torch.Tensor):
-            return _state_of_tensor(part)
-        if hasattr(part, "__array_interface__"):
-            return _state_of_array(part)
+        if isinstance(part, torch.Tensor) or hasattr(part, "__array_interface__"):
+            return _state_of_numbers(part)
         if isinstance(part, dict):
             return dict(islice(part.items(), _MAX_ENTRIES)) | {"length": len(part)}
-        if isinstance(part, list):
+        if isinstance(part, (list, tuple)):
             return dict(enumerate(part[:: 1 + len(part) // _MAX_ENTRIES])) | {"length": len(part)}
-        if isinstance(part, _CONTAINERS):
+        if isinstance(part, (set, frozenset, deque)):
             return dict(enumerate(islice(part, _MAX_ENTRIES))) | {"length": len(part)}
         if isinstance(part, functools.partial):
             return {"func": part.func, "args": part.args, "keywords": part.keywords}
@@ -93,37 +94,36 @@ def _state_of(part: Any) -> dict[Any, Any]:
         return {}
 
 
-def _state_of_tensor(tensor: torch.Tensor) -> dict[Any, Any]:
-    state: dict[Any, Any] = {"shape": str(tuple(tensor.shape))}
-    if not tensor.is_inference():
-        state["version"] = tensor._version
-    if tensor.device.type == "cpu":  # reading from the GPU would wait for it
-        flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach()[:0].reshape(-1)
-        state["values"] = str(flat[:: 1 + flat.numel() // _MAX_ENTRIES].tolist())
+def _state_of_numbers(part: Any) -> dict[Any, Any]:
+    """Of a tensor or an array. One on the GPU is not read, that would wait for it; nor is a mapped file."""
+    state: dict[Any, Any] = {"shape": str(tuple(part.shape))}
+    if isinstance(part, torch.Tensor):
+        if not part.is_inference():
+            state["version"] = part._version
+        if part.device.type == "cpu" and part.is_contiguous():
+            flat = part.detach().reshape(-1)
+            state["values"] = str(flat[:: 1 + len(flat) // _MAX_ENTRIES].tolist())
+    elif part.flags.c_contiguous and not part.dtype.hasobject and not _is_mapped(part):
+        state["values"] = part.reshape(-1)[:: 1 + part.size // _MAX_ENTRIES].tobytes()
     return state
 
 
-def _state_of_array(array: Any) -> dict[Any, Any]:
-    base = array
-    while base is not None and type(base).__name__ not in ("memmap", "mmap"):
-        base = getattr(base, "base", None)
-    if base is not None or array.dtype.hasobject or not array.flags.c_contiguous:  # a mapped file is not read for this
-        return {"shape": str(array.shape)}
-    return {"shape": str(array.shape), "values": array.reshape(-1)[:: 1 + array.size // _MAX_ENTRIES].tobytes()}
+def _is_mapped(array: Any) -> bool:
+    while array is not None:
+        if type(array).__name__ in ("memmap", "mmap"):
+            return True
+        array = getattr(array, "base", None)
+    return False
 
 
 def _attributes_of(part: Any) -> dict[Any, Any]:
     kind: Any = type(part)
-    if isinstance(part, (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)):
-        return {}
     standard = kind.__module__.partition(".")[0] in sys.stdlib_module_names | {"tqdm"}
-    if standard and kind.__name__ not in ("Namespace", "SimpleNamespace"):
+    if isinstance(part, type) or (standard and kind.__name__ not in ("Namespace", "SimpleNamespace")):
         return {}
     state = {name: value for name, value in vars(kind).items() if type(value) in _CONSTANTS}
-    for base in kind.__mro__:
-        for name in vars(base).get("__slots__", ()):
-            if hasattr(part, name):
-                state[name] = getattr(part, name)
+    slots = [name for base in kind.__mro__ for name in vars(base).get("__slots__", ())]
+    state.update((name, getattr(part, name)) for name in slots if hasattr(part, name))
     state.update((name, value) for name, value in getattr(part, "__dict__", {}).items() if name not in _IGNORED)
     for variables, name in _globals_named_by(kind):
         if type(variables.get(name)) in _CONSTANTS:
@@ -151,17 +151,8 @@ def functions_of(kind: type) -> Iterator[types.FunctionType]:
 @functools.lru_cache(maxsize=1024)
 def names_in(code: types.CodeType) -> frozenset[str]:
     """The names that code asks for, in functions within it too."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= names_in(constant)
-    return frozenset(names)
-
-
-def _same(before: Any, now: Any) -> bool:
-    if before is now:
-        return True
-    return type(before) is type(now) and type(now) in _CONSTANTS and bool(before == now)
+    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return frozenset(code.co_names).union(*inner)
 
 
 class CacheGrowth:
@@ -183,27 +174,25 @@ class CacheGrowth:
         try:
             now = dict(_sizes(self._dataset))
         except Exception:  # containers may raise anything
-            self._batches = _MAX_BATCHES + 1
-            return None
-        growing: dict[str, int] = {}
-        for name, size in now.items():
-            if self._batches > 1 and size - self._before.get(name, 0) >= max(1.0, _GROWTH_PER_SAMPLE * samples):
-                growing[name] = self._times.get(name, 0) + 1
-        self._times, self._before = growing, now
+            self._batches = _MAX_BATCHES
+            now = {}
+        growing = [name for name, size in now.items() if size - self._before.get(name, 0) >= max(1, 0.9 * samples)]
+        if self._batches > 1:  # the first batches fill what has one entry a worker, or a file
+            self._times = {name: self._times.get(name, 0) + 1 for name in growing}
+        self._before = now
         self._batches += 1
-        return next((name for name, times in growing.items() if times >= _GROWING_BATCHES), None)
+        return next((name for name, times in self._times.items() if times >= _GROWING_BATCHES), None)
 
 
 def _sizes(dataset: Any) -> Iterator[tuple[str, int]]:
     """How much each container of a dataset holds, and of those that it wraps."""
     for _ in range(_MAX_WRAPPED):
-        kind = type(dataset)
-        for name, held in list(getattr(dataset, "__dict__", {}).items()):
+        for name, held in [*getattr(dataset, "__dict__", {}).items(), *vars(type(dataset)).items()]:
+            place = f"{type(dataset).__name__}, {name}"
             if isinstance(held, (dict, set, deque)):
-                yield f"{kind.__name__}, {name}", len(held)
+                yield place, len(held)
             elif isinstance(held, list) and len(held) <= _MAX_COUNTED:
-                yield f"{kind.__name__}, {name}", sum(entry is not None for entry in held)
-        for name, held in list(vars(kind).items()):
-            if isinstance(held, functools._lru_cache_wrapper):
-                yield f"{kind.__name__}, {name}", held.cache_info().currsize
+                yield place, sum(entry is not None for entry in held)
+            elif isinstance(held, functools._lru_cache_wrapper):
+                yield place, held.cache_info().currsize
         dataset = getattr(dataset, "dataset", None)

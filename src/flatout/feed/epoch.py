@@ -1,8 +1,7 @@
-"""One pass over the data: which batches come next, and each that is on its way."""
+"""One pass over the data: which batch comes next, and each batch that is on its way."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,34 +21,17 @@ class Epoch:
     free_until: int = 0  # batches before this one may be asked for at any time: nobody can tell
     in_order: bool = True
     next_number: int = 0
-    exhausted: bool = False
-    pulled: deque[tuple[int, Any]] = field(default_factory=deque)  # numbers and indices that are not begun yet
 
     def limit(self, depth: int) -> int:
-        """How many batches may be pulled and not handed out, where `depth` would be good to have."""
+        """How many batches may be under way, where `depth` would be good to have."""
         return depth if self.next_number < self.free_until else self.ahead
 
-    def pull_ahead(self, depth: int, under_way: int = 0) -> None:
-        """Pull until there are as many as that, counting those that are under way."""
-        while under_way + len(self.pulled) < self.limit(depth) and self.pull():
-            pass
-
-    def next(self) -> tuple[int, Any] | None:
-        """Number and indices of the next batch; None at the end."""
-        if self.pulled or self.pull():
-            return self.pulled.popleft()
+    def next(self) -> Batch | None:
+        """Ask the sampler for the next batch; None at the end."""
+        for indices in self.indices:
+            self.next_number += 1
+            return Batch(self.next_number - 1, indices)
         return None
-
-    def pull(self) -> bool:
-        """Ask the sampler for the next batch's indices; False at the end."""
-        if not self.exhausted:
-            try:
-                self.pulled.append((self.next_number, next(self.indices)))
-                self.next_number += 1
-                return True
-            except StopIteration:
-                self.exhausted = True
-        return False
 
 
 @dataclass(slots=True, eq=False)

@@ -126,42 +126,41 @@ class FeedIterator(_BaseDataLoaderIter):
             loader, self._begin_at_first = self._begin_at_first, None
             self._begin(loader, first=True, skip=0)
         # Asked before each batch: the loop may have written to the dataset since the last one.
-        if self._must_go_in_process():
-            self._scheduler.go_in_process()
+        if self._must_leave_workers():
+            self._scheduler.leave_workers()
         return self._next()
 
     def ahead(self) -> Any:
         """The next batch before it is asked for; `NOT_YET` where that takes waiting, or could be noticed."""
         if self._begin_at_first is not None or self.position.finished or self.made_when_asked:
             return NOT_YET
-        if self._must_go_in_process() or not self._scheduler.is_ready():
+        if self._must_leave_workers() or not self._scheduler.is_ready():
             return NOT_YET
         return self._next(received=True)
 
     def in_its_turn(self, data: Any) -> Any:
         """A batch that was fetched `ahead`; made again where the loop has written to the dataset since."""
-        if self._latest is None or not self._must_go_in_process():
+        if self._latest is None or not self._must_leave_workers():
             return data
         # Nobody has seen that batch: its indices are the next ones again.
-        self._scheduler.go_in_process(self._latest)
+        self._scheduler.leave_workers(self._latest)
         self.position.yielded -= 1
         return self._next()
 
     @property
     def made_when_asked(self) -> bool:
         """Whether batches are made in this process and at that moment, and none may be had ahead."""
-        in_process = self._scheduler.in_process
-        return in_process is not None and in_process.rng == "script"
+        return self._scheduler.left_workers
 
-    def _must_go_in_process(self) -> bool:
+    def _must_leave_workers(self) -> bool:
         if not self._as_script or self.made_when_asked or self.position.finished:
             return False
         why = ""
         written = self._check.changed() if self._check is not None else None
+        fills = self._scheduler.account.fills
         if written:
             why = f"the loop writes to what it reads ({written}), which no worker would see"
-        elif self._scheduler.account.fills:
-            fills = self._scheduler.account.fills
+        elif fills:
             why = f"samples fill what they come from ({fills}), and each worker would have one of its own to fill"
         if why and self._give_back is not None:
             self._give_back(why)
@@ -170,12 +169,13 @@ class FeedIterator(_BaseDataLoaderIter):
     def _next(self, *, received: bool = False) -> Any:
         position = self.position
         while not position.finished:
-            batch = self._next_batch(received)
+            with at_the_file_limit():
+                batch = self._scheduler.next(self._timeout, received=received)
             if batch is None:
                 position.finished = True
                 break
-            if self._as_script and batch.problem is not None:
-                self._scheduler.go_in_process(batch)  # once more here, where the exception is the script's own
+            if self._as_script and batch.problem is not None and not self.made_when_asked:
+                self._scheduler.leave_workers(batch)  # once more here, where the exception is the script's own
                 continue
             position.yielded += 1
             if self._as_script:  # its indices alone: its data would keep a slot
@@ -188,23 +188,13 @@ class FeedIterator(_BaseDataLoaderIter):
                 batch.release()
         raise StopIteration
 
-    def _next_batch(self, received: bool) -> Batch | None:
-        scheduler = self._scheduler
-        if not scheduler.ready and scheduler.make_in_process() and self._check is not None:
-            self._check.renew()  # what samples leave behind in the dataset is not the loop's doing
-        if scheduler.ready:
-            batch = scheduler.ready.popleft()
-            if not self._pure_sampler:
-                self._epoch.pull()  # PyTorch asks for another batch whenever it hands one over
-            return batch
-        with at_the_file_limit():
-            return scheduler.next(self._timeout, received=received)
-
     def _handle_problem(self, batch: Batch) -> bool:
         """Raise what there is to raise. Else whether all samples of the batch were left out."""
         problem = batch.problem
         if isinstance(problem, ExceptionWrapper):
             problem.reraise()
+        elif isinstance(problem, Exception):
+            raise problem
         elif isinstance(problem, BadSample):
             raise BadSampleError(problem)
         for row, why in batch.bad:

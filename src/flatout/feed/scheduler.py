@@ -10,6 +10,7 @@ import os
 import time
 import weakref
 from collections import deque
+from itertools import islice
 from typing import Any
 
 from flatout.feed import packing
@@ -49,12 +50,12 @@ class BatchScheduler:
         self.slots = Slots(budget.memory_available_bytes // 8, page_locked=page_locked, forget=self.pool.forget_slots)
         self.account = FaultCounts()
         self.pid = os.getpid()
-        self.in_process: InProcess | None = None
-        self.ready: deque[Batch] = deque()  # made in this process, and not asked for yet
+        self.left_workers = False  # for the rest of this pass
         self._fixed = fixed
         self._persistent = persistent
         self._tuning = Tuning(workers, budget, fixed=fixed, may_do_without=may_do_without, kind=recipe.kind)
         self._faults = Faults(self.pool, self.account, hang_timeout)
+        self._in_process: InProcess | None = None
         self._epoch: Epoch | None = None
         self._table: deque[Batch] = deque()  # under way, in order
         self._waiting: deque[Batch] = deque()  # of these, those that no worker has
@@ -85,9 +86,7 @@ class BatchScheduler:
         """
         if self._fixed:
             return
-        self._tuning.hold(workers)
-        if hold:
-            self._tuning.keep()
+        self._tuning.set_workers(workers, hold=hold)
         if self._epoch is not None:
             self._scale()
 
@@ -98,7 +97,7 @@ class BatchScheduler:
         self.leave()
         self._end_workers()
         # The loop may have changed anything about the loader since the last pass.
-        self.recipe, self.in_process = recipe, None
+        self.recipe, self._in_process, self.left_workers = recipe, None, False
         began = time.monotonic()
         if self.workers:
             self.pool.begin(recipe)
@@ -125,7 +124,6 @@ class BatchScheduler:
             self._drop(batch)
         self._table.clear()
         self._waiting.clear()
-        self.ready.clear()
         self._finish_pass()
 
     def _finish_pass(self) -> None:
@@ -177,7 +175,8 @@ class BatchScheduler:
                     self._finish_pass()
                     return None
             asked = time.monotonic()
-            self._receive(min(max(STALL_S, waited), timeout_s - waited if timeout_s else 1.0, 1.0))
+            if not self._make_in_process():
+                self._receive(min(max(STALL_S, waited), timeout_s - waited if timeout_s else 1.0, 1.0))
             waited += time.monotonic() - asked
             batch = self._finished()
             # Nothing for a while: only now is it worth looking for workers that hang, or hold others up.
@@ -190,17 +189,14 @@ class BatchScheduler:
         # Before the loop goes away to compute, so that workers have something to do meanwhile.
         self._fill()
         now = time.monotonic()
-        self._count(1, waited, now - began - waited, now)
+        self._count(waited, now - began - waited, now)
         return batch
 
     def is_ready(self) -> bool:
         """Whether `next` would neither wait nor raise: a batch is finished, or there are no more."""
         if self._epoch is None:
             return False
-        if self.ready:
-            return self.ready[0].problem is None
-        if self.pool:
-            self._receive(0)
+        self._receive(0)
         if not self._table:
             self._fill()
         batch = self._finished()
@@ -208,50 +204,34 @@ class BatchScheduler:
             return not self._table
         return batch.problem is None
 
-    def make_in_process(self) -> bool:
-        """Whether the next batches are in `ready`: made just now in this process, where no workers are in
-        use."""
-        if self._table or self._epoch is None or self.uses_workers:
+    def _make_in_process(self) -> bool:
+        """Make the next batch here, if no worker is to make it."""
+        if self.uses_workers or self._epoch is None:
             return False
-        began = time.monotonic()
-        if self.pool:  # some are about to leave
-            self._receive(0)
-        self.slots.collect()
-        if self.in_process is None:
-            self.in_process = InProcess(self.recipe, "position", drew=self.account.drew)
-        self._epoch.pull_ahead(self.in_process.at_once)
-        if self._epoch.pulled:
-            # With the script's own random numbers this raises what a sample raises.
-            self.ready.extend(self.in_process.make(self._epoch.pulled, self._epoch.key))
-            now = time.monotonic()
-            if self.in_process.rng == "position":
-                self._count(len(self.ready), now - began, 0.0, now)
-        return bool(self.ready)
+        batch = next(batch for batch in self._table if not batch.finished)
+        if batch.given:  # to a worker that is about to leave
+            return False
+        if self._in_process is None:
+            self._in_process = InProcess(self.recipe, as_script=self.left_workers)
+        self._in_process.make(batch, self._epoch.key)
+        return True
 
-    def go_in_process(self, handed_out: Batch | None = None) -> None:
+    def leave_workers(self, handed_out: Batch | None = None) -> None:
         """Make the rest of this pass in this process, as PyTorch does with num_workers=0: all that the loop
         has not got yet, and first of all `handed_out`, if that is taken back."""
-        assert self._epoch is not None
-        batches = [*self.ready, *self._table]
+        batches = list(self._table)
         if handed_out is not None:
             batches.insert(0, handed_out)
-        self._return_to_epoch(batches)
-        self._table.clear()
-        self.ready.clear()
+        for batch in batches:
+            self._drop(batch)
+        self._table = deque(Batch(batch.number, batch.indices) for batch in batches)
         self._waiting.clear()
         self._end_workers()
-        self.in_process = InProcess(self.recipe, "script")
+        self.left_workers, self._in_process = True, None
 
-    def _return_to_epoch(self, batches: list[Batch]) -> None:
-        """Have these be the next ones again."""
-        assert self._epoch is not None
-        for batch in reversed(batches):
-            self._epoch.pulled.appendleft((batch.number, batch.indices))
-            self._drop(batch)
-
-    def _count(self, batches: int, waited_s: float, parent_s: float, now: float) -> None:
-        self.account.batches += batches
-        if not self._tuning.handed_over(batches, waited_s, parent_s, now):
+    def _count(self, waited_s: float, parent_s: float, now: float) -> None:
+        self.account.batches += 1
+        if not self._tuning.handed_over(waited_s, parent_s, now):
             return
         # A worker in the middle of a long batch was busy too, though it has not said so yet.
         for worker in self.pool:
@@ -265,11 +245,8 @@ class BatchScheduler:
 
     def _finished(self) -> Batch | None:
         assert self._epoch is not None
-        if not self._table:
-            return None
-        if not self._epoch.in_order:
-            return next((batch for batch in self._table if batch.finished), None)
-        return self._table[0] if self._table[0].finished else None
+        batches = iter(self._table) if not self._epoch.in_order else islice(self._table, 1)
+        return next((batch for batch in batches if batch.finished), None)
 
     # --- handing out --------------------------------------------------------------------------------------------------
 
@@ -277,14 +254,10 @@ class BatchScheduler:
         """Pull indices as far ahead as is allowed, and hand tasks to workers that have room for them."""
         epoch = self._epoch
         assert epoch is not None
-        if not self.uses_workers:
-            epoch.pull_ahead(0, len(self._table))
-            return
         while len(self._table) < epoch.limit(self._depth()):
-            pulled = epoch.next()
-            if pulled is None:
+            batch = epoch.next()
+            if batch is None:
                 break
-            batch = Batch(*pulled)
             self._table.append(batch)
             self._waiting.append(batch)
         while self._waiting:
@@ -431,16 +404,6 @@ class BatchScheduler:
             worker.retiring = True
             if not worker.tasks:
                 self.pool.retire(worker)
-        if not self.workers:
-            self._take_back_unfinished()
-
-    def _take_back_unfinished(self) -> None:
-        """Have this process make all that workers have not finished, and what lies behind it."""
-        batches = list(self._table)
-        first = next((place for place, batch in enumerate(batches) if not batch.finished), len(batches))
-        self._return_to_epoch(batches[first:])
-        self._table = deque(batches[:first])
-        self._waiting.clear()
 
 
 def _shut(pool: WorkerPool, slots: Slots, pid: int) -> None:

@@ -239,82 +239,29 @@ def test_a_number_that_memory_allows_is_not_exceeded_by_taking_a_step_back() -> 
 # --- no workers at all ------------------------------------------------------------------------------------------------
 
 
-def tiny(
-    controller: Controller, step_s: float, *, here_s: float = 300e-6, windows: int = 20, each_s: float = 350e-6
-) -> list[int]:
-    """The counts over so many windows of a loader whose batches take `here_s` to make in the training process. A worker
-    takes `each_s`; handing over takes 70 µs of the parent's and brings a batch every 450 µs at most."""
-    counts = []
-    for _ in range(windows):
-        waits = here_s if controller.workers == 0 else max(0.0, max(450e-6, each_s / controller.workers) - step_s)
-        batch_s = step_s + waits + (70e-6 if controller.workers else 0.0)
-        batches = round(controller.window_s / batch_s)
-        controller.observe(
-            Observation(
-                seconds=batches * batch_s,
-                batches=batches,
-                waited_s=batches * waits,
-                parent_s=batches * 70e-6,
-                workers=controller.workers,
-                busy_s=batches * each_s if controller.workers else 0.0,
-                made=batches if controller.workers else 0,
-                made_s=batches * each_s if controller.workers else 0.0,
-                cpu_s=batches * each_s if controller.workers else 0.0,
-                cores=4,
-            )
-        )
-        counts.append(controller.workers)
-    return counts
+def a_pass(workers: int, wait_s: float) -> Observation:
+    """Of 20 batches, made by two workers in 0.1 s or in the training process; the loop has waited so long for each."""
+    made = 20 if workers else 0
+    return Observation(batches=20, waited_s=20 * wait_s, made=made, made_s=0.005 * made, cpu_s=0.005 * made)
 
 
-def test_batches_that_take_less_to_make_than_to_hand_over_are_made_in_the_training_process() -> None:
-    controller = Controller(4, cores=4, may_do_without=True)
-    counts = tiny(controller, step_s=0.0)
-    assert counts[1:] == [0] * 19
-    assert controller.why == "batches take less time to make than to hand over"
-
-
-def test_nobody_does_without_workers_unless_that_was_allowed() -> None:
-    assert 0 not in tiny(Controller(4, cores=4), step_s=0.0)
-
-
-def test_workers_are_kept_where_the_consumer_does_not_wait_for_them() -> None:
-    """GIVEN a training step of 1 ms, THEN a worker makes the next batch meanwhile, however small it is."""
-    assert tiny(Controller(1, cores=4, may_do_without=True), step_s=1e-3) == [1] * 20
-
-
-def test_workers_are_kept_where_the_training_process_is_slower_by_itself() -> None:
-    """... which is asked again, less and less often: the machine may have been busy with something else."""
-    counts = tiny(Controller(4, cores=4, may_do_without=True), step_s=0.0, here_s=900e-6, each_s=1e-3, windows=100)
-    tries = [number for number, count in enumerate(counts) if count == 0 and counts[number - 1]]
-    assert counts[0] == 4
-    assert 3 <= len(tries) <= 5
-    waits = [later - earlier for earlier, later in itertools.pairwise(tries)]
-    assert waits == sorted(waits)
-    assert counts.count(0) < 15
-
-
-def test_workers_come_back_when_the_consumer_becomes_slower() -> None:
+@pytest.mark.parametrize(("wait_s", "workers"), [(0.0075, 0), (0.0025, 2)])
+def test_a_pass_that_workers_take_longer_to_start_for_than_to_make_is_made_in_the_training_process(
+    wait_s: float, workers: int
+) -> None:
     controller = Controller(2, cores=4, may_do_without=True)
-    assert tiny(controller, step_s=0.0)[-1] == 0
-    counts = tiny(controller, step_s=2e-3)
-    assert counts[-1] > 0
-    assert len(set(counts[10:])) == 1, "does not settle"
-
-
-def test_a_pass_that_workers_take_longer_to_start_for_than_to_make_is_made_in_the_training_process() -> None:
-    """GIVEN a pass of 20 batches, made by two workers in 0.1 s, of which the loop has waited so long."""
-    for waited_s, workers in ((0.15, 0), (0.05, 2)):
-        controller = Controller(2, cores=4, may_do_without=True)
-        controller.observe_pass(Observation(seconds=0.2, batches=20, waited_s=waited_s, made=20, made_s=0.1, cpu_s=0.1))
-        assert controller.workers == workers
+    controller.observe_pass(a_pass(2, wait_s))
+    assert controller.workers == workers
     fixed = Controller(2, cores=4)
-    fixed.observe_pass(Observation(seconds=0.2, batches=20, waited_s=0.15, made=20, made_s=0.1, cpu_s=0.1))
+    fixed.observe_pass(a_pass(2, wait_s))
     assert fixed.workers == 2
 
 
-def test_slow_batches_are_never_made_in_the_training_process() -> None:
-    assert 0 not in tiny(Controller(1, cores=1, may_do_without=True), step_s=0.0, here_s=5e-3, each_s=5e-3)
+def test_workers_come_back_for_good_where_the_loop_waits_longer_without_them() -> None:
+    controller = Controller(2, cores=4, may_do_without=True)
+    for workers, wait_s, then in ((2, 0.0075, 0), (0, 0.006, 0), (0, 0.008, 2), (2, 0.0075, 2)):
+        controller.observe_pass(a_pass(workers, wait_s))
+        assert controller.workers == then
 
 
 # --- what it is told --------------------------------------------------------------------------------------------------
@@ -337,7 +284,7 @@ def tuning_of(workers: int, cores: budget.Budget, kind: str = "") -> Tuning:
 def window_of(loader: Tuning, workers: int, start_s: float) -> None:
     """A second in which the consumer did nothing but wait."""
     loader.end_pass(start_s)
-    while not loader.handed_over(1, 0.1, 0.0, start_s + 0.1):
+    while not loader.handed_over(0.1, 0.0, start_s + 0.1):
         loader.add_batch(A_BATCH)
         start_s += 0.1
     loader.decide(workers)
@@ -348,13 +295,13 @@ def test_loaders_that_are_in_use_share_the_cores(eight_cores: budget.Budget) -> 
     the other has not been asked for a while."""
     train = tuning_of(8, eight_cores)
     val = tuning_of(8, eight_cores)
-    train.handed_over(1, 0.1, 0.0, 100.0)
+    train.handed_over(0.1, 0.0, 100.0)
     assert train.cores() == 8.0  # nobody has asked the other yet
-    val.handed_over(1, 0.1, 0.0, 102.0)
+    val.handed_over(0.1, 0.0, 102.0)
     window_of(train, 8, 100.0)
     window_of(train, 8, 101.0)
     assert (train.workers, train.why) == (4, "4 cores to use")
-    train.handed_over(1, 0.1, 0.0, 200.0)
+    train.handed_over(0.1, 0.0, 200.0)
     assert train.cores() == 8.0
 
 
@@ -362,31 +309,31 @@ def test_an_evaluation_that_is_over_takes_no_cores_and_no_time(eight_cores: budg
     """GIVEN a training whose pass goes on after an evaluation, THEN it keeps its cores, and nobody thinks it slow."""
     train = tuning_of(8, eight_cores)
     val = tuning_of(8, eight_cores)
-    train.handed_over(1, 0.1, 0.0, 100.1)
-    val.handed_over(1, 0.1, 0.0, 100.5)
+    train.handed_over(0.1, 0.0, 100.1)
+    val.handed_over(0.1, 0.0, 100.5)
     assert train.cores() == 4.0
     val.end_pass(102.1)
     assert train.cores() == 8.0
-    train.handed_over(1, 0.1, 0.0, 102.2)
+    train.handed_over(0.1, 0.0, 102.2)
     assert train._window.seconds == pytest.approx(0.1 + 0.3 + 0.1)
     val.end_pass(102.3)  # once more, as the next pass begins: nothing was asked for since
-    train.handed_over(1, 0.1, 0.0, 102.4)
+    train.handed_over(0.1, 0.0, 102.4)
     assert train._window.seconds == pytest.approx(0.1 + 0.3 + 0.1 + 0.2)
 
 
 def test_two_evaluations_side_by_side_take_their_time_only_once(eight_cores: budget.Budget) -> None:
     train, one, other = (tuning_of(8, eight_cores) for _ in range(3))
-    train.handed_over(1, 0.1, 0.0, 100.1)
+    train.handed_over(0.1, 0.0, 100.1)
     for loader in (one, other):
-        loader.handed_over(1, 0.1, 0.0, 101.0)
+        loader.handed_over(0.1, 0.0, 101.0)
         loader.end_pass(160.0)
-    train.handed_over(1, 0.1, 0.0, 160.5)
+    train.handed_over(0.1, 0.0, 160.5)
     assert train._window.seconds == pytest.approx(0.1 + 0.8 + 0.5)
 
 
 def test_a_pass_that_was_begun_ahead_has_waited_for_nobody(eight_cores: budget.Budget) -> None:
     val = tuning_of(8, eight_cores)
-    val.handed_over(1, 0.1, 0.05, 103.0)
+    val.handed_over(0.1, 0.05, 103.0)
     assert val._window.seconds == pytest.approx(0.15)
 
 
@@ -395,8 +342,8 @@ def test_another_loader_that_is_asked_once_a_step_leaves_the_steps_their_time(ei
     one = tuning_of(8, eight_cores)
     other = tuning_of(8, eight_cores)
     for step in range(11):
-        one.handed_over(1, 0.0, 0.0, 100 + 0.05 * step)
-        other.handed_over(1, 0.002, 0.0, 100 + 0.05 * step + 0.048)
+        one.handed_over(0.0, 0.0, 100 + 0.05 * step)
+        other.handed_over(0.002, 0.0, 100 + 0.05 * step + 0.048)
         other.end_pass(100 + 0.05 * step + 0.048)
     assert one._window.seconds == pytest.approx(10 * 0.048)
 
@@ -405,15 +352,14 @@ def test_a_loader_that_is_made_anew_begins_where_the_one_before_it_ended(eight_c
     """GIVEN twelve workers on eight cores, since their samples wait, THEN the next epoch's loader has twelve; one of
     another kind, or after one whose number was set by hand, has not."""
     first = tuning_of(2, eight_cores, "photos")
-    first.hold(12)
-    first.handed_over(1, 0.1, 0.0, 100.0)
+    first.set_workers(12, hold=False)
+    first.handed_over(0.1, 0.0, 100.0)
     first.end_pass(101.0)
     second = tuning_of(2, eight_cores, "photos")
     assert (second.workers, second.why) == (12, "what the loader before it had")
     assert tuning_of(2, eight_cores, "others").workers == 2
-    second.hold(5)
-    second.keep()
-    second.handed_over(1, 0.1, 0.0, 102.0)
+    second.set_workers(5, hold=True)
+    second.handed_over(0.1, 0.0, 102.0)
     second.end_pass(103.0)
     assert tuning_of(2, eight_cores, "photos").workers == 12
 
