@@ -20,7 +20,6 @@ Place = Literal[
     "over time",  # `top` follows it, and gives its mean and quantiles in the JSON summary
     "summary",  # a row in the summary that `top` prints
     "gauge",  # a bar in the live view
-    "wide gauge",  # a bar in the live view of a terminal that is wide enough
     "csv",
     "run",  # `hardware` in the JSON of a run
     "report",  # the table of GPUs in the report of a run
@@ -81,11 +80,11 @@ _JSON = _places("over time")
 GPU_READINGS = (
     Reading("gpu_util_pct", "GPU-Util", "%", _EVERYWHERE, color="claim"),
     Reading("sm_active_pct", "SM active", "%", _EVERYWHERE),
-    Reading("sm_occupancy_pct", "SM occupancy", "%", _OVER_TIME | {"wide gauge"}, short="occupancy"),
+    Reading("sm_occupancy_pct", "SM occupancy", "%", _OVER_TIME, short="occupancy"),
     Reading("tensor_active_pct", "tensor active", "%", _EVERYWHERE, short="tensor"),
     Reading("dram_active_pct", "DRAM active", "%", _EVERYWHERE, short="DRAM"),
-    Reading("pcie_rx_bytes_s", "PCIe in", "MiB/s", _OVER_TIME | {"wide gauge"}, color="cool"),
-    Reading("pcie_tx_bytes_s", "PCIe out", "MiB/s", _OVER_TIME | {"wide gauge"}, color="cool"),
+    Reading("pcie_rx_bytes_s", "PCIe in", "MiB/s", _OVER_TIME, color="cool"),
+    Reading("pcie_tx_bytes_s", "PCIe out", "MiB/s", _OVER_TIME, color="cool"),
     Reading(
         "memory_used_bytes", "memory", "GiB", _EVERYWHERE, limit="memory_total_bytes", peak=True, color="heat"
     ),
@@ -102,7 +101,7 @@ GPU_READINGS = (
         "sm_clock_mhz", "SM clock", "MHz", _OVER_TIME | {"summary", "gauge"}, limit="sm_clock_max_mhz", color="cool"
     ),
     Reading("memory_clock_mhz", "memory clock", "MHz", _CSV),
-    Reading("decoder_util_pct", "video decoder", "%", _OVER_TIME | {"wide gauge"}, short="decoder"),
+    Reading("decoder_util_pct", "video decoder", "%", _OVER_TIME, short="decoder"),
     Reading("jpeg_util_pct", "JPEG decoder", "%", _OVER_TIME),
     Reading("throttle", "clocks held back by", "", _CSV),
     Reading("pulse_low_pct", "lowest pulse", "%", _CSV),

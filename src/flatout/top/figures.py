@@ -7,7 +7,7 @@ GPU-Util elsewhere. Its *work* is SM active, or else the power share, and never 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -42,34 +42,30 @@ def host_readings(sample: Sample, cores_allowed: float | None) -> dict[str, Any]
     host, disks, processes = sample.host, sample.host.disks or (), sample.processes
     read: dict[str, Any] = {field.name: getattr(host, field.name) for field in fields(HostSample)}
     read["cpu_pct"] = cpu_budget_pct(sample, cores_allowed)
-    read["memory_pct"] = _share_pct(host.memory_used_bytes, host.memory_total_bytes)
-    read["shm_pct"] = _share_pct(host.shm_used_bytes, host.shm_total_bytes)
+    read["memory_pct"] = share_pct(host.memory_used_bytes, host.memory_total_bytes)
+    read["shm_pct"] = share_pct(host.shm_used_bytes, host.shm_total_bytes)
     read["disk_busy_pct"] = max(_known(disk.busy_pct for disk in disks), default=None)
     read["disk_read_bytes_s"] = _sum(disk.read_bytes_s for disk in disks)
     read["disk_write_bytes_s"] = _sum(disk.write_bytes_s for disk in disks)
     return read | _training_readings(processes)
 
 
-def _training_readings(processes: Iterable[ProcessSample]) -> dict[str, Any]:
-    every = list(processes)
-    workers = [process for process in every if process.role == "worker"]
-    trainers = [process for process in every if process.role == "trainer"]
+def _training_readings(processes: Sequence[ProcessSample]) -> dict[str, Any]:
+    workers = [process for process in processes if process.role == "worker"]
+    trainers = [process for process in processes if process.role == "trainer"]
     workers_cpu = _known(worker.cpu_pct for worker in workers)
-    read: dict[str, Any] = {
-        "training_cpu_pct": None,
-        "training_rss_bytes": _sum(process.rss_bytes for process in every),
-        "training_read_bytes_s": _sum(process.read_bytes_s for process in every),
+    total, count, known = _sum(workers_cpu), None, None
+    if processes:
+        count, known = len(workers), sum(process.cpu_pct or 0.0 for process in processes)
+    return {
+        "training_cpu_pct": known,
+        "training_rss_bytes": _sum(process.rss_bytes for process in processes),
+        "training_read_bytes_s": _sum(process.read_bytes_s for process in processes),
         "trainer_cpu_pct": max(_known(trainer.cpu_pct for trainer in trainers), default=None),
-        "workers": None,
-        "workers_cpu_pct": _sum(workers_cpu),
-        "worker_cpu_pct": None,
+        "workers": count,
+        "workers_cpu_pct": total,
+        "worker_cpu_pct": total and total / len(workers_cpu),
     }
-    if every:
-        read["training_cpu_pct"] = sum(process.cpu_pct or 0.0 for process in every)
-        read["workers"] = len(workers)
-    if workers_cpu:
-        read["worker_cpu_pct"] = sum(workers_cpu) / len(workers_cpu)
-    return read
 
 
 def _known(values: Iterable[float | None]) -> list[float]:
@@ -81,7 +77,8 @@ def _sum(values: Iterable[float | None]) -> float | None:
     return sum(known) if known else None
 
 
-def _share_pct(part: int | None, whole: int | None) -> float | None:
+def share_pct(part: float | None, whole: float | None) -> float | None:
+    """What share of a whole that is; None where one of them is not known."""
     if part is None or not whole:
         return None
     return 100 * part / whole
@@ -106,9 +103,9 @@ class Stats:
     def of(cls, sketch: Sketch) -> Stats | None:
         """What a sketch holds; None of an empty one."""
         mean, deviation = sketch.mean, sketch.deviation
-        p5, p50, p95 = (sketch.quantile(q) for q in (0.05, 0.5, 0.95))
-        if mean is None or deviation is None or p5 is None or p50 is None or p95 is None:
+        if mean is None or deviation is None:
             return None
+        p5, p50, p95 = (sketch.quantile(q) or 0.0 for q in (0.05, 0.5, 0.95))
         return cls(mean=mean, deviation=deviation, p5=p5, p50=p50, p95=p95, low=sketch.low, high=sketch.high)
 
 
@@ -211,44 +208,44 @@ class _GpuBuilder:
         self._last = first
         self._seconds = 0.0
         self._levels = _followed(GPU_READINGS)
-        self._sm_activity = _Activity()
-        self._util_activity = _Activity()
+        self._has_gpm = False
+        self._activity = _Activity()
         self._work = Sketch()  # without SM active
-        self._energy = _Energy()
+        self._energy = _Energy(first)
         self._throttled_s: dict[str, float] = {}
         self._in_use = False
 
     def add(self, gpu: GpuSample, seconds: float, training: set[int]) -> None:
+        if gpu.sm_active_pct is not None and not self._has_gpm:  # GPU-Util stood in for it so far
+            self._has_gpm, self._activity = True, _Activity(min(self._seconds, LONGEST_CARRY_S))
+        now_pct = gpu.sm_active_pct if self._has_gpm else gpu.gpu_util_pct
+        if now_pct is not None:
+            self._activity.add(gpu.pulses or (now_pct,), seconds)
+        else:
+            self._activity.add((), seconds)
         self._last = gpu
         self._seconds += seconds
         self._energy.add(gpu, seconds)
         for name, sketch in self._levels.items():
             _count(sketch, getattr(gpu, name), seconds)
-        if gpu.sm_active_pct is not None:
-            self._sm_activity.add(gpu.pulses or (gpu.sm_active_pct,), seconds)
-        else:
-            # Until SM active is first seen, nobody knows whether the GPU has it: count both.
-            self._sm_activity.add((), seconds)
-            self._util_activity.add(gpu.pulses or tuple(_known([gpu.gpu_util_pct])), seconds)
-            _count(self._work, work_pct(gpu), seconds)
+        _count(self._work, work_pct(gpu), seconds)
         for reason in gpu.throttle or ():
             self._throttled_s[reason] = self._throttled_s.get(reason, 0.0) + seconds
         self._in_use = self._in_use or any(process.pid in training for process in gpu.processes or ())
 
     def figures(self) -> GpuFigures:
-        last, seen, work = self._last, self._util_activity, self._work.mean
-        has_gpm = self._sm_activity.seconds > 0
-        if has_gpm:
-            seen, work = self._sm_activity, self._sm_activity.sketch.mean
+        last, seen, work = self._last, self._activity, self._work.mean
         activity = Stats.of(seen.sketch)
+        if self._has_gpm:
+            work = seen.sketch.mean
         return GpuFigures(
             index=last.index,
             uuid=last.uuid,
             name=last.name,
-            has_gpm=has_gpm,
+            has_gpm=self._has_gpm,
             activity=activity,
-            fluctuation_pct=activity.deviation if activity is not None else None,
-            idle_pct=100 * seen.idle_s / seen.seconds if seen.seconds else None,
+            fluctuation_pct=getattr(activity, "deviation", None),
+            idle_pct=share_pct(seen.idle_s, seen.seconds),
             longest_idle_s=seen.longest_idle_s,
             work_pct=work,
             energy_j=self._energy.used_j(),
@@ -264,15 +261,15 @@ class _GpuBuilder:
 class _Activity:
     """The pulses of a GPU: how they spread, and for how long at a stretch they were idle."""
 
-    def __init__(self) -> None:
+    def __init__(self, carry_s: float = 0.0) -> None:
         self.sketch = Sketch()
         self.seconds = 0.0
         self.idle_s = 0.0
         self.longest_idle_s = 0.0
         self._stretch_s = 0.0
-        self._carry_s = 0.0
+        self._carry_s = carry_s
 
-    def add(self, pulses: tuple[float, ...], seconds: float) -> None:
+    def add(self, pulses: Sequence[float], seconds: float) -> None:
         if not pulses:
             self._carry_s = min(self._carry_s + seconds, LONGEST_CARRY_S)
             return
@@ -281,37 +278,33 @@ class _Activity:
         for pulse in pulses:
             _count(self.sketch, pulse, each_s)
             self.seconds += each_s
-            if pulse < IDLE_BELOW_PCT:
-                self.idle_s += each_s
-                self._stretch_s += each_s
-                self.longest_idle_s = max(self.longest_idle_s, self._stretch_s)
-            else:
+            self._stretch_s += each_s
+            if pulse >= IDLE_BELOW_PCT:
                 self._stretch_s = 0.0
+                continue
+            self.idle_s += each_s
+            self.longest_idle_s = max(self.longest_idle_s, self._stretch_s)
 
 
 class _Energy:
     """Energy used: by the GPU's counter, which is read seldom, and by power times time since then."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: GpuSample) -> None:
+        # A counter that is there from the first sample on was read when the measuring began.
+        self._counter_j = first.energy_j
         self._counted_j = 0.0
         self._since_j: float | None = None
-        self._counter_j: float | None = None
-        self._started = False
 
     def add(self, gpu: GpuSample, seconds: float) -> None:
         if gpu.power_w is not None:
             self._since_j = (self._since_j or 0.0) + gpu.power_w * seconds
-        now_j, before_j = gpu.energy_j, self._counter_j
-        # A counter that is there from the first sample on was read when the measuring began.
-        if now_j is not None and now_j != before_j and self._started:
-            if before_j is not None and now_j > before_j:
-                self._counted_j += now_j - before_j
-            else:  # the counter has started again
-                self._counted_j += self._since_j or 0.0
-            self._since_j = 0.0
-        if now_j is not None:
-            self._counter_j = now_j
-        self._started = True
+        if gpu.energy_j is None or gpu.energy_j == self._counter_j:
+            return
+        used_j = self._since_j or 0.0
+        if self._counter_j is not None and gpu.energy_j > self._counter_j:
+            used_j = gpu.energy_j - self._counter_j
+        self._counted_j += used_j  # a counter that has started again says nothing
+        self._since_j, self._counter_j = 0.0, gpu.energy_j
 
     def used_j(self) -> float | None:
         return self._counted_j + self._since_j if self._since_j is not None else None

@@ -1,4 +1,4 @@
-"""What stands in each panel of the live view. Pure: a Scene and a size in, a Drawing out.
+"""What stands in each panel of the live view: a Scene and the room there is in, a Drawing out.
 
 Nothing depends on color alone: what is full is drawn with █, what is only claimed with ░, so that NO_COLOR and
 color-blind eyes see the same picture.
@@ -6,52 +6,28 @@ color-blind eyes see the same picture.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.bar import Bar
+from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
-from flatout.model.formatting import printable
+from flatout.model.formatting import count_of, printable
 from flatout.model.readings import GPU_READINGS, Reading, shown_in
-from flatout.top.figures import cpu_budget_pct, work_pct
+from flatout.top.figures import cpu_budget_pct, share_pct, work_pct
 from flatout.top.text import amount, percent, size
 from flatout.trace import GpuSample, ProcessSample, Sample
 
 WIDE_COLUMNS = 120
-CHART_LINES = 4  # what the GPUs' lines leave to the chart
-HISTORIES_FROM_LINES = 16  # from this height on, a panel has room for a line of history under each bar
-PROCESS = "{:>8}  {:<10}{:>6}{:>8}{:>10}{:>12}{:>10}  {:<8}"
-STATES = {"R": "running", "S": "sleeping", "D": "on disk", "T": "stopped", "I": "idle"}
+CHART_LINES = 4  # what is left to the chart at least
+PROCESS = "{:>8}  {:<10}{:>6}{:>8}{:>10}{:>12}  {}"
 EIGHTHS = " ▁▂▃▄▅▆▇█"
-PARTS = " ▏▎▍▌▋▊▉█"
+COLORS = {"work": "green", "claim": "yellow", "cool": "blue"}  # as the theme of the view has them
+ONLY_WITH_GPM = ("tensor_active_pct", "dram_active_pct")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Palette:
-    """Colors by what they mean."""
-
-    name: str
-    ground: str
-    panel: str
-    text: str
-    bold: str
-    dim: str
-    track: str
-    work: str
-    claim: str
-    cool: str
-    warm: str
-    hot: str
-
-
-DARK = Palette(
-    name="flatout-dark", ground="#0d1117", panel="#161b22", text="#c9d1d9", bold="#e6edf3", dim="#8b949e",
-    track="#30363d", work="#4ade80", claim="#b7791f", cool="#60a5fa", warm="#fbbf24", hot="#f87171",
-)  # fmt: skip
-LIGHT = Palette(
-    name="flatout-light", ground="#ffffff", panel="#eaeef2", text="#1f2328", bold="#1f2328", dim="#57606a",
-    track="#d0d7de", work="#15803d", claim="#b45309", cool="#1d4ed8", warm="#b45309", hot="#b91c1c",
-)  # fmt: skip
+Gauge = tuple[str, float | None, str, str]  # a label, the length of its bar in per cent, a color, the value in words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +36,6 @@ class Scene:
 
     samples: Sequence[Sample]
     gpu: int  # its place among those of the newest sample
-    palette: Palette
     cores_allowed: float | None
     notes: Sequence[str]
 
@@ -69,153 +44,100 @@ class Scene:
         """The newest sample."""
         return self.samples[-1]
 
-    def history(self, gpu: GpuSample) -> list[GpuSample | None]:
-        """One GPU in every sample; None where it was not there."""
-        return [next((past for past in s.gpus if past.uuid == gpu.uuid), None) for s in self.samples]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """A panel's title, what stands in its lower border, and its lines."""
+    """A panel's title, what stands in its lower border, and what is in it."""
 
     title: str
     subtitle: str = ""
-    lines: list[Text]
-
-
-@dataclass(frozen=True, slots=True)
-class _Gauge:
-    """A value of a GPU as a bar, as long as its share of the most it can be, and in words."""
-
-    reading: Reading
-    label: str
-    value: Callable[[GpuSample], float | None]
-
-    @classmethod
-    def of(cls, reading: Reading) -> _Gauge:
-        return cls(reading, reading.short_label, lambda gpu: getattr(gpu, reading.name))
-
-    def pct(self, gpu: GpuSample) -> float | None:
-        """How long the bar is; None where nobody knows the most it can be."""
-        value = self.value(gpu)
-        if value is None or self.reading.unit in ("%", "°C"):
-            return value
-        most = getattr(gpu, self.reading.limit or "_", None)
-        return 100 * value / most if most else None
-
-    def text(self, gpu: GpuSample) -> str:
-        if self.reading.limit:
-            return amount(self.value(gpu), self.reading.unit, getattr(gpu, self.reading.limit))
-        return self.reading.text(self.value(gpu))
-
-    def style(self, pct: float | None, palette: Palette) -> str:
-        if self.reading.color == "heat":
-            return heat(pct, palette)
-        return str(getattr(palette, self.reading.color))
-
-
-_GAUGES = {reading.name: _Gauge.of(reading) for reading in shown_in("gauge", GPU_READINGS)}
-_WIDE_GAUGES = [_Gauge.of(reading) for reading in shown_in("wide gauge", GPU_READINGS)]
-_UTIL = _GAUGES.pop("gpu_util_pct")
-_WORK = _GAUGES.pop("sm_active_pct")
-_STAND_IN = _Gauge(_WORK.reading, "power (SM)", work_pct)
-_ONLY_WITH_GPM = ("tensor_active_pct", "dram_active_pct")
-
-
-def _gauges(gpu: GpuSample, *, has_sm: bool, wide: bool) -> list[_Gauge]:
-    known = [gauge for name, gauge in _GAUGES.items() if name not in _ONLY_WITH_GPM or gauge.value(gpu) is not None]
-    if not has_sm:
-        return [_STAND_IN, _UTIL, *known]
-    if wide:
-        known += _WIDE_GAUGES
-    return [_WORK, _UTIL, *known]
-
-
-# The panels
+    body: RenderableType
 
 
 def gpu_panel(scene: Scene, width: int, height: int) -> Drawing:
     """Each GPU in a line, where there are several; then the chosen one: its levels, and SM against GPU-Util."""
-    gpus = scene.now.gpus
+    gpus, parts = scene.now.gpus, []
     if not gpus:
-        return Drawing(title="GPU", lines=[Text((*scene.notes, "no GPU in these samples")[0])])
+        return Drawing(title="GPU", body=(*scene.notes, "no GPU in these samples")[0])
     gpu = gpus[scene.gpu]
-    history, lines = scene.history(gpu), []
-    has_sm = any(past is not None and past.sm_active_pct is not None for past in history)
+    history = [past for sample in scene.samples for past in sample.gpus if past.uuid == gpu.uuid]
+    has_sm = any(past.sm_active_pct is not None for past in history)
     if len(gpus) > 1:
-        lines = _gpu_lines(scene, width, height)
-    roomy = height - len(lines) >= HISTORIES_FROM_LINES
-    if len(gpus) == 1 or roomy:
-        gauges = _gauges(gpu, has_sm=has_sm, wide=width >= WIDE_COLUMNS)
-        lines += _gauge_lines(gauges, history, width, scene.palette, with_history=roomy)
-    work, claim = _values(history, work_pct), _values(history, _UTIL.value)
-    lines += chart(work, claim, width, max(0, height - len(lines)), scene.palette)
-    name = "SM active" if has_sm else "power share, as there are no SM counters"
-    return Drawing(title=f"GPU {gpu.index} {gpu.name}", subtitle=f"█ {name}  ░ GPU-Util", lines=lines)
-
-
-def _gpu_lines(scene: Scene, width: int, height: int) -> list[Text]:
-    """A line a GPU, as many as leave the chosen one some room; the chosen one among them."""
-    gpus, palette = scene.now.gpus, scene.palette
-    room = max(1, height - CHART_LINES)
-    first = min(max(0, scene.gpu - room // 2), max(0, len(gpus) - room))
-    lines = []
-    for place, gpu in enumerate(gpus[first : first + room], start=first):
-        line = Text(f" {gpu.index:>2} ", style=palette.dim)
-        if place == scene.gpu:
-            line = Text(f"▸{gpu.index:>2} ", style=f"bold {palette.bold}")
-        line.append_text(bar(work_pct(gpu), 12, palette.work, palette))
-        line.append(
-            f"{percent(work_pct(gpu)):>5}  util {percent(gpu.gpu_util_pct):>4}  mem {percent(gpu.memory_pct):>4}"
-        )
-        line.append(f"  {amount(gpu.power_w, 'W'):>5}  {amount(gpu.temperature_c, '°C'):>5}  ")
-        line.append_text(sparkline(_values(scene.history(gpu), work_pct), width - line.cell_len, palette.work))
-        lines.append(line)
-    return lines
-
-
-def _gauge_lines(
-    gauges: list[_Gauge], history: list[GpuSample | None], width: int, palette: Palette, *, with_history: bool
-) -> list[Text]:
+        room = max(1, height - CHART_LINES)
+        first = min(max(0, scene.gpu - room // 2), max(0, len(gpus) - room))
+        parts.append(_gpu_lines(gpus[first : first + room], gpu))
+        height -= min(room, len(gpus))
     columns = 4 if width >= WIDE_COLUMNS else 2
-    cell = (width - 3 * (columns - 1)) // columns
-    style, lines = f"bold {palette.bold}", []
-    for at in range(0, len(gauges), columns):
-        bars, pasts = [], []
-        for gauge in gauges[at : at + columns]:
-            past = _values(history, gauge.pct)
-            bars.append(_gauge_bar(gauge, history[-1], cell, palette, style))
-            pasts.append(sparkline(past, cell, gauge.style(past[-1], palette)))
-        lines.append(Text("   ").join(bars))
-        if with_history:
-            lines += [Text("   ").join(pasts), Text()]
-        style = ""
-    return lines
+    gauges = _gauges(gpu, has_sm=has_sm)
+    lines = -(-len(gauges) // columns)
+    if len(gpus) == 1 or height >= lines + CHART_LINES:
+        parts.append(grid(gauges, columns))
+        height -= lines
+    work, claim = map(work_pct, history), (past.gpu_util_pct for past in history)
+    name = "SM active" if has_sm else "power share, as there are no SM counters"
+    return Drawing(
+        title=f"GPU {gpu.index} {gpu.name}",
+        subtitle=f"█ {name}  ░ GPU-Util",
+        body=Group(*parts, *chart(list(zip(work, claim, strict=True)), width, height)),
+    )
 
 
-def _gauge_bar(gauge: _Gauge, gpu: GpuSample | None, width: int, palette: Palette, style: str) -> Text:
-    line = Text(f"{gauge.label:<11}", style=palette.dim)
-    if gpu is None:
-        return line
-    pct = gauge.pct(gpu)
-    if pct is not None:
-        line.append_text(bar(pct, width - 26, gauge.style(pct, palette), palette))
-    return line.append(gauge.text(gpu).rjust(width - line.cell_len), style=style)
+def _gpu_lines(gpus: Sequence[GpuSample], chosen: GpuSample) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for gpu in gpus:
+        mark = "▸" if gpu is chosen else " "
+        work = work_pct(gpu)
+        levels = (f"util {percent(gpu.gpu_util_pct)}", f"mem {percent(gpu.memory_pct)}")
+        others = (amount(gpu.power_w, "W"), amount(gpu.temperature_c, "°C"))
+        bar = Bar(100, 0, work or 0.0, width=12, color="green")
+        style = "bold" if gpu is chosen else ""
+        table.add_row(f"{mark}{gpu.index:>2}", bar, f"{percent(work):>4}", *levels, *others, style=style)
+    return table
 
 
-def _values(history: list[GpuSample | None], read: Callable[[GpuSample], float | None]) -> list[float | None]:
-    return [read(past) if past is not None else None for past in history]
+def _gauges(gpu: GpuSample, *, has_sm: bool) -> list[Gauge]:
+    readings = sorted(shown_in("gauge", GPU_READINGS), key=lambda reading: reading.name != "sm_active_pct")
+    gauges = []
+    for reading in readings:
+        label, value = reading.short_label, getattr(gpu, reading.name)
+        if reading.name == "sm_active_pct" and not has_sm:
+            label, value = "power (SM)", work_pct(gpu)
+        if value is not None or reading.name not in ONLY_WITH_GPM:
+            gauges.append(_gauge(label, value, reading, getattr(gpu, reading.limit or "_", None)))
+    return gauges
+
+
+def _gauge(label: str, value: float | None, reading: Reading, most: float | None) -> Gauge:
+    pct = value if reading.unit in ("%", "°C") else share_pct(value, most)
+    text = amount(value, reading.unit, most) if reading.limit else reading.text(value)
+    return label, pct, COLORS.get(reading.color, heat(pct)), text
+
+
+def grid(gauges: Sequence[Gauge], columns: int = 1) -> Table:
+    """Labels, bars and values, so many beside each other."""
+    table = Table.grid(expand=True, padding=(0, 1))
+    for _ in range(columns):
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(ratio=1)
+        table.add_column(justify="right", no_wrap=True)
+    cells: list[RenderableType] = []
+    for label, pct, color, text in gauges:
+        cells += (label, "" if pct is None else Bar(100, 0, _clip(pct), color=color), text)
+    for at in range(0, len(cells), 3 * columns):
+        table.add_row(*cells[at : at + 3 * columns])
+    return table
 
 
 def cpu_panel(scene: Scene, width: int, height: int) -> Drawing:
     """Every core."""
     host, allowed = scene.now.host, scene.cores_allowed
-    count = len(host.cores_pct or ())
-    of, lines, facts = f"{count}", [], []
-    if allowed is not None and allowed < count:
-        of = f"{allowed:g} of {count}"
-    if count:
-        lines = cores(host.cores_pct or (), width, height, scene.palette)
+    cores = host.cores_pct or ()
+    of, facts, marks = f"{len(cores)}", [], Text()
+    if allowed is not None and allowed < len(cores):
+        of = f"{allowed:g} of {len(cores)}"
+    spaced = 2 if 2 * len(cores) <= width * height else 1
+    for pct in cores:  # an idle core is seen on the floor
+        marks.append(EIGHTHS[max(1, round(_clip(pct) / 100 * 8))].ljust(spaced), style=heat(pct))
     if host.iowait_pct is not None:
         facts.append(f"iowait {percent(host.iowait_pct)}")
     if host.run_queue is not None:
@@ -223,187 +145,77 @@ def cpu_panel(scene: Scene, width: int, height: int) -> Drawing:
     if host.throttled_pct:
         facts.append(f"held back by quota {percent(host.throttled_pct)}")
     title = f"CPU {percent(cpu_budget_pct(scene.now, allowed))} of {of} cores"
-    return Drawing(title=title, subtitle=", ".join(facts), lines=lines)
+    return Drawing(title=title, subtitle=", ".join(facts), body=marks)
 
 
 def storage_panel(scene: Scene, width: int, height: int) -> Drawing:
     """Memory, disks, /dev/shm, and what waiting for them costs."""
-    host, palette = scene.now.host, scene.palette
+    host = scene.now.host
     busiest = sorted(host.disks or (), key=lambda disk: -(disk.busy_pct or 0.0))
-    reads = [process.read_bytes_s for process in scene.now.processes if process.read_bytes_s is not None]
-    rows: list[tuple[str, float | None, str]] = []
-    rows.append(("memory", *_part(host.memory_used_bytes, host.memory_total_bytes)))
-    for disk in busiest[: max(1, height - 5)]:
-        rates = f"↓{size(disk.read_bytes_s, '/s')} ↑{size(disk.write_bytes_s, '/s')}"
-        rows.append((disk.name, disk.busy_pct, rates))
-    rows.append(("/dev/shm", *_part(host.shm_used_bytes, host.shm_total_bytes)))
-    if reads:
-        rows.append(("training", None, f"reads {size(sum(reads), '/s')}"))
-    rows += [("cache", None, size(host.page_cache_bytes)), ("swap", None, size(host.swap_used_bytes))]
-    lines = []
-    for label, pct, figure in rows:
-        line = Text(f"{label[:9]:<10}", style=palette.dim)
-        if pct is not None:
-            line.append_text(bar(pct, max(4, width - 33), heat(pct, palette), palette))
-        lines.append(line.append(figure.rjust(width - line.cell_len)))
+    rows = [("memory", share_pct(host.memory_used_bytes, host.memory_total_bytes), size(host.memory_used_bytes))]
+    for disk in busiest[: max(1, height - 2)]:
+        rows.append((disk.name[:9], disk.busy_pct, f"↓{size(disk.read_bytes_s, '/s')}"))
+    rows.append(("/dev/shm", share_pct(host.shm_used_bytes, host.shm_total_bytes), size(host.shm_used_bytes)))
     waits = (("storage", host.pressure_io_pct), ("memory", host.pressure_memory_pct))
     stalls = ", ".join(f"{name} {percent(pct)}" for name, pct in waits if pct is not None)
-    return Drawing(title="Memory and disk", subtitle=stalls and f"stalls: {stalls}", lines=lines)
-
-
-def _part(used: int | None, total: int | None) -> tuple[float | None, str]:
-    if used is None or not total:
-        return None, "–"
-    return 100 * used / total, f"{size(used)} of {size(total)}"
+    gauges = [(label, pct, heat(pct), text) for label, pct, text in rows]
+    return Drawing(title="Memory and disk", subtitle=stalls and f"stalls: {stalls}", body=grid(gauges))
 
 
 def process_panel(scene: Scene, width: int, height: int) -> Drawing:
-    """The training process and its loader workers, the busiest first; where not all fit, only the busiest."""
-    sample, palette = scene.now, scene.palette
-    found = sorted(sample.processes, key=_by_role)
+    """The training process and its loader workers, the busiest first; those that do not fit are summed up."""
+    sample = scene.now
+    found = sorted(sample.processes, key=lambda process: -(process.cpu_pct or 0.0))
     if not found:
-        text = "none seen: no process holds memory on a GPU or has loader workers"
-        return Drawing(title="Training", lines=[Text(text, style=palette.dim)])
-    on_gpus: dict[int, int] = {}
-    for holder in (holder for gpu in sample.gpus for holder in gpu.processes or ()):
-        on_gpus[holder.pid] = on_gpus.get(holder.pid, 0) + (holder.used_bytes or 0)
-    workers = sum(process.role == "worker" for process in found)
-    header = PROCESS.format("PID", "role", "CPU", "queued", "RSS", "reads", "on GPU", "state")
-    lines = [Text(f"{header} name", style=palette.dim)]
+        return Drawing(title="Training", body="none seen: no process holds memory on a GPU or has loader workers")
     fits = len(found)
     if fits >= height:
         fits = max(0, height - 2)
-    first, *others = found
-    busiest = [first, *sorted(others, key=lambda p: (-(p.cpu_pct or 0.0), _by_role(p)))]
-    for process in sorted(busiest[:fits], key=_by_role):
-        lines.append(_process_line(process, on_gpus.get(process.pid, 0), palette))
-    if rest := busiest[fits:]:
-        cpu_pct = sum(process.cpu_pct or 0.0 for process in rest)
-        memory = size(sum(process.rss_bytes or 0 for process in rest))
-        reads = size(sum(process.read_bytes_s or 0.0 for process in rest), "/s")
-        line = PROCESS.format("…", f"{len(rest)} more", percent(cpu_pct), "", memory, reads, "", "")
-        lines.append(Text(line.rstrip(), style=palette.dim))
+    lines = [PROCESS.format("PID", "role", "CPU", "queued", "RSS", "reads", "name")]
+    lines += map(_process_line, found[:fits])
+    if rest := found[fits:]:
+        cpu_pct, rss_bytes = (sum(getattr(one, name) or 0 for one in rest) for name in ("cpu_pct", "rss_bytes"))
+        more = (f"{len(rest)} more", percent(cpu_pct), "", size(rss_bytes), "", "")
+        lines.append(PROCESS.format("…", *more).rstrip())
     title = f"Training: {len(found)} process{'es' * (len(found) > 1)}"
+    workers = sum(process.role == "worker" for process in found)
     if workers:
-        title += f", {workers} loader workers"
-    return Drawing(title=title, lines=lines)
+        title += f", {count_of(workers, 'loader worker')}"
+    return Drawing(title=title, body=Text("\n".join(lines)))
 
 
-def _by_role(process: ProcessSample) -> tuple[int, float, int]:
-    return {"trainer": 0, "worker": 1}.get(process.role, 2), -(process.cpu_pct or 0.0), process.pid
+def _process_line(process: ProcessSample) -> str:
+    shares = percent(process.cpu_pct), percent(process.run_delay_pct)
+    sizes = size(process.rss_bytes), size(process.read_bytes_s, "/s")
+    return PROCESS.format(process.pid, process.role, *shares, *sizes, printable(process.name))
 
 
-def _process_line(process: ProcessSample, gpu_bytes: int, palette: Palette) -> Text:
-    role, held = process.role, size(gpu_bytes or None).replace("–", "")
-    if role == "worker":
-        role = f"└ {role}"
-    cpu, queued, reads = percent(process.cpu_pct), percent(process.run_delay_pct), size(process.read_bytes_s, "/s")
-    state, rss = STATES.get(process.state or "", "–"), size(process.rss_bytes)
-    words = PROCESS.format(process.pid, role, cpu, queued, rss, reads, held, state)
-    line = Text(f"{words} {printable(process.name)}", style=palette.dim)
-    if role == "trainer":
-        line.stylize(f"bold {palette.bold}", 10, 20)
-    line.stylize(heat(process.cpu_pct, palette), 20, 26)
-    return line
-
-
-# Bars and charts
-
-
-def bar(pct: float | None, width: int, color: str, palette: Palette) -> Text:
-    """A horizontal bar, exact to an eighth of a character."""
-    full, part = divmod(round(_clip(pct) / 100 * max(0, width) * 8), 8)
-    text = Text("█" * full + PARTS[part].strip(), style=color)
-    return text.append("·" * (width - full - bool(part)), style=palette.track)
-
-
-def sparkline(values: Sequence[float | None], width: int, color: str) -> Text:
-    """The last values in one line, the newest at the right."""
-    marks = [" " if value is None else EIGHTHS[max(1, round(_clip(value) / 100 * 8))] for value in values]
-    return Text("".join(marks[max(0, len(marks) - width) :]).rjust(width), style=color)
-
-
-def chart(
-    work: Sequence[float | None], claim: Sequence[float | None], width: int, height: int, palette: Palette
-) -> list[Text]:
+def chart(pairs: Sequence[tuple[float | None, float | None]], width: int, height: int) -> list[Text]:
     """Work as a solid area; above it, hatched, what GPU-Util claims beyond it. The newest at the right."""
     columns = max(1, width - 5)
-    padding = columns - min(columns, len(work))
-    pairs = list(zip(work, claim, strict=True))[-columns:]
+    pairs = pairs[-columns:]
+    axis = {height - 1: "0%", 0: "100%"}
     lines = []
     for row in range(height):
-        line = Text(f"{_axis(row, height):>4} ", style=palette.dim)
-        line.append(" " * padding)
+        line = Text(f"{axis.get(row, ''):>4} ", style="dim").append(" " * (columns - len(pairs)))
         floor_pct, step_pct = 100 * (height - 1 - row) / height, 100 / height
         for worked, claimed in pairs:
-            line.append(*_cell(worked, claimed, floor_pct, step_pct, palette))
+            eighths = round((_clip(worked) - floor_pct) / step_pct * 8)
+            if eighths > 0:
+                line.append(EIGHTHS[min(8, eighths)], style="not dim green")
+            elif _clip(claimed) >= floor_pct + step_pct / 2:
+                line.append("░", style="not dim yellow")
+            else:
+                line.append(" ")
         lines.append(line)
     return lines
 
 
-def cores(pcts: Sequence[float], width: int, height: int, palette: Palette) -> list[Text]:
-    """Every core: bars with numbers where they fit, else one column of characters a core."""
-    grid = _core_grid(pcts, width, height, palette)
-    if grid is not None:
-        return grid
-    spaced = 2 if len(pcts) * 2 <= width else 1
-    a_line = max(1, width // spaced)
-    rows = [pcts[at : at + a_line] for at in range(0, len(pcts), a_line)]
-    tall = max(1, height // len(rows))
-    lines: list[Text] = []
-    for row in rows[:height]:
-        for level in range(tall):
-            line = Text()
-            for pct in row:
-                eighths = round(_clip(pct) / 100 * tall * 8) - 8 * (tall - 1 - level)
-                mark = EIGHTHS[min(8, max(level == tall - 1, eighths))]  # an idle core is seen on the floor
-                line.append(mark.ljust(spaced), style=heat(pct, palette) if eighths > 0 else palette.track)
-            lines.append(line)
-    return lines
-
-
-def heat(pct: float | None, palette: Palette) -> str:
+def heat(pct: float | None) -> str:
     """Cool, warm from 75, hot from 90."""
     if _clip(pct) >= 90:
-        return palette.hot
-    return palette.warm if _clip(pct) >= 75 else palette.cool
-
-
-def _core_grid(pcts: Sequence[float], width: int, height: int, palette: Palette) -> list[Text] | None:
-    columns = max(1, width // 20)
-    rows = -(-len(pcts) // columns)
-    if rows > height:
-        return None
-    columns = -(-len(pcts) // rows)
-    cell = width // columns
-    lines = []
-    for row in range(rows):
-        line = Text()
-        for index in range(row, len(pcts), rows):
-            line.append(f"{index:>3} ", style=palette.dim)
-            line.append_text(bar(pcts[index], cell - 10, heat(pcts[index], palette), palette))
-            line.append(f"{pcts[index]:>4.0f}% ")
-        lines.append(line)
-    return lines
-
-
-def _cell(
-    work: float | None, claim: float | None, floor_pct: float, step_pct: float, palette: Palette
-) -> tuple[str, str]:
-    eighths = round((_clip(work) - floor_pct) / step_pct * 8)
-    if eighths > 0:
-        return EIGHTHS[min(8, eighths)], palette.work
-    if _clip(claim) >= floor_pct + step_pct / 2:
-        return "░", palette.claim
-    return " ", ""
-
-
-def _axis(row: int, height: int) -> str:
-    if row == 0:
-        return "100%"
-    if row == height - 1:
-        return "0%"
-    return "50%" if height >= 5 and row == height // 2 else ""
+        return "red"
+    return "yellow" if _clip(pct) >= 75 else "blue"
 
 
 def _clip(pct: float | None) -> float:

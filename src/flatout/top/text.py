@@ -9,24 +9,19 @@ from __future__ import annotations
 import csv
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any
 
 from flatout.model.formatting import count_of, duration
-from flatout.model.readings import GPU_READINGS, HOST_READINGS, in_unit, shown_in
+from flatout.model.readings import GPU_READINGS, HOST_READINGS, Reading, in_unit, shown_in
 from flatout.top.figures import GpuFigures, HostFigures, Stats, host_readings, work_pct
-from flatout.top.summary import GpuSummary, TargetResult, TopSummary, tone
+from flatout.top.summary import STYLES, GpuSummary, TargetResult, TopSummary, tone
 from flatout.trace import GpuSample, Sample
 
 WIDTH = 80
 MARKS = {True: "✓", False: "✗", None: "–"}
 HOST_COLUMNS = ("time_unix_s", "interval_s", *(reading.name for reading in shown_in("csv", HOST_READINGS)))
 GPU_COLUMNS = tuple(reading.name for reading in shown_in("csv", GPU_READINGS))
-GPUS_HEADER = "GPU active fluct.  p5  p95 util idle longest  mem power heat  verdict"
-GPUS_CELLS = (
-    "{:3}", "{:6.0f}%", "{:7.0f}", "{:3.0f}%", "{:4.0f}%", "{:4.0f}%", "{:4.0f}%", "{:6.1f} s", "{:4.0f}%", "{:4.0f} W",
-    "{:4.0f}°",
-)  # fmt: skip
 
 
 def percent(value: float | None) -> str:
@@ -38,9 +33,8 @@ def amount(value: float | None, unit: str, most: float | None = None) -> str:
     """A value in its unit, and the most it can be: 350 W, 70.0/140.0 GiB."""
     if value is None:
         return "–"
-    if not most:
-        return f"{in_unit(value, unit)} {unit}"
-    return f"{in_unit(value, unit)}/{in_unit(most, unit)} {unit}"
+    of = f"/{in_unit(most, unit)}" if most else ""
+    return f"{in_unit(value, unit)}{of} {unit}"
 
 
 def size(value: float | None, per: str = "") -> str:
@@ -48,10 +42,9 @@ def size(value: float | None, per: str = "") -> str:
     if value is None:
         return "–"
     for unit, unit_bytes in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= 100 * unit_bytes:
-            return f"{value / unit_bytes:.0f} {unit}{per}"
         if value >= unit_bytes:
-            return f"{value / unit_bytes:.1f} {unit}{per}"
+            digits = int(value < 100 * unit_bytes)
+            return f"{value / unit_bytes:.{digits}f} {unit}{per}"
     return f"{value:.0f} B{per}"
 
 
@@ -79,7 +72,7 @@ def reading_lines(sample: Sample, cores_allowed: float | None = None) -> Iterato
     if any(process.role == "trainer" for process in sample.processes):
         training.append(f"trainer {percent(read['trainer_cpu_pct'])} of a core")
     if read["workers"]:
-        training.append(f"{read['workers']} workers {percent(read['worker_cpu_pct'])} each")
+        training.append(f"{count_of(read['workers'], 'worker')} {percent(read['worker_cpu_pct'])} each")
     if training:
         yield ", ".join(training)
 
@@ -116,20 +109,17 @@ class CsvTable:
         readings = host_readings(sample, self._cores_allowed)
         readings |= {"time_unix_s": time_unix_s, "interval_s": sample.interval_s, "workers": readings["workers"] or 0}
         row = [readings[name] for name in HOST_COLUMNS]
-        gpus = {gpu.index: gpu for gpu in sample.gpus}
+        cells = {gpu.index: _cells(gpu) for gpu in sample.gpus}
         for index in self._gpus:
-            row += _cells(gpus[index]) if index in gpus else [None] * len(GPU_COLUMNS)
+            row += cells.get(index, [None] * len(GPU_COLUMNS))
         self._writer.writerow(round(cell, 3) if isinstance(cell, float) else cell for cell in row)
         self._file.flush()
 
 
 def _cells(gpu: GpuSample) -> list[Any]:
-    texts = {  # what a cell cannot hold as it stands in the sample
-        "throttle": "; ".join(gpu.throttle) if gpu.throttle is not None else None,
-        "pulse_low_pct": min(gpu.pulses, default=None),
-        "pulse_high_pct": max(gpu.pulses, default=None),
-    }
-    return [texts[name] if name in texts else getattr(gpu, name) for name in GPU_COLUMNS]
+    pulses = {"pulse_low_pct": min(gpu.pulses, default=None), "pulse_high_pct": max(gpu.pulses, default=None)}
+    cells = [pulses[name] if name in pulses else getattr(gpu, name) for name in GPU_COLUMNS]
+    return ["; ".join(cell) if isinstance(cell, tuple) else cell for cell in cells]
 
 
 # The summary
@@ -141,13 +131,11 @@ def summary_lines(summary: TopSummary) -> Iterator[str]:
     yield f"flatout top · {summary.hostname} · {length} · {count_of(summary.samples, 'sample')}"
     yield ""
     yield from textwrap.wrap(f"Verdict: {summary.verdict.word} – {summary.verdict.reason}", WIDTH)
-    if len(summary.gpus) == 1:
-        yield ""
-        yield from _gpu_table(summary.gpus[0].figures)
-    elif summary.gpus:
-        yield ""
-        yield from _gpus_table(summary.gpus)
     yield ""
+    if len(summary.gpus) == 1:
+        yield from (*_gpu_table(summary.gpus[0].figures), "")
+    elif summary.gpus:
+        yield from (*_gpus_table(summary.gpus), "")
     yield from _host_table(summary.host)
     yield ""
     yield "Targets"
@@ -161,8 +149,7 @@ def summary_lines(summary: TopSummary) -> Iterator[str]:
 def style_of(line: str) -> str:
     """The style of a line of the summary, in rich's words; empty for most."""
     if line.startswith("Verdict: "):
-        word = line.removeprefix("Verdict: ").partition(" – ")[0]
-        return {"good": "bold green", "bad": "bold yellow", "none": "bold"}[tone(word)]
+        return STYLES[tone(line.removeprefix("Verdict: ").partition(" – ")[0])]
     return {"  ✓": "green", "  ✗": "red"}.get(line[:3], "")
 
 
@@ -170,12 +157,9 @@ def _gpu_table(gpu: GpuFigures) -> Iterator[str]:
     yield _header(f"GPU {gpu.index} · {gpu.name}")
     yield _row(gpu.activity_name, "%", gpu.activity)
     if not gpu.has_gpm:
-        yield _row("power share", "%", gpu.levels.get("power_share_pct"), " (for SM active)")
-    for reading in shown_in("summary", GPU_READINGS):
-        if reading.label != gpu.activity_name and reading.name in gpu.levels:
-            most = getattr(gpu, reading.limit or "_", None)
-            of = f" of {in_unit(most, reading.unit)}" if most else ""
-            yield _row(reading.label, reading.unit, gpu.levels[reading.name], of)
+        yield _row("power share, as there is no SM active", "%", gpu.levels.get("power_share_pct"))
+    others = (reading for reading in shown_in("summary", GPU_READINGS) if reading.label != gpu.activity_name)
+    yield from _rows(others, gpu)
     if gpu.activity is not None:
         idle = f"idle {gpu.idle_pct:.0f}% of the time, longest {gpu.longest_idle_s:.1f} s"
         line = f"  fluctuation {gpu.activity.deviation:.1f} points, {idle}"
@@ -187,58 +171,54 @@ def _gpu_table(gpu: GpuFigures) -> Iterator[str]:
             yield f"  clocks held back by {reason}: {pct:.0f}% of the time"
 
 
-def _gpus_table(gpus: tuple[GpuSummary, ...]) -> Iterator[str]:
+def _gpus_table(gpus: Sequence[GpuSummary]) -> Iterator[str]:
     """Several GPUs, a row each; every figure of each is in the JSON."""
-    yield GPUS_HEADER
+    yield "GPU active   sd util idle   mem   power   heat  verdict"
     for one in gpus:
-        gpu, activity = one.figures, one.figures.activity
-        mean, p5, p95 = (getattr(activity, name, None) for name in ("mean", "p5", "p95"))
-        values = [gpu.index, mean, gpu.fluctuation_pct, p5, p95, gpu.mean("gpu_util_pct"), gpu.idle_pct]
-        values += (gpu.longest_idle_s, gpu.peak("memory_pct"), gpu.mean("power_w"), gpu.peak("temperature_c"))
-        cells = (_cell(value, form) for value, form in zip(values, GPUS_CELLS, strict=True))
-        yield f"{''.join(cells)}  {one.verdict.word}"
+        gpu = one.figures
+        deviation = amount(gpu.fluctuation_pct, "").strip()
+        line = f"{gpu.index:>3}{percent(getattr(gpu.activity, 'mean', None)):>7}{deviation:>5}"
+        line += f"{percent(gpu.mean('gpu_util_pct')):>5}{percent(gpu.idle_pct):>5}{percent(gpu.peak('memory_pct')):>6}"
+        line += f"{amount(gpu.mean('power_w'), 'W'):>8}{amount(gpu.peak('temperature_c'), '°C'):>7}"
+        yield f"{line}  {one.verdict.word}"
     names = {one.figures.activity_name for one in gpus}
-    energy_j = [one.figures.energy_j for one in gpus if one.figures.energy_j is not None]
-    line = f"  active: {' or '.join(sorted(names))}, mean; mem and heat (°C): peak"
-    if energy_j:
-        line += f"; energy {sum(energy_j) / 3600:.2f} Wh in all"
-    yield line
-
-
-def _cell(value: float | None, form: str) -> str:
-    if value is None:
-        return "–".rjust(len(form.format(0)))
-    return form.format(value)
+    yield f"  active: {' or '.join(sorted(names))}, mean; mem and heat: peak"
 
 
 def _host_table(host: HostFigures) -> Iterator[str]:
-    cores, workers = host.cores_allowed or host.cores, host.levels.get("workers")
-    title = "Host"
+    cores, workers, title = host.cores_allowed or host.cores, host.levels.get("workers"), "Host"
     if cores:
         title += f" · {cores:g} cores"
     if workers:
         title += f" · {count_of(round(workers.p50), 'worker')}"
     yield _header(title)
-    for reading in shown_in("summary", HOST_READINGS):
-        if reading.name in host.levels or reading.name == "cpu_pct":
-            total = getattr(host, reading.limit or "_", None)
-            of = f" of {total / 2**30:.0f} GiB" if total else ""
-            yield _row(reading.label, reading.unit, host.levels.get(reading.name), of)
+    yield from _rows(shown_in("summary", HOST_READINGS), host)
 
 
 def _header(title: str) -> str:
     return f"{title:<36}{'mean':>8}{'sd':>8}{'p5':>8}{'p50':>8}{'p95':>8}"
 
 
-def _row(label: str, unit: str, stats: Stats | None, of: str = "") -> str:
+def _rows(readings: Iterable[Reading], figures: GpuFigures | HostFigures) -> Iterator[str]:
+    for reading in readings:
+        unit, most = reading.unit, getattr(figures, reading.limit or "_", None)
+        if most and unit == "%":
+            unit += f" of {amount(most, 'GiB')}"
+        elif most:
+            unit += f" of {in_unit(most, unit)}"
+        if reading.name in figures.levels:
+            yield _row(reading.label, unit, figures.levels[reading.name])
+
+
+def _row(label: str, unit: str, stats: Stats | None) -> str:
     cells = ["–"]
     if stats is not None:
         values = (stats.mean, stats.deviation, stats.p5, stats.p50, stats.p95)
-        cells = [in_unit(value, unit) for value in values]
-    return f"  {f'{label}, {unit}{of}':<34}" + "".join(cell.rjust(8) for cell in cells)
+        cells = [in_unit(value, unit.partition(" ")[0]) for value in values]
+    return f"  {f'{label}, {unit}':<34}" + "".join(cell.rjust(8) for cell in cells)
 
 
-def _target_line(results: list[TargetResult]) -> str:
+def _target_line(results: Sequence[TargetResult]) -> str:
     """One target; of several GPUs the one that is furthest from it: missed before unknown before met."""
     order = {False: 0, None: 1, True: 2}
     worst = min(results, key=lambda result: (order[result.met], result.margin or 0.0))

@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.text import Text
+
 from flatout.files import write_whole
 from flatout.model.errors import GateFailed, UsageError
 from flatout.model.records import SCHEMA, to_json
@@ -127,13 +130,26 @@ class _Watch:
         self._last: Sample | None = None
         self._writer: TraceWriter | None = None
         self._table: CsvTable | None = None
-        for path in (options.json_to, options.csv_to):
-            if path not in (None, "-"):
-                _must_be_writable(Path(path))
+        for name in (options.json_to, options.csv_to):
+            if name not in (None, "-"):
+                _must_be_writable(name)
         if options.record_to is not None:
             self._writer = stack.enter_context(TraceWriter(options.record_to, source.info))
         if options.csv_to is not None:
-            self._table = CsvTable(stack.enter_context(_opened(options.csv_to)), cores_allowed=source.cores_allowed)
+            self._table = CsvTable(self._csv_file(options.csv_to, stack), cores_allowed=source.cores_allowed)
+
+    def _csv_file(self, name: str, stack: ExitStack) -> IO[str]:
+        if name == "-":
+            return sys.stdout
+
+        def close() -> None:
+            with _writing(name):  # closing writes what a full disk has refused before
+                file.close()
+
+        with _writing(name):
+            file = Path(name).open("w", encoding="utf-8", newline="")  # noqa: SIM115 - closed by the stack
+        stack.callback(close)
+        return file
 
     def take(self, sample: Sample) -> None:
         """Count one sample in, and write it where it belongs."""
@@ -145,12 +161,8 @@ class _Watch:
                 self._writer.write(Note(time_s=sample.time_s, text=text))
             self._notes_written = len(self._source.notes)
         if self._table is not None:
-            try:
+            with _writing(self._options.csv_to or "-"):
                 self._table.write(sample, self._source.unix_s(sample))
-            except OSError as problem:
-                if self._options.csv_to == "-":
-                    raise
-                raise UsageError(f"cannot write {self._options.csv_to}: {problem.strerror}") from None
 
     def finish(self) -> TopSummary:
         """Print the summary, ask the gate."""
@@ -162,9 +174,16 @@ class _Watch:
         if options.once and self._last is not None:
             data, lines = self._reading(self._last, notes), reading_lines(self._last, source.cores_allowed)
         if options.json_to is not None:
-            _write(options.json_to, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+            text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+            with _writing(options.json_to):
+                if options.json_to == "-":
+                    sys.stdout.write(text)
+                else:
+                    write_whole(Path(options.json_to), text)
         if not options.stdout_is_data:
-            _print(lines)
+            console = Console(highlight=False)
+            for line in lines:
+                console.print(Text(line, style=style_of(line)), soft_wrap=True)
         if options.fail_below_pct is not None:
             _ask_gate(summary, options.fail_below_pct)
         return summary
@@ -221,62 +240,31 @@ def _view_class() -> type[TopView]:
     return TopView
 
 
-def _must_be_writable(path: Path) -> None:
-    """Find out now, not after an hour of measuring; leave nothing behind."""
-    try:
-        is_new = not path.exists()
-    except OSError as problem:
-        raise UsageError(f"cannot write {path}: {problem.strerror}") from None
-    with _opened(str(path), "a"):
-        pass
-    if is_new:
-        path.unlink()
+def _must_be_writable(name: str) -> None:
+    """Find out now, not after an hour of measuring."""
+    path = Path(name)
+    with _writing(name):
+        place = path if path.exists() else f"{path.absolute().parent}/."  # a file has no such place
+        if path.is_dir() or not os.access(place, os.W_OK):
+            raise PermissionError(0, "no such folder, no permission, or no file")
 
 
 @contextmanager
-def _opened(name: str, mode: str = "w") -> Iterator[IO[str]]:
-    """A file to write to; `-` is stdout."""
-    if name == "-":
-        yield sys.stdout
-        return
+def _writing(name: str) -> Iterator[None]:
+    """Turn what hinders the writing of a file into one line. A reader of stdout that has left is no mistake."""
     try:
-        file = Path(name).open(mode, encoding="utf-8", newline="")  # noqa: SIM115 - closed below, where that can fail
+        yield
     except OSError as problem:
+        if name == "-":
+            raise
         raise UsageError(f"cannot write {name}: {problem.strerror}") from None
-    try:
-        yield file
-    finally:
-        try:
-            file.close()  # which writes what a full disk has refused before
-        except OSError as problem:
-            raise UsageError(f"cannot write {name}: {problem.strerror}") from None
-
-
-def _write(name: str, text: str) -> None:
-    if name == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        write_whole(Path(name), text)
-    except OSError as problem:
-        raise UsageError(f"cannot write {name}: {problem.strerror}") from None
-
-
-def _print(lines: Iterator[str]) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    for line in lines:
-        console.print(Text(line, style=style_of(line)), soft_wrap=True)
 
 
 def _ask_gate(summary: TopSummary, least_pct: float) -> None:
     """Every GPU that was watched must have done at least this much."""
     if not summary.gpus:
         raise GateFailed(f"--fail-below {least_pct:g}: no GPU was measured")
-    for one in summary.gpus:
-        gpu = one.figures
+    for gpu in (one.figures for one in summary.gpus):
         if gpu.work_pct is None:
             raise GateFailed(f"--fail-below {least_pct:g}: what GPU {gpu.index} did could not be measured")
         if gpu.work_pct < least_pct:

@@ -16,54 +16,34 @@ from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
-from textual.events import Resize
-from textual.theme import Theme
 from textual.widgets import Footer, Static
 
 from flatout.model.formatting import duration
 from flatout.top.figures import FigureBuilder
-from flatout.top.panels import (
-    DARK,
-    LIGHT,
-    Drawing,
-    Palette,
-    Scene,
-    cpu_panel,
-    gpu_panel,
-    process_panel,
-    storage_panel,
-)
+from flatout.top.panels import Drawing, Scene, cpu_panel, gpu_panel, process_panel, storage_panel
 from flatout.top.sample_source import SampleSource, Stop
-from flatout.top.summary import Verdict, sum_up, tone
+from flatout.top.summary import STYLES, Verdict, sum_up, tone
 from flatout.trace import Sample
 
 KEPT_SAMPLES = 600
 VERDICT_OVER_S = 60.0
 VERDICT_EVERY_S = 1.0
-USUAL_LINES = 24
-TALL_LINES = 36
 
 
 class TopView(App[None]):
     """`flatout top` in a terminal."""
 
     CSS = """
-    Screen { background: $background; color: $foreground; overflow: hidden; }
+    Screen { overflow: hidden; }
     #title, #verdict { height: 1; padding: 0 1; }
-    .panel {
-        border: round $primary 50%; border-title-color: $foreground; border-title-style: bold;
-        border-subtitle-color: $foreground 70%; padding: 0 1;
-    }
-    #gpus { height: 10; }
+    #title, #verdict, #processes { text-wrap: nowrap; text-overflow: ellipsis; }
+    .panel { border: round $primary 50%; border-title-style: bold; padding: 0 1; }
+    #gpus { height: 2fr; }
     #middle { height: 5; }
     #cpu, #storage { width: 1fr; height: 100%; }
     #processes { height: 1fr; }
-    .short #gpus { height: 8; }
-    .tall #gpus { height: 1fr; }
-    .tall #middle { height: 9; }
-    .tall #processes { height: auto; }
     .hostonly #gpus { height: 3; }
-    .hostonly #middle { height: 1fr; }
+    .hostonly #middle { height: 9; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "leave", "Quit"),
@@ -86,7 +66,6 @@ class TopView(App[None]):
         self._ended = False
         self._problem: BaseException | None = None
         self._thread = threading.Thread(target=self._measure, name="flatout-top", daemon=True)
-        self._palette = LIGHT if _terminal_is_light() else DARK
         self._gpus = 0
         self._verdict: Verdict | None = None
         self._verdict_s = 0.0
@@ -108,10 +87,7 @@ class TopView(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Set the colors, start measuring."""
-        for palette in (DARK, LIGHT):
-            self.register_theme(_theme(palette))
-        self.theme = self._palette.name
+        """Start measuring."""
         self._thread.start()
 
     def on_unmount(self) -> None:
@@ -120,10 +96,8 @@ class TopView(App[None]):
         if self._thread.ident is not None:
             self._thread.join()
 
-    def on_resize(self, event: Resize) -> None:
-        """Give the panels more room where there is more."""
-        self.screen.set_class(event.size.height < USUAL_LINES, "short")
-        self.screen.set_class(event.size.height >= TALL_LINES, "tall")
+    def on_resize(self) -> None:
+        """Draw the same in the new size."""
         self.call_after_refresh(self._draw)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -147,9 +121,7 @@ class TopView(App[None]):
 
     def action_light_or_dark(self) -> None:
         """Change the colors."""
-        self._palette = LIGHT if self._palette is DARK else DARK
-        self.theme = self._palette.name
-        self._draw()
+        self.theme = "textual-light" if self.current_theme.dark else "textual-dark"
 
     def _measure(self) -> None:
         """Runs on another thread; what it gives to the view goes through the view's queue."""
@@ -178,44 +150,32 @@ class TopView(App[None]):
     def _draw(self) -> None:
         if not self.samples:
             return
-        now = self.samples[-1]
+        now, source = self.samples[-1], self._source
         self.gpu = min(self.gpu, max(0, len(now.gpus) - 1))
-        scene = Scene(
-            samples=self.samples,
-            gpu=self.gpu,
-            palette=self._palette,
-            cores_allowed=self._source.cores_allowed,
-            notes=self._source.notes,
-        )
+        scene = Scene(samples=self.samples, gpu=self.gpu, cores_allowed=source.cores_allowed, notes=source.notes)
         self.screen.set_class(not now.gpus, "hostonly")
         self.query_one("#title", Static).update(self._title())
         self.query_one("#verdict", Static).update(self._verdict_line())
         for panel in self.query(_Panel):
             panel.show(scene)
-        if self.screen.has_class("tall"):
-            needed = max(1, len(now.processes)) + 3  # a header, and the frame
-            self.query_one("#processes").styles.height = min(needed, self.size.height * 2 // 5)
         if len(now.gpus) != self._gpus:
             self._gpus = len(now.gpus)
             self.refresh_bindings()
 
     def _title(self) -> Text:
-        palette, source, now = self._palette, self._source, self.samples[-1]
-        elapsed = duration(1e3 * (now.time_s - source.info.started_s))
-        state = ""
+        source, now, state = self._source, self.samples[-1], ""
         if self._ended:
             state = "  END OF THE RECORDING"
         elif self._stop.held:
             state = "  PAUSED"
+        elapsed = duration(1e3 * (now.time_s - source.info.started_s))
         clock = time.strftime("%H:%M:%S", time.localtime(source.unix_s(now)))
-        text = Text.assemble(
-            ("flatout top", f"bold {palette.work}"),
-            (f"  {source.info.host}", f"bold {palette.bold}"),
-            (state, f"bold {palette.warm}"),
-            (f"  every {self.samples[0].interval_s:.2g} s, {elapsed} so far", palette.dim),
+        return Text.assemble(
+            ("flatout top", "bold green"),
+            (f"  {source.info.host}", "bold"),
+            (state, "bold yellow"),
+            (f"  every {self.samples[0].interval_s:.2g} s, {elapsed} so far  {clock}", "dim"),
         )
-        text.append(f"  {clock}".rjust(max(0, self.size.width - 2 - text.cell_len)), palette.dim)
-        return _cut(text, self.size.width - 2)
 
     def _verdict_line(self) -> Text:
         """The verdict on the last minute."""
@@ -224,53 +184,19 @@ class TopView(App[None]):
             recent = (sample for sample in self.samples if now_s - sample.time_s < VERDICT_OVER_S)
             self._verdict = sum_up(FigureBuilder(recent, cores_allowed=self._source.cores_allowed)).verdict
             self._verdict_s = now_s
-        palette, verdict = self._palette, self._verdict
-        color = {"good": palette.work, "bad": palette.warm, "none": palette.dim}[tone(verdict.word)]
-        text = Text.assemble((verdict.word, f"bold {color}"), (f"  {verdict.reason}", palette.dim))
-        return _cut(text, self.size.width - 2)
+        verdict = self._verdict
+        return Text.assemble((verdict.word, STYLES[tone(verdict.word)]), (f"  {verdict.reason}", "dim"))
 
 
 class _Panel(Static):
-    """A framed part of the screen, drawn again for each scene in the size it has."""
+    """A framed part of the screen, drawn for each scene in the size it has."""
 
     def __init__(self, draw: Callable[[Scene, int, int], Drawing], *, id: str) -> None:
         super().__init__(id=id, classes="panel")
         self._draw_scene = draw
-        self._scene: Scene | None = None
-
-    def on_resize(self) -> None:
-        """Draw the same again in the new size."""
-        if self._scene is not None:
-            self.show(self._scene)
 
     def show(self, scene: Scene) -> None:
         """Draw this scene."""
-        self._scene = scene
-        width, height = self.content_size
-        drawing = self._draw_scene(scene, width, height)
+        drawing = self._draw_scene(scene, *self.content_size)
         self.border_title, self.border_subtitle = drawing.title, drawing.subtitle
-        self.update(Text("\n").join(_cut(line, width) for line in drawing.lines[:height]))
-
-
-def _theme(palette: Palette) -> Theme:
-    return Theme(
-        name=palette.name,
-        primary=palette.cool,
-        accent=palette.work,
-        foreground=palette.text,
-        background=palette.ground,
-        surface=palette.ground,
-        panel=palette.panel,
-        dark=palette is DARK,
-    )
-
-
-def _cut(line: Text, width: int) -> Text:
-    line.no_wrap = True
-    line.truncate(width, overflow="ellipsis")
-    return line
-
-
-def _terminal_is_light() -> bool:
-    """Some terminals say so: COLORFGBG is `foreground;background`, and 7 and 15 are the light ones."""
-    return os.environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")
+        self.update(drawing.body)

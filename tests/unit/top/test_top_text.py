@@ -65,7 +65,7 @@ def test_the_summary_of_one_gpu(make_sample: Make) -> None:
         "Host · 16 cores · 2 workers             mean      sd      p5     p50     p95",
         "  CPU, %                                  10       0      10      10      10",
         "  iowait, %                                0       0       0       0       0",
-        "  memory, % of 128 GiB                    25       0      25      25      25",
+        "  memory, % of 128.0 GiB                  25       0      25      25      25",
         "  trainer, of a core, %                   40       0      40      40      40",
         "  each worker, of a core, %               50       0      50      50      50",
         "",
@@ -88,17 +88,17 @@ def test_several_gpus_have_a_row_each_and_targets_show_the_worst(make_sample: Ma
     samples.append(make_sample(3.0, sm=90, util=95, gpu=hot))
     lines = list(summary_lines(summed(*samples)))
     assert lines[5:9] == [
-        "GPU active fluct.  p5  p95 util idle longest  mem power heat  verdict",
-        "  0    90%      0 90%  90%  95%   0%   0.0 s  99% 350 W  88°  near out of memory",
-        "  1    90%      0 90%  90%  95%   0%   0.0 s  50% 350 W  60°  healthy",
-        "  active: SM active, mean; mem and heat (°C): peak; energy 0.68 Wh in all",
+        "GPU active   sd util idle   mem   power   heat  verdict",
+        "  0    90%    0  95%   0%   99%   350 W  88 °C  near out of memory",
+        "  1    90%    0  95%   0%   50%   350 W  60 °C  healthy",
+        "  active: SM active, mean; mem and heat: peak",
     ]
     assert "  ✗ temperature, peak                       at most 85 °C          88 °C (GPU 0)" in lines
 
 
 def test_a_gpu_without_gpm_says_what_stands_in(make_sample: Make) -> None:
     lines = list(summary_lines(summed(*(make_sample(float(t), util=99) for t in range(3)))))
-    assert any(line.startswith("  power share, % (for SM active)") for line in lines)
+    assert any(line.startswith("  power share, as there is no SM active, %") for line in lines)
     assert any(line.startswith("  ✗ SM active, mean (stand-in: power share) ") for line in lines)
     assert not any(line.startswith("  SM active, %") for line in lines)
 
