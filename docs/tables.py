@@ -44,7 +44,7 @@ def filled(text: str) -> str:
 def changes() -> str:
     """Each change: its values, its class, what it does, when it gets in."""
     rows = [
-        (f"`{spec.name}`", spec.does, spec.takes, _safety(spec), spec.moment, "yes" if spec.live else "")
+        (f"`{spec.name}`", spec.does, spec.takes.words, _safety(spec), spec.moment, "yes" if spec.live else "")
         for spec in CHANGES
     ]
     return _table(("change", "what it does", "value", "class", "gets in", "between two steps"), rows)
@@ -55,7 +55,8 @@ def settings() -> str:
     rows = []
     for spec in CHANGES:
         causes = ", ".join(f"[{cause.code}](TROUBLESHOOTING.md{cause.anchor})" for cause in cured_by(spec.name))
-        code = spec.code.format(True if spec.fits(True) else "N")
+        first = spec.takes.words.partition(" ")[0]
+        code = spec.code.format({"true": "True", "a": "N"}.get(first, first))
         rows.append((f"`{spec.name}`", causes, f"`{code}`"))
     return _table(("change", "cures", "in your own code"), rows)
 

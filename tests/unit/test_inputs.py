@@ -25,8 +25,8 @@ BAD = {
     "itself": ("a: {b: &b [*b]}\n", "line 1: *b contains itself"),
     "brackets": ("a: " + "[" * 5000, "line 1: it is nested deeper than 100 levels"),
     "braces": ("\na: " + "{b: " * 5000, "line 2: it is nested deeper than 100 levels"),
-    "a long number": (f"a: {'9' * 5000}\n", "line 1: a number of 5000 digits"),
-    "a long number to another base": (f"a: 0x{'f' * 5000}\n", "line 1: a number of 5002 digits"),
+    "a long number": (f"a: {'9' * 5000}\n", "line 1: '99999"),
+    "a long number to another base": (f"a: 0x{'f' * 5000}\n", "line 1: '0xfff"),
     "a long key": (f"? {'k' * 5000}\n: 1\n", "line 1: a key of 5000 letters"),
     "a date that is none": ("a: 1\nb: 2001-99-99\n", "line 2: '2001-99-99' is not a valid timestamp"),
     "a tag on what it is not for": ("a: !!timestamp soon\n", "line 1: 'soon' is not a valid timestamp"),
@@ -57,7 +57,7 @@ def test_plans_and_training_configs_are_read_that_way(tmp_path: Path, read: Call
     assert BAD[name][1] in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["a bomb of aliases", "itself", "brackets", "a long number"])
+@pytest.mark.parametrize("name", ["a bomb of aliases", "itself", "brackets"])
 def test_configs_that_are_checked_are_read_that_way(tmp_path: Path, name: str) -> None:
     path = tmp_path / "file.yaml"
     path.write_text(BAD[name][0])
@@ -67,10 +67,11 @@ def test_configs_that_are_checked_are_read_that_way(tmp_path: Path, name: str) -
 
 def test_what_only_another_program_can_read_is_unread(tmp_path: Path) -> None:
     path = tmp_path / "file.yaml"
-    path.write_text("lr: 1\nlr: 2\nwhen: 2001-99-99\nwhat: !mine {a: 1}\nmodel: !!timestamp soon\n")
+    text = f"lr: 1\nlr: 2\nwhen: 2001-99-99\nwhat: !mine {{a: 1}}\nmodel: !!timestamp soon\nmany: 0x{'f' * 5000}\n"
+    path.write_text(text)
     settings = {".".join(name): value for name, (value, _) in read_settings(path).items()}
     assert settings["lr"] == 2
-    assert settings["when"] is settings["model"] is UNREAD
+    assert settings["when"] is settings["model"] is settings["many"] is UNREAD
 
 
 def test_settings_know_their_lines_and_what_is_merged_into_them(tmp_path: Path) -> None:

@@ -76,17 +76,20 @@ def test_an_empty_list_of_changes_is_a_plan(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("plan: 1\nchnages: []", "unknown key 'chnages' (did you mean 'changes'?)"),
+        ("plan: 1\nchnages: []", "unknown key 'chnages' (did you mean changes?)"),
         ("plan: 1\nchanges: []\nextra: 1", "unknown key 'extra' (there are plan, changes, tried)"),
         ("plan: 2\nchanges: []", "plan version 2, this flatout reads version 1"),
         ("changes: []", "'plan' is missing"),
         ("plan: 1\nchanges: 5", "changes must be a list, each entry beginning with '- name:'"),
         ("plan: 1\nchanges: [3]", "change 1 must have a name, a value and a safety (got 3)"),
         ("plan: 1\nchanges: [{name: a, value: 1}]", "change 1: 'safety' is missing"),
-        ("plan: 1\nchanges: [{name: 7, value: 1, safety: identical}]", "change 1: name must be text (got 7)"),
+        (
+            "plan: 1\nchanges: [{name: 7, value: 1, safety: identical}]",
+            "change 1: name must be text of at most 200 letters (got 7)",
+        ),
         (
             "plan: 1\nchanges: [{name: a, value: 1, safty: identical}]",
-            "change 1: unknown key 'safty' (did you mean 'safety'?)",
+            "change 1: unknown key 'safty' (did you mean safety?)",
         ),
         (
             "plan: 1\nchanges: [{name: a, value: 1, safety: safe}]",

@@ -20,7 +20,7 @@ from flatout.check.lines import FAIL, NOT_APPLICABLE, OK, WARN, Checklist, Line
 from flatout.check.machine_checks import visible_gpus
 from flatout.check.training import Gpus, Training
 from flatout.model.errors import UsageError
-from flatout.model.frameworks import packages
+from flatout.model.frameworks import RUN_LOOPS
 from flatout.model.inputs import is_folder
 from flatout.redact import redact_text
 from flatout.sample import budget
@@ -63,7 +63,7 @@ def look_over(training: Training, data: Path | None = None) -> Checklist:
     lines = {subject: look(training) for subject, look in _CHECKS.items()}
     lines["disk"] = machine_checks.check_disk(training, data)
     files = [str(file.path) for file in training.script.files]
-    if files and not training.loops and not training.script.packages & {"torch", "torchvision", *packages()}:
+    if files and not training.loops and not training.script.packages & {"torch", "torchvision", "flatout", *RUN_LOOPS}:
         reason = f"no PyTorch training was found in {', '.join(files + training.script.not_read)}"
         lines["training"] = Line(status=WARN, reason=reason, fix="name the script that holds the training loop")
     if training.config is not None:

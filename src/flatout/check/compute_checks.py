@@ -19,9 +19,7 @@ from flatout.model.setting_aliases import is_on
 _SHOWS = re.compile(r"^(print|logger|logging|log|wandb|tqdm|console|json|yaml|pprint|str|repr|format|add_argument)$")
 _PRECISION = ("precision", "fp16", "trainer_precision")
 # Where frameworks are asked for lower precision: calls, their keywords, and how each spells bf16.
-_FRAMEWORK_PRECISION = {
-    name.rpartition(".")[2]: options for framework in FRAMEWORKS for name, options in framework.precision.items()
-}
+_FRAMEWORK_PRECISION = {name: options for framework in FRAMEWORKS for name, options in framework.precision.items()}
 
 
 def check_mixed_precision(training: Training) -> Line | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from flatout.check import script as source
 from flatout.check.known_settings import HOLDER, KnownSettings, KnownValue, setting_path
 from flatout.check.script import LOOPS, Node, Script, last_name, only_value, where
-from flatout.model.frameworks import FRAMEWORKS, packages
+from flatout.model.frameworks import FRAMEWORKS, RUN_LOOPS
 from flatout.sample.budget import Budget
 from flatout.trace import GpuSample
 
@@ -29,7 +29,10 @@ _OPTIONS: dict[str, tuple[int | None, object]] = {
 }
 # Classes of frameworks whose arguments configure the loader, each with its names and defaults for these options.
 _CONFIGURES_LOADER = {
-    name.rpartition(".")[2]: framework.loader_arguments for framework in FRAMEWORKS for name in framework.arguments
+    name: framework.loader_arguments
+    for framework in FRAMEWORKS
+    if framework.loader_arguments
+    for name in framework.precision
 }
 _EPOCH = re.compile(r"(^|[^a-z])ep(och)?s?([^a-z]|$)|epoch", re.IGNORECASE)
 _EVALUATION = re.compile(r"val|test|eval|dev(?!ice)|infer|predict", re.IGNORECASE)
@@ -54,7 +57,7 @@ class Training:
         self.settings = KnownSettings(self.script, flags, config)
         self.loops = find_loops(self.script)
         # Whether all of the training was read: its loop, every module of its own, and no framework around it.
-        unread = self.script.not_read or self.script.packages.intersection(packages(has_loop=True))
+        unread = self.script.not_read or self.script.packages.intersection(RUN_LOOPS)
         self.is_complete = bool(self.loops) and not unread
         loaders = self.script.calls("DataLoader", "StatefulDataLoader")
         self.loader = next((call for call in loaders if len(loaders) == 1 or not is_of_evaluation(call)), None)

@@ -31,7 +31,7 @@ from flatout.diagnose.gains import spare_cores
 from flatout.diagnose.rank_metrics import LATE_LAUNCHES, RankMetrics, metrics_of
 from flatout.diagnose.rules import diagnose
 from flatout.model.causes import cured_by
-from flatout.model.changes import CHANGES, SETTING, TO_MAKE, named, safety_of
+from flatout.model.changes import SETTING, TO_MAKE, named, safety_of
 from flatout.model.errors import UsageError
 from flatout.model.facts import NO_LOADER, SettingsRead
 from flatout.model.finding import Finding
@@ -39,7 +39,7 @@ from flatout.model.plan import Change, Safety
 from flatout.trace import Trace
 
 PAUSES = named(family="pauses")
-LOADED_BY_HAND = {spec.name for spec in CHANGES if not spec.with_elastic_loader}
+LOADED_BY_HAND = {"num_workers", "prefetch_factor"}  # what the elastic loader decides itself
 _PAUSE_LESS_OFTEN = 5
 _MIN_PROMISE = 1.1  # times as fast: what promises less waits, and is not taken apart
 _UNKNOWN_PROMISE = 1.05  # of a change that no finding asks for

@@ -1,5 +1,4 @@
-"""The changes flatout can make: one `ChangeSpec` each, with everything the rest of flatout has to know about
-it.
+"""The changes flatout can make: one `ChangeSpec` each, with everything the rest of flatout has to know about it.
 
 A plan is checked against these before a run, `fix` offers them, `inside/changes` applies them, the report
 says how to make them permanent, and the tables in docs/CHANGES.md are written from them.
@@ -7,21 +6,21 @@ says how to make them permanent, and the tables in docs/CHANGES.md are written f
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flatout.model.errors import PlanError
 from flatout.model.facts import NO_LOADER, Facts
-from flatout.model.inputs import short
+from flatout.model.inputs import did_you_mean, short
 from flatout.model.plan import Change, Plan, Safety
 
 SETTING = "setting:"  # in front of a key: any value the script reads, by its knob
 
 # What is tried together by `fix`.
 Family = Literal["data path", "transforms", "compute", "compile", "batch size", "pauses", "ranks"]
-# When a change gets in.
+# When a change gets in. A setting is read by the script, so it needs a knob; what has to be there before the command
+# starts is advice for people.
 Moment = Literal[
     "command starts",
     "setting read",
@@ -34,59 +33,75 @@ Moment = Literal[
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class Values:
+    """The values that a change takes."""
+
+    words: str
+    fit: Callable[[Any], bool]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeSpec:
-    """One change. `code` has {} where the value goes; a value in `code_for` has a line of its own."""
+    """One change. `code` has {} where the value goes."""
 
     name: str
     does: str  # one sentence for people
-    takes: str  # the values, in words
-    fits: Callable[[Any], bool]  # whether a value is one of them
+    takes: Values
     safety: Safety
     safety_note: str = ""  # when it is of another class
     family: Family
-    module: str  # in inside/changes, which applies it
     moment: Moment
     live: bool = False  # can be switched on and off between two steps
-    knob_only: bool = False  # only the script can make it, so it needs a knob
-    advice_only: bool = False  # named by findings, and made by people alone
-    with_elastic_loader: bool = True  # False: the elastic loader decides this, so the two are not combined
     code: str  # how a person writes it
-    code_for: Mapping[Any, str] = field(default_factory=dict)
+    code_for: Mapping[str, str] = field(default_factory=dict)  # for a value, a framework, or framework:value
     argument: str = ""  # what to add to the call that the change was made at
-    framework_code: Mapping[str, str] = field(default_factory=dict)  # by framework, or framework:value
     settings: str = ""  # a pattern of what people call it in flags and config files
-    in_force: Callable[[Facts], Any] | None = None  # the value a trace shows to be in force
     is_off: Callable[[Facts], bool] | None = None  # whether a trace shows that it is not in force …
     off: str = ""  # … and how to say so
 
+    @property
+    def advice_only(self) -> bool:
+        """Whether it is named by findings, and made by people alone."""
+        return self.moment == "command starts"
+
+    @property
+    def knob_only(self) -> bool:
+        """Whether only the script can make it, by a setting that it reads."""
+        return self.moment == "setting read"
+
     def as_code(self, value: Any, framework: str = "") -> str:
         """The line to write for a value; `framework` is the one that makes the call, if it is not the script."""
-        line = self.in_framework(value, framework) or self.code_for.get(value, self.code)
+        special = (f"{framework}:{value}", str(value), framework)
+        line = next((self.code_for[key] for key in special if key in self.code_for), self.code)
         return line.format(value)
 
-    def in_framework(self, value: Any, framework: str) -> str | None:
-        """How to say it to a framework; None where one writes it as everywhere else."""
-        line = self.framework_code.get(f"{framework}:{value}")
-        if line is None and value not in self.code_for:
-            line = self.framework_code.get(framework)
-        return line.format(value) if line is not None else None
+
+_ON = Values("true", lambda value: value is True)
+_SWITCH = Values("true or false", lambda value: isinstance(value, bool))
+_RATE = Values("a number above 0", lambda value: type(value) in (int, float) and value > 0)
+_FROM_0 = Values("a whole number from 0", lambda value: type(value) is int and value >= 0)
+_FROM_1 = Values("a whole number from 1", lambda value: type(value) is int and value >= 1)
 
 
-def _one_of(*names: str) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, str) and value in names
+def _one_of(*names: str) -> Values:
+    return Values(" or ".join(names), lambda value: isinstance(value, str) and value in names)
 
 
-def _count_from(least: int) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _loader_argument(name: str, **more: Any) -> ChangeSpec:
+    return ChangeSpec(
+        name=name,
+        family="data path",
+        moment="DataLoader()",
+        code=f"DataLoader(..., {name}={{}})",
+        argument=f"{name}={{}}",
+        code_for={"transformers": f"TrainingArguments(..., dataloader_{name}={{}})"},
+        **more,
+    )
 
 
-def _is_on(value: Any) -> bool:
-    return value is True
-
-
-def _is_switch(value: Any) -> bool:
-    return value is True or value is False
+def _by_knob(name: str, *, takes: Values = _FROM_1, **more: Any) -> ChangeSpec:
+    return ChangeSpec(name=name, takes=takes, safety="semantic", moment="setting read", **more)
 
 
 def _no_autocast(facts: Facts) -> bool:
@@ -94,10 +109,7 @@ def _no_autocast(facts: Facts) -> bool:
     return facts.on_gpu and in_fp32 and set(facts.autocast) == {"None"}
 
 
-def _is_rate(value: Any) -> bool:
-    return isinstance(value, int | float) and value is not True and value > 0
-
-
+_UNLESS_RANDOM = "identical where samples draw no random numbers"
 _TRAINER_LOADER = "nothing to edit, the Trainer makes its loader itself: train with the plan"
 ROUND_AS_EAGER = "torch._inductor.config.emulate_precision_casts = True"  # for compiled kernels
 _EVERY = r"_?(every|interval|freq|frequency|period|each)(_?n)?(_?(epochs?|steps?|iters?))?"
@@ -106,78 +118,45 @@ CHANGES = (
     ChangeSpec(
         name="loader",
         does="Batches come from flatout's own workers, which are started and stopped as training needs them.",
-        takes="elastic",
-        fits=_one_of("elastic"),
+        takes=_one_of("elastic"),
         safety="reseeded",
-        safety_note="identical where samples draw no random numbers",
+        safety_note=_UNLESS_RANDOM,
         family="data path",
-        module="loading",
         moment="pass begins",
         code="flatout.DataLoader(...) in place of this one, after import flatout; "
         'num_workers="auto" (as it is for a stream, or with a worker_init_fn)',
-        framework_code={"transformers": _TRAINER_LOADER},
+        code_for={"transformers": _TRAINER_LOADER},
     ),
-    ChangeSpec(
-        name="num_workers",
+    _loader_argument(
+        "num_workers",
         does="So many worker processes load samples.",
-        takes="a whole number from 0",
-        fits=_count_from(0),
+        takes=_FROM_0,
         safety="reseeded",
-        safety_note="identical where samples draw no random numbers",
-        family="data path",
-        module="loading",
-        moment="DataLoader()",
-        with_elastic_loader=False,
-        code="DataLoader(..., num_workers={})",
-        argument="num_workers={}",
-        framework_code={"transformers": "TrainingArguments(..., dataloader_num_workers={})"},
+        safety_note=_UNLESS_RANDOM,
         settings=r"(num_?|n_?)?(data_?(loader)?_?|loader_?|train_?)?(num_?)?workers|workers_per_gpu|nw",
-        in_force=lambda facts: facts.training_loader.num_workers,
     ),
-    ChangeSpec(
-        name="prefetch_factor",
+    _loader_argument(
+        "prefetch_factor",
         does="Each worker prepares so many batches ahead.",
-        takes="a whole number from 1",
-        fits=_count_from(1),
+        takes=_FROM_1,
         safety="identical",
-        family="data path",
-        module="loading",
-        moment="DataLoader()",
-        with_elastic_loader=False,
-        code="DataLoader(..., prefetch_factor={})",
-        argument="prefetch_factor={}",
-        framework_code={"transformers": "TrainingArguments(..., dataloader_prefetch_factor={})"},
         settings=r"(dataloader_?)?prefetch(_?factor)?",
     ),
-    ChangeSpec(
-        name="pin_memory",
+    _loader_argument(
+        "pin_memory",
         does="Batches lie in page-locked memory, from which the GPU copies faster and in the background.",
-        takes="true or false",
-        fits=_is_switch,
+        takes=_SWITCH,
         safety="identical",
-        family="data path",
-        module="loading",
-        moment="DataLoader()",
-        code="DataLoader(..., pin_memory={})",
-        argument="pin_memory={}",
-        framework_code={"transformers": "TrainingArguments(..., dataloader_pin_memory={})"},
         settings=r"(dataloader_?)?pin(_?mem(ory)?)?|pinned(_?memory)?",
         is_off=lambda facts: facts.on_gpu and facts.training_loader.pin_memory is False,
         off="the loader does not page-lock its batches",
     ),
-    ChangeSpec(
-        name="persistent_workers",
+    _loader_argument(
+        "persistent_workers",
         does="Workers stay from one epoch to the next.",
-        takes="true or false",
-        fits=_is_switch,
-        safety="semantic",  # another shuffle from the second epoch on
+        takes=_SWITCH,
+        safety="semantic",
         safety_note="the shuffle differs from the second epoch on",
-        family="data path",
-        module="loading",
-        moment="DataLoader()",
-        code="DataLoader(..., persistent_workers={})",
-        argument="persistent_workers={}",
-        framework_code={"transformers": "TrainingArguments(..., dataloader_persistent_workers={})"},
         settings=r"(dataloader_?)?persistent(_?workers)?",
         is_off=lambda facts: facts.training_loader.num_workers == 0,
         off="there are no workers to keep",
@@ -185,36 +164,30 @@ CHANGES = (
     ChangeSpec(
         name="worker_threads",
         does="BLAS, OpenMP and OpenCV use so many threads in each worker.",
-        takes="a whole number from 1",
-        fits=_count_from(1),
+        takes=_FROM_1,
         safety="identical",
         safety_note="as far as a library gives the same result with any number of threads",
         family="data path",
-        module="loading",
         moment="worker starts",
         code="torch.set_num_threads({})  # in worker_init_fn",
     ),
     ChangeSpec(
         name="device_prefetch",
         does="The next batch is copied to the GPU while this one is computed.",
-        takes="true",
-        fits=_is_on,
+        takes=_ON,
         safety="identical",
         family="data path",
-        module="device_prefetch",
         moment="pass begins",
         live=True,
         code='for batch in flatout.feed.to_device(loader, "cuda"):',
-        framework_code={"transformers": _TRAINER_LOADER},
+        code_for={"transformers": _TRAINER_LOADER},
     ),
     ChangeSpec(
         name="gc_freeze",
         does="Python's garbage collector leaves out what lives after the first step.",
-        takes="true",
-        fits=_is_on,
+        takes=_ON,
         safety="identical",
         family="data path",
-        module="computing",
         moment="step ends",
         live=True,
         code="gc.collect(); gc.freeze()  # once, before the loop",
@@ -222,36 +195,30 @@ CHANGES = (
     ChangeSpec(
         name="gpu_transforms",
         does="What samples do to their pictures is done to whole batches on the GPU.",
-        takes="true",
-        fits=_is_on,
+        takes=_ON,
         safety="equivalent",
         family="transforms",
-        module="loading",
         moment="pass begins",
         code="flatout.augment on the batch, on the GPU  # instead of the transforms in __getitem__",
     ),
     ChangeSpec(
         name="precision",
         does="The model computes in TF32, bfloat16 or float16.",
-        takes="tf32 or bf16 or fp16",
-        fits=_one_of("tf32", "bf16", "fp16"),
+        takes=_one_of("tf32", "bf16", "fp16"),
         safety="equivalent",
         family="compute",
-        module="computing",
         moment="model call",
         live=True,
         code='with torch.autocast("cuda", dtype=torch.bfloat16):  # around the forward pass and the loss',
         code_for={
             "tf32": 'torch.set_float32_matmul_precision("high"); torch.backends.cudnn.allow_tf32 = True',
             "fp16": 'torch.autocast("cuda", dtype=torch.float16) around the forward pass, and a GradScaler',
-        },
-        framework_code={
-            "transformers": "TrainingArguments(..., bf16=True)",
+            "transformers:bf16": "TrainingArguments(..., bf16=True)",
             "transformers:fp16": "TrainingArguments(..., fp16=True)",
             "transformers:tf32": "TrainingArguments(..., tf32=True)",
-            "accelerate": 'Accelerator(..., mixed_precision="bf16")',
+            "accelerate:bf16": 'Accelerator(..., mixed_precision="bf16")',
             "accelerate:fp16": 'Accelerator(..., mixed_precision="fp16")',
-            "lightning": 'Trainer(..., precision="bf16-mixed")',
+            "lightning:bf16": 'Trainer(..., precision="bf16-mixed")',
             "lightning:fp16": 'Trainer(..., precision="16-mixed")',
         },
         settings=r"(use_?)?(amp|bf16|mixed_?precision|autocast)(_?dtype)?",
@@ -261,11 +228,9 @@ CHANGES = (
     ChangeSpec(
         name="channels_last",
         does="The model and its 4-d inputs lie in channels_last memory format.",
-        takes="true",
-        fits=_is_on,
+        takes=_ON,
         safety="equivalent",
         family="compute",
-        module="computing",
         moment="model call",
         live=True,
         code="model = model.to(memory_format=torch.channels_last)",
@@ -276,11 +241,9 @@ CHANGES = (
     ChangeSpec(
         name="cudnn_benchmark",
         does="cuDNN looks for the fastest kernel for each shape.",
-        takes="true",
-        fits=_is_on,
+        takes=_ON,
         safety="equivalent",
         family="compute",
-        module="computing",
         moment="model call",
         live=True,
         code="torch.backends.cudnn.benchmark = True",
@@ -291,15 +254,13 @@ CHANGES = (
     ChangeSpec(
         name="fused_optimizer",
         does="Adam, AdamW, SGD and Adagrad step in one kernel.",
-        takes="true",
-        fits=_is_on,
+        takes=_ON,
         safety="equivalent",
         family="compute",
-        module="computing",
         moment="Optimizer()",
         live=True,
         code="torch.optim.AdamW(..., fused=True)  # whichever optimizer it is",
-        framework_code={"transformers": 'TrainingArguments(..., optim="adamw_torch_fused")'},
+        code_for={"transformers": 'TrainingArguments(..., optim="adamw_torch_fused")'},
         argument="fused=True",
         settings=r"(use_?)?fused(_?adamw?|_?optimizer)?",
         is_off=lambda facts: facts.on_gpu and not facts.optimizer_fused,
@@ -308,98 +269,63 @@ CHANGES = (
     ChangeSpec(
         name="compile",
         does="torch.compile makes fewer and larger kernels of the model, or CUDA graphs.",
-        takes="default or reduce-overhead or max-autotune",
-        fits=_one_of("default", "reduce-overhead", "max-autotune"),
+        takes=_one_of("default", "reduce-overhead", "max-autotune"),
         safety="equivalent",
         family="compile",
-        module="computing",
         moment="model call",
         live=True,
-        code=f"model.compile()  # and {ROUND_AS_EAGER}",
+        code=f'model.compile(mode="{{}}")  # and {ROUND_AS_EAGER}',
         code_for={
-            "reduce-overhead": f'model.compile(mode="reduce-overhead")  # and {ROUND_AS_EAGER}',
-            "max-autotune": f'model.compile(mode="max-autotune")  # and {ROUND_AS_EAGER}',
-        },
-        framework_code={
-            "transformers": f"TrainingArguments(..., torch_compile=True)  # and {ROUND_AS_EAGER}",
-            "transformers:reduce-overhead": "TrainingArguments(..., torch_compile=True, "
-            f'torch_compile_mode="reduce-overhead")  # and {ROUND_AS_EAGER}',
-            "transformers:max-autotune": "TrainingArguments(..., torch_compile=True, "
-            f'torch_compile_mode="max-autotune")  # and {ROUND_AS_EAGER}',
+            "transformers": 'TrainingArguments(..., torch_compile=True, torch_compile_mode="{}")'
+            f"  # and {ROUND_AS_EAGER}",
         },
         settings=r"(use_?|enable_?)?(torch_?)?compiled?(_?model)?",
         is_off=lambda facts: facts.compiled is False,
         off="nothing was compiled",
     ),
-    ChangeSpec(
-        name="batch_size",
+    _by_knob(
+        "batch_size",
         does="A batch holds so many samples.",
-        takes="a whole number from 1",
-        fits=_count_from(1),
-        safety="semantic",
         family="batch size",
-        module="knobs",
-        moment="setting read",
-        knob_only=True,
         code="DataLoader(..., batch_size={})",
-        framework_code={"transformers": "TrainingArguments(..., per_device_train_batch_size={})"},
+        code_for={"transformers": "TrainingArguments(..., per_device_train_batch_size={})"},
         settings=r"(train_?|micro_?|per_device_?|per_gpu_?|local_?)*batch(_?size)?(_per_(gpu|device))?|bs",
-        in_force=lambda facts: facts.training_loader.batch_size,
     ),
-    ChangeSpec(
-        name="learning_rate",
+    _by_knob(
+        "learning_rate",
         does="The learning rate that goes with a larger batch.",
-        takes="a number above 0",
-        fits=_is_rate,
-        safety="semantic",
+        takes=_RATE,
         family="batch size",
-        module="knobs",
-        moment="setting read",
-        knob_only=True,
         code="lr={}",
         settings=r"(base_?|max_?|init_?|peak_?)?(lr|learning_?rate)(_?init)?",
     ),
-    ChangeSpec(
-        name="eval_interval",
+    _by_knob(
+        "eval_interval",
         does="Training is evaluated less often.",
-        takes="a whole number from 1",
-        fits=_count_from(1),
-        safety="semantic",
         family="pauses",
-        module="knobs",
-        moment="setting read",
-        knob_only=True,
         code="evaluate every {} epochs or steps",
         settings=rf"(eval(uat(e|ion))?|val(id(at(e|ion))?)?|test){_EVERY}|check_val_every_n_epoch|eval_steps",
     ),
-    ChangeSpec(
-        name="checkpoint_interval",
+    _by_knob(
+        "checkpoint_interval",
         does="Checkpoints are saved less often.",
-        takes="a whole number from 1",
-        fits=_count_from(1),
-        safety="semantic",
         family="pauses",
-        module="knobs",
-        moment="setting read",
-        knob_only=True,
         code="save every {} epochs or steps",
         settings=rf"(save|checkpoint|ckpt){_EVERY}|(save|checkpointing)_steps",
     ),
     ChangeSpec(
         name="ranks",
         does="Training runs on so many GPUs.",
-        takes="a whole number from 1",
-        fits=_count_from(1),
+        takes=_FROM_1,
         safety="semantic",
         family="ranks",
-        module="",
         moment="command starts",
-        advice_only=True,
         code="torchrun --nproc-per-node {} train.py  # with DistributedDataParallel around the model",
     ),
-)  # fmt: skip
+)
 BY_NAME = {spec.name: spec for spec in CHANGES}
 TO_MAKE = tuple(spec.name for spec in CHANGES if not spec.advice_only)  # those flatout makes
+_COUNTED_IN_LOADER = ("num_workers", "batch_size")  # a trace shows which value was in force
 
 
 def safety_of(name: str) -> Safety:
@@ -410,14 +336,13 @@ def safety_of(name: str) -> Safety:
 
 def why_without_effect(change: Change, facts: Facts) -> str | None:
     """Why a change that was made by its knob had no effect: the run shows something else in force. None: it had."""
-    spec = BY_NAME.get(change.name)
-    if spec is None:
-        return None
-    if spec.in_force is not None and facts.training_loader is not NO_LOADER:
-        seen = spec.in_force(facts)
+    loader = facts.training_loader
+    if change.name in _COUNTED_IN_LOADER and loader is not NO_LOADER:
+        seen = getattr(loader, change.name)
         if seen != change.value:
             return f"{change.knob} was set to {change.value}, but the loader has {change.name}={seen}"
-    if spec.is_off is not None and spec.is_off(facts):
+    spec = BY_NAME.get(change.name)
+    if spec is not None and spec.is_off is not None and spec.is_off(facts):
         return f"{change.knob} was switched on, but {spec.off}"
     return None
 
@@ -428,41 +353,39 @@ def named(*, family: Family | None = None, moment: Moment | None = None) -> tupl
 
 
 def names(*, safety: Safety | None = None) -> str:
-    """What a person may ask for by name, as they type it; of one class, or of all."""
-    learning_rate = "learning_rate"  # comes with batch_size
-    asked = (s.name for s in CHANGES if not s.advice_only and s.name != learning_rate and safety in (None, s.safety))
+    """What a person may ask for by name, as they type it; of one class, or of all. A rate comes with its batch size."""
+    asked = (name for name in TO_MAKE if name != "learning_rate" and safety in (None, BY_NAME[name].safety))
     return ", ".join(name.replace("_", "-") for name in asked)
 
 
 def check(plan: Plan, where: str) -> None:
     """Refuse a plan that could not be carried out as it says; `where` is what to call it."""
     for number, change in enumerate(plan.changes, 1):
-        _check_change(change, f"{where}: change {number} ({change.name})")
+        problem = _problem(change)
+        if problem:
+            raise PlanError(f"{where}: change {number} ({change.name}): {problem}")
 
 
-def _check_change(change: Change, place: str) -> None:
+def _problem(change: Change) -> str:
+    """Why a change cannot be made as a plan says; empty where it can."""
     if change.name.startswith(SETTING):
-        if not change.knob:
-            raise PlanError(f"{place}: needs a knob, such as --amp or train.yaml:amp")
-        return
-    spec = BY_NAME.get(change.name)
-    if spec is None or spec.advice_only:
-        near = difflib.get_close_matches(change.name, TO_MAKE, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(TO_MAKE)} and {SETTING}KEY"
-        raise PlanError(f"{place}: flatout knows no such change ({hint})")
+        return "" if change.knob else "needs a knob, such as --amp or train.yaml:amp"
+    if change.name not in TO_MAKE:
+        return f"flatout knows no such change ({did_you_mean(change.name, (*TO_MAKE, SETTING + 'KEY'))})"
+    spec = BY_NAME[change.name]
     if change.knob:
-        return  # the script knows which values it takes there
+        return ""  # the script knows which values it takes there
     if spec.knob_only:
-        option = f"--{change.name.replace('_', '-')}"
-        raise PlanError(f"{place}: needs a knob, such as {option}: nothing else can set it")
-    if not spec.fits(change.value):
-        raise PlanError(f"{place}: value must be {spec.takes} (got {short(change.value)})")
+        return f"needs a knob, such as --{change.name.replace('_', '-')}: nothing else can set it"
+    return "" if spec.takes.fit(change.value) else f"value must be {spec.takes.words} (got {short(change.value)})"
 
 
 def auto(*, strict: bool) -> Plan:
-    """What `flatout run --auto` does without any trial: loader-side changes that are safe wherever they apply."""
-    pinned = Change(name="pin_memory", value=True, safety="identical")
-    prefetched = Change(name="device_prefetch", value=True, safety="identical")
-    if strict:  # only PyTorch's own workers draw the random numbers that they would have drawn
-        return Plan(changes=(pinned, prefetched))
-    return Plan(changes=(Change(name="loader", value="elastic", safety="reseeded"), pinned, prefetched))
+    """What `flatout run --auto` does without any trial: loader-side changes that are safe wherever they apply.
+
+    With `strict` PyTorch's own workers draw the random numbers that they would have drawn.
+    """
+    chosen = {"loader": "elastic", "pin_memory": True, "device_prefetch": True}
+    if strict:
+        del chosen["loader"]
+    return Plan(changes=tuple(Change(name=n, value=v, safety=safety_of(n)) for n, v in chosen.items()))

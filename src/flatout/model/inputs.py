@@ -1,5 +1,4 @@
-"""What people write for flatout to read (YAML, JSON, notebooks), read so that no text can hold up or end the
-process.
+"""What people write for flatout to read (YAML, JSON, notebooks), read so that no text can hold up or end the process.
 
     file ─► text_of (a limit on its size) ─► load_yaml, read_settings, load_json (limits on nesting and on aliases)
 
@@ -9,34 +8,24 @@ line. PyYAML is imported only where YAML is read: a plan also travels into a Pyt
 
 from __future__ import annotations
 
+import difflib
 import functools
 import io
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from flatout.model.errors import UsageError
-
-__all__ = [
-    "UNREAD",
-    "is_file",
-    "is_folder",
-    "load_json",
-    "load_yaml",
-    "read_settings",
-    "short",
-    "text_of",
-    "yaml_loader",
-]
 
 MOST_BYTES = 1_000_000
 MOST_NODES = 100_000  # of a YAML text, each counted as often as aliases repeat it
 DEEPEST = 100
-LONGEST_NUMBER = 100  # digits
 LONGEST_KEY = 200  # letters
 _LETTERS_A_NODE = 100  # a long text counts as so many nodes: aliases can repeat that too
 _SHORT = 60
+Settings = dict[tuple[str, ...], tuple[Any, int]]  # by path: value and line
 UNREAD: Any = object()  # a value that only the program it was written for can read
 
 
@@ -59,24 +48,24 @@ def text_of(path: Path, most_bytes: int = MOST_BYTES) -> str:
 
 def is_file(path: Path) -> bool:
     """Whether there is a file of a name that somebody wrote, which may be none at all."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # too long, a NUL in it
-        return False
+    return os.path.isfile(path)  # noqa: PTH113  Path.is_file raises where a name is too long
 
 
 def is_folder(path: Path) -> bool:
     """Whether there is a folder of a name that somebody wrote."""
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):
-        return False
+    return os.path.isdir(path)  # noqa: PTH112
 
 
 def short(value: Any) -> str:
     """A value as it is shown in a message, cut where it is long."""
     text = repr(value)
     return text if len(text) <= _SHORT else f"{text[: _SHORT - 3]}…"
+
+
+def did_you_mean(word: str, known: Collection[str]) -> str:
+    """The nearest of the words that are known; else all of them."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
 
 
 def load_json(text: str, where: str) -> Any:
@@ -96,42 +85,39 @@ def load_yaml(text: str, where: str, loader: Any = None) -> Any:
     return _read(text, where, loader or yaml_loader(), lambda reader: reader.get_single_data())
 
 
-def read_settings(path: Path) -> dict[tuple[str, ...], tuple[Any, int]]:
+def read_settings(path: Path) -> Settings:
     """The settings in a YAML or JSON file by their path (`train`, `amp`), each with its line."""
-    import yaml
-
     text = text_of(path)
     if path.suffix == ".json":
         load_json(text, str(path))
         text = text.replace("\t", " ")  # JSON is YAML but for tabs between its tokens
+    settings: Settings = _read(text, str(path), yaml_loader(), _settings)
+    return settings
 
-    def read(reader: Any) -> Any:
-        reader.keys_once = False  # the program that the file was written for takes the last one
-        return reader.get_node() if reader.check_node() else None
 
-    root = _read(text, str(path), yaml_loader(), read)
+def _settings(reader: Any) -> Settings:
+    reader.keys_once = False  # the program that the file was written for takes the last one
+    root = reader.get_node() if reader.check_node() else None
     if root is None:
         return {}
-    if not isinstance(root, yaml.MappingNode):
-        raise UsageError(f"{path} holds no settings: not a mapping of names to values")
-    return _settings_in(root, ())
+    if root.id != "mapping":
+        raise UsageError(f"{reader.name} holds no settings: not a mapping of names to values")
+    return _settings_in(reader, root, ())
 
 
-def _settings_in(mapping: Any, above: tuple[str, ...]) -> dict[tuple[str, ...], tuple[Any, int]]:
-    import yaml
-
-    found: dict[tuple[str, ...], tuple[Any, int]] = {}
+def _settings_in(reader: Any, mapping: Any, above: tuple[str, ...]) -> Settings:
+    found: Settings = {}
     for key, node in mapping.value:
         path = (*above, str(key.value))
         if key.tag == "tag:yaml.org,2002:merge":  # <<: *defaults
-            for source in node.value if isinstance(node, yaml.SequenceNode) else [node]:
-                if isinstance(source, yaml.MappingNode):
-                    found = _settings_in(source, above) | found
-        elif isinstance(node, yaml.MappingNode):
-            found |= _settings_in(node, path)
+            for source in node.value if node.id == "sequence" else [node]:
+                if source.id == "mapping":
+                    found = _settings_in(reader, source, above) | found
+        elif node.id == "mapping":
+            found |= _settings_in(reader, node, path)
         else:
             try:
-                value = yaml.constructor.SafeConstructor().construct_object(node, deep=True)
+                value = reader.construct_object(node, deep=True)
             except Exception:  # a tag of the user's own, or a date that is none: only their loader knows what it means
                 value = UNREAD
             found[path] = value, key.start_mark.line + 1
@@ -142,35 +128,24 @@ def _read(text: str, where: str, loader: Any, read: Callable[[Any], Any]) -> Any
     import yaml
 
     try:
-        return read(loader(text))
+        reader = loader(text)
+        reader.name = where
+        return read(reader)
+    except UsageError:
+        raise
     except yaml.YAMLError as problem:
         mark = getattr(problem, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""
         what = getattr(problem, "problem", None) or str(problem).splitlines()[0]
-        ours = isinstance(problem, _refusal())
-        raise UsageError(f"{where}{line}: {what if ours else f'this is not YAML: {what}'}") from None
+        raise UsageError(f"{where}{line}: this is not YAML: {what}") from None
     except Exception as problem:  # PyYAML takes a tag's word for what follows it: `!!set 3` is a TypeError
         raise UsageError(f"{where}: this is not YAML that can be read ({type(problem).__name__}: {problem})") from None
-
-
-@functools.cache
-def _refusal() -> Any:
-    """YAML that is right, and yet not read."""
-    import yaml
-
-    class Refusal(yaml.MarkedYAMLError):
-        def __init__(self, problem: str, at: Any) -> None:
-            super().__init__(None, None, problem, at.start_mark)
-
-    return Refusal
 
 
 @functools.cache
 def yaml_loader() -> Any:
     """PyYAML's SafeLoader with limits."""
     import yaml
-
-    refusal = _refusal()
 
     class Loader(yaml.SafeLoader):
         keys_once = True
@@ -182,54 +157,58 @@ def yaml_loader() -> Any:
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-            if isinstance(event, yaml.AliasEvent):
-                node = super().compose_node(parent, index)
-                if id(node) not in self._sizes:
-                    raise refusal(f"*{event.anchor} contains itself", event)
-                return node
             self._level += 1
             if self._level > DEEPEST:
-                raise refusal(f"it is nested deeper than {DEEPEST} levels", event)
+                _refuse(f"it is nested deeper than {DEEPEST} levels", event)
             node = super().compose_node(parent, index)
             self._level -= 1
-            size = self._sizes[id(node)] = self._measured(node)
-            if max(size[0], len(self._sizes)) > MOST_NODES:
-                raise refusal(
-                    f"it holds more than {MOST_NODES:,} values, those that aliases repeat counted again", event
-                )
-            if size[1] > DEEPEST:
-                raise refusal(f"with its aliases it is nested deeper than {DEEPEST} levels", event)
+            if not isinstance(event, yaml.AliasEvent):
+                self._measure(node)
+            elif id(node) not in self._sizes:
+                _refuse(f"*{event.anchor} contains itself", event)
             return node
 
-        def _measured(self, node: Any) -> tuple[int, int]:
-            if isinstance(node, yaml.ScalarNode):
-                if node.tag == "tag:yaml.org,2002:int" and len(node.value) > LONGEST_NUMBER:
-                    raise refusal(f"a number of {len(node.value)} digits", node)
-                return 1 + len(node.value) // _LETTERS_A_NODE, 1
-            inner = node.value
-            if isinstance(node, yaml.MappingNode):
-                self._check_keys([key for key, _ in inner if isinstance(key, yaml.ScalarNode)])
+        def _measure(self, node: Any) -> None:
+            inner, size = node.value, 1
+            if node.id == "scalar":
+                inner, size = (), 1 + len(node.value) // _LETTERS_A_NODE
+            elif node.id == "mapping":
+                self._check_keys([key for key, _ in inner if key.id == "scalar"])
                 inner = [one for pair in inner for one in pair]
             sizes = [self._sizes[id(one)] for one in inner]
-            return 1 + sum(size for size, _ in sizes), 1 + max((deep for _, deep in sizes), default=0)
+            size += sum(nodes for nodes, _ in sizes)
+            depth = 1 + max((deep for _, deep in sizes), default=0)
+            self._sizes[id(node)] = size, depth
+            if max(size, len(self._sizes)) > MOST_NODES:
+                _refuse(f"it holds more than {MOST_NODES:,} values, those that aliases repeat counted again", node)
+            if depth > DEEPEST:
+                _refuse(f"with its aliases it is nested deeper than {DEEPEST} levels", node)
 
         def _check_keys(self, keys: list[Any]) -> None:
             seen = set()
             for key in keys if self.keys_once else ():
                 if len(key.value) > LONGEST_KEY:
-                    raise refusal(f"a key of {len(key.value)} letters", key)
+                    _refuse(f"a key of {len(key.value)} letters", key)
                 if key.value in seen and key.value != "<<":
-                    raise refusal(f"{key.value} is there twice", key)
+                    _refuse(f"{key.value} is there twice", key)
                 seen.add(key.value)
 
         def construct_object(self, node: Any, deep: bool = False) -> Any:
             try:
-                return super().construct_object(node, deep)
+                value = super().construct_object(node, deep)
+                if isinstance(value, int):
+                    str(value)  # Python refuses numbers of thousands of digits, one to base 16 only here
+                return value
             except yaml.YAMLError:
                 raise
-            except Exception as problem:  # a date that is none, `!!int x`
-                if not isinstance(node, yaml.ScalarNode):
+            except Exception:  # a date that is none, `!!int x`
+                if node.id != "scalar":
                     raise
-                raise refusal(f"{short(node.value)} is not a valid {node.tag.rpartition(':')[2]}", node) from problem
+                _refuse(f"{short(node.value)} is not a valid {node.tag.rpartition(':')[2]}", node)
 
     return Loader
+
+
+def _refuse(problem: str, at: Any) -> NoReturn:
+    """For YAML that is right, and yet not read."""
+    raise UsageError(f"{at.start_mark.name}, line {at.start_mark.line + 1}: {problem}")

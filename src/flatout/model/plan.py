@@ -8,21 +8,17 @@ taken for made.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from flatout.files import write_whole
 from flatout.model.errors import PlanError, UsageError
-from flatout.model.inputs import load_yaml, short, text_of
-
-__all__ = ["Change", "Figure", "Outcome", "Plan", "Safety", "Verdict"]
+from flatout.model.inputs import LONGEST_KEY, did_you_mean, load_yaml, short, text_of
 
 VERSION = 1
 _OPTIONAL = ("note", "knob")
-_LONGEST_NAME = 200
 Safety = Literal["identical", "reseeded", "equivalent", "semantic"]
 Verdict = Literal["kept", "undone", "unsafe", "not applicable"]
 
@@ -124,55 +120,51 @@ def _plan(data: Any, where: str) -> Plan:
     _check_keys(data, ("plan", "changes"), ("tried",), where)
     if data["plan"] != VERSION:
         raise PlanError(f"{where}: plan version {short(data['plan'])}, this flatout reads version {VERSION}")
-    entries = data["changes"] or []
-    if not isinstance(entries, list):
-        raise PlanError(f"{where}: changes must be a list, each entry beginning with '- name:'")
-    changes = tuple(_change(entry, f"{where}: change {number}") for number, entry in enumerate(entries, 1))
+    changes = tuple(_change(entry, place) for place, entry in _entries(data, "changes", where))
     names = [change.name for change in changes]
     twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
     if twice is not None:
         raise PlanError(f"{where}: {twice} is changed more than once")
-    return Plan(changes=changes, tried=_tried(data.get("tried") or [], where))
+    return Plan(changes=changes, tried=tuple(_tried(entry, place) for place, entry in _entries(data, "tried", where)))
 
 
-def _tried(entries: Any, where: str) -> tuple[Outcome, ...]:
+def _entries(data: dict[str, Any], key: str, where: str) -> Iterator[tuple[str, Any]]:
+    """Each entry of a list, and what to call it."""
+    entries = data.get(key) or []
     if not isinstance(entries, list):
-        raise PlanError(f"{where}: tried must be a list")
-    outcomes = []
-    for number, entry in enumerate(entries, 1):
-        place = f"{where}: tried {number}"
-        change = _change(entry, place, ("verdict", "why"))
-        verdicts = get_args(Verdict)
-        verdict = entry.get("verdict")
-        if verdict not in verdicts:
-            raise PlanError(f"{place}: verdict must be one of {', '.join(verdicts)} (got {short(verdict)})")
-        outcomes.append(Outcome(change=change, verdict=verdict, note=str(entry.get("why") or "")))
-    return tuple(outcomes)
+        raise PlanError(f"{where}: {key} must be a list, each entry beginning with '- name:'")
+    return ((f"{where}: {key.removesuffix('s')} {number}", entry) for number, entry in enumerate(entries, 1))
 
 
 def _change(entry: Any, where: str, more: tuple[str, ...] = ()) -> Change:
     if not isinstance(entry, dict):
         raise PlanError(f"{where} must have a name, a value and a safety (got {short(entry)})")
     _check_keys(entry, ("name", "value", "safety"), (*_OPTIONAL, *more), where)
-    if not isinstance(entry["name"], str):
-        raise PlanError(f"{where}: name must be text (got {short(entry['name'])})")
-    if len(entry["name"]) > _LONGEST_NAME:
-        raise PlanError(f"{where}: name is longer than {_LONGEST_NAME} letters")
-    where = f"{where} ({entry['name']})"
-    classes = get_args(Safety)
-    if entry["safety"] not in classes:
-        raise PlanError(f"{where}: safety must be one of {', '.join(classes)} (got {short(entry['safety'])})")
+    name = entry["name"]
+    if not isinstance(name, str) or len(name) > LONGEST_KEY:
+        raise PlanError(f"{where}: name must be text of at most {LONGEST_KEY} letters (got {short(name)})")
+    safety = _one_of(Safety, entry, "safety", f"{where} ({name})")
     words = {key: str(entry.get(key) or "") for key in _OPTIONAL}
-    return Change(name=entry["name"], value=entry["value"], safety=entry["safety"], **words)
+    return Change(name=name, value=entry["value"], safety=safety, **words)
 
 
-def _check_keys(data: dict[Any, Any], needed: Iterable[str], other: Iterable[str], where: str) -> None:
+def _tried(entry: Any, where: str) -> Outcome:
+    change = _change(entry, where, ("verdict", "why"))
+    return Outcome(change=change, verdict=_one_of(Verdict, entry, "verdict", where), note=str(entry.get("why") or ""))
+
+
+def _one_of(words: Any, entry: dict[str, Any], key: str, where: str) -> Any:
+    known = get_args(words)
+    if entry.get(key) not in known:
+        raise PlanError(f"{where}: {key} must be one of {', '.join(known)} (got {short(entry.get(key))})")
+    return entry[key]
+
+
+def _check_keys(data: dict[Any, Any], needed: tuple[str, ...], other: tuple[str, ...], where: str) -> None:
     known = [*needed, *other]
     for key in data:
         if key not in known:
-            near = difflib.get_close_matches(str(key)[:_LONGEST_NAME], known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-            raise PlanError(f"{where}: unknown key {short(key)} ({hint})")
+            raise PlanError(f"{where}: unknown key {short(key)} ({did_you_mean(str(key), known)})")
     missing = next((key for key in needed if key not in data), None)
     if missing is not None:
         raise PlanError(f"{where}: {missing!r} is missing")

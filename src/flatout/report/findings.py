@@ -113,7 +113,7 @@ def permanently(attempt: Attempt, framework: str | None = None) -> str:
         return by_knob(change.knob, change.value)
     spec = BY_NAME.get(change.name)
     code = as_code(change.name, change.value, framework) or f"{change.name} = {change.value!r}"
-    by_framework = spec is not None and framework and spec.in_framework(change.value, framework)
+    by_framework = spec is not None and code != spec.as_code(change.value)
     if not attempt.where or by_framework:
         return code
     edit = f"{attempt.where}: {_edited_line(attempt) or code}"

@@ -106,11 +106,12 @@ def test_workers_waiting_for_something_else_are_not_too_many() -> None:
 
 
 def test_a_sampler_of_the_scripts_own_is_asked_further_ahead_by_more_workers() -> None:
-    loader = {"num_workers": 1, "elastic": True, "batch_sampler": "ByLength", "sampler": "SequentialSampler"}
+    loader = {"num_workers": 1, "elastic": True, "batch_sampler": "__main__.ByLength", "sampler": None}
     loading = {"workers": workers(3, sample_ms=20.0, busy=0.4, on_core=0.05, delay=0.0)}
     found = first(trace(*STARVED, loader=loader, **loading))
     assert (found.code, found.change, found.value) == ("data.too-few-workers", "num_workers", 64)
-    for other in ({"batch_sampler": "BatchSampler"}, {"batch_sampler": "ChainedEpochs"}, {"iterable": True}):
+    known = ("torch.utils.data.sampler.BatchSampler", "flatout.engine.datasets.ChainedEpochs")
+    for other in ({"batch_sampler": known[0]}, {"batch_sampler": known[1]}, {"iterable": True}):
         assert "num_workers" not in [f.change for f in diagnose(trace(*STARVED, loader=loader | other, **loading))]
 
 

@@ -39,13 +39,11 @@ from flatout.inside.changes.ledger import Ledger
 from flatout.inside.patches import Subscriber
 from flatout.inside.root_modules import WeakIdMap
 from flatout.model.changes import named
-from flatout.model.frameworks import packages
+from flatout.model.frameworks import BUILD_LOADERS
 
 _Loader: Any = torch_loader.DataLoader
-_FRAMEWORKS = tuple(
-    f"{package}/" for package in packages(builds_loaders=True)
-)  # a change is not located in their lines
-_KNOWN_SAMPLERS = ("torch", "builtins", *packages(builds_loaders=True))
+_FRAMEWORKS = tuple(f"{package}/" for package in BUILD_LOADERS)  # a change is not located in their lines
+_KNOWN_SAMPLERS = ("torch", "builtins", *BUILD_LOADERS)
 _ARGUMENTS = named(moment="DataLoader()")
 
 
