@@ -26,46 +26,31 @@ INTERRUPTED = 130
 BROKEN_PIPE = 141
 VERBS = ("run", "fix", "report", "compare", "check", "top", "train", "doctor", "hook")  # in the order of --help
 
-_EXTRAS = {
-    "textual": "top",
-    "pydantic": "train",
-    "torch": "train",
-}  # where packages that not every verb needs come from
+_EXTRAS = {"textual": "top", "pydantic": "train", "torch": "train"}  # where packages come from that not all verbs need
 
 # What typer raises for a mistake in the arguments. typer keeps its base class private, under changing names.
 _ArgumentError: type[Exception] = cast("type[Exception]", typer.BadParameter.__mro__[2])
 
 
-def _hide_flag_values(options: list[Any]) -> list[Any]:
-    """A flag takes no value; typer would show `<bool>` behind each."""
-    for option in options:
-        if getattr(option, "is_flag", False):
-            option.metavar = ""
-    return options
+class _Verb(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_values(super().get_params(ctx))
 
 
 class _Verbs(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
-        return _hide_flag_values(super().get_params(ctx))
+        return _without_values(super().get_params(ctx))
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)
 
 
-class _Verb(TyperCommand):
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _hide_flag_values(super().get_params(ctx))
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Complain of an option without a value in front of --, which typer would take for the value."""
-        with_value = {name for option in self.params if not getattr(option, "is_flag", True) for name in option.opts}
-        words = iter(args)
-        for word in words:
-            if word == "--" or not word.startswith("-"):  # the command to run starts here
-                break
-            if word in with_value and next(words, "") == "--":
-                raise UsageError(f"{word} needs a value before the --")
-        return super().parse_args(ctx, args)
+def _without_values(options: list[Any]) -> list[Any]:
+    """A flag takes no value; typer would show `<bool>` behind each."""
+    for option in options:
+        if getattr(option, "is_flag", False):
+            option.metavar = ""
+    return options
 
 
 app = typer.Typer(
@@ -106,7 +91,14 @@ TAKES_A_COMMAND = {"allow_extra_args": True, "allow_interspersed_args": False}
 
 def option(metavar: str, help: str, *, default: Any = None, **more: Any) -> Any:
     """An option that takes a value."""
-    return typer.Option(default, metavar=metavar, help=help, **more)
+    return typer.Option(default, metavar=metavar, help=help, callback=_with_value, **more)
+
+
+def _with_value(parameter: typer.CallbackParam, value: Any) -> Any:
+    """Refuse the -- in front of a command as a value."""
+    if str(value) == "--":
+        raise UsageError(f"{parameter.opts[0]} needs a value before the --")
+    return value
 
 
 def argument(metavar: str, help: str, *, default: Any = None) -> Any:
@@ -146,9 +138,6 @@ def require_linux(verb: str) -> None:
 def main() -> None:
     """The `flatout` command."""
     _open_closed_streams()
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that knows no × shows ? instead of a traceback
     try:
         code = app(prog_name="flatout", standalone_mode=False)
         sys.stdout.flush()
@@ -184,6 +173,9 @@ def _open_closed_streams() -> None:
     open_devnull = partial(open, os.devnull, "w", encoding="utf-8")
     sys.stdout = sys.stdout or open_devnull()
     sys.stderr = sys.stderr or open_devnull()
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that knows no × shows ? instead of a traceback
 
 
 def _exit_with_message(text: str, code: int) -> None:

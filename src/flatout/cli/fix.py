@@ -66,7 +66,7 @@ def fix(
     if shutil.which(command[0]) is None:
         raise UsageError(f"{command[0]}: command not found")
     wishes, budget_s = Wishes.of(allow, only, skip), _seconds(budget)
-    hourly_price = _price(price) if price is not None else None
+    hourly_price = _price(price)
     runs = out.parent / launcher.default_folder([*command[:1], "fix.py"])  # the current folder may be read-only
     check_outputs(json, html)
     check_writable(out)
@@ -86,52 +86,42 @@ def fix(
 
 
 def save_plan(plan: Plan, out: Path, *, has_gains: bool) -> PlanError | None:
-    """Save the plan, unless it has no gains and an earlier one has.
+    """Save the plan, unless it has no gains and an earlier one has. An older one is kept under another name.
 
     Where it cannot be saved, it is printed, and the error is returned: it waits until the report is shown.
     """
-    if not has_gains and _has_changes(out):
+    before = _with_changes(out)
+    if before and not has_gains:
         print(f"flatout: {out} is the plan of an earlier fix, and stays as it is", file=sys.stderr)
         return None
+    older = None
     try:
-        _replace(plan, out)
-    except PlanError as problem:
-        print(plan.text(), file=sys.stderr)  # an hour of trials is not lost with a full disk
-        return problem
-    return None
-
-
-def _has_changes(path: Path) -> bool:
-    from flatout.model.plan import Plan
-
-    try:
-        return path.exists() and bool(Plan.load(path).changes)
-    except PlanError:
-        return True  # somebody is editing it
-
-
-def _replace(plan: Plan, out: Path) -> None:
-    """Write the plan; an older one with changes in it, which may have been edited, is kept under another name."""
-    before = out.read_bytes() if _has_changes(out) else b""
-    older = _free_name(out) if before not in (b"", plan.text().encode()) else None
-    try:
-        if older is not None:
+        if before not in (b"", plan.text().encode()):
+            names = (out.with_name(f"{out.stem}-{number}{out.suffix}") for number in itertools.count(1))
+            older = next(name for name in names if not name.exists())
             write_whole(older, before)
         plan.save(out)
     except (OSError, PlanError) as problem:
         if older is not None:
             older.unlink(missing_ok=True)
+        print(plan.text(), file=sys.stderr)  # an hour of trials is not lost with a full disk
         why = problem if isinstance(problem, PlanError) else f"cannot write {older}: {problem.strerror}"
-        raise PlanError(f"the plan is not saved, and what was there stays: {why}") from None
+        return PlanError(f"the plan is not saved, and what was there stays: {why}")
     if not plan.changes:
         print(f"flatout: there is no change in {out}: with it the command runs as it is", file=sys.stderr)
     if older is not None:
         print(f"flatout: the plan that was in {out} is in {older} now", file=sys.stderr)
+    return None
 
 
-def _free_name(path: Path) -> Path:
-    names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(1))
-    return next(name for name in names if not name.exists())
+def _with_changes(path: Path) -> bytes:
+    """The plan in a file, if there are changes in it, or if somebody is editing it."""
+    from flatout.model.plan import Plan
+
+    try:
+        return path.read_bytes() if path.exists() and Plan.load(path).changes else b""
+    except PlanError:
+        return path.read_bytes()
 
 
 def _seconds(text: str) -> float:
@@ -141,10 +131,10 @@ def _seconds(text: str) -> float:
     return float(match[1]) * SECONDS_IN[match[2]]
 
 
-def _price(text: str) -> Price:
+def _price(text: str | None) -> Price | None:
     from flatout.report.fix_summary import Price
 
     try:
-        return Price.of(text)
+        return Price.of(text) if text is not None else None
     except ValueError:
         raise UsageError(f"--price {text}: expected a price an hour, such as 2.5/h, $2.5/h or 2.5EUR/h") from None

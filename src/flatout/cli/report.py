@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from flatout.cli.entry import argument, output_file, verb
-from flatout.cli.output import console, damage_in_one_line, write_report
+from flatout.cli.output import console, damage_in_one_line, keep_exit_code, write_report
 from flatout.model.errors import FlatoutError
 from flatout.redact import redact_text
 
@@ -27,10 +31,34 @@ def report(
         write_report(report_run(trace), json, html, console())
 
 
+def summarize_runs(folder: Path, *, keep: bool, quiet: bool, why_empty: str = "", **shown: Any) -> None:
+    """Print a summary of each training that a command was, and remove recordings without a step unless asked to `keep`.
+
+    `why_empty` is said of those, unless it was said already why nothing was measured.
+    """
+    from flatout.launch.launcher import recordings
+    from flatout.launch.protocol import reasons_not_measured
+
+    if os.environ.get("FLATOUT") == "off":
+        return
+    with keep_exit_code():
+        for recording in recordings(folder):
+            if any(recording.glob("rank-*.jsonl")):
+                summarize_run(recording, quiet=quiet, **shown)
+                continue
+            if why_empty and not reasons_not_measured(recording):
+                print(f"flatout: {why_empty}", file=sys.stderr)
+            if not keep:
+                shutil.rmtree(recording, ignore_errors=True)
+        if not keep:
+            with contextlib.suppress(OSError):  # there are others in it
+                folder.parent.rmdir()
+
+
 def summarize_run(
     folder: Path, *, quiet: bool, changed: bool = False, json_to: str | None = None, html_to: str | None = None
 ) -> None:
-    """Print the summary after a run on stderr, and first what a plan has changed, if one was to change the run.
+    """Print the summary of a run on stderr, and first what a plan has changed, if one was to change the run.
 
     A failure in it is one line and never changes the run's exit code.
     """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,8 +9,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from flatout.cli.entry import TAKES_A_COMMAND, command_of, flag, option, output_file, require_linux, verb
-from flatout.cli.output import check_outputs, keep_exit_code
-from flatout.cli.report import summarize_run
+from flatout.cli.output import check_outputs
+from flatout.cli.report import summarize_runs
 from flatout.model.errors import UsageError
 
 if TYPE_CHECKING:
@@ -45,26 +43,21 @@ def run(
     """
     require_linux("run")
     from flatout.launch import launcher
-    from flatout.launch.protocol import reasons_not_measured
 
     changes = _plan_to_apply(plan, auto=auto, strict=strict)
     command = command_of(context)
     check_outputs(json, html)
     folder = trace or launcher.default_folder(command or ["run"])
     code = launcher.run(command, folder=folder, max_steps=max_steps, xray=xray, plan=changes)
-    if os.environ.get("FLATOUT") != "off":
-        with keep_exit_code():
-            for recording in launcher.recordings(folder):
-                if has_steps(recording):
-                    changed = changes is not None
-                    summarize_run(recording, quiet=quiet, changed=changed, json_to=json, html_to=html)
-                    continue
-                if not reasons_not_measured(recording):  # what is there has been said
-                    _explain_missing_steps(code)
-                if trace is None:
-                    shutil.rmtree(recording, ignore_errors=True)
-            if trace is None:
-                remove_if_empty(folder.parent)
+    summarize_runs(
+        folder,
+        keep=trace is not None,
+        quiet=quiet,
+        why_empty=_why_no_step(code),
+        changed=changes is not None,
+        json_to=json,
+        html_to=html,
+    )
     raise typer.Exit(code)
 
 
@@ -88,24 +81,10 @@ def _plan_to_apply(path: Path | None, *, auto: bool, strict: bool) -> Plan | Non
     return plan
 
 
-def _explain_missing_steps(code: int) -> None:
+def _why_no_step(code: int) -> str:
     from flatout.model.formatting import exit_in_words
     from flatout.report.account import WHAT_IS_COUNTED
 
-    why = f"no optimizer step was seen: nothing to account for. {WHAT_IS_COUNTED}"
     if code:
-        why = f"the command ended with {exit_in_words(code)} before its first step"
-    print(f"flatout: {why}", file=sys.stderr)
-
-
-def has_steps(recording: Path) -> bool:
-    """Whether training steps were recorded."""
-    return any(recording.glob("rank-*.jsonl"))
-
-
-def remove_if_empty(folder: Path) -> None:
-    """Remove the folder of recordings if the last recording in it was removed."""
-    try:
-        folder.rmdir()
-    except OSError:  # not empty, or never created
-        pass
+        return f"the command ended with {exit_in_words(code)} before its first step"
+    return f"no optimizer step was seen: nothing to account for. {WHAT_IS_COUNTED}"

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from pathlib import Path
 
 import typer
 
 from flatout.cli.entry import argument, flag, option, require_linux, verb
-from flatout.cli.output import keep_exit_code
-from flatout.cli.report import summarize_run
-from flatout.cli.run import has_steps, remove_if_empty
+from flatout.cli.report import summarize_run, summarize_runs
 from flatout.model.errors import NotSavedError, UsageError
 from flatout.model.inputs import is_file, is_folder
 
@@ -39,9 +36,18 @@ def train(
     require_linux("train")
     words = [*(overrides or ()), *(["log.quiet=true"] if quiet else [])]
     if here or "RANK" in os.environ or (explain and gpus == 1):
-        _train_in_process(
-            config, words, preset=preset, resume=resume, explain=explain, here=here, gpus=gpus, quiet=quiet
-        )
+        from flatout.engine.assemble import main as train_here
+
+        record = not (explain or here)  # under torchrun each rank records itself; with --here the launcher does
+        try:
+            recorded = train_here(
+                config, words, preset=preset, resume=resume, explain=explain, record=record, gpus=gpus
+            )
+        except NotSavedError as problem:
+            problem.exit_code = NOT_SAVED if here else problem.exit_code
+            raise
+        if recorded is not None and os.environ.get("RANK") == "0":
+            summarize_run(recorded, quiet=quiet)
         return
     if not is_file(config):  # a mistake that need not wait for torch
         why = "it is a folder" if is_folder(config) else "there is no such file"
@@ -50,29 +56,6 @@ def train(
     options += [*(["--explain"] if explain else []), "--gpus", str(gpus)]
     command = [sys.executable, "-m", "flatout", "train", "--here", *options, "--", str(config), *words]
     _launch(command, config.stem, gpus=gpus, quiet=quiet)
-
-
-def _train_in_process(
-    config: Path,
-    words: list[str],
-    *,
-    preset: str | None,
-    resume: bool,
-    explain: bool,
-    here: bool,
-    gpus: int,
-    quiet: bool,
-) -> None:
-    from flatout.engine.assemble import main as train_here
-
-    record = not (explain or here)  # under torchrun each rank records itself; with --here the launcher does
-    try:
-        recorded = train_here(config, words, preset=preset, resume=resume, explain=explain, record=record, gpus=gpus)
-    except NotSavedError as problem:
-        problem.exit_code = NOT_SAVED if here else problem.exit_code
-        raise
-    if recorded is not None and os.environ.get("RANK") == "0":
-        summarize_run(recorded, quiet=quiet)
 
 
 def _launch(command: list[str], name: str, *, gpus: int, quiet: bool) -> None:
@@ -84,14 +67,7 @@ def _launch(command: list[str], name: str, *, gpus: int, quiet: bool) -> None:
         command = [sys.executable, "-m", "flatout.launch.launch_ranks", str(gpus), *command]
     folder = launcher.default_folder([f"{name}.py"])
     code = launcher.run(command, folder=folder, ends_with_us=True)
-    if os.environ.get("FLATOUT") != "off":
-        with keep_exit_code():
-            for recording in launcher.recordings(folder):
-                if has_steps(recording):
-                    summarize_run(recording, quiet=quiet)
-                else:  # the trainer has said why
-                    shutil.rmtree(recording, ignore_errors=True)
-            remove_if_empty(folder.parent)
+    summarize_runs(folder, keep=False, quiet=quiet)
     if code == NOT_SAVED:
         raise NotSavedError("the final weights are not saved, for the reason given at the end of the training")
     raise typer.Exit(code)
