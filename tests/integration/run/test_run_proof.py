@@ -138,9 +138,9 @@ def test_a_scaled_loss_gives_true_gradients_and_skips_what_is_not_finite(changes
     optimizer = torch.optim.SGD([weight], lr=1.0)
     optimizers = WeakIdMap()
     optimizers.put(optimizer)
-    scale = LossScale(changes)
-    scale.guard([weight], optimizers)
-    scale.guard([weight], optimizers)  # the next root with the same parameters
+    scale = LossScale(changes, optimizers)
+    scale.guard([weight])
+    scale.guard([weight])  # the next root with the same parameters
     seen: list[float] = []
     weight.register_hook(lambda gradient: seen.append(float(gradient[0])))
     (weight * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
@@ -159,7 +159,7 @@ def test_what_is_trained_only_later_gets_true_gradients_too(changes: Subscriber)
     weight = torch.ones(2, requires_grad=True)
     optimizers = WeakIdMap()
     optimizers.put(optimizer := torch.optim.SGD([weight, frozen], lr=1.0))
-    LossScale(changes).guard([weight, frozen], optimizers)
+    LossScale(changes, optimizers).guard([weight, frozen])
     optimizer.step()  # without any gradient: nothing happens, as ever
     frozen.requires_grad_(True)
     optimizer.add_param_group({"params": [added]})
@@ -192,7 +192,7 @@ def test_a_scaled_loss_is_noted_as_it_is_and_unscales_all_that_is_trained(change
     model, free = torch.nn.Linear(2, 1), torch.ones((), requires_grad=True)
     optimizers = WeakIdMap()
     optimizers.put(optimizer := torch.optim.SGD([*model.parameters(), free], lr=1.0))
-    LossScale(changes).guard(list(model.parameters()), optimizers)
+    LossScale(changes, optimizers).guard(list(model.parameters()))
     loss = model(torch.ones(3, 2)).square().mean() * free
     loss.backward()
     assert [float(noted) for noted in proof._open["losses"]] == [loss.item()]

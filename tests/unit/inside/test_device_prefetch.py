@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import threading
 import time
@@ -20,79 +19,64 @@ from flatout.feed.deferred.batch import PlaceholderTensor
 from flatout.feed.iterator import FeedIterator
 from flatout.feed.loader import LoaderOptions, iterator_for
 from flatout.inside.changes.device_prefetch import (
-    CHECK_EVERY,
     SMALL_BYTES,
     SURE_AFTER,
-    CopyPattern,
-    CopyStream,
     DevicePrefetch,
     DevicePrefetcher,
+    SideStream,
     fetch_without_a_span,
 )
+from flatout.inside.changes.ledger import Ledger
 from flatout.inside.patches import Patches, Stage, Subscriber
+from flatout.model.facts import AppliedChange
+from flatout.model.plan import Change
 
 META = torch.device("meta")
 
 
-class ListingGpu(CopyStream):
-    """A GPU without memory: it lists what is copied to it, and how often somebody waited for its side stream."""
+class ListingGpu(SideStream):
+    """A GPU without memory: it lists what is copied to it."""
 
     def __init__(self) -> None:
         self.device = META
-        self.side = self
-        self.current_stream: Any = self
         self.copied: list[Any] = []
-        self.waited_for = 0
         self.over = True  # whether copies are
+        self.of_script = False
 
-    def current(self) -> Any:
-        return self.current_stream
+    def copy(self, hosts: list[Any]) -> tuple[list[Any], Any]:
+        self.copied += hosts
+        return [torch.empty(host.shape, device=META) for host in hosts], SimpleNamespace(query=lambda: self.over)
 
-    def event(self) -> Any:
-        return SimpleNamespace(record=lambda stream: None, query=lambda: self.over)
+    def hand_over(self, copy: Any, done: Any) -> None: ...
 
-    def entered(self) -> Any:
-        return contextlib.nullcontext()
-
-    def share(self, tensor: Any, stream: Any) -> None: ...
+    def script_has_another(self) -> bool:
+        return self.of_script
 
     def is_capturing(self) -> bool:
         return False
 
-    def unused_bytes(self) -> int:
-        return 1 << 40
-
-    def move(self, host: Any) -> Any:
-        self.copied.append(host)
-        return torch.empty(host.shape, device=META)
-
-    def fill(self, copy: Any, host: Any) -> Any:
-        self.copied.append(host)
-        return copy
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def synchronize(self) -> None:
-        self.waited_for += 1
-
 
 class Setup:
-    """The change in this process, one GPU, and what went wrong."""
+    """The change in this process, one GPU, and what became of the change."""
 
     def __init__(self, changes: Subscriber) -> None:
         self.gpu = ListingGpu()
-        self.failures: list[Exception] = []
-        self.change = DevicePrefetch(self.failures.append)
+        self.ledger = Ledger([Change(name="device_prefetch", value=True, safety="identical")])
+        self.change = DevicePrefetch(self.ledger)
         self.change.install(changes)
 
-    def over(self, batches: Any, pattern: CopyPattern | None = None) -> Any:
+    def over(self, batches: Any) -> Any:
         """An iterator that fetches and copies ahead."""
         inner = iter(batches) if isinstance(batches, DataLoader) else batches
-        return DevicePrefetcher(inner, self.gpu, self.change, pattern or CopyPattern())
+        return self.change.ahead_of(inner, self.gpu, "train.py:1")
 
     def begin(self, batch: Any) -> Any:
         """Begin the copy of one batch."""
         return next(self.over(Given([batch])))
+
+    @property
+    def made(self) -> AppliedChange:
+        return self.ledger.entries()[0]
 
     @property
     def values(self) -> list[Any]:
@@ -158,10 +142,10 @@ def test_a_copy_that_goes_on_is_kept_though_its_tensor_comes_again(setup: Setup)
     for _ in range(2):
         setup.begin([host])
     assert len(setup.change.copies) == 1
-    assert setup.change.copies.kept == 3, "both batches, and the first copy"
+    assert len(setup.change.kept) == 3, "both batches, and the first copy"
     setup.gpu.over = True
-    setup.begin([torch.ones(3)])
-    assert setup.change.copies.kept == 0
+    list(setup.over(Given([])))
+    assert not setup.change.kept
 
 
 class NotMade(PlaceholderTensor):
@@ -182,26 +166,39 @@ def test_what_is_made_by_copying_is_not_made_on_the_host(setup: Setup) -> None:
     images, labels = setup.begin((NotMade((4, 3), torch.float32), torch.arange(4)))
     assert setup.gpu.copied[0] is images
     assert labels.to("meta").shape == (4,)
-    assert not setup.failures
+    assert setup.made.applied
 
 
-def test_a_copy_that_fails_is_over_before_its_memory_is_given_back(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: Any) -> None:
+def test_a_copy_that_fails_is_over_before_its_memory_is_given_back() -> None:
+    side = SideStream.__new__(SideStream)
+    waited: list[str] = []
+    side.device, side._stream = "no such device", SimpleNamespace(synchronize=lambda: waited.append("waited"))  # type: ignore[assignment]
+    with pytest.raises(RuntimeError):
+        side.copy([torch.ones(3)])
+    assert waited == ["waited"]
+
+
+def test_after_a_copy_that_fails_the_script_has_its_batches(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(setup.gpu, "fill", fails)
-    iterator = setup.over(Given([[torch.ones(3)], [torch.ones(3)]]))
-    assert [len(batch) for batch in iterator] == [1, 1], "the script has its batches"
-    assert setup.gpu.waited_for == len(setup.failures) == 1
+    monkeypatch.setattr(setup.gpu, "copy", fails)
+    assert [len(batch) for batch in setup.over(Given([[torch.ones(3)], [torch.ones(3)]]))] == [1, 1]
+    assert not setup.made.applied
+    assert setup.made.how == "RuntimeError: out of memory"
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_what_is_laid_out_otherwise_is_left_alone(setup: Setup) -> None:
+    setup.begin([torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(), torch.ones(3)])
+    assert [host.layout for host in setup.gpu.copied] == [torch.strided]
 
 
 def test_tensors_of_inference_mode_are_left_alone(setup: Setup) -> None:
     with torch.inference_mode():
         batch = [torch.ones(3)]
     setup.begin(batch)
-    assert not setup.failures
+    assert setup.made.applied
     assert not setup.gpu.copied
 
 
@@ -212,11 +209,8 @@ def elsewhere(setup: Setup) -> Callable[[Any], Any]:
     """As a prefetcher of the script's own does it, with a stream of its own."""
 
     def move(host: Any) -> Any:
-        setup.gpu.current_stream = ListingGpu()
-        try:
-            return by_keyword(host)
-        finally:
-            setup.gpu.current_stream = setup.gpu
+        setup.gpu.of_script = True
+        return by_keyword(host)
 
     return move
 
@@ -226,31 +220,21 @@ def test_a_script_that_copies_small_page_locked_batches_without_waiting_is_left_
     setup: Setup, monkeypatch: pytest.MonkeyPatch, move: Callable[[Any], Any]
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
-    left: list[str] = []
-    pattern = CopyPattern(lambda: left.append("left"))
-    for _ in range(3):  # passes
-        for batch in setup.over(Given([torch.ones(3), torch.ones(2)] for _ in range(10)), pattern):
-            for host in batch:
-                move(host)
+    for batch in setup.over(Given([torch.ones(3), torch.ones(2)] for _ in range(30))):
+        for host in batch:
+            move(host)
     # Each is copied ahead, the one after it as well, until the pattern is sure.
     assert SURE_AFTER < len(setup.gpu.copied) / 2 <= SURE_AFTER + 4
-    assert left == ["left"]
-    assert setup.change.copies.kept == 0, "host batches are held"
+    assert "copied by the script" in setup.made.how
+    assert not setup.change.kept, "host batches are held"
 
 
-def test_batches_that_become_large_are_copied_again(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_batches_are_copied_ahead_for_good(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
-    small, large = torch.empty(3), torch.empty(SMALL_BYTES)
-    sizes = [small] * CHECK_EVERY + [large] * (3 * CHECK_EVERY)
-    copied = []
-    iterator = setup.over(Given([host.clone()] for host in sizes))
-    for number, batch in enumerate(iterator):
-        iterator._num_yielded = number
-        copied.append(len(setup.gpu.copied))
-        setup.gpu.copied.clear()
+    large = torch.empty(SMALL_BYTES)
+    for batch in setup.over(Given([large.clone()] for _ in range(3 * SURE_AFTER))):
         by_keyword(batch[0])
-    assert not any(copied[SURE_AFTER + 4 : CHECK_EVERY])
-    assert all(copied[2 * CHECK_EVERY : -1])
+    assert len(setup.gpu.copied) == 3 * SURE_AFTER
 
 
 @pytest.mark.parametrize(

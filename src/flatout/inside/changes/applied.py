@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatout.files import write_whole
-from flatout.inside.changes.computing import Computing, LiveChange
-from flatout.inside.changes.ledger import Ledger
+from flatout.inside.changes.computing import Computing
+from flatout.inside.changes.ledger import Ledger, LiveChange
 from flatout.inside.fingerprints import FingerprintLog
 from flatout.inside.imports import when_imported
 from flatout.inside.patches import Patches, Stage, Subscriber
@@ -26,7 +26,6 @@ from flatout.model.errors import UsageError
 from flatout.redact import redact_text
 
 if TYPE_CHECKING:
-    from flatout.inside.changes.device_prefetch import DevicePrefetch
     from flatout.inside.changes.loading import Loading
 
 
@@ -46,10 +45,11 @@ class Applied:
         self._proof = FingerprintLog() if trial is not None and trial.fingerprints else None
         self._weights = Weights(trial, ranks) if trial is not None else None
         changes = patches.subscriber(Stage.CHANGE, self._fail)
-        proof = patches.subscriber(Stage.OBSERVE, self._fail_proof)
+        proof = patches.subscriber(Stage.OBSERVE, _say("what reaches the model is no longer noted"))
         self._subscribers = changes, proof
         self._computing = Computing(ledger, changes, roots, self._proof)
         self._loading: Loading | None = None
+        self._live: dict[str, LiveChange] = dict(self._computing.live)
         try:
             if trial is not None and trial.seed is not None:
                 impose_seed(trial.seed + ranks()[0], changes)
@@ -58,20 +58,15 @@ class Applied:
 
                 self._loading = Loading(ledger, changes, self._computing.device)
                 self._computing.install()
-                self._loading.install()
+                self._live |= self._loading.install()
             if self._proof is not None:
                 self._proof.install(proof)
         except Exception as problem:
-            reason = redact_text(f"{type(problem).__name__}: {problem}")
-            print(f"flatout: the plan is not applied ({reason})", file=sys.stderr)
+            _say("the plan is not applied")(problem)
 
     def _fail(self, problem: Exception) -> None:
         for name in self.ledger.changes:
             self.ledger.failed(name, problem)
-
-    def _fail_proof(self, problem: Exception) -> None:
-        reason = redact_text(f"{type(problem).__name__}: {problem}")
-        print(f"flatout: what reaches the model is no longer noted ({reason})", file=sys.stderr)
 
     @property
     def wants_every_step(self) -> bool:
@@ -98,9 +93,7 @@ class Applied:
 
         Raises UsageError where a change cannot be switched while training runs.
         """
-        change: LiveChange | DevicePrefetch | None = self._computing.live.get(name)
-        if change is None and self._loading is not None:
-            change = self._loading.live.get(name)
+        change = self._live.get(name)
         if change is None:
             raise UsageError(
                 f"{name} cannot be switched while training runs: it gets in earlier, or is not in the plan"
@@ -120,6 +113,15 @@ class Applied:
         if self._weights is not None and (drifts := self._weights.drifts()):
             drifted = path.with_name(path.name.replace("proof-", "drifts-")).with_suffix(".json")
             write_whole(drifted, json.dumps(drifts))
+
+
+def _say(what: str) -> Callable[[Exception], None]:
+    """What tells the person of an exception, in a line."""
+
+    def say(problem: Exception) -> None:
+        print(f"flatout: {what} ({redact_text(f'{type(problem).__name__}: {problem}')})", file=sys.stderr)
+
+    return say
 
 
 def impose_seed(imposed: int, changes: Subscriber) -> None:

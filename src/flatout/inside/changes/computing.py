@@ -1,17 +1,15 @@
 """Changes to what is computed: the optimizer's kernels, and what happens around the calls of a root module.
 
-Each change is a class whose `on` and `off` may be called between two steps, as often as one likes. It
-begins switched on, and gets in at its moment: when an optimizer is built, at the first call of a root
-module, or when a step ends.
+A change gets in at its moment: when an optimizer is built, at the first call of a root module, or when a
+step ends. From then on it may be switched between two steps.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
-import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch.optim.optimizer import _device_dtype_check_for_fused
 from torch.utils._pytree import tree_map_only
 
 from flatout.inside.calls import caller
-from flatout.inside.changes.ledger import Ledger
+from flatout.inside.changes.ledger import Ledger, LiveChange
 from flatout.inside.compiler import draw_as_eager, round_as_eager
 from flatout.inside.fingerprints import FingerprintLog
 from flatout.inside.patches import Subscriber, original
@@ -29,39 +27,95 @@ _HAVE_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim
 _CAPTURING = ("reduce-overhead", "max-autotune")  # ways to compile that make CUDA graphs
 
 
-class LiveChange:
-    """A change that can be switched between two steps. `ledger` is told what became of it."""
+class Computing:
+    """The plan's changes to model and optimizer; a `proof` is told what reaches a root module."""
 
-    name = ""
+    def __init__(
+        self, ledger: Ledger, changes: Subscriber, roots: RootModules, proof: FingerprintLog | None = None
+    ) -> None:
+        self.ledger = ledger
+        self.patches = changes
+        self.proof = proof
+        self.optimizers = WeakIdMap()
+        self.compile_s = 0.0  # what the first calls of compiled models took
+        self._roots = roots
+        # The first is innermost: the compiler is to see nothing of ours.
+        kinds = (CudnnBenchmark, Compile, ChannelsLast, PrecisionChange)
+        self._at_roots: list[RootChange] = [kind(self) for kind in kinds if ledger.wanted(kind.name)]
+        self._fused = FusedOptimizer(self) if ledger.wanted(FusedOptimizer.name) else None
+        self._freeze = GcFreeze(self) if ledger.wanted(GcFreeze.name) else None
+        others = (change for change in (self._fused, self._freeze) if change is not None)
+        self.live: dict[str, LiveChange] = {change.name: change for change in (*self._at_roots, *others)}
 
-    def __init__(self, ledger: Ledger, optimizers: WeakIdMap) -> None:
-        change = ledger.wanted(self.name)
-        assert change is not None
-        self.value = change.value
-        self._ledger = ledger
-        self._optimizers = optimizers
-        self.is_on = True
+    def install(self) -> None:
+        """Put the patches in place that the plan needs."""
+        self.patches.after("torch.optim.optimizer.Optimizer.__init__", self._optimizer_built)
+        if self._at_roots or self.proof is not None:
+            self._roots.start_changing(self.patches, self._around)
 
-    def on(self) -> None:
-        """Make the change from the next step on."""
-        self.is_on = True
+    def device(self) -> torch.device | None:
+        """Where the parameters are that an optimizer trains; None where that is in several places, or
+        nowhere yet."""
+        places = {parameter.device for optimizer in self.optimizers for parameter in _trained_by(optimizer)}
+        return places.pop() if len(places) == 1 else None
 
-    def off(self) -> None:
-        """Put back what it changed: from the next step on, training is as if it had never been made."""
-        self.is_on = False
+    def finish(self) -> None:
+        """The run is over: what has had no occasion says why."""
+        if self._freeze is not None:
+            self._freeze.off()
+        for change in self._at_roots:
+            self.ledger.refused(change.name, self._roots.why_none())
 
-    def _made(self, how: str, where: str | None = None) -> None:
-        self._ledger.made(self.name, how, where)
+    @property
+    def wants_a_step(self) -> bool:
+        """Whether `step_ended` has something to do."""
+        return self._freeze is not None and self._freeze.is_on and not self._freeze.is_frozen
 
-    def _refused(self, why: str) -> None:
-        self._ledger.refused(self.name, why)
+    def step_ended(self) -> None:
+        """A training step is over: what lives now lives long."""
+        if self._freeze is not None and self.wants_a_step:
+            self.ledger.attempt(GcFreeze.name, self._freeze.on)
+            if not self._freeze.is_frozen:
+                self._freeze = None
+
+    def _optimizer_built(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.optimizers.put(optimizer)
+        if self._fused is not None:
+            self.ledger.attempt(FusedOptimizer.name, self._fused.built, optimizer, caller())
+
+    def _around(self, module: Any, call: Call) -> Call:
+        """How a root is to be called: each change in turn, the proof's look at the inputs outermost."""
+        where = caller()
+        for change in self._at_roots:
+            if self.ledger.wanted(change.name):
+                call = self.ledger.attempt(change.name, change.around, module, call, where) or call
+        if self.proof is not None:
+            call = _looked_at(module, call, self.proof)
+        return call
 
 
-class RootChange(LiveChange):
+class _ComputingChange(LiveChange):
+    def __init__(self, computing: Computing) -> None:
+        super().__init__(computing.ledger)
+        self.computing = computing
+
+
+class RootChange(_ComputingChange):
     """A change around the calls of root modules."""
 
     def around(self, module: Any, call: Call, where: str | None) -> Call:
         """How a root module is to be called, at its first call."""
+        changed = self._changed(module, call, where)
+        if changed is None:
+            return call
+
+        def call_as_switched(*args: Any, **kwargs: Any) -> Any:
+            return changed(*args, **kwargs) if self.is_on else call(*args, **kwargs)
+
+        return call_as_switched
+
+    def _changed(self, module: Any, call: Call, where: str | None) -> Call | None:
+        """How it is called while the change is on; None where the call stays."""
         raise NotImplementedError
 
 
@@ -69,32 +123,23 @@ class CudnnBenchmark(RootChange):
     """torch.backends.cudnn.benchmark, for the process."""
 
     name = "cudnn_benchmark"
-    _before: bool | None = None
+    _ours = False
 
-    def around(self, module: Any, call: Call, where: str | None) -> Call:
+    def _changed(self, module: Any, call: Call, where: str | None) -> None:
         if not torch.cuda.is_available():
-            self._refused("there is no GPU")
+            self.refused("there is no GPU")
         elif torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic:
-            self._refused("the script asks for deterministic algorithms")
+            self.refused("the script asks for deterministic algorithms")
         elif torch.backends.cudnn.benchmark:
-            self._refused("it is on already")
+            self.refused("it is on already")
         else:
-            self._before = torch.backends.cudnn.benchmark
-            self._made("torch.backends.cudnn.benchmark = True", where)
-            self._set(self.is_on)
-        return call
+            self._ours = True
+            self.made("torch.backends.cudnn.benchmark = True", where)
+            self.switched()
 
-    def on(self) -> None:
-        super().on()
-        self._set(True)
-
-    def off(self) -> None:
-        super().off()
-        self._set(False)
-
-    def _set(self, value: bool) -> None:
-        if self._before is not None:
-            torch.backends.cudnn.benchmark = value or self._before
+    def switched(self) -> None:
+        if self._ours:
+            torch.backends.cudnn.benchmark = self.is_on
 
 
 class ChannelsLast(RootChange):
@@ -102,43 +147,33 @@ class ChannelsLast(RootChange):
 
     name = "channels_last"
 
-    def __init__(self, ledger: Ledger, optimizers: WeakIdMap) -> None:
-        super().__init__(ledger, optimizers)
+    def __init__(self, computing: Computing) -> None:
+        super().__init__(computing)
         self._modules = WeakIdMap()
 
-    def around(self, module: Any, call: Call, where: str | None) -> Call:
+    def _changed(self, module: Any, call: Call, where: str | None) -> Call | None:
         images = [p for p in module.parameters() if p.dim() == 4]
         if not images:
-            self._refused("the model has no convolutions over pictures")
-            return call
+            self.refused("the model has no convolutions over pictures")
+            return None
         if all(p.is_contiguous(memory_format=torch.channels_last) for p in images):
-            self._refused("the model is in channels_last already")
-            return call
+            self.refused("the model is in channels_last already")
+            return None
         self._modules.put(module)
         if self.is_on:
-            self._lay_out(module, torch.channels_last)
-        self._made("model.to(memory_format=torch.channels_last), and 4-d inputs likewise", where)
+            self.switched()
+        self.made("model.to(memory_format=torch.channels_last), and 4-d inputs likewise", where)
 
         def call_laid_out(*args: Any, **kwargs: Any) -> Any:
-            if not self.is_on:
-                return call(*args, **kwargs)
             return call(*map(_in_channels_last, args), **{key: _in_channels_last(one) for key, one in kwargs.items()})
 
         return call_laid_out
 
-    def on(self) -> None:
-        super().on()
+    def switched(self) -> None:
+        memory_format = torch.channels_last if self.is_on else torch.contiguous_format
         for module in self._modules:
-            self._lay_out(module, torch.channels_last)
-
-    def off(self) -> None:
-        super().off()
-        for module in self._modules:
-            self._lay_out(module, torch.contiguous_format)
-
-    def _lay_out(self, module: Any, memory_format: torch.memory_format) -> None:
-        module.to(memory_format=memory_format)
-        for optimizer in self._optimizers:  # a state has to lie as its parameter does
+            module.to(memory_format=memory_format)
+        for optimizer in self.computing.optimizers:  # a state has to lie as its parameter does
             for state in optimizer.state.values():
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor) and value.dim() == 4:
@@ -150,27 +185,20 @@ class Compile(RootChange):
 
     name = "compile"
 
-    def __init__(self, ledger: Ledger, optimizers: WeakIdMap, proof: FingerprintLog | None = None) -> None:
-        super().__init__(ledger, optimizers)
-        self._proof = proof
-        self.compile_s = 0.0  # the first calls of what we compiled
-
-    def around(self, module: Any, call: Call, where: str | None) -> Call:
+    def _changed(self, module: Any, call: Call, where: str | None) -> Call | None:
         if hasattr(module, "_orig_mod") or call != module._call_impl:
-            self._refused("the script compiles the model itself")
-            return call
+            self.refused("the script compiles the model itself")
+            return None
         round_as_eager()
         mode = None if self.value == "default" else self.value
         compiled = original(torch.compile)(_visible(module, call), mode=mode)
-        self._made(f"model.compile(mode={self.value!r})", where)
+        self.made(f"model.compile(mode={self.value!r})", where)
         captured = self.value in _CAPTURING
-        stop_looking = self._refuse_to_add_up(module) if captured else None
-        went_well, seen = False, self._proof is None
+        stop_looking = self._refuse_to_add_up(module) if captured else lambda: None
+        went_well, seen = False, self.computing.proof is None
 
         def call_compiled(*args: Any, **kwargs: Any) -> Any:
             nonlocal compiled, went_well, captured, seen
-            if not self.is_on:
-                return call(*args, **kwargs)
             if not seen:
                 seen = module.training and torch.is_grad_enabled()
                 with draw_as_eager():
@@ -181,13 +209,12 @@ class Compile(RootChange):
             except Exception as problem:
                 if went_well or not type(problem).__module__.startswith(("torch._dynamo", "torch._inductor")):
                     raise
-                self._ledger.failed("compile", problem)
+                self.ledger.failed(self.name, problem)
                 compiled, went_well, captured = call, True, False
-                if stop_looking is not None:
-                    stop_looking()
+                stop_looking()
                 return call(*args, **kwargs)
             if not went_well:
-                self.compile_s += time.perf_counter() - start_s
+                self.computing.compile_s += time.perf_counter() - start_s
                 went_well = True
             # Graphs write over what they returned: the script may keep it.
             return tree_map_only(torch.Tensor, torch.clone, result) if captured else result
@@ -203,20 +230,18 @@ class Compile(RootChange):
         handles: dict[torch.nn.Parameter, Any] = {}
 
         def look(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-            for other in [other for other in handles if other is not parameter]:
-                handles.pop(other).remove()
+            stop_looking(but=parameter)
             if self.is_on and parameter.grad is not None:
                 raise RuntimeError("gradients of several passes are added up, and CUDA graphs would write over them")
 
-        def stop() -> None:
-            for handle in handles.values():
-                handle.remove()
-            handles.clear()
+        def stop_looking(but: torch.nn.Parameter | None = None) -> None:
+            for parameter in [parameter for parameter in handles if parameter is not but]:
+                handles.pop(parameter).remove()
 
         for parameter in module.parameters():
             if parameter.requires_grad:
                 handles[parameter] = parameter.register_hook(functools.partial(look, parameter))
-        return stop
+        return stop_looking
 
 
 class PrecisionChange(RootChange):
@@ -228,241 +253,102 @@ class PrecisionChange(RootChange):
     """
 
     name = "precision"
+    _scaler: LossScale | None = None
+    _tf32_before: tuple[tuple[Any, str, Any], ...] = ()
 
-    def __init__(self, ledger: Ledger, optimizers: WeakIdMap, changes: Subscriber) -> None:
-        super().__init__(ledger, optimizers)
-        self._changes = changes
-        self._scaler: LossScale | None = None
-        self._tf32_before: Callable[[], None] | None = None
-
-    def around(self, module: Any, call: Call, where: str | None) -> Call:
+    def _changed(self, module: Any, call: Call, where: str | None) -> Call | None:
+        if self.value == "tf32":
+            self.switched()
+            if self._tf32_before or not self.is_on:
+                self.made("TF32 for matrix products and convolutions", where)
+            else:
+                self.refused("TF32 is on already")
+            return None
         parameters = list(module.parameters())
         device = parameters[0].device.type
-        if self.value == "tf32":
-            if not self.is_on or self._allow_tf32():
-                self._made("TF32 for matrix products and convolutions", where)
-            else:
-                self._refused("TF32 is on already")
-            return call
         dtype = torch.bfloat16 if self.value == "bf16" else torch.float16
         why_not = _why_no_autocast(parameters, device, dtype)
         if why_not:
-            self._refused(why_not)
-            return call
+            self.refused(why_not)
+            return None
         if dtype == torch.float16:
-            self._scaler = self._scaler or LossScale(self._changes)
+            self._scaler = self._scaler or LossScale(self.computing.patches, self.computing.optimizers)
             self._scaler.is_on = self.is_on
-            self._scaler.guard(parameters, self._optimizers)
-        self._made(f"each call of the model under torch.autocast({device!r}, {dtype})", where)
+            self._scaler.guard(parameters)
+        self.made(f"each call of the model under torch.autocast({device!r}, {dtype})", where)
 
         def call_in_autocast(*args: Any, **kwargs: Any) -> Any:
-            if not self.is_on:
-                return call(*args, **kwargs)
             with torch.autocast(device, dtype=dtype):
                 result = call(*args, **kwargs)
             return tree_map_only(torch.Tensor, functools.partial(_as_float, dtype), result)
 
         return call_in_autocast
 
-    def on(self) -> None:
-        super().on()
-        if self.value == "tf32":
-            self._allow_tf32()
+    def switched(self) -> None:
         if self._scaler is not None:
-            self._scaler.is_on = True
-
-    def off(self) -> None:
-        super().off()
-        if self._tf32_before is not None:
-            self._tf32_before()
-            self._tf32_before = None
-        if self._scaler is not None:
-            self._scaler.is_on = False
-
-    def _allow_tf32(self) -> bool:
-        if self._tf32_before is None:
+            self._scaler.is_on = self.is_on
+        for owner, switch, before in self._tf32_before:
+            setattr(owner, switch, before)
+        self._tf32_before = ()
+        if self.is_on and self.value == "tf32":
             self._tf32_before = _allow_tf32()
-        return self._tf32_before is not None
 
 
-class FusedOptimizer(LiveChange):
+class FusedOptimizer(_ComputingChange):
     """fused=True for the optimizers that have it. Switching it off reads step counters from the GPU once."""
 
     name = "fused_optimizer"
 
-    def __init__(self, ledger: Ledger, optimizers: WeakIdMap, changes: Subscriber) -> None:
-        super().__init__(ledger, optimizers)
+    def __init__(self, computing: Computing) -> None:
+        super().__init__(computing)
         self._ours = WeakIdMap()
-        for kind in _HAVE_FUSED:
-            where = f"{kind.__module__}.{kind.__qualname__}.__init__"
-            changes.around(where, functools.partial(self._build, kind, inspect.signature(kind.__init__)))
 
-    def built(self, optimizer: Any) -> None:
+    def built(self, optimizer: Any, where: str | None) -> None:
         """An optimizer has been built."""
         if not isinstance(optimizer, _HAVE_FUSED):
-            self._refused(f"{type(optimizer).__name__} has no fused form in torch")
+            self.refused(f"{type(optimizer).__name__} has no fused form in torch")
+        elif self.is_on:
+            self._fuse(optimizer, where)
 
-    def _build(
-        self,
-        kind: Any,
-        signature: inspect.Signature,
-        init: Call,
-        optimizer: Any,
-        params: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        params = list(params)  # to be gone through twice, should the first time fail
+    def switched(self) -> None:
         if self.is_on:
-            given = signature.bind_partial(optimizer, params, *args, **kwargs).arguments
-            if given.get("fused") is None and given.get("foreach") is None and not given.get("differentiable"):
-                try:
-                    init(optimizer, params, *args, **{**kwargs, "fused": True})
-                except Exception as problem:  # sparse or integer parameters, a device without it
-                    self._refused(str(problem))
-                else:
-                    self._ours.put(optimizer)
-                    self._made(f"{kind.__name__}(…, fused=True)", caller())
-                    return
-            elif not given.get("fused"):
-                self._refused("the script chooses another way of stepping itself")
-        init(optimizer, params, *args, **kwargs)
+            for optimizer in self.computing.optimizers:
+                if isinstance(optimizer, _HAVE_FUSED):
+                    self._fuse(optimizer)
+        else:
+            for optimizer in self._ours:
+                _set_fused(optimizer, on=False)
 
-    def on(self) -> None:
-        super().on()
-        for optimizer in self._optimizers:
-            if isinstance(optimizer, _HAVE_FUSED) and all(map(_leaves_it_open, optimizer.param_groups)):
-                try:
-                    for parameter in _trained_by(optimizer):
-                        _device_dtype_check_for_fused(parameter)
-                except Exception as problem:
-                    self._refused(str(problem))
-                else:
-                    self._ours.put(optimizer)
-                    self._set(optimizer, fused=True)
-                    self._made(f"{type(optimizer).__name__}(…, fused=True)")
-
-    def off(self) -> None:
-        super().off()
-        for optimizer in self._ours:
-            self._set(optimizer, fused=False)
-
-    def _set(self, optimizer: Any, *, fused: bool) -> None:
-        for group in (optimizer.defaults, *optimizer.param_groups):
-            group["fused"] = fused or None
-        optimizer._step_supports_amp_scaling = fused
-        for parameter, state in optimizer.state.items():
-            if isinstance(state.get("step"), torch.Tensor):  # the fused kernels count on the parameter's own device
-                state["step"] = state["step"].to(parameter.device if fused else "cpu")
+    def _fuse(self, optimizer: Any, where: str | None = None) -> None:
+        if not all(map(_leaves_it_open, optimizer.param_groups)):
+            if not optimizer.param_groups[0].get("fused"):
+                self.refused("the script chooses another way of stepping itself")
+            return
+        try:
+            for parameter in _trained_by(optimizer):
+                _device_dtype_check_for_fused(parameter)
+        except RuntimeError as problem:  # integer parameters, or a device without it
+            self.refused(str(problem))
+            return
+        self._ours.put(optimizer)
+        _set_fused(optimizer, on=True)
+        self.made(f"{type(optimizer).__name__}(…, fused=True)", where)
 
 
-class GcFreeze(LiveChange):
+class GcFreeze(_ComputingChange):
     """What lives after the first step is left out of garbage collections."""
 
     name = "gc_freeze"
+    is_frozen = False
 
-    def __init__(self, ledger: Ledger, optimizers: WeakIdMap) -> None:
-        super().__init__(ledger, optimizers)
-        self.is_frozen = False
-
-    def on(self) -> None:
-        super().on()
-        if not self.is_frozen:
+    def switched(self) -> None:
+        if self.is_on and not self.is_frozen:
             gc.collect()
             gc.freeze()
-            self.is_frozen = True
-            self._made("what lived after the first step is left out of garbage collections")
-
-    def off(self) -> None:
-        super().off()
-        if self.is_frozen:
+            self.made("what lived after the first step is left out of garbage collections")
+        elif self.is_frozen and not self.is_on:
             gc.unfreeze()
-            self.is_frozen = False
-
-
-class Computing:
-    """The plan's changes to model and optimizer; a `proof` is told what reaches a root module."""
-
-    def __init__(
-        self, ledger: Ledger, changes: Subscriber, roots: RootModules, proof: FingerprintLog | None = None
-    ) -> None:
-        self._ledger = ledger
-        self._changes = changes
-        self._roots = roots
-        self._proof = proof
-        self.optimizers = WeakIdMap()
-        self.live: dict[str, LiveChange] = {}
-        self._at_roots: list[RootChange] = []  # the first is innermost
-        self._fused: FusedOptimizer | None = None
-        self._compile: Compile | None = None
-        self._freeze: GcFreeze | None = None
-
-    def install(self) -> None:
-        """Put the patches in place that the plan needs."""
-        wanted, optimizers = self._ledger.wanted, self.optimizers
-        if wanted("cudnn_benchmark"):
-            self._at_roots.append(CudnnBenchmark(self._ledger, optimizers))
-        if wanted("compile"):  # the compiler is to see nothing of ours
-            self._compile = Compile(self._ledger, optimizers, self._proof)
-            self._at_roots.append(self._compile)
-        if wanted("channels_last"):
-            self._at_roots.append(ChannelsLast(self._ledger, optimizers))
-        if wanted("precision"):
-            self._at_roots.append(PrecisionChange(self._ledger, optimizers, self._changes))
-        if wanted("fused_optimizer"):
-            self._fused = FusedOptimizer(self._ledger, optimizers, self._changes)
-        if wanted("gc_freeze"):
-            self._freeze = GcFreeze(self._ledger, optimizers)
-        others = [change for change in (self._fused, self._freeze) if change is not None]
-        self.live = {change.name: change for change in (*self._at_roots, *others)}
-        self._changes.after("torch.optim.optimizer.Optimizer.__init__", self._optimizer_built)
-        if self._at_roots or self._proof is not None:
-            self._roots.start_changing(self._changes, self._around)
-
-    @property
-    def compile_s(self) -> float:
-        """What the first calls of compiled models took."""
-        return self._compile.compile_s if self._compile is not None else 0.0
-
-    def device(self) -> torch.device | None:
-        """Where the parameters are that an optimizer trains; None where that is in several places, or
-        nowhere yet."""
-        places = {parameter.device for optimizer in self.optimizers for parameter in _trained_by(optimizer)}
-        return places.pop() if len(places) == 1 else None
-
-    def finish(self) -> None:
-        """The run is over: what has had no occasion says why."""
-        if self._freeze is not None:
-            self._freeze.off()
-        for change in self._at_roots:
-            self._ledger.refused(change.name, self._roots.why_none())
-
-    @property
-    def wants_a_step(self) -> bool:
-        """Whether `step_ended` has something to do."""
-        return self._freeze is not None and self._freeze.is_on and not self._freeze.is_frozen
-
-    def step_ended(self) -> None:
-        """A training step is over: what lives now lives long."""
-        if self._freeze is not None and self.wants_a_step:
-            self._ledger.attempt("gc_freeze", self._freeze.on)
-            if not self._freeze.is_frozen:
-                self._freeze = None
-
-    def _optimizer_built(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        self.optimizers.put(optimizer)
-        if self._fused is not None:
-            self._fused.built(optimizer)
-
-    def _around(self, module: Any, call: Call) -> Call:
-        """How a root is to be called: each change in turn, the proof's look at the inputs outermost."""
-        where = caller()
-        for change in self._at_roots:
-            if self._ledger.wanted(change.name):
-                call = self._ledger.attempt(change.name, change.around, module, call, where) or call
-        if self._proof is not None:
-            call = _looked_at(module, call, self._proof)
-        return call
+        self.is_frozen = self.is_on
 
 
 def _looked_at(module: Any, call: Call, proof: FingerprintLog) -> Call:
@@ -499,28 +385,21 @@ def _as_float(dtype: torch.dtype, tensor: Any) -> Any:
     return tensor.float() if tensor.dtype == dtype else tensor
 
 
-def _allow_tf32() -> Callable[[], None] | None:
+def _allow_tf32() -> tuple[tuple[Any, str, Any], ...]:
     """Allow it by the interface that the script has used: the old one cannot even be read after the new one
-    was touched. Returns what takes it back; None where it was allowed already."""
+    was touched. The switches, with what they were; none where it was allowed already."""
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
+    allowed: Any = True
     try:
-        before: list[tuple[Any, str, Any]] = [(owner, "allow_tf32", owner.allow_tf32) for owner in (matmul, cudnn)]
-        allowed: Any = True
+        before = [(owner, "allow_tf32", owner.allow_tf32) for owner in (matmul, cudnn)]
     except RuntimeError:
-        owners = (matmul, cudnn.conv, cudnn.rnn)
-        before = [(owner, "fp32_precision", owner.fp32_precision) for owner in owners]
         allowed = "tf32"
-    if all(value == allowed for _, _, value in before):
-        return None
-    for owner, switch, _ in before:
+        before = [(owner, "fp32_precision", owner.fp32_precision) for owner in (matmul, cudnn.conv, cudnn.rnn)]
+    changed = tuple(entry for entry in before if entry[2] != allowed)
+    for owner, switch, _ in changed:
         setattr(owner, switch, allowed)
-
-    def put_back() -> None:
-        for owner, switch, value in before:
-            setattr(owner, switch, value)
-
-    return put_back
+    return changed
 
 
 def _why_no_autocast(parameters: list[Any], device: str, dtype: torch.dtype) -> str:
@@ -545,36 +424,30 @@ class LossScale:
 
     FIRST, GROW_AFTER = 2.0**16, 2000
 
-    def __init__(self, changes: Subscriber) -> None:
+    def __init__(self, changes: Subscriber, optimizers: WeakIdMap) -> None:
         self.scale = self.FIRST
         self.is_on = True
         self._good = 0
         self._scaling = False
-        self._guarded, self._parameters, self._optimizers = WeakIdMap(), WeakIdMap(), WeakIdMap()
+        self._guarded, self._optimizers = WeakIdMap(), optimizers
         changes.around("torch.autograd.backward", self._backward)
 
     def _backward(self, call: Call, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
         is_loss = isinstance(tensors, torch.Tensor) and tensors.numel() == 1 and grad_tensors is None
         if not self.is_on or not is_loss:
             return call(tensors, grad_tensors, *args, **kwargs)
-        self._guard()
+        self.guard(())
         self._scaling = True
         try:
             return call(tensors, torch.full_like(tensors, self.scale), *args, **kwargs)
         finally:
             self._scaling = False
 
-    def guard(self, parameters: list[Any], optimizers: WeakIdMap) -> None:
-        """Unscale what arrives at these parameters and those of the optimizers, which look at it before
-        they step."""
-        for parameter in parameters:
-            self._parameters.put(parameter, True)
-        self._optimizers = optimizers
-        self._guard()
-
-    def _guard(self) -> None:
-        """Those that are trained now: a layer may be unfrozen later, a group of parameters added."""
-        for parameter in (*self._parameters, *(p for optimizer in self._optimizers for p in _trained_by(optimizer))):
+    def guard(self, parameters: Iterable[Any]) -> None:
+        """Unscale what arrives at these parameters, and at those that the optimizers train now: a layer may
+        be unfrozen later, a group of parameters added. The optimizers look at it before they step."""
+        trained = (parameter for optimizer in self._optimizers for parameter in _trained_by(optimizer))
+        for parameter in (*parameters, *trained):
             if parameter.requires_grad and self._guarded.get(parameter) is None:
                 self._guarded.put(parameter, True)
                 parameter.register_hook(self._unscaled)
@@ -610,3 +483,12 @@ def _trained_by(optimizer: Any) -> Iterator[Any]:
 def _leaves_it_open(group: dict[str, Any]) -> bool:
     """Whether the script has chosen no way of stepping."""
     return group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable")
+
+
+def _set_fused(optimizer: Any, *, on: bool) -> None:
+    for group in (optimizer.defaults, *optimizer.param_groups):
+        group["fused"] = on or None
+    optimizer._step_supports_amp_scaling = on
+    for parameter, state in optimizer.state.items():
+        if isinstance(state.get("step"), torch.Tensor):  # the fused kernels count on the parameter's own device
+            state["step"] = state["step"].to(parameter.device if on else "cpu")

@@ -33,7 +33,9 @@ class Ledger:
         """The change to make where things are built; None where it is not asked for, made by a knob, or
         off."""
         change = self.changes.get(name)
-        return change if change is not None and not change.knob and name not in self._off else None
+        if change is None or change.knob or name in self._off:
+            return None
+        return change
 
     def made(self, name: str, how: str, where: str | None = None) -> None:
         """It has been applied; how it was the first time counts."""
@@ -41,10 +43,10 @@ class Ledger:
         if where is not None and where not in places:
             places.append(where)
 
-    def made_after_all(self, name: str, how: str) -> None:
+    def made_otherwise(self, name: str, how: str) -> None:
         """It is applied in another way than first said."""
-        if name in self._made:
-            self._made[name] = (how, self._made[name][1])
+        _, places = self._made.get(name, ("", []))
+        self._made[name] = (how, places)
 
     def made_by_knob(self, name: str, how: str) -> None:
         """It was applied when the script read its setting; processes that this one starts will know."""
@@ -93,3 +95,38 @@ class Ledger:
             where=places[0] if places else None,
             also=tuple(places[1:]),
         )
+
+
+class LiveChange:
+    """A change that may be switched between two steps, as often as one likes. It begins switched on."""
+
+    name = ""
+
+    def __init__(self, ledger: Ledger) -> None:
+        change = ledger.changes.get(self.name)
+        self.value: Any = None
+        if change is not None:
+            self.value = change.value
+        self.ledger = ledger
+        self.is_on = True
+
+    def on(self) -> None:
+        """Make the change from the next step on."""
+        self.is_on = True
+        self.switched()
+
+    def off(self) -> None:
+        """Put back what it changed: from the next step on, training is as if it had never been made."""
+        self.is_on = False
+        self.switched()
+
+    def switched(self) -> None:
+        """Bring what has been changed already in line with `is_on`."""
+
+    def made(self, how: str, where: str | None = None) -> None:
+        """It has been applied."""
+        self.ledger.made(self.name, how, where)
+
+    def refused(self, why: str) -> None:
+        """It cannot be applied here."""
+        self.ledger.refused(self.name, why)

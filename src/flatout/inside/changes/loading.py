@@ -28,14 +28,8 @@ from flatout.feed.fork_server import limit_threads
 from flatout.feed.iterator import is_pure
 from flatout.feed.loader import why_not_deferred
 from flatout.inside.calls import caller
-from flatout.inside.changes.device_prefetch import (
-    CopyPattern,
-    CopyStream,
-    DevicePrefetch,
-    DevicePrefetcher,
-    fetch_without_a_span,
-)
-from flatout.inside.changes.ledger import Ledger
+from flatout.inside.changes.device_prefetch import DevicePrefetch, SideStream, fetch_without_a_span
+from flatout.inside.changes.ledger import Ledger, LiveChange
 from flatout.inside.patches import Subscriber
 from flatout.inside.root_modules import WeakIdMap
 from flatout.model.changes import named
@@ -54,29 +48,33 @@ class Loading:
         self._ledger = ledger
         self._changes = changes
         self._device = device
+        self._signature = inspect.signature(_Loader.__init__)
         self._built = WeakIdMap()  # the loaders and their datasets, and where each loader was made
-        self._patterns = WeakIdMap()  # of the loaders: how the script copies their batches
-        self._prefetch = DevicePrefetch(functools.partial(ledger.failed, DevicePrefetch.name))
-        self.live: dict[str, DevicePrefetch] = {}
+        self._prefetch = DevicePrefetch(ledger)
         self._kernels = CompiledPrograms()
 
-    def install(self) -> None:
-        """Put the patches in place that the plan needs."""
-        wanted = self._ledger.wanted
-        if any(wanted(name) for name in _ARGUMENTS) or wanted("loader") or wanted("device_prefetch"):
-            self._construction()
-        if wanted("loader") or wanted("device_prefetch"):
-            self._passes()
+    def install(self) -> dict[str, LiveChange]:
+        """Put the patches in place that the plan needs; the changes that can be switched, by name."""
+        wanted, live = self._ledger.wanted, dict[str, LiveChange]()
+        at_passes = wanted("loader") or wanted("device_prefetch")
+        if at_passes or any(wanted(name) for name in _ARGUMENTS):
+            self._changes.around("torch.utils.data.dataloader.DataLoader.__init__", self._build)
+        if at_passes:
+            self._changes.around("torch.utils.data.dataloader.DataLoader._get_iterator", self._get_iterator)
             fetch_without_a_span(self._changes)
         if wanted("device_prefetch"):
             self._prefetch.install(self._changes)
-            self.live[self._prefetch.name] = self._prefetch
+            live[self._prefetch.name] = self._prefetch
         if wanted("gpu_transforms") and not wanted("loader"):
             self._ledger.refused("gpu_transforms", "needs the elastic loader in the same plan")
         if wanted("gpu_transforms") and wanted("compile"):
             run_on_device_with(self._kernels)
-        if wanted("worker_threads"):
-            self._worker_threads()
+        if threads := wanted("worker_threads"):
+            loop = functools.partial(self._worker_loop, threads.value)
+            self._changes.around("torch.utils.data._utils.worker._worker_loop", loop)
+            how = f"{threads.value} threads for BLAS, OpenMP and OpenCV in each worker"
+            self._ledger.made("worker_threads", how)
+        return live
 
     @property
     def compile_s(self) -> float:
@@ -86,47 +84,37 @@ class Loading:
     # -- at construction
     # --------------------------------------------------------------------------------------------
 
-    def _construction(self) -> None:
-        signature = inspect.signature(_Loader.__init__)
-
-        def build(init: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-            called, where = caller(), caller(beyond=_FRAMEWORKS)
+    def _build(self, init: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        called, where = caller(), caller(beyond=_FRAMEWORKS)
+        try:
+            bound = self._signature.bind(loader, *args, **kwargs)
+        except TypeError:
+            init(loader, *args, **kwargs)  # raises: a mistake of the script's
+            return
+        dataset = bound.arguments["dataset"]
+        if called != where:  # a framework that makes another loader for a dataset of the script's
+            where = self._built.get(dataset) or where
+        self._built.put(loader, where)
+        with contextlib.suppress(TypeError):  # a list cannot be referred to weakly
+            self._built.put(dataset, where)
+        changed = {} if isinstance(loader, OurLoader) else self._changed(bound)
+        if changed:
+            given = {name: value for name, value in bound.arguments.items() if name != "self"}
             try:
-                bound = signature.bind(loader, *args, **kwargs)
-            except TypeError:
-                init(loader, *args, **kwargs)  # raises: a mistake of the script's
+                init(loader, **{**given, **changed})
+            except Exception as problem:  # PyTorch refuses these arguments
+                for name in changed:
+                    self._ledger.refused(name, str(problem))
+            else:
+                for name in filter(self._ledger.wanted, changed):
+                    self._ledger.made(name, f"DataLoader(…, {name}={changed[name]!r})", where)
                 return
-            dataset = bound.arguments["dataset"]
-            if called != where:  # a framework that makes another loader for a dataset of the script's
-                where = self._built.get(dataset) or where
-            self._built.put(loader, where)
-            with contextlib.suppress(TypeError):  # a list cannot be referred to weakly
-                self._built.put(dataset, where)
-            changed = {} if isinstance(loader, OurLoader) else self._changed(bound)
-            if changed:
-                given = {name: value for name, value in bound.arguments.items() if name != "self"}
-                try:
-                    init(loader, **{**given, **changed})
-                except Exception as problem:  # PyTorch refuses these arguments
-                    for name in changed:
-                        self._ledger.refused(name, str(problem))
-                else:
-                    for name in filter(self._ledger.wanted, changed):
-                        self._ledger.made(name, f"DataLoader(…, {name}={changed[name]!r})", where)
-                    return
-            init(loader, *args, **kwargs)
-
-        self._changes.around("torch.utils.data.dataloader.DataLoader.__init__", build)
+        init(loader, *args, **kwargs)
 
     def _changed(self, bound: inspect.BoundArguments) -> dict[str, Any]:
         """The arguments to change, with those that have to follow."""
-        given: dict[str, Any] = {
-            "num_workers": 0,
-            "prefetch_factor": None,
-            "pin_memory": False,
-            "persistent_workers": False,
-        }
-        given |= bound.arguments
+        without = {"num_workers": 0, "prefetch_factor": None, "pin_memory": False, "persistent_workers": False}
+        given: dict[str, Any] = {**without, **bound.arguments}
         changed: dict[str, Any] = {}
         for name in _ARGUMENTS:
             change = self._ledger.wanted(name)
@@ -144,32 +132,23 @@ class Loading:
     # -- when a pass begins
     # -----------------------------------------------------------------------------------------
 
-    def _passes(self) -> None:
-        def get_iterator(build: Any, loader: Any) -> Any:
-            device = None
-            if self._ledger.wanted("device_prefetch"):
-                device = self._ledger.attempt("device_prefetch", self._prefetch_to, loader)
-            iterator = self._ours(loader, page_locked=device is not None) if self._ledger.wanted("loader") else None
-            if iterator is None:
-                loader.pin_memory = loader.pin_memory or device is not None
-                iterator = build(loader)
-            if device is None or not self._workers_behind(iterator):
-                return iterator
-            ahead = self._ledger.attempt("device_prefetch", self._ahead, loader, iterator, device)
-            return ahead if ahead is not None else iterator
-
-        self._changes.around("torch.utils.data.dataloader.DataLoader._get_iterator", get_iterator)
-
-    def _ahead(self, loader: Any, iterator: Any, device: torch.device) -> DevicePrefetcher:
-        how = f"batches are copied to {device} one step ahead"
-        left = "batches are fetched early, and copied by the script: these are small, and it does not wait for them"
-        pattern = self._patterns.get(loader)
-        if pattern is None:
-            pattern = CopyPattern(functools.partial(self._ledger.made_after_all, "device_prefetch", left))
-            self._patterns.put(loader, pattern)
-        ahead = DevicePrefetcher(iterator, CopyStream(device), self._prefetch, pattern)
-        self._ledger.made("device_prefetch", left if pattern.is_left_to_script else how, self._built.get(loader))
-        return ahead
+    def _get_iterator(self, build: Any, loader: Any) -> Any:
+        device = None
+        if self._ledger.wanted("device_prefetch"):
+            device = self._ledger.attempt("device_prefetch", self._prefetch_to, loader)
+        iterator = self._ours(loader, page_locked=device is not None) if self._ledger.wanted("loader") else None
+        if iterator is None:
+            loader.pin_memory = loader.pin_memory or device is not None
+            iterator = build(loader)
+        if device is None:
+            return iterator
+        if isinstance(iterator, torch_loader._SingleProcessDataLoaderIter):
+            # Asking for the next batch early would draw its random numbers early.
+            self._prefetch.refused("samples are loaded in the training process itself")
+            return iterator
+        side, where = SideStream(device), self._built.get(loader)
+        ahead = self._ledger.attempt("device_prefetch", self._prefetch.ahead_of, iterator, side, where)
+        return iterator if ahead is None else ahead
 
     def _ours(self, loader: Any, *, page_locked: bool) -> Any:
         """Our iterator, or None. What was drawn from random generators in vain is put back."""
@@ -182,17 +161,12 @@ class Loading:
             return None
         if iterator is None:
             self._ledger.refused("loader", why_not)
-        else:
-            how = f"batches come from flatout's own workers{self._draws(loader)}"
-            self._ledger.made("loader", how, self._built.get(loader))
-        return iterator
-
-    def _draws(self, loader: Any) -> str:
-        """What our workers change about random numbers, in words."""
-        changed = "; samples that draw random numbers draw others"
+            return None
+        how = "batches come from flatout's own workers; samples that draw random numbers draw others"
         if not loader.num_workers:
-            changed += ", and so do later shuffles"
-        return changed
+            how += ", and so do later shuffles"
+        self._ledger.made("loader", how, self._built.get(loader))
+        return iterator
 
     def _elastic(self, loader: Any, *, page_locked: bool) -> tuple[Any, str]:
         if loader.num_workers == 0:
@@ -207,11 +181,7 @@ class Loading:
             page_locked=True if page_locked else None,
             defer=bool(self._ledger.wanted("gpu_transforms")) and self._may_defer(loader),
         )
-        return iterator_for(loader, options, give_back=self._give_back)
-
-    def _give_back(self, why: str) -> None:
-        """This loader turned out to do better without workers."""
-        self._ledger.withdraw("loader", why)
+        return iterator_for(loader, options, give_back=functools.partial(self._ledger.withdraw, "loader"))
 
     def _may_defer(self, loader: Any) -> bool:
         """Whether this loader's samples may leave their transforms to the GPU; if they do, its first batch
@@ -220,11 +190,9 @@ class Loading:
         why_not = why_not_deferred(loader)
         if device is None or device.type != "cuda":
             why_not = "the model is not trained on a GPU"
-        made = functools.partial(
-            self._ledger.made, "gpu_transforms", f"{device} makes what samples do to pictures", self._built.get(loader)
-        )
         if not why_not:
-            call_on_first_use(made)
+            how = f"{device} makes what samples do to pictures"
+            call_on_first_use(functools.partial(self._ledger.made, "gpu_transforms", how, self._built.get(loader)))
         self._ledger.refused("gpu_transforms", why_not or "samples do nothing to pictures that a GPU could do")
         return not why_not
 
@@ -232,35 +200,18 @@ class Loading:
         """The device to copy this pass's batches to ahead of time; None where that may not be done."""
         device = self._device()
         if device is None or device.type != "cuda":
-            self._ledger.refused("device_prefetch", "the model is not trained on a GPU")
+            self._prefetch.refused("the model is not trained on a GPU")
         elif not torch.is_grad_enabled():
-            self._ledger.refused("device_prefetch", "no training loader was seen")
+            self._prefetch.refused("no training loader was seen")
         elif not is_pure(loader):
-            self._ledger.refused("device_prefetch", "the sampler is the script's own: asking it early could be noticed")
+            self._prefetch.refused("the sampler is the script's own: asking it early could be noticed")
         else:
             return device
         return None
 
-    def _workers_behind(self, iterator: Any) -> bool:
-        """Whether asking for the next batch early draws nothing in this process."""
-        if isinstance(iterator, torch_loader._SingleProcessDataLoaderIter):
-            self._ledger.refused("device_prefetch", "samples are loaded in the training process itself")
-            return False
-        return True
-
-    # -- in the workers
-    # ---------------------------------------------------------------------------------------------
-
-    def _worker_threads(self) -> None:
-        change = self._ledger.wanted("worker_threads")
-        assert change is not None
-
-        def with_few_threads(main: Any, *args: Any, **kwargs: Any) -> Any:
-            self._ledger.attempt("worker_threads", limit_threads, change.value)
-            return main(*args, **kwargs)
-
-        self._changes.around("torch.utils.data._utils.worker._worker_loop", with_few_threads)
-        self._ledger.made("worker_threads", f"{change.value} threads for BLAS, OpenMP and OpenCV in each worker")
+    def _worker_loop(self, threads: int, main: Any, *args: Any, **kwargs: Any) -> Any:
+        self._ledger.attempt("worker_threads", limit_threads, threads)
+        return main(*args, **kwargs)
 
 
 def _why_not(name: str, dataset: Any, workers: int) -> str:
@@ -289,11 +240,7 @@ def _holds_gpu_memory(thing: Any, depth: int = 3) -> bool:
         return thing.is_cuda
     if depth == 0:
         return False
-    values: Any = ()
-    if isinstance(thing, list | tuple):
-        values = thing
-    elif isinstance(thing, dict):
-        values = thing.values()
-    else:
-        values = getattr(thing, "__dict__", {}).values()
+    values = thing
+    if not isinstance(thing, list | tuple):
+        values = (thing if isinstance(thing, dict) else getattr(thing, "__dict__", {})).values()
     return any(_holds_gpu_memory(value, depth - 1) for value in list(values)[:64])
