@@ -1,16 +1,12 @@
-"""Windows and macOS: what psutil says of the machine and its processes. On Linux /proc says more, without psutil."""
+"""Windows and macOS: what psutil says of the machine. On Linux /proc says more, without psutil."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 
-from flatout.redact import redact_text
-from flatout.trace import DiskSample, HostSample, ProcessSample
-
-T = TypeVar("T")
+from flatout.trace import DiskSample, HostSample
 
 
 def memory() -> tuple[int, int]:
@@ -53,71 +49,6 @@ class PsutilHost:
             swap_used_bytes=psutil.swap_memory().used,
             **rates,
         )
-
-    def close(self) -> None:
-        """Nothing is held open."""
-
-
-class PsutilProcesses:
-    """The processes of this machine."""
-
-    def has(self, pid: int) -> bool:
-        return psutil.pid_exists(pid)
-
-    def pids(self) -> list[int]:
-        return psutil.pids()
-
-    def parent(self, pid: int) -> int | None:
-        return self._ask(pid, psutil.Process.ppid, None)
-
-    def name(self, pid: int) -> str:
-        return self._ask(pid, psutil.Process.name, "")
-
-    def command(self, pid: int) -> str:
-        return "\0".join(self._ask(pid, psutil.Process.cmdline, []))
-
-    def is_python(self, pid: int) -> bool:
-        return "python" in self.command(pid).lower()
-
-    def session(self, pid: int) -> str | None:
-        return None  # psutil does not say
-
-    def _ask(self, pid: int, question: Callable[[psutil.Process], T], otherwise: T) -> T:
-        try:
-            return question(psutil.Process(pid))
-        except psutil.Error:
-            return otherwise
-
-    def process(self, pid: int, role: str) -> PsutilProcess:
-        return PsutilProcess(pid, role)
-
-
-class PsutilProcess:
-    """One process."""
-
-    def __init__(self, pid: int, role: str) -> None:
-        self.role = role
-        self._pid = pid
-        self._process: psutil.Process | None = None
-        self._before: tuple[float, float] | None = None
-        self.pss_s: float | None = None
-
-    def measure_pss(self, now_s: float) -> None:
-        self.pss_s = now_s  # psutil has it on Linux only
-
-    def read(self, now_s: float) -> ProcessSample | None:
-        try:
-            self._process = self._process or psutil.Process(self._pid)
-            with self._process.oneshot():
-                times, name = self._process.cpu_times(), redact_text(self._process.name())
-                rss, threads = self._process.memory_info().rss, self._process.num_threads()
-        except psutil.Error:
-            return None
-        before, self._before = self._before, (now_s, times.user + times.system)
-        cpu_pct = None
-        if before is not None and now_s > before[0]:
-            cpu_pct = 100 * (self._before[1] - before[1]) / (now_s - before[0])
-        return ProcessSample(pid=self._pid, role=self.role, name=name, rss_bytes=rss, threads=threads, cpu_pct=cpu_pct)
 
     def close(self) -> None:
         """Nothing is held open."""

@@ -34,26 +34,6 @@ THROTTLE_REASONS = {
     0x100: "display clocks",
 }
 
-# What each GPU is asked, and what a person calls it when there is no answer.
-_WORDS = {
-    "nvmlDeviceGetName": "the name",
-    "nvmlDeviceGetUUID": "the UUID",
-    "nvmlDeviceGetUtilizationRates": "GPU-Util",
-    "nvmlDeviceGetMemoryInfo": "memory in use",
-    "nvmlDeviceGetPowerUsage": "power",
-    "nvmlDeviceGetEnforcedPowerLimit": "the power limit",
-    "nvmlDeviceGetTotalEnergyConsumption": "energy",
-    "nvmlDeviceGetTemperature": "temperature",
-    "nvmlDeviceGetClockInfo": "a clock",
-    "nvmlDeviceGetMaxClockInfo": "the highest clock",
-    "nvmlDeviceGetCurrentClocksThrottleReasons": "what holds the clocks down",
-    "nvmlDeviceGetDecoderUtilization": "use of the video decoder",
-    "nvmlDeviceGetJpgUtilization": "use of the JPEG engine",
-    "nvmlDeviceGetComputeRunningProcesses": "its processes",
-    "nvmlDeviceGetProcessUtilization": "which process uses its SMs",
-    "nvmlDeviceGetSamples": "the history of GPU-Util",
-}
-
 # NVML's error numbers, by what they mean here. After any other error the question is asked again the next time.
 # Bad argument, not supported, no permission, no such function, deprecated.
 _NEVER = (2, 3, 4, 13, 26)
@@ -92,7 +72,7 @@ class Gpus:
         for index in dict.fromkeys(indices):
             if not 0 <= index < count:
                 self.close()
-                raise UsageError(f"there is no GPU {index}: {_existing(count)}")
+                raise UsageError(f"there is no GPU {index}: this machine has {count}, counted from 0")
             try:
                 self._gpus.append(_Gpu(self._nvml, index, note))
             except self._nvml.NVMLError as problem:
@@ -132,7 +112,6 @@ class _Gpu:
         self._name = str(self._ask("nvmlDeviceGetName") or "unknown GPU")
         self._uuid = str(self._ask("nvmlDeviceGetUUID") or f"index-{index}")
         self._slow: dict[str, float | None] = {}
-        self._engines: dict[str, float | None] = {}
         self._processes: tuple[GpuProcess, ...] | None = None
         self._slow_s = -_SLOW_EVERY_S
         self._energy_j: float | None = None
@@ -150,7 +129,7 @@ class _Gpu:
         try:
             self._pulses += self._gpm.pulse(now_s)
         except self._nvml.NVMLError as problem:
-            self._explain("its GPM counters are not known", problem)
+            self._explain("nvmlGpmSampleGet", problem)
 
     def read(self, now_s: float) -> GpuSample:
         if now_s - self._slow_s >= _SLOW_EVERY_S:
@@ -167,8 +146,6 @@ class _Gpu:
         else:
             self._pulses += self._util_history()
         pulses, self._pulses = tuple(self._pulses), []
-        if any(self._engines.values()):
-            self._read_engines()
         memory = self._ask("nvmlDeviceGetMemoryInfo")
         sample = GpuSample(
             index=self._index,
@@ -185,7 +162,6 @@ class _Gpu:
             processes=self._processes,
             pulses=pulses,
             **self._slow,
-            **self._engines,
             **activity,
         )
         if self._lost:  # meanwhile: half a reading is worth nothing
@@ -200,7 +176,8 @@ class _Gpu:
         """What hardly changes, or costs much to ask."""
         self._slow["power_limit_w"] = _scaled(self._ask("nvmlDeviceGetEnforcedPowerLimit"), 1e-3)
         self._slow["memory_clock_mhz"] = _scaled(self._ask("nvmlDeviceGetClockInfo", 2), 1)
-        self._read_engines()
+        self._slow["decoder_util_pct"] = _field(self._ask("nvmlDeviceGetDecoderUtilization"), 0, float)
+        self._slow["jpeg_util_pct"] = _field(self._ask("nvmlDeviceGetJpgUtilization"), 0, float)
         running = self._ask("nvmlDeviceGetComputeRunningProcesses")
         self._processes = None
         if running is not None:
@@ -213,12 +190,6 @@ class _Gpu:
             sm_pct = use.get(answer.pid, 0.0)
         name = self._process_name(answer.pid)
         return GpuProcess(pid=answer.pid, used_bytes=answer.usedGpuMemory, name=name, sm_pct=sm_pct)
-
-    def _read_engines(self) -> None:
-        """The decoders: asked now and then while they are idle, and at every read while they are not."""
-        decoder, jpeg = self._ask("nvmlDeviceGetDecoderUtilization"), self._ask("nvmlDeviceGetJpgUtilization")
-        self._engines["decoder_util_pct"] = _field(decoder, 0, float)
-        self._engines["jpeg_util_pct"] = _field(jpeg, 0, float)
 
     def _process_name(self, pid: int) -> str | None:
         try:
@@ -261,21 +232,21 @@ class _Gpu:
             return getattr(self._nvml, function)(self._handle, *arguments)
         except AttributeError:
             self._never.add((function, *arguments))
-            self._note(f"GPU {self._index}: {_WORDS[function]} is not known (this nvidia-ml-py is too old)")
+            self._note(f"GPU {self._index}: {function} is not known (this nvidia-ml-py is too old)")
         except self._nvml.NVMLError as problem:
             if problem.value in _NEVER:
                 self._never.add((function, *arguments))
             if problem.value in _NOTHING_NEW:
                 return nothing_new
-            self._explain(f"{_WORDS[function]} is not known", problem)
+            self._explain(function, problem)
         return None
 
-    def _explain(self, loss: str, problem: Any) -> None:
+    def _explain(self, function: str, problem: Any) -> None:
         if problem.value in _LOST:
             self._lost = True
             self._note(f"GPU {self._index} is gone ({problem}): its figures end here")
         else:
-            self._note(f"GPU {self._index}: {loss} ({problem})")
+            self._note(f"GPU {self._index}: {function} is not known ({problem})")
 
 
 class _Gpm:
@@ -362,14 +333,6 @@ def _query(nvml: Any, metrics: tuple[int, ...]) -> Any:
     for slot, number in enumerate(metrics):
         query.metrics[slot].metricId = number
     return query
-
-
-def _existing(count: int) -> str:
-    if count == 0:
-        return "there is none"
-    if count == 1:
-        return "only 0"
-    return f"there are 0 to {count - 1}"
 
 
 def throttle_words(bits: int | None) -> tuple[str, ...] | None:

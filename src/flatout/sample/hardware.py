@@ -10,7 +10,7 @@ from typing import Any
 from flatout.model.errors import UsageError
 from flatout.sample.gpu import Gpus
 from flatout.sample.host import host_of
-from flatout.sample.process import Tree, find_trainings, processes_of
+from flatout.sample.process import Proc, Tree, find_trainings
 from flatout.trace import Sample
 
 _FIND_TRAININGS_EVERY_S = 10.0
@@ -34,8 +34,9 @@ class Sampler:
         root: Path = Path("/"),
         nvml: Any = None,
     ) -> None:
+        self._proc = Proc(root / "proc")
         for pid in pids:
-            if not processes_of(root).has(pid):
+            if not self._proc.has(pid):
                 raise UsageError(f"there is no process {pid}")
         self.notes: list[str] = []
         self._clock = clock
@@ -61,12 +62,10 @@ class Sampler:
         now_s = self._clock()
         gpus = self._gpus.read(now_s)
         holders = {process.pid for gpu in gpus for process in gpu.processes or ()}
-        interval_s = 0.0
-        if self._read_s is not None:
-            interval_s = now_s - self._read_s
+        before_s = now_s if self._read_s is None else self._read_s
         sample = Sample(
             time_s=now_s,
-            interval_s=interval_s,
+            interval_s=now_s - before_s,
             host=self._host.read(now_s),
             gpus=gpus,
             processes=self._tree.read(now_s, self._followed(now_s, holders), holders),
@@ -89,13 +88,11 @@ class Sampler:
     def _followed(self, now_s: float, holders: set[int]) -> tuple[int, ...]:
         if self._pids:
             return self._pids
-        seen = sorted(filter(processes_of(self._root).has, holders))
+        seen = sorted(filter(self._proc.has, holders))
         if seen:
             return tuple(seen)
         if holders:
-            self._note(
-                "this container does not show the processes that use the GPUs: looking for loader workers instead"
-            )
+            self._note("the processes that use the GPUs are not to be seen here: looking for loader workers instead")
         if now_s - self._found_s >= _FIND_TRAININGS_EVERY_S:
             self._found_s = now_s
             self._found = find_trainings(self._root)

@@ -68,8 +68,8 @@ class Host:
         now = _Counters(
             now_s=now_s,
             cores=_cpu_ticks(stat := self._files["stat"].read(_LONG_BYTES)),
-            switches=_counter(stat, b"\nctxt "),
-            pressure_us={name: _counter(file.read(), b"total=") for name, file in self._pressure.items()},
+            switches=counter(stat, b"\nctxt "),
+            pressure_us={name: counter(file.read(), b"total=") for name, file in self._pressure.items()},
             quota_periods=self._cgroup.quota_periods(),
             disks=_disk_counters(self._files["diskstats"].read(_LONG_BYTES), self._disks),
         )
@@ -77,7 +77,7 @@ class Host:
         rates: dict[str, Any] = {}
         if before is not None and now_s > before.now_s:
             rates = now.since(before)
-        return HostSample(run_queue=_counter(stat, b"\nprocs_running "), **self._levels(), **rates)
+        return HostSample(run_queue=counter(stat, b"\nprocs_running "), **self._levels(), **rates)
 
     def close(self) -> None:
         """Give the descriptors back."""
@@ -86,16 +86,16 @@ class Host:
 
     def _levels(self) -> dict[str, Any]:
         info = self._files["meminfo"].read()
-        total, available = _kibibytes(info, b"MemTotal:"), _kibibytes(info, b"MemAvailable:")
+        total, available = kibibytes(info, b"MemTotal:"), kibibytes(info, b"MemAvailable:")
         used = _difference(total, available)
         limited = self._cgroup.memory()
         if limited is not None and (total is None or limited[0] < total):
             total, used = limited
-        swap_total, swap_free = _kibibytes(info, b"SwapTotal:"), _kibibytes(info, b"SwapFree:")
+        swap_total, swap_free = kibibytes(info, b"SwapTotal:"), kibibytes(info, b"SwapFree:")
         levels: dict[str, Any] = {
             "memory_total_bytes": total,
             "memory_used_bytes": used,
-            "page_cache_bytes": _kibibytes(info, b"\nCached:"),
+            "page_cache_bytes": kibibytes(info, b"\nCached:"),
             "swap_used_bytes": _difference(swap_total, swap_free),
         }
         try:
@@ -192,7 +192,7 @@ def _held_back_pct(now: tuple[int, int] | None, before: tuple[int, int] | None) 
     return _pct(now[0] - before[0], now[1] - before[1])
 
 
-def _counter(text: bytes, label: bytes) -> int | None:
+def counter(text: bytes, label: bytes) -> int | None:
     """The whole number right behind the first `label`."""
     at = text.find(label)
     if at < 0:
@@ -200,8 +200,8 @@ def _counter(text: bytes, label: bytes) -> int | None:
     return int(text[at + len(label) :].split(None, 1)[0])
 
 
-def _kibibytes(meminfo: bytes, label: bytes) -> int | None:
-    value = _counter(meminfo, label)
+def kibibytes(meminfo: bytes, label: bytes) -> int | None:
+    value = counter(meminfo, label)
     if value is None:
         return None
     return value * 1024

@@ -3,7 +3,7 @@
 A loader worker is known by the name torch gives it. Where nothing in the tree bears that name (an older torch), it is
 a fork of its parent (the same command line) or a child that multiprocessing spawned, unless it holds memory on a GPU
 or has such children itself. A trainer holds memory on a GPU, or has workers of its own. A process that has adopted a
-worker whose trainer died, such as init or a shell, is none. Read from /proc.
+worker whose trainer died, such as init or a shell, is none. Read from /proc: on Windows and macOS none are seen.
 """
 
 from __future__ import annotations
@@ -11,19 +11,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, Union
+from typing import NamedTuple
 
 from flatout.redact import redact_text
-from flatout.sample.budget import on_linux
-from flatout.sample.host import ProcFile, rate
+from flatout.sample.host import ProcFile, counter, kibibytes, rate
 from flatout.trace import ProcessSample
 
-if TYPE_CHECKING:
-    from flatout.sample.elsewhere import PsutilProcess, PsutilProcesses
-
-Processes: TypeAlias = Union["Proc", "PsutilProcesses"]
 _LOOK_FOR_NEW_S = 5.0
-_WAITS_EVERY_S = 1.9  # waiting for a core and reading are read at every other read of one a second
 _PSS_AT_ONCE = 8  # the kernel walks all pages of a process for its PSS: milliseconds each
 _PSS_PAUSE_S = 4.0  # so a tree of seven comes round every 30 s, a larger one less often
 _WORKER_NAMES = ("pt_data_worker", "flatout-worker")
@@ -33,21 +27,12 @@ _OUR_FORK_SERVER = "flatout-forksrv"
 _NOT_LOADERS = ("multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
 
 
-def processes_of(root: Path) -> Processes:
-    """What reads the processes of this machine."""
-    if on_linux():
-        return Proc(root / "proc")
-    from flatout.sample.elsewhere import PsutilProcesses
-
-    return PsutilProcesses()
-
-
 class Tree:
     """The process trees below `roots`; processes come and go between reads."""
 
     def __init__(self, root: Path = Path("/")) -> None:
-        self._system = processes_of(root)
-        self._known: dict[int, _ProcProcess | PsutilProcess] = {}
+        self._proc = Proc(root / "proc")
+        self._known: dict[int, _Process] = {}
         self._roots: frozenset[int] = frozenset()
         self._holders: frozenset[int] = frozenset()
         self._looked_s = -_LOOK_FOR_NEW_S
@@ -89,23 +74,21 @@ class Tree:
         self._pss_s = now_s
 
     def _look_for_new(self) -> None:
-        tree: dict[int, int] = {}
-        if self._roots:
-            tree = _below(self._system, self._roots)
+        tree = _below(self._proc, self._roots)
         for pid in self._known.keys() - tree.keys():
             self._known.pop(pid).close()
-        for pid, role in _roles(self._system, tree, self._roots, self._holders).items():
+        for pid, role in _roles(self._proc, tree, self._roots, self._holders).items():
             if pid in self._known:
                 self._known[pid].role = role
             else:
-                self._known[pid] = self._system.process(pid, role)
+                self._known[pid] = _Process(self._proc.folder / str(pid), pid, role)
 
 
 def find_trainings(root: Path = Path("/")) -> tuple[int, ...]:
     """Processes that have loader workers: the trainings that can be seen without asking a GPU."""
-    system = processes_of(root)
-    workers = [pid for pid in system.pids() if system.name(pid) in _WORKER_NAMES]
-    return tuple(sorted(_owners(system, {pid: system.parent(pid) for pid in workers})))
+    proc = Proc(root / "proc")
+    workers = [pid for pid in proc.pids() if proc.name(pid) in _WORKER_NAMES]
+    return tuple(sorted(_owners(proc, {pid: proc.parent(pid) for pid in workers})))
 
 
 def process_ids() -> list[int]:
@@ -118,9 +101,11 @@ def descendants(pid: int) -> set[int]:
     return _below(Proc(Path("/proc")), frozenset((pid,))).keys() - {pid}
 
 
-def _below(system: Processes, roots: frozenset[int]) -> dict[int, int]:
+def _below(proc: Proc, roots: frozenset[int]) -> dict[int, int]:
     """The processes in the trees below `roots`, each with its parent."""
-    parents = {pid: parent for pid in system.pids() if (parent := system.parent(pid)) is not None}
+    if not roots:
+        return {}
+    parents = {pid: parent for pid in proc.pids() if (parent := proc.parent(pid)) is not None}
     children: dict[int, list[int]] = {}
     for pid, parent in parents.items():
         children.setdefault(parent, []).append(pid)
@@ -134,12 +119,12 @@ def _below(system: Processes, roots: frozenset[int]) -> dict[int, int]:
     return tree
 
 
-def _roles(system: Processes, tree: dict[int, int], roots: frozenset[int], holders: frozenset[int]) -> dict[int, str]:
-    workers = {pid for pid in tree if pid not in roots and system.name(pid) in _WORKER_NAMES}
+def _roles(proc: Proc, tree: dict[int, int], roots: frozenset[int], holders: frozenset[int]) -> dict[int, str]:
+    workers = {pid for pid in tree if pid not in roots and proc.name(pid) in _WORKER_NAMES}
     if not workers:
-        alike = {pid for pid in tree.keys() - roots - holders if _looks_like_worker(system, pid, tree[pid])}
+        alike = {pid for pid in tree.keys() - roots - holders if _looks_like_worker(proc, pid, tree[pid])}
         workers = alike - {tree[pid] for pid in alike}
-    owners = _owners(system, {pid: tree[pid] for pid in workers})
+    owners = _owners(proc, {pid: tree[pid] for pid in workers})
     trainers = (holders | owners) & tree.keys() - workers
     trainers = trainers or roots & tree.keys()
     roles = dict.fromkeys(tree, "other")
@@ -147,93 +132,101 @@ def _roles(system: Processes, tree: dict[int, int], roots: frozenset[int], holde
     return roles | dict.fromkeys(workers, "worker")
 
 
-def _looks_like_worker(system: Processes, pid: int, parent: int) -> bool:
-    command = system.command(pid)
+def _looks_like_worker(proc: Proc, pid: int, parent: int) -> bool:
+    command = proc.command(pid)
     if "python" not in command or any(mark in command for mark in _NOT_LOADERS):
         return False
-    return any(mark in command for mark in _SPAWN_MARKS) or command == system.command(parent)
+    return any(mark in command for mark in _SPAWN_MARKS) or command == proc.command(parent)
 
 
-def _owners(system: Processes, parents: Mapping[int, int | None]) -> set[int]:
+def _owners(proc: Proc, parents: Mapping[int, int | None]) -> set[int]:
     """The processes that started these workers, not those that adopted an orphan."""
     owners: set[int] = set()
     for worker, parent in parents.items():
         if parent is None:
             continue
-        owner = _behind_fork_server(system, parent)
-        if owner not in owners and _has_started(system, owner, worker):
+        owner = _behind_fork_server(proc, parent)
+        if owner not in owners and _has_started(proc, owner, worker):
             owners.add(owner)
     return owners
 
 
-def _has_started(system: Processes, owner: int, worker: int) -> bool:
+def _has_started(proc: Proc, owner: int, worker: int) -> bool:
     """Whether it is its worker: a fork has the same command line, unless one has changed its own since; then both are
     Pythons of the same session."""
-    command = system.command(owner)
-    if command == system.command(worker):
+    command = proc.command(owner)
+    if command == proc.command(worker):
         return bool(command)
-    return system.is_python(owner) and system.session(owner) == system.session(worker)
+    return proc.is_python(owner) and proc.session(owner) == proc.session(worker)
 
 
-def _behind_fork_server(system: Processes, owner: int) -> int:
+def _behind_fork_server(proc: Proc, owner: int) -> int:
     """The trainer of a worker: its parent, or what started its parent, if that is a fork server."""
-    while _FORK_SERVER in system.command(owner) or system.name(owner) == _OUR_FORK_SERVER:
-        owner = system.parent(owner) or 0
+    while _FORK_SERVER in proc.command(owner) or proc.name(owner) == _OUR_FORK_SERVER:
+        owner = proc.parent(owner) or 0
     return owner
 
 
 class Proc:
     """What /proc says of a process; None or empty when it is not to be seen."""
 
-    def __init__(self, proc: Path) -> None:
-        self._proc = proc
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._parents: dict[int, int] = {}  # a parent changes only when it ends: asked for once
 
     def has(self, pid: int) -> bool:
-        return (self._proc / str(pid)).exists()
+        return (self.folder / str(pid)).exists()
 
     def pids(self) -> list[int]:
-        there = [int(name) for name in os.listdir(self._proc) if name.isdigit()]  # noqa: PTH208 - Paths are slow
+        if not self.folder.is_dir():  # Windows, macOS
+            return []
+        there = [int(name) for name in os.listdir(self.folder) if name.isdigit()]  # noqa: PTH208 - Paths are slow
         for gone in self._parents.keys() - set(there):
             del self._parents[gone]
         return there
 
     def parent(self, pid: int) -> int | None:
         if pid not in self._parents:
-            fields = _after_name(_text(f"{self._proc}/{pid}/stat"))
+            fields = self._fields(pid)
             if not fields:
                 return None
             self._parents[pid] = int(fields[1])
         return self._parents[pid]
 
     def name(self, pid: int) -> str:
-        return _text(f"{self._proc}/{pid}/comm").strip()
+        return _text(f"{self.folder}/{pid}/comm").strip()
 
     def command(self, pid: int) -> str:
-        return _text(f"{self._proc}/{pid}/cmdline")
+        return _text(f"{self.folder}/{pid}/cmdline")
 
     def is_python(self, pid: int) -> bool:
         try:
-            return "python" in os.readlink(f"{self._proc}/{pid}/exe")  # noqa: PTH115 - Paths are slow
+            return "python" in os.readlink(f"{self.folder}/{pid}/exe")  # noqa: PTH115 - Paths are slow
         except OSError:  # somebody else's
             return "python" in self.command(pid)
 
-    def session(self, pid: int) -> str | None:
-        fields = _after_name(_text(f"{self._proc}/{pid}/stat"))
-        if len(fields) <= 3:
-            return None
-        return fields[3]
+    def session(self, pid: int) -> list[str]:
+        return self._fields(pid)[3:4]
 
-    def process(self, pid: int, role: str) -> _ProcProcess:
-        return _ProcProcess(self._proc / str(pid), pid, role)
+    def _fields(self, pid: int) -> list[str]:
+        """Those of /proc/PID/stat behind the name, which may itself hold spaces and brackets."""
+        return _text(f"{self.folder}/{pid}/stat").rpartition(")")[2].split()
 
 
-class _ProcProcess:
+class _Counters(NamedTuple):
+    """What only counts up, at one moment."""
+
+    now_s: float
+    ticks: int
+    delay_ns: int | None = None  # waiting for a core: of the main thread alone, the one that trains, or loads
+    switches: int | None = None
+    read_bytes: int | None = None
+
+
+class _Process:
     """One process, its files kept open between reads."""
 
-    __slots__ = (
-        "_before", "_folder", "_io", "_pid", "_pss", "_schedstat", "_stat", "_waits", "_waits_before", "pss_s", "role",
-    )  # fmt: skip
+    __slots__ = ("_before", "_folder", "_io", "_pid", "_pss", "_schedstat", "_stat", "pss_s", "role")
 
     def __init__(self, folder: Path, pid: int, role: str) -> None:
         self.role = role
@@ -242,16 +235,14 @@ class _ProcProcess:
         self._stat = ProcFile(folder / "stat")
         self._schedstat = ProcFile(folder / "schedstat")
         self._io = ProcFile(folder / "io")
-        self._before: tuple[float, int] | None = None
-        self._waits_before: tuple[float, int | None, int | None, int | None] | None = None
-        self._waits: dict[str, float | None] = {}
+        self._before: _Counters | None = None
         self._pss: int | None = None
         self.pss_s: float | None = None
 
     def measure_pss(self, now_s: float) -> None:
         """Ask for its share of memory, pages shared with others counted once: costly."""
         self.pss_s = now_s
-        self._pss = _pss_bytes(_text(f"{self._folder}/smaps_rollup"))
+        self._pss = kibibytes(_text(f"{self._folder}/smaps_rollup").encode(), b"\nPss:")
 
     def read(self, now_s: float) -> ProcessSample | None:
         """What it did since the last read; None when it has ended."""
@@ -260,12 +251,17 @@ class _ProcProcess:
         fields = stat[name_end + 2 :].split(None, 22)
         if len(fields) < 22 or fields[0] in b"ZX":
             return None
-        ticks = int(fields[11]) + int(fields[12])
-        before, self._before = self._before, (now_s, ticks)
-        self._read_waits(now_s)
-        cpu_pct = None
-        if before is not None and now_s > before[0]:
-            cpu_pct = 100 * (ticks - before[1]) / _TICKS_S / (now_s - before[0])
+        now = _Counters(now_s, int(fields[11]) + int(fields[12]), *self._waits(), counter(self._io.read(), b"rchar:"))
+        before, self._before = self._before, now
+        rates: dict[str, float | None] = {}
+        if before is not None and now_s > before.now_s:
+            seconds = now_s - before.now_s
+            rates = {
+                "cpu_pct": 100 * (now.ticks - before.ticks) / _TICKS_S / seconds,
+                "run_delay_pct": rate(now.delay_ns, before.delay_ns, seconds * 1e7),
+                "switches_s": rate(now.switches, before.switches, seconds),
+                "read_bytes_s": rate(now.read_bytes, before.read_bytes, seconds),
+            }
         return ProcessSample(
             pid=self._pid,
             role=self.role,
@@ -274,29 +270,14 @@ class _ProcProcess:
             threads=int(fields[17]),
             rss_bytes=int(fields[21]) * _PAGE_BYTES,
             pss_bytes=self._pss,
-            cpu_pct=cpu_pct,
-            **self._waits,
+            **rates,
         )
 
-    def _read_waits(self, now_s: float) -> None:
-        """How long it waited for a core and how much it read: two more files, at half the pace."""
-        before = self._waits_before
-        if before is not None and self._waits and now_s - before[0] < _WAITS_EVERY_S:
-            return
-        waits = self._schedstat.read().split()  # of the main thread alone: the one that trains, or loads
-        delay_ns: int | None = None
-        switches: int | None = None
-        if len(waits) == 3:
-            delay_ns, switches = int(waits[1]), int(waits[2])
-        read_bytes = _read_counter(self._io.read())
-        self._waits_before = (now_s, delay_ns, switches, read_bytes)
-        if before is not None and now_s > before[0]:
-            seconds = now_s - before[0]
-            self._waits = {
-                "run_delay_pct": rate(delay_ns, before[1], seconds * 1e7),
-                "switches_s": rate(switches, before[2], seconds),
-                "read_bytes_s": rate(read_bytes, before[3], seconds),
-            }
+    def _waits(self) -> tuple[int | None, int | None]:
+        words = self._schedstat.read().split()
+        if len(words) != 3:
+            return None, None
+        return int(words[1]), int(words[2])
 
     def close(self) -> None:
         for file in (self._stat, self._schedstat, self._io):
@@ -313,22 +294,3 @@ def _text(path: str) -> str:
             return file.read().decode("utf-8", "replace")
     except OSError:
         return ""
-
-
-def _after_name(stat: str) -> list[str]:
-    """The fields of /proc/PID/stat behind the name, which may itself hold spaces and brackets."""
-    if ")" not in stat:
-        return []
-    return stat[stat.rfind(")") + 2 :].split()
-
-
-def _read_counter(io: bytes) -> int | None:
-    """Bytes read, by the process's own count: network file systems do not show up among the disks."""
-    if not io.startswith(b"rchar: "):
-        return None
-    return int(io[7 : io.index(b"\n")])
-
-
-def _pss_bytes(rollup: str) -> int | None:
-    lines = (line.split() for line in rollup.splitlines() if line.startswith("Pss:"))
-    return next((int(words[1]) * 1024 for words in lines), None)

@@ -95,7 +95,7 @@ def test_a_process_that_only_holds_memory_uses_none_of_the_gpu(
         [process] = read(gpus, now_s).processes or ()
         seen.append(process.sm_pct)
     assert seen == [88.0, 0.0, None, 88.0]
-    assert notes == ["GPU 0: which process uses its SMs is not known (Timeout)"]
+    assert notes == ["GPU 0: nvmlDeviceGetProcessUtilization is not known (Timeout)"]
 
 
 @pytest.mark.parametrize(("error", "asked", "noted"), [(NOT_SUPPORTED, 1, True), (NOT_FOUND, 3, False)])
@@ -174,7 +174,7 @@ def test_a_counter_a_gpu_lacks_is_none_noted_once_and_not_asked_again(
     samples = [read(gpus, float(second)) for second in range(3)]
     assert [sample.jpeg_util_pct for sample in samples] == [None, None, None]
     assert all(sample.power_w is not None for sample in samples)
-    assert notes == ["GPU 0: use of the JPEG engine is not known (Not Supported)"]
+    assert notes == ["GPU 0: nvmlDeviceGetJpgUtilization is not known (Not Supported)"]
     assert nvml.asked.count("nvmlDeviceGetJpgUtilization") == 1
 
 
@@ -186,7 +186,7 @@ def test_an_error_that_may_pass_is_asked_again(
     assert read(gpus, 0.0).power_w is None
     nvml.failing = {}
     assert read(gpus, 1.0).power_w is not None
-    assert notes == ["GPU 0: power is not known (Timeout)"]
+    assert notes == ["GPU 0: nvmlDeviceGetPowerUsage is not known (Timeout)"]
 
 
 def test_one_clock_unknown_does_not_cost_the_other(
@@ -230,7 +230,7 @@ def test_gpm_that_stops_answering_leaves_no_old_figures(
     sample = read(gpus, 2.0)
     assert (sample.sm_active_pct, sample.pulses) == (None, ())
     assert sample.gpu_util_pct == 100
-    assert notes == ["GPU 0: its GPM counters are not known (Timeout)"]
+    assert notes == ["GPU 0: nvmlGpmSampleGet is not known (Timeout)"]
     nvml.failing = {}
     assert read(gpus, 3.0).sm_active_pct is None  # the first sample after the gap is a new start
     assert (read(gpus, 4.0).sm_active_pct or 0) > 75
@@ -299,7 +299,7 @@ def test_no_driver_is_said_once_and_costs_only_the_gpus(
 
 @pytest.mark.parametrize(
     ("there", "asked", "text"),
-    [(1, 3, "there is no GPU 3: only 0"), (2, -1, "there is no GPU -1: there are 0 to 1"), (0, 0, "there is none")],
+    [(1, 3, "there is no GPU 3: this machine has 1"), (2, -1, "there is no GPU -1"), (0, 0, "this machine has 0")],
 )
 def test_an_index_that_is_not_there_is_refused(
     nvml: RecordedNvml, watch: Callable[..., Gpus], there: int, asked: int, text: str

@@ -68,7 +68,7 @@ def test_a_container_that_hides_pids_does_not_hide_the_training(machine: Machine
         assert [process.role for process in sampler.read().processes] == ["trainer", "worker", "worker"]
         sampler.read()
         [note] = sampler.notes
-    assert "does not show the processes that use the GPUs" in note
+    assert "the processes that use the GPUs are not to be seen here" in note
 
 
 def test_without_a_driver_the_host_half_works(machine: Machine, nvml: RecordedNvml) -> None:
