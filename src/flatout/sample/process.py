@@ -213,7 +213,7 @@ class Proc:
         return _text(f"{self.folder}/{pid}/stat").rpartition(")")[2].split()
 
 
-class _Counters(NamedTuple):
+class _ProcessCounters(NamedTuple):
     """What only counts up, at one moment."""
 
     now_s: float
@@ -235,7 +235,7 @@ class _Process:
         self._stat = ProcFile(folder / "stat")
         self._schedstat = ProcFile(folder / "schedstat")
         self._io = ProcFile(folder / "io")
-        self._before: _Counters | None = None
+        self._before: _ProcessCounters | None = None
         self._pss: int | None = None
         self.pss_s: float | None = None
 
@@ -251,7 +251,9 @@ class _Process:
         fields = stat[name_end + 2 :].split(None, 22)
         if len(fields) < 22 or fields[0] in b"ZX":
             return None
-        now = _Counters(now_s, int(fields[11]) + int(fields[12]), *self._waits(), counter(self._io.read(), b"rchar:"))
+        now = _ProcessCounters(
+            now_s, int(fields[11]) + int(fields[12]), *self._waits(), counter(self._io.read(), b"rchar:")
+        )
         before, self._before = self._before, now
         rates: dict[str, float | None] = {}
         if before is not None and now_s > before.now_s:
