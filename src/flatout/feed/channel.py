@@ -17,14 +17,13 @@ import os
 import pickle
 import socket
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch._utils import ExceptionWrapper
 
 from flatout.feed.randomness import Key
 from flatout.files import clear_of_standard
-from flatout.model.sizes import length_of
 
 Span = tuple[int, int]  # offset, length
 
@@ -42,19 +41,13 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
 class Recipe:
     """What every worker of a loader knows: how a list of indices becomes a batch."""
 
-    dataset: Any = field(compare=False)
+    dataset: Any
     collate_fn: Callable[[Any], Any]
     auto_collation: bool
     drop_last: bool
-    batch_size: int | None
     declared: int  # the number of workers that user code is told
     skip_bad: bool
     defer: bool = False  # transforms are noted by samples, and done to whole batches on the GPU
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """What a loader that a script builds again has in common with the one before it."""
-        return type(self.dataset), length_of(self.dataset), self.batch_size, self.declared, self.defer
 
 
 class StartWorker(NamedTuple):
@@ -94,8 +87,6 @@ class Done(NamedTuple):
     spans: list[Span]
     needs: int  # bytes that a slot should have for it
     bad: list[tuple[int, str]]
-    drew: bool | None  # whether samples drew random numbers; None: not looked at this time
-    rows: int
     ended_s: float  # by the clock that all processes share
     wall_s: float
     cpu_s: float

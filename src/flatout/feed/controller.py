@@ -19,7 +19,6 @@ import logging
 import math
 import statistics
 import weakref
-from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -244,27 +243,22 @@ class Controller:
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 _all: list[weakref.ref[Tuning]] = []  # replaced, never changed: several threads may go through it
-_workers_by_kind: dict[Hashable, int] = {}  # what a loader that is built again for every epoch begins with
 
 
 class Tuning:
-    """How many workers and batches ahead one loader should have. `kind` is the same for loaders that are alike."""
+    """How many workers and batches ahead one loader should have."""
 
-    def __init__(self, workers: int, budget: Budget, *, fixed: bool, may_do_without: bool, kind: Hashable) -> None:
+    def __init__(self, workers: int, budget: Budget, *, fixed: bool, may_do_without: bool) -> None:
         global _all
         self._controller = Controller(workers, cores=budget.cores_allowed, may_do_without=may_do_without)
-        self._kind = kind
         self._fixed = fixed
         if fixed:
             self._controller.workers, self._controller.why = workers, "as declared"
-        elif _workers_by_kind.get(kind):
-            self._controller.workers, self._controller.why = _workers_by_kind[kind], "what the loader before it had"
         self._budget = budget
         self._window = Observation()
         self._pass = Observation()  # batches, waits and work since workers were started for it
         self._asked_at: float | None = None  # in this pass
-        self._first_asked_at = 0.0
-        self._last_pass = (-math.inf, -math.inf)  # from its first batch asked for to its end
+        self._pass_ended_at = -math.inf
         self._kills = out_of_memory_kills()
         _all = [*(ref for ref in _all if ref() is not None), weakref.ref(self)]
 
@@ -294,10 +288,9 @@ class Tuning:
         """A pass is over: until the next one, nobody waits, and the cores are free for others."""
         if self._asked_at is None:
             return
-        self._last_pass, self._asked_at = (self._first_asked_at, now), None
+        self._pass_ended_at, self._asked_at = now, None
         if not self._fixed:
             self._controller.observe_pass(self._pass)
-            _workers_by_kind[self._kind] = self.workers
 
     def add_busy(self, seconds: float) -> None:
         """A worker had something to do for so long."""
@@ -320,10 +313,12 @@ class Tuning:
 
     def handed_over(self, waited_s: float, parent_s: float, now: float) -> bool:
         """The loop got a batch; whether it was the last of a window, and `decide` is due."""
-        if self._asked_at is None:
-            self._asked_at = self._first_asked_at = now - waited_s - parent_s
+        asked_at = now - waited_s - parent_s
+        if any(other._pass_ended_at > (self._asked_at or asked_at) for other in self._others()):
+            self._window = Observation()  # an evaluation, say: its time is not this loop's
+            self._asked_at = None
         window = self._window
-        window.seconds += now - self._asked_at - self._other_passes_s(self._asked_at)
+        window.seconds += now - (self._asked_at or asked_at)
         self._asked_at = now
         for one in (window, self._pass):
             one.batches += 1
@@ -348,15 +343,6 @@ class Tuning:
         asked = [other._asked_at for other in self._others()]
         sharing = sum(at is not None and self._asked_at - at < RECENT_S for at in asked)
         return max(1.0, self._budget.cores_allowed / (1 + sharing))
-
-    def _other_passes_s(self, since: float) -> float:
-        """How long whole passes of other loaders took meanwhile: an evaluation is not this loop's time."""
-        total = 0.0
-        for begin, end in sorted(other._last_pass for other in self._others()):
-            if end > since:  # two that were used together took their time only once
-                total += end - max(begin, since)
-                since = end
-        return total
 
     def _others(self) -> list[Tuning]:
         return [other for ref in _all if (other := ref()) is not None and other is not self]

@@ -49,7 +49,6 @@ class FaultCounts:
     made_by_workers: int = 0
     deaths: int = 0  # of workers
     redone: int = 0  # batches that a worker died over
-    drew: bool = False  # samples were seen to draw random numbers
     fills: str | None = None  # what of the dataset they were seen to fill
     bad: list[BadSample] = field(default_factory=list)
 

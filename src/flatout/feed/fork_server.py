@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from pickle import PicklingError
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import multiprocessing
@@ -44,14 +44,6 @@ _NOT_PICKLABLE = (
     "multiprocessing_context='fork' does without."
 )
 _fork_lock = threading.Lock()  # a fork while a channel is created would keep its far end open
-
-
-class Event(NamedTuple):
-    """A worker has started (status None) or ended, with its exit status (negative: a signal)."""
-
-    worker: int
-    pid: int
-    status: int | None
 
 
 def starter_for(recipe: Recipe, context: Any) -> Starter:
@@ -79,16 +71,14 @@ class ForkServer:
                 self._process.start()
             finally:
                 far.close()
-        self.pid = self._process.pid
-        self._ended = False
-        self._unread: list[Event] = []
+        self._exits: dict[int, int] = {}
 
     def start(self, number: int) -> socket.socket:
-        """Have a worker forked; the near end of its channel."""
+        """Have a worker forked; the near end of its channel. `OSError` where the fork server is gone."""
         with _fork_lock:
             near, far = channel.pair()
             try:
-                channel.send(self._channel, ("fork", number), [far.fileno()])
+                channel.send(self._channel, number, [far.fileno()])
             except OSError:
                 near.close()
                 raise
@@ -97,26 +87,14 @@ class ForkServer:
             channel.close_in_children(near.fileno())
         return near
 
-    def events(self) -> list[Event]:
-        """What has happened to workers since the last call."""
-        events, self._unread = self._unread, []
+    def exits(self) -> dict[int, int]:
+        """The workers that have ended so far: number and exit status (negative: a signal)."""
         try:
             while True:
-                message, _ = channel.receive(self._channel, wait=False)
-                events.append(message)
-        except BlockingIOError:
-            pass
-        except EOFError:
-            self._ended = True
-        return events
-
-    def kill(self, number: int) -> None:
-        with contextlib.suppress(OSError):  # a dead fork server has taken its workers with it
-            channel.send(self._channel, ("kill", number))
-
-    def alive(self) -> bool:
-        self._unread = self.events()  # by its channel: other code may reap our children
-        return not self._ended
+                (number, status), _ = channel.receive(self._channel, wait=False)
+                self._exits[number] = status
+        except (BlockingIOError, EOFError):
+            return self._exits
 
     def hang_up(self) -> None:
         """Have it end, and its workers with it, without waiting for that."""
@@ -135,7 +113,6 @@ class ContextStarter:
         self._recipe = recipe
         self._context = context
         self._processes: dict[int, Any] = {}
-        self._events: list[Event] = []
 
     def start(self, number: int) -> socket.socket:
         """Start a worker; the near end of its channel."""
@@ -153,36 +130,19 @@ class ContextStarter:
                 far.close()
             channel.close_in_children(near.fileno())
         self._processes[number] = process
-        self._events.append(Event(number, process.pid, None))
         return near
 
-    def events(self) -> list[Event]:
-        """What has happened to workers since the last call."""
-        for number, process in list(self._processes.items()):
-            if process.exitcode is not None:
-                self._events.append(Event(number, process.pid, process.exitcode))
-                del self._processes[number]
-                process.close()
-        events, self._events = self._events, []
-        return events
-
-    def kill(self, number: int) -> None:
-        if number in self._processes:
-            self._processes[number].kill()
-
-    def alive(self) -> bool:
-        self._events = self.events()  # those that have ended are let go of
-        return True
+    def exits(self) -> dict[int, int]:
+        """The workers that have ended so far: number and exit status (negative: a signal)."""
+        statuses = {number: process.exitcode for number, process in self._processes.items()}
+        return {number: status for number, status in statuses.items() if status is not None}
 
     def hang_up(self) -> None:
         """Nothing to do: workers end with their own channels."""
 
     def reap(self, patience_s: float) -> bool:
         """Wait for the end of all workers, for so long each; whether they have ended."""
-        for number, process in list(self._processes.items()):
-            if _reap(process, patience_s):
-                del self._processes[number]
-        return not self._processes
+        return all(_reap(process, patience_s) for process in self._processes.values())
 
 
 Starter = ForkServer | ContextStarter
@@ -191,15 +151,11 @@ Starter = ForkServer | ContextStarter
 def _reap(process: Any, patience_s: float) -> bool:
     """Wait for a process that is about to end, and kill it in the end. Other code may have reaped it."""
     process.join(patience_s)
-    if process.is_alive():
-        if not patience_s:
-            return False
+    if process.is_alive() and patience_s:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
         process.join(patience_s)
-    if process.exitcode is not None:
-        process.close()
-    return True
+    return not process.is_alive() or bool(patience_s)
 
 
 # --- inside the fork server -------------------------------------------------------------------------------------------
@@ -226,27 +182,22 @@ def _server_main(recipe: Recipe, far: socket.socket, parent: int) -> None:
             poll.unregister(pidfd)
             os.close(pidfd)
             process.join()
-            _send_event(far, Event(number, process.pid, process.exitcode))
+            with contextlib.suppress(OSError):  # the training process is gone: the next round sees that
+                channel.send(far, (number, process.exitcode))
             process.close()
         if far.fileno() in ready:
             try:
-                (order, number), fds = channel.receive(far)
+                number, fds = channel.receive(far)
             except EOFError:
                 break
-            if order == "fork":
-                end = socket.socket(fileno=fds[0])
-                process = context.Process(target=_forked_main, args=(recipe, end, far, os.getpid()), daemon=True)
-                process.start()
-                end.close()
-                assert process.pid is not None
-                pidfd = os.pidfd_open(process.pid)
-                children[pidfd] = (number, process)
-                poll.register(pidfd, select.POLLIN)
-                _send_event(far, Event(number, process.pid, None))
-            else:
-                for known, process in children.values():
-                    if known == number:
-                        process.kill()
+            end = socket.socket(fileno=fds[0])
+            process = context.Process(target=_forked_main, args=(recipe, end, far, os.getpid()), daemon=True)
+            process.start()
+            end.close()
+            assert process.pid is not None
+            pidfd = os.pidfd_open(process.pid)
+            children[pidfd] = (number, process)
+            poll.register(pidfd, select.POLLIN)
     until = time.monotonic() + _GRACE_S
     for _, process in children.values():
         process.join(max(0.0, until - time.monotonic()))
@@ -259,18 +210,20 @@ def _forked_main(recipe: Recipe, end: socket.socket, server_channel: socket.sock
     _libc().prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != server:
         os._exit(0)
-    _set_signals_and_name("flatout-worker")
-    _give_way()
-    _keep_freed_memory()
-    worker.main(recipe, end)
+    _work(recipe, end)
 
 
 def _spawned_main(recipe: Recipe, end: socket.socket, parent: int) -> None:
     _leave_process_group()
-    _set_signals_and_name("flatout-worker")
     limit_threads()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    _give_way()
+    _work(recipe, end)
+
+
+def _work(recipe: Recipe, end: socket.socket) -> None:
+    _set_signals_and_name("flatout-worker")
+    with contextlib.suppress(OSError):  # else a worker that gets a task runs at once, on the training process's core
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     _keep_freed_memory()
     worker.main(recipe, end)
 
@@ -291,12 +244,6 @@ def _end_with(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _give_way() -> None:
-    """Else a worker that is given a task runs at once, on the core of the training process."""
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
 def _keep_freed_memory() -> None:
     """A batch's samples are freed together: glibc would give their pages back and ask for them again, one
     by one.
@@ -306,13 +253,6 @@ def _keep_freed_memory() -> None:
     if hasattr(_libc(), "mallopt"):
         _libc().mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most it takes
         _libc().mallopt(_M_TRIM_THRESHOLD, 128 << 20)
-
-
-def _send_event(far: socket.socket, event: Event) -> None:
-    try:
-        channel.send(far, event)
-    except OSError:
-        pass  # the training process is gone: the loop is about to see that
 
 
 def _set_signals_and_name(name: str) -> None:

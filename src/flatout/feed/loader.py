@@ -259,15 +259,11 @@ def _iterator_for(
 
 
 def _recipe(loader: TorchLoader[Any], options: LoaderOptions) -> Recipe:
-    batch_size = loader.batch_size
-    if batch_size is None and type(getattr(loader.batch_sampler, "batch_size", None)) is int:
-        batch_size = loader.batch_sampler.batch_size  # type: ignore[union-attr]
     return Recipe(
         dataset=loader.dataset,
         collate_fn=loader.collate_fn,
         auto_collation=loader._auto_collation,
         drop_last=loader.drop_last,
-        batch_size=batch_size,
         declared=int(loader.num_workers) or _workers_to_start_with(loader.dataset),
         skip_bad=options.on_bad_sample == "skip",
         defer=options.defer and not why_not_deferred(loader),

@@ -53,7 +53,7 @@ class BatchScheduler:
         self.left_workers = False  # for the rest of this pass
         self._fixed = fixed
         self._persistent = persistent
-        self._tuning = Tuning(workers, budget, fixed=fixed, may_do_without=may_do_without, kind=recipe.kind)
+        self._tuning = Tuning(workers, budget, fixed=fixed, may_do_without=may_do_without)
         self._faults = Faults(self.pool, self.account, hang_timeout)
         self._in_process: InProcess | None = None
         self._epoch: Epoch | None = None
@@ -365,7 +365,6 @@ class BatchScheduler:
         batch.packed, batch.bad, batch.finished = (done.skeleton, done.spans, memory), done.bad, True
         self._tuning.add_batch(done)
         self.account.made_by_workers += 1
-        self.account.drew |= bool(done.drew)
         self.account.fills = self.account.fills or done.fills
         self.slots.fit(done.needs)
         return fds

@@ -1,13 +1,12 @@
 """The dataset as torch's fetcher sees it, in a worker or in the training process.
 
 It stands between the two, so that all the rest of fetching is PyTorch's (and what measures it there still
-does): seeds the random generators before each batch, looks whether its samples drew from them, notes on the
-board which row is being loaded, and leaves bad ones out.
+does): seeds the random generators before each batch, notes on the board which row is being loaded, and
+leaves bad ones out.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +18,6 @@ from flatout.feed.channel import Recipe
 
 NO_ROW = -1
 _LEFT_OUT = object()  # in place of a sample that is bad
-_SLOW_S = 2e-3  # a batch that takes this long does not notice the 80 µs of looking whether it drew
-_LOOKS, _LOOK_EVERY = 16, 64  # of quick batches: at the first ones, then at one in so many
 
 
 class SeededDataset:
@@ -35,15 +32,10 @@ class SeededDataset:
         self._fetcher: Any = _DatasetKind.create_fetcher(
             _DatasetKind.Map, self, recipe.auto_collation, self._collate, recipe.drop_last
         )
-        self.private_generators = randomness.generators_in(recipe.dataset)
-        self._batches = 0
-        self._slow = False
-        self._began_s = 0.0
-        self._state: tuple[Any, ...] | None = None
+        self._generators = randomness.generators_in(recipe.dataset)
         self._row = 0
         self._leave_out: frozenset[int] = frozenset()
         self.bad: list[tuple[int, str]] = []
-        self.drew: bool | None = None
 
     def defer_transforms(self) -> None:
         """Leave to the GPU what samples do to their pictures."""
@@ -55,18 +47,11 @@ class SeededDataset:
         """A batch, collated."""
         self._leave_out = leave_out
         self._row = 0
-        self.bad, self.drew = [], None
-        randomness.seed_batch(key, batch, self.private_generators)
-        self._batches += 1
-        look = self._slow or self._batches <= _LOOKS or self._batches % _LOOK_EVERY == 0
-        self._state = randomness.snapshot() if look else None
-        self._began_s = time.perf_counter()
+        self.bad = []
+        randomness.seed_batch(key, batch, self._generators)
         return self._fetcher.fetch(indices)
 
     def _collate(self, samples: Any) -> Any:
-        self._slow = time.perf_counter() - self._began_s > _SLOW_S
-        if self._state is not None:
-            self.drew = self._state != randomness.snapshot()
         self._board[1] = NO_ROW
         if self._recipe.skip_bad and self._recipe.auto_collation:
             samples = [sample for sample in samples if sample is not _LEFT_OUT]

@@ -1,7 +1,7 @@
 """The worker process: takes tasks from its channel one by one, and answers each exactly once.
 
 It first writes on its board (a few bytes shared with the training process) which task and which row it is
-at, so that after its death the training process knows which sample it died over.
+at, so that after its death the training process knows which sample it died over; and its process id.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class _Worker:
     def __init__(self, recipe: Recipe, connection: socket, board: int) -> None:
         self._recipe = recipe
         self._channel = connection
-        self._board = memoryview(mmap.mmap(board, 16)).cast("q")
+        self._board = memoryview(mmap.mmap(board, 0)).cast("q")
+        self._board[2] = os.getpid()
         self._slots: dict[int, memoryview] = {}
         self._queue: deque[Task] = deque()
         self._cancelled: set[int] = set()
@@ -115,8 +116,8 @@ class _Worker:
         packed = packing.pack(batch, arena)
         if packed.file is not None:
             fds.append(packed.file)
-        rows = len(task.indices) if self._recipe.auto_collation else 1
         ended = self._clocks()
+        rows = len(task.indices) if self._recipe.auto_collation else 1
         wall_s, cpu_s, run_delay_s = (now - then for now, then in zip(ended, began, strict=True))
         return Done(
             ticket=task.ticket,
@@ -124,8 +125,6 @@ class _Worker:
             spans=packed.spans,
             needs=packed.needs,
             bad=self._dataset.bad,
-            drew=self._dataset.drew,
-            rows=rows,
             ended_s=ended[0],
             wall_s=wall_s,
             cpu_s=cpu_s,

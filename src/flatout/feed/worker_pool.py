@@ -7,6 +7,7 @@ it was at.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -25,6 +26,7 @@ from flatout.feed.fork_server import Starter, starter_for
 from flatout.feed.slots import Slot
 
 _PATIENCE_S = 5.0  # for a worker to end, before it is killed
+_BOARD_BYTES = 24
 
 
 @dataclass(slots=True)
@@ -49,7 +51,6 @@ class WorkerHandle:
     dismissed: bool = False  # was told to go
     answered: bool = False
     hung: bool = False
-    pid: int | None = None
     seen: tuple[int, int] = (0, 0)
     seen_at: float = 0.0
 
@@ -58,6 +59,11 @@ class WorkerHandle:
         busy_s = max(0.0, until - self.busy_since)
         self.busy_since += busy_s
         return busy_s
+
+    @property
+    def pid(self) -> int:
+        """Its process; 0 until it runs."""
+        return self.board[2]
 
     def position(self) -> tuple[int, int]:
         """The ticket and the row that it is at, or was at when it died."""
@@ -75,7 +81,6 @@ class WorkerPool:
         self._workers: dict[int, WorkerHandle] = {}  # by the descriptor of the channel
         self._poll = select.poll()
         self._started = 0
-        self._exits: dict[int, int] = {}  # worker number: exit status
 
     def __iter__(self) -> Iterator[WorkerHandle]:
         return iter(self._workers.values())
@@ -114,15 +119,17 @@ class WorkerPool:
 
     def start_worker(self) -> WorkerHandle:
         """One more worker."""
+        assert self._starter is not None
         self._started += 1
+        self._starter.exits()  # read, or they would pile up in its channel
         try:
-            near = self._live_starter().start(self._started)
-        except OSError:  # the fork server died unnoticed
-            near = self._live_starter(replace=True).start(self._started)
+            near = self._starter.start(self._started)
+        except OSError:
+            near = self._replace_starter().start(self._started)
         near.setblocking(False)
-        board = channel.memory_file(16)
+        board = channel.memory_file(_BOARD_BYTES)
         try:
-            worker = WorkerHandle(self._started, near, memoryview(mmap.mmap(board, 16)).cast("q"))
+            worker = WorkerHandle(self._started, near, memoryview(mmap.mmap(board, _BOARD_BYTES)).cast("q"))
             self._workers[near.fileno()] = worker
             self._poll.register(near, select.POLLIN)
             self.send(worker, StartWorker(), board)
@@ -130,13 +137,13 @@ class WorkerPool:
             os.close(board)
         return worker
 
-    def _live_starter(self, *, replace: bool = False) -> Starter:
+    def _replace_starter(self) -> Starter:
+        """A new fork server: the one before it was killed."""
         assert self._starter is not None
         assert self._recipe is not None
-        if replace or not self._starter.alive():  # the fork server was killed
-            self._starter.hang_up()
-            self._ending.append(self._starter)
-            self._starter = starter_for(self._recipe, self._context)
+        self._starter.hang_up()
+        self._ending.append(self._starter)
+        self._starter = starter_for(self._recipe, self._context)
         return self._starter
 
     def send(self, worker: WorkerHandle, message: Message, *fds: int) -> bool:
@@ -199,40 +206,28 @@ class WorkerPool:
 
     def kill(self, worker: WorkerHandle) -> None:
         """End a worker that no longer answers."""
-        if self._starter is not None:
-            self._starter.kill(worker.number)
+        if worker.pid:  # 0 would be the whole process group
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGKILL)
 
     def pids(self) -> list[int]:
-        """Process ids of the living workers that have reported theirs."""
-        self._read_events()
-        return [worker.pid for worker in self if worker.pid is not None]
+        """Process ids of the workers that have begun to work."""
+        return [worker.pid for worker in self if worker.pid]
 
     def cause_of_death(self, worker: WorkerHandle, patience_s: float = 0.5) -> str:
         """In words, how a worker ended."""
+        assert self._starter is not None
         deadline = time.monotonic() + patience_s
-        self._read_events()
-        while worker.number not in self._exits and time.monotonic() < deadline:
+        while (status := self._starter.exits().get(worker.number)) is None:
+            if time.monotonic() > deadline:
+                return "was lost"
             time.sleep(0.005)
-            self._read_events()
-        status = self._exits.get(worker.number)
-        if status is None:
-            return "was lost"
         if status >= 0:
             return f"exited with code {status}"
         try:
             return f"was killed by {signal.Signals(-status).name}"
         except ValueError:
             return f"was killed by signal {-status}"
-
-    def _read_events(self) -> None:
-        if self._starter is None:
-            return
-        by_number = {worker.number: worker for worker in self}
-        for event in self._starter.events():
-            if event.status is not None:
-                self._exits[event.worker] = event.status
-            elif event.worker in by_number:
-                by_number[event.worker].pid = event.pid
 
     def _remove(self, worker: WorkerHandle) -> None:
         descriptor = worker.channel.fileno()

@@ -29,9 +29,9 @@ from flatout.feed.deferred import program as programs
 from flatout.feed.deferred import samples as sampling
 from flatout.feed.deferred.batch import DeferredBatch, call_on_first_use
 from flatout.feed.deferred.expression import as_program, recording_transforms
+from flatout.feed.deferred.lazy import LazyTensor, collatable, materialize_sample
 from flatout.feed.deferred.program import TransformStep, run_program
 from flatout.feed.deferred.samples import LazySamples, same_sample
-from flatout.feed.deferred.tensors import LazyTensor, collatable, materialize_sample
 
 SIZE = (48, 32)  # width, height
 GREY_LEVEL = 1 / 255
@@ -408,18 +408,6 @@ def test_a_kept_lazy_array_works_after_recording_has_ended() -> None:
         pixels = samples[index]["pixels"]
         assert torch.equal(torch.as_tensor(pixels), torch.from_numpy(np.asarray(picture(index), np.float32) / 255))
     assert samples.off, "a sample that cannot be repeated is not recorded"
-
-
-@pytest.mark.filterwarnings("ignore:Creating a tensor from a list of numpy.ndarrays")
-def test_recording_ends_where_it_takes_longer_than_it_saves() -> None:
-    def make(index: int) -> Any:
-        pixels = np.array(picture(index, "L", (400, 300)).transpose(MIRRORED), dtype=np.float32)
-        return [torch.FloatTensor(pixels.copy()), pixels / 255]  # the first is made number by number
-
-    samples = LazySamples(Photos(make))
-    wanted = [make(index) for index in range(4)]
-    assert all(same_sample(samples[index], wanted[index]) for index in range(4))
-    assert samples.off
 
 
 def test_other_threads_record_nothing() -> None:

@@ -286,7 +286,6 @@ def test_batches_made_in_the_training_process_are_measured_under_the_name_of_the
         collate_fn=torch.utils.data.default_collate,
         auto_collation=True,
         drop_last=False,
-        batch_size=2,
         declared=0,
         skip_bad=False,
     )

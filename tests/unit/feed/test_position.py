@@ -62,14 +62,6 @@ def test_epochs_draw_different_numbers_and_a_seed_brings_them_back() -> None:
     assert same([list(again), list(again)], [first, second])
 
 
-def test_it_is_seen_whether_a_dataset_draws() -> None:
-    plain, drawing = DataLoader(Things(40), 4, num_workers=1), DataLoader(Drawing(40), 4, num_workers=1)
-    list(plain)
-    list(drawing)
-    assert not feed(plain).account.drew
-    assert feed(drawing).account.drew
-
-
 class OwnGenerator(Things):
     """Keeps its generators to itself, one of them inside a transform."""
 

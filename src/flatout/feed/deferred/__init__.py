@@ -4,8 +4,8 @@
     parent    DeferredBatch: a host tensor to the loop ─ .to("cuda") ─► the operations, for the whole batch at once
 
 A dataset decodes, draws random numbers, rotates, brightens and normalizes as before. But what it gets back is lazy: a
-rotated picture is a `LazyImage` (`images`), its pixels a `LazyArray` (`arrays`), these as a tensor a `LazyTensor`
-(`tensors`). Each operation on them becomes an `Expression`. An operation that cannot be recorded computes the real
+rotated picture is a `LazyImage`, its pixels a `LazyArray`, these as a tensor a `LazyTensor` (`lazy`). Each operation on
+them becomes an `Expression`. An operation that cannot be recorded computes the real
 thing at once, with the library that was called, and that memory is used from then on: only the saving is lost. What is
 still lazy at the end of a sample travels as bytes, with its operations (`program`) and their numbers (`batch`).
 `samples` checks: some samples are made both ways and compared.

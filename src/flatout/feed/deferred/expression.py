@@ -198,10 +198,13 @@ class LazyObject:
                 self._real = real
             return self._real
 
-    def read_copy(self) -> Any:
-        """An array or tensor like it, to be read and dropped: the object itself stays lazy."""
-        expression = self.expression
-        return self.materialize() if expression is None else expression.compute()
+    def seen_through(self, view: LazyView) -> tuple[LazyMemory, tuple[LazyView, ...]]:
+        """Its memory, looked at in one more way."""
+        return self._memory, (*self._path, view)
+
+    def reordered(self, axes: Sequence[int], call: Callable[..., Any]) -> tuple[LazyMemory, tuple[LazyView, ...]]:
+        """Its memory, with the axes in that order."""
+        return self.seen_through(LazyView(lambda expression: expression.reordered(axes, call), call))
 
     def replace_in_place(self, expression: Expression | None) -> bool:
         """Record a change in place, if all of its memory changes and keeps its form. Whether it was recorded."""

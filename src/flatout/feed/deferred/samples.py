@@ -2,16 +2,13 @@
 
 Nobody can foresee what code does with an object that is not quite the array it expects. So a worker makes its first
 samples, and later one now and then, both ways from the same random numbers, and compares; a sample that raises is made
-again without recording. After the first difference nothing is recorded any more in that worker, nor where recording
-takes longer than the work it saves.
+again without recording. After the first difference nothing is recorded any more in that worker.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,24 +18,14 @@ from PIL import Image
 from torch import Tensor
 
 from flatout.feed import randomness
-from flatout.feed.deferred import images
-from flatout.feed.deferred.arrays import lazy_reader
+from flatout.feed.deferred import lazy
 from flatout.feed.deferred.batch import materialize
 from flatout.feed.deferred.expression import as_program, recording_transforms
+from flatout.feed.deferred.lazy import LazyTensor, collatable, holds_lazy, materialize_sample, pixels_of
 from flatout.feed.deferred.program import run_program
-from flatout.feed.deferred.tensors import (
-    LazyTensor,
-    collatable,
-    holds_lazy,
-    lazy_tensor_maker,
-    materialize_sample,
-    pixels_of,
-)
 
 _CHECKED_FIRST, _CHECKED_EVERY = 3, 512  # samples of a worker that are made both ways
-_MAX_EXTRA_S = 5e-3  # of a sample: what recording may take more than it saves
 _GIVE_UP_AFTER = 16  # samples without anything to record
-_NOT_MADE = object()
 _TOLERANCE = 0.02  # of the norm, or of whole numbers: rounding, and pixels at an edge
 
 
@@ -48,7 +35,6 @@ class LazySamples:
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self._count = self._lazy_count = 0
-        self._lazy_s = self._plain_s = math.inf  # the least CPU time of a sample that was made both ways
         self.off = bool(randomness.generators_in(dataset))  # their draws could not be repeated
 
     def __getitem__(self, index: Any) -> Any:
@@ -62,7 +48,7 @@ class LazySamples:
         if self.off:
             sample = make()
             return materialize_sample(sample) if self._lazy_count else sample  # the dataset may have kept lazy ones
-        before, began = randomness.snapshot(), time.thread_time()
+        before = randomness.snapshot()
         try:
             with recording_transforms(), _libraries_replaced():
                 sample = collatable(make())
@@ -76,7 +62,6 @@ class LazySamples:
         if not self._lazy_count:
             self.off = self._count >= _GIVE_UP_AFTER
         elif self._count <= _CHECKED_FIRST or self._count % _CHECKED_EVERY == 0:
-            self._lazy_s = min(self._lazy_s, time.thread_time() - began)
             return self._checked(sample, make, before)
         return sample
 
@@ -84,38 +69,35 @@ class LazySamples:
         """`sample` if making it without recording gives the same and draws as much; else what that gives."""
         after = randomness.snapshot()
         randomness.put_back(before)
-        began, plain = time.thread_time(), _NOT_MADE
+        plain = sample
         try:
             plain = make()
-            self._plain_s = min(self._plain_s, time.thread_time() - began)
             same = after == randomness.snapshot() and not holds_lazy(plain) and same_sample(sample, plain)
-            slow = self._count >= _CHECKED_FIRST and self._lazy_s > self._plain_s + _MAX_EXTRA_S
-            self.off = not same or slow or bool(randomness.generators_in(self._dataset))  # it may have made one since
+            self.off = not same or bool(randomness.generators_in(self._dataset))  # it may have made one since
         except Exception:
             self.off = True
-            if plain is _NOT_MADE:  # this sample cannot be made twice
-                plain = sample
+            if plain is sample:  # it cannot be made twice
                 randomness.put_back(after)
         return materialize_sample(plain) if self.off else sample
 
 
-def same_sample(lazy: Any, plain: Any) -> bool:
+def same_sample(sample: Any, plain: Any) -> bool:
     """Whether a GPU would compute what was made here, but for rounding. What is not lazy has to be equal."""
-    if isinstance(lazy, LazyTensor) and lazy.expression is not None:
-        program, numbers = as_program(lazy.expression)
-        pixels = pixels_of(lazy.expression).unsqueeze(0)
+    if isinstance(sample, LazyTensor) and sample.expression is not None:
+        program, numbers = as_program(sample.expression)
+        pixels = pixels_of(sample.expression).unsqueeze(0)
         result = run_program(program, pixels, torch.tensor([numbers], dtype=torch.float64))
         return _close(result[0], torch.as_tensor(plain))
-    if isinstance(lazy, Mapping):
-        same_keys = isinstance(plain, Mapping) and lazy.keys() == plain.keys()
-        return same_keys and all(same_sample(part, plain[key]) for key, part in lazy.items())
-    if isinstance(lazy, list | tuple):
-        return len(lazy) == len(plain) and all(map(same_sample, lazy, plain))
-    if isinstance(lazy, Tensor | np.ndarray):
-        return type(lazy) is type(plain) and bool(np.array_equal(np.asarray(lazy), np.asarray(plain)))
-    if isinstance(lazy, int | float | str | bytes | np.generic):
-        return bool(lazy == plain)
-    return type(lazy) is type(plain)
+    if isinstance(sample, Mapping):
+        same_keys = isinstance(plain, Mapping) and sample.keys() == plain.keys()
+        return same_keys and all(same_sample(part, plain[key]) for key, part in sample.items())
+    if isinstance(sample, list | tuple):
+        return len(sample) == len(plain) and all(map(same_sample, sample, plain))
+    if isinstance(sample, Tensor | np.ndarray):
+        return type(sample) is type(plain) and bool(np.array_equal(np.asarray(sample), np.asarray(plain)))
+    if isinstance(sample, int | float | str | bytes | np.generic):
+        return bool(sample == plain)
+    return type(sample) is type(plain)
 
 
 def _close(result: Tensor, expected: Tensor) -> bool:
@@ -131,25 +113,23 @@ def _with_real_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
     return functools.wraps(original)(lambda *args, **kwargs: original(*materialize(args), **materialize(kwargs)))
 
 
-_REPLACEMENTS = (
-    *((np, name, lazy_reader(getattr(np, name))) for name in ("array", "asarray", "ascontiguousarray")),
-    *(
-        (torch, name, lazy_tensor_maker(getattr(torch, name)))
-        for name in ("from_numpy", "as_tensor", "asarray", "tensor")
-    ),
-    *((np.random, name, _with_real_arguments(getattr(np.random, name))) for name in ("shuffle", "permutation")),
-    (Image, "fromarray", _with_real_arguments(Image.fromarray)),
-    (Image.Image, "transform", images.transform),
-    (Image.Image, "transpose", images.transpose),
+_REPLACEMENTS: tuple[tuple[Any, str, Any], ...] = (
+    *((np, name, lazy.lazy_reader) for name in ("array", "asarray", "ascontiguousarray")),
+    *((torch, name, lazy.lazy_tensor_maker) for name in ("from_numpy", "as_tensor", "asarray", "tensor")),
+    *((np.random, name, _with_real_arguments) for name in ("shuffle", "permutation")),
+    (Image, "fromarray", _with_real_arguments),
+    (Image.Image, "transform", lambda _: lazy.transform),
+    (Image.Image, "transpose", lambda _: lazy.transpose),
 )
+_RECORDING = [(owner, name, replace(getattr(owner, name))) for owner, name, replace in _REPLACEMENTS]
 
 
 @contextlib.contextmanager
 def _libraries_replaced() -> Iterator[None]:
     """The functions that record, where scripts look them up by name. Outside of samples all is as it was."""
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in _REPLACEMENTS]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in _RECORDING]
     try:
-        for owner, name, function in _REPLACEMENTS:
+        for owner, name, function in _RECORDING:
             setattr(owner, name, function)
         yield
     finally:

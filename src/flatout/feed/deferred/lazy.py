@@ -1,0 +1,594 @@
+"""Pillow's images, numpy's arrays and torch's tensors, computed later.
+
+To the code that has one it is an image, an array or a tensor. What cannot be recorded is answered by the real
+one, whose memory is used from then on.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import operator
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.lib.mixins import NDArrayOperatorsMixin
+from PIL import Image
+from torch import Tensor
+
+from flatout.feed.deferred.batch import DeferredBatch, PlaceholderTensor, materialize
+from flatout.feed.deferred.expression import (
+    DTYPES,
+    MAX_CONSTANT,
+    NAMES,
+    Expression,
+    LazyMemory,
+    LazyObject,
+    LazyView,
+    as_program,
+    combine,
+    constant,
+    is_recording,
+    materializing,
+    recording_transforms,
+)
+from flatout.feed.deferred.program import MOVES, merge_programs
+
+_transform, _transpose = Image.Image.transform, Image.Image.transpose
+_array, _asarray, _ascontiguousarray = np.array, np.asarray, np.ascontiguousarray
+_from_numpy, _tensor = torch.from_numpy, torch.tensor
+
+# --- Pillow -----------------------------------------------------------------------------------------------------------
+
+_IDENTITY = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
+_MOVE_OF = {Image.Resampling.NEAREST: "nearest", Image.Resampling.BILINEAR: "bilinear"}
+ImageCall = Callable[[Image.Image], Image.Image]
+
+
+class LazyImage(Image.Image):
+    """`picture`, each pixel from where `matrix` says, `colour` for what lies outside; `calls` make it with Pillow."""
+
+    def __init__(
+        self,
+        picture: Image.Image,
+        move: str = "same",
+        matrix: tuple[float, ...] = _IDENTITY,
+        colour: tuple[float, ...] = (0.0,),
+        calls: tuple[ImageCall, ...] = (),
+    ) -> None:
+        super().__init__()
+        self._core: Any = None
+        self._mode, self._size, self.info = picture.mode, picture.size, picture.info.copy()
+        self.picture, self.move, self.matrix, self.colour, self.calls = picture, move, matrix, colour, calls
+
+    @property
+    def _im(self) -> Any:  # Pillow reads and writes all pixels through this attribute
+        with materializing:
+            if self._core is None:
+                self._core = self.compute().im
+            return self._core
+
+    @_im.setter
+    def _im(self, core: Any) -> None:
+        self._core = core
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether nobody has seen or changed its pixels."""
+        return self._core is None
+
+    def compute(self) -> Image.Image:
+        """An image like it, in memory of its own."""
+        with recording_transforms(False):
+            image = self.picture.copy()
+            for call in self.calls:
+                image = call(image)
+            return image
+
+    def then(self, move: str, matrix: tuple[float, ...], colour: tuple[float, ...], call: ImageCall) -> LazyImage:
+        """This image, moved once more."""
+        return LazyImage(self.picture, move, _compose(self.matrix, matrix), colour, (*self.calls, call))
+
+
+def transform(self: Any, size: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for `Image.transform`, which `rotate` calls in the end."""
+    recordable = is_recording() and can_be_lazy(self) and method == Image.Transform.AFFINE
+    if not recordable or tuple(size) != self.size:
+        return _transform(self, size, method, *args, **kwargs)
+    given = dict(zip(("data", "resample", "fill", "fillcolor"), args, strict=False)) | kwargs
+    data, colour = given.get("data") or (), given.get("fillcolor")
+    resample = given.get("resample", Image.Resampling.NEAREST)
+    colours = _channel_values(colour, len(self.getbands()))
+    before = _as_lazy(self)
+    # One interpolation, not two.
+    if resample not in _MOVE_OF or before.move not in ("same", "swap") or not colours or len(data) != 6:
+        return _transform(self, size, method, *args, **kwargs)
+    matrix = tuple(map(float, data))
+
+    def call(picture: Image.Image) -> Image.Image:
+        return _transform(picture, size, method, matrix, resample, fillcolor=colour)
+
+    return before.then(_MOVE_OF[resample], matrix, colours, call)
+
+
+def transpose(self: Any, method: Any) -> Any:
+    """Stands for `Image.transpose`, where height and width stay."""
+    width, height = map(float, self.size)
+    swaps = {
+        Image.Transpose.FLIP_LEFT_RIGHT: (-1.0, 0.0, width, 0.0, 1.0, 0.0),
+        Image.Transpose.FLIP_TOP_BOTTOM: (1.0, 0.0, 0.0, 0.0, -1.0, height),
+        Image.Transpose.ROTATE_180: (-1.0, 0.0, width, 0.0, -1.0, height),
+    }
+    if not is_recording() or not can_be_lazy(self) or method not in swaps:
+        return _transpose(self, method)
+    before = _as_lazy(self)
+    move = max(before.move, "swap", key=MOVES.index)
+    return before.then(move, swaps[method], before.colour, lambda picture: _transpose(picture, method))
+
+
+def can_be_lazy(image: Any) -> bool:
+    """Whether it is an image of a mode that programs know."""
+    return isinstance(image, Image.Image) and image.mode in ("L", "RGB") and min(image.size) > 0
+
+
+def _as_lazy(image: Any) -> LazyImage:
+    """The lazy image; of a real one a copy of its pixels as they are now, for they may be changed."""
+    if isinstance(image, LazyImage) and image.is_lazy:
+        return image
+    return LazyImage(image.copy())
+
+
+def _pixels_of_image(image: Image.Image) -> Expression:
+    """What `np.array(image)` is at this moment."""
+    lazy = _as_lazy(image)
+    shape: tuple[int, ...] = (image.height, image.width)
+    colour = lazy.colour
+    if image.mode == "RGB":
+        shape = (*shape, 3)
+        colour = (colour * 3)[:3]
+    now = LazyImage(lazy.picture, calls=lazy.calls)  # the script may change `lazy` itself
+    decoded = Expression(op="pixels", shape=shape, dtype="uint8", call=lambda: None, picture=lazy.picture)
+    numbers = (*lazy.matrix, *colour)
+    return decoded.then("warp", lambda _: _array(now.compute()), static=(lazy.move,), numbers=numbers)
+
+
+def _channel_values(colour: Any, channels: int) -> tuple[float, ...]:
+    """A number for each channel, or none: Pillow also knows colour names, and one number for three channels."""
+    if colour is None:
+        return (0.0,)
+    parts = colour if isinstance(colour, tuple | list) else (colour,)
+    if len(parts) != channels or not all(isinstance(part, int | float) and 0 <= part <= 255 for part in parts):
+        return ()
+    return tuple(float(int(part)) for part in parts)
+
+
+def _compose(first: tuple[float, ...], then: tuple[float, ...]) -> tuple[float, ...]:
+    """Where pixels come from in the end: `then` says from where in the image that `first` makes."""
+    a, b, c, d, e, f = first
+    p, q, r, s, t, u = then
+    return a * p + b * s, a * q + b * t, a * r + b * u + c, d * p + e * s, d * q + e * t, d * r + e * u + f
+
+
+# --- operations on two values -----------------------------------------------------------------------------------------
+
+
+def _combined(op: str, function: Callable[..., Any], inputs: Sequence[Any]) -> Expression | None:
+    """numpy's or torch's function of these; its type is found by asking it with one element of each."""
+    expressions = [_expression_of(thing) for thing in inputs]
+    if len(inputs) != 2 or None in expressions:
+        return None
+    try:
+        dtype = str(function(*map(_one_element, inputs)).dtype).removeprefix("torch.")
+    except (TypeError, RuntimeError):
+        return None
+    return combine(op, expressions, function, dtype)
+
+
+def _expression_of(thing: Any) -> Expression | None:
+    if type(thing) is LazyArray or isinstance(thing, LazyTensor):
+        return thing.expression
+    if isinstance(thing, Tensor):
+        on_host = not isinstance(thing, PlaceholderTensor) and thing.device.type == "cpu" and thing.dtype in NAMES
+        if not on_host or thing.requires_grad or thing.numel() > MAX_CONSTANT:
+            return None
+    return constant(thing)
+
+
+def _one_element(thing: Any) -> Any:
+    if type(thing) is LazyArray:
+        return np.ones((1,) * thing.ndim, thing.dtype)[()]
+    if isinstance(thing, LazyTensor):
+        return torch.ones((1,) * thing.dim(), dtype=thing.dtype)
+    if isinstance(thing, Tensor | np.ndarray) and thing.ndim:
+        return thing.reshape(-1)[:1].reshape((1,) * thing.ndim)
+    return thing
+
+
+# --- numpy ------------------------------------------------------------------------------------------------------------
+
+_UFUNCS: dict[Any, tuple[str, Callable[..., Any] | None]] = {  # and the operators that torch may answer
+    np.add: ("add", operator.add),
+    np.subtract: ("subtract", operator.sub),
+    np.multiply: ("multiply", operator.mul),
+    np.true_divide: ("divide", operator.truediv),
+    np.minimum: ("minimum", None),
+    np.maximum: ("maximum", None),
+}
+_METHODS = {np.clip: "clip", np.mean: "mean", np.transpose: "transpose"}
+
+
+class LazyArray(LazyObject, NDArrayOperatorsMixin):
+    """To Python and to numpy's own functions, a numpy array."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return np.ndarray if self.shape else self.dtype.type
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The array's shape."""
+        expression = self.expression
+        return tuple(self.materialize().shape) if expression is None else expression.shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the elements."""
+        expression = self.expression
+        return self.materialize().dtype if expression is None else np.dtype(expression.dtype)
+
+    def __len__(self) -> int:
+        return self.shape[0] if self.shape else len(self.materialize())
+
+    # -- recorded where possible --------------------------------------------------------------------------------------
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        function = getattr(ufunc, method)
+        (target,) = kwargs.get("out") or (None,)
+        if type(target) is LazyArray and not target.shape:  # a number cannot be changed in place: make another
+            return function(*inputs, **{key: kwargs[key] for key in kwargs if key != "out"})
+        op, of_torch = _UFUNCS.get(ufunc, ("", None))
+        if of_torch is not None and not kwargs and any(isinstance(thing, Tensor) for thing in inputs):
+            return of_torch(*materialize(inputs))  # torch's rules for types hold
+        if op and method == "__call__" and not set(kwargs) - {"out"}:
+            expression = _combined(op, ufunc, inputs)
+            if expression is not None and target is None:
+                return LazyArray(LazyMemory(expression))
+            if type(target) is LazyArray and target.replace_in_place(expression):
+                return target
+        return function(*materialize(inputs), **materialize(kwargs))
+
+    def __array_function__(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        method = _METHODS.get(func)
+        if method is not None and args[0] is self and not kwargs:
+            return getattr(self, method)(*args[1:])
+        return func(*materialize(args), **materialize(kwargs))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """To torch's functions it is the real array, or the real number."""
+        given = [arg.materialize() if type(arg) is LazyArray else arg for arg in args]
+        return func(*given, **{key: materialize(arg) for key, arg in (kwargs or {}).items()})
+
+    def astype(self, dtype: Any, *args: Any, **kwargs: Any) -> Any:
+        """As another type, or a copy; with `copy=False` itself where nothing has to be done."""
+        expression, wanted = self.expression, np.dtype(dtype)
+        if expression is None or args or set(kwargs) - {"copy"} or not wanted.isnative:
+            return self.materialize().astype(dtype, *args, **kwargs)
+        if wanted == self.dtype:
+            return LazyArray(LazyMemory(expression)) if kwargs.get("copy", True) else self
+        cast = expression.cast(wanted.name, lambda array: array.astype(dtype))
+        return self.materialize().astype(dtype) if cast is None else LazyArray(LazyMemory(cast))
+
+    def copy(self, *args: Any, **kwargs: Any) -> Any:
+        """Another array in memory of its own, in C order."""
+        expression = self.expression
+        if expression is None or args or kwargs:
+            return self.materialize().copy(*args, **kwargs)
+        return LazyArray(LazyMemory(expression.then("tensor", lambda array: array.copy(), order="C")))
+
+    def clip(self, *limits: Any, **kwargs: Any) -> Any:
+        """Not below the first limit, then not above the second."""
+        known = len(limits) == 2 and all(_expression_of(limit) is not None for limit in limits)
+        if self.expression is None or kwargs or not known:
+            return self.materialize().clip(*materialize(limits), **materialize(kwargs))
+        return np.minimum(np.maximum(self, limits[0]), limits[1])
+
+    def mean(self, *args: Any, **kwargs: Any) -> Any:
+        """Of all elements, recorded; of some, computed at once."""
+        expression = self.expression
+        if expression is None or args or kwargs:
+            return self.materialize().mean(*args, **kwargs)
+        dtype = "float32" if expression.dtype == "float32" else "float64"
+        return LazyArray(LazyMemory(expression.then("mean", lambda array: array.mean(), shape=(), dtype=dtype)))
+
+    def transpose(self, *axes: Any) -> Any:
+        """A view with the axes in another order."""
+        order = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple | list) else axes
+        if self.expression is None or sorted(order) != list(range(self.ndim)):
+            return self.materialize().transpose(*axes)
+        return LazyArray(*self.reordered(tuple(order), lambda array: array.transpose(order)))
+
+    # -- answered by the real array -----------------------------------------------------------------------------------
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        real = self.materialize()
+        if copy or (dtype is not None and dtype != real.dtype):
+            return _array(real, dtype)
+        return _asarray(real)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") and not name.startswith("__array"):
+            raise AttributeError(name)
+        return getattr(self.materialize(), name)
+
+    def __setattr__(self, name: str, thing: Any) -> None:
+        if name.startswith("_"):
+            object.__setattr__(self, name, thing)
+        else:
+            setattr(self.materialize(), name, thing)
+
+
+def _answer_with_real_array(name: str) -> None:
+    def answer(self: LazyArray, *args: Any) -> Any:
+        return getattr(self.materialize(), name)(*materialize(args))
+
+    setattr(LazyArray, name, answer)
+
+
+for _name in ("getitem", "setitem", "iter", "contains", "copy", "deepcopy", "reduce_ex", "complex", "index"):
+    _answer_with_real_array(f"__{_name}__")
+for _name in ("float", "int", "bool", "format", "round", "hash", "str", "repr"):
+    _answer_with_real_array(f"__{_name}__")
+
+
+def lazy_reader(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Stands for np.array and its kin: of an image a lazy array of its pixels, of a lazy array itself or a copy."""
+
+    @functools.wraps(original)
+    def read(*args: Any, **kwargs: Any) -> Any:
+        lazy = _lazy_argument(args, kwargs)
+        if lazy is None:
+            return original(*materialize(args), **materialize(kwargs))
+        dtype = args[1] if len(args) == 2 else kwargs.get("dtype")
+        converted = dtype is not None and np.dtype(dtype) != lazy.dtype
+        result = lazy.astype(dtype) if converted else lazy
+        if original is _ascontiguousarray:
+            return _in_c_order(result)
+        if kwargs.get("copy", original is _array) and not converted:
+            return LazyArray(LazyMemory(lazy.expression))
+        return result
+
+    return read
+
+
+def _lazy_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The lazy array that a call such as np.array(image) is about, or None."""
+    if not is_recording() or not 1 <= len(args) <= 2 or set(kwargs) - {"dtype", "copy"}:
+        return None
+    thing = LazyArray(LazyMemory(_pixels_of_image(args[0]))) if can_be_lazy(args[0]) else args[0]
+    return thing if type(thing) is LazyArray and thing.expression is not None else None
+
+
+def _in_c_order(array: Any) -> Any:
+    """What np.ascontiguousarray makes of it: itself, if its elements lie in order."""
+    expression = array.expression if type(array) is LazyArray and array.shape else None
+    if expression is None or expression.order == "unknown":
+        return _ascontiguousarray(materialize(array))
+    if expression.order == "C":
+        return array
+    return LazyArray(LazyMemory(expression.then("tensor", _ascontiguousarray, order="C")))
+
+
+# --- torch ------------------------------------------------------------------------------------------------------------
+
+_RECORDED: dict[str, tuple[str, Callable[..., Any]]] = {
+    name: (op, function)
+    for op, function, names in (
+        ("add", torch.add, ("add", "add_", "__add__", "__radd__", "__iadd__")),
+        ("subtract", torch.sub, ("sub", "sub_", "subtract", "__sub__", "__isub__")),
+        ("multiply", torch.mul, ("mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__")),
+        ("divide", torch.true_divide, ("div", "div_", "divide", "true_divide", "__truediv__", "__itruediv__")),
+    )
+    for name in names
+}
+_IN_PLACE = {"add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+_CASTS = {"float": "float32", "double": "float64", "long": "int64"}
+
+
+class LazyTensor(PlaceholderTensor):
+    """A tensor that will be computed from a picture."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, lazy: LazyObject) -> None:
+        self.lazy = lazy
+
+    @classmethod
+    def of(cls, lazy: LazyObject | Expression) -> Any:
+        """The tensor of a lazy object's memory, or of an expression in memory of its own."""
+        if isinstance(lazy, Expression):
+            lazy = LazyObject(LazyMemory(lazy))
+        expression = lazy.expression
+        assert expression is not None
+        return cls(expression.shape, DTYPES[expression.dtype], lazy)
+
+    @property
+    def expression(self) -> Expression | None:
+        """How to compute it; None once it is real."""
+        return self.lazy.expression
+
+    def materialize(self) -> Tensor:
+        """The real tensor; from now on this object stands for it."""
+        real = self.lazy.materialize()
+        return real if isinstance(real, Tensor) else _from_numpy(_asarray(real))
+
+    def materialized(self) -> Tensor | None:
+        """The real tensor, if it has been computed."""
+        return self.lazy.materialize() if self.expression is None else None
+
+    @classmethod
+    def record(cls, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call that the GPU can make later; else NotImplemented."""
+        tensor: Any = args[0] if args else None
+        if not isinstance(tensor, cls) or tensor.expression is None:
+            return NotImplemented
+        if name not in _RECORDED:
+            return _view_copy_or_cast(name, tensor, args[1:], kwargs)
+        expression = None if kwargs else _combined(*_RECORDED[name], args)
+        if name in _IN_PLACE:
+            return tensor if tensor.lazy.replace_in_place(expression) else NotImplemented
+        return NotImplemented if expression is None else cls.of(expression)
+
+    @staticmethod
+    def stack_lazily(samples: Sequence[Any], stack: Callable[..., Tensor], place: Callable[..., Tensor]) -> Any:
+        """A batch of samples that one program computes, or None; `stack` and `place` say where its bytes go."""
+        expressions = [sample.expression for sample in samples if isinstance(sample, LazyTensor)]
+        known = [expression for expression in expressions if expression is not None]
+        if len(known) < len(samples):
+            return None
+        programs, numbers = zip(*map(as_program, known), strict=True)
+        program = merge_programs(programs)
+        pixels = [pixels_of(expression) for expression in known]
+        if program is None or any(picture.shape != pixels[0].shape for picture in pixels):
+            return None
+        if program.is_identity:
+            return stack(pixels)
+        return DeferredBatch.of(program, stack(pixels), place(_tensor(numbers, dtype=torch.float64)))
+
+
+def pixels_of(expression: Expression) -> Tensor:
+    """The picture an expression starts from, as it was decoded."""
+    return _from_numpy(np.require(_asarray(expression.picture), requirements="W"))
+
+
+def _view_copy_or_cast(name: str, tensor: LazyTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same values as a view, a copy, or of another type; NotImplemented where that cannot be recorded."""
+    lazy, expression = tensor.lazy, tensor.expression
+    assert expression is not None
+    dtype = _requested_dtype(name, args, kwargs)
+    if dtype == expression.dtype:
+        return tensor
+    if dtype is not None:
+        cast = expression.cast(dtype, lambda real: real.to(DTYPES[dtype]))
+        return NotImplemented if cast is None else LazyTensor.of(cast)
+    sizes = tuple(args[0] if len(args) == 1 and isinstance(args[0], tuple | list) else args)
+    if kwargs:
+        return NotImplemented
+    if name == "clone":
+        return LazyTensor.of(expression)
+    if name == "contiguous" and expression.order != "unknown":
+        if expression.order == "C":
+            return tensor
+        return LazyTensor.of(expression.then("tensor", lambda real: real.contiguous(), order="C"))
+    if name == "detach" or (name in ("view", "reshape") and sizes == expression.shape):
+        return LazyTensor.of(LazyObject(lazy._memory, lazy._path))
+    if name == "permute" and sorted(sizes) == list(range(len(expression.shape))):
+        return LazyTensor.of(LazyObject(*lazy.reordered(sizes, lambda real: real.permute(sizes))))
+    if name == "unsqueeze":
+        return _unsqueezed(lazy, args[0] % (len(expression.shape) + 1))
+    return NotImplemented
+
+
+def _unsqueezed(lazy: LazyObject, axis: int) -> Any:
+    def unsqueeze(real: Any) -> Any:
+        return real.unsqueeze(axis)
+
+    def expand(expression: Expression) -> Expression:
+        shape = (*expression.shape[:axis], 1, *expression.shape[axis:])
+        return expression.then("expand", unsqueeze, static=(axis,), shape=shape)
+
+    return LazyTensor.of(LazyObject(*lazy.seen_through(LazyView(expand, unsqueeze))))
+
+
+def _requested_dtype(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    wanted = [*args, *kwargs.values()]
+    if name in _CASTS and not wanted:
+        return _CASTS[name]
+    if name in ("to", "type") and len(wanted) == 1 and isinstance(wanted[0], torch.dtype):
+        return NAMES.get(wanted[0])
+    return None
+
+
+def lazy_tensor_maker(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Stands for torch.from_numpy and its kin: of a lazy array, a lazy tensor."""
+
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        array = args[0] if len(args) == 1 and set(kwargs) <= {"dtype"} else None
+        if type(array) is not LazyArray or not _can_be_a_tensor(array):
+            return original(*materialize(args), **materialize(kwargs))
+        tensor = _tensor_of(array)
+        if original is _tensor:
+            tensor = tensor.clone()
+        return tensor if kwargs.get("dtype") is None else tensor.to(kwargs["dtype"])
+
+    return make
+
+
+def _can_be_a_tensor(array: LazyArray) -> bool:
+    """Whether it is still lazy, and of a type that torch has."""
+    expression = array.expression
+    return expression is not None and expression.dtype in DTYPES
+
+
+def _tensor_of(array: LazyArray) -> Any:
+    """The lazy tensor that shares a lazy array's memory."""
+
+    def from_array(real: Any) -> Tensor:
+        return _from_numpy(_asarray(real))
+
+    view = LazyView(lambda expression: expression.then("tensor", from_array), from_array)
+    return LazyTensor.of(LazyObject(*array.seen_through(view)))
+
+
+# --- samples that hold them -------------------------------------------------------------------------------------------
+
+
+def collatable(sample: Any) -> Any:
+    """A sample as torch's collate has it in the end: what is lazy as a lazy tensor, what is real as it is."""
+    if type(sample) is LazyArray:
+        return _tensor_of(sample) if _can_be_a_tensor(sample) else sample.materialize()
+    if isinstance(sample, LazyTensor):
+        return sample if sample.expression is not None else sample.materialize()
+    return _map_container(sample, collatable)
+
+
+def materialize_sample(sample: Any) -> Any:
+    """A sample with nothing lazy in it."""
+    if type(sample) is LazyArray or isinstance(sample, LazyTensor):
+        return sample.materialize()
+    return _map_container(sample, materialize_sample)
+
+
+def _map_container(sample: Any, change: Callable[[Any], Any]) -> Any:
+    """The same container with its parts changed; anything else as it is."""
+    if isinstance(sample, tuple) and hasattr(sample, "_fields"):
+        return type(sample)(*map(change, sample))
+    if type(sample) in (list, tuple):
+        return type(sample)(map(change, sample))
+    if isinstance(sample, MutableMapping | MutableSequence) and holds_lazy(sample):
+        other = copy.copy(sample)
+        for key in list(sample) if isinstance(sample, MutableMapping) else range(len(sample)):
+            other[key] = change(sample[key])
+        return other
+    return sample
+
+
+def holds_lazy(sample: Any) -> bool:
+    """Whether any part of it is a lazy array or tensor."""
+    if isinstance(sample, Mapping):
+        return any(map(holds_lazy, sample.values()))
+    if isinstance(sample, tuple | MutableSequence):
+        return any(map(holds_lazy, sample))
+    return type(sample) is LazyArray or isinstance(sample, LazyTensor)
