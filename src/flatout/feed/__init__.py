@@ -4,7 +4,7 @@
                    ▲             │ killed, hung, too few, too many                   │
                    └─ made again ┘                                     to_device ────┴─► your loop, on the GPU
 
-The one exception are batches made in the training process (`in_process`), where workers are of no use.
+The one exception are batches made in the training process (`InProcess`), where workers are of no use.
 
 `loader` is the public face, and says when PyTorch's own iterator has to do; `iterator` stands where
 PyTorch's would; `scheduler` hands out the batches of an `epoch`. `worker_pool`, `fork_server` and `channel`

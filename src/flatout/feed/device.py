@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,31 +41,20 @@ def to_device(
         raise ValueError(f"ahead must be at least 1 (got {ahead})")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"there is no GPU to bring batches to (device={str(device)!r}); here it is 'cpu'")
-    return OnDevice(
-        loader, torch.device(device), dtype=dtype, channels_last=channels_last, convert=convert, ahead=ahead
-    )
+    return OnDevice(loader, torch.device(device), dtype, channels_last, convert, ahead)
 
 
+@dataclass(eq=False)
 class OnDevice:
     """A loader whose batches are on the device; all other attributes are the loader's own."""
 
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        device: torch.device,
-        *,
-        dtype: torch.dtype | None,
-        channels_last: bool,
-        convert: Callable[[Any], Any] | None,
-        ahead: int,
-    ) -> None:
-        self._loader = loader
-        self._device = device
-        self._dtype = dtype
-        self._channels_last = channels_last
-        self._convert = convert
-        self._ahead = ahead
-        self._on_the_way = 0
+    _loader: Iterable[Any]
+    _device: torch.device
+    _dtype: torch.dtype | None
+    _channels_last: bool
+    _convert: Callable[[Any], Any] | None
+    _ahead: int
+    _on_the_way: int = 0  # batches
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -84,14 +74,15 @@ class OnDevice:
 
     def _host_batches(self) -> Iterator[Any]:
         """The loader's batches, out of page-locked memory where that can be had."""
-        if self._device.type == "cuda" and isinstance(self._loader, TorchLoader) and not self._loader.pin_memory:
-            if isinstance(self._loader, DataLoader):
-                self._loader.page_lock()
+        loader = self._loader
+        if self._device.type == "cuda" and isinstance(loader, TorchLoader) and not loader.pin_memory:
+            if isinstance(loader, DataLoader):
+                loader.page_lock()
             else:
-                iterator, _ = iterator_for(self._loader, LoaderOptions(page_locked=True))
+                iterator, _ = iterator_for(loader, LoaderOptions(page_locked=True))
                 if iterator is not None:
                     return iterator
-        return iter(self._loader)
+        return iter(loader)
 
     def _copied(self, host: Iterator[Any]) -> Iterator[Any]:
         side = torch.cuda.Stream(self._device)

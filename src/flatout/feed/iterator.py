@@ -162,8 +162,10 @@ class FeedIterator(_BaseDataLoaderIter):
             why = f"the loop writes to what it reads ({written}), which no worker would see"
         elif fills:
             why = f"samples fill what they come from ({fills}), and each worker would have one of its own to fill"
-        if why and self._give_back is not None:
-            self._give_back(why)
+        if why:
+            self._scheduler.given_back = why
+            if self._give_back is not None:
+                self._give_back(why)
         return bool(why)
 
     def _next(self, *, received: bool = False) -> Any:

@@ -175,16 +175,7 @@ class DataLoader(TorchLoader[T_co]):
 # --- our iterator for any loader --------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Kept:
-    """A loader's scheduler from epoch to epoch, and its latest iterator."""
-
-    scheduler: BatchScheduler
-    iterator: weakref.ref[FeedIterator] | None = None
-    given_back: str = ""  # why PyTorch's iterator has to do from now on
-
-
-_kept: weakref.WeakKeyDictionary[TorchLoader[Any], _Kept] = weakref.WeakKeyDictionary()
+_schedulers: weakref.WeakKeyDictionary[TorchLoader[Any], BatchScheduler] = weakref.WeakKeyDictionary()
 _one_thread = threading.RLock()  # begins a pass at a time; then each has a scheduler of its own
 
 
@@ -221,40 +212,31 @@ def _iterator_for(
     reason = why_not(loader, options)
     if reason:
         return None, reason
-    kept = _kept.get(loader)
-    if kept is not None and kept.scheduler.pid != os.getpid():  # a forked process has workers of its own
-        kept = None
-    if kept is not None and kept.given_back:
-        return None, kept.given_back
+    scheduler = _schedulers.get(loader)
+    if scheduler is not None and scheduler.pid != os.getpid():  # a forked process has workers of its own
+        scheduler = None
+    if scheduler is not None and scheduler.given_back:
+        return None, scheduler.given_back
     # Scripts that write to their dataset do so from the start; later passes are spared the looking.
-    first_pass = kept is None
+    check = None
+    if loader.num_workers == 0 and scheduler is None:
+        check = DatasetCheck(loader.dataset, loader.collate_fn)
     recipe = _recipe(loader, options)
     page_locked = _page_locked(loader, options)
-    in_use = kept is not None and kept.iterator is not None and _is_in_use(kept.iterator())
-    usable = kept is not None and not kept.scheduler.closed and kept.scheduler.slots.page_locked == page_locked
     # Two passes at once, as in zip(loader, loader), have workers of their own each.
-    if kept is None or in_use or not usable:
-        scheduler = _scheduler_for(loader, recipe, options, page_locked=page_locked)
-        if kept is not None and not in_use:
-            kept.scheduler.close()
-        kept = _Kept(scheduler)
+    in_use = scheduler is not None and scheduler.iterator is not None and _is_in_use(scheduler.iterator())
+    if scheduler is None or in_use or scheduler.closed or scheduler.slots.page_locked != page_locked:
+        before, scheduler = scheduler, _scheduler_for(loader, recipe, options, page_locked=page_locked)
         if not in_use:
-            _kept[loader] = kept
+            _schedulers[loader] = scheduler
+            if before is not None:
+                before.close()
     try:
-        kept.scheduler.start_workers(recipe)  # before anything is drawn that PyTorch would draw again
+        scheduler.start_workers(recipe)  # before anything is drawn that PyTorch would draw again
     except OSError as problem:
         return None, f"no worker could be started ({problem})"
-
-    def note(why: str, kept: _Kept = kept) -> None:
-        kept.given_back = why
-        if give_back is not None:
-            give_back(why)
-
-    check = None
-    if loader.num_workers == 0 and first_pass:
-        check = DatasetCheck(loader.dataset, loader.collate_fn)
-    iterator = FeedIterator(loader, kept.scheduler, resume, check=check, give_back=note)
-    kept.iterator = weakref.ref(iterator)
+    iterator = FeedIterator(loader, scheduler, resume, check=check, give_back=give_back)
+    scheduler.iterator = weakref.ref(iterator)
     return iterator, ""
 
 
@@ -288,8 +270,7 @@ def _scheduler_for(
 
 def feed_of(loader: TorchLoader[Any]) -> BatchScheduler | None:
     """The scheduler a loader has, if it was iterated through ours."""
-    kept = _kept.get(loader)
-    return kept.scheduler if kept is not None else None
+    return _schedulers.get(loader)
 
 
 def _workers_to_start_with(dataset: Any) -> int:

@@ -18,7 +18,7 @@ from flatout.feed.channel import Cancel, Done, Failed, Recipe, Task
 from flatout.feed.controller import Tuning
 from flatout.feed.epoch import Batch, Epoch
 from flatout.feed.faults import FaultCounts, Faults
-from flatout.feed.in_process import InProcess
+from flatout.feed.seeded_dataset import InProcess
 from flatout.feed.slots import Slots
 from flatout.feed.worker_pool import Assignment, WorkerHandle, WorkerPool
 from flatout.sample.budget import Budget
@@ -51,6 +51,8 @@ class BatchScheduler:
         self.account = FaultCounts()
         self.pid = os.getpid()
         self.left_workers = False  # for the rest of this pass
+        self.given_back = ""  # why PyTorch's iterator has to do from the next pass on
+        self.iterator: weakref.ref[Any] | None = None  # the latest
         self._fixed = fixed
         self._persistent = persistent
         self._tuning = Tuning(workers, budget, fixed=fixed, may_do_without=may_do_without)
@@ -350,8 +352,8 @@ class BatchScheduler:
             for fd in fds:
                 os.close(fd)
             self._end_writing(assignment)
-            if worker.retiring and not worker.tasks:
-                self.pool.retire(worker)
+            if worker.retiring:
+                self.pool.let_go(worker)
 
     def _on_done(self, assignment: Assignment, done: Done, fds: list[int]) -> list[int]:
         """Take a result in; the descriptors that are left to close."""
@@ -375,11 +377,9 @@ class BatchScheduler:
             self.slots.give_back(assignment.slot)
 
     def _on_end_of_channel(self, worker: WorkerHandle) -> None:
-        """A worker is gone: what it had is made again, and if it was not sent away, another takes its
-        place."""
-        if not worker.dismissed:
-            self._faults.died(worker, self.recipe)
-            self._tuning.count_death()
+        """A worker is gone: what it had is made again, and another takes its place."""
+        self._faults.died(worker, self.recipe)
+        self._tuning.count_death()
         for assignment in reversed(list(worker.tasks.values())):
             batch = assignment.batch
             batch.given -= 1
@@ -388,8 +388,7 @@ class BatchScheduler:
                 self.account.redone += 1
                 self._waiting.appendleft(batch)
         worker.tasks.clear()
-        if not worker.dismissed:
-            self._scale()
+        self._scale()
 
     def _scale(self) -> None:
         """Bring the number of workers to what it should be. A pass that began without any goes on without."""
@@ -400,9 +399,7 @@ class BatchScheduler:
             self.pool.start_worker()
         surplus = max(0, len(working) - self.workers)
         for worker in sorted(working, key=lambda worker: len(worker.tasks))[:surplus]:
-            worker.retiring = True
-            if not worker.tasks:
-                self.pool.retire(worker)
+            self.pool.let_go(worker)
 
 
 def _shut(pool: WorkerPool, slots: Slots, pid: int) -> None:

@@ -3,20 +3,26 @@
 It stands between the two, so that all the rest of fetching is PyTorch's (and what measures it there still
 does): seeds the random generators before each batch, notes on the board which row is being loaded, and
 leaves bad ones out.
+
+`InProcess` is the one exception to the road through workers: it makes their batches in the training process.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
+from torch._utils import ExceptionWrapper
 from torch.utils.data import _DatasetKind
 from torch.utils.data._utils import worker as torch_worker
 
 from flatout.feed import randomness
 from flatout.feed.channel import Recipe
+from flatout.feed.epoch import Batch
 
 NO_ROW = -1
+_one_thread = threading.RLock()  # random generators belong to the whole process
 _LEFT_OUT = object()  # in place of a sample that is bad
 
 
@@ -95,3 +101,27 @@ def renumber(info: Any, number: int, base_seed: int) -> Any:
     object.__setattr__(info, "id", number)
     object.__setattr__(info, "seed", base_seed + number)
     return info
+
+
+class InProcess:
+    """Makes a loader's batches in the training process, each when the loop asks for it.
+
+    Random numbers belong to the batch here too, and the main process's own stream is left as it was.
+    `as_script`: what a sample raises is raised as it is, as without workers.
+    """
+
+    def __init__(self, recipe: Recipe, *, as_script: bool) -> None:
+        self._recipe = recipe
+        self._as_script = as_script
+        self._dataset = SeededDataset(recipe, memoryview(bytearray(16)).cast("q"), recipe.collate_fn)
+
+    def make(self, batch: Batch, key: randomness.Key) -> None:
+        """Make this batch now."""
+        try:
+            with _one_thread, randomness.untouched():
+                batch.data = self._dataset.load(key, batch.number, batch.indices, batch.leave_out)
+        except Exception as error:
+            worker = batch.number % self._recipe.declared  # the one that PyTorch would have asked
+            where = f"in DataLoader worker process {worker}"
+            batch.problem = error if self._as_script else ExceptionWrapper(where=where)
+        batch.bad, batch.finished = self._dataset.bad, True

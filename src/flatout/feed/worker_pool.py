@@ -16,7 +16,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from socket import SHUT_WR, socket
+from socket import socket
 from typing import Any
 
 from flatout.feed import channel
@@ -48,7 +48,6 @@ class WorkerHandle:
     busy_since: float = 0.0  # has had something to do, as far as that is not counted yet
     slots: set[int] = field(default_factory=set)
     retiring: bool = False  # gets nothing more to do
-    dismissed: bool = False  # was told to go
     answered: bool = False
     hung: bool = False
     seen: tuple[int, int] = (0, 0)
@@ -195,13 +194,10 @@ class WorkerPool:
             ready = self._poll.poll(0)
         return messages
 
-    def retire(self, worker: WorkerHandle) -> None:
-        """Let a worker go. It ends when its channel has no more messages; until then it may still be
-        writing."""
-        worker.retiring = worker.dismissed = True
-        if worker.tasks:
-            worker.channel.shutdown(SHUT_WR)
-        else:
+    def let_go(self, worker: WorkerHandle) -> None:
+        """Have a worker end that gets nothing more to do, once it has done what it has."""
+        worker.retiring = True
+        if not worker.tasks:
             self._remove(worker)
 
     def kill(self, worker: WorkerHandle) -> None:
