@@ -1,11 +1,12 @@
 """REPORT: what a person sees of a run, of two runs compared, or of a fix.
 
 folders ─► account ─► RecordedRun ────┐
-two runs ─► comparison ─► Comparison ─┼─► Report ─┬─► terminal   text
-a fix ─► fix_summary ─► FixSummary ───┘           ├─► page       one HTML file (markup; charts of chart_data)
-                                                  └─► to_json    the documented JSON
+two runs ─► comparison ─► Comparison ─┼─► Report ─┬─► to_json                     the documented JSON
+a fix ─► fix_summary ─► FixSummary ───┘           └─► views ─► ReportView ─┬─► terminal   text
+                                                                          └─► page       one HTML file
 
-A Report holds everything a renderer may show. `findings` puts findings and changes into words for all of them.
+A ReportView is what the Report says, as plain data. `findings` puts findings and changes into words; the page's charts
+are SVG of `charts`, from `chart_data`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +14,15 @@ from flatout.diagnose.rank_metrics import MIN_CEILING, RankMetrics, is_gpu_of
 from flatout.model.errors import TraceError
 from flatout.model.facts import Facts
 from flatout.model.finding import Finding
-from flatout.model.formatting import as_typed, count_of, exit_in_words
+from flatout.model.formatting import as_typed, count_of, exit_in_words, ms
 from flatout.model.readings import GPU_READINGS, Reading, shown_in
 from flatout.model.records import SPANS_A_STEP, to_json
 from flatout.redact import redact_command, redact_setting, redact_text
-from flatout.trace import (
-    GpuSample,
-    Note,
-    RankTrace,
-    RunInfo,
-    Sample,
-    Sketch,
-    Summary,
-    Trace,
-    WorkerReport,
-    Xray,
-)
+from flatout.trace import GpuSample, Note, RankTrace, Sample, Sketch, Summary, Trace, WorkerReport, Xray
 from flatout.trace.checked import from_json
 
 SCHEMA = 1
-HANG_S = 10.0  # a last wait of at least this …
-HANG_STEPS = 20.0  # … and of as long as this many steps is no pause: the run hung
+HANG_MS = 10_000.0  # a run whose last wait was at least as long hung
 WHAT_IS_COUNTED = (
     "flatout counts calls of torch.optim.Optimizer.step; did the script train, and did it run with the Python it was "
     "started with?"
@@ -68,9 +56,9 @@ class Workers:
     cpu_share: float
     run_delay_share: float | None
     collate_share: float
-    transforms_ms: dict[str, float] = field(default_factory=dict)
-    slowest: tuple[tuple[float, int], ...] = ()
-    random_used: tuple[str, ...] = ()
+    transforms_ms: dict[str, float]
+    slowest: tuple[tuple[float, int], ...]
+    random_used: tuple[str, ...]
 
     def __str__(self) -> str:
         """The dataset with its length: training and validation data are often of one class."""
@@ -78,12 +66,19 @@ class Workers:
             return self.dataset
         return f"{self.dataset} of {count_of(self.length, 'sample')}"
 
-    @property
-    def loaded_by(self) -> str:
-        """The processes that loaded it, in words."""
-        if not self.workers:
-            return "the training process"
-        return count_of(self.workers, "worker")
+    def sentence(self) -> str:
+        """Who loaded how much of it, and how fast."""
+        median, worst = self.sample_ms.quantile(0.5) or 0.0, self.sample_ms.high
+        busy = f", busy {self.busy_share:.0%}" if self.workers else ""
+        who = count_of(self.workers, "worker") if self.workers else "the training process"
+        text = f"{who} on {self}: {ms(median)} a sample (worst {ms(worst)}){busy}"
+        text += f", on a core {min(1.0, self.cpu_share):.0%} of that"
+        if self.transforms_ms:
+            name, spent = max(self.transforms_ms.items(), key=lambda item: item[1])
+            text += f", {name} takes {ms(spent)}"
+        if self.random_used:
+            text += f"; draws random numbers from {', '.join(self.random_used)}"
+        return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +96,7 @@ class Account:
     own_us_per_step: float | None
     gpu: dict[str, float]
     notes: tuple[Note, ...]
-    ended: str | None = None  # how, where it did not end well
+    ended: str | None  # how, where it did not end well
 
     @property
     def ranks(self) -> int:
@@ -132,30 +127,26 @@ class Account:
     @property
     def cost(self) -> str:
         """What measuring took, in words; empty where that was not recorded."""
-        share = self.own_share
-        if share is None:
+        if self.own_share is None:
             return ""
-        percent = f"{share:.2%}" if share >= 5e-5 else "below 0.01%"
-        return f"measuring took about {self.own_us_per_step:.0f} µs a step ({percent})"
+        return f"measuring took about {self.own_us_per_step:.0f} µs a step ({self.own_share:.2%})"
 
     @property
     def changes(self) -> str:
         """What a plan has changed in this run, and what it could not change; empty without a plan."""
         applied, not_applied = [], []
         for change in self.facts.changes:
-            if not change.applied:
+            if change.applied:
+                how = ", ".join(filter(None, (change.how, change.where, *change.also)))
+                applied.append(f"{change.name}={as_typed(change.value)} ({how})")
+            else:
                 not_applied.append(f"{change.name} ({change.how})")
-                continue
-            how = ", ".join(filter(None, (change.how, change.where, *change.also)))
-            applied.append(f"{change.name}={as_typed(change.value)} ({how})")
-        sentences = []
-        if applied:
-            sentences.append(f"changed in this run: {'; '.join(applied)}.")
-        elif not_applied:
-            sentences.append("nothing was changed in this run.")
+        if not applied and not not_applied:
+            return ""
+        sentence = f"changed in this run: {'; '.join(applied) or 'nothing'}."
         if not_applied:
-            sentences.append(f"Not changed: {'; '.join(not_applied)}.")
-        return " ".join(sentences)
+            sentence += f" Not changed: {'; '.join(not_applied)}."
+        return sentence
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON of a run, without its findings."""
@@ -165,8 +156,8 @@ class Account:
             "trace": self.folder,
             "ranks": self.ranks,
             "ended": self.ended,
-            "breakdown": {"wall_ms": b.wall_ms, "parts": [_known_fields(p) for p in b.parts]},
-            "training": {"wall_ms": b.training_ms, "parts": [_known_fields(p) for p in b.training]},
+            "breakdown": {"wall_ms": b.wall_ms, "parts": [to_json(part) for part in b.parts]},
+            "training": {"wall_ms": b.training_ms, "parts": [to_json(part) for part in b.training]},
             "facts": {
                 "steps": b.steps,
                 "samples_per_s": b.samples_per_s,
@@ -176,7 +167,7 @@ class Account:
                 **to_json(self.facts),
             },
             "xray": _with_quantiles(self.xray) if self.xray is not None else None,
-            "workers": [_with_quantiles(w) for w in self.workers],
+            "workers": [_with_quantiles(workers) for workers in self.workers],
             "hardware": self.gpu,
             "overhead": {"us_per_step": self.own_us_per_step, "share": self.own_share},
             "notes": [note.text for note in self.notes],
@@ -199,28 +190,24 @@ def account(trace: Trace, folder: str, metrics: Sequence[RankMetrics], by_rank: 
             raise TraceError(f"{folder} was recorded by flatout top: look at it with flatout top --replay {folder}")
         raise TraceError(f"no optimizer step was seen in {folder}: nothing to account for. {WHAT_IS_COUNTED}")
     first = metrics[0].rank
-    breakdown = metrics[0].breakdown
     own_cost = first.facts.own_cost
-    notes = (*_note_of_a_hang(first, breakdown), *trace.notes, *first.notes)
+    # Secrets were hidden when the trace was written, but perhaps by an older flatout.
+    facts = from_json(Facts, redact_setting("", to_json(first.facts)))
+    notes = (*_note_of_a_hang(first), *trace.notes, *first.notes)
     return Account(
         name=first.info.name,
         folder=folder,
         command=redact_command(first.info.command),
-        breakdown=breakdown,
-        by_rank=tuple(by_rank or (figures_of_breakdown(one.rank.info, one.breakdown) for one in metrics)),
+        breakdown=metrics[0].breakdown,
+        by_rank=tuple(by_rank or map(figures_of_rank, metrics)),
         xray=first.xray,
         workers=_workers(first),
-        facts=dataclasses.replace(_redacted(first.facts), own_cost=None),
+        facts=dataclasses.replace(facts, own_cost=None),
         own_us_per_step=own_cost.us_per_step if own_cost is not None else None,
         gpu=_hardware(first, trace.samples.get(first.info.host, ())),
         notes=tuple(dataclasses.replace(note, text=redact_text(note.text)) for note in notes),
         ended=how_it_ended(trace),
     )
-
-
-def _redacted(facts: Facts) -> Facts:
-    """Without secrets. They were hidden when the trace was written, but perhaps by an older flatout."""
-    return from_json(Facts, redact_setting("", to_json(facts)))
 
 
 # Ranks
@@ -239,12 +226,13 @@ def figures_of_summary(summary: Summary) -> RankFigures:
         steps=summary.wall_ms.count,
         step_ms=summary.wall_ms,
         samples_per_s=summary.samples / all_ms * 1e3 if summary.samples else None,
-        shares={name: ms / all_ms for name, ms in split(totals).items()},
+        shares={name: total / all_ms for name, total in split(totals).items()},
     )
 
 
-def figures_of_breakdown(info: RunInfo, b: Breakdown) -> RankFigures:
-    """A rank's figures from its breakdown."""
+def figures_of_rank(metrics: RankMetrics) -> RankFigures:
+    """A rank's figures from its trace."""
+    info, b = metrics.rank.info, metrics.breakdown
     return RankFigures(
         rank=info.rank or 0,
         host=info.host,
@@ -275,7 +263,7 @@ def _summed_up(reports: list[WorkerReport]) -> Workers:
     for report in reports:
         for name, seconds in report.transforms_s.items():
             transforms[name] = transforms.get(name, 0.0) + seconds * 1e3 / samples
-    slowest = sorted(((ms, int(index)) for r in reports for ms, index in r.slowest), reverse=True)
+    slowest = sorted(((took, int(index)) for r in reports for took, index in r.slowest), reverse=True)
     return Workers(
         dataset=reports[0].dataset,
         length=reports[0].length,
@@ -294,9 +282,8 @@ def _summed_up(reports: list[WorkerReport]) -> Workers:
 
 def _at_once(workers: Sequence[WorkerReport]) -> int:
     """How many there were at the same time. They may come and go, and flatout's own all have one number."""
-    numbers = {worker.worker for worker in workers}
     changes = sorted(change for born_s, over_s in _lives(workers) for change in ((born_s, 1), (over_s, -1)))
-    return max(len(numbers), *itertools.accumulate((by for _, by in changes), initial=0))
+    return max(itertools.accumulate((by for _, by in changes), initial=0))
 
 
 def _lives(workers: Sequence[WorkerReport]) -> list[tuple[float, float]]:
@@ -311,41 +298,19 @@ def _lives(workers: Sequence[WorkerReport]) -> list[tuple[float, float]]:
 # Hardware
 
 
-def _hardware(rank: RankTrace, samples: tuple[Sample, ...]) -> dict[str, float]:
+def _hardware(rank: RankTrace, samples: Iterable[Sample]) -> dict[str, float]:
     """Means over the run, of the rank's GPU and of the host; of memory the highest."""
-    if not samples:
-        return {}
+    seen = [gpu for sample in samples for gpu in sample.gpus if is_gpu_of(rank, gpu)]
     figures = {"cpu_pct": Sketch.of(s.host.cpu_pct for s in samples).mean}
-    seen = samples_by_gpu(samples).get(gpu_of(rank, samples) or "", [])
     for reading in shown_in("run", GPU_READINGS):
         figures[reading.name] = mean_or_peak(reading, seen)
     return {name: value for name, value in figures.items() if value is not None}
 
 
-def mean_or_peak(reading: Reading, seen: Sequence[GpuSample]) -> float | None:
+def mean_or_peak(reading: Reading, seen: Iterable[GpuSample]) -> float | None:
     """What counts of a reading over a run; None where it was never measured."""
     values = Sketch.of(getattr(gpu, reading.name) for gpu in seen)
-    if not values.count:
-        return None
-    return values.high if reading.peak else values.mean
-
-
-def gpu_of(rank: RankTrace, samples: Iterable[Sample]) -> str | None:
-    """The UUID of the GPU a rank trains on: the one it named, else the one that drew the most power."""
-    gpus = samples_by_gpu(samples)
-    for uuid, seen in gpus.items():
-        if is_gpu_of(rank, seen[0]):
-            return uuid
-    return max(gpus, key=lambda uuid: Sketch.of(gpu.power_w for gpu in gpus[uuid]).mean or 0.0, default=None)
-
-
-def samples_by_gpu(samples: Iterable[Sample]) -> dict[str, list[GpuSample]]:
-    """What was sampled of each GPU, by its UUID."""
-    gpus: dict[str, list[GpuSample]] = {}
-    for sample in samples:
-        for gpu in sample.gpus:
-            gpus.setdefault(gpu.uuid, []).append(gpu)
-    return gpus
+    return values.high if reading.peak and values.count else values.mean
 
 
 # The end
@@ -353,37 +318,25 @@ def samples_by_gpu(samples: Iterable[Sample]) -> dict[str, list[GpuSample]]:
 
 def how_it_ended(trace: Trace) -> str | None:
     """How a run failed, without a full stop. None if it ended well, goes on, or did not record that."""
-    failed = [rank for rank in trace.ranks if rank.end is not None and rank.end.error is not None]
     code = trace.end.exit_code if trace.end is not None else None
-    after = f"after {_steps(trace.ranks[0])}" if trace.ranks else "before its first step"
-    if failed:
-        return _error(trace, failed, code, after)
-    if code:
-        return f"{_subject(trace, code)} ended with {exit_in_words(code)} {after}"
-    killed = any(rank.end is None for rank in trace.ranks)
-    if killed and trace.end is not None and code is None:
-        return f"{_subject(trace, code)} was killed, or crashed, {after}"
-    return None
-
-
-def _error(trace: Trace, failed: list[RankTrace], code: int | None, after: str) -> str:
-    ends = [(rank.end, rank.info.rank) for rank in failed if rank.end is not None]
-    end, number = min(ends, key=lambda one: one[0].time_s)
-    if end.error == "KeyboardInterrupt":
-        return f"{_subject(trace, code)} was interrupted {after}"
-    how = f"ended with {exit_in_words(code)}" if code else "ended"
-    sentence = f"{_subject(trace, code)} {how} {after}: {end.error}"
-    if end.where is not None:
-        sentence += f" at {end.where}"
-    if len(trace.ranks) > 1:
-        sentence += f" (rank {number})"
-    return sentence
-
-
-def _subject(trace: Trace, code: int | None) -> str:
-    """The program, if it is what failed."""
+    failed = [rank for rank in trace.ranks if rank.end is not None and rank.end.error is not None]
     command = next((info.command for info in trace.machines if info.command), ())
-    return Path(command[0]).name if command and code else "Training"
+    subject = Path(command[0]).name if command and code else "Training"
+    after = f"after {_steps(trace.ranks[0])}" if trace.ranks else "before its first step"
+    how = f"ended with {exit_in_words(code)} {after}" if code else f"ended {after}"
+    if failed:
+        first = min(failed, key=lambda rank: rank.end.time_s if rank.end is not None else 0.0)
+        assert first.end is not None
+        if first.end.error == "KeyboardInterrupt":
+            return f"{subject} was interrupted {after}"
+        place = f" at {first.end.where}" if first.end.where is not None else ""
+        number = f" (rank {first.info.rank})" if len(trace.ranks) > 1 else ""
+        return f"{subject} {how}: {first.end.error}{place}{number}"
+    if code:
+        return f"{subject} {how}"
+    if trace.end is not None and code is None and any(rank.end is None for rank in trace.ranks):
+        return f"{subject} was killed, or crashed, {after}"
+    return None
 
 
 def _steps(rank: RankTrace) -> str:
@@ -394,27 +347,17 @@ def _steps(rank: RankTrace) -> str:
     return steps if rank.end is not None else f"at least {steps}"
 
 
-def _note_of_a_hang(rank: RankTrace, b: Breakdown) -> tuple[Note, ...]:
+def _note_of_a_hang(rank: RankTrace) -> tuple[Note, ...]:
     """Where a run ended in a long wait: its steps do not show why it hung."""
     tail = next((step for step in rank.steps if step.kind == "tail"), None)
     if tail is None or len(tail.spans) > SPANS_A_STEP:  # more spans than that are summed up
         return ()
     last = next((span for span in reversed(tail.spans) if span.name != "rest"), None)
-    longest_ms = max(1e3 * HANG_S, HANG_STEPS * (b.step_ms.quantile(0.5) or 0.0))
-    if last is None or last.name not in WAITS or last.host_ms < longest_ms:
+    if last is None or last.name not in WAITS or last.host_ms < HANG_MS:
         return ()
-    waited_for = WAITS[last.name]
-    if last.where:
-        waited_for += f" ({last.where})"
-    text = f"the run ended in a wait of {last.host_ms / 1e3:.1f} s for {waited_for}: it hung"
+    place = f" ({last.where})" if last.where else ""
+    text = f"the run ended in a wait of {last.host_ms / 1e3:.1f} s for {WAITS[last.name]}{place}: it hung"
     return (Note(time_s=tail.start_s, text=text),)
-
-
-# JSON
-
-
-def _known_fields(part: Any) -> dict[str, Any]:
-    return {k: v for k, v in dataclasses.asdict(part).items() if v is not None}
 
 
 def _with_quantiles(record: Any) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from itertools import groupby
 from typing import TypeVar
 
 from flatout.diagnose.breakdown import KINDS_IN_WORDS, UNSPLIT, Breakdown
-from flatout.report.account import gpu_of
-from flatout.trace import RankTrace, Sample, Sketch, Step, Trace, Window, WorkerReport
+from flatout.diagnose.rank_metrics import is_gpu_of
+from flatout.trace import GpuSample, RankTrace, Sample, Sketch, Step, Trace, Window, WorkerReport
 
 T = TypeVar("T")
 
@@ -48,14 +48,17 @@ PHASES = {
 }
 PAUSES = ("loader start", "evaluation", "checkpoint")
 
-# What a loader worker does with its time, in the colors of these families.
-WORKER_STATES = {
-    "computing": "compute",
-    "waiting for a core": "sync",
-    "blocked": "copy",
-    "collating": "data",
-    "waiting for work": "empty",
-}
+WORKER_STATES = ("computing", "waiting for a core", "blocked", "collating", "waiting for work")
+
+Curve = tuple[str, str]  # a series' name, and its family
+
+# The plots of the hardware, each of a curve or two: by readings of the GPU, of the host, or of all disks.
+HARDWARE = (
+    ("GPU", "%", ("SM active", "compute", "sm_active_pct"), ("GPU-Util", "other", "gpu_util_pct")),
+    ("Power", "W", ("drawn", "pause", "power_w"), ("limit", "other", "power_limit_w")),
+    ("CPU", "% of all cores", ("busy", "data", "cpu_pct"), ("waiting for storage", "other", "iowait_pct")),
+    ("Disk", "MB/s", ("read", "copy", "read_bytes_s"), ("written", "other", "write_bytes_s")),
+)
 
 
 def phase_name(phase: str) -> str:
@@ -122,15 +125,6 @@ class Mark:
     length_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lane:
-    """What one loader worker did with its time."""
-
-    worker: WorkerReport
-    alive_s: float
-    bars: tuple[Bar, ...]
-
-
 # Bars
 
 
@@ -139,14 +133,12 @@ def whole_run(b: Breakdown) -> tuple[Bar, ...]:
     training = {(part.name, part.where): part.ms for part in b.training}
     others = []
     for part in b.parts:
-        inside_ms = training.get((part.name, part.where))
-        if inside_ms is None:
+        beside_ms = part.ms - training.get((part.name, part.where), 0.0)
+        if (part.name, part.where) not in training:
             others.append((phase_name(part.name), "other", part.ms))
-        elif part.ms - inside_ms > 1e-6:  # an evaluation after the last step, say
-            others.append(
-                (f"{phase_name(part.name)} after the last step", phase_family(part.name), part.ms - inside_ms)
-            )
-    return _side_by_side([*others, ("training", "compute", b.training_ms)], b.wall_ms)
+        elif beside_ms > 1e-6:  # an evaluation after the last step, say
+            others.append((f"{phase_name(part.name)} after the last step", phase_family(part.name), beside_ms))
+    return _side_by_side([*others, ("training", "compute", b.training_ms)])
 
 
 def waterfall(b: Breakdown) -> tuple[Bar, ...]:
@@ -168,13 +160,13 @@ def _bar(
     return Bar(label=phase_name(phase), family=family, left=left, width=width, ms=ms, idle=idle, where=where)
 
 
-def _side_by_side(parts: Iterable[tuple[str, str, float]], axis_ms: float) -> tuple[Bar, ...]:
-    """Bars from the left, one after the other: label, family, milliseconds."""
+def _side_by_side(parts: Sequence[tuple[str, str, float]]) -> tuple[Bar, ...]:
+    """Bars that fill their axis, one after the other: label, family, milliseconds."""
     bars, left = [], 0.0
+    axis_ms = sum(ms for _, _, ms in parts) or 1.0
     for label, family, ms in parts:
-        width = ms / (axis_ms or 1.0)
-        bars.append(Bar(label=label, family=family, left=left, width=width, ms=ms))
-        left += width
+        bars.append(Bar(label=label, family=family, left=left, width=ms / axis_ms, ms=ms))
+        left += ms / axis_ms
     return tuple(bars)
 
 
@@ -187,12 +179,9 @@ def timelines(rank: RankTrace) -> tuple[Timeline, ...]:
     if not steps:
         return ()
     times = Sketch.merged(window.wall_ms for window in rank.windows)
-    if not times.count:
-        times = Sketch.of(step.wall_ms for step in steps)
-    typical = _nearest(steps, times.quantile(0.5) or 0.0)
-    bad = _nearest(steps, times.quantile(0.99) or 0.0)
+    typical, bad = (_nearest(steps, times.quantile(q) or 0.0) for q in (0.5, 0.99))
     drawn = [timeline("A typical step (the median)", typical)]
-    if bad is not typical and bad.wall_ms > typical.wall_ms:
+    if bad.wall_ms > typical.wall_ms:
         drawn.append(timeline("A bad step (the 99th percentile)", bad))
     return tuple(drawn)
 
@@ -203,15 +192,14 @@ def _nearest(steps: list[Step], wall_ms: float) -> Step:
     def distance(step: Step) -> float:
         apart = abs(math.log(max(step.wall_ms, 1e-6) / max(wall_ms, 1e-6)))
         has_events = any(span.gpu_idle_ms is not None or span.gpu_busy_ms is not None for span in step.spans)
-        unsplit = any(span.name == UNSPLIT for span in step.spans)
-        return apart + 0.1 * (not has_events) + 0.1 * unsplit
+        return apart + 0.1 * (not has_events) + 0.1 * any(span.name == UNSPLIT for span in step.spans)
 
     return min(steps, key=distance)
 
 
 def timeline(title: str, step: Step) -> Timeline:
     """A step as two rows of bars on one axis."""
-    tiles, offset_ms = _gpu_tiles(step)
+    tiles, tie_ms = _gpu_tiles(step)
     host_tiles = ((span.start_ms, span.host_ms, span.name, span.where) for span in step.spans)
     axis_ms = max([step.wall_ms, *(start + length for start, length, _, _ in tiles)]) or 1.0
     host = [
@@ -222,7 +210,7 @@ def timeline(title: str, step: Step) -> Timeline:
         _bar(name, start / axis_ms, length / axis_ms, length, idle=float(is_idle))
         for start, length, name, is_idle in tiles
     ]
-    return Timeline(title=title, step=step, host=tuple(host), gpu=tuple(gpu), anchored=offset_ms is not None)
+    return Timeline(title=title, step=step, host=tuple(host), gpu=tuple(gpu), anchored=tie_ms is not None)
 
 
 def _join_alike(tiles: Iterable[tuple[float, float, str, T]], wall_ms: float) -> list[tuple[float, float, str, T]]:
@@ -245,11 +233,10 @@ def _gpu_tiles(step: Step) -> tuple[list[tuple[float, float, str, bool]], float 
     tiles: list[tuple[float, float, str, bool]] = []
     at_ms, tie_ms, longest_ms = 0.0, None, SHORTEST_TIE_MS
     for span in step.spans:
-        for length, is_idle in ((span.gpu_idle_ms, True), (span.gpu_busy_ms, False)):
-            if not length:
-                continue
-            tiles.append((at_ms, length, span.name, is_idle))
-            at_ms += length
+        for length, is_idle in ((span.gpu_idle_ms or 0.0, True), (span.gpu_busy_ms or 0.0, False)):
+            if length:
+                tiles.append((at_ms, length, span.name, is_idle))
+                at_ms += length
             if is_idle and length > longest_ms:
                 longest_ms = length
                 tie_ms = span.start_ms + span.host_ms - at_ms
@@ -265,28 +252,37 @@ def _gpu_tiles(step: Step) -> tuple[list[tuple[float, float, str, bool]], float 
 
 def panels(trace: Trace, rank: RankTrace) -> tuple[Panel, ...]:
     """Everything that can be drawn over time; a plot without a point is left out."""
-    zero_s = _start_s(trace, rank)
-    steps = rank.every_step()
+    zero_s, steps = _start_s(trace, rank), rank.every_step()
     if steps and len(steps) <= 2 * MAX_POINTS:
         drawn = _step_panels(steps, zero_s)
     else:
         drawn = _window_panels(rank.windows, zero_s)
     samples = trace.samples.get(rank.info.host, ())
-    drawn += _hardware_panels(samples, gpu_of(rank, samples), zero_s)
+    gpus = [next((gpu for gpu in sample.gpus if is_gpu_of(rank, gpu)), None) for sample in samples]
+    x = [sample.time_s - zero_s for sample in samples]
+    for title, unit, *curves in HARDWARE:
+        ys = [[_reading(*one, name) for one in zip(samples, gpus, strict=True)] for _, _, name in curves]
+        drawn.append(_panel(title, unit, x, *(((n, f), y) for (n, f, _), y in zip(curves, ys, strict=True))))
     return tuple(panel for panel in drawn if panel.series)
+
+
+def _reading(sample: Sample, gpu: GpuSample | None, name: str) -> float | None:
+    values: list[float | None] = [getattr(disk, name) / 1e6 for disk in sample.host.disks or () if hasattr(disk, name)]
+    values += [getattr(one, name) for one in (sample.host, gpu) if hasattr(one, name)]
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 def _start_s(trace: Trace, rank: RankTrace) -> float:
     """The moment that is second 0 of the page."""
-    moments = [step.start_s for step in rank.steps[:1]]
-    moments += [window.start_s for window in rank.windows[:1]]
+    moments = [step.start_s for step in rank.steps[:1]] + [window.start_s for window in rank.windows[:1]]
     moments += [sample.time_s - sample.interval_s for sample in trace.samples.get(rank.info.host, ())[:1]]
     return min(moments, default=0.0)
 
 
-def _panel(title: str, unit: str, x: Sequence[float], *curves: tuple[str, str, Sequence[float | None]]) -> Panel:
-    """A plot of one curve (name, family, values) or two, the second dashed. Empty curves are left out."""
-    series = [line(name, family, x, y, dashed=place > 0) for place, (name, family, y) in enumerate(curves)]
+def _panel(title: str, unit: str, x: Sequence[float], *curves: tuple[Curve, Sequence[float | None]]) -> Panel:
+    """A plot of one curve or two, the second dashed. Empty curves are left out."""
+    series = [line(curve, x, y, dashed=place > 0) for place, (curve, y) in enumerate(curves)]
     return Panel(title=title, unit=unit, series=tuple(one for one in series if one.x))
 
 
@@ -294,9 +290,9 @@ def _step_panels(steps: list[Step], zero_s: float) -> list[Panel]:
     x = [step.start_s + step.wall_ms / 1e3 - zero_s for step in steps]
     waits = [sum(span.host_ms for span in step.spans if span.name == "data") for step in steps]
     return [
-        _panel("Step time", "ms", x, ("each step", "compute", [step.wall_ms for step in steps])),
-        _panel("Waiting for data", "ms a step", x, ("each step", "data", waits)),
-        _panel("Loss", "", x, ("loss", "sync", [step.loss for step in steps])),
+        _panel("Step time", "ms", x, (("each step", "compute"), [step.wall_ms for step in steps])),
+        _panel("Waiting for data", "ms a step", x, (("each step", "data"), waits)),
+        _panel("Loss", "", x, (("loss", "sync"), [step.loss for step in steps])),
     ]
 
 
@@ -311,62 +307,33 @@ def _window_panels(windows: Sequence[Window], zero_s: float) -> list[Panel]:
         waited_ms = sum(w.spans_ms["data"].total for w in group if "data" in w.spans_ms)
         waits.append(waited_ms / max(1, time.count))
     return [
-        _panel("Step time", "ms", x, ("median", "compute", medians), ("95th percentile", "other", slow)),
-        _panel("Waiting for data", "ms a step", x, ("mean", "data", waits)),
-        _panel("Loss", "", x, ("mean", "sync", losses)),
+        _panel("Step time", "ms", x, (("median", "compute"), medians), (("95th percentile", "other"), slow)),
+        _panel("Waiting for data", "ms a step", x, (("mean", "data"), waits)),
+        _panel("Loss", "", x, (("mean", "sync"), losses)),
     ]
 
 
-def _hardware_panels(samples: Sequence[Sample], uuid: str | None, zero_s: float) -> list[Panel]:
-    x = [sample.time_s - zero_s for sample in samples]
-    gpus = [next((gpu for gpu in sample.gpus if gpu.uuid == uuid), None) for sample in samples]
-
-    def gpu(name: str) -> list[float | None]:
-        return [getattr(seen, name, None) for seen in gpus]
-
-    def host(name: str) -> list[float | None]:
-        return [getattr(sample.host, name) for sample in samples]
-
-    def disks(name: str) -> list[float | None]:
-        totals: list[float | None] = []
-        for sample in samples:
-            rates = [getattr(disk, name) / 1e6 for disk in sample.host.disks or ()]
-            totals.append(sum(rates) if rates else None)
-        return totals
-
-    active, util = ("SM active", "compute", gpu("sm_active_pct")), ("GPU-Util", "other", gpu("gpu_util_pct"))
-    drawn, limit = ("drawn", "pause", gpu("power_w")), ("limit", "other", gpu("power_limit_w"))
-    busy, waiting = ("busy", "data", host("cpu_pct")), ("waiting for storage", "other", host("iowait_pct"))
-    read, written = ("read", "copy", disks("read_bytes_s")), ("written", "other", disks("write_bytes_s"))
-    return [
-        _panel("GPU", "%", x, active, util),
-        _panel("Power", "W", x, drawn, limit),
-        _panel("CPU", "% of all cores", x, busy, waiting),
-        _panel("Disk", "MB/s", x, read, written),
-    ]
-
-
-def line(name: str, family: str, x: Sequence[float], y: Sequence[float | None], *, dashed: bool = False) -> Series:
+def line(curve: Curve, x: Sequence[float], y: Sequence[float | None], *, dashed: bool = False) -> Series:
     """A series of the values that were measured, thinned to means of neighbours where there are too many."""
     points = [(at, value) for at, value in zip(x, y, strict=True) if value is not None and math.isfinite(value)]
     groups = grouped(points, MAX_POINTS)
     return Series(
-        name=name,
-        family=family,
+        name=curve[0],
+        family=curve[1],
         x=tuple(group[0][0] for group in groups),
         y=tuple(sum(value for _, value in group) / len(group) for group in groups),
         dashed=dashed,
     )
 
 
-def step_times(name: str, family: str, rank: RankTrace, *, dashed: bool = False) -> Series:
+def step_times(curve: Curve, rank: RankTrace, *, dashed: bool = False) -> Series:
     """Step times by step; medians of windows where not every step was kept."""
     steps = rank.every_step()
     if steps is not None:
-        return line(name, family, [s.index for s in steps], [s.wall_ms for s in steps], dashed=dashed)
+        return line(curve, [s.index for s in steps], [s.wall_ms for s in steps], dashed=dashed)
     groups = grouped(rank.windows, MAX_POINTS)
     medians = [Sketch.merged(w.wall_ms for w in group).quantile(0.5) for group in groups]
-    return line(name, family, [group[0].first_index for group in groups], medians, dashed=dashed)
+    return line(curve, [group[0].first_index for group in groups], medians, dashed=dashed)
 
 
 def grouped(items: Sequence[T], most: int) -> list[Sequence[T]]:
@@ -403,10 +370,10 @@ def _pauses_in_step(step: Step, zero_s: float) -> Iterator[Mark]:
 # Loading
 
 
-def lanes(workers: Iterable[WorkerReport]) -> tuple[Lane, ...]:
-    """What each worker that loaded something did with its time; the bars of a lane fill it."""
-    drawn = []
-    for worker in workers:
+def lanes(workers: Iterable[WorkerReport]) -> list[tuple[str, float, list[float]]]:
+    """Each worker that loaded something: its name, its milliseconds, and their shares by WORKER_STATES."""
+    found = []
+    for worker in sorted(workers, key=lambda worker: (worker.dataset, worker.worker or 0)):
         alive_s = worker.time_s - worker.born_s
         if not worker.samples or alive_s <= 0:
             continue
@@ -415,7 +382,6 @@ def lanes(workers: Iterable[WorkerReport]) -> tuple[Lane, ...]:
         computing_s = min(worker.sample_cpu_s, worker.sample_wall_s)
         spent_s = [computing_s, delay_s, blocked_s - delay_s, worker.collate_s]
         spent_s.append(max(0.0, alive_s - sum(spent_s)))  # waiting for work
-        states = zip(WORKER_STATES.items(), spent_s, strict=True)
-        bars = _side_by_side([(name, family, 1e3 * s) for (name, family), s in states], 1e3 * sum(spent_s))
-        drawn.append(Lane(worker=worker, alive_s=alive_s, bars=bars))
-    return tuple(sorted(drawn, key=lambda lane: (lane.worker.dataset, lane.worker.worker or 0)))
+        name = "trainer" if worker.worker is None else f"worker {worker.worker}"
+        found.append((name, 1e3 * alive_s, [s / sum(spent_s) for s in spent_s]))
+    return found

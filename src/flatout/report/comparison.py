@@ -13,7 +13,7 @@ from statistics import fmean, median
 from typing import Any
 
 from flatout.diagnose.breakdown import Breakdown
-from flatout.model.formatting import count_of, duration, in_full, ms
+from flatout.model.formatting import count_of, duration, ms
 from flatout.model.records import to_json
 from flatout.model.stats import (
     BLOCKS,
@@ -39,13 +39,14 @@ MAX_DIFFERENCES = 100
 NO_DIFFERENCE = "no difference shown"
 SHORT_BATCHES = 0.02  # of the samples: what the short last batches of epochs may take away
 SMALL_PHASE = 0.002  # of a step: not listed
-
-# Facts that differ between any two runs, or follow from the others.
-VOLATILE_FACTS = frozenset(
-    ("changes", "learning_rate", "memory_peak_bytes", "memory_reserved_bytes", "own_cost", "settings", "loaders")
+INTERVALS = (
+    "Intervals (95%) hold the noise within the two runs. What differs between any two runs of the same training only "
+    "more runs can show."
 )
+# Facts that differ between any two runs, or follow from the others.
+VOLATILE_FACTS = frozenset(("learning_rate", "memory_peak_bytes", "memory_reserved_bytes"))
 
-Curve = tuple[tuple[float, float], ...]
+Curve = list[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +54,6 @@ class LossCurves:
     """The losses both runs read, and their means over the last quarter of the steps that both did."""
 
     axis: str
-    a: Curve
-    b: Curve
     end_a: float | None = None
     end_b: float | None = None
     low: float | None = None  # of the difference, B less A
@@ -65,26 +64,16 @@ class LossCurves:
         """lower, higher, no difference shown, or too few to compare."""
         if self.low is None or self.high is None:
             return "too few to compare"
-        if self.high < 0:
-            return "lower"
-        if self.low > 0:
-            return "higher"
-        return NO_DIFFERENCE
+        if self.low <= 0 <= self.high:
+            return NO_DIFFERENCE
+        return "lower" if self.high < 0 else "higher"
 
     def sentence(self) -> str:
         """The answer."""
         if self.end_a is None or self.end_b is None:
             return "Losses: too few were read to compare; they are read in some steps only, fewer as a run goes on."
-        verdict = self.verdict
-        if verdict != NO_DIFFERENCE:
-            verdict = f"B's is {verdict}"
-        apart = f"B − A = {self.end_b - self.end_a:+.4g} ({self.low:+.4g} to {self.high:+.4g})"
-        ends = f"{self.end_a:.4g} and {self.end_b:.4g}"
-        return f"Loss over the last quarter of what both did: {ends}; {apart}: {verdict}."
-
-    def to_json(self) -> dict[str, Any]:
-        values = {name: getattr(self, name) for name in ("axis", "end_a", "end_b", "low", "high")}
-        return {"verdict": self.verdict, **values}
+        apart = f"B − A = {self.end_b - self.end_a:+.4g} ({self.low:+.4g} to {self.high:+.4g}), {self.verdict}"
+        return f"Loss over the last quarter of what both did: {self.end_a:.4g} and {self.end_b:.4g}; {apart}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +95,9 @@ class Comparison:
     overall: Gain | None
     reasons: tuple[str, ...]  # why they cannot be compared; then there are no ratios
     cautions: tuple[str, ...]
-    differences: tuple[tuple[str, Any, Any], ...]
     losses: LossCurves | None
-    panels: tuple[Panel, ...] = ()
-    steady_a: Steady | None = None
-    steady_b: Steady | None = None
+    panels: tuple[Panel, ...]
+    steady: tuple[Steady | None, Steady | None]
 
     @property
     def leading(self) -> Gain | None:
@@ -125,58 +112,59 @@ class Comparison:
         """faster, slower, no difference shown, or not comparable."""
         return self.leading.verdict if self.leading is not None else "not comparable"
 
+    @property
+    def differences(self) -> list[tuple[str, Any, Any]]:
+        """Settings and facts that are not the same in both."""
+        ours, theirs = dict(settings_of(self.a)), dict(settings_of(self.b))
+        names = [name for name in (ours | theirs) if ours.get(name) != theirs.get(name)]
+        found = [name for name in names if name not in VOLATILE_FACTS]
+        return [(name, ours.get(name), theirs.get(name)) for name in found[:MAX_DIFFERENCES]]
+
     def slower_than(self, pct: float) -> bool:
         """Whether B is shown to be slower by more than `pct` per cent, in its median step or over all its steps."""
         ratios = [ratio for ratio in (self.typical, self.overall) if ratio is not None]
         return self.verdict == "slower" and any(ratio.slower_than(pct) for ratio in ratios)
 
     def sentence(self) -> str:
-        """The answer."""
-        typical, overall = self.typical, self.overall
-        if typical is None or overall is None:
+        """The answer: what leads, and the other ratio."""
+        typical, overall, leading = self.typical, self.overall, self.leading
+        if typical is None or overall is None or leading is None:
             return "Not comparable: " + "; ".join(self.reasons) + "."
+        names, other = ("median step", "all steps, slow ones included"), overall
+        if leading is overall:
+            names, other = (names[1], names[0]), typical
         by_sample = ", by the sample" if self.per == "sample" else ""
-        median, first = f"is {typical.verdict}", f"B is {typical.verdict}"
-        if typical.verdict == NO_DIFFERENCE:
-            median, first = "shows no difference", "No difference shown"
-        if self.leading is overall:
-            return (
-                f"Over all its steps, slow ones included, B is {overall.verdict}: {overall}{by_sample}. "
-                f"Its median step {median}: {typical}."
-            )
-        speed = f"{typical.value:.2f}× the speed of A, {typical.low:.2f} to {typical.high:.2f}"
-        first = f"{first}: {speed} (median step{by_sample})."
-        if overall.verdict == typical.verdict and overall.low <= typical.value <= overall.high:
-            return first
-        return f"{first} Over all steps, slow ones included: {overall}, {overall.verdict}."
+        subject = "" if leading.verdict == NO_DIFFERENCE else "B is "
+        said = f"{subject}{leading.verdict}"
+        speed = f"{leading.value:.2f}× the speed of A, {leading.low:.2f} to {leading.high:.2f}"
+        return f"{said[0].upper()}{said[1:]}: {speed} ({names[0]}{by_sample}). {names[1].capitalize()}: {other}."
 
-    def figures(self) -> list[tuple[str, str, str, str]]:
-        """Both runs side by side: name, A, B, speed of B."""
-        a, b = _figures(self.a, self.steady_a), _figures(self.b, self.steady_b)
+    def figures(self) -> list[tuple[str, str, str]]:
+        """Both runs side by side: name, A → B, speed of B."""
+        a, b = _figures(self.a, self.steady[0]), _figures(self.b, self.steady[1])
         ratios = {"median step": self.typical, "samples a second": self.overall}
-        return [(name, a[name], b[name], str(ratios.get(name) or "")) for name in a]
+        return [(name, f"{a[name]} → {b[name]}", str(ratios.get(name) or "")) for name in a]
 
     def phases(self) -> list[tuple[str, str, str, str]]:
         """The phases of a step in both runs, those that changed most first: name, A, B, change."""
         a, b = phases_ms(self.a.breakdown), phases_ms(self.b.breakdown)
-        change = {name: b.get(name, 0.0) - a.get(name, 0.0) for name in (*a, *b)}
         least = SMALL_PHASE * (self.a.breakdown.step_ms.mean or 0.0)
+        found = [(name, a.get(name, 0.0), b.get(name, 0.0)) for name in a | b]
         rows = []
-        for name in sorted(change, key=lambda name: -abs(change[name])):
-            before, after = a.get(name, 0.0), b.get(name, 0.0)
+        for name, before, after in sorted(found, key=lambda one: -abs(one[2] - one[1])):
+            sign = "−" if after < before else "+"
             if max(before, after) >= least:
-                apart = f"+{ms(change[name])}"
-                if change[name] < 0:
-                    apart = f"−{ms(-change[name])}"
-                rows.append((phase_name(name), ms(before), ms(after), apart))
+                rows.append((phase_name(name), ms(before), ms(after), sign + ms(abs(after - before))))
         return rows
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON of `flatout compare --json`."""
-        typical = overall = None
+        typical = overall = losses = None
         if self.typical is not None and self.overall is not None:
             typical = dataclasses.asdict(self.typical)
             overall = {**dataclasses.asdict(self.overall), "verdict": self.overall.verdict}
+        if self.losses is not None:
+            losses = {"verdict": self.losses.verdict, **dataclasses.asdict(self.losses)}
         return {
             "schema": SCHEMA,
             "verdict": self.verdict,
@@ -188,7 +176,7 @@ class Comparison:
             "a": _side_to_json(self.a),
             "b": _side_to_json(self.b),
             "differences": [{"name": name, "a": a, "b": b} for name, a, b in self.differences],
-            "losses": self.losses.to_json() if self.losses is not None else None,
+            "losses": losses,
         }
 
 
@@ -200,11 +188,9 @@ def phases_ms(b: Breakdown) -> dict[str, float]:
 
 def _figures(one: Account, steady: Steady | None) -> dict[str, str]:
     b = one.breakdown
-    median_ms = b.step_ms.quantile(0.5) or 0.0
-    speed = (b.samples_per_s or 0.0) * one.ranks
+    median_ms, speed = b.step_ms.quantile(0.5) or 0.0, (b.samples_per_s or 0.0) * one.ranks
     if steady is not None:
-        median_ms = 1e3 / steady.typical.value
-        speed = (_samples_a_step(one) or 0.0) * steady.overall.value
+        median_ms, speed = 1e3 / steady.typical.value, (_samples_a_step(one) or 0.0) * steady.overall.value
     return {
         "median step": ms(median_ms),
         "95th percentile": ms(b.step_ms.quantile(0.95) or 0.0),
@@ -231,22 +217,26 @@ def compare(a: RecordedRun, b: RecordedRun) -> Comparison:
     """Compare two runs: how much faster is the second?"""
     size_a, size_b = _samples_a_step(a.account), _samples_a_step(b.account)
     steady_a, steady_b = _steady(a.trace.ranks[0]), _steady(b.trace.ranks[0])
-    reasons = [*_other_data(a.account, b.account)]
+    reasons = []
+    first, second = _training_set(a.account), _training_set(b.account)
+    if first and second and first != second:
+        reasons.append(f"they train on other data: {first} and {second}")
     for name, run, steady in (("A", a, steady_a), ("B", b, steady_b)):
         if steady is None:
-            steps = run.account.breakdown.steps
-            reasons.append(f"{name} has {steps:,} training steps, and fewer than {MIN_STEPS} say too little")
-    by_sample = not _alike(size_a, size_b)
-    if by_sample and (size_a is None or size_b is None):
+            steps = count_of(run.account.breakdown.steps, "training step")
+            reasons.append(f"{name} has {steps}, and fewer than {MIN_STEPS} say too little")
+    # Short last batches now and then make no other size.
+    alike = size_a == size_b or bool(size_a and size_b and abs(size_a / size_b - 1) < SHORT_BATCHES)
+    if not alike and (size_a is None or size_b is None):
         reasons.append("one of them does not say how many samples a step has")
     per, unit_a, unit_b = "step", 1.0, 1.0
-    if by_sample:
+    if not alike:
         per, unit_a, unit_b = "sample", size_a or 1.0, size_b or 1.0
     typical = overall = None
     if not reasons and steady_a is not None and steady_b is not None:
         typical = _ratio(steady_a.typical, steady_b.typical, unit_b / unit_a)
         overall = _ratio(steady_a.overall, steady_b.overall, unit_b / unit_a)
-    losses = _losses(per, _curve(a.trace.ranks[0], unit_a), _curve(b.trace.ranks[0], unit_b))
+    curves = _curve(a.trace.ranks[0], unit_a), _curve(b.trace.ranks[0], unit_b)
     return Comparison(
         a=a.account,
         b=b.account,
@@ -254,12 +244,10 @@ def compare(a: RecordedRun, b: RecordedRun) -> Comparison:
         typical=typical,
         overall=overall,
         reasons=tuple(reasons),
-        cautions=tuple(_cautions(a, b, by_sample=by_sample)),
-        differences=tuple(_differences(a.account, b.account))[:MAX_DIFFERENCES],
-        losses=losses,
-        panels=_panels(a, b, losses),
-        steady_a=steady_a,
-        steady_b=steady_b,
+        cautions=tuple(_cautions(a, b, by_sample=not alike)),
+        losses=_losses(per, *curves),
+        panels=_panels(a, b, per, *curves),
+        steady=(steady_a, steady_b),
     )
 
 
@@ -278,52 +266,30 @@ def _samples_a_step(one: Account) -> float | None:
     return float(f"{size * one.ranks:.6g}")
 
 
-def _other_data(a: Account, b: Account) -> Iterator[str]:
-    first, second = _training_set(a), _training_set(b)
-    if first is not None and second is not None and first != second:
-        yield f"they train on other data: {_dataset(*first)} and {_dataset(*second)}"
-
-
-def _training_set(one: Account) -> tuple[str, int | None] | None:
+def _training_set(one: Account) -> str:
     """The dataset of the first loader: its class, whatever module it came from, and its length."""
-    if not one.facts.loaders:
-        return None
-    loader = one.facts.loaders[0]
-    return loader.dataset.rpartition(".")[2], loader.length
-
-
-def _dataset(name: str, length: int | None) -> str:
-    return name if length is None else f"{name} of {count_of(length, 'sample')}"
+    for loader in one.facts.loaders:
+        name = loader.dataset.rpartition(".")[2]
+        return name if loader.length is None else f"{name} of {count_of(loader.length, 'sample')}"
+    return ""
 
 
 def _cautions(a: RecordedRun, b: RecordedRun, *, by_sample: bool) -> Iterator[str]:
     runs = (("A", a), ("B", b))
     yield from (f"{name}: {run.account.ended}" for name, run in runs if run.account.ended is not None)
-    size_a, size_b = _samples_a_step(a.account), _samples_a_step(b.account)
-    if by_sample and size_a and size_b:
-        sizes = f"a step of A has {in_full(size_a)} sample{'s' * (size_a != 1)}, one of B {in_full(size_b)}"
-        yield f"{sizes}: time for each sample is compared, not for each step"
-    elif by_sample:
-        yield "their steps have unlike numbers of samples"
-    first, second = a.account.facts, b.account.facts
-    if first.gpu != second.gpu:
-        yield f"another GPU: {first.gpu or 'none'} and {second.gpu or 'none'}"
-    if first.parameters != second.parameters:
-        yield f"another number of parameters: {_count(first.parameters)} and {_count(second.parameters)}"
-    ranks_a, ranks_b = a.account.ranks, b.account.ranks
-    if ranks_a != ranks_b:
-        yield f"A ran on {count_of(ranks_a, 'rank')}, B on {ranks_b:,}: samples are those of all ranks"
+    if by_sample:
+        sizes = [count_of(round(_samples_a_step(run.account) or 0), "sample") for _, run in runs]
+        yield f"a step of A has {sizes[0]}, one of B {sizes[1]}: time for each sample is compared, not for each step"
+    first, second = a.account, b.account
+    for what, one, other in (
+        ("GPU", first.facts.gpu, second.facts.gpu),
+        ("number of parameters", first.facts.parameters, second.facts.parameters),
+        ("number of ranks", first.ranks, second.ranks),
+    ):
+        if one != other:
+            yield f"another {what}: {one or 'none'} and {other or 'none'}"
     for name, run in runs:  # a difference may be that of others, who had the cores or the GPU meanwhile
         yield from (f"{name}: {finding.title}" for finding in run.findings if finding.code == "hardware.shared")
-
-
-def _count(number: int | None) -> str:
-    return f"{number:,}" if number is not None else "none"
-
-
-def _alike(a: float | None, b: float | None) -> bool:
-    """Whether steps have as many samples, but for a last short batch now and then."""
-    return a == b or (a is not None and b is not None and abs(a / b - 1) < SHORT_BATCHES)
 
 
 # How sure one can be
@@ -337,16 +303,16 @@ def _steady(rank: RankTrace) -> Steady | None:
         if len(steps) < MIN_STEPS:
             return None
         blocks = [times_ms[block] for block in blocks_of(len(times_ms))]
-        mean_ms, median_ms = fmean(times_ms), median(times_ms)
         means_ms, medians_ms = [fmean(block) for block in blocks], [median(block) for block in blocks]
+        mean_ms, median_ms = fmean(times_ms), median(times_ms)
     else:
         sketches = [window.wall_ms for window in rank.windows[1:]]
         if len(sketches) < BLOCKS:
             return None
-        every = Sketch.merged(sketches)
         merged = [Sketch.merged(sketches[block]) for block in blocks_of(len(sketches))]
-        mean_ms, median_ms = every.mean or 0.0, every.quantile(0.5) or 0.0
         means_ms, medians_ms = [one.mean or 0.0 for one in merged], [one.quantile(0.5) or 0.0 for one in merged]
+        every = Sketch.merged(sketches)
+        mean_ms, median_ms = every.mean or 0.0, every.quantile(0.5) or 0.0
     return Steady(
         typical=Measured(value=1e3 / median_ms, error=error_of(medians_ms)),
         overall=Measured(value=1e3 / mean_ms, error=error_of(means_ms)),
@@ -361,29 +327,21 @@ def _ratio(a: Measured, b: Measured, samples: float) -> Gain:
 # What else differs
 
 
-def _differences(a: Account, b: Account) -> Iterator[tuple[str, Any, Any]]:
-    """Settings and facts that are not the same in both."""
-    loaders = min(len(one.facts.loaders) for one in (a, b))
-    ours, theirs = dict(_settings(a, loaders)), dict(_settings(b, loaders))
-    for name in dict.fromkeys((*ours, *theirs)):
-        if ours.get(name) != theirs.get(name):
-            yield name, ours.get(name), theirs.get(name)
-
-
-def _settings(one: Account, loaders: int) -> Iterator[tuple[str, Any]]:
-    """Of loaders that the other run did not have, one line each."""
-    yield "command", " ".join(one.command)
-    yield "ranks", one.ranks
-    for number, loader in enumerate(one.facts.loaders, 1):
-        yield from _flat(f"loader {number}", to_json(loader) if number <= loaders else loader.dataset)
-    if one.facts.changes:
-        applied = (change for change in one.facts.changes if change.applied)
-        yield "changed by flatout", [f"{change.name}={change.value}" for change in applied]
-    for name, value in to_json(one.facts).items():
-        if name not in VOLATILE_FACTS:
-            yield from _flat(name, value)
-    for read in one.facts.settings:
-        yield from _flat(read.file or read.source, read.values)
+def settings_of(one: Account) -> list[tuple[str, Any]]:
+    """What was in force and what the script read, by name."""
+    facts = to_json(one.facts)
+    settings, loaders, _ = (facts.pop(name, []) for name in ("settings", "loaders", "changes"))
+    changes = [f"{change.name}={change.value}" for change in one.facts.changes if change.applied]
+    found = [("command", " ".join(one.command)), ("ranks", one.ranks), ("loaders", len(loaders))]
+    for number, loader in enumerate(loaders, 1):
+        found += _flat(f"loader {number}", loader)
+    if changes:
+        found.append(("changed by flatout", changes))
+    for name, value in facts.items():
+        found += _flat(name, value)
+    for read in settings:
+        found += _flat(read.get("file") or read["source"], read["values"])
+    return found
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -398,9 +356,9 @@ def _curve(rank: RankTrace, unit: float) -> Curve:
     """Losses by step, or by samples seen where a step has `unit` of them."""
     steps = rank.every_step()
     if steps is not None:
-        return tuple((step.index * unit, step.loss) for step in steps if step.loss is not None)
+        return [(step.index * unit, step.loss) for step in steps if step.loss is not None]
     means = ((window.last_index * unit, window.loss.mean) for window in rank.windows)
-    return tuple((x, y) for x, y in means if y is not None)
+    return [(x, y) for x, y in means if y is not None]
 
 
 def _losses(axis: str, a: Curve, b: Curve) -> LossCurves | None:
@@ -409,22 +367,22 @@ def _losses(axis: str, a: Curve, b: Curve) -> LossCurves | None:
     end = min(a[-1][0], b[-1][0])
     last_a, last_b = ([y for x, y in curve if 0.75 * end <= x <= end] for curve in (a, b))
     if min(len(last_a), len(last_b)) < MIN_LOSSES:
-        return LossCurves(axis=axis, a=a, b=b)
+        return LossCurves(axis=axis)
     end_a, end_b = fmean(last_a), fmean(last_b)
     sure = half_width([(variance_of_mean(block_means(last)), BLOCKS - 1) for last in (last_a, last_b)])
     low, high = end_b - end_a - sure, end_b - end_a + sure
-    return LossCurves(axis=axis, a=a, b=b, end_a=end_a, end_b=end_b, low=low, high=high)
+    return LossCurves(axis=axis, end_a=end_a, end_b=end_b, low=low, high=high)
 
 
-def _panels(a: RecordedRun, b: RecordedRun, losses: LossCurves | None) -> tuple[Panel, ...]:
+def _panels(a: RecordedRun, b: RecordedRun, per: str, losses_a: Curve, losses_b: Curve) -> tuple[Panel, ...]:
     """Both runs in one plot, step by step; and their losses."""
-    before = step_times("A", "other", a.trace.ranks[0], dashed=True)
-    after = step_times("B", "compute", b.trace.ranks[0])
-    panels = [Panel(title="Step time by step", unit="ms", series=(before, after), x_unit="steps")]
-    if losses is not None:
-        xs, ys = zip(*losses.a, strict=True)
-        before = line("A", "other", xs, ys, dashed=True)
-        xs, ys = zip(*losses.b, strict=True)
-        curves = before, line("B", "compute", xs, ys)
-        panels.append(Panel(title=f"Loss by {losses.axis}", unit="", series=curves, x_unit=f"{losses.axis}s"))
+    before, after = ("A", "other"), ("B", "compute")
+    times = step_times(before, a.trace.ranks[0], dashed=True), step_times(after, b.trace.ranks[0])
+    panels = [Panel(title="Step time by step", unit="ms", series=times, x_unit="steps")]
+    curves = line(before, *_columns(losses_a), dashed=True), line(after, *_columns(losses_b))
+    panels.append(Panel(title=f"Loss by {per}", unit="", series=curves, x_unit=f"{per}s"))
     return tuple(panel for panel in panels if all(series.x for series in panel.series))
+
+
+def _columns(curve: Curve) -> tuple[list[float], list[float]]:
+    return [x for x, _ in curve], [y for _, y in curve]

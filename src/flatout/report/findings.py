@@ -1,15 +1,12 @@
-"""Findings in words, and changes as one would type them: a flag, a line of a file, or the edited source line."""
+"""Findings in words, and changes as one would type them: a flag, a line of a file, or an edit of the source."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.diagnose.breakdown import REST
 from flatout.diagnose.find_knobs import knob_for
 from flatout.diagnose.gains import LOADER_LIMITS
 from flatout.fix.result import Attempt
@@ -17,12 +14,11 @@ from flatout.model.changes import BY_NAME
 from flatout.model.finding import Finding
 from flatout.model.formatting import as_typed
 from flatout.report.account import Account
-from flatout.report.chart_data import phase_name, waterfall
+from flatout.report.chart_data import waterfall
 
 CAN_COST = 0.98  # a gain that may be below this is shown as a cost
 MIN_SHOWN_GAIN = 1.005
 GUIDE = (Path(__file__).parents[1] / "TROUBLESHOOTING.md").resolve()  # has an entry for every code
-LOADER_CALL, OPTIMIZER_CALL = re.compile(r"Loader$"), re.compile(r"(Adam|AdamW|SGD|Adagrad)$")
 
 
 def headline(account: Account, findings: Sequence[Finding]) -> str:
@@ -35,27 +31,14 @@ def headline(account: Account, findings: Sequence[Finding]) -> str:
     b = account.breakdown
     if not b.enough:
         return f"Not enough training steps to judge: {b.steps} in {b.training_ms / 1e3:.2g} s."
-    bars = waterfall(b)
-    longest = bars[0]
-    if longest.family != "compute" and longest.width >= 0.1:
-        what = longest.label
-        if what == phase_name(REST):
-            what = "code outside forward, backward and optimizer"
-        return f"{longest.width:.0%} of training time goes to {what}."
-    work = sum(bar.width for bar in bars if bar.family == "compute")
-    return f"{work:.0%} of training time goes to forward, backward and optimizer."
+    longest = waterfall(b)[0]
+    return f"{longest.width:.0%} of training time goes to {longest.label}."
 
 
 def sentence(words: str) -> str:
     """With a capital letter, unless it begins with code."""
     first = words.partition(" ")[0].rstrip(":,;")
     return words[:1].upper() + words[1:] if first.isalpha() else words
-
-
-def one_line(finding: Finding) -> str:
-    """A finding in a line."""
-    place = ", ".join(filter(None, (finding.code, finding.where)))
-    return f"{finding.title} ({gain(finding)}; {place})"
 
 
 def gain(finding: Finding) -> str:
@@ -116,7 +99,7 @@ def permanently(attempt: Attempt, framework: str | None = None) -> str:
     by_framework = spec is not None and code != spec.as_code(change.value)
     if not attempt.where or by_framework:
         return code
-    edit = f"{attempt.where}: {_edited_line(attempt) or code}"
+    edit = f"{attempt.where}: {code}"
     if attempt.also:
         edit += f"; the same at {', '.join(attempt.also)}"
     return edit
@@ -136,33 +119,3 @@ def by_knob(knob: str, value: Any) -> str:
     if file.endswith(".py"):
         return f"in {file}: {key} = {value!r}"
     return f"in {file}: {key}: {as_typed(value)}"
-
-
-def _edited_line(attempt: Attempt) -> str | None:
-    """The source line with the argument added, where that is clear."""
-    spec = BY_NAME.get(attempt.change.name)
-    file, _, number = attempt.where.rpartition(":")
-    if spec is None or not spec.argument or not number.isdigit():
-        return None
-    try:
-        line = Path(file).read_text(encoding="utf-8").splitlines()[int(number) - 1].strip()
-    except (OSError, IndexError, UnicodeDecodeError):
-        return None
-    return _with_argument(line, spec.argument.format(attempt.change.value))
-
-
-def _with_argument(line: str, argument: str) -> str | None:
-    """A line with one more argument in its call; None where the call goes on below, or is not clear."""
-    name = argument.partition("=")[0]
-    try:
-        code = ast.parse(f"{line} pass" if line.endswith(":") else line)
-    except SyntaxError:  # it goes on in the next line
-        return None
-    calls = [node for node in ast.walk(code) if isinstance(node, ast.Call)]
-    takes = OPTIMIZER_CALL if name == "fused" else LOADER_CALL
-    meant = [call for call in calls if takes.search(ast.unparse(call.func))] or calls
-    if len(meant) != 1 or any(keyword.arg == name for keyword in meant[0].keywords):
-        return None
-    raw, end = line.encode(), (meant[0].end_col_offset or 0) - 1  # counted in bytes
-    comma = ", " if meant[0].args or meant[0].keywords else ""
-    return f"{raw[:end].decode().rstrip(', ')}{comma}{argument}{raw[end:].decode()}"

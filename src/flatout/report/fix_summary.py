@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.diagnose.rank_metrics import metrics_of
-from flatout.fix.offers import Offer, all_in_words, in_words
+from flatout.fix.offers import all_in_words, in_words
 from flatout.fix.result import Attempt, FixResult
 from flatout.fix.runs import Run
 from flatout.fix.speed import Speed
 from flatout.model.changes import CHANGES
 from flatout.model.finding import Finding
 from flatout.model.formatting import count_of, duration, in_full, ms
-from flatout.model.plan import Figure
-from flatout.model.stats import MIN_GAIN, Gain, RunNoise
+from flatout.model.stats import MIN_GAIN
 from flatout.redact import redact_command, redact_text
 from flatout.report.findings import finding_to_json, permanently
 
@@ -49,15 +48,10 @@ class Price:
         return cls(float(match[2]), match[1] or match[3] or "", bool(match[1]))
 
     def text(self, amount: float) -> str:
-        """An amount of money, with its sign if it has one."""
+        """An amount of money, with its sign."""
         if self.sign_first:
             return f"{self.sign}{in_full(amount)}"
-        return f"{in_full(amount)} {self.sign}".strip()
-
-    @property
-    def unit(self) -> str:
-        """What to say where there is no sign."""
-        return "" if self.sign else "in the currency of --price"
+        return f"{in_full(amount)} {self.sign or 'in the currency of --price'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +79,8 @@ class FixSummary:
     result: FixResult
     before: Side | None
     after: Side | None
-    left: tuple[Finding, ...] = ()  # what no change of ours has fixed
-    price: Price | None = None
+    left: tuple[Finding, ...]  # what no change of ours has fixed
+    price: Price | None
 
     @property
     def kept(self) -> list[Attempt]:
@@ -106,14 +100,18 @@ class FixSummary:
     @property
     def unit(self) -> str:
         """Of the speeds before and after."""
-        unit = self.after.unit if self.after is not None else "samples/s"
+        unit = self.before.unit if self.before is not None else "samples/s"
         return f"{unit}, pauses counted" if self.result.paused else unit
 
     @property
     def runs(self) -> str:
-        """How many runs there were, and why it stopped."""
-        count = count_of(len(self.result.trials), "run")
-        return f"{count} in {duration(1e3 * self.result.seconds)}; stopped: {self.result.stopped}."
+        """How many runs there were, how far they vary, and why it stopped."""
+        result = self.result
+        text = f"{count_of(len(result.trials), 'run')} in {duration(1e3 * result.seconds)}; stopped: {result.stopped}."
+        if result.noise is not None and result.noise.repeats:
+            repeats = count_of(result.noise.repeats, "repeat")
+            text += f" Runs of the same plan vary by ±{result.noise.sd:.1%} ({repeats})."
+        return text
 
     def permanently(self, attempt: Attempt) -> str:
         """How to make a change permanent."""
@@ -123,44 +121,30 @@ class FixSummary:
 
     def sentence(self) -> str:
         """The answer."""
-        result = self.result
+        result, gain = self.result, self.result.gain
         if result.written:
             return f"Ended, because a trial has written to your files: {', '.join(result.written)}."
         if result.kept:
-            return self._gain_sentence()
+            speeds, kept = "", f"{count_of(len(result.kept), 'change')} kept"
+            if self.before is not None and self.after is not None:
+                before, after = in_full(self.before.samples_per_s), in_full(self.after.samples_per_s)
+                speeds = f", {before}\u00a0→\u00a0{after} {self.unit}"
+            if gain is None:
+                return f"{kept} ({result.stopped}){speeds}: not measured as a whole."
+            if gain.low <= 1:
+                return f"{kept}, but in the end the gain is not sure: {gain}{speeds}."
+            return f"Trains {gain.value:.2f}× as fast ({gain.low:.2f} to {gain.high:.2f}){speeds}."
         if result.interrupted:
             return "Interrupted: nothing was kept so far."
-        if result.attempts:
-            names = dict.fromkeys(in_words(attempt.change) for attempt in result.attempts)
-            tried = f"tried, and {self._why_not_kept()}: {', '.join(names)}"
-            return f"Nothing to change: {tried} ({result.stopped})."
+        names = ", ".join(dict.fromkeys(in_words(attempt.change) for attempt in result.attempts))
+        if names:
+            return f"Nothing to change: tried, and not kept: {names} ({result.stopped})."
         if result.untried:
             return f"Nothing was tried: {result.stopped}."
         return f"Nothing to change: nothing was worth trying ({result.stopped})."
 
-    def _gain_sentence(self) -> str:
-        gain, changes, speeds = self.result.gain, f"{count_of(len(self.result.kept), 'change')} kept", ""
-        if self.before is not None and self.after is not None:
-            before, after = in_full(self.before.samples_per_s), in_full(self.after.samples_per_s)
-            speeds = f", {before} → {after} {self.unit}"
-        if gain is None:
-            return f"{changes} ({self.result.stopped}){speeds}: not measured as a whole."
-        if gain.low <= 1:
-            return f"{changes}, but in the end the gain is not sure: {gain}{speeds}."
-        return f"Trains {gain.value:.2f}× as fast ({gain.low:.2f} to {gain.high:.2f}){speeds}."
-
-    def _why_not_kept(self) -> str:
-        attempts = self.result.attempts
-        if any(attempt.outcome.verdict == "unsafe" for attempt in attempts):
-            return "not safe, or not worth it"
-        if any(attempt.gain is not None and attempt.gain.high >= MIN_GAIN for attempt in attempts):
-            return "no gain was sure"
-        return "not worth it"
-
-    def before_and_after(self) -> list[tuple[str, str, str]]:
-        """The figures that both runs have: name, before, after."""
-        if self.before is None or self.after is None:
-            return []
+    def figures(self) -> list[tuple[str, str, str]]:
+        """The figures that are known: name, before → after, remark. Where nothing was kept, an epoch's alone."""
         price = self.price or Price(0.0)
         figures: tuple[tuple[str, Callable[[float], str], str], ...] = (
             (self.unit, in_full, "samples_per_s"),
@@ -170,22 +154,14 @@ class FixSummary:
             ("power", "{:.0f} W".format, "power_w"),
             ("energy a sample", "{:.3g} J".format, "joules_a_sample"),
             ("an epoch", lambda seconds: duration(1e3 * seconds), "epoch_s"),
-            (f"an epoch costs {price.unit}".strip(), price.text, "epoch_money"),
+            ("an epoch costs", price.text, "epoch_money"),
         )
         rows = []
         for label, text, name in figures:
-            before, after = getattr(self.before, name), getattr(self.after, name)
-            if before is not None and after is not None:
-                rows.append((label, text(before), text(after)))
+            values = [getattr(side, name) for side in (self.before, self.after) if side is not None]
+            if values and None not in values:
+                rows.append((label, " → ".join(map(text, values)), ""))
         return rows
-
-    def epoch_sentence(self) -> str:
-        """What an epoch takes and costs, where nothing was kept; empty where that is not known."""
-        now, price = self.before, self.price
-        if now is None or now.epoch_s is None or now.epoch_money is None or price is None:
-            return ""
-        costs = f"{price.text(now.epoch_money)} {price.unit}".strip()
-        return f"An epoch takes {duration(1e3 * now.epoch_s)} and costs {costs}."
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON of `flatout fix --json`."""
@@ -194,6 +170,10 @@ class FixSummary:
         for trial in result.trials:
             speed = trial.speed.value if trial.speed is not None else None
             trials.append({"what": trial.what, "seconds": trial.seconds, "samples_per_s": speed})
+        withheld = []
+        for offer in result.withheld:
+            changes = [{"name": change.name, "value": change.value} for change in offer.changes]
+            withheld.append({"changes": changes, "why": offer.why, "promise": offer.promise})
         return {
             "schema": SCHEMA,
             "command": list(self.command),
@@ -205,7 +185,7 @@ class FixSummary:
             "currency": (self.price.sign or None) if self.price is not None else None,
             "kept": [_attempt_to_json(attempt, self.permanently(attempt)) for attempt in self.kept],
             "undone": [_attempt_to_json(attempt) for attempt in self.undone],
-            "withheld": [_offer_to_json(offer) for offer in result.withheld],
+            "withheld": withheld,
             "left": [finding_to_json(finding) for finding in self.left],
             "trials": trials,
             "noise": _as_dict(result.noise),
@@ -240,30 +220,22 @@ def gain_of(bundle: Sequence[Attempt]) -> str:
     """The changes of a bundle and what they gained."""
     inside = [in_words(attempt.change) for attempt in bundle]
     others = [name for name in bundle[0].together if name not in inside]
-    text = f"{names_of(bundle)}: {bundle[0].gain or 'not measured'}"
-    if others:
-        text += f" together with {', '.join(others)}"
-    return text
+    together = f" together with {', '.join(others)}" if others else ""
+    return f"{names_of(bundle)}: {bundle[0].gain or 'not measured'}{together}"
 
 
-def proofs_of(bundle: Sequence[Attempt], *, explained: bool = False) -> list[str]:
+def proofs_of(bundle: Sequence[Attempt]) -> list[str]:
     """What each class of change does to training, and how that is known."""
     by_text: dict[str, list[Attempt]] = {}
     for attempt in bundle:
-        by_text.setdefault(_proof(attempt, explained=explained), []).append(attempt)
+        safety, proof = attempt.change.safety, attempt.outcome.proof
+        text = f"{safety}: {proof or SAFETY_IN_WORDS[safety]}"
+        if proof.startswith("not proven"):
+            text = f"said to be {safety}, {proof}"
+        by_text.setdefault(text, []).append(attempt)
     if len(by_text) == 1:
         return list(by_text)
     return [f"{names_of(some)}, {text}" for text, some in by_text.items()]
-
-
-def _proof(attempt: Attempt, *, explained: bool) -> str:
-    safety, proof = attempt.change.safety, attempt.outcome.proof
-    meaning = SAFETY_IN_WORDS[safety]
-    if explained:
-        return f"{safety}: {'. '.join(filter(None, (meaning, proof)))}"
-    if proof.startswith("not proven"):
-        return f"said to be {safety}, {proof}"
-    return f"{safety}: {proof or meaning}"
 
 
 # From a FixResult
@@ -315,13 +287,12 @@ def _side(run: Run | None, speed: Speed | None, price: Price | None, *, paused: 
     if speed is None:
         return None
     metrics = metrics_of(run.trace)[0]
-    rate = speed.with_pauses if paused else speed.value
+    rate, epoch_s = speed.with_pauses if paused else speed.value, run.epoch_s(speed)
     power, joules, money = metrics.gpu("power_w").mean, None, None
     if power is not None:
         power *= len(run.trace.ranks)
     if power is not None and speed.unit == "samples/s":
         joules = power / rate
-    epoch_s = run.epoch_s(speed)
     if epoch_s is not None and price is not None:
         money = epoch_s / 3600 * price.an_hour
     return Side(
@@ -356,10 +327,5 @@ def _attempt_to_json(attempt: Attempt, permanently: str | None = None) -> dict[s
     }
 
 
-def _offer_to_json(offer: Offer) -> dict[str, Any]:
-    changes = [{"name": change.name, "value": change.value} for change in offer.changes]
-    return {"changes": changes, "why": offer.why, "promise": offer.promise}
-
-
-def _as_dict(record: Side | Gain | RunNoise | Figure | None) -> dict[str, Any] | None:
+def _as_dict(record: Any) -> dict[str, Any] | None:
     return dataclasses.asdict(record) if record is not None else None

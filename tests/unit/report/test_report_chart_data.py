@@ -12,7 +12,6 @@ from flatout.diagnose.breakdown import breakdown
 from flatout.diagnose.rank_metrics import RankMetrics
 from flatout.model.facts import Facts
 from flatout.report import chart_data
-from flatout.report.account import gpu_of
 from flatout.trace import Span, Step
 from flatout.trace.downsample import window_of
 
@@ -130,14 +129,14 @@ def test_long_runs_are_drawn_from_windows_in_1000_points_at_most() -> None:
 
 def test_a_thinned_series_keeps_its_mean() -> None:
     values = [float(n % 10) for n in range(20_000)]
-    series = chart_data.line("load", "data", list(range(20_000)), values)
+    series = chart_data.line(("load", "data"), list(range(20_000)), values)
 
     assert len(series.y) == chart_data.MAX_POINTS
     assert sum(series.y) / len(series.y) == pytest.approx(4.5)
 
 
 def test_missing_values_are_left_out_of_a_series() -> None:
-    series = chart_data.line("load", "data", [1.0, 2.0, 3.0], [None, float("nan"), 5.0])
+    series = chart_data.line(("load", "data"), [1.0, 2.0, 3.0], [None, float("nan"), 5.0])
     assert (series.x, series.y) == ((3.0,), (5.0,))
 
 
@@ -150,13 +149,6 @@ def test_pauses_and_what_is_not_training_are_marked() -> None:
     assert marked[1].start_s == pytest.approx(16.0 - 6.0)
 
 
-def test_the_gpu_is_the_one_the_rank_named() -> None:
-    run = whole_run()
-    assert gpu_of(run.ranks[0], run.samples["box"]) == "GPU-0"
-    assert gpu_of(rank_of((), facts=Facts()), run.samples["box"]) == "GPU-0"
-    assert gpu_of(run.ranks[0], ()) is None
-
-
 def test_a_rank_that_may_see_one_gpu_of_two_is_not_shown_the_other() -> None:
     """GIVEN CUDA_VISIBLE_DEVICES=1, under which torch calls the second GPU its first, and a busy neighbour on that."""
     sample = whole_run().samples["box"][0]
@@ -167,20 +159,13 @@ def test_a_rank_that_may_see_one_gpu_of_two_is_not_shown_the_other() -> None:
     )
     rank = rank_of((), facts=Facts(gpu_index=0, gpu_uuid="5e7a-11"))
     run = trace_of(rank, samples=[dataclasses.replace(sample, gpus=gpus)])
-    assert gpu_of(rank, run.samples["box"]) == "GPU-5e7a-11"
     assert account_of(run).gpu["power_w"] == 90.0
     assert {gpu.index for gpu in RankMetrics(run, rank).gpu_samples} == {1}
 
 
-def test_the_bars_of_a_worker_add_up_to_its_lifetime() -> None:
+def test_the_shares_of_a_worker_add_up_to_its_lifetime() -> None:
     (lane,) = chart_data.lanes([worker(0), dataclasses.replace(worker(1), samples=0)])
-
-    shares = {bar.label: bar.width for bar in lane.bars}
-    assert sum(shares.values()) == pytest.approx(1.0)
-    assert shares["computing"] == pytest.approx(0.4)
-    assert shares["waiting for a core"] == pytest.approx(0.1)
-    assert shares["blocked"] == pytest.approx(0.1)
-    assert shares["waiting for work"] == pytest.approx(0.3)
+    assert lane == ("worker 0", 10_000.0, pytest.approx([0.4, 0.1, 0.1, 0.1, 0.3]))
 
 
 @pytest.mark.parametrize(

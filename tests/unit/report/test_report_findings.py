@@ -45,7 +45,7 @@ def test_without_findings_the_headline_says_what_the_account_knows() -> None:
 def test_time_outside_the_phases_is_named_in_the_headline() -> None:
     simulated = (Span(name="rest", start_ms=0.0, host_ms=56.0), Span(name="forward", start_ms=56.0, host_ms=44.0))
     made = account_of(trace_of(rank_of(steps_of([100.0] * 60, spans=simulated))))
-    assert headline(made, ()) == "56% of training time goes to code outside forward, backward and optimizer."
+    assert headline(made, ()) == "56% of training time goes to your code outside these phases."
 
 
 def test_a_healthy_run_is_called_so_without_a_promise() -> None:
@@ -144,8 +144,7 @@ def test_the_terminal_gets_80_columns() -> None:
     lines = printed(lambda console: show(report_of(whole_run(), long, FINDING), console)).splitlines()
 
     assert lines[0].startswith("You could train 2.0 to 2.4× faster")
-    assert any(line.startswith("1. ") for line in lines)
-    assert "   --workers 6" in lines
+    assert "    --workers 6" in lines
 
 
 def test_the_guide_that_is_named_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ def test_changes_measured_together_show_one_gain(starved: Report) -> None:
 def test_the_cost_of_an_epoch_is_shown_where_nothing_was_kept_too(price: str, costs: str) -> None:
     told = " ".join(shown(fixed(World(machine=Machine()), price=Price.of(price))).split())
     assert "Nothing to change" in told
-    assert re.search(rf"An epoch takes 31\.\d s and costs {costs}\.", told)
+    assert re.search(rf"an epoch 31\.\d s an epoch costs {costs}", told)
 
 
 @pytest.mark.parametrize("text", ["", "/h", "much", "2.5.1", "-3/h", "$2.5EUR/h", "2.5/d", "nan"])
@@ -93,13 +93,11 @@ def test_a_text_that_is_not_a_price_is_refused(text: str) -> None:
 
 
 def test_before_and_after_have_energy_and_money(starved: Report) -> None:
-    rows = {name: (before, after) for name, before, after in summary(starved).before_and_after()}
-    assert rows["energy a sample"] == ("0.468 J", "0.101 J")  # 300 W at 641 and about 2,960 samples/s
-    assert rows["an epoch"][0] == "2 min 36 s"
-    assert rows["an epoch costs"][0] == "$0.156"
+    rows = {name: value for name, value, _ in summary(starved).figures()}
+    assert rows["energy a sample"] == "0.468 J → 0.101 J"  # 300 W at 641 and about 2,960 samples/s
+    assert rows["an epoch"].startswith("2 min 36 s → ")
+    assert rows["an epoch costs"].startswith("$0.156 → $")
     assert starved.to_json()["currency"] == "$"
-    bare = replace(starved, fix=replace(summary(starved), price=Price.of("3.6")))
-    assert "an epoch costs in the currency of --price" in {name for name, *_ in summary(bare).before_and_after()}
 
 
 def test_the_speeds_shown_are_those_that_the_gain_is_of() -> None:
@@ -115,19 +113,13 @@ def test_speeds_that_count_pauses_say_so() -> None:
     fix = fixed(World(machine=Machine(eval_s=2.0), length=19_200, settings=[flag("eval_every", 1)]), allow="all")
     assert summary(fix).result.paused
     assert summary(fix).sentence().endswith("samples/s, pauses counted.")
-    assert summary(fix).before_and_after()[0][0] == "samples/s, pauses counted"
+    assert summary(fix).figures()[0][0] == "samples/s, pauses counted"
 
 
 def test_a_gain_within_the_noise_is_not_called_worthless(starved: Report) -> None:
-    attempts = [replace(summary(starved).kept[0], gain=Gain(value=1.1, low=low, high=low + 0.2)) for low in (0.9, 0.8)]
-    said = []
-    for attempt in attempts:
-        said.append(summary(with_attempts(starved, attempt, kept=())).sentence())
-    assert said[0].startswith("Nothing to change: tried, and no gain was sure: elastic loader")
-    assert said[1].startswith("Nothing to change: tried, and not worth it: elastic loader")
-    unsafe = replace(attempts[0], outcome=replace(attempts[0].outcome, verdict="unsafe"))
-    sentence = summary(with_attempts(starved, unsafe, kept=())).sentence()
-    assert sentence.startswith("Nothing to change: tried, and not safe, or not worth it: elastic loader")
+    tried = replace(summary(starved).kept[0], gain=Gain(value=1.1, low=0.9, high=1.1))
+    sentence = summary(with_attempts(starved, tried, kept=())).sentence()
+    assert sentence.startswith("Nothing to change: tried, and not kept: elastic loader")
 
 
 def test_an_unproven_change_is_not_said_to_leave_training_the_same(starved: Report) -> None:
@@ -164,7 +156,7 @@ def test_findings_that_no_change_can_fix_are_left_to_the_person() -> None:
     text = " ".join(shown(fix).split())
     assert "Left to you training stands still for evaluation" in text
     assert summary(fix).left[0].advice in text
-    assert "What is left to you" in page(fix)
+    assert "Left to you" in page(fix)
     assert [one["code"] for one in fix.to_json()["left"]] == ["pause.eval"]
 
     knob = fixed(World(machine=machine, workers=0, length=19_200, settings=[flag("eval_every", 1)]))
@@ -197,7 +189,7 @@ def test_a_fix_fits_the_width_of_the_terminal(starved: Report) -> None:
 
 def test_the_page_has_both_waterfalls_every_run_and_the_edits(starved: Report) -> None:
     text = page(starved)
-    for words in ("Where the time went before", "Where it goes now", "Every run", "flatout.DataLoader(...)"):
+    for words in ("Where the time went before", "Where it goes now", "Runs", "flatout.DataLoader(...)"):
         assert words in text
     assert "Nothing to change" in page(fixed(World()))
 
@@ -237,20 +229,12 @@ def test_a_loader_that_the_trainer_makes_is_no_line_to_edit() -> None:
     )
 
 
-def test_a_call_that_ends_on_its_line_is_shown_with_the_edit(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import torch\noptimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)\nloader = DataLoader(\n"
-    )
-    fused = Change(name="fused_optimizer", value=True, safety="equivalent")
-    assert permanently(attempt(fused, f"{script}:2")) == (
-        f"{script}:2: optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)"
-    )
+def test_an_edit_is_shown_with_every_place_it_belongs_to() -> None:
     pinned = Change(name="pin_memory", value=True, safety="identical")
-    pinning = f"{script}:3: DataLoader(..., pin_memory=True)"
-    assert permanently(attempt(pinned, f"{script}:3")) == pinning
-    elsewhere = replace(attempt(pinned, f"{script}:3"), also=("val.py:7", "val.py:9"))
-    assert permanently(elsewhere) == f"{pinning}; the same at val.py:7, val.py:9"
+    edit = "train.py:3: DataLoader(..., pin_memory=True)"
+    assert permanently(attempt(pinned, "train.py:3")) == edit
+    elsewhere = replace(attempt(pinned, "train.py:3"), also=("val.py:7", "val.py:9"))
+    assert permanently(elsewhere) == f"{edit}; the same at val.py:7, val.py:9"
 
 
 def test_in_a_pipe_the_progress_is_lines() -> None:
@@ -270,37 +254,3 @@ def test_on_a_terminal_there_is_a_bar_for_the_budget() -> None:
         console.print(progress)
     assert "elastic loader" in console.file.getvalue()  # type: ignore[attr-defined]
     assert "left" in console.file.getvalue()  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("line", "argument", "edited"),
-    [
-        ("loader = DataLoader(data, 32)", "pin_memory=True", "loader = DataLoader(data, 32, pin_memory=True)"),
-        ("for x in DataLoader(data):", "num_workers=4", "for x in DataLoader(data, num_workers=4):"),
-        (
-            "loader = accelerator.prepare(DataLoader(data, 32))",
-            "pin_memory=True",
-            "loader = accelerator.prepare(DataLoader(data, 32, pin_memory=True))",
-        ),
-        (
-            'o = Lookahead(optim.Adam(model.parameters(), lr=1e-3,), name="größe")',
-            "fused=True",
-            'o = Lookahead(optim.Adam(model.parameters(), lr=1e-3, fused=True), name="größe")',
-        ),
-        ("a, b = DataLoader(one), DataLoader(two)", "pin_memory=True", None),
-        ("loader = DataLoader(", "pin_memory=True", None),
-        ("loader = DataLoader(data, pin_memory=False)", "pin_memory=True", None),
-    ],
-)
-def test_an_argument_goes_into_the_call_that_takes_it(
-    line: str, argument: str, edited: str | None, tmp_path: Path
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(line, encoding="utf-8")
-    name = "fused_optimizer" if argument == "fused=True" else argument.partition("=")[0]
-    change = Change(name=name, value=4 if name == "num_workers" else True, safety="identical")
-    text = permanently(attempt(change, f"{script}:1"))
-    if edited is not None:
-        assert text == f"{script}:1: {edited}"
-    else:
-        assert line not in text

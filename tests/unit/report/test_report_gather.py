@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from report_runs import rank_of, steps_of
 
+from flatout.diagnose.rank_metrics import metrics_of
 from flatout.model.errors import TraceError
 from flatout.report import MAX_RANKS_READ, read_run
-from flatout.report.account import figures_of_breakdown
+from flatout.report.account import figures_of_rank
 from flatout.trace import TraceWriter
 
 
@@ -70,12 +71,9 @@ def test_what_two_machines_recorded_is_one_run(many: Path, tmp_path: Path) -> No
 
 
 def test_summary_and_account_give_the_same_figures(many: Path, tmp_path: Path) -> None:
-    from flatout.diagnose.breakdown import breakdown
-
     run = read_run([many])
-    trace, figures = run.trace, run.account.by_rank
-    first = trace.ranks[0]
-    again = figures_of_breakdown(first.info, breakdown(first))
+    figures = run.account.by_rank
+    again = figures_of_rank(metrics_of(run.trace)[0])
     assert again.steps == figures[0].steps
     assert again.shares == pytest.approx(figures[0].shares)
     assert json.dumps(again.samples_per_s) == json.dumps(figures[0].samples_per_s)
