@@ -13,8 +13,8 @@ from flatout.check.known_settings import KnownValue, folded, is_setting
 from flatout.check.lines import Line, fail, ok, warn
 from flatout.check.script import Node, calls_in, last_name, parents, where
 from flatout.check.training import Training, TrainingLoop, runs_every_time
+from flatout.model.changes import is_on
 from flatout.model.frameworks import FRAMEWORKS
-from flatout.model.setting_aliases import is_on
 
 _SHOWS = re.compile(r"^(print|logger|logging|log|wandb|tqdm|console|json|yaml|pprint|str|repr|format|add_argument)$")
 _PRECISION = ("precision", "fp16", "trainer_precision")

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from flatout.check.script import Node, Script, argument, last_name, where
+from flatout.model.changes import pattern_of
 from flatout.model.formatting import as_typed
 from flatout.model.inputs import UNREAD, read_settings
-from flatout.model.setting_aliases import pattern_of
 
 # What people call the object that holds their settings.
 HOLDER = re.compile(r"_*(args?|opts?|options|cfg|conf(ig)?s?|settings|flags|hparams|params)\d?", re.IGNORECASE)

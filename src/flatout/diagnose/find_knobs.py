@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from flatout.model.changes import SETTING_NAMES, pattern_of
 from flatout.model.facts import SettingsRead
-from flatout.model.setting_aliases import NAMES, pattern_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ def knob_for(settings: Iterable[SettingsRead], change: str, value: Any) -> str |
     """Where to give a change such a value: by a knob of that very name, or of one that means the same."""
     name, settings = change.removeprefix("setting:"), tuple(settings)
     candidates = [knob for knob in reversed(_all_knobs(settings)) if knob.key == name]
-    if name in NAMES:
+    if name in SETTING_NAMES:
         candidates += knobs(settings, name)
     for knob in candidates:
         if isinstance(knob.value, bool) == isinstance(value, bool):

@@ -10,10 +10,9 @@ from typing import Any
 from flatout.diagnose.compute_rules import gain_of_cudnn_benchmark, gain_of_tf32
 from flatout.diagnose.rank_metrics import RankMetrics, Setting
 from flatout.model.causes import CAUSES
-from flatout.model.changes import CHANGES, SETTING
+from flatout.model.changes import CHANGES, SETTING, is_on, pattern_of
 from flatout.model.facts import Facts
 from flatout.model.finding import Finding
-from flatout.model.setting_aliases import is_on, pattern_of
 
 Gain = Callable[[RankMetrics], dict[str, Any]]
 

@@ -22,11 +22,10 @@ from flatout.diagnose.gains import (
     spare_cores,
 )
 from flatout.diagnose.rank_metrics import RankMetrics, host_ms_in
-from flatout.model.changes import SETTING
+from flatout.model.changes import SETTING, pattern_of
 from flatout.model.facts import NO_LOADER
 from flatout.model.finding import Finding
 from flatout.model.frameworks import may_be_asked_early
-from flatout.model.setting_aliases import pattern_of
 from flatout.trace import Sketch
 
 _CPU_FULL = 0.85  # of the cores

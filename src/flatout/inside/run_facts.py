@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from flatout.model.facts import Facts, GradientExchange, LoaderFacts, OptimizerFacts, ProcessGroup
-from flatout.model.sizes import length_of
+from flatout.model.facts import Facts, GradientExchange, LoaderFacts, OptimizerFacts, ProcessGroup, length_of
 
 
 def loader_facts(loader: Any) -> LoaderFacts:

@@ -14,7 +14,7 @@ import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flatout.inside.recorder import DATA, OWN, Recorder
@@ -210,7 +210,7 @@ class XraySchedule:
         try:
             xray = read_kernels(self._profiler.kernels(self._results), self._steps[1:])
             if xray is not None:
-                self._write(xray.with_recovery(self._recovered()))
+                self._write(replace(xray, recovered=self._recovered()))
         except Exception as problem:
             self._note(f"the X-ray could not be read ({type(problem).__name__}: {problem})")
 

@@ -6,6 +6,7 @@ says how to make them permanent, and the tables in docs/CHANGES.md are written f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -41,13 +42,16 @@ class Values:
     fit: Callable[[Any], bool]
 
 
+_ON = Values("true", lambda value: value is True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeSpec:
     """One change. `code` has {} where the value goes."""
 
     name: str
     does: str  # one sentence for people
-    takes: Values
+    takes: Values = _ON
     safety: Safety
     safety_note: str = ""  # when it is of another class
     family: Family
@@ -77,7 +81,6 @@ class ChangeSpec:
         return line.format(value)
 
 
-_ON = Values("true", lambda value: value is True)
 _SWITCH = Values("true or false", lambda value: isinstance(value, bool))
 _RATE = Values("a number above 0", lambda value: type(value) in (int, float) and value > 0)
 _FROM_0 = Values("a whole number from 0", lambda value: type(value) is int and value >= 0)
@@ -174,7 +177,6 @@ CHANGES = (
     ChangeSpec(
         name="device_prefetch",
         does="The next batch is copied to the GPU while this one is computed.",
-        takes=_ON,
         safety="identical",
         family="data path",
         moment="pass begins",
@@ -185,7 +187,6 @@ CHANGES = (
     ChangeSpec(
         name="gc_freeze",
         does="Python's garbage collector leaves out what lives after the first step.",
-        takes=_ON,
         safety="identical",
         family="data path",
         moment="step ends",
@@ -195,7 +196,6 @@ CHANGES = (
     ChangeSpec(
         name="gpu_transforms",
         does="What samples do to their pictures is done to whole batches on the GPU.",
-        takes=_ON,
         safety="equivalent",
         family="transforms",
         moment="pass begins",
@@ -228,7 +228,6 @@ CHANGES = (
     ChangeSpec(
         name="channels_last",
         does="The model and its 4-d inputs lie in channels_last memory format.",
-        takes=_ON,
         safety="equivalent",
         family="compute",
         moment="model call",
@@ -241,7 +240,6 @@ CHANGES = (
     ChangeSpec(
         name="cudnn_benchmark",
         does="cuDNN looks for the fastest kernel for each shape.",
-        takes=_ON,
         safety="equivalent",
         family="compute",
         moment="model call",
@@ -254,7 +252,6 @@ CHANGES = (
     ChangeSpec(
         name="fused_optimizer",
         does="Adam, AdamW, SGD and Adagrad step in one kernel.",
-        takes=_ON,
         safety="equivalent",
         family="compute",
         moment="Optimizer()",
@@ -325,7 +322,29 @@ CHANGES = (
 )
 BY_NAME = {spec.name: spec for spec in CHANGES}
 TO_MAKE = tuple(spec.name for spec in CHANGES if not spec.advice_only)  # those flatout makes
+# What people call a setting, in flags and config files.
+SETTING_NAMES = {spec.name: spec.settings for spec in CHANGES if spec.settings} | {
+    "epochs": r"(num_?|n_?|max_?|total_?)?(train_?)?epochs",
+    "fp16": r"(use_?)?fp16",
+    "trainer_precision": r"precision",  # Lightning's; elsewhere it may be about digits
+    "tf32": r"(allow_?|use_?|enable_?)?tf32",
+    "threads": r"(decode|decoder|reader|read|io|video|cv|opencv|transform|aug\w*)_?(num_?)?threads|threads_per_worker",
+    "augment_on": r"(aug\w*|jitter|transforms?|preprocess\w*)_?(on|device|where|backend)",
+}
 _COUNTED_IN_LOADER = ("num_workers", "batch_size")  # a trace shows which value was in force
+
+
+_OFF = frozenset({"", "0", "false", "no", "none", "off", "null", "fp32", "float32", "32", "32-true", "highest"})
+
+
+def is_on(value: object) -> bool:
+    """Whether a setting asks for what it is named after; of a precision, for a lower one."""
+    return str(value).strip().lower() not in _OFF
+
+
+def pattern_of(*subjects: str) -> re.Pattern[str]:
+    """What fits any name people give one of these."""
+    return re.compile("|".join(SETTING_NAMES[subject] for subject in subjects), re.IGNORECASE)
 
 
 def safety_of(name: str) -> Safety:

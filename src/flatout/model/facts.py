@@ -36,6 +36,14 @@ class LoaderFacts:
     fills: str | None = None  # what samples fill in its dataset
 
 
+def length_of(sized: Any) -> int | None:
+    """How many samples a dataset says it has, or batches a loader."""
+    try:
+        return len(sized)
+    except Exception:  # a person's own code: a sampler that has no length may say so in any way
+        return None
+
+
 NO_LOADER = LoaderFacts(dataset="")
 
 

@@ -67,24 +67,20 @@ def shown_in(place: Place, readings: Iterable[Reading]) -> tuple[Reading, ...]:
     return tuple(reading for reading in readings if place in reading.shown)
 
 
-def _places(*places: Place) -> frozenset[Place]:
-    return frozenset(places)
-
-
-_EVERYWHERE = _places("over time", "summary", "gauge", "csv", "run", "report")
-_OVER_TIME = _places("over time", "csv")
-_CSV = _places("csv")
-_JSON = _places("over time")
+_CSV: frozenset[Place] = frozenset({"csv"})
+_JSON: frozenset[Place] = frozenset({"over time"})
+_OVER_TIME: frozenset[Place] = frozenset({"over time", "csv"})
+_EVERYWHERE: frozenset[Place] = frozenset({"over time", "summary", "gauge", "csv", "run", "report"})
 
 # The order is that of the CSV columns.
 GPU_READINGS = (
     Reading("gpu_util_pct", "GPU-Util", "%", _EVERYWHERE, color="claim"),
     Reading("sm_active_pct", "SM active", "%", _EVERYWHERE),
-    Reading("sm_occupancy_pct", "SM occupancy", "%", _OVER_TIME, short="occupancy"),
+    Reading("sm_occupancy_pct", "SM occupancy", "%", _OVER_TIME),
     Reading("tensor_active_pct", "tensor active", "%", _EVERYWHERE, short="tensor"),
     Reading("dram_active_pct", "DRAM active", "%", _EVERYWHERE, short="DRAM"),
-    Reading("pcie_rx_bytes_s", "PCIe in", "MiB/s", _OVER_TIME, color="cool"),
-    Reading("pcie_tx_bytes_s", "PCIe out", "MiB/s", _OVER_TIME, color="cool"),
+    Reading("pcie_rx_bytes_s", "PCIe in", "MiB/s", _OVER_TIME),
+    Reading("pcie_tx_bytes_s", "PCIe out", "MiB/s", _OVER_TIME),
     Reading(
         "memory_used_bytes", "memory", "GiB", _EVERYWHERE, limit="memory_total_bytes", peak=True, color="heat"
     ),
@@ -101,7 +97,7 @@ GPU_READINGS = (
         "sm_clock_mhz", "SM clock", "MHz", _OVER_TIME | {"summary", "gauge"}, limit="sm_clock_max_mhz", color="cool"
     ),
     Reading("memory_clock_mhz", "memory clock", "MHz", _CSV),
-    Reading("decoder_util_pct", "video decoder", "%", _OVER_TIME, short="decoder"),
+    Reading("decoder_util_pct", "video decoder", "%", _OVER_TIME),
     Reading("jpeg_util_pct", "JPEG decoder", "%", _OVER_TIME),
     Reading("throttle", "clocks held back by", "", _CSV),
     Reading("pulse_low_pct", "lowest pulse", "%", _CSV),

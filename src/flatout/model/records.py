@@ -117,11 +117,7 @@ class Xray:
     collective_ms: float = 0.0
     copies_ms: dict[str, float] = field(default_factory=dict)
     top_ms: dict[str, float] = field(default_factory=dict)
-    recovered: bool | None = None
-
-    def with_recovery(self, recovered: bool | None) -> Xray:
-        """The same, knowing whether the step time came back afterwards."""
-        return dataclasses.replace(self, recovered=recovered)
+    recovered: bool | None = None  # whether the step time came back afterwards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,16 +214,17 @@ class GpuSample:
     @property
     def power_share_pct(self) -> float | None:
         """Power drawn, in per cent of the limit."""
-        if self.power_w is None or not self.power_limit_w:
-            return None
-        return 100 * self.power_w / self.power_limit_w
+        return share_pct(self.power_w, self.power_limit_w)
 
     @property
     def memory_pct(self) -> float | None:
         """Memory in use, in per cent of the GPU's."""
-        if self.memory_used_bytes is None or not self.memory_total_bytes:
-            return None
-        return 100 * self.memory_used_bytes / self.memory_total_bytes
+        return share_pct(self.memory_used_bytes, self.memory_total_bytes)
+
+
+def share_pct(part: float | None, whole: float | None) -> float | None:
+    """What share of a whole that is; None where one of them is not known."""
+    return None if part is None or not whole else 100 * part / whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

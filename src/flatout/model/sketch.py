@@ -124,14 +124,13 @@ class Sketch:
         """The inverse of `to_json`; ValueError where that is not what `to_json` gives."""
         if data == [0]:
             return cls()
-        if type(data) is not list or len(data) != 6 or type(data[5]) is not list:
+        if type(data) is not list or len(data) != 6 or type(data[5]) is not list or len(data[5]) % 2:
             raise ValueError("a sketch is expected: [count, total, squares, least, greatest, buckets]")
         count, total, squares, low, high, pairs = data
         places, times = pairs[::2], pairs[1::2]
-        if any(type(number) is not int for number in (count, *pairs)) or len(places) != len(times):
-            raise ValueError("the counts of a sketch are expected to be whole numbers")
-        if count < 1 or sum(times) != count or min(times) < 0 or max(map(abs, places)) > _FARTHEST:
-            raise ValueError("the buckets of a sketch do not add up")
+        whole = all(type(number) is int for number in (count, *pairs))
+        if not whole or count < 1 or sum(times) != count or min(times) < 0 or max(map(abs, places)) > _FARTHEST:
+            raise ValueError("the counts of a sketch do not add up")
         if not all(type(number) in (int, float) and abs(number) < _HUGE**2 for number in (total, squares, low, high)):
             raise ValueError("the sums of a sketch are expected to be numbers")
         slack = count * (1e-4 * max(abs(low), abs(high)) + 1e-4)  # numbers are written with a few digits

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from flatout.model.readings import GPU_READINGS, HOST_READINGS, Reading, shown_in
+from flatout.model.records import share_pct
 from flatout.trace import GpuSample, HostSample, ProcessSample, Sample, Sketch
 
 IDLE_BELOW_PCT = 5.0  # a pulse below this is an idle moment
@@ -75,13 +76,6 @@ def _known(values: Iterable[float | None]) -> list[float]:
 def _sum(values: Iterable[float | None]) -> float | None:
     known = _known(values)
     return sum(known) if known else None
-
-
-def share_pct(part: float | None, whole: float | None) -> float | None:
-    """What share of a whole that is; None where one of them is not known."""
-    if part is None or not whole:
-        return None
-    return 100 * part / whole
 
 
 # All samples

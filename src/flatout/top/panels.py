@@ -16,7 +16,8 @@ from rich.text import Text
 
 from flatout.model.formatting import count_of, printable
 from flatout.model.readings import GPU_READINGS, Reading, shown_in
-from flatout.top.figures import cpu_budget_pct, share_pct, work_pct
+from flatout.model.records import share_pct
+from flatout.top.figures import cpu_budget_pct, work_pct
 from flatout.top.text import amount, percent, size
 from flatout.trace import GpuSample, ProcessSample, Sample
 
