@@ -79,6 +79,23 @@ frame.onload = () => {{
   }}
   seen.lines = [...page.querySelectorAll(".line, .dots")]
     .map((path) => path.getAttribute("d").match(/-?\\d+/g).length / 2);
+  page.querySelectorAll("details").forEach((each) => {{ each.open = true; }});
+  const isBroken = (text, word) => {{
+    const range = page.createRange();
+    range.setStart(text, word.index);
+    range.setEnd(text, word.index + word[0].length);
+    return new Set([...range.getClientRects()].map((box) => Math.round(box.top))).size > 1;
+  }};
+  seen.broken = [];
+  for (const width of [390, 1440]) {{
+    frame.width = width;
+    for (const cell of page.querySelectorAll("th, td")) {{
+      const text = cell.firstChild;
+      const words = text ? [...text.textContent.matchAll(/[\\p{{L}}\\p{{N}}_]+/gu)] : [];
+      seen.broken.push(...words.filter((word) => isBroken(text, word)).map(String));
+    }}
+  }}
+  frame.width = 1000;
   seen.wider = page.documentElement.scrollWidth - page.documentElement.clientWidth;
   document.getElementById("seen").textContent = JSON.stringify(seen);
 }};
@@ -119,6 +136,7 @@ def test_the_page_draws_its_plots_zooms_and_reads_values(
     assert console == ""  # no script failed, and the page's own policy refused nothing
     assert max(seen["lines"]) >= 20
     assert seen["wider"] <= 0  # nothing sticks out
+    assert seen["broken"] == []  # no word of a table
     assert seen["focused"]
     assert re.search(r"^[\d.,]+ \w+: .*\d", seen["value"])
     whole, closer, moved = seen["whole"], seen["closer"], seen["moved"]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+import flatout
 from flatout.model.formatting import as_typed, count_of, duration, exit_in_words, in_full, ms, printable
 
 
@@ -13,6 +17,15 @@ from flatout.model.formatting import as_typed, count_of, duration, exit_in_words
 )
 def test_one_thing_has_no_plural(number: int, text: str) -> None:
     assert count_of(number, "sample") == text
+
+
+def test_no_count_of_samples_is_printed_with_a_plural_of_its_own() -> None:
+    """`1 samples` is what an f-string says that does not ask `count_of`; a rate, and a number from a table, may."""
+    counts = re.compile(r"\{(?![A-Z_]+\})[^{}]*(?<!f)\} samples\b(?!/s)")
+    found = {}
+    for path in Path(flatout.__file__).parent.rglob("*.py"):
+        found[path.name] = counts.findall(path.read_text(encoding="utf-8"))
+    assert not {name: plurals for name, plurals in found.items() if plurals}
 
 
 @pytest.mark.parametrize(

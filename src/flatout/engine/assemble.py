@@ -54,7 +54,7 @@ from flatout.files import PRIVATE, write_whole
 from flatout.inside.attach import attach
 from flatout.launch.protocol import new_folder
 from flatout.model.errors import NotSavedError, UsageError
-from flatout.model.formatting import in_full
+from flatout.model.formatting import count_of, in_full
 from flatout.model.inputs import load_yaml, text_of
 
 FIRST_SIZE = 32
@@ -173,7 +173,7 @@ def assemble(config: Config, ranks: Ranks, resumed_size: int | None = None) -> T
         how = "a metric needs all validation data: each rank looks at it"
         if shared:
             how = "each rank looks at its part of the validation data"
-        decide("ranks", ranks.world, f"one gradient from {total} samples; {how}", instead=False)
+        decide("ranks", ranks.world, f"one gradient from {count_of(total, 'sample')}; {how}", instead=False)
     validation = None
     if val_set is not None:
         validation = val_loader(config.data, val_set, config.evaluate.batch_size or batch_size, ranks, shared)
@@ -325,7 +325,9 @@ def fastest_batch(step: TrainStep, first: Any, most: int, share: float, ranks: R
         torch.cuda.empty_cache()
     if not speeds:
         least = min(FIRST_SIZE, most)
-        raise UsageError(f"train.batch_size: even {least} samples take more than {share:.0%} of the memory")
+        raise UsageError(
+            f"train.batch_size: even {count_of(least, 'sample')} at a time: more than {share:.0%} of the memory"
+        )
     best = next(size for size in speeds if speeds[size] >= _ABOUT_AS_FAST * max(speeds.values()))
     tried = ", ".join(f"{in_full(speed)} at {size}" for size, speed in speeds.items())
     return best, f"the fastest; samples/s of the step alone, uncompiled: {tried}"

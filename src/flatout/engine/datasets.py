@@ -22,6 +22,7 @@ from flatout.engine.config import DataConfig, FactoryConfig, TrainConfig, build,
 from flatout.engine.ranks import Ranks
 from flatout.feed import DataLoader, feed_of, to_device
 from flatout.model.errors import UsageError
+from flatout.model.formatting import count_of
 
 
 def build_datasets(config: DataConfig) -> tuple[Any, Any]:
@@ -47,7 +48,8 @@ def train_loader(
     if batch_size * ranks.world > len(dataset) and config.drop_last:
         of_ranks = f" x {ranks.world}" * (ranks.world > 1)
         raise UsageError(
-            f"train.batch_size: {batch_size}{of_ranks} is more than the {len(dataset)} samples of data.train"
+            f"train.batch_size: {batch_size}{of_ranks} is more than the "
+            f"{count_of(len(dataset), 'sample')} of data.train"
         )
     sampler: DistributedSampler[Any] = DistributedSampler(
         dataset, ranks.world, ranks.rank, shuffle=config.shuffle, seed=seed, drop_last=config.drop_last

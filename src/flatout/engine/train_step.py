@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flatout.engine.config import TrainConfig
 from flatout.engine.model_setup import StepPrecision
 from flatout.model.errors import FlatoutError, UsageError
+from flatout.model.formatting import count_of
 
 # Steps of each form: until it is compiled, captured and tuned; then those that are measured.
 WARM, TIMED = 6, 12
@@ -270,8 +271,9 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         if self._captured:
             torch.compiler.reset()  # graphs keep the memory they were captured with
+        fewer = count_of(math.ceil(rows / self.accumulate), "sample")
         return (
-            f"out of memory: {math.ceil(rows / self.accumulate)} samples at a time from here on instead of {size}; "
+            f"out of memory: {fewer} at a time from here on instead of {size}; "
             f"train.accumulate is {self.accumulate}, the batch stays {rows}, and this step is repeated"
         )
 

@@ -30,6 +30,7 @@ from flatout.model.stats import (
 )
 from flatout.report.account import Account, RecordedRun
 from flatout.report.chart_data import Panel, line, phase_name, step_times
+from flatout.report.markup import as_text
 from flatout.trace import RankTrace, Sketch
 
 SCHEMA = 1
@@ -71,7 +72,7 @@ class LossCurves:
     def sentence(self) -> str:
         """The answer."""
         if self.end_a is None or self.end_b is None:
-            return "Losses: too few were read to compare; they are read in some steps only, fewer as a run goes on."
+            return "Too few were read to compare; they are read in some steps only, fewer as a run goes on."
         apart = f"B − A = {self.end_b - self.end_a:+.4g} ({self.low:+.4g} to {self.high:+.4g}), {self.verdict}"
         return f"Loss over the last quarter of what both did: {self.end_a:.4g} and {self.end_b:.4g}; {apart}."
 
@@ -287,7 +288,7 @@ def _cautions(a: RecordedRun, b: RecordedRun, *, by_sample: bool) -> Iterator[st
         ("number of ranks", first.ranks, second.ranks),
     ):
         if one != other:
-            yield f"another {what}: {one or 'none'} and {other or 'none'}"
+            yield f"another {what}: {as_text(one)} and {as_text(other)}"
     for name, run in runs:  # a difference may be that of others, who had the cores or the GPU meanwhile
         yield from (f"{name}: {finding.title}" for finding in run.findings if finding.code == "hardware.shared")
 

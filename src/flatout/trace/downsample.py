@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from flatout.model.records import GpuSample, HostSample, Sample, Step, Window
@@ -49,13 +50,12 @@ class StepDownsampler:
 
     def push(self, step: Step) -> list[Step | Window]:
         """Add one step. Steps that are not plain training (set-up, X-ray, the tail) stay raw and out of the windows."""
-        if step.kind != "train":
-            return self._with_room([step])
-        self._seen += 1
         kept = [step]
-        if self._seen > RAW_STEPS:
-            kept = self._outliers.among(step)
-        self._window.add(step)
+        if step.kind == "train":
+            self._seen += 1
+            if self._seen > RAW_STEPS:
+                kept = self._outliers.among([step.wall_ms], lambda first, end: [step][first:end])
+            self._window.add(step)
         return self._with_room(kept) + self._full_window()
 
     def push_many(self, plain: LightSteps) -> list[Step | Window]:
@@ -63,15 +63,13 @@ class StepDownsampler:
         if self._seen < RAW_STEPS:
             return [record for step in plain.steps() for record in self.push(step)]
         self._seen += len(plain.walls_ms)
-        kept = self._outliers.among_many(plain)
+        kept = self._outliers.among(plain.walls_ms, plain.part)
         self._window.add_many(plain)
         return self._with_room(kept) + self._full_window()
 
     def _with_room(self, raw: list[Step]) -> list[Step | Window]:
         """Raw steps, as long as there is room for them."""
-        if self._raw_bytes_left <= 0:
-            return []
-        return [*raw]
+        return [*raw] if self._raw_bytes_left > 0 else []
 
     def _full_window(self) -> list[Step | Window]:
         if not self._window.is_full(self._length):
@@ -118,33 +116,13 @@ class _Outliers:
         self._wall_ms.merge(walls_ms)
         self._median_ms = self._wall_ms.quantile(0.5)
 
-    def among(self, step: Step) -> list[Step]:
-        """The steps to keep once this one is known: none, itself, or itself and the ones before."""
-        if self._left <= 0:
-            self._before.clear()
-            self._after = 0
-            return []
-        if self._median_ms is not None and step.wall_ms > OUTLIER * self._median_ms:
-            kept = [*self._before, step]
-            self._before.clear()
-            self._after = NEIGHBOURS
-        elif self._after:
-            kept = [step]
-            self._after -= 1
-        else:
-            self._before.append(step)
-            return []
-        self._kept += len(kept)
-        return kept
-
-    def among_many(self, plain: LightSteps) -> list[Step]:
-        """The same for many steps at once: only those that are kept become records."""
-        walls_ms, limit_ms = plain.walls_ms, OUTLIER * (self._median_ms or math.inf)
+    def among(self, walls_ms: list[float], part: Callable[[int, int], list[Step]]) -> list[Step]:
+        """The steps to keep of those of these lengths, and of the ones before. Only these `part` makes into records."""
+        limit_ms, left = OUTLIER * (self._median_ms or math.inf), self._left
         kept: list[Step] = []
-        kept_to, left = 0, self._left  # places
-        candidates: list[float] = []
-        if self._after or max(walls_ms) > limit_ms:
-            candidates = walls_ms
+        kept_to, candidates = 0, walls_ms  # places
+        if not self._after and max(walls_ms) <= limit_ms:
+            candidates = []
         for place, wall_ms in enumerate(candidates):
             if len(kept) >= left:
                 self._after = 0
@@ -153,12 +131,12 @@ class _Outliers:
                 before = list(self._before)
                 kept += before[max(0, len(before) + place - NEIGHBOURS) :]
                 self._before.clear()
-                kept += plain.part(max(kept_to, place - NEIGHBOURS), place + 1)
+                kept += part(max(kept_to, place - NEIGHBOURS), place + 1)
                 kept_to, self._after = place + 1, NEIGHBOURS
             elif self._after:
-                kept += plain.part(place, place + 1)
+                kept += part(place, place + 1)
                 kept_to, self._after = place + 1, self._after - 1
-        self._before.extend(plain.part(max(kept_to, len(walls_ms) - NEIGHBOURS), len(walls_ms)))
+        self._before.extend(part(max(kept_to, len(walls_ms) - NEIGHBOURS), len(walls_ms)))
         self._kept += len(kept)
         return kept
 
@@ -285,34 +263,25 @@ class SampleDownsampler:
     """Takes every hardware sample and gives back those to write; `wrote` tells it how large they were."""
 
     def __init__(self) -> None:
-        self._doublings = 0
+        self._stride = 1  # how many become one: some hundreds after weeks
         self._bytes_left = RAW_SAMPLE_BYTES
-        # The mean of 2**key samples, as in a binary counter.
-        self._held: dict[int, Sample] = {}
+        self._held: list[Sample] = []
 
     def push(self, sample: Sample) -> list[Sample]:
         """Count one sample in."""
-        for doubling in range(self._doublings):
-            earlier = self._held.pop(doubling, None)
-            if earlier is None:
-                self._held[doubling] = sample
-                return []
-            sample = mean_of([earlier, sample])
-        return [sample]
+        self._held.append(sample)
+        return self.flush() if len(self._held) >= self._stride else []
 
     def flush(self) -> list[Sample]:
         """The mean of what is held back, if anything."""
-        earliest_first = [self._held[doubling] for doubling in sorted(self._held, reverse=True)]
-        self._held.clear()
-        if not earliest_first:
-            return []
-        return [mean_of(earliest_first)]
+        held, self._held = self._held, []
+        return [mean_of(held)] if held else []
 
     def wrote(self, size: int) -> None:
         """Account for a sample that was written: the stride becomes longer as the file grows."""
         self._bytes_left -= size
         if self._bytes_left <= 0:
-            self._doublings += 1
+            self._stride *= 2
             self._bytes_left = BYTES_A_STRIDE
 
 

@@ -211,7 +211,7 @@ def test_another_gpu_and_another_model_are_cautions() -> None:
     assert result.typical is not None
     assert result.cautions == (
         "another GPU: NVIDIA H200 and NVIDIA A100",
-        "another number of parameters: 1000000 and 2000000",
+        "another number of parameters: 1,000,000 and 2,000,000",
     )
 
 
