@@ -61,7 +61,7 @@ class Process:
 
     def __init__(self) -> None:
         self.patches = Patches()
-        self.roots = RootModules(self.patches)
+        self.roots = RootModules()
         self.meters = Meters(self.patches, self._stand_aside)
         self.applied: Applied | None = None
         self.recording: Recording | None = None

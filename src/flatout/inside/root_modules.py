@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from flatout.inside.patches import Patches, Stage, Subscriber
+from flatout.inside.patches import Subscriber
 from flatout.inside.recorder import OWN, Recorder
 
 _MODULE = "torch.nn.modules.module.Module"
@@ -61,11 +61,8 @@ class WeakIdMap:
 class RootModules:
     """All modules of this process, and the marks on those that the script calls."""
 
-    def __init__(self, patches: Patches) -> None:
-        self._patches = patches
+    def __init__(self) -> None:
         self.made = WeakIdMap()
-        self._users: list[Subscriber] = []
-        self._noting: Subscriber | None = None
         self._time: Subscriber | None = None
         self.recorder: Any = None
         self._looks = 0
@@ -87,24 +84,10 @@ class RootModules:
             if issubclass(type(thing), module):  # isinstance would load lazy objects
                 self.made.put(thing)
 
-    def _begin_noting(self, user: Subscriber) -> None:
-        self._users.append(user)
-        user.on_leaving(lambda: self._end_noting(user))
-        if self._noting is None:
-            self._noting = self._patches.subscriber(Stage.OBSERVE, self._fail)
-            for name in ("__init__", "__setstate__", "compile"):
-                self._noting.after(f"{_MODULE}.{name}", self._note)
-
-    def _end_noting(self, user: Subscriber) -> None:
-        self._users.remove(user)
-        if not self._users and self._noting is not None:
-            self._noting.leave()
-            self._noting = None
-
-    def _fail(self, problem: Exception) -> None:
-        self._noting = None
-        for user in list(self._users):
-            user.failed(problem)
+    def _note_all(self, user: Subscriber) -> None:
+        """Note every module that is made, until this user leaves."""
+        for name in ("__init__", "__setstate__", "compile"):
+            user.after(f"{_MODULE}.{name}", self._note)
 
     def _note(self, module: Any, *_: Any, **__: Any) -> None:
         self.next_look = self._not_before
@@ -118,7 +101,7 @@ class RootModules:
         self._looks, self._not_before, self.next_look = 0, 1.0, 1.0
         self._trained = set()
         self.inside_timed = False
-        self._begin_noting(time)
+        self._note_all(time)
         time.on_leaving(self._stop_timing)
 
     def _stop_timing(self) -> None:
@@ -183,7 +166,7 @@ class RootModules:
     def start_changing(self, changes: Subscriber, around: Around) -> None:
         """Have `around` say, once for each root module, how it is to be called."""
         self._changes, self._around = changes, around
-        self._begin_noting(changes)
+        self._note_all(changes)
         changes.after("torch.optim.optimizer.Optimizer.__init__", self._optimizer_built)
         changes.around("torch.compile", self._script_compiles)
         changes.around(f"{_MODULE}.compile", self._script_compiles_in_place)
@@ -269,12 +252,12 @@ class _Mark:
     """Stands where a module keeps its compiled call. Where it is pickled or copied after all, it becomes
     None."""
 
-    __slots__ = ("_inner", "_module", "_roots", "armed", "called", "changed", "timed", "trained")
+    __slots__ = ("_module", "_roots", "armed", "called", "changed", "inner", "timed", "trained")
 
     def __init__(self, roots: RootModules, module: Any, inner: Any) -> None:
         self._roots = roots
         self._module = weakref.ref(module)
-        self._inner = inner
+        self.inner = inner
         self.timed = self.trained = self.called = self.armed = False
         self.changed: Call | None = None
 
@@ -285,15 +268,10 @@ class _Mark:
         vars(module)["_compiled_call_impl"] = mark
         return mark
 
-    @property
-    def wraps_compiled(self) -> bool:
-        """Whether there is a compiled call inside."""
-        return self._inner is not None
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         assert module is not None, "a module is calling itself"
-        call = self._inner if self._inner is not None else module._call_impl
+        call = self.inner if self.inner is not None else module._call_impl
         if is_dynamo_compiling():
             return call(*args, **kwargs)
         if self.armed:
@@ -316,7 +294,7 @@ class _Mark:
     def _call_changed(self, *args: Any, **kwargs: Any) -> Any:
         module, roots = self._module(), self._roots
         assert module is not None, "a module is calling itself"
-        plain: Call = self._inner if self._inner is not None else module._call_impl
+        plain: Call = self.inner if self.inner is not None else module._call_impl
         if roots.inside_changed:
             return plain(*args, **kwargs)
         if self.changed is None:
@@ -332,10 +310,10 @@ class _Mark:
         module = self._module()
         if self.timed or self.armed or module is None or _mark_of(module) is not self:
             return
-        if self._inner is None:
+        if self.inner is None:
             del vars(module)["_compiled_call_impl"]
         else:
-            vars(module)["_compiled_call_impl"] = self._inner
+            vars(module)["_compiled_call_impl"] = self.inner
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -348,9 +326,8 @@ def _mark_of(module: Any) -> _Mark | None:
 
 def _is_compiled(module: Any) -> bool:
     mark = _mark_of(module)
-    if mark is not None:
-        return mark.wraps_compiled or hasattr(module, "_orig_mod")
-    return vars(module).get("_compiled_call_impl") is not None or hasattr(module, "_orig_mod")
+    call = vars(module).get("_compiled_call_impl") if mark is None else mark.inner
+    return call is not None or hasattr(module, "_orig_mod")
 
 
 def _called_parts(module: Any) -> Iterable[Any]:

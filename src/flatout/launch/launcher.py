@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,7 @@ def _run_trial(words: list[str], options: Options, trial: Trial, environment: di
     try:
         # A run for a proof is not timed.
         with _watching(process.pid, options, hardware=not trial.fingerprints):
-            return _wait(process, trial=trial)
+            return _wait_for_trial(process, trial.timeout_s)
     finally:
         end(options.folder, process)
         if check_files is not None:  # after Ctrl-C too
@@ -162,10 +162,7 @@ def _check_beside_overlays(box: sandbox.Sandbox) -> Callable[[], None]:
         files = [file for file in near.changed() if file not in _reported]
         _reported.update(files)
         if files:
-            shown = ", ".join(files[:5])
-            if len(files) > 5:
-                shown += f" and {len(files) - 5} more"
-            print(f"flatout: Note: changed during a trial, and not by it: {shown}", file=sys.stderr)
+            _say(f"Note: changed during a trial, and not by it ({len(files)}): {', '.join(files[:5])}")
 
     return check
 
@@ -187,7 +184,7 @@ def _start(words: list[str], **how: Any) -> subprocess.Popen[bytes] | int:
     try:
         return subprocess.Popen(words, **how)
     except OSError as problem:
-        print(f"flatout: cannot start {redact_text(words[0])}: {problem.strerror}", file=sys.stderr)
+        _say(f"cannot start {redact_text(words[0])}: {problem.strerror}")
         return _CANNOT_START
 
 
@@ -210,7 +207,7 @@ def _make_folder(folder: Path) -> bool:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        print(f"flatout: cannot record into {folder} ({problem.strerror}): running unmeasured", file=sys.stderr)
+        _say(f"cannot record into {folder} ({problem.strerror}): running unmeasured")
         return False
     if any(folder.glob("*.jsonl")):
         raise UsageError(f"{folder} already holds a recording: name a new folder")
@@ -225,9 +222,9 @@ def _program(command: Sequence[str]) -> str | int:
     if found:
         return found
     if Path(command[0]).exists():
-        print(f"flatout: {redact_text(command[0])} cannot be executed", file=sys.stderr)
+        _say(f"{redact_text(command[0])} cannot be executed")
         return _CANNOT_START
-    print(f"flatout: {redact_text(command[0])}: command not found", file=sys.stderr)
+    _say(f"{redact_text(command[0])}: command not found")
     return _NOT_FOUND
 
 
@@ -253,57 +250,60 @@ def _injection(options: Options, program: str) -> dict[str, str]:
 
 
 def _in_front_of(variable: str, folder: Path) -> str:
-    before = os.environ.get(variable)
-    if not before:
-        return str(folder)
-    return f"{folder}{os.pathsep}{before}"
+    return os.pathsep.join(filter(None, (str(folder), os.environ.get(variable))))
 
 
-def _wait(
-    process: subprocess.Popen[bytes], received: SignalsReceived | None = None, *, trial: Trial | None = None
-) -> int:
+def _wait(process: subprocess.Popen[bytes], received: SignalsReceived) -> int:
     """Wait for the command; its exit code, 128 + n when signal n ended it.
 
     Signals meant for the command are passed on. Ctrl-C in a terminal reaches it without us; so has what it
-    `received`. A trial is ours to end: what would end us ends it, and its time may be over.
+    `received`.
     """
-    code = _wait_for_end(process, received, trial)
-    return 128 - code if code < 0 else code
-
-
-def _wait_for_end(process: subprocess.Popen[bytes], received: SignalsReceived | None, trial: Trial | None) -> int:
-    timeout_s = None
-    if trial is not None:
-        timeout_s = trial.timeout_s
-    if threading.current_thread() is not threading.main_thread():
-        try:
-            return process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return TIMED_OUT
-    end_s = math.inf
-    if timeout_s is not None:
-        end_s = time.monotonic() + timeout_s
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
-    try:
+    with _blocked({*_PASSED_ON, signal.SIGCHLD}):
         while process.poll() is None:
-            sent = signal.sigtimedwait({*_PASSED_ON, signal.SIGCHLD}, min(1.0, max(0.0, end_s - time.monotonic())))
-            if sent is not None and sent.si_signo in _PASSED_ON:
-                if trial is not None:
-                    raise KeyboardInterrupt
-                if _for_us_alone(sent, received):
-                    if received is not None:
-                        received.passed_on(sent.si_signo)
-                    process.send_signal(sent.si_signo)
-            elif received is not None:
+            sent = signal.sigtimedwait({*_PASSED_ON, signal.SIGCHLD}, 1.0)
+            if sent is None or sent.si_signo == signal.SIGCHLD:
                 received.listen()
-            if time.monotonic() >= end_s:
-                return TIMED_OUT
+            elif _for_us_alone(sent, received):
+                received.passed_on(sent.si_signo)
+                process.send_signal(sent.si_signo)
+    return _exit_code(process.returncode)
+
+
+def _wait_for_trial(process: subprocess.Popen[bytes], timeout_s: float | None) -> int:
+    """A trial is ours to end: what would end us ends it, and its time may be over."""
+    try:
+        if threading.current_thread() is not threading.main_thread():
+            return _exit_code(process.wait(timeout_s))
+        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        with _blocked({*_PASSED_ON, signal.SIGCHLD}):
+            while process.poll() is None:
+                left_s = end_s - time.monotonic()
+                if left_s <= 0:
+                    return TIMED_OUT
+                sent = signal.sigtimedwait({*_PASSED_ON, signal.SIGCHLD}, min(1.0, left_s))
+                if sent is not None and sent.si_signo in _PASSED_ON:
+                    raise KeyboardInterrupt
+    except subprocess.TimeoutExpired:
+        return TIMED_OUT
+    return _exit_code(process.returncode)
+
+
+def _exit_code(returncode: int) -> int:
+    return 128 - returncode if returncode < 0 else returncode
+
+
+@contextmanager
+def _blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """Keep these signals from this thread for a while."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return process.returncode
 
 
-def _for_us_alone(sent: signal.struct_siginfo, received: SignalsReceived | None) -> bool:
+def _for_us_alone(sent: signal.struct_siginfo, received: SignalsReceived) -> bool:
     """Whether the command has not got this signal already, as far as can be known.
 
     The terminal signals the whole process group. Of other signals a Python in the command says whether it
@@ -313,9 +313,9 @@ def _for_us_alone(sent: signal.struct_siginfo, received: SignalsReceived | None)
     """
     if sent.si_code > 0:
         return False
-    if received is not None and received.lately(sent.si_signo, _RECEIVED_WITHIN_S):
+    if received.lately(sent.si_signo, _RECEIVED_WITHIN_S):
         return False
-    if received is not None and received.listens:
+    if received.listens:
         return True
     try:
         return sent.si_signo != signal.SIGINT or os.getpgid(sent.si_pid) != os.getpgrp()
@@ -331,29 +331,24 @@ def _watching(pid: int, options: Options, *, hardware: bool) -> Iterator[None]:
         return
     stop = threading.Event()
     thread = threading.Thread(target=_watch, args=(pid, options, stop), name="flatout-hardware", daemon=True)
-    # Signals go to the thread that waits for them.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
     try:
-        thread.start()
+        with _blocked(_PASSED_ON):  # signals go to the thread that waits for them
+            thread.start()
     except RuntimeError as problem:  # a limit on processes; the command runs all the same
-        stop.set()
         _say(f"the hardware is not watched ({redact_text(str(problem))})")
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        yield
+        return
     try:
         yield
     finally:
-        if not stop.is_set():
-            stop.set()
-            thread.join()
+        stop.set()
+        thread.join()
 
 
 def _say(text: str) -> None:
     """One line on stderr, if anybody reads it."""
-    try:
+    with suppress(OSError, ValueError):
         print(f"flatout: {text}", file=sys.stderr, flush=True)
-    except (OSError, ValueError):
-        pass
 
 
 def _info(options: Options, pid: int) -> RunInfo:
@@ -406,7 +401,7 @@ def end(folder: Path, root: subprocess.Popen[bytes] | None = None) -> None:
     ours = {pid for pid in process_ids() if pid != os.getpid() and _belongs(pid, folder)}
     if root is not None and root.poll() is None:
         ours |= {root.pid, *descendants(root.pid)}
-    handles = _open_processes(ours)
+    handles = list(_open_processes(ours))
     _signal_all(handles, signal.SIGTERM)
     _signal_all(_wait_for_all(handles, _END_WITHIN_S), signal.SIGKILL)
     if root is not None:
@@ -428,23 +423,17 @@ def _belongs(pid: int, folder: Path) -> bool:
     return any(f'"{folder}"' in one for one in told)
 
 
-def _open_processes(pids: Iterable[int]) -> list[int]:
+def _open_processes(pids: Iterable[int]) -> Iterator[int]:
     """A descriptor for each process, so that a signal cannot reach another one that has got its number since."""
-    handles = []
     for pid in pids:
-        try:
-            handles.append(os.pidfd_open(pid))
-        except ProcessLookupError:  # it has ended
-            continue
-    return handles
+        with suppress(ProcessLookupError):  # it has ended
+            yield os.pidfd_open(pid)
 
 
 def _signal_all(handles: Iterable[int], number: signal.Signals) -> None:
     for handle in handles:
-        try:
+        with suppress(ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(handle, number)
-        except (ProcessLookupError, PermissionError):
-            continue
 
 
 def _wait_for_all(handles: Iterable[int], timeout_s: float) -> set[int]:

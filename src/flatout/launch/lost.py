@@ -59,11 +59,8 @@ def _why_lost(process: Path) -> str | None:
     if VARIABLE not in environment:
         return f"it was started without the environment of the command: pass on {VARIABLE} and PYTHONPATH"
     flag = _ignores_pythonpath((process / "cmdline").read_bytes().decode(errors="replace").split("\0"))
-    if flag is None and str(INJECTED) in environment.get("PYTHONPATH", "").split(os.pathsep):
-        return None
-    if flag == "-S":
-        return "Python was started with -S, which leaves out what starts flatout"
-    if (site / HOOK).exists():
+    started_it = flag is None and str(INJECTED) in environment.get("PYTHONPATH", "").split(os.pathsep)
+    if started_it or (site / HOOK).exists():
         return None
     cause = "PYTHONPATH was replaced for it"
     if flag is not None:
@@ -80,7 +77,7 @@ def _environment(process: Path) -> dict[str, str]:
 
 
 def _ignores_pythonpath(command: Sequence[str]) -> str | None:
-    """The option by which this Python does without PYTHONPATH or the module that starts flatout, if there is one."""
+    """The option by which this Python does without PYTHONPATH, if there is one."""
     words = iter(command[1:])
     for word in words:
         if not word.startswith("-") or word in ("-", "-c", "-m"):
@@ -88,7 +85,7 @@ def _ignores_pythonpath(command: Sequence[str]) -> str | None:
         if word in ("-W", "-X"):  # the next word belongs to it
             next(words, None)
         elif not word.startswith(("-W", "-X", "--")):
-            for letter in "IES":
+            for letter in "IE":
                 if letter in word:
                     return f"-{letter}"
     return None

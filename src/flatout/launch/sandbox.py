@@ -216,8 +216,8 @@ def _linked_to(folder: Path) -> list[Path]:
     for entry in _walk([folder]):
         with contextlib.suppress(OSError):
             if entry.is_symlink():
-                target = os.path.join(os.path.dirname(entry.path), os.readlink(entry.path))  # noqa: PTH115, PTH118, PTH120
-                found[target if entry.is_dir() else os.path.dirname(target)] = None  # noqa: PTH120
+                target = os.path.join(os.path.dirname(entry.path), os.readlink(entry.path))
+                found[target if entry.is_dir() else os.path.dirname(target)] = None
         if len(found) >= _LINKS_FOLLOWED:
             break
     return [Path(path) for path in found]
@@ -338,7 +338,7 @@ def _cover(sandbox: Sandbox, *, privileged: bool) -> None:
     """An overlay upon each folder and upon each disk mounted in one; what is to be kept shows through."""
     inside = tuple(top.rstrip("/") + "/" for top in sandbox.cover)
     mounted = [path for path in _mounted() if path.startswith(inside)]
-    disks = [path for path in mounted if os.path.isdir(path)]  # noqa: PTH112
+    disks = [path for path in mounted if os.path.isdir(path)]
     places = _handles(sorted({*sandbox.cover, *disks}, key=lambda path: path.count("/")))
     kept = _handles([*sandbox.keep, sandbox.scratch])
     single = _handles([*(path for path in mounted if path not in disks), *_sockets(inside)])
@@ -372,9 +372,9 @@ def _handles(paths: Sequence[str]) -> dict[str, str]:
 def _overlay(lower: str, layer: str, path: str, *, privileged: bool) -> None:
     upper, work = f"{layer}/upper", f"{layer}/work"
     for folder in (upper, work):
-        os.makedirs(folder, exist_ok=True)  # noqa: PTH103
-    there = os.stat(lower)  # noqa: PTH116
-    os.chmod(upper, there.st_mode & 0o7777)  # noqa: PTH101 - the top of an overlay looks as its upper folder does,
+        os.makedirs(folder, exist_ok=True)
+    there = os.stat(lower)
+    os.chmod(upper, there.st_mode & 0o7777)  # the top of an overlay looks as its upper folder does,
     if privileged:
         os.chown(upper, there.st_uid, there.st_gid)  # and a /tmp has to stay open to all
     options = f"lowerdir={lower},upperdir={upper},workdir={work}"
@@ -392,7 +392,7 @@ def _read_only(source: str, path: str) -> None:
 
 
 def _memory_disk(place: str) -> str:
-    os.makedirs(place, exist_ok=True)  # noqa: PTH103
+    os.makedirs(place, exist_ok=True)
     _mount("tmpfs", place, "tmpfs", 0)
     return _handles([place])[place]
 
@@ -402,7 +402,7 @@ def _mounted() -> Iterator[str]:
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
         fields, _, rest = line.partition(" - ")
         place = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4])
-        if rest.split()[0] not in _NOT_DISKS and os.path.exists(place):  # noqa: PTH110
+        if rest.split()[0] not in _NOT_DISKS and os.path.exists(place):
             yield place
 
 

@@ -39,15 +39,13 @@ class Snapshot:
         self._but = {*but}
         self._others_work = others_work
         self._began_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-        most = MOST_FILES
-        if others_work:
-            most = MOST_ELSEWHERE
-        self._seen = self._read_folders(self._places, most)
+        self._seen = self._read_folders(self._places, MOST_ELSEWHERE if others_work else MOST_FILES)
 
     def changed(self) -> list[str]:
         """The files that were changed, created or removed since; by their whole paths."""
-        found = [path for folder, before in self._seen.items() for path in self._changed_in(folder, before)]
-        return sorted(_without_others_work(found, self._places, self._began_s, others_work=self._others_work))
+        found = (path for folder, before in self._seen.items() for path in self._changed_in(folder, before))
+        paths = [path for path in found if _is_writable(path)]
+        return sorted(self._without_others_work(paths)) if paths else []
 
     def _changed_in(self, folder: str, before: Entries) -> Iterable[str]:
         after = _entries(folder) or {}
@@ -79,23 +77,33 @@ class Snapshot:
         return seen
 
     def _is_left_out(self, path: str) -> bool:
-        return path in self._but or os.path.basename(path) in _CACHES  # noqa: PTH119
+        return path in self._but or os.path.basename(path) in _CACHES
+
+    def _without_others_work(self, paths: Sequence[str]) -> list[str]:
+        """Those that no older process uses."""
+        written, folders = _files_in_use(self._began_s)
+        theirs = {os.path.dirname(path) for path in written}
+        if self._others_work:
+            theirs |= folders
+        inside = tuple(f"{place}/" for place in self._places)
+        theirs = {folder for folder in theirs - {*self._places} if folder.startswith(inside)}
+        return [path for path in paths if path not in written and not theirs.intersection(_folders_of(path))]
 
 
-class SharedMemory:
+class SharedMemory(Snapshot):
     """The files in /dev/shm as they are now: no overlay covers them, and new ones come and go all the time."""
 
     def __init__(self, folder: str = "/dev/shm") -> None:
-        self._folder = folder
-        self._began_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-        self._seen = _entries(folder) or {}
+        super().__init__([folder])
 
-    def changed(self) -> list[str]:
-        """Those that were changed or removed since; not what libraries pass from process to process."""
-        after = _entries(self._folder) or {}
-        names = [name for name, file in self._seen.items() if file is not None and not name.startswith(_PASSING)]
-        found = [f"{self._folder}/{name}" for name in names if after.get(name) != self._seen[name]]
-        return sorted(_without_others_work(found, [self._folder], self._began_s))
+    def _read_folders(self, places: Iterable[str], most: int) -> dict[str, Entries]:
+        return {folder: _entries(folder, most) or {} for folder in places}
+
+    def _changed_in(self, folder: str, before: Entries) -> Iterable[str]:
+        """Those that were changed or removed; not what libraries pass from process to process."""
+        after = _entries(folder) or {}
+        files = [name for name, file in before.items() if file is not None and not name.startswith(_PASSING)]
+        return [f"{folder}/{name}" for name in files if after.get(name) != before[name]]
 
 
 def _entries(folder: str, most: int = MOST_FILES) -> Entries | None:
@@ -115,29 +123,13 @@ def _entries(folder: str, most: int = MOST_FILES) -> Entries | None:
     return None
 
 
-def _without_others_work(
-    paths: Sequence[str], places: Sequence[str], began_s: float, *, others_work: bool = False
-) -> list[str]:
-    """Those that we could have written, and that no older process uses."""
-    left = [path for path in paths if _is_writable(path)]
-    if not left:
-        return []
-    written, folders = _files_in_use(began_s)
-    theirs = {os.path.dirname(path) for path in written}  # noqa: PTH120
-    if others_work:
-        theirs |= folders
-    inside = tuple(f"{place}/" for place in places)
-    theirs = {folder for folder in theirs - {*places} if folder.startswith(inside)}
-    return [path for path in left if path not in written and not theirs.intersection(_folders_of(path))]
-
-
 def _is_writable(path: str) -> bool:
-    above = next(folder for folder in (*_folders_of(path), "/") if os.path.isdir(folder))  # noqa: PTH112
+    above = next(folder for folder in (*_folders_of(path), "/") if os.path.isdir(folder))
     return os.access(path, os.W_OK) or os.access(above, os.W_OK)
 
 
 def _folders_of(path: str) -> Iterator[str]:
-    while (path := os.path.dirname(path)) != "/":  # noqa: PTH120
+    while (path := os.path.dirname(path)) != "/":
         yield path
 
 
@@ -150,7 +142,7 @@ def _files_in_use(before_s: float) -> tuple[set[str], set[str]]:
             ticks = int((process / "stat").read_text(errors="replace").rpartition(")")[2].split()[19])
             # The kernel gives the start in whole ticks.
             if (ticks + 1) / os.sysconf("SC_CLK_TCK") < before_s:
-                folders.add(os.readlink(process / "cwd"))  # noqa: PTH115
+                folders.add(os.readlink(process / "cwd"))
                 written |= {path.removesuffix(" (deleted)") for path in _written_by(process)}
     return written, folders
 
@@ -158,7 +150,7 @@ def _files_in_use(before_s: float) -> tuple[set[str], set[str]]:
 def _written_by(process: Path) -> Iterator[str]:
     for handle in (process / "fd").iterdir():
         with contextlib.suppress(OSError, IndexError, ValueError):
-            path = os.readlink(handle)  # noqa: PTH115
+            path = os.readlink(handle)
             if path.startswith("/") and not path.startswith(("/dev/pts", "/dev/null")):
                 flags = (process / "fdinfo" / handle.name).read_text().split("flags:")[1].split()[0]
                 if int(flags, 8) & os.O_ACCMODE != os.O_RDONLY:

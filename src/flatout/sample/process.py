@@ -1,9 +1,8 @@
 """The processes of a training: the trainers, their loader workers, and the rest of the tree.
 
-A loader worker is known by the name torch gives it. Where nothing in the tree bears that name (an older torch), it is
-a fork of its parent (the same command line) or a child that multiprocessing spawned, unless it holds memory on a GPU
-or has such children itself. A trainer holds memory on a GPU, or has workers of its own. A process that has adopted a
-worker whose trainer died, such as init or a shell, is none. Read from /proc: on Windows and macOS none are seen.
+A loader worker is known by the name that torch (since 2.5) or flatout gives it. A trainer holds memory on a GPU, or has
+workers of its own. A process that has adopted a worker whose trainer died, such as init or a shell, is none. Read from
+/proc: on Windows and macOS none are seen.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ _LOOK_FOR_NEW_S = 5.0
 _PSS_AT_ONCE = 8  # the kernel walks all pages of a process for its PSS: milliseconds each
 _PSS_PAUSE_S = 4.0  # so a tree of seven comes round every 30 s, a larger one less often
 _WORKER_NAMES = ("pt_data_worker", "flatout-worker")
-_SPAWN_MARKS = ("multiprocessing.spawn", "--multiprocessing-fork")
 _FORK_SERVER = "multiprocessing.forkserver"
 _OUR_FORK_SERVER = "flatout-forksrv"
-_NOT_LOADERS = ("multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
 
 
 class Tree:
@@ -121,22 +118,12 @@ def _below(proc: Proc, roots: frozenset[int]) -> dict[int, int]:
 
 def _roles(proc: Proc, tree: dict[int, int], roots: frozenset[int], holders: frozenset[int]) -> dict[int, str]:
     workers = {pid for pid in tree if pid not in roots and proc.name(pid) in _WORKER_NAMES}
-    if not workers:
-        alike = {pid for pid in tree.keys() - roots - holders if _looks_like_worker(proc, pid, tree[pid])}
-        workers = alike - {tree[pid] for pid in alike}
     owners = _owners(proc, {pid: tree[pid] for pid in workers})
     trainers = (holders | owners) & tree.keys() - workers
     trainers = trainers or roots & tree.keys()
     roles = dict.fromkeys(tree, "other")
     roles |= dict.fromkeys(trainers, "trainer")
     return roles | dict.fromkeys(workers, "worker")
-
-
-def _looks_like_worker(proc: Proc, pid: int, parent: int) -> bool:
-    command = proc.command(pid)
-    if "python" not in command or any(mark in command for mark in _NOT_LOADERS):
-        return False
-    return any(mark in command for mark in _SPAWN_MARKS) or command == proc.command(parent)
 
 
 def _owners(proc: Proc, parents: Mapping[int, int | None]) -> set[int]:

@@ -65,7 +65,7 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Applied]]:
         )
         patches = Patches()
         options = Options(folder=tmp_path, name="t", plan=plan)
-        running.append(Applied(options, Ledger(plan.changes), lambda: (0, 1), patches, RootModules(patches)))
+        running.append(Applied(options, Ledger(plan.changes), lambda: (0, 1), patches, RootModules()))
         return running[-1]
 
     yield made
@@ -142,6 +142,7 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "compile", compile_by_counting)
     COMPILED.clear()
+    gc.unfreeze()  # what the tests themselves have frozen
 
 
 @SWITCHED

@@ -88,47 +88,16 @@ def test_what_a_process_did_between_two_moments(machine: Machine, trainer: int) 
     assert (second.threads or 0) >= 1
 
 
-def test_workers_of_an_older_torch_are_forks_of_the_trainer(machine: Machine, trainer: int) -> None:
+def test_ranks_that_hold_memory_on_a_gpu_or_have_workers_are_trainers(machine: Machine, trainer: int) -> None:
     root = machine("vm-cgroup-v1-before")
     for pid in workers_of(root, trainer):
         (root / "proc" / str(pid) / "comm").write_text("python\n")
-    assert sorted(roles(root, [trainer]).values()) == ["trainer", "worker", "worker"]
-
-
-def test_workers_of_an_older_torch_may_be_spawned(machine: Machine, trainer: int) -> None:
-    root = machine("vm-cgroup-v1-before")
-    spawned = "python -c from multiprocessing.spawn import spawn_main; spawn_main(tracker_fd=6) --multiprocessing-fork"
-    tracker = "python -c from multiprocessing.resource_tracker import main;main(5)"
-    for pid in workers_of(root, trainer):
-        (root / "proc" / str(pid) / "comm").write_text("python\n")
-        (root / "proc" / str(pid) / "cmdline").write_text(spawned.replace(" ", "\0"))
-    plant(root, 90000, trainer, name="python", command=tracker)
-    assert roles(root, [trainer])[90000] == "other"
-    assert sorted(roles(root, [trainer]).values()) == ["other", "trainer", "worker", "worker"]
-
-
-def test_ranks_that_were_spawned_are_trainers(machine: Machine, trainer: int) -> None:
-    """GIVEN torch.multiprocessing.spawn, whose ranks look like spawned workers, and no worker with torch's name."""
-    root = machine("vm-cgroup-v1-before")
-    for pid in workers_of(root, trainer):
-        (root / "proc" / str(pid) / "comm").write_text("python\n")
+    command = "python -c spawn_main() --multiprocessing-fork"
     for rank in (90001, 90002):
-        plant(root, rank, trainer, name="python", command="python -c spawn_main() --multiprocessing-fork")
-        plant(root, rank + 10, rank, name="python", command="python -c spawn_main() --multiprocessing-fork")
-    holding = roles(root, [trainer], holders=[90001])
-    assert (holding[90001], holding[90011]) == ("trainer", "worker")
-    assert holding[90002] == "trainer"  # it has a worker
-
-
-def test_compile_workers_load_no_data(machine: Machine, trainer: int) -> None:
-    root = machine("vm-cgroup-v1-before")
-    for pid in workers_of(root, trainer):
-        (root / "proc" / str(pid) / "comm").write_text("python\n")
-    command = f"python site-packages/torch/_inductor/compile_worker/__main__.py --workers=2 --parent={trainer}"
-    plant(root, 90001, trainer, name="python", command=command)
-    plant(root, 90002, 90001, name="python", command=command)
-    found = roles(root, [trainer])
-    assert (found[90001], found[90002]) == ("other", "other")
+        plant(root, rank, trainer, name="python", command=command)
+    plant(root, 90012, 90002, name="pt_data_worker", command=command)
+    found = roles(root, [trainer], holders=[90001])
+    assert [found[pid] for pid in (90001, 90002, 90012, trainer)] == ["trainer", "trainer", "worker", "other"]
 
 
 def test_behind_a_fork_server_workers_belong_to_who_started_it(machine: Machine, trainer: int) -> None:

@@ -4,8 +4,9 @@
     loading          DataLoader: its arguments at construction, the elastic loader when a pass begins
     device_prefetch  batches are fetched and copied to the GPU one step ahead
     computing        the optimizer at its construction; precision, layout and compile at a root module's first call
-    ledger           what became of each change: made (how, where), or not (why); goes into the trace's facts
-    applied          all of them in one process; `switch` turns one on or off between two steps
+    ledger           what became of each change: made (how, where), or not (why); goes into the trace's facts. A
+                     LiveChange has on() and off(), which may be called between two steps
+    applied          all of them in one process; `switch` turns one on or off
 
 A change that raises is reported once and switched off, and the user's call goes through.
 """

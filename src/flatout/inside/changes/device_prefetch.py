@@ -143,7 +143,7 @@ class DevicePrefetch(LiveChange):
             return host
         try:
             device, _, without_waiting, _ = torch._C._nn._parse_to(*args, **kwargs)
-        except (RuntimeError, TypeError):  # `copy=True`, or a mistake of the script's, which the call will name
+        except Exception:  # `copy=True`, or a mistake of the script's, which the call will name
             return host
         if device == torch.device("cuda"):
             device = torch.device("cuda", torch.cuda.current_device())

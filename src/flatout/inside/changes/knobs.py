@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.machinery
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from flatout.model.plan import Change
 
 _NOTHING = object()
+_Place = tuple[ast.expr, Callable[[ast.expr], None]]  # a value in a module, and what puts another in its place
 
 
 class Knobs:
@@ -40,7 +41,7 @@ class Knobs:
         for change in self._options:
             for action in parser._actions:
                 if change.knob in action.option_strings and hasattr(namespace, action.dest):
-                    self._say(change, getattr(namespace, action.dest))
+                    self._read(change, getattr(namespace, action.dest))
                     setattr(namespace, action.dest, change.value)
 
     def loaded(self, source: str, file: Any, values: Any) -> None:
@@ -58,11 +59,14 @@ class Knobs:
             self._ledger.refused(change.name, f"there is no {change.knob}")
             return
         _set_inside(holder, path[-1], change.value)
-        self._say(change, before)
+        self._read(change, before)
 
-    def _say(self, change: Change, before: Any) -> None:
-        new, old = (redact_setting(change.knob, value) for value in (change.value, before))
-        self._ledger.made_by_knob(change.name, f"{change.knob} read as {new!r} instead of {old!r}")
+    def _read(self, change: Change, before: Any) -> None:
+        self._say(change, "read as", repr(redact_setting(change.knob, before)))
+
+    def _say(self, change: Change, how: str, before: str) -> None:
+        new = redact_setting(change.knob, change.value)
+        self._ledger.made_by_knob(change.name, f"{change.knob} {how} {new!r} instead of {before}")
 
     # -- Python config modules ---------------------------------------------------------------------
 
@@ -89,31 +93,14 @@ class Knobs:
     def _assign(self, tree: ast.Module, change: Change, key: str) -> None:
         """Put the value where the module, a class in it or a dict in it says what `key` is."""
         places = list(_assignments(tree.body, key.split(".")))
-        for statement in places:
-            before = ast.unparse(statement.value)
-            statement.value = ast.copy_location(ast.parse(repr(change.value), mode="eval").body, statement.value)
-            new, old = (redact_setting(change.knob, value) for value in (change.value, before))
-            self._ledger.made_by_knob(change.name, f"{change.knob} set to {new!r} instead of {old}")
+        for before, put in places:
+            put(ast.copy_location(ast.parse(repr(change.value), mode="eval").body, before))
+            self._say(change, "set to", redact_setting(change.knob, ast.unparse(before)))
         if not places:
             self._ledger.refused(change.name, f"nothing is assigned to {key} in {change.knob.rpartition(':')[0]}")
 
 
-class _Entry:
-    """One entry of a dict display, as something with a value that can be set."""
-
-    def __init__(self, owner: ast.Dict, at: int) -> None:
-        self._owner, self._at = owner, at
-
-    @property
-    def value(self) -> ast.expr:
-        return self._owner.values[self._at]
-
-    @value.setter
-    def value(self, new: ast.expr) -> None:
-        self._owner.values[self._at] = new
-
-
-def _assignments(body: list[ast.stmt], path: list[str]) -> Iterator[Any]:
+def _assignments(body: list[ast.stmt], path: list[str]) -> Iterator[_Place]:
     """Where the thing called `path` gets its value."""
     name, rest = path[0], path[1:]
     for statement in body:
@@ -122,16 +109,16 @@ def _assignments(body: list[ast.stmt], path: list[str]) -> Iterator[Any]:
         elif isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
             if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-                yield from _entries(statement, rest)
+                yield from _entries(statement.value, functools.partial(setattr, statement, "value"), rest)
 
 
-def _entries(holder: Any, path: list[str]) -> Iterator[Any]:
+def _entries(value: ast.expr, put: Callable[[ast.expr], None], path: list[str]) -> Iterator[_Place]:
     if not path:
-        yield holder
-    elif isinstance(holder.value, ast.Dict):
-        for at, key in enumerate(holder.value.keys):
+        yield value, put
+    elif isinstance(value, ast.Dict):
+        for at, key in enumerate(value.keys):
             if isinstance(key, ast.Constant) and str(key.value) == path[0]:
-                yield from _entries(_Entry(holder.value, at), path[1:])
+                yield from _entries(value.values[at], functools.partial(value.values.__setitem__, at), path[1:])
 
 
 def _inside(holder: Any, key: str) -> Any:
