@@ -11,7 +11,6 @@ from flatout.model.frameworks import (
     RUN_LOOPS,
     WRAPPING_SAMPLERS,
     framework_of,
-    may_be_asked_early,
 )
 
 
@@ -23,14 +22,6 @@ def test_pytorchs_samplers_are_named_as_pytorch_names_them() -> None:
     known = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
     assert {name_of(kind) for kind in known} <= PURE_SAMPLERS
     assert {name_of(BatchSampler), name_of(ChainedEpochs)} <= WRAPPING_SAMPLERS.keys()
-
-
-def test_a_scripts_own_random_sampler_is_not_taken_for_pytorchs() -> None:
-    batches = name_of(BatchSampler)
-    assert may_be_asked_early(name_of(RandomSampler), batches)
-    assert not may_be_asked_early("__main__.RandomSampler", batches)
-    assert not may_be_asked_early(name_of(RandomSampler), "my.samplers.BatchSampler")
-    assert may_be_asked_early(None, None), "not recorded"
 
 
 def test_a_package_has_one_entry() -> None:

@@ -87,18 +87,14 @@ def precision(metrics: RankMetrics) -> Finding | None:
 
 def gain_of_tf32(metrics: RankMetrics) -> dict[str, Any]:
     """Matrix work outside the tensor cores moves in, and is eight times as fast at best."""
-    share = 0.0
-    if metrics.xray is not None:
-        share = _share_of_gpu(metrics, _outside_tensor_cores_ms(metrics.xray))
-    return gain_if_gpu_spared(metrics, 0.0, share * 7 / 8 * metrics.saved_at_most)
+    outside = _share_of_gpu(metrics, _outside_tensor_cores_ms(metrics.xray))
+    return gain_if_gpu_spared(metrics, 0.0, outside * 7 / 8 * metrics.saved_at_most)
 
 
 def gain_of_cudnn_benchmark(metrics: RankMetrics) -> dict[str, Any]:
     """cuDNN finds faster kernels, none more than twice as fast."""
-    share = 0.0
-    if metrics.xray is not None:
-        share = _share_of_gpu(metrics, min(metrics.xray.matrix_ms, metrics.xray.busy_ms))
-    return gain_if_gpu_spared(metrics, 0.0, share / 2 * metrics.saved_at_most)
+    matrix = _share_of_gpu(metrics, min(metrics.xray.matrix_ms, metrics.xray.busy_ms) if metrics.xray else 0.0)
+    return gain_if_gpu_spared(metrics, 0.0, matrix / 2 * metrics.saved_at_most)
 
 
 def layout(metrics: RankMetrics) -> Finding | None:
@@ -131,27 +127,21 @@ def _unfused_optimizer(metrics: RankMetrics, *, at_least: float) -> Finding | No
     if xray is None or facts.optimizer_fused or not metrics.step_ms:
         return None
     spent_ms = xray.busy_by_phase_ms.get("optimizer", 0.0) + xray.idle_by_phase_ms.get("optimizer", 0.0)
-    share = spent_ms / xray.wall_ms
+    share, name = spent_ms / xray.wall_ms, facts.optimizer
     if share < at_least:
         return None
-    common: dict[str, Any] = {
-        "code": "compute.optimizer",
-        "share": share,
-        **gain_if_gpu_spared(metrics, 0.0, share),
-        "confidence": 0.7,
-        "evidence": {"optimizer_ms": rounded(spent_ms / xray.steps)},
-    }
-    name = facts.optimizer
-    in_a_loop = f"{name} steps in a loop of small kernels: {share:.0%} of the step"
-    if name not in FUSABLE:
-        return Finding(**common, title=in_a_loop, advice="an optimizer that has fused=True or foreach=True")
-    unfused = f"{name} is not fused, and takes {share:.0%} of the step"
+    can_fuse, in_a_loop = name in FUSABLE, name not in FUSABLE or facts.optimizer_foreach is False
+    how = "steps in a loop of small kernels:" if in_a_loop else "is not fused, and takes"
     return Finding(
-        **common,
-        title=in_a_loop if facts.optimizer_foreach is False else unfused,
-        change="fused_optimizer",
-        value=True,
-        advice=f"torch.optim.{name}(…, fused=True)",
+        code="compute.optimizer",
+        title=f"{name} {how} {share:.0%} of the step",
+        share=share,
+        **gain_if_gpu_spared(metrics, 0.0, share),
+        confidence=0.7,
+        evidence={"optimizer_ms": rounded(spent_ms / xray.steps)},
+        change="fused_optimizer" if can_fuse else None,
+        value=True if can_fuse else None,
+        advice=f"torch.optim.{name}(…, fused=True)" if can_fuse else "an optimizer that has fused=True or foreach=True",
     )
 
 
@@ -247,8 +237,8 @@ def _batch_and_memory(metrics: RankMetrics) -> tuple[int, float] | None:
     return batch, reserved / total
 
 
-def _outside_tensor_cores_ms(xray: Xray) -> float:
-    return max(0.0, xray.matrix_ms - xray.tensor_core_ms)
+def _outside_tensor_cores_ms(xray: Xray | None) -> float:
+    return max(0.0, xray.matrix_ms - xray.tensor_core_ms) if xray is not None else 0.0
 
 
 def _share_of_gpu(metrics: RankMetrics, ms: float) -> float:

@@ -18,28 +18,34 @@ from flatout.model.facts import SettingsRead
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
-    """One place where a value is read: `text` is how a Change names it."""
+    """One value that the script read. `text` is how a Change names the place; empty where it cannot be set there."""
 
-    text: str
-    key: str
+    key: str  # with those that it lies in: train.amp
     value: Any
+    source: str
+    file: str | None
+    text: str
+
+    @property
+    def name(self) -> str:
+        """The last part of its key."""
+        return self.key.rpartition(".")[2]
+
+    def is_called(self, *subjects: str) -> bool:
+        """Whether this is what people call one of these."""
+        return pattern_of(*subjects).fullmatch(self.name.replace("-", "_")) is not None
 
 
 def knobs(settings: Iterable[SettingsRead], name: str, fits: Callable[[Any], bool] = lambda value: True) -> list[Knob]:
     """The places for a change, the likeliest first, each once."""
-    pattern = pattern_of(name)
-    found = [
-        knob
-        for knob in _all_knobs(settings)
-        if pattern.fullmatch(knob.key.rpartition(".")[2].replace("-", "_")) and fits(knob.value)
-    ]
+    found = [knob for knob in every_knob(settings) if knob.text and knob.is_called(name) and fits(knob.value)]
     return list({knob.text: knob for knob in reversed(found)}.values())
 
 
 def knob_for(settings: Iterable[SettingsRead], change: str, value: Any) -> str | None:
     """Where to give a change such a value: by a knob of that very name, or of one that means the same."""
     name, settings = change.removeprefix("setting:"), tuple(settings)
-    candidates = [knob for knob in reversed(_all_knobs(settings)) if knob.key == name]
+    candidates = [knob for knob in reversed(every_knob(settings)) if knob.text and name in (knob.key, knob.name)]
     if name in SETTING_NAMES:
         candidates += knobs(settings, name)
     for knob in candidates:
@@ -48,16 +54,17 @@ def knob_for(settings: Iterable[SettingsRead], change: str, value: Any) -> str |
     return None
 
 
-def _all_knobs(settings: Iterable[SettingsRead]) -> list[Knob]:
+def every_knob(settings: Iterable[SettingsRead]) -> list[Knob]:
+    """Every plain value that was read, in that order."""
     every: list[Knob] = []
     for read in settings:
-        if read.source == "argparse":
-            for key, option in read.options.items():
-                if key in read.values:
-                    every.append(Knob(text=str(option), key=str(key), value=read.values[key]))
-        elif read.file or read.source in ("yaml", "json"):  # text without a file is named by its kind
-            for key, value in _leaves(read.values):
-                every.append(Knob(text=f"{read.file or read.source}:{key}", key=key, value=value))
+        for key, value in _leaves(read.values):
+            text = ""
+            if read.source == "argparse":
+                text = str(read.options.get(key, ""))
+            elif read.file or read.source in ("yaml", "json"):  # text without a file is named by its kind
+                text = f"{read.file or read.source}:{key}"
+            every.append(Knob(key=key, value=value, source=read.source, file=read.file, text=text))
     return every
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from flatout.diagnose.gains import (
@@ -22,10 +21,9 @@ from flatout.diagnose.gains import (
     spare_cores,
 )
 from flatout.diagnose.rank_metrics import RankMetrics, host_ms_in
-from flatout.model.changes import SETTING, pattern_of
+from flatout.model.changes import SETTING
 from flatout.model.facts import NO_LOADER
 from flatout.model.finding import Finding
-from flatout.model.frameworks import may_be_asked_early
 from flatout.trace import Sketch
 
 _CPU_FULL = 0.85  # of the cores
@@ -53,13 +51,30 @@ class _Behind:
     on_core: float  # of their loading time
     delay: float  # of their loading time, ready and without a core
 
-    @cached_property
-    def evidence(self) -> dict[str, Any]:
-        return _evidence(self.metrics)
-
-    @property
-    def common(self) -> dict[str, Any]:
-        return {"share": self.metrics.share("data"), "evidence": self.evidence}
+    def finding(
+        self,
+        code: str,
+        title: str,
+        *,
+        least: float = 1.0,
+        most: float = math.inf,
+        confidence: float,
+        change: str | None = None,
+        value: Any = None,
+        advice: str,
+    ) -> Finding:
+        """A reason; `least` and `most`: how many times what is used now the loader delivers without it."""
+        return Finding(
+            code=f"data.{code}",
+            title=title,
+            share=self.metrics.share("data"),
+            **gain_if_fed(self.metrics, self.saved, least, most),
+            confidence=confidence,
+            evidence=_evidence(self.metrics),
+            change=change,
+            value=value,
+            advice=advice,
+        )
 
     @property
     def wants_core(self) -> bool:
@@ -88,22 +103,25 @@ def main_thread(metrics: RankMetrics) -> Finding | None:
         wanted = min(wanted, math.ceil(needed / rate) + 1)
         one_worker = rate / now
         advice = f": one process makes {rate:,.0f} samples/s, training uses {now:,.0f}"
-    share = metrics.share("data")
-    common: dict[str, Any] = {
-        "code": "data.main-thread",
-        "title": f"samples are loaded in the training process, which spends {share:.0%} of its time on that",
-        "share": share,
+    share, workers_help = metrics.share("data"), not loader.written and not loader.fills
+    advice = f"num_workers={wanted}{advice}"
+    if not workers_help:
+        advice = "keep the dataset as it is while it is read: "
+        if loader.written:
+            advice += f"the loop writes to it ({loader.written}), which no worker sees"
+        else:
+            advice += f"samples fill it ({loader.fills}), and each worker would fill its own"
+    return Finding(
+        code="data.main-thread",
+        title=f"samples are loaded in the training process, which spends {share:.0%} of its time on that",
+        share=share,
         **gain_if_fed(metrics, saved, one_worker * (1 + _ADDED_WORKER * (wanted - 1)), one_worker * wanted),
-        "confidence": 0.95,
-        "evidence": _evidence(metrics) | {"samples_per_s_in_this_process": rounded(rate)},
-    }
-    if loader.written:
-        written = f"keep the dataset as it is while it is read: the loop writes to it ({loader.written}), which no "
-        return Finding(**common, advice=f"{written}worker sees")
-    if loader.fills:
-        fills = f"fill it before training: samples fill the dataset ({loader.fills}), and each worker would fill its "
-        return Finding(**common, advice=f"{fills}own")
-    return Finding(**common, change="num_workers", value=wanted, advice=f"num_workers={wanted}{advice}")
+        confidence=0.95,
+        evidence=_evidence(metrics) | {"samples_per_s_in_this_process": rounded(rate)},
+        change="num_workers" if workers_help else None,
+        value=wanted if workers_help else None,
+        advice=advice,
+    )
 
 
 def workers_behind(metrics: RankMetrics) -> Finding | None:
@@ -119,7 +137,6 @@ def workers_behind(metrics: RankMetrics) -> Finding | None:
         _disk_bound(behind)
         or _slow_samples(behind)
         or _no_core_for_workers(behind)
-        or _sampler_asked_late(behind)
         or _cpu_bound(behind)
         or _collate_bound(behind)
         or _too_few_workers(behind)
@@ -130,11 +147,9 @@ def _disk_bound(behind: _Behind) -> Finding | None:
     reads = behind.on_core < _ON_CORE_WHILE_READING and behind.delay < _NO_CORE
     if not reads or behind.metrics.storage_share < _STORAGE_BOUND:
         return None
-    return Finding(
-        code="data.disk-bound",
-        title=f"workers wait for storage: on a core only {behind.on_core:.0%} of their loading time",
-        **behind.common,
-        **gain_if_fed(behind.metrics, behind.saved),
+    return behind.finding(
+        "disk-bound",
+        f"workers wait for storage: on a core only {behind.on_core:.0%} of their loading time",
         confidence=0.8,
         advice="put the data on a faster disk, in fewer and larger files, or let it fit the page cache",
     )
@@ -145,11 +160,9 @@ def _slow_samples(behind: _Behind) -> Finding | None:
     if slow is None:
         return None
     which = ", ".join(f"index {index} ({ms:.0f} ms)" for ms, index in behind.metrics.slowest_samples[:3])
-    return Finding(
-        code="data.slow-samples",
-        title=f"a few samples hold their batches back: the slowest take {slow:.0f} times the median",
-        **behind.common,
-        **gain_if_fed(behind.metrics, behind.saved),
+    return behind.finding(
+        "slow-samples",
+        f"a few samples hold their batches back: the slowest take {slow:.0f} times the median",
         confidence=0.7,
         change="loader",
         value="elastic",
@@ -179,36 +192,14 @@ def _no_core_for_workers(behind: _Behind) -> Finding | None:
     if behind.delay < _NO_CORE or metrics.workers <= cores or not taken or metrics.elastic:
         return None
     wanted = spare_cores(metrics)
-    return Finding(
-        code="data.too-many-workers",
-        title=f"{metrics.workers} workers on {cores:g} cores: without a core {behind.delay:.0%} of the time they load",
-        **behind.common,
-        **gain_if_fed(metrics, behind.saved, most=factor(behind.delay)),
+    return behind.finding(
+        "too-many-workers",
+        f"{metrics.workers} workers on {cores:g} cores: without a core {behind.delay:.0%} of the time they load",
+        most=factor(behind.delay),
         confidence=0.8,
         change="num_workers",
         value=wanted,
         advice=f"num_workers={wanted}",
-    )
-
-
-def _sampler_asked_late(behind: _Behind) -> Finding | None:
-    """The script's own sampler may notice when it is asked, so the elastic loader asks no earlier than PyTorch's."""
-    metrics, loader = behind.metrics, behind.metrics.loader
-    wanted = int((metrics.cores or 1.0) / max(_MIN_CORE_A_WORKER, behind.on_core))
-    any_time = may_be_asked_early(loader.sampler, loader.batch_sampler) or loader.iterable
-    more = 0 < metrics.workers < wanted
-    if not metrics.elastic or any_time or not more or behind.saved < _MIN_WAIT_BY_EXCLUSION:
-        return None
-    workers, ahead = metrics.workers, metrics.workers * (loader.prefetch_factor or 2)
-    return Finding(
-        code="data.too-few-workers",
-        title=f"the sampler is the script's own, and num_workers={workers} lets it be asked {ahead} batches ahead",
-        **behind.common,
-        **gain_if_fed(metrics, behind.saved, most=wanted / workers),
-        confidence=0.7,
-        change="num_workers",
-        value=wanted,
-        advice=f"num_workers={wanted}: the loader starts as many workers as it needs, but asks no further ahead",
     )
 
 
@@ -232,21 +223,17 @@ def _samples_cost_cpu(behind: _Behind) -> Finding:
     for_gpu = 0.0  # of a sample's time, that the GPU could do
     if mean_ms:
         for_gpu = min(0.9, sum(metrics.transforms_ms.values()) / mean_ms)
-    common: dict[str, Any] = {
-        "code": "data.cpu-bound",
-        "title": title,
-        **behind.common,
-        **gain_if_fed(metrics, behind.saved, metrics.supply / (1 - for_gpu)),
-        "confidence": 0.85,
-    }
-    faster = "a faster decoder, or a cache of decoded data"
-    if not metrics.on_gpu:
-        return Finding(**common, advice=f"do less on the CPU: {faster}")
-    advice = f"do less on the CPU: transforms on the GPU, {faster}"
-    setting = _setting(metrics, "augment_on", "cpu")
-    if setting is not None:
-        return Finding(**common, change=f"{SETTING}{setting}", value="gpu", advice=advice)
-    return Finding(**common, change="gpu_transforms", value=True, advice=advice)
+    change: str | None = None
+    value: Any = None
+    advice = "do less on the CPU: a faster decoder, or a cache of decoded data"
+    if metrics.on_gpu:
+        setting = _setting(metrics, "augment_on", "cpu")
+        change, value = "gpu_transforms", True
+        if setting is not None:
+            change, value = f"{SETTING}{setting}", "gpu"
+        advice = "do less on the CPU: transforms on the GPU, a faster decoder, or a cache of decoded data"
+    least = metrics.supply / (1 - for_gpu)
+    return behind.finding("cpu-bound", title, least=least, confidence=0.85, change=change, value=value, advice=advice)
 
 
 def _why_no_more_workers(metrics: RankMetrics) -> str:
@@ -266,18 +253,11 @@ def _collate_bound(behind: _Behind) -> Finding | None:
         title = f"handing batches over is the cost: workers are busy loading only {behind.busy:.0%} of the time"
     else:
         return None
-    common: dict[str, Any] = {
-        "code": "data.collate-bound",
-        "title": title,
-        **behind.common,
-        **gain_if_fed(metrics, behind.saved),
-        "confidence": 0.6,
-    }
     advice = "a collate function that works on whole tensors"
     if metrics.elastic:
-        return Finding(**common, advice=advice)
+        return behind.finding("collate-bound", title, confidence=0.6, advice=advice)
     advice += "; workers that write into shared, page-locked memory: flatout.DataLoader"
-    return Finding(**common, change="loader", value="elastic", advice=advice)
+    return behind.finding("collate-bound", title, confidence=0.6, change="loader", value="elastic", advice=advice)
 
 
 def _too_few_workers(behind: _Behind) -> Finding | None:
@@ -297,11 +277,11 @@ def _too_few_workers(behind: _Behind) -> Finding | None:
         idle = f"{1 - (metrics.cpu_share or 0.0):.0%} of the CPU is free"
     least = metrics.supply * (1 + _ADDED_WORKER * (wanted / workers - 1))
     rate, now = metrics.samples_a_worker_s or 0, metrics.breakdown.samples_per_s or 0
-    return Finding(
-        code="data.too-few-workers",
-        title=f"the workers ({workers}) are {behind.busy:.0%} busy, and {idle}",
-        **behind.common,
-        **gain_if_fed(metrics, behind.saved, least, metrics.supply * wanted / workers),
+    return behind.finding(
+        "too-few-workers",
+        f"the workers ({workers}) are {behind.busy:.0%} busy, and {idle}",
+        least=least,
+        most=metrics.supply * wanted / workers,
         confidence=0.85,
         change="num_workers",
         value=wanted,
@@ -407,8 +387,8 @@ def worker_start(metrics: RankMetrics) -> Finding | None:
     if loader is NO_LOADER:
         return None
     if started > 0:
-        title, gain, confidence = "starting the loader's workers takes", gain_if_host_spared, 0.9
-        gains = gain(metrics, started, share)
+        title, confidence = "starting the loader's workers takes", 0.9
+        gains = gain_if_host_spared(metrics, started, share)
     else:
         started, share = _first_start(metrics)
         epoch = f"epoch of {metrics.steps_an_epoch or 0:.0f} steps"
@@ -416,22 +396,25 @@ def worker_start(metrics: RankMetrics) -> Finding | None:
         gains, confidence = gain_if_removed(started, share), 0.6
     if share < MIN_SHARE:
         return None
-    common: dict[str, Any] = {
-        "code": "data.worker-start",
-        "title": f"{title} {share:.0%} of the time",
-        "share": share,
-        **gains,
-        "confidence": confidence,
-        "evidence": {"persistent_workers": loader.persistent_workers, "start": loader.start_method},
-    }
     note = "workers go on with what they have, random numbers too"
     if (loader.sampler or "").rpartition(".")[2] == "RandomSampler":
         note = "shuffling draws other numbers"
     advice = f"persistent_workers=True (from the second epoch on, {note})"
-    alone = (metrics.facts.loaders_side_by_side or 1) == 1
-    if loader.made_anew and alone:  # a loader of one epoch keeps its workers for nothing
-        return Finding(**common, advice=f"make the loader once, before the first epoch, with {advice}")
-    return Finding(**common, change="persistent_workers", value=True, advice=advice)
+    # A loader of one epoch keeps its workers for nothing.
+    anew = loader.made_anew and (metrics.facts.loaders_side_by_side or 1) == 1
+    if anew:
+        advice = f"make the loader once, before the first epoch, with {advice}"
+    return Finding(
+        code="data.worker-start",
+        title=f"{title} {share:.0%} of the time",
+        share=share,
+        **gains,
+        confidence=confidence,
+        evidence={"persistent_workers": loader.persistent_workers, "start": loader.start_method},
+        change=None if anew else "persistent_workers",
+        value=None if anew else True,
+        advice=advice,
+    )
 
 
 def _first_start(metrics: RankMetrics) -> tuple[float, float]:
@@ -469,8 +452,7 @@ def _evidence(metrics: RankMetrics) -> dict[str, Any]:
 
 def _setting(metrics: RankMetrics, subject: str, value: str | None = None) -> str | None:
     """What the script calls its setting for this, if it read one; with `value`, only where it has this value."""
-    pattern = pattern_of(subject)
     for read in metrics.settings:
-        if pattern.fullmatch(read.key) and value in (None, str(read.value).lower()):
-            return read.key
+        if read.is_called(subject) and value in (None, str(read.value).lower()):
+            return read.name.lower()
     return None

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from flatout.diagnose.breakdown import Breakdown, breakdown
+from flatout.diagnose.find_knobs import Knob, every_knob
 from flatout.diagnose.replay import gain_without
 from flatout.model.facts import NO_LOADER, Facts, LoaderFacts
 from flatout.trace import GpuSample, ProcessSample, RankTrace, Sample, Sketch, Step, Trace, WorkerReport, Xray
@@ -25,16 +26,6 @@ MIN_CEILING = 0.8  # of the run's own speed: a ceiling below this was disturbed 
 MAX_SAVED = 0.99  # a share of the time that can be saved at the most
 _MOST_STEPS = 200  # with events, that are replayed
 _NO_WAIT = 0.01  # of the time: training that waits less for data has all the data it wants
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """One value the script read; the key is in lower case."""
-
-    source: str
-    file: str | None
-    key: str
-    value: Any
 
 
 @dataclass(frozen=True)
@@ -70,13 +61,9 @@ class RankMetrics:
         return self.rank.facts
 
     @cached_property
-    def settings(self) -> tuple[Setting, ...]:
-        """Every plain value the script read, nested ones by their last name."""
-        return tuple(
-            Setting(source=read.source, file=read.file, key=key, value=value)
-            for read in self.facts.settings
-            for key, value in _leaves(read.values)
-        )
+    def settings(self) -> list[Knob]:
+        """Every plain value the script read."""
+        return every_knob(self.facts.settings)
 
     @property
     def xray(self) -> Xray | None:
@@ -488,11 +475,3 @@ def _percent(values: Iterable[float | None]) -> float | None:
     """The mean of percentages, as a share."""
     mean = Sketch.of(values).mean
     return mean / 100 if mean is not None else None
-
-
-def _leaves(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value)
-        else:
-            yield str(key).lower(), value

@@ -58,7 +58,7 @@ def fix(
 
         result = _in_a_sandbox(search, sandbox.why_no_overlay(command, folder), progress, unprotected=unprotected)
         if result.before is not None and not result.interrupted:
-            result.remarks += not_offered(wishes, result.known, on_gpu=result.before.metrics.on_gpu)
+            result.remarks += not_offered(wishes, result.known)
         if keep_in is not None:
             for name, run in (("before", result.before), ("after", result.measured)):
                 if run is not None and run.folder is not None and run.folder.is_dir():

@@ -20,7 +20,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, get_args
@@ -31,14 +31,15 @@ from flatout.diagnose.gains import spare_cores
 from flatout.diagnose.rank_metrics import LATE_LAUNCHES, RankMetrics, metrics_of
 from flatout.diagnose.rules import diagnose
 from flatout.model.causes import cured_by
-from flatout.model.changes import SETTING, TO_MAKE, named, safety_of
+from flatout.model.changes import BY_NAME, SETTING, TO_MAKE, named, safety_of
 from flatout.model.errors import UsageError
-from flatout.model.facts import NO_LOADER, SettingsRead
+from flatout.model.facts import NO_LOADER
 from flatout.model.finding import Finding
 from flatout.model.plan import Change, Safety
 from flatout.trace import Trace
 
 PAUSES = named(family="pauses")
+_DATA_PATH, _BATCH = named(family="data path"), named(family="batch size")
 LOADED_BY_HAND = {"num_workers", "prefetch_factor"}  # what the elastic loader decides itself
 _PAUSE_LESS_OFTEN = 5
 _MIN_PROMISE = 1.1  # times as fast: what promises less waits, and is not taken apart
@@ -58,8 +59,6 @@ class Offer:
     changes: tuple[Change, ...]
     why: str
     promise: float
-    pauses: bool = False  # judged with evaluation and checkpoints in the time
-    apart: bool = True  # whether what changes learning can be taken apart; a batch makes no sense without its rate
 
     @property
     def name(self) -> str:
@@ -67,9 +66,14 @@ class Offer:
         return all_in_words(self.changes)
 
     @property
-    def computes_alike(self) -> bool:
-        """Whether the GPU is given the same work: its X-ray and its ceiling are known already."""
-        return self.pauses or _only_loading(self.changes)
+    def pauses(self) -> bool:
+        """Whether it is about evaluation and checkpoints."""
+        return all(change.name in PAUSES for change in self.changes)
+
+    @property
+    def only_loads(self) -> bool:
+        """Whether the GPU is given the same work, so that its X-ray and its ceiling are known already."""
+        return all(change.name in _DATA_PATH for change in self.changes)
 
     @property
     def splits(self) -> bool:
@@ -78,14 +82,10 @@ class Offer:
 
     @property
     def parts(self) -> list[Offer]:
-        """What to try where the whole failed: each change alone, and what goes together as one."""
-        together: tuple[Change, ...] = ()
-        if not self.apart:
-            together = tuple(change for change in self.changes if change.safety == "semantic")
-        parts = [replace(self, changes=(change,)) for change in self.changes if change not in together]
-        if together:
-            parts.append(replace(self, changes=together))
-        return parts
+        """What to try where the whole failed: each change alone, but a batch with its learning rate."""
+        batch = tuple(change for change in self.changes if change.name in _BATCH)
+        parts = [replace(self, changes=(change,)) for change in self.changes if change not in batch]
+        return [*parts, replace(self, changes=batch)] if batch else parts
 
     @property
     def worth_splitting(self) -> bool:
@@ -112,10 +112,6 @@ def with_changes(kept: Sequence[Change], changes: Sequence[Change]) -> tuple[Cha
     if "loader" in names:
         names |= LOADED_BY_HAND
     return (*(change for change in kept if change.name not in names), *changes)
-
-
-def _only_loading(changes: Iterable[Change]) -> bool:
-    return all(change.name in named(family="data path") for change in changes)
 
 
 # What the person wants
@@ -150,13 +146,10 @@ class Wishes:
         return bool(self.only & (words - {"semantic"}))
 
 
-def not_offered(wishes: Wishes, offered: Iterable[str], *, on_gpu: bool) -> list[str]:
+def not_offered(wishes: Wishes, offered: Iterable[str]) -> list[str]:
     """What a person has asked for by name and was not offered, and why."""
     asked = ((wishes.allow | wishes.only) & set(TO_MAKE)) - set(offered) - {"learning_rate"}
-    why = dict.fromkeys(asked, "nothing that was found asks for it")
-    if not on_gpu and "batch_size" in why:
-        why["batch_size"] = "there is no GPU that it would keep busier"
-    return [f"{name} was not tried: {reason}" for name, reason in sorted(why.items())]
+    return [f"{name} was not tried: nothing that was found asks for it" for name in sorted(asked)]
 
 
 def _words(option: str, text: str) -> frozenset[str]:
@@ -176,13 +169,11 @@ def _words(option: str, text: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class View:
-    """What offers are made from: the last trace, the first one, what was kept and how many times as fast that
-    has made it (the last of each name), and what was tried."""
+    """What offers are made from: the last trace, the first one, what was kept and what was tried."""
 
     trace: Trace
     first: Trace
     kept: Sequence[Change] = ()
-    gained: Mapping[str, float] = field(default_factory=dict)
     tried: Mapping[tuple[str, str], str] = field(default_factory=dict)  # (name, value as text) → verdict
 
     @cached_property
@@ -198,18 +189,15 @@ class View:
     def findings(self) -> tuple[Finding, ...]:
         return diagnose(self.trace)
 
-    @property
-    def settings(self) -> tuple[SettingsRead, ...]:
-        """What the script read, before any knob was turned."""
-        return self.before.facts.settings
-
     def found(self, *codes: str) -> list[Finding]:
-        """Findings whose code begins like one of these, or that explain an ignored setting by one."""
-        return [f for f in self.findings if f.code.startswith(codes) or f.evidence.get("cause", "").startswith(codes)]
+        """Findings whose code begins like one of these."""
+        return [finding for finding in self.findings if finding.code.startswith(codes)]
 
-    def ignored(self, *words: str) -> Finding | None:
-        """A setting the script read and does not act on, by a word of what is missing."""
-        return next((f for f in self.found("config.ignored") if any(word in f.title for word in words)), None)
+    def asking_for(self, name: str) -> list[Finding]:
+        """Findings that a change would cure: a setting that asks for it in vain, and causes by their definition."""
+        off, codes = BY_NAME[name].off, [cause.code for cause in cured_by(name)]
+        ignored = [finding for finding in self.found("config.ignored") if off and off in finding.title]
+        return [*ignored, *(finding for finding in self.findings if finding.code in codes)]
 
     def verdict(self, name: str, value: Any) -> str | None:
         return self.tried.get((name, str(value)))
@@ -220,45 +208,51 @@ class View:
     def holds(self, name: str) -> bool:
         return any(change.name == name for change in self.kept)
 
+    def is_new(self, change: Change) -> bool:
+        """Whether it was neither tried nor kept."""
+        same = any(kept.name == change.name and kept.value == change.value for kept in self.kept)
+        return not same and self.verdict(change.name, change.value) is None
+
+    def knobs(self, name: str, fits: Callable[[Any], bool]) -> list[Knob]:
+        """Where the script reads a value, before any knob was turned."""
+        return knobs(self.before.facts.settings, name, fits)
+
+    def knob(self, name: str, in_force: Any) -> str:
+        """The place of such a value; empty if there is none."""
+        same = self.knobs(name, lambda value: type(value) is type(in_force) and value == in_force)
+        return same[0].text if same else ""
+
 
 def offers(view: View, wishes: Wishes) -> tuple[list[Offer], list[Offer]]:
     """What to try, in this order; and what would be tried if it were allowed."""
     if not wishes.permits(_elastic(view, "")):  # then by the number of workers
         view = replace(view, tried={**view.tried, ("loader", "elastic"): "not applicable"})
-    made = [
-        *_data_path_and_compute(view),
-        _augment_on_gpu(view),
-        _transforms(view),
-        _compile(view),
-        _larger_batch(view),
-        _rarer_pauses(view),
-    ]
     permitted: list[Offer] = []
     withheld: list[Offer] = []
-    for offer in made:
-        if offer is None:
-            continue
-        fresh = [change for change in offer.changes if _is_new(change, view)]
+    for family in (_data_path, _compute, _augment_on_gpu, _compile, _larger_batch, _rarer_pauses):
+        offer = family(view)
+        fresh = [change for change in offer.changes if view.is_new(change)] if offer is not None else []
         may = tuple(change for change in fresh if wishes.permits(change))
         may_not = tuple(change for change in fresh if not wishes.permits(change) and change.safety == "semantic")
-        if may and may[0].name != "learning_rate" and may not in [other.changes for other in permitted]:
+        if offer is not None and may and may[0].name != "learning_rate":
             permitted.append(replace(offer, changes=may))
-        elif may_not:
+        elif offer is not None and may_not:
             withheld.append(replace(offer, changes=may_not))
-    permitted = _data_path_with_batch(permitted)
+    permitted = _with_data_path(permitted)
     permitted.sort(key=lambda offer: _order(offer, compiled=view.holds("compile")))
     return permitted, withheld
 
 
-def _data_path_with_batch(permitted: list[Offer]) -> list[Offer]:
-    """A data path that promises little goes along with a larger batch that promises much: the batch needs its
-    samples as fast, and workers that disturb nobody now may do so then."""
-    loading = [o for o in permitted if o.promise < _MIN_PROMISE and _only_loading(o.changes)]
-    larger = [o for o in permitted if o.promise >= _MIN_PROMISE and o.changes[0].name == "batch_size"]
-    if not loading or not larger:
+def _with_data_path(permitted: list[Offer]) -> list[Offer]:
+    """A data path that promises little goes along with an offer that promises much: workers that disturb nobody
+    beside a slow step may do so beside a fast one, and a larger batch needs its samples as fast."""
+    loading = next((o for o in permitted if o.promise < _MIN_PROMISE and o.only_loads), None)
+    hosts = (*named(family="compute"), "batch_size")
+    host = next((o for o in permitted if o.promise >= _MIN_PROMISE and o.changes[0].name in hosts), None)
+    if loading is None or host is None:
         return permitted
-    both = replace(larger[0], changes=(*loading[0].changes, *larger[0].changes))
-    return [both, *(offer for offer in permitted if offer not in (loading[0], larger[0]))]
+    both = replace(host, changes=(*loading.changes, *host.changes))
+    return [both, *(offer for offer in permitted if offer not in (loading, host))]
 
 
 def _order(offer: Offer, *, compiled: bool) -> tuple[bool, bool, bool, float]:
@@ -272,34 +266,19 @@ def _order(offer: Offer, *, compiled: bool) -> tuple[bool, bool, bool, float]:
     return compiles, offer.promise < _MIN_PROMISE, changes_learning, -offer.promise
 
 
-def _is_new(change: Change, view: View) -> bool:
-    same = any(kept.name == change.name and kept.value == change.value for kept in view.kept)
-    return not same and view.verdict(change.name, change.value) is None
-
-
 def _change(name: str, value: Any, why: str, *, safety: Safety | None = None, knob: str = "") -> Change:
     return Change(name=name, value=value, safety=safety or safety_of(name), note=why, knob=knob)
 
 
-def _offer(changes: Iterable[Change], findings: Sequence[Finding], **more: Any) -> Offer | None:
+def _offer(changes: Sequence[Change], findings: Sequence[Finding]) -> Offer | None:
     """Changes that these findings ask for."""
-    changes = tuple(changes)
     if not changes:
         return None
-    if not findings:
-        return Offer(changes=changes, why=changes[0].note, promise=_UNKNOWN_PROMISE, **more)
-    best = max(findings, key=lambda finding: finding.gain_high)
-    return Offer(changes=changes, why=best.title, promise=best.gain_high, **more)
+    promise = max((finding.gain_high for finding in findings), default=_UNKNOWN_PROMISE)
+    return Offer(changes=tuple(changes), why=changes[0].note, promise=promise)
 
 
 # The data path
-
-
-def _data_path_and_compute(view: View) -> list[Offer | None]:
-    loading, compute = _data_path(view), _compute(view)
-    if loading is not None and compute is not None and loading.promise < _MIN_PROMISE <= compute.promise:
-        return [replace(compute, changes=(*loading.changes, *compute.changes))]
-    return [loading, compute]
 
 
 def _data_path(view: View) -> Offer | None:
@@ -307,43 +286,44 @@ def _data_path(view: View) -> Offer | None:
     changes: list[Change] = []
     if found and metrics.loader is not NO_LOADER:
         why = found[0].title
-        changes += _loading(view, found, why)
+        changes += _workers(view, found, why)
         if metrics.on_gpu and not metrics.loader.pin_memory:
             changes.append(_change("pin_memory", True, why))
         if metrics.on_gpu:
             changes.append(_change("device_prefetch", True, why))
-        elastic = any(change.name == "loader" for change in changes)
-        changes += _fewer_threads(view, why, elastic=elastic or metrics.elastic)
-        cpu_bound = view.found("data.cpu-bound")
-        if elastic and cpu_bound and _may_transform_on_gpu(view):
-            changes.append(_change("gpu_transforms", True, cpu_bound[0].title))
+        elastic = metrics.elastic or view.holds("loader") or any(change.name == "loader" for change in changes)
+        changes += _fewer_threads(view, why, elastic=elastic)
+        # Where every core is busy, or training still waits for data though the loader is ours.
+        late = view.found("data.") if view.holds("loader") else view.found("data.cpu-bound")
+        if elastic and late and _may_transform_on_gpu(view):
+            changes.append(_change("gpu_transforms", True, late[0].title))
     if frozen:
         changes.append(_change("gc_freeze", True, frozen[0].title))
     return _offer(changes, [*found, *frozen])
 
 
-def _loading(view: View, found: Sequence[Finding], why: str) -> list[Change]:
-    """The elastic loader; where that cannot be had, the number of workers and what goes with it.
+def _workers(view: View, found: Sequence[Finding], why: str) -> list[Change]:
+    """The elastic loader; where that cannot be had or does not pay, the number of workers and what goes with it.
 
-    The number is still worth a trial beside the elastic loader, or where that does not pay, if the diagnosis
-    asks for it. No worker of any kind where the loop makes the batches itself and writes to its dataset, or
-    samples fill it.
+    No worker of any kind where the loop makes the batches itself and writes to its dataset, or samples fill
+    it.
     """
-    loader = view.metrics.loader
+    loader, changes = view.metrics.loader, []
     if loader.written or loader.fills:
         return []
-    verdict = view.verdict("loader", "elastic")
-    can_be_had = verdict not in ("not applicable", "unsafe")
-    number_asked = any(finding.change == "num_workers" for finding in found)
-    settled = verdict == "undone" or (verdict == "kept" and view.metrics.elastic)
-    if can_be_had and not (settled and number_asked):
-        return [_elastic(view, why), *_keep_workers(view, why)]
-    if verdict == "kept":
-        return _number_of_workers(view, found, why)
-    changes = _number_of_workers(view, found, why)
-    if loader.num_workers and (loader.prefetch_factor or 2) < 4:
-        changes.append(_change("prefetch_factor", 4, why))
-    return [*changes, *_keep_workers(view, why)]
+    if view.verdict("loader", "elastic") in (None, "kept"):
+        changes.append(_elastic(view, why))
+    elif not loader.iterable:  # the workers of a stream decide what is in the data
+        asked = [finding.value for finding in found if finding.change == "num_workers" and finding.value]
+        wanted = int(asked[0]) if asked else spare_cores(view.metrics)
+        if wanted != loader.num_workers:
+            knob = view.knob("num_workers", loader.num_workers)
+            changes.append(_change("num_workers", wanted, why, safety=_elastic(view, why).safety, knob=knob))
+        if loader.num_workers and (loader.prefetch_factor or 2) < 4:
+            changes.append(_change("prefetch_factor", 4, why))
+    if view.found("data.worker-start") and not loader.persistent_workers:
+        changes.append(_change("persistent_workers", True, why, knob=view.knob("persistent_workers", False)))
+    return changes
 
 
 def _elastic(view: View, why: str) -> Change:
@@ -351,31 +331,14 @@ def _elastic(view: View, why: str) -> Change:
     return _change("loader", "elastic", why, safety="reseeded" if draws else "identical")
 
 
-def _number_of_workers(view: View, found: Sequence[Finding], why: str) -> list[Change]:
-    loader = view.metrics.loader
-    values = [finding.value for finding in found if finding.change == "num_workers" and finding.value]
-    wanted = int(values[0]) if values else spare_cores(view.metrics)
-    if wanted == loader.num_workers or loader.iterable:  # the workers of a stream decide what is in the data
-        return []
-    knob = _knob(view, "num_workers", loader.num_workers)
-    return [_change("num_workers", wanted, why, safety=_elastic(view, why).safety, knob=knob)]
-
-
-def _keep_workers(view: View, why: str) -> list[Change]:
-    """The workers of one epoch for the next, where starting them costs."""
-    if not view.found("data.worker-start") or view.metrics.loader.persistent_workers:
-        return []
-    return [_change("persistent_workers", True, why, knob=_knob(view, "persistent_workers", False))]
-
-
 def _fewer_threads(view: View, why: str, *, elastic: bool) -> list[Change]:
     """One thread a worker, where workers and threads together outnumber the cores: by the script's own
     setting for them, else by limiting the libraries. The elastic loader's workers have one thread of these
     anyway."""
     workers, cores = view.metrics.workers, view.metrics.cores or math.inf
-    many = [k for k in knobs(view.settings, "threads", _is_count) if k.value > 1 and workers * k.value > cores]
+    many = [knob for knob in view.knobs("threads", _is_count) if knob.value > 1 and workers * knob.value > cores]
     if many:
-        return [_change(f"{SETTING}{_key(many[0])}", 1, why, safety="identical", knob=many[0].text)]
+        return [_change(f"{SETTING}{many[0].name}", 1, why, safety="identical", knob=many[0].text)]
     if not elastic and any(finding.change == "worker_threads" for finding in view.found("data.")):
         return [_change("worker_threads", 1, why)]
     return []
@@ -386,15 +349,7 @@ def _augment_on_gpu(view: View) -> Offer | None:
     found, there = view.found("data."), _augment_knobs(view)
     if not found or not there or not view.metrics.on_gpu:
         return None
-    return _offer([_change(f"{SETTING}{_key(there[0])}", "gpu", found[0].title, knob=there[0].text)], found)
-
-
-def _transforms(view: View) -> Offer | None:
-    """Transforms on the GPU, once the loader is ours and training still waits for it."""
-    found = view.found("data.")
-    if not found or not view.holds("loader") or not _may_transform_on_gpu(view):
-        return None
-    return _offer([_change("gpu_transforms", True, found[0].title)], found)
+    return _offer([_change(f"{SETTING}{there[0].name}", "gpu", found[0].title, knob=there[0].text)], found)
 
 
 def _may_transform_on_gpu(view: View) -> bool:
@@ -405,90 +360,75 @@ def _may_transform_on_gpu(view: View) -> bool:
 
 
 def _augment_knobs(view: View) -> list[Knob]:
-    return knobs(view.settings, "augment_on", lambda value: str(value).lower() == "cpu")
+    return view.knobs("augment_on", lambda value: str(value).lower() == "cpu")
 
 
 # Compute
 
 
 def _compute(view: View) -> Offer | None:
+    """What a finding asks for; and with the first of it all others that are off, since one proof does for all."""
+    facts = view.metrics.facts
     if not view.metrics.on_gpu:
         return None
-    facts = view.metrics.facts
+    can = {
+        "channels_last": facts.channels_last is False,
+        "cudnn_benchmark": facts.channels_last is not None and not facts.deterministic,
+        "fused_optimizer": facts.optimizer in FUSABLE,
+    }
     changes = _precision(view)
-    precision = bool(changes)
-    asked = view.ignored("channels_last")
-    if facts.channels_last is False and (precision or asked or view.found("compute.layout")):
-        why = _why(view, "compute.layout", asked)
-        changes.append(_change("channels_last", True, why, knob=_switch(view, "channels_last")))
-    asked = view.ignored("benchmark")
-    convolves, free = facts.channels_last is not None, facts.cudnn_benchmark is False and not facts.deterministic
-    if convolves and free and (changes or asked):
-        changes.append(_change("cudnn_benchmark", True, _why(view, "compute.precision", asked)))
-    asked = view.ignored("fused")
-    fusable = facts.optimizer in FUSABLE and not facts.optimizer_fused
-    if fusable and (asked or changes or view.found("compute.optimizer", "launch.bound")):
-        changes.append(_change("fused_optimizer", True, _why(view, "compute.optimizer", asked)))
-    return _offer(changes, view.found("compute.precision", "compute.layout", "compute.optimizer"))
+    found = view.asking_for("precision") if changes else []
+    for name in (name for name, possible in can.items() if possible):
+        spec, asking = BY_NAME[name], view.asking_for(name)
+        if spec.is_off is not None and spec.is_off(facts) and (asking or changes):
+            why = asking[0].title if asking else "goes with the others"
+            changes.append(_change(name, True, why, knob=view.knob(name, False)))
+            found += asking
+    return _offer(changes, found)
 
 
 def _precision(view: View) -> list[Change]:
     """bf16 by the script's own switch, else around the forward pass; fp16 where the GPU has no bf16; else TF32."""
-    asked = view.ignored("autocast", "TF32")
-    if not asked and not view.found("compute.precision"):
+    in_vain = [finding for finding in view.found("config.ignored") if "TF32" in finding.title]
+    asking, switch = [*view.asking_for("precision"), *in_vain], view.knob("precision", False)
+    if not asking:
         return []
-    why, switch = _why(view, "compute.precision", asked), _switch(view, "precision")
     if switch and not view.failed("precision", True):
-        return [_change("precision", True, why, knob=switch)]
+        return [_change("precision", True, asking[0].title, knob=switch)]
     half = "fp16" if view.verdict("precision", "bf16") == "not applicable" else "bf16"
-    return [_change("precision", "tf32" if view.failed("precision", half) else half, why)]
-
-
-def _why(view: View, code: str, asked: Finding | None) -> str:
-    reasons = [finding.title for finding in (asked, *view.found(code)) if finding is not None]
-    return reasons[0] if reasons else "goes with the change of precision"
+    return [_change("precision", "tf32" if view.failed("precision", half) else half, asking[0].title)]
 
 
 def _compile(view: View) -> Offer | None:
     """As CUDA graphs, which launch many kernels at once, or as it is by default."""
-    found, asked = view.found("compute.eager", "launch.bound"), view.ignored("compiled")
-    kept, late = view.holds("compile"), _late(view)
+    found, kept = view.asking_for("compile"), view.holds("compile")
+    late = view.metrics.waits_for_launches("forward", "backward")  # that a graph would spare
     by_the_script = view.metrics.facts.compiled and not kept
-    if not view.metrics.on_gpu or by_the_script or not (found or asked or kept or late > LATE_LAUNCHES):
+    if not view.metrics.on_gpu or by_the_script or not (found or kept or late > LATE_LAUNCHES):
         return None
-    mode = next((mode for mode in _compile_modes(view) if view.verdict("compile", mode) is None), None)
+    mode = next((mode for mode in _compile_modes(view, late) if view.verdict("compile", mode) is None), None)
     if mode is None:
         return None
-    reasons = [finding.title for finding in (asked, *found) if finding is not None]
-    if late > _MIN_LATE:
-        reasons.append(f"the GPU waits for launches {late:.0%} of the step")
-    reasons.append("compiling has paid already")
-    offer = _offer([_change("compile", mode, reasons[0])], found)
+    why = found[0].title if found else f"the GPU waits for launches {late:.0%} of the step"
+    offer = _offer([_change("compile", mode, why)], found)
     if offer is not None and mode == "reduce-overhead":
         return replace(offer, promise=max(offer.promise, 1 / (1 - late)))
     return offer
 
 
-def _late(view: View) -> float:
-    """The share of the step in which the GPU waits for launches that a graph would spare."""
-    return view.metrics.waits_for_launches("forward", "backward")
-
-
-def _compile_modes(view: View) -> list[str]:
+def _compile_modes(view: View, late: float) -> list[str]:
     """How to compile, one after the other. Tuned kernels are graphs too, and take minutes to find."""
-    late = _late(view)
     if any(step.micro_steps > 1 for step in view.metrics.steps):
         return ["default"]  # gradients that are accumulated would lie in the graphs' memory, and be written over
+    if view.verdict("compile", "reduce-overhead") == "unsafe":
+        return ["default"]
+    graphs = ["reduce-overhead"] if late > _MIN_LATE else []
     if view.holds("compile"):
-        if view.verdict("compile", "reduce-overhead") == "unsafe":
-            return []
-        return ["reduce-overhead", "max-autotune"] if late > _MIN_LATE else ["max-autotune"]
+        return [*graphs, "max-autotune"]
     if view.metrics.rank.info.world_size == 1:
         return ["reduce-overhead", "default"]  # launches that were in time are late once kernels are quicker
     # Collectives in a graph are another matter: with several ranks, see first whether compiling works at all.
-    if late > LATE_LAUNCHES or view.found("launch.bound"):
-        return ["default", "reduce-overhead"]
-    return ["default"]
+    return ["default", *graphs]
 
 
 # What changes learning
@@ -497,8 +437,7 @@ def _compile_modes(view: View) -> list[str]:
 def _larger_batch(view: View) -> Offer | None:
     metrics, found = view.metrics, view.found("launch.bound", "memory.underused")
     batch, first = metrics.loader.batch_size, view.before.loader.batch_size
-    places = knobs(view.settings, "batch_size", lambda value: value == first)
-    if not places or not batch or not first:
+    if not batch or not first or not view.knob("batch_size", first):
         return None
     if metrics.headroom > _NEAR_CEILING and not view.found("launch.bound"):  # it waits for what grows with the batch
         return None
@@ -507,31 +446,25 @@ def _larger_batch(view: View) -> Offer | None:
     reserved, total = metrics.facts.memory_reserved_bytes, metrics.gpu("memory_total_bytes").high
     if not reserved or not math.isfinite(total) or reserved / total > _ROOM_IN_MEMORY:
         return None
-    share, length = reserved / total, metrics.loader.length
-    fits = math.inf if not length else length / _MIN_BATCHES / batch  # how many times as large
-    factor = 2
-    if found and share < _ROOM_IN_MEMORY / 4 and fits >= 4 and not view.failed("batch_size", 4 * batch):
-        factor = 4
-    if factor > fits:
+    share, most = reserved / total, (metrics.loader.length or math.inf) / _MIN_BATCHES
+    wanted = 2 * batch
+    if found and share < _ROOM_IN_MEMORY / 4 and 4 * batch <= most and not view.failed("batch_size", 4 * batch):
+        wanted = 4 * batch
+    if wanted > most:
         return None
     why = f"a batch of {batch} uses {share:.0%} of the GPU's memory"
-    wanted = batch * factor
-    changes = [_change("batch_size", wanted, why, knob=places[0].text), *_learning_rate(view, wanted / first)]
-    offer, earlier = _offer(changes, found, apart=False), view.gained.get("batch_size")
-    if offer is None or earlier is None:
-        return offer
-    return replace(offer, promise=min(offer.promise, 1 + (earlier - 1) / 2))  # each time it brings less
+    larger = _change("batch_size", wanted, why, knob=view.knob("batch_size", first))
+    return _offer([larger, *_learning_rate(view, wanted / first)], found)
 
 
 def _learning_rate(view: View, times: float) -> list[Change]:
     """Adam and its kin: by the square root of the batch; SGD: in proportion."""
     facts = view.before.facts
-    places = knobs(view.settings, "learning_rate", lambda value: isinstance(value, float) and value > 0)
+    places = view.knobs("learning_rate", lambda value: isinstance(value, float) and value > 0)
     if not places:
         return []
-    in_force = facts.learning_rate
-    equal = [knob for knob in places if in_force and math.isclose(knob.value, in_force, rel_tol=1e-6)]
-    knob = (equal or places)[0]
+    in_force = facts.learning_rate or 0.0
+    knob = next((knob for knob in places if math.isclose(knob.value, in_force, rel_tol=1e-6)), places[0])
     rule, factor = "with the square root of the batch", math.sqrt(times)
     if "sgd" in str(facts.optimizer).lower():
         rule, factor = "in proportion to the batch", times
@@ -542,59 +475,38 @@ def _learning_rate(view: View, times: float) -> list[Change]:
 
 def scaled_twice(change: Change, before: RankMetrics, now: RankMetrics) -> str | None:
     """Why a learning rate that was raised with the batch is left alone: the script raises it too."""
-    if change.name != "learning_rate":
-        return None
     places = knobs(before.facts.settings, "learning_rate", lambda value: isinstance(value, float))
     given = next((knob.value for knob in places if knob.text == change.knob), None)
     old, new = before.facts.learning_rate, now.facts.learning_rate
-    if not given or not old or not new or new / old < _SCALED_AGAIN * change.value / given:
+    if change.name != "learning_rate" or not given or not old or not new:
+        return None
+    if new / old < _SCALED_AGAIN * change.value / given:
         return None
     return f"the script itself raises it with the batch: ×{new / old:.3g} where ×{change.value / given:.3g} was set"
 
 
 def _rarer_pauses(view: View) -> Offer | None:
+    """A fifth as often; but at least once, where epochs are counted and their number is known."""
     changes: list[Change] = []
     found: list[Finding] = []
+    epochs = view.knobs("epochs", _is_count)
     for name in PAUSES:
-        pauses, places = view.found(*(cause.code for cause in cured_by(name))), knobs(view.settings, name, _is_count)
+        pauses, places = view.asking_for(name), view.knobs(name, _is_count)
         if not pauses or not places or view.holds(name):
             continue
-        value, left = _rarer(places[0], knobs(view.settings, "epochs", _is_count))
+        value = places[0].value * _PAUSE_LESS_OFTEN
+        if epochs and not re.search("step|iter|batch", places[0].key):
+            value = min(value, epochs[0].value)
         if value > places[0].value:
             found += pauses
-            changes.append(_change(name, value, f"{pauses[0].title}{left}", knob=places[0].text))
-    return _offer(changes, found, pauses=True)
-
-
-def _rarer(interval: Knob, epochs: Sequence[Knob]) -> tuple[int, str]:
-    """A fifth as often, but once at least where epochs are counted and their number is known; and what is left then."""
-    value = int(interval.value) * _PAUSE_LESS_OFTEN
-    if not epochs or re.search("step|iter|batch", interval.key):
-        return value, ""
-    value = min(value, int(epochs[0].value))
-    return value, f"; then about {-(-epochs[0].value // value)} of {epochs[0].value} epochs end with it"
+            changes.append(_change(name, value, pauses[0].title, knob=places[0].text))
+    return _offer(changes, found)
 
 
 def pause_knobs(view: View) -> bool:
     """Whether the script could evaluate or save less often, if that is found to cost much."""
-    return any(knobs(view.settings, name, _is_count) for name in PAUSES)
-
-
-# Knobs
+    return any(view.knobs(name, _is_count) for name in PAUSES)
 
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _key(knob: Knob) -> str:
-    return knob.key.rpartition(".")[2]
-
-
-def _knob(view: View, name: str, in_force: Any) -> str:
-    return next((knob.text for knob in knobs(view.settings, name, lambda value: value == in_force)), "")
-
-
-def _switch(view: View, name: str) -> str:
-    """A switch of the script that is off."""
-    return next((knob.text for knob in knobs(view.settings, name, lambda value: value is False)), "")

@@ -157,12 +157,7 @@ def _how_unlike(batches: Sequence[Batches], place: int) -> str:
     ours, theirs = batches[0][place], batches[1][place]
     if sorted(map(str, ours)) == sorted(map(str, theirs)):
         return "the same samples in another order"
-    shown = f"{_few(ours)} became {_few(theirs)}"
-    if _most_frequent(batches[1]) > _most_frequent(batches[0]):
-        return f"samples come more than once: {shown}"
-    if len(ours) > len(theirs):
-        return f"samples are missing: {shown}"
-    return f"other samples: {shown}"
+    return f"other samples: {_few(ours)} became {_few(theirs)}"
 
 
 def _few(batch: Sequence[Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from flatout.fix.offers import Offer, in_words
 from flatout.fix.runs import Run
 from flatout.fix.speed import Speed
-from flatout.model.plan import Change, Figure, Outcome, Plan, Verdict
+from flatout.model.plan import Change, Outcome, Plan, Verdict
 from flatout.model.stats import Gain, RunNoise
 
 
@@ -98,13 +98,14 @@ class FixResult:
         *,
         note: str = "",
         run: Run | None = None,
-        before: Figure | None = None,
+        before: Speed | None = None,
     ) -> None:
         """What became of some changes that were tried together, by which run."""
-        after = run.speed.figure if run is not None and run.speed is not None else None
+        old = before.figure if before is not None else None
+        new = run.speed.figure if run is not None and run.speed is not None else None
         for change in changes:
             together = tuple(in_words(other) for other in changes if other is not change)
-            outcome = Outcome(change=change, verdict=verdict, before=before, after=after, note=note)
+            outcome = Outcome(change=change, verdict=verdict, before=old, after=new, note=note)
             attempt = Attempt(outcome=outcome, gain=gained, together=together)
             if run is not None and change.name in run.applied:
                 made = run.applied[change.name]

@@ -42,7 +42,6 @@ CEILING = ("replay", "resident")  # kinds of steps
 LOOKING = (*CEILING, "xray", "after xray")
 SHORT_EPOCH_S = 30.0
 _TAIL_BYTES = 20_000
-_STANDS_STILL_S = 20.0
 _MOST_WEIGHTS, _WEIGHTS_SHARE = 8 << 30, 0.1  # bytes, and of the free disk; two may lead
 _MEMORY_FOR_RUNS = 0.7  # of a GPU's or the host's, for runs side by side
 _CORES_A_RUN = 2
@@ -179,11 +178,9 @@ class Run:
     @property
     def short_epoch(self) -> str:
         """A remark where the start of an epoch matters and was not in this run; else nothing."""
-        steps = self.metrics.steps_an_epoch
-        if self.speed is None or not steps or self.speed.steps >= steps:
-            return ""
-        epoch_s = self.epoch_s(self.speed)
-        if epoch_s is None or epoch_s >= SHORT_EPOCH_S:
+        steps = self.metrics.steps_an_epoch or 0.0
+        epoch_s = steps * self.step_s
+        if self.speed is None or self.speed.steps >= steps or epoch_s >= SHORT_EPOCH_S:
             return ""
         return f"an epoch takes {epoch_s:.0f} s now, and what its start costs may not be in these figures"
 
@@ -200,22 +197,23 @@ class Run:
         """Its mean training step."""
         return (self.metrics.breakdown.step_ms.mean or 0.0) / 1e3
 
-    def step_s_at(self, speed: Speed, changes: Sequence[Change]) -> float:
-        """How long one of its steps would take at that speed with these changes too."""
-        batch, seen = self.metrics.loader.batch_size, self.metrics.breakdown
-        new: int | None = next((change.value for change in changes if change.name == "batch_size"), batch)
-        step_s = 1 / speed.value
-        if speed.unit == "samples/s":
-            step_s *= (seen.samples or 0) / seen.steps
-        if new and batch:
-            step_s *= new / batch
-        return step_s
+    def step_s_with(self, changes: Sequence[Change]) -> float:
+        """How long a step with these changes too would take at its speed: a larger batch may take longer."""
+        batch = self.metrics.loader.batch_size
+        larger = [change.value for change in changes if change.name == "batch_size"]
+        return self.step_s * larger[0] / batch if larger and batch else self.step_s
 
-    def with_ceiling_from(self, earlier: Trace | None) -> Run:
-        """The run, with the X-ray and the ceiling of an earlier trace where it has none."""
-        if self.trace is None or earlier is None:
+    def with_ceiling_from(self, earlier: Run | None) -> Run:
+        """The run, with the X-ray and the ceiling of an earlier one where it has none."""
+        if self.trace is None or earlier is None or earlier.trace is None:
             return self
-        return replace(self, trace=with_ceiling_from(self.trace, earlier))
+        ranks = list(self.trace.ranks)
+        for number, (rank, before) in enumerate(zip(ranks, earlier.trace.ranks, strict=False)):
+            steps = rank.steps
+            if not any(step.kind in CEILING for step in steps):
+                steps = (*steps, *(step for step in before.steps if step.kind in CEILING))
+            ranks[number] = replace(rank, xray=rank.xray or before.xray, steps=steps)
+        return replace(self, trace=replace(self.trace, ranks=tuple(ranks)))
 
     @property
     def in_company(self) -> bool:
@@ -244,47 +242,24 @@ class Run:
             return self.refused.get(change.name)
         return why_without_effect(change, self.metrics.facts)
 
-    def unmeasured(self) -> str | None:
-        """Why flatout is not in the command, where it said so."""
-        if self.folder is None:
-            return None
-        return next(iter(reasons_not_measured(self.folder)), None)
-
     def why_no_baseline(self, steps: int) -> str:
         """Why this run of the command as it is, which was to take so many steps, cannot be compared with."""
+        taken = self.metrics.breakdown.steps if self.trace is not None else 0
         if self.hung:
-            return self._how_it_hung(steps)
+            hint = "takes fewer steps (--steps 20), or more time (--budget)" if taken < steps else "does not end"
+            return (
+                f"the command had taken {taken} of {steps} training steps when it was ended after {self.seconds:.0f} "
+                f"s: it stands still (a process that it waits for may be stuck), or {hint}"
+            )
         if self.code != 0:
             hint = "; a trial has nothing to read from stdin" if "EOFError" in self.output else ""
             return f"the command fails by itself: {self.reason()}{hint}"
-        if self.trace is not None:
+        if taken:
             return "the command ended after a few steps: too few to measure"
-        why = self.unmeasured()
+        why = next(iter(reasons_not_measured(self.folder)), None) if self.folder is not None else None
         if why:
             return f"flatout could not look into the command: {why}"
         return "no optimizer step was seen: nothing to fix (does the command train, and with this Python?)"
-
-    def _how_it_hung(self, steps: int) -> str:
-        taken = self.metrics.breakdown.steps if self.trace is not None else 0
-        still_s = self._stood_still_s
-        if taken < steps and still_s <= _STANDS_STILL_S:
-            tried = f"{steps} training steps in {self.seconds:.0f} s"
-            return f"the command did not come to {tried}: fewer may do (--steps 20), or more time (--budget)"
-        still = f" for {still_s:.0f} s" if still_s > _STANDS_STILL_S else ""
-        hint = ": a worker, or another process that it waits for, may be stuck" if taken < steps else ""
-        return (
-            f"the command stood still{still} after {taken} training steps, "
-            f"and was ended after {self.seconds:.0f} s{hint}"
-        )
-
-    @property
-    def _stood_still_s(self) -> float:
-        """How long before its end the last step ended."""
-        if self.trace is None:
-            return 0.0
-        seen_s = [sample.time_s for samples in self.trace.samples.values() for sample in samples]
-        ends_s = [step.start_s + step.wall_ms / 1e3 for step in self.trace.ranks[0].steps]
-        return max(seen_s, default=0.0) - max(ends_s, default=math.inf)
 
     def reason(self) -> str:
         """Why it ended as it did, in its own words where it left some."""
@@ -338,11 +313,9 @@ class Launcher:
         if self._overlay is None:
             self._overlay = not sandbox.why_no_overlay(self._command, self._folder)
         with tempfile.TemporaryDirectory(prefix="scratch-", dir=self._folder, ignore_cleanup_errors=True) as scratch:
-            trial, xray = (
-                replace(trial, seed=SEED, protect=Path(scratch), overlay=self._overlay),
-                not trial.fingerprints,
-            )
-            code = launcher.run(self._command, folder=folder, max_steps=steps, xray=xray, plan=plan, trial=trial)
+            sandboxed = replace(trial, seed=SEED, protect=Path(scratch), overlay=self._overlay)
+            xray = not trial.fingerprints
+            code = launcher.run(self._command, folder=folder, max_steps=steps, xray=xray, plan=plan, trial=sandboxed)
         run = recorded(tuple(changes), code, time.monotonic() - start_s, folder, asked=steps)
         self._check_overlay(run, first=folder.name == "01")
         return run
@@ -427,15 +400,14 @@ def _signals_as_ctrl_c() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    signals = (signal.SIGTERM, signal.SIGHUP)
-    before = [(number, signal.getsignal(number)) for number in signals]
-    before = [(number, handler) for number, handler in before if handler not in (signal.SIG_IGN, None)]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heard = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
     try:
-        for number, _ in before:
+        for number in heard:
             signal.signal(number, signal.default_int_handler)
         yield
     finally:
-        for number, handler in before:
+        for number, handler in heard.items():
             signal.signal(number, handler)
 
 
@@ -462,17 +434,6 @@ def recorded(changes: tuple[Change, ...], code: int, seconds: float, folder: Pat
         drifts=tuple(drift for path in sorted(folder.glob("drifts-*.json")) for drift in _drifts(path)),
         folder=folder,
     )
-
-
-def with_ceiling_from(trace: Trace, earlier: Trace) -> Trace:
-    """The trace, with the X-ray and the ceiling of an earlier one where it has none."""
-    ranks = list(trace.ranks)
-    for number, (rank, before) in enumerate(zip(trace.ranks, earlier.ranks, strict=False)):
-        steps = rank.steps
-        if not any(step.kind in CEILING for step in steps):
-            steps = (*steps, *(step for step in before.steps if step.kind in CEILING))
-        ranks[number] = replace(rank, xray=rank.xray or before.xray, steps=steps)
-    return replace(trace, ranks=tuple(ranks))
 
 
 def end_of(output: Path, most: int = _TAIL_BYTES) -> str:

@@ -6,8 +6,8 @@
     nothing promises more, or the budget is spent ─► what pays nothing is pruned ─► proof ─► before against after
 
 A run costs its start-up first of all (many seconds with torch on a GPU machine), so there are few of
-them: bundles are tried first, and only close calls are repeated. A change is kept when the interval of
-its gain lies above 1 and the gain above 2%.
+them: bundles are tried first, and close calls are repeated when nothing else is left to try. A change is
+kept when the interval of its gain lies above 1 and the gain above 2%.
 """
 
 from __future__ import annotations
@@ -33,23 +33,20 @@ from flatout.fix.offers import (
 from flatout.fix.proof_runs import ProofRunner, ProofVerdict, prove
 from flatout.fix.result import FixResult, ProgressListener
 from flatout.fix.runs import Run, Runner, runs_at_once
-from flatout.fix.speed import Speed, gain_of_rarer_pauses, pooled, slower_pauses, with_equal_steps
+from flatout.fix.speed import Speed
 from flatout.fix.time_budget import TimeBudget
-from flatout.fix.trials import FIRST_STEPS, Trials
+from flatout.fix.trials import FIRST_STEPS, RunHistory, Trials
 from flatout.model.errors import RealWriteError, UsageError
-from flatout.model.plan import Change, Figure, Verdict
-from flatout.model.stats import MIN_GAIN, ONE_RUN, Gain, RunNoise, gain
-from flatout.trace import Trace
+from flatout.model.plan import Change, Verdict
+from flatout.model.stats import MIN_GAIN, ONE_RUN, Gain, gain
 
 KNOWN_TO = 0.02  # how well the baseline should be known …
 HARDLY_KNOWN_TO = 0.05  # … and when it is run once more
 COLD_STORAGE = 0.05  # of the time spent waiting for storage: the page cache is not warm yet
-BELIEVED_AT_ONCE = 1.25  # a gain that is believed before any run was repeated …
-BELIEVED_ON_BUSY_MACHINE = 2.0  # … and where others use the machine
+BELIEVED_AT_ONCE = 1.25  # a gain that is believed before any run was repeated
 MOST_REPEATS = 4  # of runs, for a close call
-PROMISING = 1.15  # a close call this large is settled before anything else is tried
-DRIFT = 0.05  # of the machine, from the first run to the last, that deserves a remark …
-DRIFT_OF_AN_EPOCH = 0.2  # … over a whole epoch, whose start and end a trial does not have
+PROMISING = 1.15  # this much is settled before anything else is tried, in the last comparison's time if need be
+DRIFT = 0.05  # of the machine, from the first run to the last, that deserves a remark
 AT_CEILING = 1.05  # times as fast, and no more, it would be with its data at hand
 UNSTEADY = 0.08  # from run to run: what few repeats cannot see through
 
@@ -70,13 +67,12 @@ class Search:
         self._wishes = wishes
         self._steps = steps
         self._progress = progress or ProgressListener()
-        self._undecided: list[Offer] = []  # may be gains: once more, at the end
+        self._close_calls: list[Offer] = []  # may be gains: run again when nothing else is left
         self._epoch_run: Run | None = None  # of what is kept, over more than an epoch
-        self._ceiling_trace: Trace | None = None  # of what is kept, with the latest ceiling
         self.result = FixResult()
         self._budget = TimeBudget(budget_s, clock)
         self._trials = Trials(runner, self.result, self._budget, self._progress, steps)
-        self._history = self._trials.history
+        self._history = RunHistory()
         self._remark = self._trials.remark
 
     def run(self) -> FixResult:
@@ -104,38 +100,30 @@ class Search:
 
     def _measure_baseline(self) -> None:
         steps = self._steps or FIRST_STEPS
-        first = self._trials.run("the command as it is", (), known_to=KNOWN_TO)
+        first = self._trials.run("the command as it is", (), known_to=KNOWN_TO, look_below_s=None)
         if not first.is_measured or (first.code != 0 and first.metrics.breakdown.steps < steps):
             raise UsageError(first.why_no_baseline(steps))
         if first.code != 0:
             self._remark(f"the command does not end well without any change: {first.reason()}")
         self._use_as_baseline(first)
         cold = first.metrics.storage_share >= COLD_STORAGE
-        well_known = first.speed is not None and first.speed.known_to <= HARDLY_KNOWN_TO
+        hardly_known = first.speed is not None and first.speed.known_to > HARDLY_KNOWN_TO
         # Everything is compared with the baseline, so a second run of it pays where there is time for
         # several more.
-        if self._steps is None and self._budget.left_s > 5 * first.seconds and (cold or not well_known):
-            again = self._trials.run("the command once more", ())
-            if again.is_measured and cold:
-                self._forget_cold_run(again)
+        if self._steps is None and self._budget.left_s > 5 * first.seconds and (cold or hardly_known):
+            again = self._trials.run("the command once more", (), look_below_s=None)
             if again.is_measured:
+                if cold:
+                    self._remark("the first run read from a cold disk, and does not count")
+                    self._history.forget_speeds()
                 self._use_as_baseline(again)
-        self._ceiling_trace = self._trials.before.trace
         findings = self._view().findings
         title = findings[0].title if findings else "nothing wrong was found"
-        self._progress.say(f"{self._trials.speed_now}: {title}")
+        self._progress.say(f"{self._trials.before.speed}: {title}")
 
     def _use_as_baseline(self, run: Run) -> None:
         self.result.before = self.result.after = run
         self._history.note((), run)
-
-    def _forget_cold_run(self, again: Run) -> None:
-        """The first run read from a disk that was cold: only the second counts."""
-        assert again.speed is not None
-        faster = again.speed.value / self._trials.speed_now.value
-        if faster > 1 + DRIFT:
-            self._remark(f"the first run read from a cold disk: the second was {faster:.2f}× as fast and counts")
-        self._history.forget_speeds()
 
     # -- which offer is next --
 
@@ -146,35 +134,24 @@ class Search:
             offered, self.result.withheld = offers(view, self._wishes)
             promising = [offer for offer in offered if offer.promise >= MIN_GAIN]
             affordable = [offer for offer in map(self._provable_part, promising) if self._affords(offer)]
-            if affordable:
-                self._try(affordable[0])
             # What costs a whole epoch, and what may be nothing but noise, waits until nothing else is
             # affordable.
+            if affordable:
+                self._try(affordable[0])
             elif self._may_look_at_an_epoch(view):
                 self._look_at_an_epoch()
-            elif self._undecided and self._affords(self._undecided[0]):
-                self._try(self._undecided.pop(0), again=True)
+            elif self._close_calls and self._affords(self._close_calls[0]):
+                self._try(self._close_calls.pop(0), again=True)
             else:
                 self.result.untried = promising
                 self.result.stopped = self._why_stopped(view, promising)
                 return
 
     def _view(self) -> View:
-        # Repeats and runs of the same work have no ceiling of their own.
-        run = (self._epoch_run or self._trials.after).with_ceiling_from(self._ceiling_trace)
+        run, first = self._epoch_run or self._trials.after, self._trials.before
         assert run.trace is not None
-        assert self._trials.before.trace is not None
-        gained = {}
-        for attempt in self.result.attempts:
-            if attempt.change in self.result.kept and attempt.gain is not None:
-                gained[attempt.change.name] = attempt.gain.value
-        return View(
-            trace=run.trace,
-            first=self._trials.before.trace,
-            kept=self.result.kept,
-            gained=gained,
-            tried=self.result.tried,
-        )
+        assert first.trace is not None
+        return View(trace=run.trace, first=first.trace, kept=self.result.kept, tried=self.result.tried)
 
     def _provable_part(self, offer: Offer) -> Offer:
         """The offer; where there is no time to prove other rounding, without that."""
@@ -183,16 +160,27 @@ class Search:
             return replace(offer, changes=quick)
         return offer
 
+    def _affords(self, offer: Offer) -> bool:
+        """Whether there is time for a trial, its proof and, if it promises little, the last comparison."""
+        return self._trials.affords(offer.changes, self._trying_s(offer), compare=offer.promise < PROMISING)
+
+    def _trying_s(self, offer: Offer) -> float:
+        """What a trial takes; one of pauses takes two epochs, and another one to be compared with."""
+        if not offer.pauses:
+            return self._budget.run_s(with_changes(self.result.kept, offer.changes))
+        looked = self._history.knows_pauses or self._epoch_to_look_at() is None
+        return self._trials.epochs_s(2) + (0.0 if looked else self._trials.epochs_s(1))
+
     def _why_stopped(self, view: View, promising: Sequence[Offer]) -> str:
         if promising:
             first = promising[0]
-            reserve_s = self._trials.reserve_s(first.changes, compare=False) + self._trials.compare_s()
-            needed_s = reserve_s + self._trying_s(first)
+            enough = self._budget.enough_m(
+                self._trials.reserve_s(first.changes) + self._trials.compare_s() + self._trying_s(first)
+            )
             names = ", ".join(offer.name for offer in promising)
-            enough = self._budget.enough_m(needed_s)
             return f"too little time was left to try and prove {names}: --budget {enough}m would do"
-        if self._undecided:
-            names = ", ".join(offer.name for offer in self._undecided)
+        if self._close_calls:
+            names = ", ".join(offer.name for offer in self._close_calls)
             return f"too little time was left to look again at {names}"
         if view.metrics.has_ceiling and view.metrics.headroom < AT_CEILING:
             return "at the ceiling of the step itself"
@@ -200,25 +188,10 @@ class Search:
             return "nothing of what --only and --skip leave promises more"
         return "nothing promises more"
 
-    # -- time --
-
-    def _affords(self, offer: Offer) -> bool:
-        """Whether there is time for a trial, its proof and, if it promises little, the last comparison."""
-        return self._trials.spare_s(offer.changes, compare=offer.promise < PROMISING) > self._trying_s(offer)
-
-    def _trying_s(self, offer: Offer) -> float:
-        """What a trial takes; one of pauses has a whole epoch, and needs another one to be compared with."""
-        steps = self._trials.epoch_steps()
-        if not offer.pauses or steps is None:
-            return self._budget.run_s(with_changes(self.result.kept, offer.changes))
-        epoch_s = self._trials.seconds_again(self._trials.after, steps)
-        looked = self._epoch_run is not None or self._trials.after.metrics.breakdown.steps >= steps
-        return epoch_s if looked else 2 * epoch_s
-
     # -- one trial --
 
     def _try(self, offer: Offer, *, again: bool = False) -> None:
-        if offer.pauses and self._epoch_run is None:
+        if offer.pauses and not self._history.knows_pauses:
             self._look_at_an_epoch()
         run = self._run_trial(offer)
         if self._failed(run):
@@ -234,84 +207,82 @@ class Search:
         if offer.pauses and not self._history.pauses_are_rarer(run, changes):
             self._decide(changes, "undone", note="in a trial there are as many pauses as before")
             return
-        self._history.note(with_changes(self.result.kept, changes), run, long=offer.pauses)
+        self._history.note(with_changes(self.result.kept, changes), run)
         self._settle(replace(offer, changes=changes), run, again=again)
 
     def _run_trial(self, offer: Offer) -> Run:
         plan = with_changes(self.result.kept, offer.changes)
-        if not offer.pauses:
-            look_below_s = 0.0  # the same work has the same ceiling
-            if not offer.computes_alike:  # what is slower than what is kept need not be understood
-                look_below_s = self._trials.after.step_s_at(self._trials.speed_now, offer.changes)
-            return self._trials.run(offer.name, plan, look_below_s=look_below_s)
-        run = self._trials.run(offer.name, plan, steps=self._trials.epoch_steps(), look_below_s=0.0)
-        if self._failed(run) or self._history.pauses_are_rarer(run, offer.changes):
-            return run
-        # After the first epoch a script may evaluate in any case.
-        steps = 2 * (self._trials.epoch_steps() or 0)
-        if not steps or self._trials.spare_s(offer.changes) < self._trials.seconds_again(run, steps):
-            return run
-        return self._trials.run(f"{offer.name}, two epochs", plan, steps=steps)
+        epoch = self._trials.epoch_steps()
+        if offer.pauses and epoch is not None:  # after the first one a script may evaluate in any case
+            return self._trials.run(f"{offer.name}, two epochs", plan, steps=2 * epoch)
+        look_below_s = 0.0  # the same work has the same ceiling
+        if not offer.only_loads:  # what is slower than what is kept need not be understood
+            look_below_s = self._trials.after.step_s_with(offer.changes)
+        return self._trials.run(offer.name, plan, look_below_s=look_below_s)
 
     def _settle(self, offer: Offer, run: Run, *, again: bool) -> None:
         """Keep or undo what a trial has shown to run, or leave it for the end."""
-        gained, pays = self._judge(offer, patient=again)
-        if pays:
-            too_dear = self._compiling_too_dear(offer.changes, run, gained)
-            if too_dear:
-                self._decide(offer.changes, "undone", gained, note=too_dear)
-            else:
-                self._keep(offer, run, gained)
+        gained, pays = self._judge(offer, again=again)
+        why_not = self._compiling_too_dear(offer.changes, run, gained) if pays else self._why_not_shown(gained, offer)
+        if not why_not:
+            self._keep(offer, run, gained)
             return
-        open_still = gained.value > 1 and gained.high >= MIN_GAIN
-        if open_still and not again:
-            self._undecided.append(offer)
-        elif offer.worth_splitting and self._trials.affords(offer.changes, runs=len(offer.parts)):
+        if not pays and not again and gained.value > 1 and gained.high >= MIN_GAIN:
+            self._close_calls.append(offer)
+        elif not pays and offer.worth_splitting and self._trials.affords(offer.changes):
             self._try_one_by_one(offer, str(gained))
             return
-        self._decide(offer.changes, "undone", gained, note=self._why_not_shown(gained, offer.changes))
+        self._decide(offer.changes, "undone", gained, note=why_not)
 
-    def _judge(self, offer: Offer, *, patient: bool) -> tuple[Gain, bool]:
+    def _judge(self, offer: Offer, *, again: bool) -> tuple[Gain, bool]:
         """The gain of an offer that ran, and whether it pays.
 
         One rule for repeats: while the answer is open, the side that has run less often runs again, four
         times at the most. It is open until a repeat has shown the gain, or it is too large for noise, or it
-        cannot reach 2%. Small gains stay open until nothing else is left to try: then one is `patient`.
+        cannot reach 2%. Small gains stay open until nothing else is left to try (`again`).
         """
         kept, new = self.result.kept, with_changes(self.result.kept, offer.changes)
-        large = BELIEVED_ON_BUSY_MACHINE if self._trials.others_here else BELIEVED_AT_ONCE
         repeats = 0
         while True:
-            before, after = (self._history.speeds(plan, long=offer.pauses) for plan in (kept, new))
-            noise = self._history.noise_near(before, after)
-            gained = gain(before, after, noise)
-            if offer.pauses:
-                gained = gain_of_rarer_pauses(before, after, noise)
+            gained = self._history.gain(kept, new)
+            runs = [len(self._history.speeds(plan)) for plan in (kept, new)]
             shown = gained.low > 1 and gained.value > MIN_GAIN
-            # How long evaluation and checkpoints take was measured: that they are rarer is arithmetic.
-            believed = shown and (noise.repeats > 0 or offer.pauses or gained.value > large)
             # Without time for a repeat, an interval above 1 has to do: the last comparison still has to
             # agree.
-            if gained.high < MIN_GAIN or repeats >= MOST_REPEATS or not self._trials.affords(offer.changes):
+            if gained.high < MIN_GAIN or repeats == MOST_REPEATS or not self._trials.affords(offer.changes):
                 return gained, shown
-            if believed or (gained.value < PROMISING and not patient):
+            # How long evaluation and checkpoints take was measured: that they are rarer is arithmetic.
+            believed = shown and (offer.pauses or gained.value > BELIEVED_AT_ONCE or max(runs) > 1)
+            if believed or (gained.value < PROMISING and not again):
                 return gained, believed
             repeats += 1
             # A mean is as sure as its smaller side.
             plan, what = new, offer.name
-            if len(before) <= len(after):
+            if runs[0] <= runs[1]:
                 plan, what = kept, "what is kept" if kept else "the command as it was"
-            steps = self._trials.epoch_steps() if offer.pauses else None
-            run = self._trials.run(f"{what}, again ({gained} is close)", plan, steps=steps, look_below_s=0.0)
-            self._history.note(plan, run, long=offer.pauses)
+            self._history.note(plan, self._trials.run(f"{what}, again ({gained} is close)", plan))
 
-    def _why_not_shown(self, gained: Gain, changes: Sequence[Change]) -> str:
+    def _why_not_shown(self, gained: Gain, offer: Offer) -> str:
         if gained.high < 1:
             return f"{gained}: slower"
         shown = "too little to be believed of so few runs" if gained.low > 1 else "no gain over 2% was shown"
-        if gained.value > MIN_GAIN and not self._trials.affords(changes):
+        if gained.value > MIN_GAIN and not self._trials.affords(offer.changes):
             shown += ", and what time is left is for proof and comparison"
         return f"{gained}: {shown}"
+
+    def _compiling_too_dear(self, changes: Sequence[Change], run: Run, gained: Gain) -> str:
+        """Why compiling does not pay in the whole training; empty where it does, or that is not known."""
+        extra_s = run.start_s - self._trials.after.start_s
+        compiles = any(change.name == "compile" for change in changes)
+        if not compiles or run.speed is None or not run.metrics.loader.batch_size or extra_s <= 0:
+            return ""
+        pays_after = extra_s / ((gained.value - 1) / run.speed.value)
+        cost = f"compiling takes {extra_s:.0f} s and pays after {pays_after:,.0f} samples"
+        planned = run.planned_samples
+        if planned is not None and pays_after > planned:
+            return f"{cost}, more than the {planned:,.0f} of the whole training"
+        self._remark(cost)
+        return ""
 
     def _try_one_by_one(self, offer: Offer, why: str) -> None:
         self._progress.say(f"{offer.name}: {why}. One by one")
@@ -336,25 +307,20 @@ class Search:
         return tuple(applied)
 
     def _keep(self, offer: Offer, run: Run, gained: Gain) -> None:
-        changes = offer.changes
+        changes, names = offer.changes, {change.name for change in offer.changes}
         earlier, self.result.kept = self.result.kept, with_changes(self.result.kept, changes)
-        run = run.with_ceiling_from(self._ceiling_trace)
-        self._ceiling_trace = run.trace
-        # A long run has other pauses in it; what it costs is judged by it alone.
+        # An epoch has pauses in its steps; what a usual run takes is not seen in it.
         if offer.pauses:
             self._epoch_run = run
-            self._history.note(self.result.kept, run)
         else:
             self._epoch_run, self.result.after = None, run
-        names = {change.name for change in changes}
         # The elastic loader finds its own number of workers: one set by hand is no longer a question.
         if "loader" in names:
-            self._undecided = [o for o in self._undecided if not {c.name for c in o.changes} <= LOADED_BY_HAND]
+            self._close_calls = [o for o in self._close_calls if not {c.name for c in o.changes} <= LOADED_BY_HAND]
         for change in earlier:
             if change not in self.result.kept and change.name not in names:
                 self._decide((change,), "undone", note=f"{all_in_words(changes)} takes its place")
-        before = self._history.figure_without(changes, self.result.kept)
-        self._decide(changes, "kept", gained, run=run, before=before)
+        self._decide(changes, "kept", gained, run=run, before=self._history.speeds(earlier)[-1])
 
     def _decide(
         self,
@@ -364,7 +330,7 @@ class Search:
         *,
         note: str = "",
         run: Run | None = None,
-        before: Figure | None = None,
+        before: Speed | None = None,
     ) -> None:
         """Write down what became of some changes, and say it."""
         self.result.write_down(changes, verdict, gained, note=note, run=run, before=before)
@@ -375,42 +341,29 @@ class Search:
             line += f", {gained}"
         self._progress.say(line)
 
-    def _compiling_too_dear(self, changes: Sequence[Change], run: Run, gained: Gain) -> str:
-        """Why compiling does not pay in the whole training; empty where it does, or that is not known."""
-        # A trial is too short to pay for compiling: whether the whole training is long enough has to be
-        # worked out.
-        extra_s = run.start_s - self._trials.after.start_s
-        compiles = any(change.name == "compile" for change in changes)
-        if not compiles or run.speed is None or not run.metrics.loader.batch_size or extra_s <= 0:
-            return ""
-        pays_after = extra_s / ((gained.value - 1) / run.speed.value)
-        cost = f"compiling takes {extra_s:.0f} s and pays after {pays_after:,.0f} samples"
-        planned = run.planned_samples
-        if planned is not None and pays_after > planned:
-            return f"{cost}, more than the {planned:,.0f} of the whole training"
-        self._remark(cost)
-        return ""
-
     # -- evaluation and checkpoints --
 
     def _may_look_at_an_epoch(self, view: View) -> bool:
         """Whether pauses may come less often, no trial has seen them yet, and a longer one is affordable."""
         permitted = any(self._wishes.permits(Change(name=name, value=0, safety="semantic")) for name in PAUSES)
-        steps = self._trials.epoch_steps()
-        if self._epoch_run is not None or steps is None or not permitted or not pause_knobs(view):
+        if self._history.knows_pauses or not permitted or not pause_knobs(view) or self._epoch_to_look_at() is None:
             return False
-        longer = steps > self._trials.usual_steps(self._trials.after)
-        return longer and self._trials.spare_s() > 2 * self._trials.seconds_again(self._trials.after, steps)
+        return self._trials.affords(seconds=self._trials.epochs_s(1) + self._trials.epochs_s(2))
+
+    def _epoch_to_look_at(self) -> int | None:
+        """The steps of an epoch, where the latest run of what is kept has had fewer."""
+        steps = self._trials.epoch_steps()
+        longer = steps is not None and steps > self._trials.after.metrics.breakdown.steps
+        return steps if longer else None
 
     def _look_at_an_epoch(self) -> None:
-        steps, run = self._trials.epoch_steps(), self._trials.after
-        if steps is None or run.metrics.breakdown.steps < steps:  # else it was long enough already
-            run = self._trials.run("a run for its pauses", self.result.kept, steps=steps, look_below_s=0.0)
+        steps, run = self._epoch_to_look_at(), self._trials.after
+        if steps is not None:
+            run = self._trials.run("a run for its pauses", self.result.kept, steps=steps)
             if self._failed(run):
                 self._remark(f"its pauses could not be looked at: {run.reason()}")
                 run = self._trials.after
-        self._history.look_at_pauses(run, self.result.kept)
-        self._history.note(self.result.kept, run, long=True)
+        self._history.look_at_pauses(run)
         self._epoch_run = run
 
     # -- what pays nothing in company --
@@ -426,18 +379,17 @@ class Search:
                 unknown.append(change)
                 continue
             without = tuple(other for other in self.result.kept if other.name != change.name)
-            run = self._trials.run(f"without {in_words(change)}", without, look_below_s=0.0)
+            run = self._trials.run(f"without {in_words(change)}", without)
             if self._failed(run):
                 continue
             self._history.note(without, run)
-            before, after = self._history.speeds(without), self._history.speeds(self.result.kept)
-            alone = gain(before, after, self._history.noise_near(before, after))
+            alone = self._history.gain(without, self.result.kept)
             if alone.value >= MIN_GAIN:
                 self.result.amend(attempt, gain=alone, together=())
                 self._progress.say(f"{in_words(change)} alone: {alone}")
             else:
                 self.result.kept = without
-                self.result.after, self._epoch_run = run.with_ceiling_from(self._ceiling_trace), None
+                self.result.after, self._epoch_run = run, None
                 self._decide((change,), "undone", alone, note=f"{alone}: brings nothing beside the others")
         if unknown:
             self._remark(f"no time to see what each brings alone: {', '.join(map(in_words, unknown))}")
@@ -490,80 +442,54 @@ class Search:
         kept = self.result.kept
         if not kept:
             return
-        long = self._compares_epochs()
-        steps = self._trials.epoch_steps() if long else None
-        measured = bool(self._history.speeds(kept, long=long))
         fresh: list[Speed] = []
-        if self._trials.compare_s(steps) < self._budget.left_s or (not measured and self._budget.left_s > 0):
-            old = self._trials.run("the command as it was, again", (), steps=steps, look_below_s=0.0)
-            new = self._trials.run("with all that was kept", kept, steps=steps, look_below_s=0.0)
+        measured, left_s = bool(self._history.speeds(kept)), self._budget.left_s
+        only_pauses = all(change.name in PAUSES for change in kept)  # the rest is arithmetic
+        if not only_pauses and (self._trials.compare_s() < left_s or (not measured and left_s > 0)):
+            old = self._trials.run("the command as it was, again", ())
+            new = self._trials.run("with all that was kept", kept)
             # A run that only the budget has ended says nothing against what was proven.
-            cut_off = new.hung and self._budget.left_s <= 0
-            if self._failed(new) and not cut_off:
+            if self._failed(new) and not (new.hung and self._budget.left_s <= 0):
                 self._drop_all(f"failed: with all that was kept, {new.reason()}")
                 return
             if not self._failed(new) and not self._failed(old):
-                fresh = self._note_last_runs(old, new, long=long)
+                fresh = self._note_last_runs(old, new)
         elif measured:
             self.result.after = self._epoch_run or self._trials.after
-            self._remark("no time was left to measure before and after once more: the gain is that of the trials")
-        before, after = (self._history.speeds(plan, long=long) for plan in ((), kept))
-        if not before or not after:  # interrupted in between, or a proof has taken something away
+            if not only_pauses:
+                self._remark("no time was left to measure before and after once more: the gain is that of the trials")
+        if self._history.speeds(kept):
+            self._conclude(fresh)
+        else:  # interrupted in between, or a proof has taken something away
             self._remark("what was kept in the end was not measured as a whole")
-            return
-        self._remark(self._trials.after.short_epoch)
-        if not long:
-            self._remark(slower_pauses(before[-1], after[-1]))
-        self._conclude(before, after, fresh, long=long)
 
-    def _compares_epochs(self) -> bool:
-        """Whether whole epochs are compared: evaluation or checkpoints were changed, and there is time."""
-        if not any(change.name in PAUSES for change in self.result.kept):
-            return False
-        if self._trials.compare_s(self._trials.epoch_steps()) < self._budget.left_s:
-            return True
-        if all(self._history.speeds(plan, long=True) for plan in ((), self.result.kept)):
-            return True
-        self._remark("the gain is that of the steps alone: there was no time for a whole epoch as it was")
-        return False
-
-    def _note_last_runs(self, old: Run, new: Run, *, long: bool) -> list[Speed]:
+    def _note_last_runs(self, old: Run, new: Run) -> list[Speed]:
         assert old.speed is not None
         assert new.speed is not None
         drift = old.speed.value / self._history.speeds(())[0].value
-        if abs(math.log(drift)) > (DRIFT_OF_AN_EPOCH if long else DRIFT):
+        if abs(math.log(drift)) > DRIFT:
             self._remark(f"the machine drifted: the command as it was ran at {drift:.2f}× its first speed")
-        self.result.before = old.with_ceiling_from(self._trials.before.trace)
-        self.result.after = new.with_ceiling_from(self._ceiling_trace)
-        self._history.note((), old, long=long)
-        self._history.note(self.result.kept, new, long=long)
+        self.result.before, self.result.after = old, new
+        self._history.note((), old)
+        self._history.note(self.result.kept, new)
         return [old.speed, new.speed]
 
-    def _conclude(self, before: list[Speed], after: list[Speed], fresh: list[Speed], *, long: bool) -> None:
+    def _conclude(self, fresh: list[Speed]) -> None:
         """The gain of all that was kept, over all runs; `fresh`: the last one of each side.
 
         Both sides were measured early and late, so that a machine that drifts treats them alike.
         """
-        # Where only pauses changed, steps take as long as before but for luck.
-        only_pauses = long and all(change.name in PAUSES for change in self.result.kept)
-
-        def gain_of(before: list[Speed], after: list[Speed], noise: RunNoise) -> Gain:
-            if only_pauses:
-                return gain_of_rarer_pauses(before, after, noise)
-            if long:
-                before, after = ([run.counting_pauses for run in side] for side in (before, after))
-            return gain(before, after, noise)
-
-        self.result.gain = gained = gain_of(before, after, self._history.noise_near(before, after))
-        if only_pauses:
-            before, after = with_equal_steps(before, after)
-        self.result.speeds, self.result.paused = (pooled(before), pooled(after)), long
+        result, kept = self.result, self.result.kept
+        result.gain = gained = self._history.gain((), kept)
+        result.speeds = self._history.counted(()), self._history.counted(kept)
+        result.paused = any(change.name in PAUSES for change in kept)
+        self._remark(self._trials.after.short_epoch)
         self._progress.say(f"before → after: {gained}")
         # What was kept was picked for how fast it looked: the last runs have to agree, or all of them be
         # sure.
         confirmed = gained.low > 1
         if fresh:
-            confirmed = gain_of(fresh[:1], fresh[1:], ONE_RUN).value >= 1
+            confirmed = gain(fresh[:1], fresh[1:], ONE_RUN).value >= 1
         if gained.value < MIN_GAIN or not confirmed:
             self._drop_all(f"not confirmed: {gained} in the end, with all that was kept")
 

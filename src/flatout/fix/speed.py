@@ -19,8 +19,6 @@ from flatout.trace import RankTrace, Step, Trace, Window
 
 FEWEST_STEPS = 12
 EVALUATION_AND_CHECKPOINT = ("evaluation", "checkpoint")
-_SLOWER_PAUSES = 2.0  # times as long as before, and worth a remark …
-_LOST_AGAIN = 1.1  # … where the gain without them is that much larger than the gain with them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +39,10 @@ class Speed(Measured):
         """Half the width of the 95% interval, as a share."""
         return half_width([(self.error**2, BLOCKS - 1)])
 
-    @property
-    def counting_pauses(self) -> Speed:
-        """The same run, with evaluation and checkpoints in its time."""
-        return replace(self, value=self.with_pauses)
+    def counting(self, pauses_s: float) -> Speed:
+        """The same, with pauses of that length a sample in its time."""
+        value = 1 / (1 / self.value + pauses_s)
+        return replace(self, value=value, with_pauses=value)
 
     @property
     def figure(self) -> Figure:
@@ -143,28 +141,16 @@ def _warming_up(trace: Trace, steps: int) -> int:
     return max(0, min(cold, steps - FEWEST_STEPS))
 
 
-def gain_of_rarer_pauses(before: Sequence[Speed], after: Sequence[Speed], noise: RunNoise) -> Gain:
-    """The gain where only evaluation and checkpoints changed: steps count as equally long."""
+def gain_of_rarer_pauses(runs: Sequence[Speed], before_s: float, after_s: float, noise: RunNoise) -> Gain:
+    """The gain where only evaluation and checkpoints changed, from `before_s` to `after_s` a sample."""
     # Longer steps make pauses a smaller share: how large would the gain be with steps that much longer, or
     # shorter?
-    sure = math.exp(unsure(before, after, noise))
-    old, new = map(pooled, with_equal_steps(before, after))
-    step_s, old_s, new_s = 1 / old.value, 1 / old.with_pauses - 1 / old.value, 1 / new.with_pauses - 1 / new.value
+    step_s, sure = 1 / pooled(runs).value, math.exp(unsure(runs, runs, noise))
 
     def with_steps(longer: float) -> float:
-        return (step_s * longer + old_s / longer) / (step_s * longer + new_s)
+        return (step_s * longer + before_s) / (step_s * longer + after_s)
 
     return Gain(value=with_steps(1.0), low=with_steps(sure), high=with_steps(1 / sure))
-
-
-def with_equal_steps(before: Sequence[Speed], after: Sequence[Speed]) -> tuple[list[Speed], list[Speed]]:
-    """Both, as if a step took them equally long: what is left is the difference of their pauses."""
-    value = math.sqrt(pooled(before).value * pooled(after).value)
-
-    def equal(run: Speed) -> Speed:
-        return replace(run, value=value, with_pauses=1 / (1 / value + 1 / run.with_pauses - 1 / run.value))
-
-    return [equal(run) for run in before], [equal(run) for run in after]
 
 
 def pooled(runs: Sequence[Speed]) -> Speed:
@@ -176,16 +162,3 @@ def pooled(runs: Sequence[Speed]) -> Speed:
         steps=sum(run.steps for run in runs),
         unit=runs[0].unit,
     )
-
-
-def slower_pauses(before: Speed, after: Speed) -> str:
-    """A remark where evaluation and checkpoints take back what the steps have gained; else nothing."""
-    # A faster run gets further: to the first evaluation, say.
-    both = before.pauses_s.keys() & after.pauses_s.keys()
-    then, now = (sum(speed.pauses_s[kind] for kind in both) for speed in (before, after))
-    counted = (1 / before.value + then) / (1 / after.value + now)
-    # A trial holds the pauses of an epoch that has ended in it, and up to twice as many steps: that much is
-    # luck.
-    if not then or now < _SLOWER_PAUSES * then or counted * _LOST_AGAIN > after.value / before.value:
-        return ""
-    return f"evaluation and checkpoints take {now / then:.1f}× as long as before: counted in, {counted:.2f}× as fast"

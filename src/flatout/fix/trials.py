@@ -1,34 +1,30 @@
 """The runs of a fix: made in the time there is (`Trials`), and what they have shown so far (`RunHistory`).
 
-How long evaluation and checkpoints take is measured; that every fifth of them takes a fifth is
-arithmetic. A trial of little more than an epoch could not measure it: it has the one evaluation that
-comes after the first epoch in any case, or none at all. What a trial can show is that the script does
-skip some, if not in the first epoch then in a second.
+How long evaluation and checkpoints take is measured, over an epoch. That every fifth of them takes a fifth is
+arithmetic, once a trial of two epochs has shown that the script does leave some out.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from flatout.diagnose.find_knobs import knobs
 from flatout.fix.offers import PAUSES, with_changes
 from flatout.fix.proof_runs import proof_steps
 from flatout.fix.result import FixResult, ProgressListener, RunRecord
 from flatout.fix.runs import ProofRun, Run, Runner, runs_at_once
-from flatout.fix.speed import EVALUATION_AND_CHECKPOINT, Speed, pooled
+from flatout.fix.speed import EVALUATION_AND_CHECKPOINT, Speed, gain_of_rarer_pauses, pooled
 from flatout.fix.time_budget import TimeBudget
 from flatout.launch.protocol import MOST_STEPS, Trial
-from flatout.model.plan import Change, Figure
-from flatout.model.stats import RunNoise
+from flatout.model.plan import Change
+from flatout.model.stats import Gain, RunNoise, gain
 
 FIRST_STEPS = 48
 MEASURE_S = 6.0  # of training in a trial
 PROOF_RUNS = 3  # time is set aside for so many: the command as it was, and two with what is kept
 ALIKE = 1.5  # times as fast: likely to be held up by the same things
 _KINDS = dict(zip(PAUSES, EVALUATION_AND_CHECKPOINT, strict=True))
-_SEVERAL = 2  # of the rarest pause: then what was measured is better than arithmetic
 _RARER = 0.75  # of what they took, at the most, where some of them are left out
 
 
@@ -43,8 +39,7 @@ class Trials:
         self._progress = progress
         self._steps = steps
         self._budget = budget
-        self.history = RunHistory()
-        self.others_here = False  # others used the machine during a run
+        self._others_here = False  # others used the machine during a run
 
     @property
     def before(self) -> Run:
@@ -58,11 +53,6 @@ class Trials:
         assert self._result.after is not None
         return self._result.after
 
-    @property
-    def speed_now(self) -> Speed:
-        """That of the latest run of what is kept so far."""
-        return self.history.speeds(self._result.kept)[-1]
-
     def run(
         self,
         what: str,
@@ -70,16 +60,17 @@ class Trials:
         *,
         steps: int | None = None,
         known_to: float = math.inf,
-        look_below_s: float | None = None,
+        look_below_s: float | None = 0.0,
     ) -> Run:
-        """A run with these changes. `steps`: other than usual."""
+        """A run with these changes. `steps`: other than usual. X-ray and ceiling are taken where its steps are shorter
+        than `look_below_s` (always, if None); else they are those of what is kept."""
         self._progress.run_begins(what, self._budget.left_s)
-        first = self._result.before is None
         usual, expected_s = self._steps or FIRST_STEPS, self._budget.run_s(changes)
-        if not first:
-            usual = self.usual_steps(self.after if changes else self.before)
-            training_s = (steps or usual) * self.before.step_s
-            expected_s = max(expected_s, self.before.start_s + training_s + self._budget.compiled_again_s(changes))
+        earlier = None
+        if self._result.before is not None:
+            earlier = self.after if changes else self.before
+            usual = self.usual_steps(earlier)
+            expected_s += (steps or usual) * self.before.step_s
         trial = Trial(
             timeout_s=self._budget.timeout_s(expected_s),
             at_least_s=MEASURE_S if self._ends_by_time else 0.0,
@@ -88,14 +79,13 @@ class Trials:
         )
         run = self._runner.run(changes, steps or usual, trial)
         self._result.trials.append(RunRecord(what=what, seconds=run.seconds, speed=run.speed))
-        # A crash is over sooner, and a whole epoch later, than other runs: neither says what the next trial
-        # takes.
+        # A crash is over sooner, and an epoch later, than other runs: neither says what the next trial takes.
         if run.is_measured and steps is None:
             self._budget.note(changes, run.seconds)
-        if not self.others_here and run.in_company:
-            self.others_here = True
+        if not self._others_here and run.in_company:
+            self._others_here = True
             self.remark("others use this machine: a gain may not show, run it again when it is quiet")
-        return self.history.with_planned_pauses(run, changes)
+        return run.with_ceiling_from(earlier)
 
     def prove(self, what: str, requests: Sequence[ProofRun]) -> list[Run]:
         """Runs of a proof, side by side where there is room."""
@@ -103,10 +93,8 @@ class Trials:
         at_once, began_s = min(len(requests), runs_at_once(self.before, self.after)), self._budget.spent_s
         # Runs side by side take turns on a busy GPU, and none is ended for that.
         crowded = 1 + (at_once - 1) * (self.after.metrics.busy_share or 0.0)
-        longest_s = max(self.seconds_again(self.before, one.steps) for one in requests)
-        compiling_s = max(self._budget.compiled_again_s(one.changes) for one in requests)
-        timeout_s = crowded * self._budget.timeout_s(longest_s + compiling_s)
-        timeout_s = min(timeout_s, 2 * max(0.0, self._budget.left_s) + 30)
+        longest_s = max(self._budget.run_s(one.changes) + one.steps * self.before.step_s for one in requests)
+        timeout_s = min(crowded * self._budget.timeout_s(longest_s), 2 * max(0.0, self._budget.left_s) + 30)
         runs = self._runner.prove(requests, timeout_s=timeout_s, at_once=at_once)
         took_s = self._budget.spent_s - began_s
         self._result.trials.append(RunRecord(what=f"proof: {what}", seconds=took_s, speed=None))
@@ -127,7 +115,7 @@ class Trials:
         return alone and self._steps is None
 
     def usual_steps(self, run: Run) -> int:
-        """More than the batches that lie ready at the start; for some seconds, where only steps count."""
+        """As many as are given, or make some seconds; where a trial ends by time, the fewest."""
         if self._steps is not None:
             return self._steps
         if self._ends_by_time:
@@ -143,61 +131,64 @@ class Trials:
 
     # -- time --
 
-    def seconds_again(self, run: Run, steps: int | None = None) -> float:
-        """What a run takes once more, without X-ray and ceiling: so many steps, or as many as it had."""
-        training_s = run.metrics.breakdown.training_ms / 1e3
-        if steps is not None:
-            training_s = steps * run.step_s
-        return self.before.start_s + self._budget.compiled_again_s(run.changes) + training_s
+    def epochs_s(self, epochs: int) -> float:
+        """What a run over so many epochs takes; as long as any other where nobody knows how long they are."""
+        return self._budget.run_s(self._result.kept) + epochs * (self.epoch_steps() or 0) * self.after.step_s
 
-    def compare_s(self, steps: int | None = None) -> float:
+    def compare_s(self) -> float:
         """What before and after take once more."""
-        return self.seconds_again(self.before, steps) + self.seconds_again(self.after, steps)
+        return self._budget.run_s(()) + self._budget.run_s(self._result.kept)
 
-    def reserve_s(self, changes: Sequence[Change] = (), *, compare: bool = True) -> float:
+    def reserve_s(self, changes: Sequence[Change] = (), *, compare: bool = False) -> float:
         """The time set aside for the proof, with these changes too, and for before against after."""
         plan = with_changes(self._result.kept, changes)
-        reserve_s = 0.0
-        if compare and self._result.kept:
-            reserve_s = self.compare_s()
+        reserve_s = self.compare_s() if compare and self._result.kept else 0.0
         if all(change.safety == "semantic" for change in plan):
             return reserve_s
         # One run of a proof is as slow as the command was, the others as fast as what is kept.
         training_s = proof_steps(plan) * (self.before.step_s + (PROOF_RUNS - 1) * self.after.step_s)
         return reserve_s + PROOF_RUNS * self.before.start_s + training_s + self._budget.compiled_again_s(plan)
 
-    def spare_s(self, changes: Sequence[Change] = (), *, compare: bool = True) -> float:
-        """The time that is left beside what is set aside."""
-        return self._budget.left_s - self.reserve_s(changes, compare=compare)
-
-    def affords(self, changes: Sequence[Change], runs: int = 1) -> bool:
-        """Whether there is time for so many runs with these changes too, beside what is set aside."""
-        plan = with_changes(self._result.kept, changes)
-        return self.spare_s(changes) > runs * self._budget.run_s(plan)
+    def affords(self, changes: Sequence[Change] = (), seconds: float | None = None, *, compare: bool = True) -> bool:
+        """Whether there is time for a run with these changes too (or for so many seconds), beside what is set aside."""
+        if seconds is None:
+            seconds = self._budget.run_s(with_changes(self._result.kept, changes))
+        return self._budget.left_s - self.reserve_s(changes, compare=compare) > seconds
 
 
 class RunHistory:
-    """Speeds by plan: of trials of usual length and, apart from those, of `long` runs with their pauses."""
+    """The speeds of all runs, by plan. Evaluation and checkpoints are left out of a speed, so plans that differ in
+    these alone are one."""
 
     def __init__(self) -> None:
-        self._speeds: dict[tuple[str, bool], list[Speed]] = {}
+        self._speeds: dict[str, list[Speed]] = {}
         self._pauses_s: dict[str, float] = {}  # a sample, by kind, without any change
         self._intervals: dict[tuple[str, str], int] = {}  # how often it has them, by change and knob
 
-    def note(self, changes: Sequence[Change], run: Run, *, long: bool = False) -> None:
+    def note(self, changes: Sequence[Change], run: Run) -> None:
         """One more run of a plan, if it came to anything."""
         if run.speed is not None and not run.hung:
-            self._speeds.setdefault(_key(changes, long), []).append(run.speed)
+            self._speeds.setdefault(_key(changes), []).append(run.speed)
 
-    def speeds(self, changes: Sequence[Change], *, long: bool = False) -> list[Speed]:
+    def speeds(self, changes: Sequence[Change]) -> list[Speed]:
         """Those of all runs of a plan, the first one first."""
-        return self._speeds.get(_key(changes, long), [])
+        return self._speeds.get(_key(changes), [])
 
-    def figure_without(self, changes: Sequence[Change], plan: Sequence[Change]) -> Figure | None:
-        """How fast the last run of a plan was that has no change of these names in it."""
-        names = {change.name for change in changes}
-        speeds = self.speeds([change for change in plan if change.name not in names])
-        return speeds[-1].figure if speeds else None
+    def counted(self, changes: Sequence[Change]) -> Speed:
+        """All runs of a plan as one, with evaluation and checkpoints as often as the plan has them."""
+        speed = pooled(self.speeds(changes))
+        return speed.counting(self._pauses_left_s(changes)) if self._pauses_s else speed
+
+    def gain(self, before: Sequence[Change], after: Sequence[Change]) -> Gain:
+        """How many times as fast a plan is as another; with its pauses counted, where it changes them."""
+        old, new = self.speeds(before), self.speeds(after)
+        noise = self.noise_near(old, new)
+        old_s, new_s = self._pauses_left_s(before), self._pauses_left_s(after)
+        if old_s == new_s:
+            return gain(old, new, noise)
+        if old is new:
+            return gain_of_rarer_pauses(old, old_s, new_s, noise)
+        return gain([run.counting(old_s) for run in old], [run.counting(new_s) for run in new], noise)
 
     def forget_speeds(self) -> None:
         """Nothing that was measured counts."""
@@ -220,49 +211,36 @@ class RunHistory:
 
     # -- evaluation and checkpoints --
 
-    def look_at_pauses(self, run: Run, plan: Sequence[Change]) -> None:
+    @property
+    def knows_pauses(self) -> bool:
+        return bool(self._pauses_s)
+
+    def look_at_pauses(self, run: Run) -> None:
         """Learn what they take from a run over an epoch and more."""
-        if run.speed is None or any(change.name in _KINDS for change in plan):
+        if run.speed is None:
             return
         self._pauses_s = run.speed.pauses_s
-        self._intervals = {}
         for name in _KINDS:
             for knob in knobs(run.metrics.facts.settings, name, lambda value: isinstance(value, int)):
                 self._intervals.setdefault((name, knob.text), knob.value)
 
-    def with_planned_pauses(self, run: Run, plan: Sequence[Change]) -> Run:
-        """The run, with its pauses as often as its plan has them in a long training."""
-        shares = self._shares_left(plan)
-        if run.speed is None or not shares or _saw_several(run, plan):
-            return run
-        pauses_s = sum(seconds * shares.get(kind, 1.0) for kind, seconds in self._pauses_s.items())
-        return replace(run, speed=replace(run.speed, with_pauses=1 / (1 / run.speed.value + pauses_s)))
-
     def pauses_are_rarer(self, run: Run, changes: Sequence[Change]) -> bool:
-        """Whether some of them were left out in a run."""
+        """Whether some of those that these changes are about were left out in a run."""
         if run.speed is None:
             return False
-        kinds = self._shares_left(changes)
+        kinds = [_KINDS[change.name] for change in changes]
         seen_s = sum(run.speed.pauses_s.get(kind, 0.0) for kind in kinds)
         return seen_s < _RARER * sum(self._pauses_s.get(kind, 0.0) for kind in kinds)
 
-    def _shares_left(self, plan: Sequence[Change]) -> dict[str, float]:
-        """Which share of its pauses a plan leaves, by kind: the interval as it was, over the interval as it
-        is."""
-        shares = {}
+    def _pauses_left_s(self, plan: Sequence[Change]) -> float:
+        """What they take of a sample in a long training with this plan."""
+        left_s = dict(self._pauses_s)
         for change in plan:
             before = self._intervals.get((change.name, change.knob))
             if before:
-                shares[_KINDS[change.name]] = before / change.value
-        return shares
+                left_s[_KINDS[change.name]] *= before / change.value
+        return sum(left_s.values())
 
 
-def _saw_several(run: Run, plan: Sequence[Change]) -> bool:
-    """Whether a run was long enough to have its pauses as often as its plan has them."""
-    steps = run.metrics.steps_an_epoch
-    rarest = max(change.value for change in plan if change.name in _KINDS)
-    return steps is not None and run.metrics.breakdown.steps >= _SEVERAL * rarest * steps
-
-
-def _key(changes: Sequence[Change], long: bool) -> tuple[str, bool]:
-    return "; ".join(sorted(f"{change.name}={change.value!r}@{change.knob}" for change in changes)), long
+def _key(changes: Sequence[Change]) -> str:
+    return "; ".join(sorted(f"{c.name}={c.value!r}@{c.knob}" for c in changes if c.name not in PAUSES))

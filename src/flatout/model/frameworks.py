@@ -7,7 +7,7 @@ be asked early.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 
@@ -85,12 +85,3 @@ def framework_of(loader_module: str, called_from: Callable[[str], bool]) -> str 
         if any(map(called_from, framework.loop_files)):
             return framework.packages[0]
     return next((each.packages[0] for each in FRAMEWORKS if each.loader_module == loader_module), None)
-
-
-def may_be_asked_early(sampler: str | None, batch_sampler: str | None) -> bool:
-    """Whether these samplers, as a trace names them, are known to take no notice. None: not recorded."""
-    return _is_known(sampler, PURE_SAMPLERS) and _is_known(batch_sampler, WRAPPING_SAMPLERS)
-
-
-def _is_known(name: str | None, known: Collection[str]) -> bool:
-    return name in (None, "builtins.NoneType") or name in known

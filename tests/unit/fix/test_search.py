@@ -43,20 +43,6 @@ def kept(found: FixResult) -> dict[str, Any]:
     return {change.name: change.value for change in found.kept}
 
 
-@pytest.mark.parametrize(("times", "told"), [(1.0, False), (4.0, True)])
-def test_evaluation_that_takes_the_gain_back_is_reported(times: float, told: bool) -> None:
-    """GIVEN a loader that feeds training better and, where it is told so, holds evaluation up."""
-
-    def feeds(machine: Machine, _: Any) -> Machine:
-        return replace(machine, data_ms=0.02 * machine.data_ms, eval_s=times * machine.eval_s)
-
-    world = World(machine=Machine(data_ms=20.0, eval_s=0.5), length=60 * 64, effects={**EFFECTS, "loader": feeds})
-    found = fix(world)
-    assert kept(found)["loader"] == "elastic"
-    said = [remark for remark in found.remarks if remark.startswith("evaluation and checkpoints take 4.0× as long")]
-    assert bool(said) == told
-
-
 def test_a_healthy_training_is_left_alone_within_two_minutes() -> None:
     found = fix(World())
     assert found.kept == ()
@@ -322,14 +308,6 @@ def test_evaluation_is_found_by_looking_at_a_whole_epoch() -> None:
     assert found.gain.value == pytest.approx((330 * 0.02 + 2) / (330 * 0.02 + 0.4), rel=0.05)
 
 
-@pytest.mark.parametrize("drift", [0.0, 0.15])
-def test_a_machine_that_drifts_is_reported_where_whole_epochs_are_compared_too(drift: float) -> None:
-    machine = {"machine": Machine(eval_s=2.0), "length": 19_200, "settings": [flag("eval_every", 1)]}
-    found = fix(World(**machine, drift_a_run=drift), ALL)
-    assert kept(found) == {"eval_interval": 5}
-    assert any("the machine drifted" in remark for remark in found.remarks) == bool(drift)
-
-
 def test_the_gain_of_rarer_pauses_is_what_they_took_however_much_the_machine_drifts() -> None:
     """GIVEN an evaluation of 2 s after 300 steps of 20 ms, and runs that differ by a fifth."""
     world = World(machine=Machine(eval_s=2.0), length=19_200, settings=[flag("eval_every", 1)], run_noise=0.2)
@@ -349,7 +327,6 @@ def test_an_evaluation_in_five_takes_a_fifth_whichever_falls_into_the_trial(firs
     assert kept(found) == {"eval_interval": 5}
     assert found.gain is not None
     assert found.gain.value == pytest.approx(8.6 / 7.0, rel=0.04)
-    assert ("eval_interval 5, two epochs" in [trial.what for trial in found.trials]) == first
 
 
 def test_an_interval_that_does_nothing_is_found_out() -> None:
@@ -686,37 +663,17 @@ def test_a_command_that_fails_without_any_change_is_a_usage_error() -> None:
         fix(Broken())
 
 
-def test_a_command_too_slow_for_its_steps_says_what_would_do() -> None:
+@pytest.mark.parametrize(("steps", "hint"), [(20, "takes fewer steps (--steps 20)"), (100, "does not end")])
+def test_a_command_that_is_too_slow_or_hangs_gets_a_message(steps: int, hint: str) -> None:
     """Some steps were there when it was ended: they are no baseline, every run would take as long."""
-    world, slowly = World(), 20
-
-    class Slow(World):
-        def run(self, changes: Sequence[Change], steps: int, trial: Trial) -> Run:
-            run = world.run(changes, steps, trial)
-            return replace(run, code=launcher.TIMED_OUT, trace=world._trace(world.machine, slowly))
-
-    with pytest.raises(UsageError, match=re.escape("did not come to 48 training steps") + r".*--steps 20.*--budget"):
-        fix(Slow())
-
-
-def test_a_command_that_hangs_gets_a_message() -> None:
-    """GIVEN one that hangs after twenty steps, for a minute, or when it has all it was asked for."""
-    world, trained, still_s = World(), 20, 60.0
+    world = World()
 
     class Hanging(World):
-        def run(self, changes: Sequence[Change], steps: int, trial: Trial) -> Run:
+        def run(self, changes: Sequence[Change], _: int, trial: Trial) -> Run:
             run = world.run(changes, steps, trial)
-            made = world._trace(world.machine, trained)
-            (samples,) = made.samples.values()
-            later = replace(samples[-1], time_s=max(step.start_s for step in made.ranks[0].steps) + still_s)
-            return replace(run, code=launcher.TIMED_OUT, trace=replace(made, samples={"node": (*samples, later)}))
+            return replace(run, code=launcher.TIMED_OUT, trace=world._trace(world.machine, steps))
 
-    with pytest.raises(
-        UsageError, match=r"stood still for 60 s after \d+ training steps, and .*: a worker, or another"
-    ):
-        fix(Hanging())
-    trained, still_s = 100, 0.0
-    with pytest.raises(UsageError, match=r"the command stood still after \d+ training steps, and was ended after"):
+    with pytest.raises(UsageError, match=f"had taken {steps} of 48 training steps when it was.*{re.escape(hint)}"):
         fix(Hanging())
 
 
@@ -834,15 +791,11 @@ def test_the_figures_are_those_of_what_was_kept_or_there_are_none() -> None:
     assert found.measured is None
 
 
-def test_rarer_pauses_have_figures_too_where_there_is_no_time_to_measure_them_again() -> None:
-    world: dict[str, Any] = {"machine": Machine(eval_s=2.0), "length": 19_200, "settings": [flag("eval_every", 1)]}
-    whole = fix(World(**world), ALL)
-    found = fix(World(**world), ALL, budget_s=0.75 * whole.seconds)
-    assert kept(found) == {"eval_interval": 5}
-    assert any("no time was left to measure before and after" in remark for remark in found.remarks)
-    assert found.gain is not None
+def test_the_figures_of_rarer_pauses_are_those_of_the_run_that_showed_them() -> None:
+    found = fix(World(machine=Machine(eval_s=2.0), length=19_200, settings=[flag("eval_every", 1)]), ALL)
     assert found.measured is not None
     assert [change.name for change in found.measured.changes] == ["eval_interval"]
+    assert "the command as it was, again" not in [trial.what for trial in found.trials]
 
 
 @pytest.mark.parametrize(

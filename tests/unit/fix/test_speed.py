@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.fix.speed import Speed, measure, slower_pauses
+from flatout.fix.speed import measure
 from flatout.model.facts import AppliedChange, Facts
 from flatout.trace import RankTrace, RunInfo, Span, Step, Trace, Window
 from flatout.trace.downsample import StepDownsampler
@@ -66,18 +66,3 @@ def test_an_evaluation_counts_once_however_long_its_epoch_is(steps: int, elastic
     assert speed is not None
     assert speed.value == pytest.approx(6400)
     assert speed.with_pauses == pytest.approx(6400 / 1.2)
-
-
-def test_pauses_that_only_the_faster_run_came_to_are_no_slower_ones() -> None:
-    """GIVEN a run that is three times as fast, and so comes to its first evaluation THEN only checkpoints, which both
-    had, are compared."""
-
-    def speed(value: float, **pauses_s: float) -> Speed:
-        with_pauses = 1 / (1 / value + sum(pauses_s.values()))
-        return Speed(value=value, with_pauses=with_pauses, error=0.01, steps=200, pauses_s=pauses_s)
-
-    before = speed(100.0, checkpoint=1e-4)
-    assert slower_pauses(before, speed(300.0, checkpoint=1e-4, evaluation=1e-3)) == ""
-    assert slower_pauses(before, speed(300.0, checkpoint=1e-3)).startswith(
-        "evaluation and checkpoints take 10.0× as long as before: counted in, 2.33× as fast"
-    )
