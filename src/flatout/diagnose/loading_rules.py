@@ -216,7 +216,7 @@ def _cpu_bound(behind: _Behind) -> Finding | None:
 def _samples_cost_cpu(behind: _Behind) -> Finding:
     metrics, mean_ms = behind.metrics, behind.metrics.sample_ms.mean or 0.0
     cpu_ms = (metrics.sample_ms.quantile(0.5) or 0.0) * (metrics.worker_on_core or 1.0)
-    title = f"{_why_no_more_workers(metrics)}: a sample costs {cpu_ms:.1f} ms of CPU"
+    title = f"no number of workers keeps up: a sample costs {cpu_ms:.1f} ms of CPU"
     if metrics.transforms_ms:
         name, ms = max(metrics.transforms_ms.items(), key=lambda item: item[1])
         title += f"; {name} takes {ms:.1f} ms of them"
@@ -234,14 +234,6 @@ def _samples_cost_cpu(behind: _Behind) -> Finding:
         advice = "do less on the CPU: transforms on the GPU, a faster decoder, or a cache of decoded data"
     least = metrics.supply / (1 - for_gpu)
     return behind.finding("cpu-bound", title, least=least, confidence=0.85, change=change, value=value, advice=advice)
-
-
-def _why_no_more_workers(metrics: RankMetrics) -> str:
-    if metrics.elastic and (metrics.cpu_share or 0.0) < _CPU_FULL:
-        return "no number of workers keeps up"
-    if (metrics.own_cpu_share or 1.0) >= _CPU_FULL:
-        return "every core is busy loading"
-    return "no core is free for more workers"
 
 
 def _collate_bound(behind: _Behind) -> Finding | None:
@@ -294,9 +286,6 @@ def _room_for_workers(metrics: RankMetrics) -> int:
     if metrics.cpu_share is None or metrics.cores is None:
         return spare_cores(metrics)
     takes = (metrics.worker_busy or 1.0) * (metrics.worker_on_core or 1.0)
-    cpu_pct = Sketch.of(process.cpu_pct for process in metrics.worker_samples).mean  # with all its threads
-    if cpu_pct:
-        takes = cpu_pct / 100
     return round(metrics.cores * (1 - metrics.cpu_share) / max(0.05, takes))
 
 
@@ -401,8 +390,8 @@ def worker_start(metrics: RankMetrics) -> Finding | None:
         note = "shuffling draws other numbers"
     advice = f"persistent_workers=True (from the second epoch on, {note})"
     # A loader of one epoch keeps its workers for nothing.
-    anew = loader.made_anew and (metrics.facts.loaders_side_by_side or 1) == 1
-    if anew:
+    each_epoch = loader.made_anew and (metrics.facts.loaders_side_by_side or 1) == 1
+    if each_epoch:
         advice = f"make the loader once, before the first epoch, with {advice}"
     return Finding(
         code="data.worker-start",
@@ -411,8 +400,8 @@ def worker_start(metrics: RankMetrics) -> Finding | None:
         **gains,
         confidence=confidence,
         evidence={"persistent_workers": loader.persistent_workers, "start": loader.start_method},
-        change=None if anew else "persistent_workers",
-        value=None if anew else True,
+        change=None if each_epoch else "persistent_workers",
+        value=None if each_epoch else True,
         advice=advice,
     )
 
