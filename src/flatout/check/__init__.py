@@ -29,13 +29,11 @@ __all__ = ["FAIL", "NOT_APPLICABLE", "OK", "WARN", "Checklist", "Line", "Trainin
 
 _CHECKS: dict[str, Callable[[Training], Line | None]] = {
     "workers": loader_checks.check_workers,
-    "decode threads": loader_checks.check_decode_threads,
     "shared memory": loader_checks.check_shared_memory,
     "pin_memory": loader_checks.check_pin_memory,
     "persistent_workers": loader_checks.check_persistent_workers,
     "loader in the loop": loader_checks.check_loader_in_loop,
     "set_epoch": loader_checks.check_set_epoch,
-    "batch size": loader_checks.check_batch_size,
     "mixed precision": compute_checks.check_mixed_precision,
     "TF32": switch_check("tf32", 'torch.set_float32_matmul_precision("high")', "allow_tf32"),
     "cuDNN benchmark": switch_check("cudnn_benchmark", "torch.backends.cudnn.benchmark = True"),

@@ -32,18 +32,6 @@ def check_workers(training: Training) -> Line | None:
     return ok(f"{name}={workers.what} on {cores}", workers.where)
 
 
-def check_decode_threads(training: Training) -> Line | None:
-    """Threads a worker starts for decoding, times the workers, against the cores."""
-    threads, workers, budget = training.setting("threads"), training.option("num_workers"), training.budget
-    if not threads.is_number() or not workers.is_number() or workers.what == 0:
-        return None
-    reason = f"{workers.what} workers × {threads.what} threads on {budget.cores_allowed:g} cores"
-    if threads.what <= 1 or workers.what * threads.what <= 2 * budget.cores_allowed:
-        return ok(reason, threads.where)
-    fix = threads.set_to("decode_threads", max(1, int(budget.cores // workers.what)))
-    return warn(f"{reason}: they slow each other down", threads.where, fix=fix, code="data.too-many-workers")
-
-
 def check_shared_memory(training: Training) -> Line | None:
     """/dev/shm against the batches that wait in it: workers × prefetch_factor."""
     budget, workers, ahead = training.budget, training.option("num_workers"), training.option("prefetch_factor")
@@ -111,12 +99,3 @@ def check_set_epoch(training: Training) -> Line | None:
         return None
     reason = "DistributedSampler.set_epoch is never called: every epoch sees the same order"
     return fail(reason, where(shuffling[0]), fix="sampler.set_epoch(epoch) at the start of every epoch")
-
-
-def check_batch_size(training: Training) -> Line | None:
-    """The batch size, where it is forgotten; whether it fills the GPU shows only in a run."""
-    loader = training.loader
-    if loader is None or argument(loader, "batch_sampler", 4) or training.argument(loader, "batch_size", 1):
-        return None
-    reason = "no batch_size is given to the DataLoader: it is 1"
-    return warn(reason, where(loader), fix="batch_size=32, and a learning rate for it", code="memory.underused")

@@ -52,7 +52,6 @@ FAULTS = [
      "images = images.to(device, non_blocking=True)\n            labels = labels.to(device, non_blocking=True)",
      "images, labels = images.to(device), labels.to(device)", "the host waits for each"),
     ("persistent_workers", WARN, "persistent_workers=True", "persistent_workers=False", "8 workers must start again"),
-    ("batch size", WARN, '"batch_size": args.batch_size, ', "", "it is 1"),
     ("set_epoch", FAIL, "        sampler.set_epoch(epoch)\n", "", "the same order"),
     ("mixed precision", WARN, 'with torch.autocast("cuda", torch.bfloat16):', "if True:", "no autocast"),
     ("mixed precision", WARN, "torch.bfloat16):", "torch.bfloat16, enabled=False):", "switched off"),

@@ -121,11 +121,3 @@ def test_a_json_config_with_tabs(tmp_path: Path) -> None:
     line = line_of(check_script(None, config=path), "workers")
     assert "num_workers=40" in line.reason
     assert (line.where or "").endswith("a.json:2")
-
-
-def test_threads_in_every_worker_are_counted(tmp_path: Path) -> None:
-    config = "decode_threads: 12\nnum_workers: 8\n"
-    workers_in(tmp_path, "import torch\n", config=config)
-    line = line_of(check_script(None, config=tmp_path / "settings.yaml"), "decode threads")
-    assert (line.status, line.fix) == (WARN, "decode_threads: 1")
-    assert "8 workers × 12 threads" in line.reason
