@@ -17,9 +17,9 @@ from flatout.engine import Trainer
 from flatout.engine.assemble import fastest_batch
 from flatout.engine.checkpoint import newest
 from flatout.engine.config import TrainConfig
-from flatout.engine.model_setup import choose_precision
+from flatout.engine.model_setup import choose_precision, uncompile
 from flatout.engine.ranks import Ranks
-from flatout.engine.train_step import TrainStep, uncompile
+from flatout.engine.train_step import TrainStep
 from flatout.feed import DataLoader
 from flatout.model.errors import UsageError
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import os
+import itertools
 import random
 import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from flatout.engine.config import (
     load,
     without_effect,
 )
-from flatout.engine.datasets import build_datasets, steps_in_all, train_loader, val_loader
+from flatout.engine.datasets import build_dataset, steps_in_all, train_loader, val_loader
 from flatout.engine.model_setup import (
     Decision,
     channels_last,
@@ -54,7 +54,7 @@ from flatout.files import PRIVATE, write_whole
 from flatout.inside.attach import attach
 from flatout.launch.protocol import new_folder
 from flatout.model.errors import NotSavedError, UsageError
-from flatout.model.formatting import count_of, in_full
+from flatout.model.formatting import in_full
 from flatout.model.inputs import load_yaml, text_of
 
 FIRST_SIZE = 32
@@ -75,26 +75,26 @@ def main(
     """What `flatout train` does in each rank; the folder of the recording, if `record` asks for one."""
     if not {"", str(Path.cwd())} & set(sys.path):
         sys.path.insert(0, "")  # import paths begin in the current folder
-    notes: list[str] = []
-    config = load(path, overrides, preset, notes)
+    config = load(path, overrides, preset)
+    has_gpu = config.train.device != "cpu" and torch.cuda.is_available()
+    ranks = Ranks("cuda" if has_gpu else "cpu")
     asked = Path(config.out or f"runs/{path.stem}")
-    ranks = Ranks("cuda" if config.train.device != "cpu" and torch.cuda.is_available() else "cpu")
-    if gpus > 1 and config.train.device != "cpu" and not torch.cuda.is_available():
-        notes.append(f"--gpus {gpus}: there is no GPU here that torch can use; {ranks.world} ranks train on the CPU")
     with contextlib.ExitStack() as stack:
-        if resume or explain or not ranks.first:
-            out = _run_folder(asked, resume)
-        else:
+        out = _numbered(asked, _last_run(asked))
+        if not resume and not explain and ranks.first:
             out = stack.enter_context(_new_run_folder(asked))
+        elif resume and not out.is_dir():
+            raise UsageError(f"--resume: there is no run at {asked}")
         # All ranks use the folders of the first.
         out, trace = ranks.gathered((out, new_folder(path.stem)))[0]
-        config = config.model_copy(update={"out": str(out)})
         if record:
             stack.enter_context(attach(trace))
-        resumed_size = _batch_size_of(out) if resume and config.train.batch_size == "auto" else None
-        trainer = assemble(config, ranks, resumed_size)
+        size_before = _batch_size_of(out) if resume and config.train.batch_size == "auto" else None
+        trainer = assemble(config.model_copy(update={"out": str(out)}), ranks, size_before)
         assert isinstance(trainer.config, Config)
-        for text in (*notes, *without_effect(config)):
+        if gpus > 1 and not has_gpu and config.train.device != "cpu":
+            trainer.say(f"--gpus {gpus}: there is no GPU here that torch can use; {ranks.world} ranks train on the CPU")
+        for text in without_effect(config):
             trainer.say(text)
         if explain:
             for decision in trainer.decisions:
@@ -108,9 +108,8 @@ def main(
         trainer.say(f"run: {out}", always=not resume and out != asked)
         if ranks.first:
             _write_config(trainer.config, out)
-        if (
-            ranks.world > 1
-        ):  # torchrun ends all when one has died; outside `fit`, a rank ignores it and says why it ends
+        # torchrun ends all when one has died; outside `fit`, a rank ignores it and says why it ends
+        if ranks.world > 1:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         trainer.fit()
     ranks.leave()
@@ -119,16 +118,17 @@ def main(
     return trace if record else None
 
 
-def assemble(config: Config, ranks: Ranks, resumed_size: int | None = None) -> Trainer:
+def assemble(config: Config, ranks: Ranks, size_before: int | None = None) -> Trainer:
     """A trainer with everything the config names.
 
-    The trainer's own config has the batch size that `auto` came to: `resumed_size`, as in this run
+    The trainer's own config has the batch size that `auto` came to: `size_before`, as in this run
     before, or what is fastest now.
     """
-    train = config.train
-    device = choose_device(train.device, ranks.local_rank)
-    _seed(train.seed)
-    train_set, val_set = build_datasets(config.data)
+    device = choose_device(config.train.device, ranks.local_rank)
+    _seed(config.train.seed)
+    data = config.data
+    train_set = build_dataset(data, data.train, "data.train")
+    val_set = build_dataset(data, data.val, "data.val") if data.val is not None else None
     model = build(config.model, "model")
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"model: expected a torch.nn.Module, {type(model).__name__} is none")
@@ -136,47 +136,27 @@ def assemble(config: Config, ranks: Ranks, resumed_size: int | None = None) -> T
     criterion = _build_comparison(config.criterion, "criterion") if config.criterion is not None else None
     optimizer, fused = _build_optimizer(config.optimizer, model, device)
     augmentation = _build_augmentation(config, device)
-    _seed((train.seed + ranks.rank) % 2**32)
+    _seed((config.train.seed + ranks.rank) % 2**32)
     decisions = [fused]
-
-    def decide(name: str, value: Any, why: str, *, instead: bool = True) -> None:
-        decisions.append(Decision(name, str(value), why, instead=instead))
-
-    batch_size = resumed_size or train.batch_size
-    if resumed_size is not None:
-        decide("train.batch_size", batch_size, "as it was in this run before")
-    if batch_size == "auto":
-        precision, _ = choose_precision(train.precision, device)
-        # The step is timed in the layout in which it will train.
-        layout, *_ = prepare_model(model, train.model_copy(update={"compile": False}), device)
-        step = TrainStep(model, criterion, optimizer, precision, train, say=lambda text: None)
-        convert = channels_last if layout.value == "on" else None
-        with torch_switches(precision, deterministic=train.deterministic):
-            batch_size, why = _fastest(config, train_set, step, convert, augmentation, ranks)
-        decide("train.batch_size", batch_size, why)
-    pieces = min(train.accumulate, batch_size)
-    if pieces < train.accumulate:
-        decide("train.accumulate", pieces, f"a batch of {batch_size} has no more")
-    in_force = train.model_copy(update={"batch_size": batch_size, "accumulate": pieces})
+    size, why = size_before or config.train.batch_size, "as it was in this run before"
+    if size == "auto":
+        size, why = _fastest(config, model, criterion, optimizer, augmentation, train_set, ranks)
+    if config.train.batch_size == "auto":
+        decisions.append(Decision("train.batch_size", str(size), why, instead=True))
+    pieces = min(config.train.accumulate, size)
+    if config.train.batch_size == "auto" or config.train.lr_rule != "none":
+        rate = scale_learning_rate(optimizer, config.train, size * ranks.world)
+        decisions.append(Decision("train.lr_rule", config.train.lr_rule, rate, instead=True))
+    in_force = config.train.model_copy(update={"batch_size": size, "accumulate": pieces})
     config = config.model_copy(update={"train": in_force})
-    total = batch_size * ranks.world
-    if train.batch_size == "auto" or train.lr_rule != "none":
-        decide("train.lr_rule", train.lr_rule, scale_learning_rate(optimizer, train, total))
-    loader = train_loader(config.data, train_set, batch_size, train.seed, ranks, train.epochs)
-    workers = f"{loader.num_workers} to begin with" if config.data.workers else "loaded in the training process"
-    decide("data.workers", config.data.workers, workers, instead=False)
-    if config.data.workers == 0 and config.data.on_bad_sample == "skip":
-        decide("data.on_bad_sample", "raise", "without workers nothing is left out")
+    loader = train_loader(data, train_set, size, in_force.seed, ranks, in_force.epochs)
+    if data.workers == 0 and data.on_bad_sample == "skip":
+        decisions.append(Decision("data.on_bad_sample", "raise", "without workers nothing is left out", instead=True))
     metrics = {name: _build_comparison(part, f"metrics.{name}") for name, part in config.metrics.items()}
     shared = ranks.world > 1 and can_share(metrics)
-    if ranks.world > 1:
-        how = "a metric needs all validation data: each rank looks at it"
-        if shared:
-            how = "each rank looks at its part of the validation data"
-        decide("ranks", ranks.world, f"one gradient from {count_of(total, 'sample')}; {how}", instead=False)
     validation = None
     if val_set is not None:
-        validation = val_loader(config.data, val_set, config.evaluate.batch_size or batch_size, ranks, shared)
+        validation = val_loader(data, val_set, config.evaluate.batch_size or size, ranks, shared)
     trainer = Trainer(
         model=model,
         train_loader=loader,
@@ -191,9 +171,6 @@ def assemble(config: Config, ranks: Ranks, resumed_size: int | None = None) -> T
         ranks=ranks,
         val_shared=shared,
     )
-    if augmentation is not None:
-        where = f"on {device.type}, training only; a number of its own for each sample"
-        decide("augment", type(augmentation).__name__, where, instead=False)
     trainer.decisions += decisions
     return trainer
 
@@ -211,20 +188,8 @@ def _build_comparison(part: FactoryConfig, where: str) -> Any:
     built = import_path(part.factory, f"{where}.factory")
     if isinstance(built, type) or part.args:
         built = build(part, where)
-    called = built
-    if is_object(built):
-        if not hasattr(built, "reset"):
-            raise UsageError(f"{where}: {part.factory} has `update` and `compute`, but no `reset`")
-        called = built.update
-    elif isinstance(built, torch.nn.Module):
-        called = built.forward
-    elif not callable(built):
+    if not callable(built) and not is_object(built):
         raise UsageError(f"{where}: expected something that can be called (got {built!r})")
-    with contextlib.suppress(ValueError):  # some functions have no signature
-        try:
-            inspect.signature(called).bind("output", "target")
-        except TypeError as problem:
-            raise UsageError(f"{where}: {part.factory} does not take output and target: {problem}") from None
     return built
 
 
@@ -234,20 +199,17 @@ def _build_optimizer(
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise UsageError("model: it has no parameter to train")
-    factory = import_path(part.factory, "optimizer.factory")
-    can_fuse = False
-    with contextlib.suppress(TypeError, ValueError):
-        can_fuse = "fused" in inspect.signature(factory).parameters
     more: dict[str, Any] = {}
-    if can_fuse and device.type == "cuda" and "foreach" not in part.args:
-        more = {"fused": True}
+    if device.type == "cuda" and "foreach" not in part.args:
+        with contextlib.suppress(TypeError, ValueError):  # it has no signature
+            if "fused" in inspect.signature(import_path(part.factory, "optimizer.factory")).parameters:
+                more = {"fused": True}
     optimizer = build(part, "optimizer", parameters, **more)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"optimizer: expected a torch.optim.Optimizer, {type(optimizer).__name__} is none")
-    if part.args.get("fused", more.get("fused")):
+    if optimizer.defaults.get("fused"):
         return optimizer, Decision("fused optimizer", "on")
-    why = f"as given, or the default on {device.type}" if can_fuse else f"{part.factory} has no fused form"
-    return optimizer, Decision("fused optimizer", "off", why)
+    return optimizer, Decision("fused optimizer", "off", f"as given, or the default on {device.type}")
 
 
 def _build_scheduler(config: Config, optimizer: torch.optim.Optimizer, loader: Any) -> Any:
@@ -284,20 +246,33 @@ def _build_augmentation(config: Config, device: torch.device) -> Any:
 
 
 def _fastest(
-    config: Config, dataset: Any, step: TrainStep, convert: Callable[[Any], Any] | None, augmentation: Any, ranks: Ranks
+    config: Config,
+    model: torch.nn.Module,
+    criterion: Any,
+    optimizer: torch.optim.Optimizer,
+    augmentation: Any,
+    dataset: Any,
+    ranks: Ranks,
 ) -> tuple[int, str]:
-    """The fastest batch size, tried on the first samples of the data."""
+    """The fastest batch size, tried on the first samples of the data, in the layout in which it will train."""
     if isinstance(dataset, IterableDataset):
         raise UsageError("train.batch_size: auto needs data with a length; give a number")
+    train = config.train
+    device = next(model.parameters()).device
+    precision, _ = choose_precision(train.precision, device)
+    layout, *_ = prepare_model(model, train.model_copy(update={"compile": False}), device)
+    step = TrainStep(model, criterion, optimizer, precision, train, say=lambda text: None)
     collate: Any = default_collate
     if config.data.collate:
         collate = import_path(config.data.collate, "data.collate")
     samples = collate([dataset[place] for place in range(min(FIRST_SIZE, len(dataset)))])
-    batch = next(iter(to_device([samples], step.precision.device, convert=convert)))
+    convert = channels_last if layout.value == "on" else None
+    batch = next(iter(to_device([samples], device, convert=convert)))
     if augmentation is not None:
         images, *rest = batch
         batch = [augmentation.eval()(images), *rest]
-    return fastest_batch(step, batch, max(1, len(dataset) // ranks.world), config.train.memory_share, ranks)
+    with torch_switches(precision, deterministic=train.deterministic):
+        return fastest_batch(step, batch, max(1, len(dataset) // ranks.world), train.memory_share, ranks)
 
 
 def fastest_batch(step: TrainStep, first: Any, most: int, share: float, ranks: Ranks) -> tuple[int, str]:
@@ -367,12 +342,12 @@ def _try_batch(step: TrainStep, batch: Any, device: torch.device) -> tuple[float
 
 def _resize(batch: Any, size: int) -> Any:
     """A batch of `size` samples, those of `batch` over and over: the speed of a step does not depend on them."""
-    rows = batch_rows(batch)
+    places = torch.arange(size) % batch_rows(batch)
 
     def resize(thing: Any) -> Any:
         if isinstance(thing, torch.Tensor):
-            return thing[torch.arange(size, device=thing.device) % rows]
-        return [thing[place % rows] for place in range(size)]
+            return thing[places.to(thing.device)]
+        return [thing[place] for place in places.tolist()]
 
     return map_samples(batch, resize)
 
@@ -393,39 +368,36 @@ def scale_learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, b
 # ------------------------------------------------------------ the run's folder
 
 
-def _run_folder(asked: Path, resume: bool) -> Path:
-    """The folder asked for, or NAME-2, NAME-3 … where there is a run already; to resume, the last of them."""
-    pattern = re.compile(rf"{re.escape(asked.name)}(-(\d+))?")
-    beside = asked.parent.iterdir() if asked.parent.is_dir() else ()
-    runs = {int(match[2] or 1): path for path in beside if (match := pattern.fullmatch(path.name)) and path.is_dir()}
-    last = max(runs, default=0)
-    if resume and not runs:
-        raise UsageError(f"--resume: there is no run at {asked}")
-    if resume:
-        return runs[last]
-    return asked.with_name(f"{asked.name}-{last + 1}") if runs else asked
+def _last_run(asked: Path) -> int:
+    """The number of the last run in NAME, NAME-2, NAME-3 …; 0 if there is none."""
+    name = re.compile(rf"{re.escape(asked.name)}(?:-(\d+))?")
+    matches = (name.fullmatch(path.name) for path in asked.parent.glob("*/"))
+    return max((int(match[1] or 1) for match in matches if match), default=0)
+
+
+def _numbered(asked: Path, number: int) -> Path:
+    return asked.with_name(f"{asked.name}-{number}") if number > 1 else asked
 
 
 @contextlib.contextmanager
 def _new_run_folder(asked: Path) -> Iterator[Path]:
     """A new folder for a run, which no other run takes meanwhile; removed again if it stays empty."""
-    out, had_parent = _run_folder(asked, resume=False), asked.parent.exists()
-    while True:
+    for number in itertools.count(_last_run(asked) + 1):
+        out = _numbered(asked, number)
         try:
             out.mkdir(parents=True)
             break
+        except FileExistsError:
+            continue
         except (OSError, ValueError) as problem:  # a NUL in its name is a ValueError
-            if not isinstance(problem, FileExistsError) or not out.is_dir():
-                why = getattr(problem, "strerror", None) or problem
-                raise UsageError(f"out: cannot make the folder {out}: {why}") from None
-            out = _run_folder(asked, resume=False)
+            why = getattr(problem, "strerror", None) or problem
+            raise UsageError(f"out: cannot make the folder {out}: {why}") from None
     try:
         yield out
     finally:
         with contextlib.suppress(OSError):  # there is something in it
             out.rmdir()
-            if not had_parent:
-                out.parent.rmdir()
+            out.parent.rmdir()
 
 
 def _write_config(config: Config, out: Path) -> None:
@@ -433,26 +405,20 @@ def _write_config(config: Config, out: Path) -> None:
 
     It can be trained with again, so it is whole: secrets in it are for its owner's eyes.
     """
-    if not os.access(out, os.W_OK):
-        raise UsageError(f"out: cannot write to the folder {out}: no permission, or a read-only disk")
     text = as_yaml(config, secrets=True)
-    for name in ("config.yaml", *(f"config-{number}.yaml" for number in range(2, 10_000))):
-        path = out / name
-        if not path.exists():
-            try:
-                write_whole(path, text, mode=PRIVATE)
-            except OSError as problem:
-                raise UsageError(f"out: cannot write {path}: {problem.strerror}") from None
-            return
-        if path.read_text(encoding="utf-8") == text:
-            return
+    path, number = out / "config.yaml", 1
+    while path.exists() and path.read_text(encoding="utf-8") != text:
+        number += 1
+        path = out / f"config-{number}.yaml"
+    try:
+        write_whole(path, text, mode=PRIVATE)
+    except OSError as problem:
+        raise UsageError(f"out: cannot write {path}: {problem.strerror}") from None
 
 
 def _batch_size_of(out: Path) -> int | None:
     """The batch size that the run in this folder was last trained with, if that can be read."""
-    configs = sorted(out.glob("config*.yaml"), key=lambda path: (len(path.name), path.name))
+    configs = sorted(out.glob("config*.yaml"), key=lambda path: path.stat().st_mtime_ns)
     with contextlib.suppress(UsageError, TypeError, KeyError, IndexError):
-        size = load_yaml(text_of(configs[-1]), str(configs[-1]))["train"]["batch_size"]
-        if type(size) is int:
-            return size
+        return int(load_yaml(text_of(configs[-1]), str(configs[-1]))["train"]["batch_size"])
     return None

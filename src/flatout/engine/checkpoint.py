@@ -1,7 +1,6 @@
 """Checkpoints: written in the background from a snapshot, whole or not at all, and read back without trust.
 
-    state ─► snapshot (host copies) ─► a thread: write to no name ─► fsync ─► step-N.pt ─► the oldest goes
-                                                                               └─► best.pt, the same file
+    state ─► snapshot (host copies) ─► a thread: write to no name ─► fsync ─► step-N.pt, best.pt ─► the oldest goes
 
 A file under its final name is complete (files.py). Should a disk damage one all the same, its checksums
 tell, and the one before it is taken.
@@ -9,15 +8,12 @@ tell, and the one before it is taken.
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import re
-import shutil
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,7 +22,7 @@ from torch import Tensor
 
 from flatout.engine.config import CheckpointConfig
 from flatout.feed import randomness
-from flatout.files import sync_folder, write_whole_by
+from flatout.files import write_whole_by
 from flatout.model.errors import FlatoutError, UsageError
 
 VERSION = 1
@@ -43,7 +39,7 @@ class Checkpoints:
         self._say = say
         self._said: set[str] = set()
         self._thread: threading.Thread | None = None
-        self._failed: _Failed | None = None  # the last one, if it could not be written
+        self._unsaved = ""
         self.last_written: Path | None = None
 
     def write(self, step: int, state: dict[str, Any], *, best: bool = False) -> None:
@@ -52,78 +48,49 @@ class Checkpoints:
         self.wait()
         if time.monotonic() - started > 1:
             self._say_once("a checkpoint takes longer to write than the time between two: training waits for it")
-        self._failed = None
         snapshot, ready = _snapshot({"version": VERSION, **state})
         self._thread = threading.Thread(
             target=self._write, args=(step, snapshot, ready, best), name="flatout-checkpoint"
         )
         self._thread.start()
 
-    def wait(self) -> None:
-        """Wait until the one that is being written is done."""
+    def wait(self) -> str:
+        """Wait until the one that is being written is done; what there is to say if it is not saved, else ""."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        return self._unsaved
 
-    def finish(self) -> str:
-        """Wait until all is written; a last one that failed is tried again, with older ones deleted if need be.
-
-        Returns what to say if its weights are not saved; "" if they are.
-        """
-        self.wait()
-        if self._failed is None:
-            return ""
-        failed, older = self._failed, _by_step(self.folder)
-        kept = next((path for path in older if not _damage(path)), None)
-        spare = [path for path in older if kept not in (None, path)]
-        while not self._write(failed.step, failed.state, None, failed.best):
-            if not spare:
-                newest = f"the newest checkpoint is {kept}" if kept is not None else "there is no checkpoint"
-                return f"the last checkpoint, of step {failed.step}, could not be written ({failed.why}): {newest}"
-            with contextlib.suppress(OSError):
-                spare.pop().unlink()
-        self._say(f"the checkpoint of step {failed.step} is written after all")
-        return ""
-
-    def _write(self, step: int, state: Any, ready: torch.cuda.Event | None, best: bool) -> bool:
-        """Write it; False if that failed."""
+    def _write(self, step: int, state: Any, ready: torch.cuda.Event | None, best: bool) -> None:
         path = self.folder / f"step-{step:09d}.pt"
+        self._unsaved = ""
         try:
             if ready is not None:
                 # This thread waits for the copies, so that training does not.
                 ready.synchronize()
             if any(bool(weights.isnan().any()) for weights in state["model"].values()):
                 self._say_once(f"no checkpoint at step {step}: there is a NaN in the weights")
-                return True
+                return
             self.folder.mkdir(parents=True, exist_ok=True)
             _save(state, path)
             if best:
-                _link(path, self.folder / "best.pt")
-            self.last_written, self._failed = path, None
+                _save(state, self.folder / "best.pt")
+            self.last_written = path
             for old in _by_step(self.folder)[self._config.keep :]:
                 old.unlink()
-            return True
-        except Exception as problem:  # training goes on, and `finish` tries again
+        except Exception as problem:  # training goes on
             why = _reason(problem)
-            self._failed = _Failed(step, state, best, why)
+            kept = next(
+                (f"the newest checkpoint is {path}" for path in _by_step(self.folder)), "there is no checkpoint"
+            )
+            self._unsaved = f"the last checkpoint, of step {step}, could not be written ({why}): {kept}"
             self._say_once(f"no checkpoint at step {step}: {why}; training goes on, older ones are kept")
-            return False
 
     def _say_once(self, text: str) -> None:
         kind = re.sub(r"\d+", "", text)
         if kind not in self._said:
             self._said.add(kind)
             self._say(text)
-
-
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    """A checkpoint that could not be written."""
-
-    step: int
-    state: Any
-    best: bool
-    why: str
 
 
 def newest(folder: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
@@ -134,29 +101,21 @@ def newest(folder: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
         except Exception as problem:  # zipfile and unpicklers raise whatever a flipped bit leads them to
             say(f"{path} is damaged ({_reason(problem)}): taking the one before it")
             continue
-        if isinstance(state, dict) and isinstance(state.get("version"), int):
-            if state["version"] != VERSION:
-                raise UsageError(f"{path} was not written by this version of flatout train")
-            return state
-        say(f"{path} is damaged (it holds no training): taking the one before it")
+        if state["version"] != VERSION:
+            raise UsageError(f"{path} was not written by this version of flatout train")
+        return state
     return None
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path) -> dict[str, Any]:
     """The state in a file, once its checksums are compared: torch.load alone would not look at them."""
-    if why := _damage(path):
-        raise zipfile.BadZipFile(why)
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _damage(path: Path) -> str:
-    """What is wrong with a file by its own checksums; "" if nothing is."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip()
-    except Exception as problem:  # zipfile trusts its directory
-        return _reason(problem)
-    return "" if bad is None else f"the checksum of {bad} is wrong"
+    with zipfile.ZipFile(path) as archive:
+        if bad := archive.testzip():
+            raise zipfile.BadZipFile(f"the checksum of {bad} is wrong")
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(state, dict) or not isinstance(state.get("version"), int):
+        raise zipfile.BadZipFile("it holds no training")
+    return state
 
 
 def _reason(problem: Exception) -> str:
@@ -167,8 +126,6 @@ def _reason(problem: Exception) -> str:
     if isinstance(problem, OSError) and problem.strerror:
         return problem.strerror
     text = str(problem).partition("\n")[0][:MAX_REASON_LETTERS]
-    if text and isinstance(problem, zipfile.BadZipFile):
-        return text
     return f"{type(problem).__name__}: {text}"
 
 
@@ -247,52 +204,3 @@ def _save(state: Any, path: Path) -> None:
         keeper.close()
 
     write_whole_by(path, write)
-
-
-def _link(path: Path, name: Path) -> None:
-    """The same file under another name, put there in one go."""
-    part = name.with_name(f"{name.name}.part")
-    part.unlink(missing_ok=True)
-    try:
-        part.hardlink_to(path)
-    except OSError:  # a file system without such links
-        with path.open("rb") as whole:
-            write_whole_by(name, lambda file: shutil.copyfileobj(whole, file))
-        return
-    part.replace(name)
-    sync_folder(name.parent)
-
-
-# ------------------------------------------------------------ a checkpoint against the config that resumes it
-
-# These change while a scheduler runs; the rest of its state is config.
-_PROGRESS = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter")
-
-
-def misfit(ours: Mapping[str, Any], saved: Mapping[str, Any] | None) -> str:
-    """Why a saved state cannot be that of an optimizer or scheduler with a state like `ours`; "" if it may be."""
-    if saved is None:
-        return "it has none"
-    missing = ours.keys() - saved.keys()
-    for mine, theirs in zip(ours.get("param_groups", ()), saved.get("param_groups", ()), strict=False):
-        missing |= mine.keys() - theirs.keys() - {"initial_lr"}  # that is a scheduler's
-    return "it has no " + ", ".join(sorted(missing)) if missing else ""
-
-
-def overridden(
-    optimizer: torch.optim.Optimizer, scheduler: Any, epoch_steps: int | None, state: Mapping[str, Any]
-) -> Iterator[str]:
-    """A line for each setting whose value in the checkpoint counts, and not the config's."""
-    ours, saved = optimizer.param_groups[0], state["optimizer"]["param_groups"][0]
-    rate = "initial_lr" if "initial_lr" in ours else "lr"
-    kept = {f"optimizer's {key}": (saved.get(key), ours[key]) for key in ours.keys() - {"params", "lr"} | {rate}}
-    if scheduler is not None:
-        ours, saved = scheduler.state_dict(), state["scheduler"]
-        settings = [key for key in ours if not key.startswith("_") and key not in _PROGRESS]
-        kept |= {f"scheduler's {key}": (saved[key], ours[key]) for key in settings}
-    for name, (then, now) in sorted(kept.items()):
-        if isinstance(now, bool | int | float | str) and then != now:
-            yield f"the {name} stays as it was: {then} (the config comes to {now})"
-    batches = state.get("epoch_steps")
-    if batches not in (None, epoch_steps) and state["at"]["batch"]:
-        yield f"an epoch had {batches} batches and has {epoch_steps} now: this one goes on at the same number"

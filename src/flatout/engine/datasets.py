@@ -25,13 +25,8 @@ from flatout.model.errors import UsageError
 from flatout.model.formatting import count_of
 
 
-def build_datasets(config: DataConfig) -> tuple[Any, Any]:
-    """The training and the validation data; None where there is none to validate with."""
-    train = _build_dataset(config, config.train, "data.train")
-    return train, None if config.val is None else _build_dataset(config, config.val, "data.val")
-
-
-def _build_dataset(config: DataConfig, part: FactoryConfig, where: str) -> Any:
+def build_dataset(config: DataConfig, part: FactoryConfig, where: str) -> Any:
+    """The training or the validation data."""
     dataset = build(part, where, **config.args)
     if not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__getitem__"):
         raise UsageError(f"{where}: expected a data set, {type(dataset).__name__} is none")
@@ -66,13 +61,6 @@ def val_loader(config: DataConfig, dataset: Any, batch_size: int, ranks: Ranks, 
     if shared and not isinstance(dataset, IterableDataset):
         sampler = range(ranks.rank, len(dataset), ranks.world)
     return DataLoader(dataset, batch_size, sampler=sampler, **_options(config))
-
-
-def may_begin_early(val_loader: Any, train_loader: Any) -> bool:
-    """Whether a pass over the validation data can begin while one over the training data goes on, and gains by it."""
-    if not isinstance(val_loader, PyTorchLoader) or val_loader is train_loader:
-        return False  # the caller's own may share something with the training's
-    return val_loader.num_workers > 0 and not isinstance(val_loader.dataset, IterableDataset)
 
 
 def steps_per_epoch(loader: Any) -> int | None:

@@ -22,8 +22,8 @@ from flatout.engine.config import TrainConfig, nearest
 from flatout.inside.compiler import round_as_eager
 from flatout.model.errors import UsageError
 
-WITH_GRAPHS = "on, with CUDA graphs"
-CAPTURING = (WITH_GRAPHS, "reduce-overhead", "max-autotune")
+_WITH_GRAPHS = "on, with CUDA graphs"
+CAPTURING = (_WITH_GRAPHS, "reduce-overhead", "max-autotune")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +184,17 @@ def _compile(model: nn.Module, asked: bool | str, device: torch.device, ranks: i
     name, value, why = "train.compile", str(asked), "eager should it fail"
     if asked is False:
         return Decision(name, "off")
-    if asked == "auto" and device.type != "cuda":
-        return Decision(name, "off", f"the default on {device.type}")
     if asked == "auto":
-        value, why = WITH_GRAPHS if ranks == 1 else "on", f"the default on {device.type}"
+        if device.type != "cuda":
+            return Decision(name, "off", f"the default on {device.type}")
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            return Decision(
+                name, "off", "the compiler stops before an RNN and goes on behind it, at a cost in every step"
+            )
+        value, why = _WITH_GRAPHS if ranks == 1 else "on", f"the default on {device.type}"
     elif asked is True:
         value = "on"
-    mode = {"on": None, WITH_GRAPHS: "reduce-overhead"}.get(value, value)
+    mode = {"on": None, _WITH_GRAPHS: "reduce-overhead"}.get(value, value)
     try:
         round_as_eager()
         # `model.compile()` would pass over an nn.Sequential in silence; the forward method is compiled in any case.
@@ -199,3 +203,11 @@ def _compile(model: nn.Module, asked: bool | str, device: torch.device, ranks: i
         why = f"torch.compile failed: {type(problem).__name__}: {problem}"
         return Decision(name, "off", why, instead=True)
     return Decision(name, value, f"{why}; the first step takes longer")
+
+
+def uncompile(model: nn.Module) -> bool:
+    """Take the compiler away from a model again; whether it had one."""
+    plain = getattr(model.forward, "_torchdynamo_orig_callable", None)
+    if plain is not None:
+        model.forward = plain
+    return plain is not None

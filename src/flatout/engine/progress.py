@@ -1,7 +1,7 @@
 """What a person sees of a training, and what is written down of it.
 
 Losses stay on the GPU until they are read, every `log.every` steps. They go into a bar in a terminal, or
-a line elsewhere; into `metrics.jsonl`, `train.csv` and `validation.csv`; and into TensorBoard, W&B and
+a line elsewhere; into `train.csv` and `validation.csv`; and into TensorBoard, W&B and
 MLflow when asked for. Only the first rank speaks.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import importlib
-import json
 import math
 import os
 import time
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from torch import Tensor
 
 from flatout.engine.config import LogConfig
@@ -29,7 +29,6 @@ from flatout.files import write_whole
 from flatout.model.errors import UsageError
 from flatout.model.formatting import in_full
 from flatout.redact import redact_setting, redact_text
-from flatout.sample.gpu import Gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class LossSummary:
     total: float
     count: int
     bad: int
-    first_bad: int | None
+    first_bad: float  # a step, or infinity
     samples: int
     seconds: float
 
@@ -53,20 +52,21 @@ class LossLog:
         self._kept: list[Tensor] = []
         self._last = self._samples = 0
         self._since: float | None = None
-        self.begun: tuple[Tensor, torch.cuda.Event | None, dict[str, Any], int, int, float] | None = None
+        self._begun: tuple[Tensor, torch.cuda.Event | None, dict[str, Any], int, int, float] | None = None
 
-    def add(self, step: int, loss: Tensor, rows: int) -> None:
-        """One more. The time starts with the first, in which workers and the compiler start."""
+    def add(self, step: int, loss: Tensor, rows: int) -> bool:
+        """One more; whether it is the first, which is no part of the speed: workers and the compiler start in it."""
         self._kept.append(loss)
         self._last = step
         if self._since is None:
             self._since = time.monotonic()
-        else:
-            self._samples += rows
+            return True
+        self._samples += rows
+        return False
 
     def begin_reading(self, then: dict[str, Any]) -> None:
         """Start to copy them to the host; `read` returns them a step later."""
-        if not self._kept or self.begun is not None or self._since is None:
+        if not self._kept or self._begun is not None or self._since is None:
             return
         values = torch.stack([loss.float() for loss in self._kept])
         event = None
@@ -75,43 +75,31 @@ class LossLog:
             values, event = host.copy_(values, non_blocking=True), torch.cuda.Event()
             event.record()
         now = time.monotonic()
-        self.begun = values, event, then, self._last, self._samples, now - self._since
+        self._begun = values, event, then, self._last, self._samples, max(now - self._since, 1e-9)
         self._kept, self._samples, self._since = [], 0, now
 
     def read(self) -> LossSummary | None:
         """The losses whose reading began."""
-        if self.begun is None:
+        if self._begun is None:
             return None
-        values, event, then, last, samples, seconds = self.begun
-        self.begun = None
+        values, event, then, last, samples, seconds = self._begun
+        self._begun = None
         if event is not None:
             event.synchronize()
-        numbers = dict(enumerate(values.tolist(), last + 1 - len(values)))
-        good = [number for number in numbers.values() if math.isfinite(number)]
-        bad = [step for step, number in numbers.items() if not math.isfinite(number)]
-        return LossSummary(
-            then=then,
-            last_step=last,
-            total=math.fsum(good),
-            count=len(good),
-            bad=len(bad),
-            first_bad=min(bad, default=None),
-            samples=samples,
-            seconds=max(seconds, 1e-9),
-        )
+        numbers = values.tolist()
+        good = [number for number in numbers if math.isfinite(number)]
+        bad = [step for step, number in enumerate(numbers, last + 1 - len(numbers)) if not math.isfinite(number)]
+        first_bad = min(bad, default=math.inf)
+        return LossSummary(then, last, math.fsum(good), len(good), len(bad), first_bad, samples, seconds)
 
 
 Row = Mapping[str, float | int | None]
-# The most important first: a narrow terminal has no room for all of it beside the bar.
+# The most important first: a narrow terminal cuts off the rest.
 _SHOWN: dict[str, Callable[[float], str]] = {
     "loss": lambda loss: f"loss {in_full(loss)}",
     "samples_per_s": lambda speed: f"{in_full(speed)} samples/s",
     "data_wait_pct": "waits for data {:.0f}%".format,
-    "sm_active_pct": "SM active {:.0f}%".format,
-    "memory_gb": "{:.1f} GB".format,
 }
-_KINDS = ("train", "validation")
-_MIN_BAR, _TIME_LEFT = 8, len("-:--:--")
 
 
 class Reporter:
@@ -124,33 +112,29 @@ class Reporter:
         self._task: Any = None
         self._sinks: list[Callable[[str, int, Row], None]] = []
         self._close: list[Callable[[], None]] = []
-        self._gpus: Gpus | None = None
         self._unwritten: set[str] = set()
         for name in _OPEN if speaks else ():
             if getattr(config, name):  # a mistake is reported before there is a folder
                 _import_logger(name, name)
 
-    def begin(self, step: int, last: int | None, settings: Mapping[str, Any]) -> None:
-        """Training starts at `step` and ends at `last`, if that is known."""
+    def begin(self, begun: int, last: int | None, settings: Mapping[str, Any]) -> None:
+        """Training begins after step `begun` and ends at `last`, if that is known."""
         if not self._speaks:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._forget_after(step)
-        self._sinks = [self._jsonl, self._csv]
+        self._forget_after(begun)
+        self._sinks = [self._csv]
         for name in _OPEN:
             if getattr(self._config, name):
                 write, close = _OPEN[name](self._folder, redact_setting("", settings))
                 self._sinks.append(write)
                 self._close.append(close)
-        if torch.cuda.is_initialized():
-            self._gpus = Gpus(None, lambda text: None)
-            self._close.append(self._gpus.close)
         if self._console.is_terminal and not self._config.quiet:
-            self._bar = Progress(
-                TextColumn("step {task.completed}"), BarColumn(None), TextColumn("{task.fields[text]}"),
-                TimeRemainingColumn(), console=self._console, auto_refresh=False, expand=True,
-            )  # fmt: skip
-            self._task = self._bar.add_task("", total=last, completed=step, text="")
+            words = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True))
+            step = TextColumn("step {task.completed}")
+            columns = step, BarColumn(None), words, TimeRemainingColumn()
+            self._bar = Progress(*columns, console=self._console, auto_refresh=False, expand=True)
+            self._task = self._bar.add_task("", total=last, completed=begun, text="")
             self._bar.start()
 
     def say(self, text: str, *, always: bool = True) -> None:
@@ -163,19 +147,13 @@ class Reporter:
         """How training went since the last time."""
         if not self._speaks:
             return
-        row |= {"sm_active_pct": self._sm_active(), "memory_gb": None}
-        if torch.cuda.is_initialized():
-            row["memory_gb"] = torch.cuda.memory_reserved() / 1e9
         self._write("train", step, row)
-        words = [form(row[name]) for name, form in _SHOWN.items() if row.get(name) is not None]
+        words = "  ".join(form(row[name]) for name, form in _SHOWN.items() if row.get(name) is not None)
         if self._bar is not None:
-            room = self._console.width - len(f"step {step}  ") - _MIN_BAR - len("  ") - _TIME_LEFT
-            while len("  ".join(words)) > room and len(words) > 1:
-                words.pop()
             with self._survive_stdout():
-                self._bar.update(self._task, completed=step, text="  ".join(words), refresh=True)
+                self._bar.update(self._task, completed=step, text=words, refresh=True)
         else:
-            self.say("  ".join([f"epoch {row['epoch']}", f"step {step}", *words]), always=False)
+            self.say(f"epoch {row['epoch']}  step {step}  {words}", always=False)
 
     def evaluated(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
         """What validation gave."""
@@ -215,18 +193,12 @@ class Reporter:
                     self._unwritten.add(why)
                     self.say(f"metrics of step {step} are not written: {why}; training goes on")
 
-    def _jsonl(self, kind: str, step: int, row: Row) -> None:
-        with (self._folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"kind": kind, "step": step, **row}) + "\n")
-
     def _forget_after(self, step: int) -> None:
         """Drop the rows of steps that are taken again after a resume, and a line that a full disk has cut off."""
-        for path in (self._folder / "metrics.jsonl", *(self._folder / f"{kind}.csv" for kind in _KINDS)):
-            with contextlib.suppress(FileNotFoundError):
-                lines = path.read_text().splitlines(keepends=True)
-                kept = [line for line in lines if _is_row_until(step, line)]
-                if kept != lines:
-                    write_whole(path, "".join(kept))
+        for path in self._folder.glob("*.csv"):
+            heading, *rows = path.read_text().splitlines(keepends=True) or [""]
+            kept = [row for row in rows if row.endswith("\n") and int(row.partition(",")[0]) <= step]
+            write_whole(path, "".join([heading, *kept]))
 
     def _csv(self, kind: str, step: int, row: Row) -> None:
         path = self._folder / f"{kind}.csv"
@@ -236,23 +208,6 @@ class Reporter:
             if new:
                 writer.writerow(["step", *row])
             writer.writerow([step, *row.values()])
-
-    def _sm_active(self) -> float | None:
-        if self._gpus is None:
-            return None
-        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-        return next((gpu.sm_active_pct for gpu in self._gpus.read(time.monotonic()) if gpu.uuid.endswith(uuid)), None)
-
-
-def _is_row_until(step: int, line: str) -> bool:
-    """Whether a line of JSON or CSV is whole, and of a step up to this one, or a heading."""
-    try:
-        first = line.partition(",")[0]
-        if line.startswith("{"):
-            first = json.loads(line)["step"]
-        return line.endswith("\n") and (first == "step" or int(first) <= step)
-    except ValueError:
-        return False
 
 
 # ------------------------------------------------------------ other loggers, each as (write, close)

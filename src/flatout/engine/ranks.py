@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -18,10 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flatout.launch.launch_ranks import WATCHED
 from flatout.sample import budget
 
-_GRACE_S = 20.0  # torchrun kills after 30
 _AT_ONCE_S = 1.0
 
 
@@ -86,71 +83,28 @@ def lost_contact(problem: BaseException) -> bool:
 class Interrupts:
     """SIGTERM and Ctrl-C as a request to stop after this step; a second one, over a second later, ends the process.
 
-    (The same signal often comes twice at once: to the process group, and from the launcher.) A rank that
-    waits in a collective for one that died runs no Python signal handler: a thread, woken by the signal,
-    ends the process if the loop has not noticed the request in time.
+    (The same signal often comes twice at once: to the process group, and from the launcher.)
     """
 
-    def __init__(self, ranks: int = 1) -> None:
-        self._alone = ranks == 1 or WATCHED in os.environ
+    def __init__(self) -> None:
         self.asked: str | None = None
         self._asked_at = 0.0
-        self._heard = threading.Event()
         self._before: dict[int, Any] = {}
-
-    def heard(self) -> bool:
-        """Whether to stop; the loop asks at every step, and so shows that this rank is alive."""
-        if self.asked is not None:
-            self._heard.set()
-        return self.asked is not None
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            self._read, self._write = os.pipe()
-            os.set_blocking(self._write, False)
-            self._thread = threading.Thread(target=self._watch, name="flatout-interrupts", daemon=True)
-            self._thread.start()
-            self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._ask)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._before:
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
-            self._before = {}
-            signal.set_wakeup_fd(self._wakeup)
-            self._heard.set()
-            os.write(self._write, bytes([signal.SIGTERM]))  # ends the thread
-            self._thread.join()
-            os.close(self._write)
-            os.close(self._read)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
 
     def _ask(self, number: int, _: FrameType | None) -> None:
         if self.asked is None:
             self.asked, self._asked_at = signal.Signals(number).name, time.monotonic()
         elif time.monotonic() - self._asked_at > _AT_ONCE_S:
-            for known, handler in self._before.items():
-                signal.signal(known, handler)
+            self.__exit__()
             signal.raise_signal(number)
-
-    def _watch(self) -> None:
-        while (byte := os.read(self._read, 1)) and byte[0] not in (signal.SIGTERM, signal.SIGINT):
-            pass
-        if byte and not self._alone and not self._heard.wait(_GRACE_S):
-            text = "told to stop, but this step does not end, another rank may be gone: ending"
-            print(f"flatout: {text}", file=sys.stderr, flush=True)
-            os._exit(1)
-
-
-def _leave_children_alone() -> None:
-    """A forked loader worker does not stop by request: SIGTERM ends it."""
-    handler = signal.getsignal(signal.SIGTERM)
-    if isinstance(getattr(handler, "__self__", None), Interrupts):
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-os.register_at_fork(after_in_child=_leave_children_alone)

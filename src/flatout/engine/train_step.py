@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import statistics
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
@@ -24,93 +22,19 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flatout.engine.config import TrainConfig
-from flatout.engine.model_setup import StepPrecision
+from flatout.engine.model_setup import StepPrecision, uncompile
 from flatout.model.errors import FlatoutError, UsageError
 from flatout.model.formatting import count_of
 
-# Steps of each form: until it is compiled, captured and tuned; then those that are measured.
-WARM, TIMED = 6, 12
-MIN_EAGER_GAIN = 1.05
-# Batches of another shape that may be: a share, and so many at the start.
+# Batches of another shape that graphs put up with: one in so many, and so many at the start.
 ODD_ONE_IN, ODD_ANYWAY = 8, 2
 _FIRST_SCALE = 65536.0  # torch's own
 
 Shapes = tuple[torch.Size, ...]  # of the tensors in a batch
 
 
-class GraphsOrEager:
-    """Whether a model that was captured as CUDA graphs takes a step as graphs, or eagerly.
-
-    Compiling does not always pay: torch's compiler stops before an LSTM and goes on behind it, at a cost
-    in every step. So with `contest` both forms are measured at the start, and training goes on with the
-    faster one. A batch of another shape, such as an epoch's last, is eager; where many have another
-    shape, graphs are no good.
-    """
-
-    def __init__(self, *, contest: bool) -> None:
-        self.contest = contest
-        self._seen: Counter[Shapes] = Counter()
-        self._usual: Shapes | None = None
-        self._measured = 0
-        self._times: tuple[list[tuple[torch.cuda.Event, torch.cuda.Event]], ...] = ([], [])
-
-    @property
-    def eager(self) -> bool:
-        """Whether it is the eager form's turn to be measured."""
-        return self.contest and WARM + TIMED <= self._measured < 2 * (WARM + TIMED)
-
-    @property
-    def varied(self) -> bool:
-        """Whether batches have many shapes."""
-        steps = self._seen.total()
-        return ODD_ONE_IN * (steps - max(self._seen.values(), default=0) - ODD_ANYWAY) > steps
-
-    @contextlib.contextmanager
-    def turn(self, shapes: Shapes) -> Iterator[None]:
-        """One step's forward and backward pass over a batch of these shapes."""
-        self._seen[shapes] += 1
-        # The first of those that were as often.
-        usual = max(self._seen, key=lambda known: self._seen[known])
-        if self._usual is not None and usual != self._usual:
-            # The training began with a batch of another shape, and was compiled for that.
-            torch.compiler.reset()
-            self._measured, self._times = 0, ([], [])
-        self._usual = usual
-        eager, odd = self.eager, shapes != usual
-        if not self.contest or odd or self._measured >= 2 * (WARM + TIMED):
-            with _stance(eager or odd):
-                yield
-            return
-        begin = _event()
-        with _stance(eager):
-            yield
-        if self._measured % (WARM + TIMED) >= WARM:
-            self._times[eager].append((begin, _event()))
-        self._measured += 1
-
-    def result(self) -> tuple[float, float] | None:
-        """Milliseconds of a step as graphs and of an eager one; once, when the GPU has come to the last of them."""
-        if not self.contest or len(self._times[True]) < TIMED or not self._times[True][-1][1].query():
-            return None
-        self.contest = False
-        captured, eager = ([a.elapsed_time(b) for a, b in side] for side in self._times)
-        # The fastest quarter of the steps: an X-ray may slow the others.
-        return statistics.quantiles(captured, n=4)[0], statistics.quantiles(eager, n=4)[0]
-
-
-def _stance(eager: bool) -> contextlib.AbstractContextManager[Any]:
-    return torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext()
-
-
-def _event() -> torch.cuda.Event:
-    # The time on the GPU, so that nothing waits.
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
 class TrainStep:
-    """Learns from one batch at a time."""
+    """Learns from one batch at a time; `captured` says that the model runs as CUDA graphs."""
 
     def __init__(
         self,
@@ -121,7 +45,7 @@ class TrainStep:
         config: TrainConfig,
         say: Callable[[str], None],
         *,
-        form: GraphsOrEager | None = None,
+        captured: bool = False,
     ) -> None:
         self.model, self.criterion, self.optimizer = model, criterion, optimizer
         self.precision = precision
@@ -131,17 +55,17 @@ class TrainStep:
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._say = say
         # The gradients of a captured model are in the graphs' memory, and written over by the next pass.
-        self._captured = list(model.parameters()) if form is not None else []
-        self._form = form
+        self._captured = list(model.parameters()) if captured else []
         self._uncaptured_mode = {"max-autotune": "max-autotune-no-cudagraphs"}.get(str(config.compile))
+        self._usual: Shapes | None = None  # what the graphs are captured for
+        self._steps = self._odd = 0
         self._exchanging = False
 
     def __call__(self, batch: Any) -> Tensor:
         """The loss of `batch`, on its device; the weights have learned from it."""
         while True:
-            turn = self._form.turn(shapes_in(batch)) if self._form is not None else contextlib.nullcontext()
             try:
-                with turn:
+                with self._graphs_or_eager(batch):
                     loss = self._gradients(batch)
                 break
             except Exception as problem:
@@ -153,8 +77,6 @@ class TrainStep:
             if self.precision.device.type == "cuda":
                 torch.cuda.empty_cache()
         self._update()
-        if self._form is not None:
-            self._settle(self._form)
         return loss
 
     def forward(self, batch: Any, model: nn.Module | None = None) -> tuple[Tensor, Any, Any]:
@@ -170,6 +92,24 @@ class TrainStep:
             if not isinstance(loss, Tensor):
                 raise UsageError(f"criterion: expected a tensor as the loss (got {loss!r})")
             return loss, output, target
+
+    def _graphs_or_eager(self, batch: Any) -> contextlib.AbstractContextManager[Any]:
+        """A batch of another shape than the first is eager; where there are many of them, graphs are no good."""
+        if not self._captured:
+            return contextlib.nullcontext()
+        shapes = shapes_in(batch)
+        self._usual = self._usual or shapes
+        self._steps += 1
+        if shapes == self._usual:
+            return contextlib.nullcontext()
+        self._odd += 1
+        if ODD_ONE_IN * (self._odd - ODD_ANYWAY) > self._steps and self._remove_compiler():
+            torch.compiler.reset()  # which gives the graphs' memory back
+            self._bare.forward = torch.compile(self._bare.forward, mode=self._uncaptured_mode)
+            self._say("train.compile: on, without CUDA graphs from here on: batches have many shapes")
+            return contextlib.nullcontext()
+        eager: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+        return eager
 
     def _gradients(self, batch: Any) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
@@ -214,22 +154,11 @@ class TrainStep:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
-    def _settle(self, form: GraphsOrEager) -> None:
-        """Go on eagerly if that is faster, or without graphs if batches have many shapes."""
-        captured, eager = form.result() or (0.0, 0.0)
-        if captured > MIN_EAGER_GAIN * eager and self._remove_compiler():
-            torch.compiler.reset()  # which gives the graphs' memory back
-            self._say(f"train.compile: off from here on, a step takes {captured:.1f} ms compiled and {eager:.1f} eager")
-        elif form.varied and self._remove_compiler():
-            torch.compiler.reset()
-            self._bare.forward = torch.compile(self._bare.forward, mode=self._uncaptured_mode)
-            self._say("train.compile: on, without CUDA graphs from here on: batches have many shapes")
-
     def _remove_compiler(self) -> bool:
         """Go on eagerly; whether the model was compiled until now."""
         for parameter in self._captured:
             parameter.grad = None  # it is in the graphs' memory
-        self._form, self._captured = None, []
+        self._captured = []
         return uncompile(self._bare)
 
     @property
@@ -241,9 +170,6 @@ class TrainStep:
         """Change what can be changed so that the step can be repeated; what was done, or None."""
         exchanging, self._exchanging = self._exchanging, False
         if out_of_memory(problem):
-            if self._form is not None and self._form.eager:
-                self._form.contest = False
-                return "train.compile: on, there is no memory for an eager step beside it"
             return self._halve(batch, exchanging)
         if self._captured and "CUDAGraphs" in str(problem):
             raise UsageError(
@@ -276,19 +202,6 @@ class TrainStep:
             f"out of memory: {fewer} at a time from here on instead of {size}; "
             f"train.accumulate is {self.accumulate}, the batch stays {rows}, and this step is repeated"
         )
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether the compiler is called in its forward pass."""
-    return hasattr(model.forward, "_torchdynamo_orig_callable")
-
-
-def uncompile(model: nn.Module) -> bool:
-    """Take the compiler away from a model again; whether it had one."""
-    plain = getattr(model.forward, "_torchdynamo_orig_callable", None)
-    if plain is not None:
-        model.forward = plain
-    return plain is not None
 
 
 def out_of_memory(problem: BaseException) -> bool:

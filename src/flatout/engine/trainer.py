@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from flatout.engine.checkpoint import Checkpoints, misfit, newest, overridden, random_state, set_random_state
-from flatout.engine.config import TrainerConfig, amp_is_precision, nearest, validate
-from flatout.engine.datasets import Batches, end_workers, may_begin_early, steps_in_all, steps_per_epoch
+from flatout.engine.checkpoint import Checkpoints, newest, random_state, set_random_state
+from flatout.engine.config import TrainerConfig, nearest, validate
+from flatout.engine.datasets import Batches, end_workers, steps_in_all, steps_per_epoch
 from flatout.engine.model_setup import (
     CAPTURING,
-    WITH_GRAPHS,
     Decision,
     channels_last,
     choose_device,
@@ -39,11 +38,9 @@ from flatout.engine.model_setup import (
 )
 from flatout.engine.progress import LossLog, Reporter
 from flatout.engine.ranks import Interrupts, Ranks, lost_contact
-from flatout.engine.train_step import GraphsOrEager, TrainStep, batch_rows, is_compiled
+from flatout.engine.train_step import TrainStep, batch_rows
 from flatout.feed import to_device
 from flatout.model.errors import FlatoutError, UsageError
-
-VALIDATION_AHEAD = 16  # so many steps before an evaluation, workers begin to read its data
 
 
 @dataclass(slots=True)
@@ -80,19 +77,20 @@ class Trainer:
         val_shared: bool = False,
     ) -> None:
         if not isinstance(config, TrainerConfig):
-            config = validate(TrainerConfig, amp_is_precision(dict(config or {}), "config"), "config")
-        self.config = config
-        train = self.config.train
-        if type(self.config) is TrainerConfig:  # the parts are the caller's own
+            config = validate(TrainerConfig, dict(config or {}), "config")
+        self.config, train = config, config.train
+        if type(config) is TrainerConfig:  # the parts are the caller's own
             for name in {"batch_size", "memory_share", "lr_rule", "lr_batch", "seed"} & train.model_fields_set:
                 raise UsageError(f"train.{name} has no effect here: you made loaders and optimizer yourself")
-            if wrong := self.config.unknown_best(metrics or ()):
-                raise UsageError(wrong)
+        best, known = str(config.checkpoint.best), ["None", "loss", *(metrics or ())]
+        if best.split(".")[0] not in known:
+            hint = nearest(best, known)
+            raise UsageError(f"checkpoint.best must be one of {', '.join(known[1:])} (got {best!r:.60}){hint}")
         asked = train.device if device is None else str(device)
         self.ranks = ranks or Ranks("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")
         self.device = choose_device(asked, self.ranks.local_rank)
-        self.out = Path(self.config.out or "runs/train")
-        self.reporter = Reporter(self.config.log, self.out, speaks=self.ranks.first)
+        self.out = Path(config.out or "runs/train")
+        self.reporter = Reporter(config.log, self.out, speaks=self.ranks.first)
         self.say = self.reporter.say
         precision, decision = choose_precision(train.precision, self.device)
         layout, activations, compiled = prepare_model(model, train, self.device, self.ranks.world)
@@ -100,19 +98,14 @@ class Trainer:
         self.model = model
         if isinstance(criterion, nn.Module):
             criterion.to(self.device)
-        form = None
-        if compiled.value in CAPTURING:
-            form = GraphsOrEager(contest=compiled.value == WITH_GRAPHS and not train.deterministic)
-        whole = self._across_ranks(model)
-        self.step = TrainStep(whole, criterion, optimizer, precision, train, self.say, form=form)
+        whole, captured = self._across_ranks(model), compiled.value in CAPTURING
+        self.step = TrainStep(whole, criterion, optimizer, precision, train, self.say, captured=captured)
         self.scheduler, self.metrics, self.augmentation = scheduler, dict(metrics or {}), augmentation
-        self.checkpoints = Checkpoints(self.out / "checkpoints", self.config.checkpoint, self.say)
+        self.checkpoints = Checkpoints(self.out / "checkpoints", config.checkpoint, self.say)
         self._val_loader, self._val_shared = val_loader, val_shared
         convert = channels_last if layout.value == "on" else None
         self._batches = Batches(train_loader, self.device, convert, self.say)
         self._val_batches = to_device(val_loader, self.device, convert=convert) if val_loader is not None else None
-        self._ahead = may_begin_early(val_loader, train_loader)
-        self._val_pass: Iterator[Any] | None = None
         self._epoch_steps = steps_per_epoch(train_loader)
         self.last_step = steps_in_all(train, train_loader)
         if self.last_step == 0:
@@ -125,8 +118,7 @@ class Trainer:
         self.unsaved = ""
         self.skipped = 0  # steps whose loss was not a number
         self._losses = LossLog()
-        self._interrupts = Interrupts(self.ranks.world)
-        self._begun_at: float | None = None  # until the first step is done
+        self._interrupts = Interrupts()
         self._frozen = False  # the garbage collector's view of what was there before
         self._evaluated_at = self._saved_at = -1
         self._done_at = dict.fromkeys(("evaluate", "checkpoint"), time.monotonic())
@@ -150,19 +142,14 @@ class Trainer:
     def _advance(self, loss: Tensor, rows: int) -> None:
         at = self.at
         at.step, at.batch, at.samples = at.step + 1, at.batch + 1, at.samples + rows
-        self._losses.add(at.step, loss, rows)
-        if self._begun_at is not None:
-            if is_compiled(self.model):
-                self.say(f"compiled: the first step took {time.monotonic() - self._begun_at:.0f} s", always=False)
-            self._begun_at, self._batches.waited_s = None, 0.0
+        if self._losses.add(at.step, loss, rows):  # the first step: workers and the compiler have started
+            self._batches.waited_s = 0.0
         due = self._read_losses()  # if their reading began at the step before
         if at.step % self.config.log.every == 0:
             self._begin_reading(at.epoch + 1)
         if self.scheduler is not None and self.config.train.scheduler_per == "step":
             self._schedule()
         self._do(due | self._due("step", at.step))
-        if self._ahead and self._steps_to_evaluation() == VALIDATION_AHEAD and not self.finished:
-            self._begin_validation(at.step + VALIDATION_AHEAD)
 
     def _end_epoch(self) -> None:
         self.at.epoch, self.at.batch = self.at.epoch + 1, 0
@@ -178,7 +165,7 @@ class Trainer:
             self._do({"evaluate"})
         if self._saved_at != self.at.step and self.config.checkpoint.every is not None:
             self.save()
-        self.unsaved = self.checkpoints.finish()
+        self.unsaved = self.checkpoints.wait()
         if self.stopped_by is not None:
             then = self.unsaved or "go on with --resume"
             if self.config.checkpoint.every is None:
@@ -192,8 +179,7 @@ class Trainer:
         return self.stopped_by is None and self.at.batch == self._epoch_steps
 
     def _over(self) -> bool:
-        # Several agree on it when losses are read.
-        if self._interrupts.heard() and self.ranks.world == 1:
+        if self.ranks.world == 1:  # several agree on it when losses are read
             self.stopped_by = self._interrupts.asked
         return self.finished or self.stopped_by is not None
 
@@ -211,9 +197,6 @@ class Trainer:
                 self.reporter.begin(self.at.step, self.last_step, settings)
                 for decision in self.decisions:
                     self.say(str(decision), always=decision.instead)
-                if not is_compiled(self.model):  # else once the compiler is done
-                    self._freeze()
-                self._begun_at = time.monotonic()
                 yield
             except RuntimeError as problem:
                 if self.ranks.world == 1 or not lost_contact(problem):
@@ -228,7 +211,6 @@ class Trainer:
                     gc.unfreeze()
                     self._frozen = False
                 self._batches.close()
-                self._val_pass = None
                 end_workers(self._val_loader)
                 self.reporter.end()
 
@@ -275,49 +257,22 @@ class Trainer:
         if "evaluate" in due and self._val_batches is not None:
             # Those from before it; an evaluation waits for the GPU anyway.
             due = due | self._read_losses()
-            try:
-                best = self._evaluate()
-            except Exception:
-                if "checkpoint" in due and self.ranks.world == 1:
-                    self.save()  # a metric that fails does not cost an epoch
-                raise
+            best = self._evaluate()
         if "checkpoint" in due or (best and self.config.checkpoint.every is not None):
             self.save(best=best)
 
-    def _steps_to_evaluation(self) -> int | None:
-        """How many steps there are to the next evaluation, if that is known."""
-        every, at = self.config.evaluate.every, self.at
-        if every is None or every.unit == "minute":
-            return None
-        if every.unit == "step":
-            return int(every.number - at.step % every.number)
-        if self._epoch_steps is None or (at.epoch + 1) % every.number:
-            return None
-        return self._epoch_steps - at.batch
-
-    def _begin_validation(self, step: int) -> None:
-        """Have workers read validation data for the evaluation after `step`; their random numbers follow from it."""
-        if self._val_batches is not None and self._val_pass is None:
-            # Training draws the same numbers, however often it validates.
-            random = random_state(self.device)
-            torch.default_generator.manual_seed(step)
-            with torch.no_grad():  # by which flatout knows an evaluation
-                self._val_pass = iter(self._val_batches)
-            set_random_state(random, self.device)
-
     def _evaluate(self) -> bool:
         """Validate; whether the result is the best so far."""
-        self._begin_validation(self.at.step)
-        assert self._val_pass is not None
+        assert self._val_batches is not None
+        # Training draws the same numbers, however often it validates.
         random = random_state(self.device)
-        batches = self._validation_batches(self._val_pass)
-        results = evaluate(self.step, self.model, batches, self.metrics, self.ranks, self._val_shared)
+        torch.default_generator.manual_seed(self.at.step)
+        with torch.no_grad():  # by which flatout knows an evaluation
+            batches = (self._augmented(batch, training=False) for batch in self._val_batches)
+            results = evaluate(self.step, self.model, batches, self.metrics, self.ranks, self._val_shared)
         # All ranks have to agree on what is best.
         self.results = self.ranks.gathered(results)[0]
         set_random_state(random, self.device)
-        self._val_pass = None
-        if self.ranks.world > 1 and self.ranks.highest([self._interrupts.heard()])[0]:
-            self.stopped_by = self._interrupts.asked or "stop"
         self._evaluated_at, self._done_at["evaluate"] = self.at.step, time.monotonic()
         self.reporter.evaluated(self.at.step, self.at.epoch + (self.at.batch > 0), self.results)
         if isinstance(self.scheduler, ReduceLROnPlateau):
@@ -327,19 +282,11 @@ class Trainer:
             return False
         if name not in self.results:
             raise UsageError(f"checkpoint.best: there is no metric {name!r}{nearest(name, self.results)}")
-        value, best = self.results[name], self.best
-        if not math.isfinite(value):
-            return False
-        lower_is_better = self.config.checkpoint.best_is == "min"
-        if best is not None and (value == best or (value < best) is not lower_is_better):
+        value, sign = self.results[name], {"min": 1, "max": -1}[self.config.checkpoint.best_is]
+        if not math.isfinite(value) or (self.best is not None and sign * value >= sign * self.best):
             return False
         self.best = value
         return True
-
-    def _validation_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
-        for batch in batches:
-            self._interrupts.heard()  # which shows that this rank is alive
-            yield self._augmented(batch, training=False)
 
     def _schedule(self) -> None:
         if not isinstance(self.scheduler, ReduceLROnPlateau):
@@ -358,8 +305,9 @@ class Trainer:
         self._freeze()
         total, count, samples = self.ranks.total([read.total, read.count, read.samples])
         due = self._due("minute")
-        mine = [read.bad, -(read.first_bad or math.inf), "evaluate" in due, "checkpoint" in due]
-        bad_steps, first_bad, evaluate_now, save_now, stop = self.ranks.highest([*mine, self._interrupts.heard()])
+        stop = self._interrupts.asked is not None
+        mine = [read.bad, -read.first_bad, "evaluate" in due, "checkpoint" in due, stop]
+        bad_steps, first_bad, evaluate_now, save_now, stop_now = self.ranks.highest(mine)
         self.skipped += int(bad_steps)
         row: dict[str, Any] = {"epoch": read.then["epoch"], "loss": None, "lr": read.then["lr"]}
         row |= {"samples": read.then["samples"], "samples_per_s": None, "data_wait_pct": None, "skipped": self.skipped}
@@ -372,10 +320,9 @@ class Trainer:
         self.reporter.trained(read.last_step, row)
         if bad_steps:
             self._not_a_number(int(-first_bad))
-        if stop and self.ranks.world > 1:
+        if stop_now:
             self.stopped_by = self._interrupts.asked or "stop"
-        due = {"evaluate"} if evaluate_now else set()
-        return due | ({"checkpoint"} if save_now else set())
+        return {name for name, now in (("evaluate", evaluate_now), ("checkpoint", save_now)) if now}
 
     def _freeze(self) -> None:
         """Keep the garbage collector from looking through what is there by now, again and again."""
@@ -408,7 +355,6 @@ class Trainer:
             "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
             "scaler": self.step.scaler.state_dict(),
             "accumulate": self.step.accumulate,
-            "epoch_steps": self._epoch_steps,
             "best": self.best,
             "ranks": ranks,
         }
@@ -438,11 +384,16 @@ class Trainer:
     def _take(self, state: dict[str, Any]) -> None:
         if len(state["ranks"]) != self.ranks.world:
             raise UsageError(f"{self.out}: saved by {len(state['ranks'])} rank(s), there are {self.ranks.world} now")
-        for name, ours in (("scheduler", self.scheduler), ("optimizer", self.step.optimizer)):
-            if ours is not None and (why := misfit(ours.state_dict(), state[name])):
-                raise UsageError(f"{self.out}: the {name} of its checkpoint is not that of this config: {why}")
-        for text in overridden(self.step.optimizer, self.scheduler, self._epoch_steps, state):
-            self.say(text)
+        ours, saved = self.step.optimizer.param_groups[0], state["optimizer"]["param_groups"][0]
+        self._compare("optimizer", ours, saved, {"initial_lr"})  # which is a scheduler's
+        if self.scheduler is not None:
+            self._compare("scheduler", self.scheduler.state_dict(), state["scheduler"] or {}, set())
+        moving = {"params", "lr" if "initial_lr" in ours else ""}
+        for name in sorted(ours.keys() - moving):
+            if saved.get(name) != ours[name]:
+                self.say(
+                    f"the optimizer's {name} stays as it was: {saved.get(name)} (the config comes to {ours[name]})"
+                )
         self.model.load_state_dict(state["model"])
         self.step.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
@@ -453,6 +404,12 @@ class Trainer:
         self.step.accumulate = max(self.step.accumulate, state["accumulate"])
         self.at, self.best = TrainingPosition(**state["at"]), state["best"]
         self._batches.resume(state["ranks"][self.ranks.rank])
+
+    def _compare(self, part: str, ours: Mapping[str, Any], saved: Mapping[str, Any], optional: set[str]) -> None:
+        missing = {key for key in ours.keys() - saved.keys() - optional if not key.startswith("_")}
+        if missing:
+            why = f"it has no {', '.join(sorted(missing))}"
+            raise UsageError(f"{self.out}: the {part} of its checkpoint is not that of this config: {why}")
 
     def _across_ranks(self, model: nn.Module) -> nn.Module:
         if self.ranks.world == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
@@ -469,7 +426,6 @@ def can_share(metrics: Mapping[str, Any]) -> bool:
     return all(not is_object(metric) or hasattr(metric, "sync") for metric in metrics.values())
 
 
-@torch.no_grad()
 def evaluate(
     step: TrainStep, model: nn.Module, batches: Iterable[Any], metrics: Mapping[str, Any], ranks: Ranks, shared: bool
 ) -> dict[str, float]:
@@ -477,8 +433,7 @@ def evaluate(
     device = step.precision.device
     functions = {name: metric for name, metric in metrics.items() if not is_object(metric)}
     objects = {name: metric for name, metric in metrics.items() if is_object(metric)}
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    sums = torch.zeros(1 + len(functions), dtype=dtype, device=device)
+    sums = torch.zeros(1 + len(functions), dtype=torch.float64, device=device)
     rows = 0
     for metric in objects.values():
         if hasattr(metric, "to"):

@@ -24,8 +24,6 @@ _EXPLAIN_S, _END_S = 5.0, 30.0
 _SAME_LINE_S, _REMEMBERED = 5.0, 1_000  # apart; lines
 _LAST_WORDS_S = 1.0
 _PR_SET_PDEATHSIG = 1
-# Set for the ranks: this launcher ends the others if one dies.
-WATCHED = "FLATOUT_RANKS_WATCHED"
 
 
 def main(count: int, command: Sequence[str]) -> int:
@@ -43,7 +41,7 @@ def main(count: int, command: Sequence[str]) -> int:
     port = str(_free_port())
     for rank in range(count):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-        env = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, WATCHED: "1"}
+        env = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, preexec_fn=end_with_parent))
     shown: dict[bytes, tuple[int, float]] = {}
     threads = []

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flatout.engine.config import TrainConfig
 from flatout.engine.model_setup import choose_precision
-from flatout.engine.train_step import GraphsOrEager, TrainStep
+from flatout.engine.train_step import TrainStep
 
 BATCH = [torch.arange(12.0).reshape(6, 2) / 12, torch.ones(6, 1)]
 
@@ -47,8 +47,8 @@ class Captured(nn.Module):
 def step_of(model: nn.Module, criterion: Any, accumulate: int, captured: bool) -> TrainStep:
     learned = [parameter for name, parameter in model.named_parameters() if not name.startswith("unlearned")]
     precision, _ = choose_precision("off", torch.device("cpu"))
-    config, form = TrainConfig(accumulate=accumulate), GraphsOrEager(contest=False) if captured else None
-    return TrainStep(model, criterion, torch.optim.SGD(learned, lr=0.1), precision, config, print, form=form)
+    config = TrainConfig(accumulate=accumulate)
+    return TrainStep(model, criterion, torch.optim.SGD(learned, lr=0.1), precision, config, print, captured=captured)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
