@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import struct
 import weakref
-import zlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import interpolate, pad
-
-from flatout.files import write_whole
 
 from . import batch_program
-from .batch_program import BatchProgram, PlacedOperation, draw, steps
-from .ops import Affine, HFlip, Operation, Resize, Rotate, Size, require
+from .batch_program import BatchProgram, draw, steps
+from .ops import Affine, HFlip, Operation, Resize, Rotate, require
 from .points import Blur, Brightness, ColorJitter, Contrast, Normalize
 
 if TYPE_CHECKING:
@@ -107,15 +101,6 @@ class Augment(nn.Module):
         """What the columns of `params` are for such images."""
         return self._program(self._channels_first(images), self.training).columns
 
-    def preview(self, images: Tensor, path: str | Path, *, epoch: int = 0, count: int = 8) -> None:
-        """Write a PNG with the first images above what becomes of them, before they are normalized."""
-
-        images = self._channels_first(images)[:count].cpu()
-        shown = [step for step in self._steps if not isinstance(step.operation, Normalize)]
-        program = self._build(shown, (images.shape[2], images.shape[3]), images.shape[1])
-        rows = draw(program, torch.arange(len(images)), epoch, self.seed)
-        sheet(images, batch_program.apply(program, images, rows, self.fill), path)
-
     def extra_repr(self) -> str:
         """The operations and the options, for print."""
         return ", ".join([*map(str, self.operations), f"seed={self.seed}", f"dtype={self.dtype}"])
@@ -125,11 +110,9 @@ class Augment(nn.Module):
         if key not in self._programs:
             steps = [step for step in self._steps if training or isinstance(step.operation, (Resize, Normalize))]
             channels, height, width = map(int, images.shape[1:])
-            self._programs[key] = self._build(steps, (height, width), channels)
+            nearest = self.interpolation == "nearest"
+            self._programs[key] = BatchProgram.build(steps, (height, width), channels, nearest=nearest)
         return self._programs[key]
-
-    def _build(self, steps: Sequence[PlacedOperation], size: Size, channels: int) -> BatchProgram:
-        return BatchProgram.build(steps, size, channels, nearest=self.interpolation == "nearest")
 
     def _plan(self, program: BatchProgram, images: Tensor) -> KernelPlan:
         from . import kernel_launch  # which imports triton
@@ -208,10 +191,6 @@ class Schedule(nn.Module):
     def forward(self, images: Tensor, masks: Tensor | None = None, *, epoch: int = 0, **arguments: Any) -> Any:
         """As `Augment.forward`, by the stage of this epoch."""
         return self.at(epoch)(images, masks, epoch=epoch, **arguments)
-
-    def preview(self, images: Tensor, path: str | Path, *, epoch: int = 0, count: int = 8) -> None:
-        """As `Augment.preview`, by the stage of this epoch."""
-        self.at(epoch).preview(images, path, epoch=epoch, count=count)
 
 
 # `torch.compile` is to see one opaque operation: a function of tensors and numbers, which finds its Augment by number.
@@ -308,40 +287,3 @@ def _described(value: object) -> object:
     if not isinstance(value, Tensor):
         return value
     return f"{value.dtype} of {tuple(value.shape)} on {value.device}"
-
-
-# ------------------------------------------------------------ a sheet of pictures
-
-
-def sheet(before: Tensor, after: Tensor, path: str | Path) -> None:
-    """Two rows, the originals (uint8) above what became of them (0 to 1); B×C×H×W, of any two sizes."""
-    after = (after * 255).round().clamp(0, 255).to(torch.uint8)
-    height = after.shape[2]
-    width = max(1, round(before.shape[3] * height / before.shape[2]))
-    shrunk = interpolate(before.float(), (height, width), mode="bilinear", antialias=True).round().to(torch.uint8)
-    cells = max(width, after.shape[3])
-    rows = []
-    for pictures in (shrunk, after):
-        framed = pad(_rgb(pictures), (2, 2 + cells - pictures.shape[3], 2, 2), value=255)
-        rows.append(torch.cat(list(framed), 2))
-    write_whole(Path(path), _png(torch.cat(rows, 1)))
-
-
-def _rgb(pictures: Tensor) -> Tensor:
-    if pictures.shape[1] >= 3:
-        return pictures[:, :3]
-    return pictures[:, :1].expand(-1, 3, -1, -1)
-
-
-def _png(picture: Tensor) -> bytes:
-    """A uint8 3×H×W picture as the bytes of a PNG file."""
-    _, height, width = picture.shape
-    lines = picture.permute(1, 2, 0).reshape(height, width * 3)
-    # Each line starts with filter type 0.
-    filtered = pad(lines, (1, 0)).contiguous().numpy().tobytes()
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(filtered)) + chunk(b"IEND", b"")

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 from flatout.augment import (
     Affine,
@@ -124,19 +122,6 @@ def test_an_augment_can_be_forgotten():
     handle = Standard()._handle
     gc.collect()
     assert handle not in pipeline._alive
-
-
-def test_preview_writes_a_sheet(tmp_path):
-    Strong(size=20).preview(IMAGES, tmp_path / "sheet.png", count=3)
-    with Image.open(tmp_path / "sheet.png") as image:
-        sheet = np.asarray(image)
-    assert sheet.shape == (2 * 24, 3 * 31, 3)  # 27×20 above 20×20, frames of 2
-    identity = Augment([Normalize((0.5,), (0.5,))])
-    identity.preview(IMAGES[:1], tmp_path / "same.png")
-    with Image.open(tmp_path / "same.png") as image:
-        same = np.asarray(image)
-    assert np.array_equal(same[2:26, 2:34], IMAGES[0].permute(1, 2, 0).numpy())
-    assert np.array_equal(same[30:54, 2:34], same[2:26, 2:34])
 
 
 AUG = Standard()
