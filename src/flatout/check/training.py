@@ -11,9 +11,19 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flatout.check import script as source
 from flatout.check.known_settings import HOLDER, KnownSettings, KnownValue, setting_path
-from flatout.check.script import LOOPS, Node, Script, last_name, only_value, where
+from flatout.check.script import (
+    LOOPS,
+    Node,
+    Script,
+    argument,
+    function_of,
+    last_name,
+    loops_around,
+    only_value,
+    parents,
+    where,
+)
 from flatout.model.frameworks import FRAMEWORKS, RUN_LOOPS
 from flatout.sample.budget import Budget
 from flatout.trace import GpuSample
@@ -84,7 +94,7 @@ class Training:
 
     def argument(self, call: ast.Call, name: str, position: int | None = None) -> KnownValue | None:
         """What a call is given under a name; None where it is not given, unknown where that cannot be told."""
-        node = source.argument(call, name, position)
+        node = argument(call, name, position)
         spread = [keyword.value for keyword in call.keywords if keyword.arg is None]
         for mapping in spread if node is None else ():
             items = _items(mapping)
@@ -122,11 +132,11 @@ def _items(node: Node) -> dict[str, Node] | None:
 
 def is_of_evaluation(call: ast.Call) -> bool:
     """Whether a loader or sampler is not for training: by its name, its dataset, the function it is built in."""
-    statement = next((node for node in source.parents(call) if isinstance(node, ast.stmt)), None)
+    statement = next((node for node in parents(call) if isinstance(node, ast.stmt)), None)
     parts = [
         *getattr(statement, "targets", []),
-        source.argument(call, "dataset", 0),
-        getattr(source.function_of(call), "name", None),
+        argument(call, "dataset", 0),
+        getattr(function_of(call), "name", None),
     ]
     texts = [part if isinstance(part, str) else ast.unparse(part) for part in parts if part is not None]
     telling = next((text for text in texts if "train" in text.lower() or _EVALUATION.search(text)), "train")
@@ -135,26 +145,23 @@ def is_of_evaluation(call: ast.Call) -> bool:
 
 def find_loops(script: Script) -> list[TrainingLoop]:
     """Every loop that trains, and every function that trains on one batch."""
-    places = [
-        next(iter(source.loops_around(call)), source.function_of(call))
-        for call in script.calls("backward", "manual_backward")
-    ]
+    places = [next(iter(loops_around(call)), function_of(call)) for call in script.calls("backward", "manual_backward")]
     places += [node for node in script.nodes if getattr(node, "name", "") == "training_step"]
     return [TrainingLoop(place, _epoch_loop(script, place)) for place in dict.fromkeys(places) if place is not None]
 
 
 def _epoch_loop(script: Script, node: Node) -> Node:
     """The loop over epochs around a node: there, or where its function is called."""
-    function = node if isinstance(node, ast.FunctionDef) else source.function_of(node)
+    function = node if isinstance(node, ast.FunctionDef) else function_of(node)
     callers = script.calls(function.name) if function is not None else []
-    loops = [loop for place in (node, *callers) for loop in source.loops_around(place)]
+    loops = [loop for place in (node, *callers) for loop in loops_around(place)]
     return next((loop for loop in loops if _EPOCH.search(ast.unparse(loop).partition(":\n")[0])), None)
 
 
 def runs_every_time(node: Node, within: Node) -> bool:
     """Whether a node runs each time `within` does: no condition stands between, and no `continue` above it."""
     below = node
-    for above in source.parents(node):
+    for above in parents(node):
         if isinstance(above, LOOPS) and below in above.body:
             earlier = above.body[: above.body.index(below)]
             if any(isinstance(one, ast.If) and isinstance(one.body[-1], ast.Continue) for one in earlier):

@@ -54,7 +54,7 @@ from flatout.files import PRIVATE, write_whole
 from flatout.inside.attach import attach
 from flatout.launch.protocol import new_folder
 from flatout.model.errors import NotSavedError, UsageError
-from flatout.model.formatting import in_full
+from flatout.model.formatting import count_of, in_full
 from flatout.model.inputs import load_yaml, text_of
 
 FIRST_SIZE = 32
