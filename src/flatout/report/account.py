@@ -319,22 +319,21 @@ def mean_or_peak(reading: Reading, seen: Iterable[GpuSample]) -> float | None:
 def how_it_ended(trace: Trace) -> str | None:
     """How a run failed, without a full stop. None if it ended well, goes on, or did not record that."""
     code = trace.end.exit_code if trace.end is not None else None
-    failed = [rank for rank in trace.ranks if rank.end is not None and rank.end.error is not None]
+    ends = [(rank.end, rank.info.rank) for rank in trace.ranks if rank.end is not None]
+    failed = [(end, rank) for end, rank in ends if end.error is not None]
     command = next((info.command for info in trace.machines if info.command), ())
     subject = Path(command[0]).name if command and code else "Training"
     after = f"after {_steps(trace.ranks[0])}" if trace.ranks else "before its first step"
     how = f"ended with {exit_in_words(code)} {after}" if code else f"ended {after}"
     if failed:
-        first = min(failed, key=lambda rank: rank.end.time_s if rank.end is not None else 0.0)
-        assert first.end is not None
-        if first.end.error == "KeyboardInterrupt":
+        end, number = min(failed, key=lambda one: one[0].time_s)
+        if end.error == "KeyboardInterrupt":
             return f"{subject} was interrupted {after}"
-        place = f" at {first.end.where}" if first.end.where is not None else ""
-        number = f" (rank {first.info.rank})" if len(trace.ranks) > 1 else ""
-        return f"{subject} {how}: {first.end.error}{place}{number}"
+        rank = f" (rank {number})" * (len(trace.ranks) > 1)
+        return f"{subject} {how}: {' at '.join(filter(None, (end.error, end.where)))}{rank}"
     if code:
         return f"{subject} {how}"
-    if trace.end is not None and code is None and any(rank.end is None for rank in trace.ranks):
+    if trace.end is not None and code is None and len(ends) < len(trace.ranks):
         return f"{subject} was killed, or crashed, {after}"
     return None
 

@@ -214,7 +214,7 @@ def timeline(title: str, step: Step) -> Timeline:
 
 
 def _join_alike(tiles: Iterable[tuple[float, float, str, T]], wall_ms: float) -> list[tuple[float, float, str, T]]:
-    """Tiles (start, length, name, kind): alike neighbours become one, a very short one joins the one before."""
+    """Tiles (start, length, name, kind): alike neighbours become one, a short one joins the one before."""
     joined: list[tuple[float, float, str, T]] = []
     for start, length, name, kind in tiles:
         if joined and (length < SHORTEST_BAR * wall_ms or joined[-1][2:] == (name, kind)):
@@ -343,7 +343,7 @@ def grouped(items: Sequence[T], most: int) -> list[Sequence[T]]:
 
 
 def marks(trace: Trace, rank: RankTrace) -> tuple[Mark, ...]:
-    """Evaluations, checkpoints, starts of loader workers, set-up, X-ray, ceiling. Of too many, the longest."""
+    """Evaluations, checkpoints, starts of workers, set-up, X-ray, ceiling. Of too many, the longest."""
     zero_s = _start_s(trace, rank)
     found: list[Mark] = []
     for kind, group in groupby(rank.steps, key=lambda step: KINDS_IN_WORDS.get(step.kind)):

@@ -62,7 +62,7 @@ def _bar_row(name: object, blocks: Iterable[Html], value: str, beside: str) -> H
 
 
 def time_spent(b: Breakdown, xray: Xray | None) -> Html:
-    """The whole run in a bar; the waterfall of training; and under it what the X-ray saw of the GPU's own work."""
+    """The whole run in a bar, and the waterfall of training; under it what the X-ray saw of the GPU."""
     whole = [bar for bar in chart_data.whole_run(b) if bar.width >= 0.0005]
     blocks = (_block(bar, style=f" n{place}") for place, bar in enumerate(whole))
     names = []

@@ -87,7 +87,7 @@ class Steady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Run A and run B. `typical` compares median steps, `overall` all the time; per sample if batches differ."""
+    """Run A and run B. `typical` compares median steps, `overall` all steps."""
 
     a: Account
     b: Account
@@ -122,7 +122,7 @@ class Comparison:
         return [(name, ours.get(name), theirs.get(name)) for name in found[:MAX_DIFFERENCES]]
 
     def slower_than(self, pct: float) -> bool:
-        """Whether B is shown to be slower by more than `pct` per cent, in its median step or over all its steps."""
+        """Whether B is shown to be slower by more than `pct` per cent, in either ratio."""
         ratios = [ratio for ratio in (self.typical, self.overall) if ratio is not None]
         return self.verdict == "slower" and any(ratio.slower_than(pct) for ratio in ratios)
 

@@ -1,4 +1,4 @@
-"""Findings in words, and changes as one would type them: a flag, a line of a file, or an edit of the source."""
+"""Findings in words, and changes as one would type them: a flag, a line of a file, or an edit."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def finding_to_json(finding: Finding) -> dict[str, Any]:
 
 
 def change_as_typed(account: Account, finding: Finding) -> str | None:
-    """The change ready to paste: by the script's own flag or file, else a line of code, where there is one."""
+    """The change ready to paste: by the script's own flag or file, else as a line of code."""
     if finding.change == "gc_freeze" and finding.value is None:
         return as_code("gc_freeze", True)
     if finding.change is None or finding.value is None:

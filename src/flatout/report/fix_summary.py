@@ -144,7 +144,7 @@ class FixSummary:
         return f"Nothing to change: nothing was worth trying ({result.stopped})."
 
     def figures(self) -> list[tuple[str, str, str]]:
-        """The figures that are known: name, before → after, remark. Where nothing was kept, an epoch's alone."""
+        """The figures that are known: name, before → after, remark. Where nothing was kept, as it is."""
         price = self.price or Price(0.0)
         figures: tuple[tuple[str, Callable[[float], str], str], ...] = (
             (self.unit, in_full, "samples_per_s"),
@@ -244,7 +244,7 @@ def proofs_of(bundle: Sequence[Attempt]) -> list[str]:
 def summarize(
     result: FixResult, command: Sequence[str], plan_file: str, findings: Sequence[Finding], price: Price | None = None
 ) -> FixSummary:
-    """Before and after. Their speeds are over all runs, as the gain is; all other figures are of the last run.
+    """Before and after. Speeds are over all runs, as the gain is; all other figures are of the last run.
 
     `findings` are those of the training as it is now.
     """

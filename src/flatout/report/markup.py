@@ -15,7 +15,7 @@ class Html(str):
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Html:
-    """An element. `class_` is class, `aria_label` aria-label. Attributes and children that are None are left out."""
+    """An element. `class_` is class, `aria_label` aria-label. What is None is left out."""
     opening = name
     for key, value in attributes.items():
         if value is not None:

@@ -59,8 +59,8 @@ def _head(view: ReportView) -> Html:
             tag("h1", view.headlines[0]),
             *(tag("p", line) for line in view.headlines[1:]),
             tag("dl", *figures, class_="figures"),
-            tag("pre", tag("code", view.command), class_="command", aria_label="The command") if view.command else None,
-            _copyable(view.train_with) if view.train_with else None,
+            *(tag("pre", tag("code", line), class_="command", aria_label="The command") for line in view.command),
+            *map(_copyable, view.train_with),
             *(tag("p", f"Note: {note}.", class_="warning") for note in view.notes),
         ]
     )
@@ -79,16 +79,15 @@ def _part(part: Part) -> Html | None:
 
 def _item(item: Item) -> Html:
     code = tag("code", item.code, class_="chip", title=f"{GUIDE.name}: {item.code}")
-    quiet = " · ".join(filter(None, (item.brief, item.quiet)))
+    lines = filter(None, (*item.lines, item.copy_as))
     return tag(
         "article",
-        tag("p", code, tag("span", item.where, class_="where")) if item.code else None,
+        tag("p", code, tag("span", item.where, class_="where")),
         tag("h3", sentence(item.title)),
-        tag("p", quiet, class_="meta") if quiet else None,
-        *(tag("p", sentence(line)) for line in item.lines),
-        tag("p", sentence(item.copy_as)) if item.copy_as else None,
-        *map(_copyable, item.to_copy),
-        _part(item.evidence) if item.evidence is not None else None,
+        tag("p", " · ".join(filter(None, (item.brief, item.quiet))), class_="meta"),
+        *(tag("p", sentence(line)) for line in lines),
+        *map(_copyable, filter(None, item.to_copy)),
+        *map(_part, item.evidence),
         class_=f"finding {item.code.partition('.')[0]}",
     )
 

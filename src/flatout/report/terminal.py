@@ -1,4 +1,4 @@
-"""A Report as text, at most 80 columns wide, without color in a pipe. Also a check, and a fix as it goes on."""
+"""A Report as text, at most 80 columns wide. Also a check, and a fix as it goes on."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def show(report: Report, console: Console) -> None:
     for section in view.sections:
         if section.brief:
             _show_section(section, console)
-    if view.train_with:
-        console.print(Text(f"\nTrain with it:  {view.train_with}"), soft_wrap=True)
+    for command in view.train_with:
+        console.print(Text(f"\nTrain with it:  {command}"), soft_wrap=True)
 
 
 def _show_section(section: ReportSection, console: Console) -> None:
@@ -61,13 +61,17 @@ def _show_section(section: ReportSection, console: Console) -> None:
             console.print()
             _print_table(part, console)
         elif isinstance(part, str) and part:
-            _say(console, part if len(section.parts) > 2 else f"{section.title}: {part}", hang=2, style="dim")
+            if all(isinstance(other, str) for other in section.parts):
+                part = f"{section.title}: {part}"
+            else:
+                console.print()
+            _say(console, part, hang=2, style="dim")
 
 
 def _show_item(item: Item, console: Console) -> None:
     beside = "; ".join(filter(None, (item.brief, ", ".join(filter(None, (item.code, item.where))))))
     _say(console, f"{item.title} ({beside})" if item.brief else item.title, indent=2, hang=2)
-    for line in (*item.lines, *(f"{item.copy_as}{text}" for text in item.to_copy)):
+    for line in filter(None, (*item.lines, *(f"{item.copy_as}{text}" for text in item.to_copy))):
         _say(console, line, indent=4, hang=2)
 
 

@@ -1,4 +1,4 @@
-"""Report → ReportView: what it says, as plain data. `terminal` shows the brief part of it, `page` all of it.
+"""Report → ReportView: what it says, as plain data. `terminal` shows the brief part, `page` all.
 
 headlines, notes, figures     what one reads first
 sections                      of tables, items (a finding, a change), paragraphs, and charts for the page
@@ -36,7 +36,7 @@ SMALL = 0.002  # of the training time: such parts are put together
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows under their heads. Columns from `numbers_from` on are numbers; a `folded` one is for those who ask."""
+    """Rows under their heads; columns from `numbers_from` on are numbers. The page folds up a `folded` one."""
 
     title: str
     heads: Sequence[str]
@@ -55,16 +55,16 @@ class Item:
     where: str = ""
     brief: str = ""  # what it would give
     quiet: str = ""  # how that is known
-    lines: Sequence[str] = ()
+    lines: Sequence[str] = ()  # an empty one is left out
     copy_as: str = ""  # what the lines to copy are for
-    to_copy: Sequence[str] = ()
-    evidence: Table | None = None
+    to_copy: Sequence[str] = ()  # the same
+    evidence: Sequence[Table] = ()
 
 
 Part = Table | Item | str | Callable[[], Html | None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ReportSection:
     """Parts under a title. One without a part is left out; a terminal shows those that are `brief`."""
 
@@ -82,8 +82,8 @@ class ReportView:
     headlines: Sequence[str]
     notes: Sequence[str] = ()
     figures: Sequence[tuple[str, str, str]]
-    command: str = ""
-    train_with: str = ""
+    command: Sequence[str] = ()
+    train_with: Sequence[str] = ()
     sections: Sequence[ReportSection]
 
 
@@ -104,28 +104,27 @@ def _run_view(run: RecordedRun) -> ReportView:
     account, trace, first, began = run.account, run.trace, run.trace.ranks[0], ""
     if first.info.started_unix_s:
         began = f"{datetime.fromtimestamp(first.info.started_unix_s, timezone.utc):%d %B %Y, %H:%M} UTC"
-    ended = [f"{account.ended}."] if account.ended is not None else []
     findings = [_finding(account, finding) for finding in run.findings]
     return ReportView(
         about=("flatout", account.name, first.info.host, account.facts.gpu or "", began),
-        headlines=[*ended, headline(account, run.findings)],
+        headlines=[*(f"{how}." for how in (account.ended,) if how), headline(account, run.findings)],
         figures=_run_figures(account),
-        command=" ".join(account.command),
+        command=[" ".join(account.command)],
         sections=[
-            ReportSection(key="findings", title="What to change", parts=findings),
-            ReportSection(key="time", title="Where the time went", parts=_time_spent(account)),
-            ReportSection(key="steps", title="Two steps in detail", parts=[partial(charts.steps, first)], brief=False),
+            ReportSection("findings", "What to change", findings),
+            ReportSection("time", "Where the time went", _time_spent(account)),
+            ReportSection("steps", "Two steps in detail", [partial(charts.steps, first)], brief=False),
             ReportSection(
                 key="run", title="Over the run", parts=[partial(charts.over_time, trace, first)], brief=False
             ),
-            ReportSection(key="loading", title="Loading", parts=[workers.sentence() for workers in account.workers]),
-            ReportSection(key="workers", title="The workers", parts=_workers(account, first), brief=False),
-            ReportSection(key="xray", title="X-ray: kernel by kernel", parts=_xray(account.xray), brief=False),
-            ReportSection(key="gpus", title="The GPUs", parts=[_gpus(trace)], brief=False),
-            ReportSection(key="ranks", title="The ranks", parts=_ranks(account.by_rank), brief=False),
-            ReportSection(key="facts", title="The facts", parts=[_facts(account)], brief=False),
-            ReportSection(key="notes", title="Notes", parts=[note.text for note in account.notes]),
-            ReportSection(key="trace", title="Trace", parts=[account.folder]),
+            ReportSection("loading", "Loading", [workers.sentence() for workers in account.workers]),
+            ReportSection("workers", "The workers", _workers(account, first), brief=False),
+            ReportSection("xray", "X-ray: kernel by kernel", _xray(account.xray), brief=False),
+            ReportSection("gpus", "The GPUs", [_gpus(trace)], brief=False),
+            ReportSection("ranks", "The ranks", _ranks(account.by_rank), brief=False),
+            ReportSection("facts", "The facts", [_facts(account)], brief=False),
+            ReportSection("notes", "Notes", [note.text for note in account.notes]),
+            ReportSection("trace", "Trace", [account.folder]),
         ],
     )
 
@@ -152,7 +151,6 @@ def _run_figures(account: Account) -> list[tuple[str, str, str]]:
 
 
 def _finding(account: Account, finding: Finding) -> Item:
-    change = change_as_typed(account, finding)
     evidence = [(name.replace("_", " "), as_text(value)) for name, value in finding.evidence.items()]
     shares = (f"{finding.share:.0%} of wall time", f"confidence {finding.confidence:.0%}", finding.derived)
     return Item(
@@ -161,9 +159,9 @@ def _finding(account: Account, finding: Finding) -> Item:
         where=finding.where or "",
         brief=gain(finding),
         quiet=" · ".join(shares),
-        lines=[finding.advice] if finding.advice else (),
-        to_copy=[change] if change else (),
-        evidence=Table(title="Evidence", heads=("what", "value"), rows=evidence, folded=True),
+        lines=[finding.advice],
+        to_copy=[change_as_typed(account, finding) or ""],
+        evidence=[Table(title="Evidence", heads=("what", "value"), rows=evidence, folded=True)],
     )
 
 
@@ -210,8 +208,8 @@ def _xray(x: Xray | None) -> list[Part]:
         return []
     steps, busy_ms = max(1, x.steps), x.busy_ms or x.wall_ms
     said = [
-        f"The GPU was busy {x.busy_ms / x.wall_ms:.0%} of the time: {ms(x.busy_ms / steps)} of {ms(x.wall_ms / steps)} "
-        f"a step. It had nothing queued for {x.launched_late_ms / x.wall_ms:.0%}.",
+        f"The GPU was busy {x.busy_ms / x.wall_ms:.0%} of the time, {ms(x.busy_ms / steps)} a step, "
+        f"and had nothing queued for {x.launched_late_ms / x.wall_ms:.0%}.",
         f"{x.kernels / steps:,.0f} kernels a step, half of them below {x.kernel_us.quantile(0.5) or 0.0:.0f} µs.",
     ]
     if x.matrix_ms:
@@ -286,11 +284,11 @@ def _comparison_view(both: Comparison) -> ReportView:
         notes=both.cautions,
         figures=both.figures(),
         sections=[
-            ReportSection(key="phases", title="Where a step's time goes", parts=[_phases(both, "A", "B")]),
-            ReportSection(key="steps", title="Step by step", parts=[partial(charts.by_step, both.panels)], brief=False),
-            ReportSection(key="losses", title="Losses", parts=losses),
-            ReportSection(key="differences", title="What differs", parts=[differences]),
-            ReportSection(key="intervals", title="Intervals", parts=[INTERVALS], brief=False),
+            ReportSection("phases", "Where a step's time goes", [_phases(both, "A", "B")]),
+            ReportSection("steps", "Step by step", [partial(charts.by_step, both.panels)], brief=False),
+            ReportSection("losses", "Losses", losses),
+            ReportSection("differences", "What differs", [differences]),
+            ReportSection("intervals", "Intervals", [INTERVALS], brief=False),
         ],
     )
 
@@ -308,15 +306,13 @@ def _fix_view(report: Report, fix: FixSummary) -> ReportView:
     if both is not None:
         panels = partial(charts.by_step, both.panels)
         charted = [
-            ReportSection(key="before", title="Where the time went before", parts=_time_spent(both.a), brief=False),
-            ReportSection(key="after", title="Where it goes now", parts=_time_spent(both.b), brief=False),
-            ReportSection(key="phases", title="Phase by phase", parts=[_phases(both, "before", "after")], brief=False),
-            ReportSection(key="steps", title="Step by step (A: before, B: after)", parts=[panels], brief=False),
+            ReportSection("before", "Where the time went before", _time_spent(both.a), brief=False),
+            ReportSection("after", "Where it goes now", _time_spent(both.b), brief=False),
+            ReportSection("phases", "Phase by phase", [_phases(both, "before", "after")], brief=False),
+            ReportSection("steps", "Step by step (A: before, B: after)", [panels], brief=False),
         ]
     elif run is not None:
-        charted = [
-            ReportSection(key="before", title="Where the time goes", parts=_time_spent(run.account), brief=False)
-        ]
+        charted = [ReportSection("before", "Where the time goes", _time_spent(run.account), brief=False)]
     left = [_finding(run.account, finding) for finding in fix.left] if run is not None else []
     withheld = []
     for offer in result.withheld:
@@ -328,14 +324,14 @@ def _fix_view(report: Report, fix: FixSummary) -> ReportView:
         headlines=[fix.sentence()],
         notes=result.remarks,
         figures=fix.figures(),
-        train_with=fix.train_with if result.kept else "",
+        train_with=[fix.train_with for _ in result.kept[:1]],
         sections=[
-            ReportSection(key="kept", title="Kept", parts=[_kept(fix, bundle) for bundle in bundles(fix.kept)]),
+            ReportSection("kept", "Kept", [_kept(fix, bundle) for bundle in bundles(fix.kept)]),
             *charted,
-            ReportSection(key="undone", title="Not kept", parts=list(map(_undone, bundles(fix.undone)))),
-            ReportSection(key="withheld", title="Not tried without your permission", parts=withheld),
-            ReportSection(key="left", title="Left to you", parts=left),
-            ReportSection(key="runs", title="Runs", parts=[runs, fix.runs]),
+            ReportSection("undone", "Not kept", list(map(_undone, bundles(fix.undone)))),
+            ReportSection("withheld", "Not tried without your permission", withheld),
+            ReportSection("left", "Left to you", left),
+            ReportSection("runs", "Runs", [runs, fix.runs]),
         ],
     )
 
@@ -354,4 +350,4 @@ def _kept(fix: FixSummary, bundle: Sequence[Attempt]) -> Item:
 
 def _undone(bundle: Sequence[Attempt]) -> Item:
     outcome = bundle[0].outcome
-    return Item(title=f"{names_of(bundle)}: {outcome.verdict}", lines=[outcome.note] if outcome.note else ())
+    return Item(title=f"{names_of(bundle)}: {outcome.verdict}", lines=[outcome.note])

@@ -1,4 +1,4 @@
-"""Samples → figures: what one sample says, and what all of them come to, in memory that does not grow with the run.
+"""Samples → figures: what one sample says, and what all of them come to, in bounded memory.
 
 Everything is weighted by time, so a sample that stands for several intervals (of a long recording) counts for as much
 as they did. A GPU's *activity* is what its pulses say, at up to 8 Hz: SM active where the GPU has GPM counters,

@@ -56,7 +56,7 @@ class Drawing:
 
 
 def gpu_panel(scene: Scene, width: int, height: int) -> Drawing:
-    """Each GPU in a line, where there are several; then the chosen one: its levels, and SM against GPU-Util."""
+    """Each of several GPUs in a line; then the chosen one: its levels, and SM against GPU-Util."""
     gpus, parts = scene.now.gpus, []
     if not gpus:
         return Drawing(title="GPU", body=(*scene.notes, "no GPU in these samples")[0])

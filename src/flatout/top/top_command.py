@@ -251,7 +251,7 @@ def _must_be_writable(name: str) -> None:
 
 @contextmanager
 def _writing(name: str) -> Iterator[None]:
-    """Turn what hinders the writing of a file into one line. A reader of stdout that has left is no mistake."""
+    """Say in one line why a file cannot be written. A reader of stdout that has left is no mistake."""
     try:
         yield
     except OSError as problem:

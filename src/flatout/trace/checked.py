@@ -89,8 +89,7 @@ def _check(hint: Any, name: str) -> Check:
     if origin is dict:
         return functools.partial(_values, _check(arms[1], name))
     if arms[-1] is Ellipsis:
-        items = _good_items if arms[0] in _LENIENT else _items
-        return functools.partial(items, _check(arms[0], name))
+        return functools.partial(_items, _check(arms[0], name), arms[0] in _LENIENT)
     return functools.partial(_row, tuple(_check(arm, name) for arm in arms))
 
 
@@ -135,16 +134,12 @@ def _values(check: Check, item: Any) -> dict[str, Any]:
     return {key: check(value) for key, value in item.items()}
 
 
-def _items(check: Check, item: Any) -> tuple[Any, ...]:
+def _items(check: Check, lenient: bool, item: Any) -> tuple[Any, ...]:
+    """The items, which must all pass the check, or those that do."""
     if type(item) is not list:
         raise ValueError(f"a list is expected, not {_shown(item)}")
-    return tuple([check(one) for one in item])
-
-
-def _good_items(check: Check, item: Any) -> tuple[Any, ...]:
-    """The items that pass the check."""
-    if type(item) is not list:
-        raise ValueError(f"a list is expected, not {_shown(item)}")
+    if not lenient:
+        return tuple([check(one) for one in item])
     good = []
     for one in item:
         with contextlib.suppress(ValueError):

@@ -49,7 +49,7 @@ class StepDownsampler:
         self._window_bytes_left = BYTES_A_LENGTH
 
     def push(self, step: Step) -> list[Step | Window]:
-        """Add one step. Steps that are not plain training (set-up, X-ray, the tail) stay raw and out of the windows."""
+        """Add one step. What is not plain training (set-up, X-ray, the tail) stays out of the windows."""
         kept = [step]
         if step.kind == "train":
             self._seen += 1
@@ -97,7 +97,7 @@ class StepDownsampler:
 
 
 class _Outliers:
-    """Selects steps far slower than the median so far, with their neighbours; only so many at any time of a run."""
+    """Selects steps far slower than the median so far, with their neighbours; only so many at any time."""
 
     def __init__(self) -> None:
         self._wall_ms = Sketch()
@@ -117,7 +117,7 @@ class _Outliers:
         self._median_ms = self._wall_ms.quantile(0.5)
 
     def among(self, walls_ms: list[float], part: Callable[[int, int], list[Step]]) -> list[Step]:
-        """The steps to keep of those of these lengths, and of the ones before. Only these `part` makes into records."""
+        """The steps to keep, of those of these lengths and before. `part` makes records of some of them."""
         limit_ms, left = OUTLIER * (self._median_ms or math.inf), self._left
         kept: list[Step] = []
         kept_to, candidates = 0, walls_ms  # places
@@ -286,7 +286,7 @@ class SampleDownsampler:
 
 
 def mean_of(samples: list[Sample]) -> Sample:
-    """One sample for several: rates and levels as means over time, everything else from the last; fewer pulses."""
+    """One sample for several: means over time; what is no number, from the last; fewer pulses."""
     last = samples[-1]
     if len(samples) == 1:
         return last

@@ -170,7 +170,7 @@ def read_summaries(folder: Path) -> tuple[Summary, ...]:
 
 
 def _rank(info: RunInfo, by_kind: dict[type[Any], list[Any]], workers: tuple[WorkerReport, ...]) -> RankTrace:
-    """A run that was cut off leaves raw steps after its last window: they become a window, if none is missing."""
+    """A run that was cut off leaves raw steps after its last window: if all are there, they become one."""
     steps, windows = by_kind[Step], by_kind[Window]
     rest = steps
     if windows:

@@ -146,7 +146,7 @@ class TraceWriter:
         return len(line)
 
     def _flush(self) -> None:
-        """Write the queued lines. The file is unbuffered: a forked child would write its copy of a buffer again."""
+        """Write the queued lines, without a buffer: a forked child would write its copy of one again."""
         rest = memoryview(b"".join(self._lines))
         waiting, self._lines = len(self._lines), []
         try:
@@ -204,7 +204,7 @@ class _Totals:
                 self._idle_ms[key] = self._idle_ms.get(key, 0.0) + window.gpu_idle_ms[name]
 
     def summary_within(self, most_bytes: int, *, dropped: int, ended: bool) -> bytes:
-        """The summary as JSON that fits: first with coarser sketches, then with fewer notes, last without `facts`."""
+        """The summary as JSON that fits: with coarser sketches, with fewer notes, last without `facts`."""
         info = self._info
         text = b""
         for buckets, notes in ((128, NOTES_KEPT), (64, 50), (32, 20), (16, 5), (8, 0)):
@@ -229,7 +229,7 @@ class _Totals:
 
 
 def note_end(folder: Path, info: RunInfo, end: End) -> None:
-    """Append how a command ended to the recording of its machine, whose writer has closed, or to a new one."""
+    """Append how a command ended to the recording of its machine, after that was closed, or to a new one."""
     path = folder / f"{_stem(info)}.jsonl"
     records: tuple[Record, ...] = (info, end)
     if path.exists():
