@@ -25,7 +25,7 @@ WIDE_COLUMNS = 120
 CHART_LINES = 4  # what is left to the chart at least
 PROCESS = "{:>8}  {:<10}{:>6}{:>8}{:>10}{:>12}  {}"
 EIGHTHS = " ▁▂▃▄▅▆▇█"
-COLORS = {"work": "green", "claim": "yellow", "cool": "blue"}  # as the theme of the view has them
+COLORS = {"work": "green", "claim": "yellow", "cool": "cyan"}  # as the theme of the view has them
 ONLY_WITH_GPM = ("tensor_active_pct", "dram_active_pct")
 
 Gauge = tuple[str, float | None, str, str]  # a label, the length of its bar in per cent, a color, the value in words
@@ -216,7 +216,7 @@ def heat(pct: float | None) -> str:
     """Cool, warm from 75, hot from 90."""
     if _clip(pct) >= 90:
         return "red"
-    return "yellow" if _clip(pct) >= 75 else "blue"
+    return "yellow" if _clip(pct) >= 75 else "cyan"
 
 
 def _clip(pct: float | None) -> float:

@@ -38,6 +38,7 @@ class TopView(App[None]):
     #title, #verdict { height: 1; padding: 0 1; }
     #title, #verdict, #processes { text-wrap: nowrap; text-overflow: ellipsis; }
     .panel { border: round $primary 50%; border-title-style: bold; padding: 0 1; }
+    .panel { border-title-color: $foreground; border-subtitle-color: $foreground; }
     #gpus { height: 2fr; }
     #middle { height: 5; }
     #cpu, #storage { width: 1fr; height: 100%; }
