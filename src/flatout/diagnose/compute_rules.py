@@ -93,7 +93,9 @@ def gain_of_tf32(metrics: RankMetrics) -> dict[str, Any]:
 
 def gain_of_cudnn_benchmark(metrics: RankMetrics) -> dict[str, Any]:
     """cuDNN finds faster kernels, none more than twice as fast."""
-    matrix = _share_of_gpu(metrics, min(metrics.xray.matrix_ms, metrics.xray.busy_ms) if metrics.xray else 0.0)
+    matrix = 0.0
+    if metrics.xray is not None:
+        matrix = _share_of_gpu(metrics, min(metrics.xray.matrix_ms, metrics.xray.busy_ms))
     return gain_if_gpu_spared(metrics, 0.0, matrix / 2 * metrics.saved_at_most)
 
 
@@ -130,8 +132,12 @@ def _unfused_optimizer(metrics: RankMetrics, *, at_least: float) -> Finding | No
     share, name = spent_ms / xray.wall_ms, facts.optimizer
     if share < at_least:
         return None
-    can_fuse, in_a_loop = name in FUSABLE, name not in FUSABLE or facts.optimizer_foreach is False
-    how = "steps in a loop of small kernels:" if in_a_loop else "is not fused, and takes"
+    how = "steps in a loop of small kernels:"
+    more: dict[str, Any] = {"advice": "an optimizer that has fused=True or foreach=True"}
+    if name in FUSABLE:
+        more = {"change": "fused_optimizer", "value": True, "advice": f"torch.optim.{name}(…, fused=True)"}
+        if facts.optimizer_foreach is not False:
+            how = "is not fused, and takes"
     return Finding(
         code="compute.optimizer",
         title=f"{name} {how} {share:.0%} of the step",
@@ -139,9 +145,7 @@ def _unfused_optimizer(metrics: RankMetrics, *, at_least: float) -> Finding | No
         **gain_if_gpu_spared(metrics, 0.0, share),
         confidence=0.7,
         evidence={"optimizer_ms": rounded(spent_ms / xray.steps)},
-        change="fused_optimizer" if can_fuse else None,
-        value=True if can_fuse else None,
-        advice=f"torch.optim.{name}(…, fused=True)" if can_fuse else "an optimizer that has fused=True or foreach=True",
+        **more,
     )
 
 

@@ -103,14 +103,13 @@ def main_thread(metrics: RankMetrics) -> Finding | None:
         wanted = min(wanted, math.ceil(needed / rate) + 1)
         one_worker = rate / now
         advice = f": one process makes {rate:,.0f} samples/s, training uses {now:,.0f}"
-    share, workers_help = metrics.share("data"), not loader.written and not loader.fills
-    advice = f"num_workers={wanted}{advice}"
-    if not workers_help:
-        advice = "keep the dataset as it is while it is read: "
-        if loader.written:
-            advice += f"the loop writes to it ({loader.written}), which no worker sees"
-        else:
-            advice += f"samples fill it ({loader.fills}), and each worker would fill its own"
+    share = metrics.share("data")
+    more: dict[str, Any] = {"change": "num_workers", "value": wanted, "advice": f"num_workers={wanted}{advice}"}
+    as_it_is = "keep the dataset as it is while it is read"
+    if loader.written:
+        more = {"advice": f"{as_it_is}: the loop writes to it ({loader.written}), which no worker sees"}
+    elif loader.fills:
+        more = {"advice": f"{as_it_is}: samples fill it ({loader.fills}), and each worker would fill its own"}
     return Finding(
         code="data.main-thread",
         title=f"samples are loaded in the training process, which spends {share:.0%} of its time on that",
@@ -118,9 +117,7 @@ def main_thread(metrics: RankMetrics) -> Finding | None:
         **gain_if_fed(metrics, saved, one_worker * (1 + _ADDED_WORKER * (wanted - 1)), one_worker * wanted),
         confidence=0.95,
         evidence=_evidence(metrics) | {"samples_per_s_in_this_process": rounded(rate)},
-        change="num_workers" if workers_help else None,
-        value=wanted if workers_help else None,
-        advice=advice,
+        **more,
     )
 
 
@@ -389,10 +386,10 @@ def worker_start(metrics: RankMetrics) -> Finding | None:
     if (loader.sampler or "").rpartition(".")[2] == "RandomSampler":
         note = "shuffling draws other numbers"
     advice = f"persistent_workers=True (from the second epoch on, {note})"
-    # A loader of one epoch keeps its workers for nothing.
-    each_epoch = loader.made_anew and (metrics.facts.loaders_side_by_side or 1) == 1
-    if each_epoch:
-        advice = f"make the loader once, before the first epoch, with {advice}"
+    more: dict[str, Any] = {"change": "persistent_workers", "value": True, "advice": advice}
+    if loader.made_anew and (metrics.facts.loaders_side_by_side or 1) == 1:
+        # A loader of one epoch keeps its workers for nothing.
+        more = {"advice": f"make the loader once, before the first epoch, with {advice}"}
     return Finding(
         code="data.worker-start",
         title=f"{title} {share:.0%} of the time",
@@ -400,9 +397,7 @@ def worker_start(metrics: RankMetrics) -> Finding | None:
         **gains,
         confidence=confidence,
         evidence={"persistent_workers": loader.persistent_workers, "start": loader.start_method},
-        change=None if each_epoch else "persistent_workers",
-        value=None if each_epoch else True,
-        advice=advice,
+        **more,
     )
 
 

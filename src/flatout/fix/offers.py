@@ -17,7 +17,6 @@ fails:
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,6 +34,7 @@ from flatout.model.changes import BY_NAME, SETTING, TO_MAKE, named, safety_of
 from flatout.model.errors import UsageError
 from flatout.model.facts import NO_LOADER
 from flatout.model.finding import Finding
+from flatout.model.inputs import did_you_mean
 from flatout.model.plan import Change, Safety
 from flatout.trace import Trace
 
@@ -107,7 +107,7 @@ def all_in_words(changes: Iterable[Change]) -> str:
 
 
 def with_changes(kept: Sequence[Change], changes: Sequence[Change]) -> tuple[Change, ...]:
-    """What was kept and these, each name once, and nothing beside the elastic loader that it decides itself."""
+    """What was kept and these, each name once; the elastic loader decides some of the others itself."""
     names = {change.name for change in changes}
     if "loader" in names:
         names |= LOADED_BY_HAND
@@ -157,9 +157,7 @@ def _words(option: str, text: str) -> frozenset[str]:
     given = [word.strip().replace("-", "_") for word in text.split(",") if word.strip()]
     for word in given:
         if word not in known and not word.startswith(SETTING):
-            near = [name for name in known if name.startswith(word)]
-            near = near or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0].replace('_', '-')}?" if near else f"there are {', '.join(known)}"
+            hint = did_you_mean(word, known).replace("_", "-")
             raise UsageError(f"{option}: there is no change or class called {word.replace('_', '-')} ({hint})")
     return frozenset(given)
 
@@ -194,7 +192,7 @@ class View:
         return [finding for finding in self.findings if finding.code.startswith(codes)]
 
     def asking_for(self, name: str) -> list[Finding]:
-        """Findings that a change would cure: a setting that asks for it in vain, and causes by their definition."""
+        """Findings that a change would cure: a setting that asks for it in vain, and its causes."""
         off, codes = BY_NAME[name].off, [cause.code for cause in cured_by(name)]
         ignored = [finding for finding in self.found("config.ignored") if off and off in finding.title]
         return [*ignored, *(finding for finding in self.findings if finding.code in codes)]
@@ -231,12 +229,14 @@ def offers(view: View, wishes: Wishes) -> tuple[list[Offer], list[Offer]]:
     withheld: list[Offer] = []
     for family in (_data_path, _compute, _augment_on_gpu, _compile, _larger_batch, _rarer_pauses):
         offer = family(view)
-        fresh = [change for change in offer.changes if view.is_new(change)] if offer is not None else []
+        if offer is None:
+            continue
+        fresh = [change for change in offer.changes if view.is_new(change)]
         may = tuple(change for change in fresh if wishes.permits(change))
-        may_not = tuple(change for change in fresh if not wishes.permits(change) and change.safety == "semantic")
-        if offer is not None and may and may[0].name != "learning_rate":
+        may_not = tuple(change for change in fresh if change not in may and change.safety == "semantic")
+        if may and may[0].name != "learning_rate":
             permitted.append(replace(offer, changes=may))
-        elif offer is not None and may_not:
+        elif may_not:
             withheld.append(replace(offer, changes=may_not))
     permitted = _with_data_path(permitted)
     permitted.sort(key=lambda offer: _order(offer, compiled=view.holds("compile")))
@@ -303,7 +303,7 @@ def _data_path(view: View) -> Offer | None:
 
 
 def _workers(view: View, found: Sequence[Finding], why: str) -> list[Change]:
-    """The elastic loader; where that cannot be had or does not pay, the number of workers and what goes with it.
+    """The elastic loader; where that cannot be had or does not pay, a number of workers.
 
     No worker of any kind where the loop makes the batches itself and writes to its dataset, or samples fill
     it.
@@ -315,7 +315,7 @@ def _workers(view: View, found: Sequence[Finding], why: str) -> list[Change]:
         changes.append(_elastic(view, why))
     elif not loader.iterable:  # the workers of a stream decide what is in the data
         asked = [finding.value for finding in found if finding.change == "num_workers" and finding.value]
-        wanted = int(asked[0]) if asked else spare_cores(view.metrics)
+        wanted = int([*asked, spare_cores(view.metrics)][0])
         if wanted != loader.num_workers:
             knob = view.knob("num_workers", loader.num_workers)
             changes.append(_change("num_workers", wanted, why, safety=_elastic(view, why).safety, knob=knob))
@@ -353,7 +353,7 @@ def _augment_on_gpu(view: View) -> Offer | None:
 
 
 def _may_transform_on_gpu(view: View) -> bool:
-    """Whether samples may do work to pictures that the GPU could do, with no switch of the script's own for it."""
+    """Whether samples may do work to pictures that the GPU could do, without a switch of the script's own."""
     metrics = view.metrics
     pictures = metrics.on_gpu and metrics.facts.pillow and metrics.loader.collate == "default_collate"
     return bool(pictures) and not _augment_knobs(view)
@@ -367,7 +367,7 @@ def _augment_knobs(view: View) -> list[Knob]:
 
 
 def _compute(view: View) -> Offer | None:
-    """What a finding asks for; and with the first of it all others that are off, since one proof does for all."""
+    """What a finding asks for, and with it all others that are off, since one proof does for all."""
     facts = view.metrics.facts
     if not view.metrics.on_gpu:
         return None
@@ -376,27 +376,31 @@ def _compute(view: View) -> Offer | None:
         "cudnn_benchmark": facts.channels_last is not None and not facts.deterministic,
         "fused_optimizer": facts.optimizer in FUSABLE,
     }
-    changes = _precision(view)
-    found = view.asking_for("precision") if changes else []
+    changes, found = _precision(view), []
+    if changes:
+        found = view.asking_for("precision")
     for name in (name for name, possible in can.items() if possible):
         spec, asking = BY_NAME[name], view.asking_for(name)
         if spec.is_off is not None and spec.is_off(facts) and (asking or changes):
-            why = asking[0].title if asking else "goes with the others"
-            changes.append(_change(name, True, why, knob=view.knob(name, False)))
+            reasons = [*(finding.title for finding in asking), "goes with the others"]
+            changes.append(_change(name, True, reasons[0], knob=view.knob(name, False)))
             found += asking
     return _offer(changes, found)
 
 
 def _precision(view: View) -> list[Change]:
-    """bf16 by the script's own switch, else around the forward pass; fp16 where the GPU has no bf16; else TF32."""
+    """The script's own switch, else bf16 around the forward pass (fp16 where the GPU has none), else TF32."""
     in_vain = [finding for finding in view.found("config.ignored") if "TF32" in finding.title]
     asking, switch = [*view.asking_for("precision"), *in_vain], view.knob("precision", False)
     if not asking:
         return []
     if switch and not view.failed("precision", True):
         return [_change("precision", True, asking[0].title, knob=switch)]
-    half = "fp16" if view.verdict("precision", "bf16") == "not applicable" else "bf16"
-    return [_change("precision", "tf32" if view.failed("precision", half) else half, asking[0].title)]
+    values = ["bf16", "tf32"]
+    if view.verdict("precision", "bf16") == "not applicable":
+        values = ["fp16", "tf32"]
+    value = next((value for value in values if not view.failed("precision", value)), "tf32")
+    return [_change("precision", value, asking[0].title)]
 
 
 def _compile(view: View) -> Offer | None:
@@ -409,8 +413,8 @@ def _compile(view: View) -> Offer | None:
     mode = next((mode for mode in _compile_modes(view, late) if view.verdict("compile", mode) is None), None)
     if mode is None:
         return None
-    why = found[0].title if found else f"the GPU waits for launches {late:.0%} of the step"
-    offer = _offer([_change("compile", mode, why)], found)
+    reasons = [*(finding.title for finding in found), f"the GPU waits for launches {late:.0%} of the step"]
+    offer = _offer([_change("compile", mode, reasons[0])], found)
     if offer is not None and mode == "reduce-overhead":
         return replace(offer, promise=max(offer.promise, 1 / (1 - late)))
     return offer
@@ -419,7 +423,7 @@ def _compile(view: View) -> Offer | None:
 def _compile_modes(view: View, late: float) -> list[str]:
     """How to compile, one after the other. Tuned kernels are graphs too, and take minutes to find."""
     if any(step.micro_steps > 1 for step in view.metrics.steps):
-        return ["default"]  # gradients that are accumulated would lie in the graphs' memory, and be written over
+        return ["default"]  # accumulated gradients would lie in the graphs' memory, and be written over
     if view.verdict("compile", "reduce-overhead") == "unsafe":
         return ["default"]
     graphs = ["reduce-overhead"] if late > _MIN_LATE else []
@@ -439,7 +443,8 @@ def _larger_batch(view: View) -> Offer | None:
     batch, first = metrics.loader.batch_size, view.before.loader.batch_size
     if not batch or not first or not view.knob("batch_size", first):
         return None
-    if metrics.headroom > _NEAR_CEILING and not view.found("launch.bound"):  # it waits for what grows with the batch
+    # It waits for what grows with the batch.
+    if metrics.headroom > _NEAR_CEILING and not view.found("launch.bound"):
         return None
     if view.holds("loader") and metrics.share("data") > _STARVED:  # which has all workers that help
         return None

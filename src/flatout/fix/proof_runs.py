@@ -60,9 +60,11 @@ def prove(runner: ProofRunner, kept: Sequence[Change]) -> Iterator[ProofVerdict]
     if not reseeded and not identical and not rounded:
         return
     runs, long = _Runs(runner), proof_steps(rounded)
-    base = plain = ProofRun(changes=(), steps=IDENTITY_STEPS if reseeded else long, leads=1)
-    with_reseeded = ProofRun(changes=reseeded, steps=long, follows=1, leads=2)
-    runs.make_together([plain, *_likely_runs(with_reseeded if reseeded else plain, reseeded, identical, rounded)])
+    base = plain = ProofRun(changes=(), steps=long, leads=1)
+    if reseeded:
+        plain = ProofRun(changes=(), steps=IDENTITY_STEPS, leads=1)
+        base = ProofRun(changes=reseeded, steps=long, follows=1, leads=2)
+    runs.make_together([plain, *_likely_runs(base, identical, rounded)])
     as_it_was = runs.get(AS_IT_WAS, plain)
     if as_it_was.broke_off:
         failed = Proof(standing="not proven", text=f"the command as it was failed: {as_it_was.reason()}")
@@ -70,9 +72,11 @@ def prove(runner: ProofRunner, kept: Sequence[Change]) -> Iterator[ProofVerdict]
         return
     if reseeded:
         standings = ("reseeded", "identical")
-        passed = yield from _Class(runs=runs, base=plain, standings=standings, whole=with_reseeded).prove(reseeded)
-        if passed:
-            base = with_reseeded if passed == reseeded else ProofRun(changes=passed, steps=long, follows=1, leads=3)
+        passed = yield from _Class(runs=runs, base=plain, standings=standings, whole=base).prove(reseeded)
+        if not passed:
+            base = plain
+        elif passed != reseeded:
+            base = ProofRun(changes=passed, steps=long, follows=1, leads=3)
     same = base.changes
     if identical:
         passed = yield from _Class(runs=runs, base=base, standings=("identical",)).prove(identical)
@@ -83,10 +87,12 @@ def prove(runner: ProofRunner, kept: Sequence[Change]) -> Iterator[ProofVerdict]
         yield from _Class(runs=runs, base=base, beside=same).prove(rounded)
 
 
-def _likely_runs(base: ProofRun, reseeded: Changes, identical: Changes, rounded: Changes) -> list[ProofRun]:
-    """The runs that a proof takes where all goes well. And two that may turn out to be needed: the rest without
-    compiling, and a repeat of what it is all compared with."""
-    runs = [base] if reseeded else []
+def _likely_runs(base: ProofRun, identical: Changes, rounded: Changes) -> list[ProofRun]:
+    """The runs that a proof takes where all goes well, and two that may turn out to be needed: the rest
+    without compiling, and a repeat of what it is all compared with."""
+    runs = []
+    if base.follows:
+        runs.append(base)
     if identical:
         runs.append(_on_top(base, identical, IDENTITY_STEPS))
     if rounded:
@@ -125,9 +131,10 @@ class _Runs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Class:
-    """How changes of one class are proven, on top of those `beside` them: their runs are compared with `base`. The same
-    bytes have to reach the model, as far as `standings` say; without any, the loss has to be the same. `whole`: the
-    run of all of them, where others follow it."""
+    """How changes of one class are proven, on top of those `beside` them: their runs are compared with `base`.
+
+    The same bytes have to reach the model, as far as `standings` say; without any, the loss has to be the
+    same. `whole`: the run of all of them, where others follow it."""
 
     runs: _Runs
     base: ProofRun

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple, Protocol
 
 from flatout.diagnose.find_knobs import knobs
 from flatout.diagnose.rank_metrics import RankMetrics, metrics_of
-from flatout.diagnose.rules import diagnose
 from flatout.fix.speed import Speed, measure
 from flatout.launch import launcher, sandbox
 from flatout.launch.protocol import WEIGHTS_OVER, Trial, reasons_not_measured
@@ -214,13 +213,6 @@ class Run:
                 steps = (*steps, *(step for step in before.steps if step.kind in CEILING))
             ranks[number] = replace(rank, xray=rank.xray or before.xray, steps=steps)
         return replace(self, trace=replace(self.trace, ranks=tuple(ranks)))
-
-    @property
-    def in_company(self) -> bool:
-        """Whether others used the machine meanwhile, so that it says less."""
-        if self.trace is None:
-            return False
-        return any(finding.code == "hardware.shared" for finding in diagnose(self.trace))
 
     @property
     def hung(self) -> bool:

@@ -33,7 +33,7 @@ from flatout.fix.offers import (
 from flatout.fix.proof_runs import ProofRunner, ProofVerdict, prove
 from flatout.fix.result import FixResult, ProgressListener
 from flatout.fix.runs import Run, Runner, runs_at_once
-from flatout.fix.speed import Speed
+from flatout.fix.speed import Speed, pooled
 from flatout.fix.time_budget import TimeBudget
 from flatout.fix.trials import FIRST_STEPS, RunHistory, Trials
 from flatout.model.errors import RealWriteError, UsageError
@@ -45,7 +45,7 @@ HARDLY_KNOWN_TO = 0.05  # … and when it is run once more
 COLD_STORAGE = 0.05  # of the time spent waiting for storage: the page cache is not warm yet
 BELIEVED_AT_ONCE = 1.25  # a gain that is believed before any run was repeated
 MOST_REPEATS = 4  # of runs, for a close call
-PROMISING = 1.15  # this much is settled before anything else is tried, in the last comparison's time if need be
+PROMISING = 1.15  # this much is settled at once, and may take the time of the last comparison
 DRIFT = 0.05  # of the machine, from the first run to the last, that deserves a remark
 AT_CEILING = 1.05  # times as fast, and no more, it would be with its data at hand
 UNSTEADY = 0.08  # from run to run: what few repeats cannot see through
@@ -223,7 +223,9 @@ class Search:
     def _settle(self, offer: Offer, run: Run, *, again: bool) -> None:
         """Keep or undo what a trial has shown to run, or leave it for the end."""
         gained, pays = self._judge(offer, again=again)
-        why_not = self._compiling_too_dear(offer.changes, run, gained) if pays else self._why_not_shown(gained, offer)
+        why_not = self._why_not_shown(gained, offer)
+        if pays:
+            why_not = self._compiling_too_dear(offer.changes, run, gained)
         if not why_not:
             self._keep(offer, run, gained)
             return
@@ -346,7 +348,9 @@ class Search:
     def _may_look_at_an_epoch(self, view: View) -> bool:
         """Whether pauses may come less often, no trial has seen them yet, and a longer one is affordable."""
         permitted = any(self._wishes.permits(Change(name=name, value=0, safety="semantic")) for name in PAUSES)
-        if self._history.knows_pauses or not permitted or not pause_knobs(view) or self._epoch_to_look_at() is None:
+        if self._history.knows_pauses or not permitted or not pause_knobs(view):
+            return False
+        if self._epoch_to_look_at() is None:
             return False
         return self._trials.affords(seconds=self._trials.epochs_s(1) + self._trials.epochs_s(2))
 
@@ -481,8 +485,10 @@ class Search:
         """
         result, kept = self.result, self.result.kept
         result.gain = gained = self._history.gain((), kept)
-        result.speeds = self._history.counted(()), self._history.counted(kept)
+        result.speeds = pooled(self._history.speeds(())), pooled(self._history.speeds(kept))
         result.paused = any(change.name in PAUSES for change in kept)
+        if result.paused:
+            result.speeds = self._history.counting_pauses(()), self._history.counting_pauses(kept)
         self._remark(self._trials.after.short_epoch)
         self._progress.say(f"before → after: {gained}")
         # What was kept was picked for how fast it looked: the last runs have to agree, or all of them be

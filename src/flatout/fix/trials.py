@@ -39,7 +39,6 @@ class Trials:
         self._progress = progress
         self._steps = steps
         self._budget = budget
-        self._others_here = False  # others used the machine during a run
 
     @property
     def before(self) -> Run:
@@ -62,8 +61,10 @@ class Trials:
         known_to: float = math.inf,
         look_below_s: float | None = 0.0,
     ) -> Run:
-        """A run with these changes. `steps`: other than usual. X-ray and ceiling are taken where its steps are shorter
-        than `look_below_s` (always, if None); else they are those of what is kept."""
+        """A run with these changes. `steps`: other than usual.
+
+        X-ray and ceiling are taken where its steps are shorter than `look_below_s` (always, if None); else
+        they are those of what is kept."""
         self._progress.run_begins(what, self._budget.left_s)
         usual, expected_s = self._steps or FIRST_STEPS, self._budget.run_s(changes)
         earlier = None
@@ -82,9 +83,6 @@ class Trials:
         # A crash is over sooner, and an epoch later, than other runs: neither says what the next trial takes.
         if run.is_measured and steps is None:
             self._budget.note(changes, run.seconds)
-        if not self._others_here and run.in_company:
-            self._others_here = True
-            self.remark("others use this machine: a gain may not show, run it again when it is quiet")
         return run.with_ceiling_from(earlier)
 
     def prove(self, what: str, requests: Sequence[ProofRun]) -> list[Run]:
@@ -150,15 +148,15 @@ class Trials:
         return reserve_s + PROOF_RUNS * self.before.start_s + training_s + self._budget.compiled_again_s(plan)
 
     def affords(self, changes: Sequence[Change] = (), seconds: float | None = None, *, compare: bool = True) -> bool:
-        """Whether there is time for a run with these changes too (or for so many seconds), beside what is set aside."""
+        """Whether there is time for a run with these changes too, or for so many seconds."""
         if seconds is None:
             seconds = self._budget.run_s(with_changes(self._result.kept, changes))
         return self._budget.left_s - self.reserve_s(changes, compare=compare) > seconds
 
 
 class RunHistory:
-    """The speeds of all runs, by plan. Evaluation and checkpoints are left out of a speed, so plans that differ in
-    these alone are one."""
+    """The speeds of all runs, by plan. Evaluation and checkpoints are left out of a speed, so plans that
+    differ in these alone are one."""
 
     def __init__(self) -> None:
         self._speeds: dict[str, list[Speed]] = {}
@@ -174,10 +172,9 @@ class RunHistory:
         """Those of all runs of a plan, the first one first."""
         return self._speeds.get(_key(changes), [])
 
-    def counted(self, changes: Sequence[Change]) -> Speed:
+    def counting_pauses(self, changes: Sequence[Change]) -> Speed:
         """All runs of a plan as one, with evaluation and checkpoints as often as the plan has them."""
-        speed = pooled(self.speeds(changes))
-        return speed.counting(self._pauses_left_s(changes)) if self._pauses_s else speed
+        return pooled(self.speeds(changes)).counting(self._pauses_left_s(changes))
 
     def gain(self, before: Sequence[Change], after: Sequence[Change]) -> Gain:
         """How many times as fast a plan is as another; with its pauses counted, where it changes them."""

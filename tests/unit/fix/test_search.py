@@ -829,14 +829,6 @@ def test_an_epoch_is_what_the_sampler_gives_not_what_the_dataset_has() -> None:
     assert (run.samples_an_epoch, replace(run, trace=trace).samples_an_epoch) == (6400, 640)
 
 
-def test_other_users_of_the_machine_are_noticed_in_any_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    later = [False, True, True]
-    monkeypatch.setattr(Run, "in_company", property(lambda run: later.pop(0) if later else False))
-    found = fix(World(machine=Machine(data_ms=80.0), workers=0))
-    assert [remark for remark in found.remarks if remark.startswith("others use this machine")] != []
-    assert later == [True], "once is enough"
-
-
 def test_a_gain_that_was_not_measured_again_says_so() -> None:
     found = [fix(World(machine=Machine(data_ms=80.0), workers=0), budget_s=budget_s) for budget_s in (600, 100)]
     said = [any("no time was left to measure before and after" in remark for remark in one.remarks) for one in found]
