@@ -43,9 +43,10 @@ _EXTRAS = {
 }
 _PROBE = """
 import json, torch
-found = {"version": torch.__version__, "cuda": torch.version.cuda or getattr(torch.version, "hip", None), "uuids": []}
+cuda = torch.version.cuda or getattr(torch.version, "hip", None)
+found = {"version": torch.__version__, "cuda": cuda, "uuids": []}
 try:
-    if found["cuda"]:
+    if cuda:
         torch.cuda.init()
         for index in range(torch.cuda.device_count()):
             found["uuids"].append(str(getattr(torch.cuda.get_device_properties(index), "uuid", "")))
@@ -57,7 +58,7 @@ print(json.dumps(found))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFound:
-    """A GPU as the driver sees it. `cuda_index` is the number that programs use; None where they do not see it."""
+    """A GPU as the driver sees it. `cuda_index`: its number in programs; None where they do not see it."""
 
     index: int
     uuid: str
@@ -71,7 +72,7 @@ class GpuFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Torch:
-    """The torch of this Python, and the GPUs it sees. `problem`: why it does not import, or does not see a GPU."""
+    """The torch of this Python, and the GPUs it sees. `problem`: why it does not import or sees none."""
 
     version: str | None = None
     cuda: str | None = None
@@ -81,10 +82,10 @@ class Torch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Driver:
-    """What the driver says of itself. `problem`: why it does not answer; `pids`: the processes on its GPUs."""
+    """What the driver says of itself. `problem`: why it does not answer; `pids`: processes on its GPUs."""
 
     version: str = "unknown"
-    cuda: str = "?"
+    cuda: str = "unknown"
     problem: str | None = None
     pids: tuple[int, ...] = ()
 
@@ -162,14 +163,15 @@ def _ask_driver(nvml: Any, torch: Torch) -> tuple[Driver, tuple[GpuFound, ...]]:
         except (nvml.NVMLError, AttributeError):
             return None
 
-    handles = {index: ask("nvmlDeviceGetHandleByIndex", index) for index in range(ask("nvmlDeviceGetCount") or 0)}
+    count = ask("nvmlDeviceGetCount") or 0
+    handles = {index: ask("nvmlDeviceGetHandleByIndex", index) for index in range(count)}
     there = {index: handle for index, handle in handles.items() if handle is not None}
     gpus = tuple(_gpu(ask, index, handle, torch) for index, handle in there.items())
     running = [ask("nvmlDeviceGetComputeRunningProcesses", handle) or () for handle in there.values()]
-    number = ask("nvmlSystemGetCudaDriverVersion")
+    cuda = ask("nvmlSystemGetCudaDriverVersion") or 0
     driver = Driver(
         version=ask("nvmlSystemGetDriverVersion") or "unknown",
-        cuda=f"{number // 1000}.{number % 1000 // 10}" if number else "?",
+        cuda=f"{cuda // 1000}.{cuda % 1000 // 10}",
         pids=tuple(process.pid for processes in running for process in processes),
     )
     nvml.nvmlShutdown()
@@ -179,13 +181,14 @@ def _ask_driver(nvml: Any, torch: Torch) -> tuple[Driver, tuple[GpuFound, ...]]:
 def _gpu(ask: Callable[..., Any], index: int, handle: Any, torch: Torch) -> GpuFound:
     uuid = str(ask("nvmlDeviceGetUUID", handle) or "")
     memory, gpm = ask("nvmlDeviceGetMemoryInfo", handle), ask("nvmlGpmQueryDeviceSupport", handle)
+    capability = ask("nvmlDeviceGetCudaComputeCapability", handle) or ["unknown"]
     seen = {seen.removeprefix("GPU-"): place for place, seen in enumerate(torch.uuids)}
     return GpuFound(
         index=index,
         uuid=uuid,
         name=str(ask("nvmlDeviceGetName", handle) or "unknown GPU"),
         memory_bytes=int(memory.total) if memory is not None else None,
-        compute_capability=".".join(map(str, ask("nvmlDeviceGetCudaComputeCapability", handle) or ["unknown"])),
+        compute_capability=".".join(map(str, capability)),
         gpm=bool(gpm is not None and gpm.isSupportedDevice),
         mig=bool((ask("nvmlDeviceGetMigMode", handle) or [0])[0]),
         cuda_index=seen.get(uuid.removeprefix("GPU-")),
@@ -224,8 +227,10 @@ def _missing_torch(found: Examination) -> Iterator[str]:
         yield f"CUDA_VISIBLE_DEVICES={visible} hides GPU {', '.join(unseen)} from trainings started here."
     for gpu in found.gpus:
         if gpu.cuda_index not in (None, gpu.index):
-            cure = "" if visible else " CUDA_DEVICE_ORDER=PCI_BUS_ID makes them agree."
-            yield f"CUDA calls the GPU {gpu.cuda_index} that nvidia-smi and flatout call {gpu.index}.{cure}"
+            differ = f"CUDA calls the GPU {gpu.cuda_index} that nvidia-smi and flatout call {gpu.index}."
+            if not visible:
+                differ += " CUDA_DEVICE_ORDER=PCI_BUS_ID makes them agree."
+            yield differ
             return
 
 
@@ -254,7 +259,10 @@ def report_lines(found: Examination, width: int = WIDTH) -> Iterator[str]:
     for label, text in _entries(found):
         yield from textwrap.wrap(text, width, initial_indent=f"{label:<10}", subsequent_indent=" " * 10)
     yield ""
-    yield "Missing, and what that costs" if found.missing else "Nothing is missing."
+    if not found.missing:
+        yield "Nothing is missing."
+        return
+    yield "Missing, and what that costs"
     for text in found.missing:
         yield from textwrap.wrap(text, width, initial_indent="  – ", subsequent_indent="    ")
 
@@ -266,30 +274,38 @@ def _entries(found: Examination) -> Iterator[tuple[str, str]]:
         yield "GPUs", f"none: no NVIDIA driver answers ({driver.problem})"
     else:
         yield "GPUs", f"{len(found.gpus)}, driver {driver.version}, made for CUDA up to {driver.cuda}"
-    for gpu in found.gpus:
-        capability = f"compute capability {gpu.compute_capability}"
-        gpm = "GPM" if gpu.gpm else "no GPM"
-        split = "MIG" if gpu.mig else "not split"
-        number = f"CUDA {gpu.cuda_index}" if gpu.cuda_index is not None else "not seen by CUDA"
-        words = (gpu.name, _gib(gpu.memory_bytes), capability, gpm, split, number, gpu.uuid)
-        yield f"  GPU {gpu.index}", " · ".join(words)
+    yield from ((f"  GPU {gpu.index}", " · ".join(_about_gpu(gpu))) for gpu in found.gpus)
     yield from (("", f"{name}={value}") for name, value in found.environment.items())
     if torch.version is None:
         yield "torch", f"not usable: {torch.problem}"
     elif torch.cuda:
-        yield "torch", f"{torch.version}, built for CUDA {torch.cuda}, sees {count_of(len(torch.uuids), 'GPU')}"
+        seen = count_of(len(torch.uuids), "GPU")
+        yield "torch", f"{torch.version}, built for CUDA {torch.cuda}, sees {seen}"
     else:
         yield "torch", f"{torch.version}, built without CUDA"
-    each = f" for each of {allowed.ranks_on_node} ranks" if allowed.ranks_on_node > 1 else ""
-    reasons = f": {'; '.join(allowed.reasons)}" if allowed.reasons else ""
-    yield "cores", f"{allowed.cores} for loading data, of {allowed.cores_of_machine}{each}{reasons}"
+    each = ""
+    if allowed.ranks_on_node > 1:
+        each = f" for each of {allowed.ranks_on_node} ranks"
+    cores = f"{allowed.cores} for loading data, of {allowed.cores_of_machine}{each}"
+    yield "cores", ": ".join(filter(None, (cores, "; ".join(allowed.reasons))))
     yield "memory", f"{_gib(allowed.memory_bytes)}, {_gib(allowed.memory_available_bytes)} available{each}"
     if allowed.shm_bytes is not None:
         yield "/dev/shm", f"{_gib(allowed.shm_bytes)}, {_gib(allowed.shm_free_bytes)} free"
     yield "cgroup", found.cgroup or "none"
-    yield "extras", ", ".join(f"{name} {version}" for name, version in found.extras.items() if version) or "none"
-    for name in (name for name, version in found.extras.items() if not version):
-        yield "", f"not there: {name} ({_EXTRAS[name]})"
+    there = [f"{name} {version}" for name, version in found.extras.items() if version]
+    yield "extras", ", ".join(there) or "none"
+    yield from (("", f"not there: {name} ({_EXTRAS[name]})") for name, version in found.extras.items() if not version)
+
+
+def _about_gpu(gpu: GpuFound) -> Iterator[str]:
+    yield gpu.name
+    yield _gib(gpu.memory_bytes)
+    yield f"compute capability {gpu.compute_capability}"
+    yield "GPM" if gpu.gpm else "no GPM"
+    if gpu.mig:
+        yield "MIG"
+    yield "not seen by CUDA" if gpu.cuda_index is None else f"CUDA {gpu.cuda_index}"
+    yield gpu.uuid
 
 
 def _gib(size: int | None) -> str:

@@ -24,12 +24,12 @@ HIDDEN = "***"
 
 
 def redact_command(words: Sequence[str]) -> tuple[str, ...]:
-    """A command line without secrets: `--opt value`, `--opt=value`, `NAME=value`, also inside a `bash -c "…"`."""
+    """A command without secrets: `--opt value`, `--opt=value`, `NAME=value`, also in a `bash -c "…"`."""
     return tuple(_listed("", words))
 
 
 def redact_setting(name: str, value: Any) -> Any:
-    """A setting as plain data without secrets, also inside lists and mappings; of an object only its type is told."""
+    """A setting as plain data without secrets, also in lists and mappings; of an object its type alone."""
     if _tells_nothing(value):
         return value
     if _is_secret(name):
@@ -122,8 +122,8 @@ _ALWAYS = re.compile(
 )
 _ALWAYS_WORDS = _set_of(
     """
-    auth authorization bearer cookie cookies cred creds csrf dsn jwt oauth otp psw pw pwd totp webhook webhooks
-    xsrf
+    auth authorization bearer cookie cookies cred creds csrf dsn jwt oauth otp psw pw pwd totp webhook
+    webhooks xsrf
     """
 )
 # What a name may end with, unless the word before says whose it is.
@@ -133,10 +133,10 @@ _ALONE = _AT_THE_END | {"tokens"}
 _OWNED = {"key", "keys", "token", "tokens", "pass", "pat"}
 _OWNERS = _set_of(
     """
-    access account admin anthropic api app auth aws azure bot client comet csrf db decryption deploy discord
-    encryption ftp gcp gh github gitlab google hf hub huggingface jwt kaggle license mail master mysql neptune
-    npm oauth openai personal private proxy pypi refresh root sas secret service session shared signing slack smtp
-    ssh storage telegram user wandb
+    access account admin anthropic api app auth aws azure bot client comet csrf db decryption deploy
+    discord encryption ftp gcp gh github gitlab google hf hub huggingface jwt kaggle license mail master
+    mysql neptune npm oauth openai personal private proxy pypi refresh root sas secret service session
+    shared signing slack smtp ssh storage telegram user wandb
     """
 )
 # As in DBPASS and hftoken.
@@ -144,23 +144,24 @@ _JOINED = re.compile(rf"(?:{'|'.join(sorted(_OWNERS))}|pg|my)(?:key|token|pass|p
 # `eos_token`, `sort_key`, `forward_pass`, `input_signature`: words of models, data and programs.
 _HARMLESS_BEFORE = _set_of(
     """
-    action answer array attention audio backward band batch bbox begin bos bound box by cache caption cell chunk
-    class cls col column concat coord data dataloader dataset decoder depth dict dim doc document double dry
-    duplicate each edge element empty encoder end eod eol eom eop eos eot epoch every extra feature features fewer
-    field file fill filter fim final first following foreign forward frame full graph group head high ignore image
-    img index infix input instruction item join label lang language last latent layer left list loader lookup loss
-    low map mask max merge method metric min missing model monitor motion multi newline next no null num one output
-    over pad padding pair partition patch per pixel point pool pos position prefix prev previous primary prompt
-    public query rank rare reverse right row sample scene search segment sentence sep separator seq sequence shard
-    single skip sort source special speech split start state step stop subject suffix symbol table tag target task
-    tensor text time train two type unexpected unique unk unknown value video view vision visual vocab vq word zero
+    action answer array attention audio backward band batch bbox begin bos bound box by cache caption cell
+    chunk class cls col column concat coord data dataloader dataset decoder depth dict dim doc document
+    double dry duplicate each edge element empty encoder end eod eol eom eop eos eot epoch every extra
+    feature features fewer field file fill filter fim final first following foreign forward frame full
+    graph group head high ignore image img index infix input instruction item join label lang language
+    last latent layer left list loader lookup loss low map mask max merge method metric min missing model
+    monitor motion multi newline next no null num one output over pad padding pair partition patch per
+    pixel point pool pos position prefix prev previous primary prompt public query rank rare reverse right
+    row sample scene search segment sentence sep separator seq sequence shard single skip sort source
+    special speech split start state step stop subject suffix symbol table tag target task tensor text
+    time train two type unexpected unique unk unknown value video view vision visual vocab vq word zero
     """
 )
 # `password_file`, `auth_type`, `secret_length`: about the secret, not the secret.
 _ABOUT = _set_of(
     """
-    bits count dim dir enabled expires file filename folder len length limit method mode num path policy provider
-    rate required size timeout ttl type
+    bits count dim dir enabled expires file filename folder len length limit method mode num path policy
+    provider rate required size timeout ttl type
     """
 )
 _FILES = _set_of("cfg csv ini json md pem py sh toml txt yaml yml")  # `secret.py:12`
@@ -191,7 +192,9 @@ def _is_surely_secret(name: str) -> bool:
 
 
 def _say_a_secret(words: tuple[str, ...]) -> bool:
-    if _ALWAYS.search("_".join(words)) or any(word in _ALWAYS_WORDS or _JOINED.fullmatch(word) for word in words):
+    if _ALWAYS.search("_".join(words)):
+        return True
+    if any(word in _ALWAYS_WORDS or _JOINED.fullmatch(word) for word in words):
         return True
     for one, other in pairwise(words):
         if (one in _OWNERS and other in _OWNED) or (one in _OWNED and other in _OWNERS):
@@ -202,7 +205,7 @@ def _say_a_secret(words: tuple[str, ...]) -> bool:
 
 
 # --- texts --------------------------------------------------------------------------------------------------
-# Bounded where a pattern may fail after a long look, so that a text of megabytes takes no longer than its length.
+# Bounded where a pattern may fail after a long look: time grows with the length of a text, no faster.
 
 _KEY_BLOCK_ENDS = re.compile(r"-----END [A-Z ]{0,30}PRIVATE KEY[A-Z ]{0,10}-----")
 _SHAPES = re.compile(

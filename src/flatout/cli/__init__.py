@@ -1,9 +1,9 @@
 """CLI: the command line, one file a verb.
 
-entry   the app: how verbs and options are declared, and how an error becomes one line on stderr and an exit code
+entry   how verbs and options are declared, and how an error becomes one line on stderr and an exit code
 output  where results go: the terminal, --json, --html
 
-A verb imports what it needs inside its function, so that --help is quick. The docstring of that function is its help.
+A verb imports what it needs inside its function, so that --help is quick. That function's docstring is its help.
 """
 
 from flatout.cli import check, compare, doctor, fix, hook, report, run, top, train

@@ -1,7 +1,7 @@
-"""The `flatout` command: how verbs and their options are declared, and how an error becomes one line and an exit code.
+"""The `flatout` command: how verbs and options are declared, and how an error becomes a line and an exit code.
 
-0: done. 1: a gate such as --fail-below said no. 2: a mistake in the command. `flatout run` and `flatout train` end with
-the exit code of what they ran.
+0: done. 1: a gate such as --fail-below said no. 2: a mistake in the command. `flatout run` and `flatout train`
+end with the exit code of what they ran.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INTERRUPTED = 130
 BROKEN_PIPE = 141
 VERBS = ("run", "fix", "report", "compare", "check", "top", "train", "doctor", "hook")  # in the order of --help
 
-_EXTRAS = {"textual": "top", "pydantic": "train", "torch": "train"}  # where packages come from that not all verbs need
+_EXTRAS = {"textual": "top", "pydantic": "train", "torch": "train"}  # what few verbs need
 
 # What typer raises for a mistake in the arguments. typer keeps its base class private, under changing names.
 _ArgumentError: type[Exception] = cast("type[Exception]", typer.BadParameter.__mro__[2])
@@ -83,7 +83,7 @@ def _options(
         print(context.get_help())
 
 
-# --- what verbs declare ---------------------------------------------------------------------------------------------
+# What verbs declare
 
 # flatout's own options come first; from the command's first word on, everything belongs to the command.
 TAKES_A_COMMAND = {"allow_extra_args": True, "allow_interspersed_args": False}
@@ -132,7 +132,7 @@ def require_linux(verb: str) -> None:
         raise UsageError(f"flatout {verb} is Linux only; flatout top, doctor, report and compare work here")
 
 
-# --- running it -----------------------------------------------------------------------------------------------------
+# Running it
 
 
 def main() -> None:
@@ -149,13 +149,15 @@ def main() -> None:
         sys.exit(BROKEN_PIPE)
     except FlatoutError as problem:
         if problem.__cause__ is not None:  # raised by the user's own code: show where
-            print(redact_text("".join(traceback.format_exception(problem.__cause__))), end="", file=sys.stderr)
+            where = "".join(traceback.format_exception(problem.__cause__))
+            print(redact_text(where), end="", file=sys.stderr)
         _exit_with_message(str(problem), problem.exit_code)
     except ModuleNotFoundError as problem:
         extra = _EXTRAS.get(problem.name or "")
         if extra is None:
             raise
-        _exit_with_message(f"this needs {problem.name}, which is not installed here: pip install 'flatout[{extra}]'", 2)
+        cure = f"pip install 'flatout[{extra}]'"
+        _exit_with_message(f"this needs {problem.name}, which is not installed here: {cure}", 2)
     except _ArgumentError as problem:
         _exit_with_message(getattr(problem, "format_message", problem.__str__)(), 2)
     except (KeyboardInterrupt, typer.Abort):
@@ -164,7 +166,7 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open stdin, stdout and stderr on /dev/null where they are closed; else files we open would get their numbers."""
+    """Open what is closed of stdin, stdout and stderr on /dev/null; else files we open would get their numbers."""
     for handle in range(3):
         try:
             os.fstat(handle)

@@ -32,7 +32,7 @@ def report(
 
 
 def summarize_runs(folder: Path, *, keep: bool, quiet: bool, why_empty: str = "", **shown: Any) -> None:
-    """Print a summary of each training that a command was, and remove recordings without a step unless asked to `keep`.
+    """Print a summary of each training that a command was; remove recordings without a step, unless told to `keep`.
 
     `why_empty` is said of those, unless it was said already why nothing was measured.
     """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CauseSpec:
-    """One reason why the GPU loses time. `changes` are the names of those that cure it, the usual one first."""
+    """One reason why the GPU loses time. `changes`: the names of those that cure it, the usual one first."""
 
     code: str
     because: str  # ends the sentence "the GPU loses time because …"

@@ -1,4 +1,4 @@
-"""The changes flatout can make: one `ChangeSpec` each, with everything the rest of flatout has to know about it.
+"""The changes flatout can make: one `ChangeSpec` each, with everything that flatout has to know about it.
 
 A plan is checked against these before a run, `fix` offers them, `inside/changes` applies them, the report
 says how to make them permanent, and the tables in docs/CHANGES.md are written from them.
@@ -20,8 +20,8 @@ SETTING = "setting:"  # in front of a key: any value the script reads, by its kn
 
 # What is tried together by `fix`.
 Family = Literal["data path", "transforms", "compute", "compile", "batch size", "pauses", "ranks"]
-# When a change gets in. A setting is read by the script, so it needs a knob; what has to be there before the command
-# starts is advice for people.
+# When a change gets in. A setting is read by the script, so it needs a knob; what has to be there before
+# the command starts is advice for people.
 Moment = Literal[
     "command starts",
     "setting read",
@@ -348,13 +348,13 @@ def pattern_of(*subjects: str) -> re.Pattern[str]:
 
 
 def safety_of(name: str) -> Safety:
-    """The safety class of a change where nothing more is known; changing any setting may change what is learned."""
+    """The safety class of a change where no more is known; any setting may change what is learned."""
     spec = BY_NAME.get(name)
     return spec.safety if spec is not None else "semantic"
 
 
 def why_without_effect(change: Change, facts: Facts) -> str | None:
-    """Why a change that was made by its knob had no effect: the run shows something else in force. None: it had."""
+    """Why a change by a knob had no effect: the run shows something else in force. None: it had."""
     loader = facts.training_loader
     if change.name in _COUNTED_IN_LOADER and loader is not NO_LOADER:
         seen = getattr(loader, change.name)
@@ -368,11 +368,12 @@ def why_without_effect(change: Change, facts: Facts) -> str | None:
 
 def named(*, family: Family | None = None, moment: Moment | None = None) -> tuple[str, ...]:
     """The names of the changes of a family, or of those that get in at one moment."""
-    return tuple(spec.name for spec in CHANGES if family in (None, spec.family) and moment in (None, spec.moment))
+    asked = (spec for spec in CHANGES if family in (None, spec.family) and moment in (None, spec.moment))
+    return tuple(spec.name for spec in asked)
 
 
 def names(*, safety: Safety | None = None) -> str:
-    """What a person may ask for by name, as they type it; of one class, or of all. A rate comes with its batch size."""
+    """What a person may ask for by name; of one class, or of all. A learning rate comes with its batch size."""
     asked = (name for name in TO_MAKE if name != "learning_rate" and safety in (None, BY_NAME[name].safety))
     return ", ".join(name.replace("_", "-") for name in asked)
 
@@ -385,10 +386,13 @@ def check(plan: Plan, where: str) -> None:
             raise PlanError(f"{where}: change {number} ({change.name}): {problem}")
 
 
+_NO_SETTING = "needs a knob, such as --amp or train.yaml:amp"
+
+
 def _problem(change: Change) -> str:
     """Why a change cannot be made as a plan says; empty where it can."""
     if change.name.startswith(SETTING):
-        return "" if change.knob else "needs a knob, such as --amp or train.yaml:amp"
+        return _NO_SETTING if not change.knob else ""
     if change.name not in TO_MAKE:
         return f"flatout knows no such change ({did_you_mean(change.name, (*TO_MAKE, SETTING + 'KEY'))})"
     spec = BY_NAME[change.name]
@@ -396,11 +400,13 @@ def _problem(change: Change) -> str:
         return ""  # the script knows which values it takes there
     if spec.knob_only:
         return f"needs a knob, such as --{change.name.replace('_', '-')}: nothing else can set it"
-    return "" if spec.takes.fit(change.value) else f"value must be {spec.takes.words} (got {short(change.value)})"
+    if not spec.takes.fit(change.value):
+        return f"value must be {spec.takes.words} (got {short(change.value)})"
+    return ""
 
 
 def auto(*, strict: bool) -> Plan:
-    """What `flatout run --auto` does without any trial: loader-side changes that are safe wherever they apply.
+    """What `flatout run --auto` does without any trial: changes of loading that are safe wherever they apply.
 
     With `strict` PyTorch's own workers draw the random numbers that they would have drawn.
     """

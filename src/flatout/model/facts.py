@@ -49,7 +49,7 @@ NO_LOADER = LoaderFacts(dataset="")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsRead:
-    """One set of settings the script read: from its command line, a YAML or JSON text, a Python config module."""
+    """Settings the script read together: from its command line, YAML or JSON, a Python config module."""
 
     source: str  # argparse, yaml, json, python
     file: str | None = None

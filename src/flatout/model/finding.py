@@ -1,4 +1,4 @@
-"""A Finding: one reason why the GPU loses time, its evidence, what fixing it would give, and the change to make."""
+"""A Finding: one reason why the GPU loses time, its evidence, what fixing it would give, and by which change."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Framework:
     loader_module: str = ""  # where the class of its loaders is defined
     seeding_modules: tuple[str, ...] = ()  # whose worker_init_fn does nothing but seed
     precision: Mapping[str, Mapping[str, object]]  # a class, its arguments that ask for lower precision
-    loader_arguments: Mapping[str, tuple[str, object]] = field(default_factory=dict)  # of these: name, default
+    loader_arguments: Mapping[str, tuple[str, object]] = field(default_factory=dict)  # name, default
 
 
 _BF16_OR_FP16 = {"bf16": True, "fp16": True}
@@ -55,8 +55,8 @@ SEEDING_MODULES = tuple(name for framework in FRAMEWORKS for name in framework.s
 # Packages that run the training loop, so that the script alone does not show what is switched on.
 RUN_LOOPS = (
     *BUILD_LOADERS,
-    *("deepspeed", "ignite", "mmengine", "mmcv", "fastai", "detectron2", "composer", "ultralytics", "colossalai"),
-    *("torchtitan", "torchtune", "catalyst", "timm"),
+    *("deepspeed", "ignite", "mmengine", "mmcv", "fastai", "detectron2", "composer", "ultralytics"),
+    *("colossalai", "torchtitan", "torchtune", "catalyst", "timm"),
 )
 # Samplers that draw when they are started and not in between: they may be asked early.
 PURE_SAMPLERS = frozenset({
@@ -80,7 +80,7 @@ WRAPPING_SAMPLERS = {
 
 
 def framework_of(loader_module: str, called_from: Callable[[str], bool]) -> str | None:
-    """The framework whose loop begins a pass over a loader, by who is calling and by the loader's own class."""
+    """The framework whose loop begins a pass over a loader, by its caller and by the loader's own class."""
     for framework in FRAMEWORKS:
         if any(map(called_from, framework.loop_files)):
             return framework.packages[0]

@@ -1,6 +1,6 @@
-"""What people write for flatout to read (YAML, JSON, notebooks), read so that no text can hold up or end the process.
+"""What people write (YAML, JSON, notebooks), read so that no text can hold up or end the process.
 
-    file ─► text_of (a limit on its size) ─► load_yaml, read_settings, load_json (limits on nesting and on aliases)
+    file ─► text_of (a limit on size) ─► load_yaml, read_settings, load_json (limits on nesting and aliases)
 
 Whatever is wrong with a text is a UsageError of one line that names the file and, where it can be told, the
 line. PyYAML is imported only where YAML is read: a plan also travels into a Python that may lack it.
@@ -118,7 +118,7 @@ def _settings_in(reader: Any, mapping: Any, above: tuple[str, ...]) -> Settings:
         else:
             try:
                 value = reader.construct_object(node, deep=True)
-            except Exception:  # a tag of the user's own, or a date that is none: only their loader knows what it means
+            except Exception:  # a tag of the user's own, a date that is none: for their loader
                 value = UNREAD
             found[path] = value, key.start_mark.line + 1
     return found
@@ -139,7 +139,8 @@ def _read(text: str, where: str, loader: Any, read: Callable[[Any], Any]) -> Any
         what = getattr(problem, "problem", None) or str(problem).splitlines()[0]
         raise UsageError(f"{where}{line}: this is not YAML: {what}") from None
     except Exception as problem:  # PyYAML takes a tag's word for what follows it: `!!set 3` is a TypeError
-        raise UsageError(f"{where}: this is not YAML that can be read ({type(problem).__name__}: {problem})") from None
+        why = f"{type(problem).__name__}: {problem}"
+        raise UsageError(f"{where}: this is not YAML that can be read ({why})") from None
 
 
 @functools.cache

@@ -17,7 +17,7 @@ _PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%prun")  # cell magics tha
 _MAGIC = re.compile(r"(?m)^([ \t]*)(?:[%!?](?:.*\\\n)*.*|[\w.]+\?+[ \t]*$)")
 _ASSIGNED_MAGIC = re.compile(r"(?m)^([ \t]*[\w., ]+= *)[%!].*")
 
-Cells = list[tuple[int, int]]  # for each cell: how many lines come before it, and its number in the notebook, from 1
+Cells = list[tuple[int, int]]  # of each: how many lines come before it, its number from 1
 
 
 def read_notebook(path: Path) -> tuple[str, Cells]:

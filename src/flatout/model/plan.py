@@ -23,7 +23,7 @@ Safety = Literal["identical", "reseeded", "equivalent", "semantic"]
 Verdict = Literal["kept", "undone", "unsafe", "not applicable"]
 
 HEADER = """\
-# What flatout changes in a training; each entry is one change. Delete an entry to leave it out; edit a value freely.
+# What flatout changes in a training, a change an entry. Delete an entry to leave it out; edit a value freely.
 # safety says what a change does to the result:
 #   identical   the same batches and arithmetic, bit for bit
 #   reseeded    the same samples in the same order; random augmentation draws other numbers
@@ -125,7 +125,8 @@ def _plan(data: Any, where: str) -> Plan:
     twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
     if twice is not None:
         raise PlanError(f"{where}: {twice} is changed more than once")
-    return Plan(changes=changes, tried=tuple(_tried(entry, place) for place, entry in _entries(data, "tried", where)))
+    tried = tuple(_tried(entry, place) for place, entry in _entries(data, "tried", where))
+    return Plan(changes=changes, tried=tried)
 
 
 def _entries(data: dict[str, Any], key: str, where: str) -> Iterator[tuple[str, Any]]:
@@ -150,7 +151,8 @@ def _change(entry: Any, where: str, more: tuple[str, ...] = ()) -> Change:
 
 def _tried(entry: Any, where: str) -> Outcome:
     change = _change(entry, where, ("verdict", "why"))
-    return Outcome(change=change, verdict=_one_of(Verdict, entry, "verdict", where), note=str(entry.get("why") or ""))
+    verdict = _one_of(Verdict, entry, "verdict", where)
+    return Outcome(change=change, verdict=verdict, note=str(entry.get("why") or ""))
 
 
 def _one_of(words: Any, entry: dict[str, Any], key: str, where: str) -> Any:

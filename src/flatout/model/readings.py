@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 MEMORY_FULL_PCT = 95.0  # of a GPU or of the host: near out of memory
-# Throttling that does harm. A GPU at its power cap is a GPU at work, and an idle one lowers its clocks itself.
+# Throttling that does harm. A GPU at its power cap is at work, and an idle one lowers its clocks itself.
 HARMFUL_THROTTLES = frozenset(
     {"hardware slowdown", "heat (software slowdown)", "heat (hardware slowdown)", "power brake"}
 )

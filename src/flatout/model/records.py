@@ -35,7 +35,7 @@ class RunInfo:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(slots=True, kw_only=True)  # made in the training thread: a frozen one takes three times as long to make
+@dataclass(slots=True, kw_only=True)  # made in the training thread: frozen ones take three times as long
 class Span:
     """One stretch of a step: what the host did, and what the GPU did meanwhile.
 
@@ -102,7 +102,7 @@ class FactsRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Xray:
-    """A few steps kernel by kernel. Idle time is by what the host was doing meanwhile, busy time by who launched it."""
+    """A few steps kernel by kernel. Idle time is by what the host was doing, busy time by who launched it."""
 
     steps: int
     wall_ms: float
@@ -338,7 +338,7 @@ _NAMES = {record: kind for kind, record in KINDS.items()}
 
 
 def encode(record: Record) -> dict[str, Any]:
-    """A record as JSON-ready data, tagged with what it is; what opens a file carries the schema version too."""
+    """A record as JSON-ready data, tagged with its kind; what opens a file carries the schema version too."""
     data = {"record": _NAMES[type(record)], **to_json(record)}
     if isinstance(record, RunInfo | Summary):
         data["schema"] = SCHEMA
@@ -346,7 +346,7 @@ def encode(record: Record) -> dict[str, Any]:
 
 
 def to_json(value: Any) -> Any:
-    """Any value as JSON-ready data: None left out, floats cut to what they mean, what JSON does not know in words."""
+    """Any value as JSON-ready data: None left out, floats cut, what JSON does not know in words."""
     if isinstance(value, float):
         return _shortened(value)
     if value is None or isinstance(value, str | int):

@@ -31,7 +31,7 @@ class Sketch:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Sketch:
-        """A sketch of the values that are there; as if they had been added one by one, but in half the time."""
+        """A sketch of the values that are there; as if they were added one by one, in half the time."""
         known = [value for value in values if value is not None and -_HUGE < value < _HUGE]
         if not known:
             return cls()
@@ -136,7 +136,8 @@ class Sketch:
         slack = count * (1e-4 * max(abs(low), abs(high)) + 1e-4)  # numbers are written with a few digits
         if not (low <= high and count * low - slack <= total <= count * high + slack and squares >= 0):
             raise ValueError("the sums of a sketch do not fit together")
-        return cls(count, float(total), float(squares), float(low), float(high), dict(zip(places, times, strict=True)))
+        buckets = dict(zip(places, times, strict=True))
+        return cls(count, float(total), float(squares), float(low), float(high), buckets)
 
 
 def _bucket(value: float) -> int:
