@@ -1,7 +1,7 @@
 """The faults of truth.py, as they were written down before any of them was run, and the trainings without one.
 
-They come from what people do, not from what flatout looks for: whoever wrote this list had read the public names of
-the causes and none of the rules. Sizes may be changed by what the clock says of a script alone, never by a verdict.
+They come from what people do, not from what flatout looks for: their author had read the public names of the
+causes and none of the rules. Sizes may be changed by what the clock says of a script alone, never by a verdict.
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ PAUSES = (
     Fault(
         name="a picture each batch", training="gan", code="pause.logging", also=("host.python", "pause.checkpoint"),
         what="--sample_interval 1: the samples are saved as PNG after every batch",
-        flags=("--sample_interval", "1"),
+        flags=("--sample_interval", "1", "--batch_size", "16"), cure_flags=("--batch_size", "16"),
     ),
     Fault(
         name="evaluates often", training="mnist", code="pause.eval", function="train", steps=120,
@@ -355,6 +355,7 @@ PAUSES = (
     Fault(
         name="saves in the loop", training="gray", code="pause.checkpoint", function="main",
         what="the checkpoint is written five times after every step", steps=40,
+        flags=("--width", "16"), cure_flags=("--width", "16"),
         edits=(after("            schedule.step()", "for copy in range(5): save(epoch)§"),),
     ),
     Fault(

@@ -82,6 +82,11 @@ class Training:
     ranks: int = 1
     steps: int = 150
 
+    @property
+    def cpu_only(self) -> bool:
+        """Whether its flags keep it from a GPU."""
+        return bool({"--use_cpu", "--cpu"} & set(self.flags))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
