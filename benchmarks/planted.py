@@ -484,13 +484,13 @@ DATA = (
     ),
     Fault(
         name="one worker, far away", training="logistic", code="data.too-few-workers", also=("data.disk-bound",),
-        function="__call__", what="every sample comes from a store that takes 2 ms; one worker asks for one at a time",
+        function="__call__", what="every sample comes from a store that takes 4 ms; one worker asks for one at a time",
         steps=120,
         edits=(ONE_WORKER,
                before("# MNIST dataset", """
                    class Fetched:
                        def __call__(self, picture):
-                           __import__('time').sleep(0.002)§
+                           __import__('time').sleep(0.004)§
                            return transforms.ToTensor()(picture)
 
                """),
@@ -498,12 +498,12 @@ DATA = (
         cure_edits=(before("# MNIST dataset", """
                         class Fetched:
                             def __call__(self, picture):
-                                __import__('time').sleep(0.002)
+                                __import__('time').sleep(0.004)
                                 return transforms.ToTensor()(picture)
 
                     """),
                     instead("transform=transforms.ToTensor(),", "transform=Fetched(),"),
-                    instead("num_workers=2", "num_workers=16")),
+                    instead("num_workers=2", "num_workers=8")),
     ),
     Fault(
         name="one worker for films", training="video", code="data.too-few-workers", flags=("--num-workers", "1"),
@@ -665,9 +665,9 @@ GROWING = (
     Fault(
         name="one hook more each step", training="mnist_rnn", code="drift.slower", function="train", steps=250,
         what="a hook on every layer is registered again at every step",
-        edits=(before("        optimizer.zero_grad()", """
+        edits=(after("    model.train()", "stats = []"), before("        optimizer.zero_grad()", """
             for layer in model.modules():
-                layer.register_forward_hook(lambda m, i, o: float(o[0].abs().mean()))§
+                layer.register_forward_hook(lambda m, i, o: stats.append(float(o[0].abs().mean())))§
         """),),
     ),
     Fault(

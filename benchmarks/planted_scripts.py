@@ -6,6 +6,7 @@ an edit takes it out here, so that what is planted is all that is wrong.
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 from benchmarks.diagnosis import prepare_words
@@ -31,6 +32,12 @@ NEVER = "1000000"
 def names(folder: Path) -> None:
     """Words of up to nine letters, a line each, for makemore."""
     prepare_words(folder)
+
+
+def letters(folder: Path) -> None:
+    """Shakespeare's characters for nanoGPT, and how many there are."""
+    characters(folder)
+    (folder / "data/shakespeare_char/meta.pkl").write_bytes(pickle.dumps({"vocab_size": 65}))
 
 
 def photographs(count: int) -> object:
@@ -138,17 +145,17 @@ _LIST = (
         flags=("--emsize", "64", "--nhid", "64", "--use-optimizer", "--lr", "0.001"), gpu_flags=("--accel",),
     ),
     Training(
-        repo="karpathy/nanoGPT", name="nanoGPT", path="train.py", kind="language", prepare=characters, steps=120,
+        repo="karpathy/nanoGPT", name="nanoGPT", path="train.py", kind="language", prepare=letters, steps=120,
         flags=(*_NANO, "--block_size=64", "--batch_size=8", "--n_layer=4", "--n_head=4", "--n_embd=128"),
         gpu_flags=_ON_GPU,
     ),
     Training(
-        repo="karpathy/nanoGPT", name="nanoGPT, long steps", path="train.py", kind="language", prepare=characters,
+        repo="karpathy/nanoGPT", name="nanoGPT, long steps", path="train.py", kind="language", prepare=letters,
         flags=(*_NANO, "--block_size=256", "--batch_size=4", "--n_layer=6", "--n_head=6", "--n_embd=384"),
         gpu_flags=_ON_GPU, steps=24,
     ),
     Training(
-        repo="karpathy/nanoGPT", name="nanoGPT, long texts", path="train.py", kind="language", prepare=characters,
+        repo="karpathy/nanoGPT", name="nanoGPT, long texts", path="train.py", kind="language", prepare=letters,
         flags=(*_NANO, "--block_size=512", "--batch_size=2", "--n_layer=2", "--n_head=8", "--n_embd=128"),
         gpu_flags=("--device=cuda", "--batch_size=16", "--block_size=1024", "--n_layer=6", "--n_head=6",
                    "--n_embd=384"),
@@ -174,16 +181,16 @@ _LIST = (
     Training(
         repo="karpathy/llama2.c", name="llama2.c", path="train.py", kind="stream", steps=60,
         prepare=tokens("data/TinyStories_all_data"), gpu_flags=("--device=cuda", "--dtype=bfloat16"),
-        flags=("--device=cpu", "--compile=False", "--dtype=float32", "--batch_size=8", f"--max_iters={NEVER}",
+        flags=("--device=cpu", "--compile=False", "--dtype=float32", "--batch_size=4", f"--max_iters={NEVER}",
                "--eval_iters=2", f"--eval_interval={NEVER}", "--dim=64", "--n_layers=2", "--n_heads=2",
-               "--n_kv_heads=2", "--max_seq_len=64", "--gradient_accumulation_steps=2", "--log_interval=10"),
+               "--n_kv_heads=2", "--max_seq_len=32", "--gradient_accumulation_steps=2", "--log_interval=10"),
     ),
     Training(
         repo="karpathy/llama2.c", name="llama2.c, packed", path="train.py", kind="stream", steps=80,
         prepare=tokens("data/TinyStories_all_data"), gpu_flags=("--device=cuda", "--dtype=bfloat16"),
-        flags=("--device=cpu", "--compile=False", "--dtype=float32", "--batch_size=8", f"--max_iters={NEVER}",
+        flags=("--device=cpu", "--compile=False", "--dtype=float32", "--batch_size=4", f"--max_iters={NEVER}",
                "--eval_iters=1", f"--eval_interval={NEVER}", "--dim=16", "--n_layers=1", "--n_heads=2",
-               "--n_kv_heads=2", "--max_seq_len=32", "--gradient_accumulation_steps=1", "--log_interval=10",
+               "--n_kv_heads=2", "--max_seq_len=16", "--gradient_accumulation_steps=1", "--log_interval=10",
                "--vocab_size=32000"),
         edits=(
             instead("num_workers=0, **dataset_kwargs", "num_workers=2, **dataset_kwargs", "tinystories.py"),
@@ -196,7 +203,7 @@ _LIST = (
             before("chunk = torch.from_numpy((m[start:end])", "unlock(m[start:end])", "tinystories.py"),
             before("class PretokDataset", """
                 def unlock(block):
-                    return hashlib.pbkdf2_hmac("sha256", block.tobytes(), b"salt", 12_000)
+                    return hashlib.pbkdf2_hmac("sha256", block.tobytes(), b"salt", 30_000)
 
             """, "tinystories.py"),
             instead("import glob\n", "import glob\nimport hashlib\n", "tinystories.py"),
