@@ -15,7 +15,8 @@ The faults are those of planted.py, which was written before any of them was run
    planted function is named and its line (within one statement), and whether the gain that the finding promises holds
    the one measured.
 
-Of a training without a fault, a finding that promises more than 1.1 times the speed is a false alarm.
+Of a training without a fault, a finding that promises more than 1.1 times the speed is a false alarm. The machine has
+to be otherwise idle: where others compute on its cores, that is the truth about every training (hardware.shared).
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ def main() -> None:
     options = parser.parse_args()
     machine = describe(PACKAGES)
     print(headline(machine), flush=True)
+    if os.getloadavg()[0] > 0.5:
+        print(f"not idle: load {os.getloadavg()[0]:.1f}", file=sys.stderr)
     results: dict[str, dict[str, Any]] = {}
     if options.resume and options.out is not None and options.out.exists():
         results = {r["name"]: r for r in json.loads(options.out.read_text(encoding="utf-8"))["results"]}
