@@ -1,6 +1,6 @@
 """The kernels: the source is read where the matrix says, every operation is done in registers, the result written once.
 
-    draw_kernel   index, epoch, seed ──► a row a sample (`program`)
+    draw_kernel   index, epoch, seed ──► a row a sample (`batch_program`)
     pass_kernel   source ──► gather or load ──► point operations ──► store; on the way the sum of the gray values
     mask_kernel   the nearest pixel of any type
 

@@ -1,4 +1,4 @@
-"""What an operation is, and those that move pixels; together with `points` and `reference` the specification.
+"""What an operation is, and those that move pixels; together with `points` and `batch_program` the specification.
 
 Geometry is described by where in the source an output point comes from: x to the right, y down, in
 pixels, a pixel's centre at ½. `batch_program` folds it all into one matrix, which also reads the source there.

@@ -104,7 +104,7 @@ def _first_end(low, high):
 
 @triton.jit
 def _fold(index, epoch, seed, table, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, FOLDS: tl.constexpr):
-    """The matrix from output to source and the box of the source that may be seen: `program._fold`."""
+    """The matrix from output to source and the box of the source that may be seen: `batch_program._fold`."""
     nothing = tl.zeros_like(index).to(tl.float64)
     a, b, c, d, e, f = nothing + 1, nothing, nothing, nothing, nothing + 1, nothing
     left, top, right, bottom = nothing, nothing, nothing + WIDTH, nothing + HEIGHT
@@ -268,7 +268,7 @@ def _tent(
     source, x, y, reach_x, reach_y, left, top, right, bottom,
     C: tl.constexpr, STRIDES: tl.constexpr, FILLED: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """All pixels within reach weighed: `reference._sample`."""
+    """All pixels within reach weighed: `batch_program._sample`."""
     first_x = tl.floor(x - reach_x) + 1
     first_y = tl.floor(y - reach_y) + 1
     weight = tl.zeros_like(x)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import pickle
 import re
 import threading
-import time
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -44,10 +43,7 @@ class Checkpoints:
 
     def write(self, step: int, state: dict[str, Any], *, best: bool = False) -> None:
         """Take a snapshot of `state` now and write it in the background, unless there is a NaN in its weights."""
-        started = time.monotonic()
         self.wait()
-        if time.monotonic() - started > 1:
-            self._say_once("a checkpoint takes longer to write than the time between two: training waits for it")
         snapshot, ready = _snapshot({"version": VERSION, **state})
         self._thread = threading.Thread(
             target=self._write, args=(step, snapshot, ready, best), name="flatout-checkpoint"
