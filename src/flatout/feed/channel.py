@@ -34,7 +34,7 @@ _WAIT = int(socket.MSG_CMSG_CLOEXEC)
 _DO_NOT_WAIT = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
 
-# --- what they say ----------------------------------------------------------------------------------------------------
+# --- what they say -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,6 @@ class Done(NamedTuple):
     spans: list[Span]
     needs: int  # bytes that a slot should have for it
     bad: list[tuple[int, str]]
-    ended_s: float  # by the clock that all processes share
     wall_s: float
     cpu_s: float
     run_delay_s: float
@@ -120,7 +119,7 @@ def decode(fields: tuple[Any, ...]) -> Any:
     return _KINDS[fields[0]](*fields[1:])
 
 
-# --- how it travels ---------------------------------------------------------------------------------------------------
+# --- how it travels -----------------------------------------------------------------------------
 
 # Descriptors that only this process may hold: a forked child that kept one would keep a dead worker's
 # socket open and a closed slot's memory in use.

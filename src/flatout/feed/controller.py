@@ -52,7 +52,6 @@ class Observation:
     batches: int = 0
     waited_s: float = 0.0  # by the loop, for workers, or while a batch is made in its own process
     workers: int = 0
-    busy_s: float = 0.0  # in which workers had something to do, summed over them
     made: int = 0  # batches that they finished
     made_s: float = 0.0  # what those took, whenever they were begun
     cpu_s: float = 0.0
@@ -63,7 +62,7 @@ class Observation:
     @property
     def busy(self) -> float:
         """The share of their time that workers worked."""
-        return min(1.0, self.busy_s / (self.seconds * self.workers))
+        return min(1.0, self.made_s / (self.seconds * self.workers))
 
     @property
     def capacity(self) -> float:
@@ -164,20 +163,21 @@ class Controller:
         if len(self._recent) < LOOKS and 1 / CLEAR_GAIN < gain < CLEAR_GAIN:
             return False
         self._tried_from = None
+        if gain < MIN_GAIN or self.workers < before:
+            self._leap = LATER_LEAP
         if self.workers < before:
             if gain < 1 / MIN_GAIN:
                 self._too_few = self.workers
                 self._go(before, f"{self.workers} workers bring less than {before}")
                 return False
             # The others were in each other's way, or waited for the same disk.
-            self._too_many, self._leap = self.workers + 1, LATER_LEAP
+            self._too_many = self.workers + 1
             return True
         enough = math.ceil(before * gain)
         if gain < MIN_GAIN:
-            self._too_many, self._leap = self.workers, LATER_LEAP
+            self._too_many = self.workers
             self._go(before, f"{self.workers} workers brought no more than {before}")
         elif enough < FEWER * self.workers:  # threads of one core bring less than cores, but not as little as this
-            self._leap = LATER_LEAP
             self._try(enough, f"{self.workers} workers brought no more than {enough} would")
         else:
             return True
@@ -185,7 +185,7 @@ class Controller:
 
     def _more_or_fewer(self, seen: Observation, ceiling: int) -> None:
         takes_s = max(seen.seconds - seen.waited_s, 1e-9)  # the loop, for as many batches
-        needed = math.ceil(min(seen.busy_s / takes_s / KEEPS_UP, 1e6))
+        needed = math.ceil(min(seen.made_s / takes_s / KEEPS_UP, 1e6))
         most = min(ceiling, self._too_many - 1)
         more = min(most, max(self.workers + 1, min(needed, int(self._leap * self.workers))))
         fewer = int(FEWER * self.workers)
@@ -199,7 +199,7 @@ class Controller:
             self.why = f"more than {self.workers} workers bring nothing"
 
     def _fed(self, seen: Observation) -> None:
-        needed = max(1, math.ceil(seen.busy_s / seen.seconds / KEEPS_UP), self._too_few + 1)
+        needed = max(1, math.ceil(seen.made_s / seen.seconds / KEEPS_UP), self._too_few + 1)
         self._calm_windows = self._calm_windows + 1 if needed < self.workers else 0
         if self._calm_windows < 2:
             self.why = f"{self.workers} workers keep up"
@@ -240,44 +240,31 @@ class Controller:
         self.why = why
 
 
-# --- measuring --------------------------------------------------------------------------------------------------------
+# --- measuring ----------------------------------------------------------------------------------
 
 _all: list[weakref.ref[Tuning]] = []  # replaced, never changed: several threads may go through it
 
 
-class Tuning:
-    """How many workers and batches ahead one loader should have."""
+class Tuning(Controller):
+    """The controller of one loader, and what it has to know."""
 
     def __init__(self, workers: int, budget: Budget, *, fixed: bool, may_do_without: bool) -> None:
         global _all
-        self._controller = Controller(workers, cores=budget.cores_allowed, may_do_without=may_do_without)
+        super().__init__(workers, cores=budget.cores_allowed, may_do_without=may_do_without)
         self._fixed = fixed
         if fixed:
-            self._controller.workers, self._controller.why = workers, "as declared"
+            self.workers, self.why = workers, "as declared"
         self._budget = budget
         self._window = Observation()
         self._pass = Observation()  # batches, waits and work since workers were started for it
         self._asked_at: float | None = None  # in this pass
         self._pass_ended_at = -math.inf
-        self._kills = out_of_memory_kills()
+        self._kills_before = out_of_memory_kills()
         _all = [*(ref for ref in _all if ref() is not None), weakref.ref(self)]
-
-    @property
-    def workers(self) -> int:
-        return self._controller.workers
-
-    @property
-    def depth(self) -> float:
-        """Batches under way a worker."""
-        return self._controller.depth
-
-    @property
-    def why(self) -> str:
-        return self._controller.why
 
     def set_workers(self, workers: int, *, hold: bool) -> None:
         """Set the number from outside; with `hold`, nothing is decided any more."""
-        self._controller.workers = workers
+        self.workers = workers
         self._fixed = hold
 
     def begin_pass(self, start_s: float) -> None:
@@ -290,11 +277,7 @@ class Tuning:
             return
         self._pass_ended_at, self._asked_at = now, None
         if not self._fixed:
-            self._controller.observe_pass(self._pass)
-
-    def add_busy(self, seconds: float) -> None:
-        """A worker had something to do for so long."""
-        self._window.busy_s += seconds
+            self.observe_pass(self._pass)
 
     def add_batch(self, done: Done) -> None:
         """A worker has finished a batch."""
@@ -306,14 +289,13 @@ class Tuning:
 
     def count_death(self) -> None:
         """A worker is gone; whether the kernel killed it for memory is seen in its count of such kills."""
-        self._controller.may_do_without = False  # what kills a worker should not get at the training process
+        self.may_do_without = False  # what kills a worker should not get at the training process
         kills = out_of_memory_kills()
-        self._window.memory_kills += max(0, kills - self._kills)
-        self._kills = kills
+        self._window.memory_kills += max(0, kills - self._kills_before)
+        self._kills_before = kills
 
-    def handed_over(self, waited_s: float, parent_s: float, now: float) -> bool:
+    def handed_over(self, waited_s: float, asked_at: float, now: float) -> bool:
         """The loop got a batch; whether it was the last of a window, and `decide` is due."""
-        asked_at = now - waited_s - parent_s
         if any(other._pass_ended_at > (self._asked_at or asked_at) for other in self._others()):
             self._window = Observation()  # an evaluation, say: its time is not this loop's
             self._asked_at = None
@@ -332,7 +314,7 @@ class Tuning:
             return False
         window.workers, window.cores = workers, self.cores()
         before = self.workers
-        self._controller.observe(window)
+        self.observe(window)
         if self.workers != before:
             log.info("%d → %d workers: %s", before, self.workers, self.why)
         return self.workers != before

@@ -55,6 +55,11 @@ class Batch:
         """Whether it is just data: nothing left out, nothing to raise."""
         return self.problem is None and not self.bad and not self.leave_out
 
+    @property
+    def wanted(self) -> bool:
+        """Whether it is still to be made."""
+        return not self.dropped and not self.finished
+
     def fail(self, problem: Any) -> None:
         """There will be no data, only something to raise."""
         self.finished, self.problem = True, problem

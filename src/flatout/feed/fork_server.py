@@ -158,7 +158,7 @@ def _reap(process: Any, patience_s: float) -> bool:
     return not process.is_alive() or bool(patience_s)
 
 
-# --- inside the fork server -------------------------------------------------------------------------------------------
+# --- inside the fork server ---------------------------------------------------------------------
 
 
 def _server_main(recipe: Recipe, far: socket.socket, parent: int) -> None:

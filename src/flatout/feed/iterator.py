@@ -119,7 +119,7 @@ class FeedIterator(_BaseDataLoaderIter):
         with at_the_file_limit():
             self._scheduler.begin(self._epoch)
 
-    # --- the next batch -----------------------------------------------------------------------------------------------
+    # --- the next batch --------------------------------------------------------------------------
 
     def _next_data(self) -> Any:
         if self._begin_at_first is not None:
@@ -136,7 +136,7 @@ class FeedIterator(_BaseDataLoaderIter):
             return NOT_YET
         if self._must_leave_workers() or not self._scheduler.is_ready():
             return NOT_YET
-        return self._next(received=True)
+        return self._next()
 
     def in_its_turn(self, data: Any) -> Any:
         """A batch that was fetched `ahead`; made again where the loop has written to the dataset since."""
@@ -168,11 +168,11 @@ class FeedIterator(_BaseDataLoaderIter):
                 self._give_back(why)
         return bool(why)
 
-    def _next(self, *, received: bool = False) -> Any:
+    def _next(self) -> Any:
         position = self.position
         while not position.finished:
             with at_the_file_limit():
-                batch = self._scheduler.next(self._timeout, received=received)
+                batch = self._scheduler.next(self._timeout)
             if batch is None:
                 position.finished = True
                 break

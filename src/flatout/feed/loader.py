@@ -172,7 +172,7 @@ class DataLoader(TorchLoader[T_co]):
         return feed_of(self)
 
 
-# --- our iterator for any loader --------------------------------------------------------------------------------------
+# --- our iterator for any loader ----------------------------------------------------------------
 
 
 _schedulers: weakref.WeakKeyDictionary[TorchLoader[Any], BatchScheduler] = weakref.WeakKeyDictionary()
@@ -296,7 +296,7 @@ def _may_do_without(loader: TorchLoader[Any]) -> bool:
     return not loader.persistent_workers and context.get_start_method() == "fork"
 
 
-# --- when PyTorch's iterator has to do --------------------------------------------------------------------------------
+# --- when PyTorch's iterator has to do ----------------------------------------------------------
 
 
 def why_not(loader: TorchLoader[Any], options: LoaderOptions) -> str:

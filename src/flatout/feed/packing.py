@@ -118,7 +118,7 @@ def collate_into(arena: Arena, samples: Sequence[Any]) -> Any:
     return collate.collate(samples, collate_fn_map=functions)
 
 
-# --- packing ----------------------------------------------------------------------------------------------------------
+# --- packing ------------------------------------------------------------------------------------
 
 
 def pack(batch: Any, arena: Arena) -> Packed:

@@ -92,7 +92,7 @@ class BatchScheduler:
         if self._epoch is not None:
             self._scale()
 
-    # --- passes -------------------------------------------------------------------------------------------------------
+    # --- passes ----------------------------------------------------------------------------------
 
     def start_workers(self, recipe: Recipe) -> None:
         """New workers for the next pass, with the dataset as it is now; `OSError` where that fails."""
@@ -111,8 +111,6 @@ class BatchScheduler:
         self._epoch = epoch
         self._faults.answered()
         began = time.monotonic()
-        for worker in self.pool:
-            worker.take_busy_s(began)  # what the last pass left undone is no work for this one
         self._scale()
         self._fill()
         self._tuning.begin_pass(time.monotonic() - began + self._start_s)
@@ -157,18 +155,14 @@ class BatchScheduler:
                     self.pool.send(worker, Cancel(ticket))
         batch.release()
 
-    # --- the loop's side ----------------------------------------------------------------------------------------------
+    # --- the loop's side -------------------------------------------------------------------------
 
-    def next(self, timeout_s: float, *, received: bool = False) -> Batch | None:
-        """The next finished batch, None at the end; sees to it that workers have enough to do meanwhile.
-
-        `received`: `is_ready` has just been asked.
-        """
+    def next(self, timeout_s: float) -> Batch | None:
+        """The next finished batch, None at the end; sees to it that workers have enough to do meanwhile."""
         began = time.monotonic()
         waited = 0.0
         self.slots.collect()
-        if not received:
-            self._receive(0)
+        self._receive(0)
         batch = self._finished()
         while batch is None:
             if self._waiting or not self._table:
@@ -190,8 +184,7 @@ class BatchScheduler:
         self._table.remove(batch)
         # Before the loop goes away to compute, so that workers have something to do meanwhile.
         self._fill()
-        now = time.monotonic()
-        self._count(waited, now - began - waited, now)
+        self._count(waited, began)
         return batch
 
     def is_ready(self) -> bool:
@@ -231,14 +224,10 @@ class BatchScheduler:
         self._end_workers()
         self.left_workers, self._in_process = True, None
 
-    def _count(self, waited_s: float, parent_s: float, now: float) -> None:
+    def _count(self, waited_s: float, asked_at: float) -> None:
         self.account.batches += 1
-        if not self._tuning.handed_over(waited_s, parent_s, now):
+        if not self._tuning.handed_over(waited_s, asked_at, time.monotonic()):
             return
-        # A worker in the middle of a long batch was busy too, though it has not said so yet.
-        for worker in self.pool:
-            if worker.tasks:
-                self._tuning.add_busy(worker.take_busy_s(now))
         working = sum(not worker.retiring for worker in self.pool)
         if self._tuning.decide(working):
             self._scale()
@@ -250,7 +239,7 @@ class BatchScheduler:
         batches = iter(self._table) if not self._epoch.in_order else islice(self._table, 1)
         return next((batch for batch in batches if batch.finished), None)
 
-    # --- handing out --------------------------------------------------------------------------------------------------
+    # --- handing out -----------------------------------------------------------------------------
 
     def _fill(self) -> None:
         """Pull indices as far ahead as is allowed, and hand tasks to workers that have room for them."""
@@ -264,7 +253,7 @@ class BatchScheduler:
             self._waiting.append(batch)
         while self._waiting:
             batch = self._waiting.popleft()
-            if batch.dropped or batch.finished:
+            if not batch.wanted:
                 continue
             worker = self._idlest_worker()
             if worker is None or not self._give(batch, worker):
@@ -303,8 +292,6 @@ class BatchScheduler:
                 self.slots.give_back(slot)
             return False
         self._tickets = ticket
-        if not worker.tasks:
-            worker.busy_since = time.monotonic()
         worker.tasks[ticket] = Assignment(batch, slot)
         batch.given += 1
         if slot is not None:
@@ -320,7 +307,7 @@ class BatchScheduler:
                 (assignment.batch.number, ticket, owner, assignment.batch)
                 for owner in self.pool
                 for ticket, assignment in list(owner.tasks.items())[1:]
-                if assignment.batch.given == 1 and not assignment.batch.finished and not assignment.batch.dropped
+                if assignment.batch.given == 1 and assignment.batch.wanted
             ]
             if not stuck:
                 return
@@ -329,7 +316,7 @@ class BatchScheduler:
             if self._give(batch, idle):
                 self.pool.send(owner, Cancel(ticket))
 
-    # --- taking in ----------------------------------------------------------------------------------------------------
+    # --- taking in -------------------------------------------------------------------------------
 
     def _receive(self, timeout_s: float) -> None:
         for worker, message, fds in self.pool.receive(timeout_s):
@@ -340,14 +327,11 @@ class BatchScheduler:
             assignment = worker.tasks.pop(message.ticket)
             batch = assignment.batch
             batch.given -= 1
-            wanted = not batch.dropped and not batch.finished
-            if isinstance(message, Done):
-                self._tuning.add_busy(worker.take_busy_s(message.ended_s))
-                if wanted:
-                    fds = self._on_done(assignment, message, fds)
-            elif wanted and isinstance(message, Failed):
+            if batch.wanted and isinstance(message, Done):
+                fds = self._on_done(assignment, message, fds)
+            elif batch.wanted and isinstance(message, Failed):
                 batch.fail(message.error)
-            elif wanted and not batch.given:  # it was cancelled, and turns out to be wanted
+            elif batch.wanted and not batch.given:  # it was cancelled, and turns out to be wanted
                 self._waiting.appendleft(batch)
             for fd in fds:
                 os.close(fd)
@@ -384,7 +368,7 @@ class BatchScheduler:
             batch = assignment.batch
             batch.given -= 1
             self._end_writing(assignment)
-            if not batch.dropped and not batch.finished and not batch.given:
+            if batch.wanted and not batch.given:
                 self.account.redone += 1
                 self._waiting.appendleft(batch)
         worker.tasks.clear()

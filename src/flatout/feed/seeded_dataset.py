@@ -65,7 +65,7 @@ class SeededDataset:
                 return None
         return self._user_collate(samples)
 
-    # --- what the fetcher asks for ------------------------------------------------------------------------------------
+    # --- what the fetcher asks for ---------------------------------------------------------------
 
     def __getitem__(self, index: Any) -> Any:
         row = self._row

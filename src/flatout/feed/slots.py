@@ -40,7 +40,6 @@ class Slot:
         channel.close_in_children(self.fd)
         self.writers = 0
         self.leased = False
-        self.free = False
         self._lease: weakref.ref[Any] | None = None
         self._map = mmap.mmap(self.fd, size)
         self._lease_class: Any = type("SlotMemory", (ctypes.c_ubyte * size,), {})  # ctypes' own allow no weak reference
@@ -110,7 +109,6 @@ class Slots:
         """A slot nobody uses, or None when the ring may not grow further."""
         while self._free:
             slot = self._free.popleft()
-            slot.free = False
             if slot.size >= self.size:
                 return slot
             self._retire([slot])
@@ -125,8 +123,7 @@ class Slots:
 
     def give_back(self, slot: Slot) -> None:
         """Free a slot, unless a batch lies over it or somebody may still write to it."""
-        if not slot.leased and not slot.writers and not slot.free and slot.number in self._all:
-            slot.free = True
+        if not slot.leased and not slot.writers and slot not in self._free and slot.number in self._all:
             self._free.append(slot)
 
     def collect(self) -> None:
@@ -169,7 +166,7 @@ class Slots:
         self._forget(slots)
 
 
-# --- the GPU's side ---------------------------------------------------------------------------------------------------
+# --- the GPU's side -----------------------------------------------------------------------------
 
 _streams: set[Any] = set()  # those that have been current: copies out of a slot may be queued in any of them
 

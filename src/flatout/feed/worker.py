@@ -125,7 +125,6 @@ class _Worker:
             spans=packed.spans,
             needs=packed.needs,
             bad=self._dataset.bad,
-            ended_s=ended[0],
             wall_s=wall_s,
             cpu_s=cpu_s,
             run_delay_s=run_delay_s,

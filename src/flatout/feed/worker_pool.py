@@ -45,19 +45,12 @@ class WorkerHandle:
     channel: socket
     board: memoryview
     tasks: dict[int, Assignment] = field(default_factory=dict)
-    busy_since: float = 0.0  # has had something to do, as far as that is not counted yet
     slots: set[int] = field(default_factory=set)
     retiring: bool = False  # gets nothing more to do
     answered: bool = False
     hung: bool = False
     seen: tuple[int, int] = (0, 0)
     seen_at: float = 0.0
-
-    def take_busy_s(self, until: float) -> float:
-        """How long it had something to do, up to then, since the last call."""
-        busy_s = max(0.0, until - self.busy_since)
-        self.busy_since += busy_s
-        return busy_s
 
     @property
     def pid(self) -> int:

@@ -39,7 +39,6 @@ def run(
                 batches=round(made * 100 * burst(window)),
                 waited_s=max(0.0, 1 - made / demand),
                 workers=workers,
-                busy_s=busy,
                 made=round(made * 100),
                 made_s=busy,
                 cpu_s=busy * (cpu_share - delay_share),
@@ -148,7 +147,6 @@ def test_workers_that_wait_for_a_core_do_not_pass_for_waiting_on_storage() -> No
             batches=50,
             waited_s=0.9,
             workers=controller.workers,
-            busy_s=4.0,
             made=50,
             made_s=4.0,
             cpu_s=2.0,
@@ -198,7 +196,6 @@ def test_uneven_samples_get_more_batches_ahead_before_more_workers(busy_s: float
                 batches=50,
                 waited_s=0.2,
                 workers=4,
-                busy_s=busy_s,
                 made=50,
                 made_s=busy_s,
                 cpu_s=busy_s,
@@ -268,7 +265,7 @@ def test_workers_come_back_for_good_where_the_loop_waits_longer_without_them() -
 
 A_BATCH = Done(
     ticket=1, skeleton=b"", spans=[], needs=0, bad=[],
-    ended_s=0.0, wall_s=0.1, cpu_s=0.1, run_delay_s=0.0,
+    wall_s=0.1, cpu_s=0.1, run_delay_s=0.0,
 )  # fmt: skip
 
 
@@ -284,7 +281,7 @@ def tuning_of(workers: int, cores: budget.Budget) -> Tuning:
 def window_of(loader: Tuning, workers: int, start_s: float) -> None:
     """A second in which the consumer did nothing but wait."""
     loader.end_pass(start_s)
-    while not loader.handed_over(0.1, 0.0, start_s + 0.1):
+    while not loader.handed_over(0.1, start_s, start_s + 0.1):
         loader.add_batch(A_BATCH)
         start_s += 0.1
     loader.decide(workers)
@@ -295,13 +292,13 @@ def test_loaders_that_are_in_use_share_the_cores(eight_cores: budget.Budget) -> 
     the other has not been asked for a while."""
     train = tuning_of(8, eight_cores)
     val = tuning_of(8, eight_cores)
-    train.handed_over(0.1, 0.0, 100.0)
+    train.handed_over(0.1, 99.9, 100.0)
     assert train.cores() == 8.0  # nobody has asked the other yet
-    val.handed_over(0.1, 0.0, 102.0)
+    val.handed_over(0.1, 101.9, 102.0)
     window_of(train, 8, 100.0)
     window_of(train, 8, 101.0)
     assert (train.workers, train.why) == (4, "4 cores to use")
-    train.handed_over(0.1, 0.0, 200.0)
+    train.handed_over(0.1, 199.9, 200.0)
     assert train.cores() == 8.0
 
 
@@ -309,21 +306,21 @@ def test_an_evaluation_that_is_over_takes_no_cores_and_no_time(eight_cores: budg
     """GIVEN a training whose pass goes on after an evaluation, THEN it keeps its cores, and nobody thinks it slow."""
     train = tuning_of(8, eight_cores)
     val = tuning_of(8, eight_cores)
-    train.handed_over(0.1, 0.0, 100.1)
-    val.handed_over(0.1, 0.0, 100.5)
+    train.handed_over(0.1, 100.0, 100.1)
+    val.handed_over(0.1, 100.4, 100.5)
     assert train.cores() == 4.0
     val.end_pass(102.1)
     assert train.cores() == 8.0
-    train.handed_over(0.1, 0.0, 102.2)
+    train.handed_over(0.1, 102.1, 102.2)
     assert train._window.seconds == pytest.approx(0.1), "a new window"
     val.end_pass(102.3)  # once more, as the next pass begins: nothing was asked for since
-    train.handed_over(0.1, 0.0, 102.4)
+    train.handed_over(0.1, 102.3, 102.4)
     assert train._window.seconds == pytest.approx(0.1 + 0.2)
 
 
 def test_a_pass_that_was_begun_ahead_has_waited_for_nobody(eight_cores: budget.Budget) -> None:
     val = tuning_of(8, eight_cores)
-    val.handed_over(0.1, 0.05, 103.0)
+    val.handed_over(0.1, 102.85, 103.0)
     assert val._window.seconds == pytest.approx(0.15)
 
 

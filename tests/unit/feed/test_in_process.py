@@ -270,7 +270,7 @@ def test_only_auto_does_without_workers() -> None:
 
     def may(loader: DataLoader[Any]) -> bool:
         next(iter(loader))
-        return feed(loader)._tuning._controller.may_do_without
+        return feed(loader)._tuning.may_do_without
 
     assert may(DataLoader(Things(8), 4, num_workers="auto"))
     assert not may(DataLoader(Things(8), 4, num_workers=1))

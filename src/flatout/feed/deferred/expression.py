@@ -147,7 +147,7 @@ def as_program(expression: Expression) -> tuple[TransformProgram, list[float]]:
     return TransformProgram(tuple(steps), expression.shape, DTYPES[expression.dtype]), numbers
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -224,7 +224,7 @@ def _same_memory(real: Any) -> Any:
     return real.view() if _is_numpy(real) else real
 
 
-# --- when transforms are recorded -------------------------------------------------------------------------------------
+# --- when transforms are recorded ---------------------------------------------------------------
 
 _state = threading.local()
 

@@ -41,7 +41,7 @@ _transform, _transpose = Image.Image.transform, Image.Image.transpose
 _array, _asarray, _ascontiguousarray = np.array, np.asarray, np.ascontiguousarray
 _from_numpy, _tensor = torch.from_numpy, torch.tensor
 
-# --- Pillow -----------------------------------------------------------------------------------------------------------
+# --- Pillow --------------------------------------------------------------------------------------
 
 _IDENTITY = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 _MOVE_OF = {Image.Resampling.NEAREST: "nearest", Image.Resampling.BILINEAR: "bilinear"}
@@ -172,7 +172,7 @@ def _compose(first: tuple[float, ...], then: tuple[float, ...]) -> tuple[float, 
     return a * p + b * s, a * q + b * t, a * r + b * u + c, d * p + e * s, d * q + e * t, d * r + e * u + f
 
 
-# --- operations on two values -----------------------------------------------------------------------------------------
+# --- operations on two values -------------------------------------------------------------------
 
 
 def _combined(op: str, function: Callable[..., Any], inputs: Sequence[Any]) -> Expression | None:
@@ -207,7 +207,7 @@ def _one_element(thing: Any) -> Any:
     return thing
 
 
-# --- numpy ------------------------------------------------------------------------------------------------------------
+# --- numpy --------------------------------------------------------------------------------------
 
 _UFUNCS: dict[Any, tuple[str, Callable[..., Any] | None]] = {  # and the operators that torch may answer
     np.add: ("add", operator.add),
@@ -252,7 +252,7 @@ class LazyArray(LazyObject, NDArrayOperatorsMixin):
     def __len__(self) -> int:
         return self.shape[0] if self.shape else len(self.materialize())
 
-    # -- recorded where possible --------------------------------------------------------------------------------------
+    # -- recorded where possible ------------------------------------------------------------------
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         function = getattr(ufunc, method)
@@ -321,7 +321,7 @@ class LazyArray(LazyObject, NDArrayOperatorsMixin):
             return self.materialize().transpose(*axes)
         return LazyArray(*self.reordered(tuple(order), lambda array: array.transpose(order)))
 
-    # -- answered by the real array -----------------------------------------------------------------------------------
+    # -- answered by the real array ---------------------------------------------------------------
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         real = self.materialize()
@@ -392,7 +392,7 @@ def _in_c_order(array: Any) -> Any:
     return LazyArray(LazyMemory(expression.then("tensor", _ascontiguousarray, order="C")))
 
 
-# --- torch ------------------------------------------------------------------------------------------------------------
+# --- torch --------------------------------------------------------------------------------------
 
 _RECORDED: dict[str, tuple[str, Callable[..., Any]]] = {
     name: (op, function)
@@ -552,7 +552,7 @@ def _tensor_of(array: LazyArray) -> Any:
     return LazyTensor.of(LazyObject(*array.seen_through(view)))
 
 
-# --- samples that hold them -------------------------------------------------------------------------------------------
+# --- samples that hold them ---------------------------------------------------------------------
 
 
 def collatable(sample: Any) -> Any:

@@ -126,7 +126,7 @@ class CompiledPrograms:
         return result
 
 
-# --- operations: (static, pixels, numbers, *inputs) ─► a tensor with the batch first ---------------------------------
+# --- operations: (static, pixels, numbers, *inputs) ─► a tensor with the batch first ------------
 
 
 def _pixels(static: tuple[Any, ...], pixels: Tensor, numbers: Tensor) -> Tensor:
