@@ -16,6 +16,7 @@ from flatout.feed.worker_pool import WorkerHandle, WorkerPool
 from flatout.model.errors import FlatoutError
 
 _DEATHS_TO_BLAME = 4  # workers that have to die over a sample before it is blamed
+_DEATHS_OF_A_BATCH = 16  # ... between samples: a worker that has just started spends most of its time there
 _STILLBORN, _STILLBORN_S = 50, 30.0  # so many workers in a row, for so long, that die before their first answer
 _PATH_ATTRIBUTES = ("samples", "imgs", "paths", "files", "image_paths", "filenames", "image_files", "items")
 
@@ -122,12 +123,13 @@ class Faults:
             return
         batch = assignment.batch
         batch.deaths[row] = batch.deaths.get(row, 0) + 1
-        if batch.deaths[row] < _DEATHS_TO_BLAME or batch.finished:
+        enough = _DEATHS_TO_BLAME if row >= 0 else _DEATHS_OF_A_BATCH
+        if batch.deaths[row] < enough or batch.finished:
             return
         single = row >= 0 and recipe.auto_collation
         index = batch.indices[row] if single else batch.indices
         name = name_of(recipe.dataset, index) if row >= 0 else None
-        why = f"{_DEATHS_TO_BLAME} workers died over it; the last one {self._cause(worker)}"
+        why = f"{enough} workers died over it; the last one {self._cause(worker)}"
         bad = BadSample(index=index, name=name, why=why)
         if recipe.skip_bad and single:
             self._account.bad.append(bad)
