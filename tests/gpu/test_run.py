@@ -148,7 +148,6 @@ def test_the_x_ray_of_a_busy_gpu_says_busy_and_of_an_idle_one_idle(tmp_path: Pat
     assert idle.busy_ms / idle.wall_ms < 0.5
     assert busy.kernels > 0
     assert sum(busy.idle_by_phase_ms.values()) + busy.busy_ms == pytest.approx(busy.wall_ms)
-    assert busy.recovered is not False
 
 
 def test_the_users_own_profiler_comes_first(tmp_path: Path) -> None:

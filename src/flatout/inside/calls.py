@@ -24,10 +24,10 @@ def batch_size(batch: Any) -> int | None:
         return batch[0].shape[0]  # nearly always
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.dim() else 1
-    if isinstance(batch, dict) or hasattr(batch, "keys"):
-        items = [batch[key] for key in batch]
-    elif isinstance(batch, list | tuple):
-        items = list(batch)
+    if isinstance(batch, list | tuple):
+        items: Any = batch
+    elif hasattr(batch, "keys"):
+        items = (batch[key] for key in batch)
     else:
         return None
     for item in items:
@@ -96,8 +96,7 @@ def _shown_path(filename: str) -> str | None:
 
 
 def caller(beyond: tuple[str, ...] = ()) -> str | None:
-    """The file:line of the call: the innermost one that is neither in torch nor ours, nor in the paths
-    `beyond`."""
+    """The file:line of the call: the innermost one that is neither in torch nor ours, nor in the paths `beyond`."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         path = _shown_path(frame.f_code.co_filename)
@@ -108,8 +107,7 @@ def caller(beyond: tuple[str, ...] = ()) -> str | None:
 
 
 def raised_at(trace: TracebackType | None) -> str | None:
-    """The file:line where an exception left the script's own code: its innermost frame that is in no
-    package."""
+    """The file:line where an exception left the script's own code: its innermost frame that is in no package."""
     where = None
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename

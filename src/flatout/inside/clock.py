@@ -1,7 +1,6 @@
 """The GPU's side of a step: CUDA events from a pool, and loss values copied beside them.
 
-Only the training thread comes here, never while a graph is captured. Nothing waits for the GPU except a
-Leash.
+Only the training thread comes here, never while a graph is captured. Nothing waits for the GPU but a Leash.
 """
 
 from __future__ import annotations
@@ -26,25 +25,18 @@ class CudaClock:
     def __init__(self) -> None:
         self._pool: list[Any] = []
         self._stream: Any = None
-        self._raw_stream: tuple[int, int] | None = None
 
     def mark(self, *, begins: bool) -> Any:
         """An event, the first of a step or not; None where CUDA is not in use or a graph is being captured."""
         if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
             return None
         if begins:
-            self._follow_stream()
+            before, self._stream = self._stream, torch.cuda.current_stream()
+            if before != self._stream:
+                self._pool.clear()  # an event belongs to the GPU it was first recorded on
         event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
         return event
-
-    def _follow_stream(self) -> None:
-        """Use the stream that is current now. Looking it up costs more than recording into it."""
-        device = torch._C._cuda_getDevice()
-        raw = (device, torch._C._cuda_getCurrentRawStream(device))
-        if raw != self._raw_stream:
-            self._raw_stream, self._stream = raw, torch.cuda.current_stream()
-            self._pool.clear()  # an event belongs to the GPU it was first recorded on
 
     def between(self, marks: list[Any]) -> list[float] | None:
         """Milliseconds between neighbours; None while the GPU has not reached the last one."""
@@ -72,15 +64,12 @@ class Leash:
         """The end of an earlier step that the GPU has to reach before the host goes on, if it has not yet."""
         if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
             return None
-        end = torch.cuda.Event(blocking=True)
-        end.record()
-        self._ends.append(end)
+        self._ends.append(torch.cuda.Event(blocking=True))
+        self._ends[-1].record()
         due = None
         while len(self._ends) > self.steps:
             due = self._ends.popleft()
-        if due is None or due.query():
-            return None
-        return due
+        return None if due is None or due.query() else due
 
     def wait(self, end: torch.cuda.Event) -> None:
         """Wait for it, past the wrapper that would call this a wait of the script's."""

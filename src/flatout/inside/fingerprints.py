@@ -15,7 +15,6 @@ It is the same on any device and in any order of adding, and another one when tw
 from __future__ import annotations
 
 import json
-import sys
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +32,12 @@ from flatout.inside.weights import Moved
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 _MASK = (1 << 64) - 1
+_PARTS = {
+    torch.jagged: ("offsets", "values"),
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+}
 _MADE_BY_MODEL = 0  # stands for the checksum of what is not data
 
 
@@ -58,15 +63,14 @@ class FingerprintLog:
         asked = iterator._index_sampler
         if not torch.is_grad_enabled() or not isinstance(asked, _NotingSampler) or not asked.taken:
             return
-        in_process = isinstance(iterator, torch_loader._SingleProcessDataLoaderIter)
+        begins, asked.begins = asked.begins, None
         indices = asked.taken.popleft()
-        if indices is not None:
-            self._open["indices"].append(indices)
-            begins = None
-            if asked.begins:
-                begins = "here" if in_process else "elsewhere"
-            self._open["begins"].append(begins)
-        asked.begins = False
+        if indices is None:
+            return
+        if begins and isinstance(iterator, torch_loader._SingleProcessDataLoaderIter):
+            begins = "here"
+        self._open["indices"].append(indices)
+        self._open["begins"].append(begins)
 
     def _loss(self, tensors: Any, *_: Any, **__: Any) -> None:
         loss = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
@@ -113,23 +117,16 @@ class FingerprintLog:
 
 
 def _strided(things: Any) -> list[Any]:
-    """The tensors in these; for those without memory of their own (sparse, ragged) the tensors they consist
-    of."""
+    """The tensors in these; for those without memory of their own (sparse, ragged) the tensors they consist of."""
     return [part for tensor in tensors_in(things) for part in _parts_of(tensor)]
 
 
-def _parts_of(tensor: Any) -> tuple[Any, ...]:
+def _parts_of(tensor: Any) -> list[Any]:
     if tensor.layout == torch.strided:
-        return (tensor,)
-    if tensor.layout == torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout == torch.jagged:
-        return tensor.offsets(), tensor.values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return (tensor.to_dense(),)  # such as mkldnn
+        return [tensor]
+    if tensor.layout in _PARTS:
+        return [getattr(tensor, part)() for part in _PARTS[tensor.layout]]
+    return [tensor.to_dense()]  # such as mkldnn
 
 
 def _memory(tensor: Any) -> StorageWeakRef:
@@ -159,13 +156,13 @@ class _NotingSampler:
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
         self.taken: deque[Any] = deque()
-        self.begins = True
+        self.begins: str | None = None  # of the first batch of a pass: by which process it is made
 
     def __iter__(self) -> Iterator[Any]:
         taken = self.taken = deque()
-        self.begins = True
+        self.begins = "elsewhere"
         for indices in self._sampler:
-            taken.append(_plain(indices))
+            taken.append(_samples(indices))
             yield indices
 
     def __len__(self) -> int:
@@ -175,29 +172,20 @@ class _NotingSampler:
         return getattr(self.__dict__["_sampler"], name)
 
 
-def _plain(indices: Any) -> list[Any] | None:
-    """The samples of a batch as JSON can hold them; None where they have no numbers: those of a stream,
-    say."""
+def _samples(indices: Any) -> list[Any] | None:
+    """The samples of a batch as JSON can hold them; None where they have no numbers: those of a stream, say."""
     try:
-        plain = _without_arrays(indices)
-        if not isinstance(plain, list | tuple):
-            plain = [plain]
-        numbers = [_number(index) for index in plain]
+        plain = _plain(indices)
     except Exception:  # a sampler's own kind of thing: its samples are not known, and training goes on
         return None
-    return None if all(number is None for number in numbers) else numbers
+    if not isinstance(plain, list):
+        plain = [plain]
+    return None if all(number is None for number in plain) else plain
 
 
-def _without_arrays(thing: Any) -> Any:
-    """Tensors and numpy's arrays as lists or numbers."""
-    numpy = sys.modules.get("numpy")
-    if isinstance(thing, torch.Tensor) or (numpy is not None and isinstance(thing, numpy.ndarray)):
-        return thing.tolist()
-    return thing
-
-
-def _number(index: Any) -> Any:
-    index = _without_arrays(index)
+def _plain(index: Any) -> Any:
+    if hasattr(index, "tolist"):  # a tensor, numpy's
+        index = index.tolist()
     if isinstance(index, list | tuple):
-        return _plain(index)
+        return [_plain(part) for part in index]
     return int(index) if hasattr(index, "__index__") else index

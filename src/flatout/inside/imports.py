@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.abc
-import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -62,9 +62,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         else:
             self._actions.setdefault(name, []).append(action)
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in self._actions or self._finding:
             return None
         self._finding = True
@@ -73,35 +71,20 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         finally:
             self._finding = False
         if spec is not None and spec.loader is not None:
-            # Not imported yet: transformers only asks whether there is a torch.
-            spec.loader = _Loader(spec.loader, lambda module: self._imported(name, module))
+            self._act_after(name, spec.loader)
         return spec
 
-    def _imported(self, name: str, module: ModuleType) -> None:
-        for action in self._actions.pop(name, ()):
-            _safely(action, module)
+    def _act_after(self, name: str, loader: Any) -> None:
+        """Act once this loader has executed its module: not yet, as transformers only asks whether there is a torch."""
+        execute = loader.exec_module
 
+        def execute_and_act(module: ModuleType) -> None:
+            del loader.exec_module
+            execute(module)
+            for action in self._actions.pop(name, ()):
+                _safely(action, module)
 
-class _Loader(importlib.abc.Loader):
-    """The real loader, and the actions after it."""
-
-    def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
-        self._loader = loader
-        self._then = then
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        created: ModuleType | None = self._loader.create_module(spec)
-        return created
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        self._then(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+        loader.exec_module = execute_and_act
 
 
 def _safely(action: Callable[[ModuleType], None], module: ModuleType) -> None:

@@ -18,7 +18,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,10 @@ from flatout.trace import Sketch, WorkerReport
 
 _SLOWEST_KEPT = 8
 _RANDOM_CHECKS, _PASSES_CHECKED = 16, 8
-# Timing a sample costs 3 µs: one below this is timed with its batch, except in every eighth batch.
-_QUICK_SAMPLE_S = 100e-6
-_CLOSELY_AT_FIRST = 16  # batches
-_CLOSELY_EVERY = 8
-# Below this, in the training process, only every sixteenth batch is measured.
-_QUICK_BATCH_S = 1e-3
-_SKIPPED = 15
-_FIRST_REPORT_S = 0.5
-_LAST_REPORT_S = 120.0
+# Timing a sample costs 3 µs: where samples or batches are quicker than this, most batches are not measured.
+_QUICK_SAMPLE_S, _QUICK_BATCH_S = 100e-6, 1e-3
+_MEASURED_AT_FIRST, _THEN_SKIPPED = 16, 15  # batches
+_FIRST_REPORT_S, _LAST_REPORT_S = 0.5, 120.0
 
 
 class Meter:
@@ -52,22 +47,16 @@ class Meter:
         self._path = path
         self._worker = worker
         self._dataset, self._length = _named(dataset)
-        self._born_s = time.monotonic()
-        self._idle_since = self._born_s
+        self._born_s = self._idle_since = self._reported_s = time.monotonic()
         self._report_every_s = _FIRST_REPORT_S
-        self._reported_s = self._born_s
-        self._batches = self._samples = 0  # measured
-        self._skipped = 0  # batches that were not measured: each counts as the one measured before it
-        self._latest = (0, 0.0, 0.0, 0.0)  # samples, wall time, CPU time, collate
-        self._estimated = [0, 0.0, 0.0, 0.0]  # of the skipped ones
-        self._to_skip = 0
-        self._wall_s = self._cpu_s = self._collate_s = self._waiting_s = 0.0
+        self._waiting_s = 0.0
+        # Batches, samples, wall time and CPU time of the samples, collate: in all, and of the batch measured last.
+        self._totals = [0, 0, 0.0, 0.0, 0.0]
+        self._latest = [0, 0, 0.0, 0.0, 0.0]
+        self._skipped = self._to_skip = 0  # batches that are not measured: each counts as the one measured before it
+        self._began_cpu_s = 0.0
+        self._loaded: list[tuple[float, int]] = []  # of the batch that is being loaded: seconds, and samples
         self._sample_ms = Sketch()
-        self._loaded_s: list[float] = []  # of the batch that is being loaded
-        self._new_samples = 0
-        self._began_s = self._began_cpu_s = 0.0
-        self._closely = True
-        self._slow_s = 0.0  # what a sample must take to be among the slowest
         self._slowest: list[tuple[float, int]] = []
         self._random: set[str] = set()
         self._random_checks = self._passes = 0
@@ -84,26 +73,41 @@ class Meter:
         return _named(dataset) == (self._dataset, self._length)
 
     def pass_begins(self) -> None:
-        """Another pass over such a dataset. Its samples may draw random numbers even if those before did
-        not."""
+        """Another pass over such a dataset. Its samples may draw random numbers even if those before did not."""
         self._passes += 1
         if self._passes <= _PASSES_CHECKED:
             self._random_checks = 0
 
+    def batch_begins(self) -> bool:
+        """A batch was asked for: the worker has been waiting until now. Whether to measure it."""
+        self._waiting_s += time.monotonic() - self._idle_since
+        self.phase = "samples"
+        if self._to_skip:
+            self._to_skip -= 1
+            self._skipped += 1
+            return False
+        self._count(self._skipped)
+        self._skipped = 0
+        self._loaded = []
+        self._began_cpu_s = time.thread_time()
+        return True
+
     def load(self, get: Callable[[Any], Any], index: Any) -> Any:
         """Time how long one sample (given a list of indices: several) takes to come out of the dataset."""
-        checking = self._random_checks < _RANDOM_CHECKS
-        before = _random_states() if checking else None
+        before = None
+        if self._random_checks < _RANDOM_CHECKS:
+            before = _random_states()
         start = time.perf_counter()
         sample = get(index)
         seconds = time.perf_counter() - start
-        self._loaded_s.append(seconds)
-        self._new_samples += len(index) if isinstance(index, list) else 1
-        if seconds > self._slow_s and isinstance(index, int) and not self._is_first:
+        if isinstance(index, list):
+            self._loaded.append((seconds, len(index)))
+        else:
+            self._loaded.append((seconds, 1))
+        if isinstance(index, int) and not self._is_first:
             heapq.heappush(self._slowest, (seconds, index))
             if len(self._slowest) > _SLOWEST_KEPT:
                 heapq.heappop(self._slowest)
-                self._slow_s = self._slowest[0][0]
         if before is not None:
             self._random_checks += 1
             after = _random_states()
@@ -112,84 +116,58 @@ class Meter:
 
     @property
     def _is_first(self) -> bool:
-        """Whether this is the first sample of all. Its imports and opened files belong to the worker's
-        start."""
-        return self._batches == 0 and len(self._loaded_s) == 1
-
-    def skips(self) -> bool:
-        """Whether the batch that is asked for now is not measured, as others like it were."""
-        if not self._to_skip:
-            return False
-        self._to_skip -= 1
-        self._skipped += 1
-        for place, amount in enumerate(self._latest):
-            self._estimated[place] += amount
-        return True
-
-    def batch_begins(self, samples: int | None) -> bool:
-        """A batch was asked for: the worker has been waiting until now. Whether to time each of its
-        samples."""
-        self._waiting_s += time.monotonic() - self._idle_since
-        quick = self._samples > 0 and self._wall_s / self._samples < _QUICK_SAMPLE_S
-        turn = self._batches < _CLOSELY_AT_FIRST or self._batches % _CLOSELY_EVERY == 0
-        self._closely = samples is None or turn or not quick
-        if not self._closely and samples is not None:
-            self._new_samples = samples
-        self.phase = "samples"
-        self._began_cpu_s, self._began_s = time.thread_time(), time.perf_counter()
-        return self._closely
+        """Whether this is the first sample of all. Its imports and opened files belong to the worker's start."""
+        return not self._totals[0] and len(self._loaded) == 1
 
     def loaded(self) -> None:
         """The samples of a batch are there."""
         self.phase = "collate"
-        now_s = time.perf_counter()
         cpu_s = time.thread_time() - self._began_cpu_s
-        self._cpu_s += cpu_s
-        times, self._loaded_s = self._loaded_s, []
-        spent_s = sum(times) if self._closely else now_s - self._began_s
-        self._wall_s += spent_s
-        self._samples += self._new_samples
-        self._latest = (self._new_samples, spent_s, cpu_s, 0.0)
-        if times and len(times) < self._new_samples:  # a dataset that gives several at once
-            self._sample_ms.add(spent_s / self._new_samples * 1e3, self._new_samples)
-        else:
-            first = 1 if self._batches == 0 else 0  # the first sample of all belongs to the worker's start
-            for seconds in times[first:]:
-                self._sample_ms.add(seconds * 1e3)
-        self._new_samples = 0
+        samples, wall_s = sum(count for _, count in self._loaded), sum(seconds for seconds, _ in self._loaded)
+        first = int(not self._totals[0] and samples == len(self._loaded))
+        for seconds, count in self._loaded[first:]:
+            self._sample_ms.add(seconds / count * 1e3, count)
+        self._latest = [1, samples, wall_s, cpu_s, 0.0]
 
     def collated(self, seconds: float) -> None:
-        """The batch is put together; now and then, report."""
+        """The batch is put together."""
+        self._latest[4] = seconds
+        self._count(1)
+        _, samples, wall_s, _, _ = self._latest
+        quick = wall_s + seconds < _QUICK_BATCH_S or wall_s < _QUICK_SAMPLE_S * samples
+        if quick and self._totals[0] >= _MEASURED_AT_FIRST:
+            self._to_skip = _THEN_SKIPPED
+
+    def batch_ended(self) -> None:
+        """The worker waits from now on; now and then, report."""
         self.phase = None
-        self._collate_s += seconds
-        self._latest = (*self._latest[:3], seconds)
-        self._batches += 1
         self._idle_since = now_s = time.monotonic()
-        quick = time.perf_counter() - self._began_s < _QUICK_BATCH_S
-        if quick and self._worker is None and self._batches > _CLOSELY_AT_FIRST:
-            self._to_skip = _SKIPPED
         if now_s - self._reported_s >= self._report_every_s:
             self._reported_s = now_s
             self._report_every_s = min(_LAST_REPORT_S, self._report_every_s * 1.5)
             self.write()
 
+    def _count(self, times: int) -> None:
+        self._totals = [total + times * latest for total, latest in zip(self._totals, self._latest, strict=True)]
+
     def report(self) -> WorkerReport:
         """The totals as they stand, with those of the skipped batches."""
-        now_s = time.monotonic()
-        samples, wall_s, cpu_s, collate_s = self._estimated
+        self._count(self._skipped)
+        self._skipped = 0
+        batches, samples, wall_s, cpu_s, collate_s = self._totals
         return WorkerReport(
-            time_s=now_s,
+            time_s=time.monotonic(),
             pid=os.getpid(),
             born_s=self._born_s,
             dataset=self._dataset,
             length=self._length,
             worker=self._worker,
-            batches=self._batches + self._skipped,
-            samples=self._samples + int(samples),
-            sample_wall_s=self._wall_s + wall_s,
-            sample_cpu_s=self._cpu_s + cpu_s,
+            batches=int(batches),
+            samples=int(samples),
+            sample_wall_s=wall_s,
+            sample_cpu_s=cpu_s,
             run_delay_s=_run_delay_s(),
-            collate_s=self._collate_s + collate_s,
+            collate_s=collate_s,
             waiting_s=self._waiting_s,
             sample_ms=self._sample_ms.coarse(48),
             slowest=tuple((seconds * 1e3, index) for seconds, index in sorted(self._slowest, reverse=True)),
@@ -204,13 +182,10 @@ class Meter:
         records: list[WorkerReport | Stacks] = [self.report()]
         if self._stacks is not None:
             records.append(self._stacks.record(time_s=time.monotonic(), dataset=self._dataset, worker=self._worker))
-        line = "".join(json.dumps(encode(record), separators=(",", ":")) + "\n" for record in records)
+        lines = "".join(json.dumps(encode(record), separators=(",", ":")) + "\n" for record in records)
         try:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            try:
-                os.write(descriptor, line.encode())
-            finally:
-                os.close(descriptor)
+            with open(self._path, "ab", buffering=0) as file:  # noqa: PTH123
+                file.write(lines.encode())
         except OSError:
             self._path = None
 
@@ -293,29 +268,29 @@ def measure_fetcher(fetcher: Any, meter: Meter) -> None:
             meter.collated(time.perf_counter() - start)
 
     _time_transforms(meter)
-    plain, fetch = fetcher.dataset, fetcher.fetch
+    fetch, source = fetcher.fetch, "dataset"
+    if hasattr(fetcher, "dataset_iter"):
+        source = "dataset_iter"
+    plain = getattr(fetcher, source)
     timed = _TimedDataset(plain, meter)
-    streams = hasattr(fetcher, "dataset_iter")
-    if streams:
-        fetcher.dataset_iter = _TimedIterator(fetcher.dataset_iter, meter)
 
     def timed_fetch(indices: Any) -> Any:
-        if not streams and meter.skips():
-            fetcher.dataset, fetcher.collate_fn = plain, collate
+        try:
+            if meter.batch_begins():
+                setattr(fetcher, source, timed)
+                fetcher.collate_fn = timed_collate
+            else:
+                setattr(fetcher, source, plain)
+                fetcher.collate_fn = collate
             return fetch(indices)
-        fetcher.collate_fn = timed_collate
-        if streams:
-            meter.batch_begins(None)
-        else:
-            samples = len(indices) if isinstance(indices, list) else None
-            fetcher.dataset = timed if meter.batch_begins(samples) else plain
-        return fetch(indices)
+        finally:
+            meter.batch_ended()
 
     fetcher.fetch = timed_fetch
 
 
 class _TimedDataset:
-    """Stands in front of the dataset inside the fetcher only; everything else sees the user's own."""
+    """Stands in front of the dataset, or its iterator, inside the fetcher only; everything else sees the user's own."""
 
     def __init__(self, dataset: Any, meter: Meter) -> None:
         self._dataset = dataset
@@ -324,23 +299,14 @@ class _TimedDataset:
     def __getitem__(self, index: Any) -> Any:
         return self._meter.load(self._dataset.__getitem__, index)
 
+    def __next__(self) -> Any:
+        return self._meter.load(next, self._dataset)
+
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._dataset, name)
         if name == "__getitems__" and value:
             return lambda indices: self._meter.load(value, indices)
         return value
-
-
-class _TimedIterator:
-    def __init__(self, iterator: Iterator[Any], meter: Meter) -> None:
-        self._iterator = iterator
-        self._meter = meter
-
-    def __iter__(self) -> _TimedIterator:
-        return self
-
-    def __next__(self) -> Any:
-        return self._meter.load(next, self._iterator)
 
 
 class _TimedTransform:

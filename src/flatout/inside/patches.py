@@ -16,14 +16,12 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from flatout.inside.recorder import BACKWARD, CHECKPOINT, COPY, DATA, LOGGING, OPTIMIZER, SYNC
 
 Call = Callable[..., Any]
-_MISSING = object()
 
 RECORDING, PLAN, PROOF, TRIAL = "a recording", "a plan", "a proof", "a trial"
 
@@ -36,8 +34,7 @@ class Stage(IntEnum):
     TIME = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Patch:
+class Patch(NamedTuple):
     """Attributes of one owner that are replaced for the same reason, and what has to be going on for that.
 
     `phase` is what the recorder calls the time of a call; what `computes` is timed in few steps only. `library` is a
@@ -58,24 +55,20 @@ class Patch:
         return [f"{self.owner}.{name}" for name in self.names.split()]
 
 
-_LOADER = "torch.utils.data.dataloader.DataLoader"
-_ITERATOR = "torch.utils.data.dataloader._BaseDataLoaderIter"
+_DATALOADER = "torch.utils.data.dataloader"
+_LOADER, _ITERATOR = f"{_DATALOADER}.DataLoader", f"{_DATALOADER}._BaseDataLoaderIter"
 _MODULE = "torch.nn.modules.module.Module"
 _OPTIMIZER = "torch.optim.optimizer.Optimizer"
-_BOARD = "torch.utils.tensorboard.writer"
+_BOARD, _WANDB = "torch.utils.tensorboard.writer", "wandb.sdk.wandb_run"
+_SAFE, _SPREAD = "safetensors.torch", "torch.distributed.checkpoint"
 _READS = "item tolist numpy cpu __bool__ __float__ __int__ __index__ __repr__ __format__"
 _LOGS = "add_scalar add_scalars add_histogram add_image add_images add_figure add_text flush"
 _CLIPS = "clip_grad_norm_ clip_grad_value_"
 
 TABLE: tuple[Patch, ...] = (
     Patch(_LOADER, "__iter__", "a pass over the data begins"),
-    Patch(_ITERATOR, "__init__", "which loader an iterator belongs to"),
     Patch(_ITERATOR, "__next__", "waiting for data; a batch that is there"),
-    Patch(
-        "torch.utils.data.dataloader._DatasetKind",
-        "create_fetcher",
-        "what loading samples takes, in each worker",
-    ),
+    Patch(f"{_DATALOADER}._DatasetKind", "create_fetcher", "what loading samples takes, in each worker"),
     Patch("queue.Queue", "get", "waiting for data from a thread of the script's"),
     Patch("concurrent.futures._base.Future", "result", "waiting for data from a thread", phase=DATA),
     Patch(_MODULE, "__init__ __setstate__", "a list of all modules, to find the model"),
@@ -98,18 +91,12 @@ TABLE: tuple[Patch, ...] = (
     Patch("torch.cuda.streams.Event", "synchronize", "waiting for the GPU", phase=SYNC),
     Patch("torch.cuda.streams.Stream", "synchronize", "waiting for the GPU", phase=SYNC),
     Patch("torch", "save", "the time of checkpoints", phase=CHECKPOINT),
-    Patch("safetensors.torch", "save_file", "the time of checkpoints", phase=CHECKPOINT, library="safetensors.torch"),
-    Patch(
-        "torch.distributed.checkpoint",
-        "save",
-        "the time of checkpoints",
-        phase=CHECKPOINT,
-        library="torch.distributed.checkpoint",
-    ),
+    Patch(_SAFE, "save_file", "the time of checkpoints", phase=CHECKPOINT, library=_SAFE),
+    Patch(_SPREAD, "save", "the time of checkpoints", phase=CHECKPOINT, library=_SPREAD),
     Patch("builtins", "print", "the time of logging", phase=LOGGING),
     Patch("logging.Logger", "callHandlers", "the time of logging", phase=LOGGING),
     Patch(f"{_BOARD}.SummaryWriter", _LOGS, "the time of logging", phase=LOGGING, library=_BOARD),
-    Patch("wandb.sdk.wandb_run.Run", "log", "the time of logging", phase=LOGGING, library="wandb.sdk.wandb_run"),
+    Patch(f"{_WANDB}.Run", "log", "the time of logging", phase=LOGGING, library=_WANDB),
     Patch("tqdm.std.tqdm", "refresh", "the time of logging", phase=LOGGING, library="tqdm.std"),
     Patch("sys", "unraisablehook", "a signal during a garbage collection still reaches the script"),
     Patch("os", "_exit", "the trace is completed first"),
@@ -142,19 +129,18 @@ _WHERE = {name: patch for patch in TABLE for name in patch.attributes}
 class PatchPoint:
     """One attribute: its original, who subscribed to it, and the wrapper that stands there."""
 
-    __slots__ = ("_built", "_had", "_name", "_owner", "_raw", "_time", "call", "handlers", "original")
+    __slots__ = ("_built", "_had", "_handlers", "_name", "_owner", "_raw", "_time", "call", "original")
 
     def __init__(self, owner: Any, name: str) -> None:
         self._owner, self._name = owner, name
-        raw = vars(owner).get(name, _MISSING)
-        self._had = raw is not _MISSING
-        self._raw = raw if self._had else getattr(owner, name)
+        self._had = name in vars(owner)
+        self._raw = vars(owner).get(name, getattr(owner, name))
         self.original: Call = getattr(owner, name)
         if isinstance(self._raw, property):
             self.original = self._raw.fget  # type: ignore[assignment]
         self.call = self.original  # what a wrapper calls
-        self.handlers: list[tuple[Stage, Subscriber, Call]] = []
-        self._time: tuple[Subscriber, Callable[[PatchPoint], Call]] | None = None
+        self._handlers: list[tuple[Stage, Subscriber, Call]] = []
+        self._time: Subscriber | None = None
         self._built: Any = None
 
     @property
@@ -164,49 +150,47 @@ class PatchPoint:
 
     def add(self, stage: Stage, subscriber: Subscriber, handler: Call) -> None:
         """One more subscriber; of one stage the later is the outer one."""
-        self.handlers.append((stage, subscriber, handler))
-        self.handlers.sort(key=lambda entry: entry[0])
+        self._handlers.append((stage, subscriber, handler))
+        self._handlers.sort(key=lambda entry: entry[0])
         self._compose()
         if self._built is None:
             self._put(_passing(self))
 
     def add_time(self, subscriber: Subscriber, build: Callable[[PatchPoint], Call]) -> None:
         """The recorder's own wrapper, which calls everybody else: the step path can afford no other call."""
-        self._time = (subscriber, build)
+        self._time = subscriber
         self._put(build(self))
 
     def remove(self, subscriber: Subscriber) -> None:
         """Without this one; without anybody the original stands there again."""
-        self.handlers = [entry for entry in self.handlers if entry[1] is not subscriber]
+        self._handlers = [entry for entry in self._handlers if entry[1] is not subscriber]
         self._compose()
-        if self._time is not None and self._time[0] is subscriber:
+        timed = self._time is subscriber
+        if timed:
             self._time = None
-            if self.handlers and self.stands:
-                self._put(_passing(self))
-        if not self.handlers and self._time is None and self.stands:
-            self._take_off()
+        if not self.stands or self._time is not None:
+            return
+        if self._handlers and timed:
+            self._put(_passing(self))
+        elif not self._handlers:
+            self._built = None
+            if self._had:
+                setattr(self._owner, self._name, self._raw)
+            else:
+                delattr(self._owner, self._name)
 
     def _compose(self) -> None:
         self.call = self.original
-        for _, _, handler in self.handlers:
+        for _, _, handler in self._handlers:
             self.call = functools.partial(handler, self.call)
 
     def _put(self, wrapper: Any) -> None:
         functools.update_wrapper(wrapper, self.original)
         wrapper.flatout_original = self.original
-        if isinstance(self._raw, property):
-            wrapper = property(wrapper)
-        elif isinstance(self._raw, staticmethod):
-            wrapper = staticmethod(wrapper)
+        if isinstance(self._raw, property | staticmethod):
+            wrapper = type(self._raw)(wrapper)
         setattr(self._owner, self._name, wrapper)
         self._built = vars(self._owner)[self._name]
-
-    def _take_off(self) -> None:
-        if self._had:
-            setattr(self._owner, self._name, self._raw)
-        else:
-            delattr(self._owner, self._name)
-        self._built = None
 
 
 def _passing(point: PatchPoint) -> Call:
@@ -232,10 +216,6 @@ class Patches:
     def subscriber(self, stage: Stage, fail: Callable[[Exception], None]) -> Subscriber:
         """Somebody new; `fail` is called once, with what it raised, after it has been switched off."""
         return Subscriber(self, stage, fail)
-
-    def replaced(self) -> list[str]:
-        """The attributes that are replaced now."""
-        return [where for where, point in self._points.items() if point.stands]
 
     def point(self, where: str) -> PatchPoint | None:
         """The place of one; None where this version of a library has no such attribute."""

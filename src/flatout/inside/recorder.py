@@ -5,7 +5,7 @@ innermost phase, so the pieces add up by construction. What lies between phases 
 a forward pass, `rest` elsewhere.
 
 Some steps are looked at closely, as often as that costs little: there every cut also drops an event into
-the GPU's queue (`GpuClock`). Between two events with no launch in between, GPU time is idle time. In the
+the GPU's queue (`CudaClock`). Between two events with no launch in between, GPU time is idle time. In the
 other steps (`light`) waits and pauses are cut as always, and what the step computes is one piece:
 `unsplit`. Their commonest events only go on a tape, which is played when something else happens or when a
 few steps are on it: the processor has forgotten our code from one step to the next, so all of it costs ten
@@ -20,13 +20,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from threading import get_ident
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flatout.model.records import SPANS_A_STEP
 from flatout.trace import Span, Step
 from flatout.trace.light_steps import Event, LightSteps
+
+if TYPE_CHECKING:
+    from flatout.inside.clock import CudaClock, LossReader
 
 DATA, START, COPY, FORWARD, LOSS, BACKWARD = "data", "loader start", "copy", "forward", "loss", "backward"
 OPTIMIZER, SYNC, EVALUATION, CHECKPOINT, LOGGING = "optimizer", "sync", "evaluation", "checkpoint", "logging"
@@ -47,10 +50,8 @@ _ON_TAPE = 512  # events
 _ON_TAPE_S = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How many steps are looked at closely: the first ones, then so many that it costs a small share of the
-    time."""
+class Sampling(NamedTuple):
+    """How many steps are looked at closely: the first ones, then so many that it costs a small share of the time."""
 
     at_first: int = 16  # steps
     often: int = 1  # every step, at most
@@ -60,25 +61,7 @@ class Sampling:
     known_after: int = 200
 
 
-class GpuClock(Protocol):
-    """Marks in the GPU's queue, read later without waiting."""
-
-    def mark(self, *, begins: bool) -> Any:
-        """Drop a mark, the first of a step or not; None where that is not possible now (a graph is being
-        captured)."""
-
-    def between(self, marks: list[Any]) -> list[float] | None:
-        """Milliseconds between neighbours, or None while the GPU has not reached the last of them."""
-
-
-class Losses(Protocol):
-    """Loss values on their way to the host."""
-
-    def read(self, ticket: Any) -> float | None:
-        """The value, once it has arrived."""
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class _Piece:
     name: str
     where: str | None
@@ -88,10 +71,17 @@ class _Piece:
     quiet: bool  # nothing was launched in it, whatever it will be called
     loader: int | None  # whose batch it waited for
 
+    def goes_on_as(self, name: str, where: str | None, start_s: float, loader: int | None, mark: int | None) -> bool:
+        """Whether what begins then is more of the same. (Else a collection or a signal handler came in between.)"""
+        same = self.name == name and self.end_s == start_s and self.where == where and self.loader == loader
+        return same and self.mark is None and mark is None
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, repr=False, eq=False)
 class _OpenStep:
     start_s: float
+    end_s: float = 0.0
+    index: int = 0
     kind: str = "train"
     closely: bool = True  # looked at closely from its beginning
     pieces: list[_Piece] = field(default_factory=list)
@@ -110,8 +100,8 @@ class Recorder:
         *,
         clock: Callable[[], float],
         emit: Callable[[Step | LightSteps], None],
-        gpu: GpuClock | None = None,
-        losses: Losses | None = None,
+        gpu: CudaClock | None = None,
+        losses: LossReader | None = None,
         sampling: Sampling | None = None,
     ) -> None:
         self._sampling = sampling or Sampling()
@@ -123,7 +113,7 @@ class Recorder:
         self._between = REST
         self._cut_s = clock()
         self._open = _OpenStep(self._cut_s, kind="setup")
-        self._waiting: deque[tuple[_OpenStep, int, float] | LightSteps] = deque()
+        self._waiting: deque[_OpenStep | LightSteps] = deque()
         self.thread = get_ident()  # the one that trains
         self._optimizers = _Cycle()
         self._evaluation = _Evaluation()
@@ -265,22 +255,16 @@ class Recorder:
 
     def _hand_on(self, events: list[Event]) -> None:
         """Whole steps in which nothing else happened need no pieces."""
-        plain = LightSteps(
-            first_index=self._closed,
-            start_s=self._open.start_s,
-            events=events,
-            waiting=DATA,
-            computing=UNSPLIT,
-        )
-        self._waiting.append(plain)
+        first, start_s = self._closed, self._open.start_s
+        steps = LightSteps(first_index=first, start_s=start_s, events=events, waiting=DATA, computing=UNSPLIT)
+        self._waiting.append(steps)
         self._closed += sum(type(event) is float for event in events)
         self._cut_s = events[-1]  # type: ignore[assignment]
         self._open = _OpenStep(self._cut_s, closely=False)
         self._evaluation.since = 0
 
     def forward(self, *, learns: bool, training: bool, trained: bool = True) -> None:
-        """A root module is called: with gradients or without, in training mode or not, one that an
-        optimizer trains."""
+        """A root module is called: with gradients or without, in training mode or not, one that an optimizer trains."""
         alone = not self._stack
         self._between = REST
         self.push(FORWARD)
@@ -316,8 +300,14 @@ class Recorder:
             is_trainings = self._evaluation.is_trainings_batch(piece.loader)
             begun = begun or (piece.name in _BEGINS and not is_trainings)
             if begun and not is_trainings and piece.name in _PART_OF_EVALUATION:
-                piece.name, piece.where = EVALUATION, None
-        pieces[max(0, since - 1) :] = _joined(pieces[max(0, since - 1) :])
+                piece.name, piece.where, piece.loader = EVALUATION, None, None
+        joined = pieces[:since]
+        for piece in pieces[since:]:
+            if joined and joined[-1].goes_on_as(piece.name, piece.where, piece.start_s, piece.loader, piece.mark):
+                joined[-1].end_s = piece.end_s
+            else:
+                joined.append(piece)
+        pieces[:] = joined
         self._evaluation.called(len(pieces))
 
     # -- steps -------------------------------------------------------------------------------------
@@ -400,17 +390,9 @@ class Recorder:
         if evaluation.on and name in _PART_OF_EVALUATION:
             name, where = EVALUATION, None
         mark = self._mark() if self.marking else None
-        if len(pieces) > evaluation.since and mark is None:
-            last = pieces[-1]
-            if (
-                last.name == name
-                and last.end_s == start_s  # else a garbage collection or a signal handler came in between
-                and last.where == where
-                and last.loader == loader
-                and last.mark is None
-            ):
-                last.end_s = now_s
-                return
+        if len(pieces) > evaluation.since and pieces[-1].goes_on_as(name, where, start_s, loader, mark):
+            pieces[-1].end_s = now_s
+            return
         if len(pieces) < SPANS_A_STEP:
             pieces.append(_Piece(name, where, start_s, now_s, mark, quiet, loader))
         else:
@@ -418,11 +400,9 @@ class Recorder:
 
     def _mark(self) -> int | None:
         """Drop an event; its index, or None when there are enough of them or none can be had now."""
-        marks = self._open.marks
-        if self._gpu is None or len(marks) >= SPANS_A_STEP:
-            self.marking = False
-            return None
-        mark = self._gpu.mark(begins=not marks)
+        marks, mark = self._open.marks, None
+        if self._gpu is not None and len(marks) < SPANS_A_STEP:
+            mark = self._gpu.mark(begins=not marks)
         if mark is None:
             self.marking = False
             return None
@@ -440,7 +420,8 @@ class Recorder:
         step = self._open
         self._open = _OpenStep(self._cut_s, closely=not self.light)
         self._evaluation.since = 0
-        self._waiting.append((step, self._closed, self._cut_s))
+        step.index, step.end_s = self._closed, self._cut_s
+        self._waiting.append(step)
         self._closed += 1
         wall_s, own_s = self._cut_s - step.start_s, self.own_s - self._own_before_s
         self._own_before_s = self.own_s
@@ -454,12 +435,11 @@ class Recorder:
 
     def _send(self, all_of_them: bool = False) -> None:
         while self._waiting:
-            first = self._waiting[0]
-            if isinstance(first, LightSteps):
-                self._emit(first)
+            step = self._waiting[0]
+            if isinstance(step, LightSteps):
+                self._emit(step)
                 self._waiting.popleft()
                 continue
-            step, index, end_s = first
             times: list[float] | None = []
             if self._gpu is not None and len(step.marks) > 1:
                 times = self._gpu.between(step.marks)
@@ -469,7 +449,7 @@ class Recorder:
             loss = None
             if self._losses is not None and step.loss is not None:
                 loss = self._losses.read(step.loss)
-            self._emit(_as_step(step, index, end_s, times or [], loss))
+            self._emit(_as_step(step, times or [], loss))
 
 
 class _Evaluation:
@@ -571,11 +551,11 @@ class _Cycle:
             self._others.clear()
             return True
         self.only = None
-        if self._closer is not None and optimizer not in self._others:
-            self._others.add(optimizer)
-            return False
-        if self._closer is not None:  # twice without the one that used to end a step: that one is gone
-            self._order, self._closer = [], None
+        if self._closer is not None:
+            if optimizer not in self._others:
+                self._others.add(optimizer)
+                return False
+            self._order, self._closer = [], None  # twice without the one that used to end a step: that one is gone
             self._others.clear()
         if optimizer in self._order:
             self._closer = self._order[-1]
@@ -584,7 +564,7 @@ class _Cycle:
         return True
 
 
-def _as_step(step: _OpenStep, index: int, end_s: float, gpu_ms: list[float], loss: float | None) -> Step:
+def _as_step(step: _OpenStep, gpu_ms: list[float], loss: float | None) -> Step:
     spans: list[Span] = []
     for piece in step.pieces:
         elapsed = None
@@ -605,29 +585,12 @@ def _as_step(step: _OpenStep, index: int, end_s: float, gpu_ms: list[float], los
         spans.append(Span(name=name, start_ms=crowd_ms, host_ms=s * 1e3))
         crowd_ms += s * 1e3
     return Step(
-        index=index,
+        index=step.index,
         start_s=step.start_s,
-        wall_ms=(end_s - step.start_s) * 1e3,
+        wall_ms=(step.end_s - step.start_s) * 1e3,
         spans=tuple(spans),
         samples=step.samples,
         loss=loss,
         micro_steps=max(1, step.micro_steps),
         kind=step.kind,
     )
-
-
-def _joined(pieces: list[_Piece]) -> list[_Piece]:
-    """Neighbours of one name as one, where no mark stands between them."""
-    joined: list[_Piece] = []
-    for piece in pieces:
-        last = joined[-1] if joined else None
-        if (
-            last is not None
-            and last.mark is piece.mark is None
-            and last.end_s == piece.start_s
-            and (last.name, last.where) == (piece.name, piece.where)
-        ):
-            joined[-1] = replace(last, end_s=piece.end_s)
-        else:
-            joined.append(piece)
-    return joined

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.utils.data.dataloader as torch_loader
 
-from flatout.feed.dataset_check import CacheGrowth, DatasetCheck
 from flatout.inside import run_facts
 from flatout.inside.calls import called_from, raised_at
 from flatout.inside.changes.ledger import Ledger
@@ -32,26 +31,26 @@ from flatout.inside.loader_workers import Meters
 from flatout.inside.patches import Patches, Stage, Subscriber
 from flatout.inside.recorder import Recorder, Sampling
 from flatout.inside.root_modules import RootModules
-from flatout.inside.settings import Settings
 from flatout.inside.stacks import StackSampler
 from flatout.inside.timing import LIBRARIES, Timing
-from flatout.inside.trial import BoundedRun
-from flatout.inside.xray import XraySchedule
 from flatout.launch.protocol import RANK, Options
 from flatout.model.errors import FlatoutError, TraceError
 from flatout.model.facts import GradientExchange, LoaderFacts, OptimizerFacts, OwnCost
 from flatout.model.frameworks import framework_of
-from flatout.redact import redact_command, redact_text
+from flatout.redact import redact_text
 from flatout.trace import End, FactsRecord, Note, RunInfo, Step, TraceWriter
 from flatout.trace.light_steps import LightSteps
 
 if TYPE_CHECKING:
+    from flatout.feed.dataset_check import CacheGrowth, DatasetCheck
     from flatout.inside.changes.applied import Applied
+    from flatout.inside.start import Settings
+    from flatout.inside.trial import BoundedRun, Ceiling
+    from flatout.inside.xray import XraySchedule
 
 _WATCHED_FOR = 200  # batches
-_FIRST_FACTS_AT_STEP = 3
+_FIRST_FACTS_AT_STEP, _FACTS_EVERY_TIMES = 3, 10
 _LOOK_EVERY_STEPS = 16
-_FACTS_EVERY_TIMES = 10
 _RECORDINGS = 1000
 _GRACE_S = 5.0  # for a script that swallows SystemExit, or saves what it has on its way out
 
@@ -101,8 +100,7 @@ class Process:
             self.recording.stacks.start()
 
     def _start_over_in_child(self) -> None:
-        """In a forked child nothing is written for the parent. A child that trains gets a recording of its
-        own."""
+        """In a forked child nothing is written for the parent. A child that trains gets a recording of its own."""
         recording = self.recording
         if recording is None or recording.closed:
             return
@@ -133,30 +131,40 @@ class Recording:
         self.settings = settings
         self.closed = False
         self.next_look = 0  # the step after which `step_ended` is to be called next
+        self.loaders = LoaderNotes()
+        self.autocast: set[str] = set()  # the types of mixed precision that were seen
         self._writer: TraceWriter | None = None
+        self._early: list[Step | LightSteps] = []
         self._began_s = time.monotonic()
         self._losses = LossReader()
-        gpu = CudaClock() if torch.version.cuda is not None else None
+        with_cuda = torch.version.cuda is not None
+        gpu = CudaClock() if with_cuda else None
         self.recorder = Recorder(clock=time.monotonic, emit=self._emit, gpu=gpu, losses=self._losses, sampling=sampling)
-        bounded = options.max_steps is not None
-        self._xray = XraySchedule(self.recorder, self._write, self._note, enabled=options.xray, at_the_end=bounded)
-        self._bounded = BoundedRun(options, self.recorder, self._xray, alone=_is_alone) if bounded else None
-        self.ceiling = self._bounded.ceiling if self._bounded is not None else None
-        self.loaders = LoaderNotes()
-        self._autocast: set[str] = set()
         self._exchange: GradientExchange | None = None
-        self._early: list[Step | LightSteps] = []
         self._last_optimizer: Callable[[], Any] = lambda: None  # its parameters may be many: they are not held here
         self._optimizer_facts = OptimizerFacts()
         self._facts_at_step = _FIRST_FACTS_AT_STEP
+        self._xray: XraySchedule | None = None
+        bounded = options.max_steps is not None
+        if options.xray and with_cuda:
+            from flatout.inside.xray import XraySchedule
+
+            self._xray = XraySchedule(self.recorder, self._write, self._note, at_the_end=bounded)
         self.timing = Timing(process.patches, process.roots, self.recorder, self, self._fail)
+        self._bounded: BoundedRun | None = None
+        self.ceiling: Ceiling | None = None
+        self._ceiling_changes: Subscriber | None = None
+        if bounded:
+            from flatout.inside.trial import BoundedRun
+
+            self._bounded = BoundedRun(options, self.recorder, self._xray, alone=_is_alone)
+            self.ceiling = self._bounded.ceiling
         self.timing.install()
         self.stacks = StackSampler(
             lambda: self.recorder.thread, lambda: self.recorder.phase, clock=time.monotonic, sparse_phase="setup"
         )
         if not forked:
             self.stacks.start()
-        self._ceiling_changes: Subscriber | None = None
         if self.ceiling is not None:
             self._ceiling_changes = process.patches.subscriber(Stage.CHANGE, self.timing.fail)
             self.ceiling.install(self._ceiling_changes)
@@ -168,12 +176,8 @@ class Recording:
 
     def loader_seen(self, number: int, loader: Any) -> None:
         """A loader is about to begin a pass, and perhaps to start its workers."""
-        os.environ[RANK] = str(_rank())  # its workers write beside the rank they belong to
+        os.environ[RANK] = str(_rank_and_world_size()[0])  # its workers write beside the rank they belong to
         self.loaders.pass_begins(number, loader)
-
-    def autocast_entered(self, dtype: str) -> None:
-        """A region of mixed precision was entered."""
-        self._autocast.add(dtype)
 
     def backward_begins(self, tensors: Any) -> None:
         """A backward pass is about to run."""
@@ -184,8 +188,7 @@ class Recording:
             self.recorder.backward()
 
     def step_ended(self, optimizer: Any) -> None:
-        """A training step is over: the few things that happen once, each at its step, and afterwards a rare
-        look."""
+        """A training step is over: the few things that happen once, each at its step, and then a rare look."""
         self._last_optimizer = weakref.ref(optimizer)
         if self._bounded is not None:
             self._bounded.step_ended()
@@ -196,12 +199,15 @@ class Recording:
         if self.recorder.steps >= self._facts_at_step:
             self._facts_at_step *= _FACTS_EVERY_TIMES
             self.recorder.as_own(self._write_facts)
-        awaits_xray = not self._xray.done and torch.cuda.is_initialized()
-        if awaits_xray and self._bounded is None:
-            self._xray.step_ended()
-        applied = self._process.applied
-        every_step = awaits_xray or self._bounded is not None or (applied is not None and applied.wants_every_step)
-        self.next_look = self.recorder.steps + (1 if every_step else _LOOK_EVERY_STEPS)
+        xray, applied = self._xray, self._process.applied
+        if xray is not None and (xray.done or not torch.cuda.is_initialized()):
+            xray = None
+        if xray is not None and self._bounded is None:
+            xray.step_ended()
+        every_step = xray is not None or self._bounded is not None or (applied is not None and applied.wants_every_step)
+        self.next_look = self.recorder.steps + 1
+        if not every_step:
+            self.next_look += _LOOK_EVERY_STEPS - 1
         if applied is not None:
             first = self._writer is not None and self._writer.path.parent == self.options.folder
             self.recorder.as_own(functools.partial(applied.step_ended, first=first))
@@ -224,7 +230,7 @@ class Recording:
         rank, world_size = _rank_and_world_size()
         info = RunInfo(
             name=self.options.name,
-            command=redact_command(sys.orig_argv),
+            command=tuple(sys.orig_argv),
             host=socket.gethostname(),
             rank=rank,
             world_size=world_size,
@@ -245,22 +251,19 @@ class Recording:
             self._early.append(step)
         else:
             self._writer.write(step)
-        if not self._xray.done:
+        if self._xray is not None:
             self._xray.emitted(step)
 
     def _write_facts(self) -> None:
-        if self._writer is None:
-            return
         self.settings.note_config_modules()
-        self._exchange = (
-            run_facts.gradient_exchange(self._process.roots.made) or self._exchange
-        )  # the model may be gone
+        # The model may be gone.
+        self._exchange = run_facts.gradient_exchange(self._process.roots.made) or self._exchange
         self._look_at_optimizer()
         facts = dataclasses.replace(
             run_facts.in_force(self._optimizer_facts),
             loaders=self.loaders.kinds(self.recorder.train_loaders),
             loaders_side_by_side=self.recorder.loaders_side_by_side,
-            autocast=tuple(sorted(self._autocast)) or ("None",),
+            autocast=tuple(sorted(self.autocast)) or ("None",),
             gradient_exchange=self._exchange,
             settings=tuple(self.settings.read),
             own_cost=self.own_cost(),
@@ -310,35 +313,32 @@ class Recording:
             self._process.meters.finish()
         except Exception as problem:
             self.timing.fail(problem)
-        finally:
-            self._take_off()
-            os.environ.pop(RANK, None)
-            atexit.unregister(self._close_at_exit)
-            if self._writer is not None:
-                self._write_end(self._writer, raised)
-                self._writer.close()
+        self._take_off()
+        os.environ.pop(RANK, None)
+        atexit.unregister(self._close_at_exit)
+        if self._writer is None:
+            return
+        end = End(time_s=time.monotonic())
+        if raised is not None:  # what it says may be secret: its type and its place are enough
+            end = dataclasses.replace(end, error=type(raised).__name__, where=raised_at(raised.__traceback__))
+        try:
+            self._writer.write(end)
+        except Exception as problem:
+            self.timing.fail(problem)
+        self._writer.close()
 
     def _finish(self, writer: TraceWriter) -> None:
         self.recorder.finish()
-        self._xray.finish()
+        if self._xray is not None:
+            self._xray.finish()
         applied = self._process.applied
         if applied is not None:
-            applied.finish(writer.path.with_name(f"proof-{_rank():05d}.jsonl"))
+            applied.finish(writer.path.with_name(f"proof-{_rank_and_world_size()[0]:05d}.jsonl"))
         self._write_facts()
         if applied is not None:
             for entry in applied.ledger.entries():
                 if not entry.applied:
                     self._note(f"{entry.name} was not changed: {entry.how}")
-
-    def _write_end(self, writer: TraceWriter, raised: BaseException | None) -> None:
-        end = End(time_s=time.monotonic())
-        if raised is not None:  # what it says may be secret: its type and its place are enough
-            where = raised_at(raised.__traceback__)
-            end = End(time_s=time.monotonic(), error=type(raised).__name__, where=where)
-        try:
-            writer.write(end)
-        except Exception as problem:
-            self.timing.fail(problem)
 
     def _fail(self, problem: BaseException) -> None:
         what = str(problem) if isinstance(problem, FlatoutError) else f"{type(problem).__name__}: {problem}"
@@ -347,8 +347,7 @@ class Recording:
         self._note(text)
 
     def abandon(self) -> None:
-        """Take everything off and write nothing more: this is another process than the one that was
-        recorded."""
+        """Take everything off and write nothing more: this is another process than the one that was recorded."""
         self.closed = True
         self._take_off()
 
@@ -359,16 +358,23 @@ class Recording:
             self._ceiling_changes.leave()
 
 
+@dataclasses.dataclass(repr=False, eq=False)
+class _Watch:
+    """A dataset that the training process reads itself: what its loop writes to in it, and what samples fill."""
+
+    check: DatasetCheck
+    growth: CacheGrowth | None = None  # where it is known how many samples a batch has
+    samples: int = 1
+
+
 class LoaderNotes:
     """What is known of the loaders of a run, by number."""
 
     def __init__(self) -> None:
         self._facts: dict[int, LoaderFacts] = {}
         self._passes: dict[int, int] = {}
-        self.watched: dict[int, DatasetCheck] = {}  # datasets that the training process reads itself
-        self._writes: dict[int, str] = {}  # what its loop was seen to write to in them
-        self._filling: dict[int, tuple[CacheGrowth, int]] = {}  # and how many samples a batch has
-        self._fills: dict[int, str] = {}  # what samples were seen to fill in them
+        self._seen: dict[int, dict[str, str]] = {}  # by loader: `written` and `fills`
+        self.watched: dict[int, _Watch] = {}
 
     def pass_begins(self, number: int, loader: Any) -> None:
         """A loader is about to begin a pass."""
@@ -376,37 +382,34 @@ class LoaderNotes:
         self._facts[number] = dataclasses.replace(run_facts.loader_facts(loader), framework=framework)
         self._passes[number] = self._passes.get(number, 0) + 1
         if loader.num_workers == 0 and self._passes[number] == 1:
-            self._watch(number, loader)
+            from flatout.feed.dataset_check import CacheGrowth, DatasetCheck
 
-    def _watch(self, number: int, loader: Any) -> None:
-        samples = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-        self.watched[number] = DatasetCheck(loader.dataset, loader.collate_fn)
-        if isinstance(samples, int) or loader.batch_sampler is None:
-            self._filling[number] = CacheGrowth(loader.dataset), samples or 1
-        for held in (self.watched, self._filling):
-            weakref.finalize(loader, held.pop, number, None).atexit = False
+            samples = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+            self.watched[number] = watch = _Watch(DatasetCheck(loader.dataset, loader.collate_fn))
+            if isinstance(samples, int) or loader.batch_sampler is None:
+                watch.growth, watch.samples = CacheGrowth(loader.dataset), samples or 1
+            weakref.finalize(loader, self.watched.pop, number, None).atexit = False
 
     def before_batch(self, number: int) -> None:
         """A loader that is watched is about to be asked for a batch."""
-        check = self.watched.get(number)
-        if check is None:
+        watch = self.watched.get(number)
+        if watch is None:
             return
-        written = check.changed()
+        written = watch.check.changed()
         if written:
-            self._writes[number] = written
-        if written or check.looked >= _WATCHED_FOR:
+            self._seen.setdefault(number, {})["written"] = written
+        if written or watch.check.looked >= _WATCHED_FOR:
             self.watched.pop(number, None)
 
     def after_batch(self, number: int) -> None:
         """It has given one."""
-        check = self.watched.get(number)
-        if check is not None:
-            check.renew()  # what samples leave behind is not the loop's doing
-        if number in self._filling:
-            growth, samples = self._filling[number]
-            filled = growth.after_batch(samples)
-            if filled:
-                self._fills[number] = filled
+        watch = self.watched.get(number)
+        if watch is None:
+            return
+        watch.check.renew()  # what samples leave behind is not the loop's doing
+        filled = watch.growth is not None and watch.growth.after_batch(watch.samples)
+        if filled:
+            self._seen.setdefault(number, {})["fills"] = filled
 
     def batches_ready(self, train_loaders: set[int]) -> int:
         """How many batches lay ready at the start, where workers had time to load."""
@@ -418,34 +421,24 @@ class LoaderNotes:
         alike: dict[str, list[int]] = {}
         for number, facts in self._facts.items():
             alike.setdefault(str(facts), []).append(number)
-        return tuple(
-            dataclasses.replace(
-                self._facts[numbers[0]],
-                trains=any(number in train_loaders for number in numbers),
-                made_anew=len(numbers) > 1 == max(self._passes[number] for number in numbers),
-                written=_first_known(self._writes, numbers),
-                fills=_first_known(self._fills, numbers),
-            )
-            for numbers in alike.values()
-        )
+        return tuple(self._kind(numbers, train_loaders) for numbers in alike.values())
 
-
-def _first_known(texts: dict[int, str], numbers: list[int]) -> str | None:
-    return next((texts[number] for number in numbers if number in texts), None)
+    def _kind(self, numbers: list[int], train_loaders: set[int]) -> LoaderFacts:
+        seen: Any = {}
+        for number in numbers:
+            seen = {**self._seen.get(number, {}), **seen}
+        trains = not train_loaders.isdisjoint(numbers)
+        made_anew = len(numbers) > 1 == max(self._passes[number] for number in numbers)
+        return dataclasses.replace(self._facts[numbers[0]], trains=trains, made_anew=made_anew, **seen)
 
 
 def _rank_and_world_size() -> tuple[int, int]:
-    """This process among those that train together. A launcher says so by the environment, or else torch
-    knows."""
+    """This process among those that train together. A launcher says so by the environment, or else torch knows."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) or 0
     world_size = os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")) or 1
     return int(rank), int(world_size)
-
-
-def _rank() -> int:
-    return _rank_and_world_size()[0]
 
 
 def _is_alone() -> bool:

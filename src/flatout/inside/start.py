@@ -10,21 +10,76 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.inside import imports
 from flatout.inside.changes.ledger import Ledger
 from flatout.inside.imports import not_measured, when_imported
-from flatout.inside.settings import Settings
 from flatout.launch import signals
 from flatout.launch.protocol import Options
 from flatout.model.errors import UsageError
+from flatout.model.facts import SettingsRead
+from flatout.redact import redact_setting
 
 if TYPE_CHECKING:
     from flatout.inside.changes.knobs import Knobs
     from flatout.model.plan import Plan
 
 OLDEST_TORCH = (2, 6)
+
+_CONFIG = re.compile(r"config|settings|options", re.I)
+_PYTHONS_OWN = os.path.dirname(os.__file__)  # noqa: PTH120  # there is a module about how Python itself was built
+_MOST_SETTINGS = 400
+_MOST_ITEMS = 50
+_MOST_SOURCES = 20
+_LONGEST_TEXT = 300
+
+
+class Settings:
+    """Values the script read from its command line, from YAML and JSON files and from Python config modules."""
+
+    def __init__(self) -> None:
+        self.read: list[SettingsRead] = []
+        self._looked_at_modules = False
+
+    def note(self, source: str, where: str | None, values: Any, options: dict[str, str] | None = None) -> None:
+        """Remember one set of values. Files of installed packages are not the user's settings."""
+        if where is not None and "-packages" in str(where):
+            return
+        if not isinstance(values, dict) or not values or len(self.read) >= _MOST_SOURCES:
+            return  # a dataset may read a file a sample
+        # A secret that is cut short would no longer look like one: hide it first.
+        known = redact_setting("", _cut(values, 10 * _LONGEST_TEXT))
+        file = str(where) if where is not None else None
+        entry = SettingsRead(source=source, file=file, values=_cut(known), options=options or {})
+        if entry not in self.read:
+            self.read.append(entry)
+
+    def note_arguments(self, parser: Any, namespace: Any) -> None:
+        """Remember what argparse made of the command line, with the option that sets each value."""
+        options = {action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings}
+        self.note("argparse", None, vars(namespace), options)
+
+    def note_config_modules(self) -> None:
+        """Remember plain values of the user's own modules that are called config or settings (once)."""
+        if self._looked_at_modules:
+            return
+        self._looked_at_modules = True
+        here = str(Path.cwd())
+        for name, module in sys.modules.copy().items():  # in one go: others import
+            if not _CONFIG.search(name.rpartition(".")[2]) or name.startswith("flatout."):
+                continue
+            path = getattr(module, "__file__", None)
+            if not path or path.startswith(_PYTHONS_OWN):
+                continue
+            if not (path.startswith(here) or os.path.dirname(path) in sys.path):  # noqa: PTH120
+                continue
+            plain = (bool, int, float, str, list, tuple, dict, type(None))
+            values = {k: v for k, v in vars(module).items() if not k.startswith("_") and isinstance(v, plain)}
+            self.note("python", path, values)
+
 
 settings = Settings()
 ledger = Ledger()
@@ -81,8 +136,8 @@ def watch_settings() -> None:
     """Record the settings that the script reads."""
     if imports.watch_imports():
         when_imported("argparse", _record_arguments)
-        when_imported("yaml", _record_yaml)
-        when_imported("json", _record_json)
+        when_imported("yaml", _record_loads)
+        when_imported("json", _record_loads)
 
 
 def _torch_is_here(torch: Any, options: Options) -> None:
@@ -117,16 +172,8 @@ def _record_arguments(argparse: Any) -> None:
     argparse.ArgumentParser.parse_known_args = parse_known_args
 
 
-def _record_yaml(yaml: Any) -> None:
-    _record_loads("yaml", yaml)
-
-
-def _record_json(json: Any) -> None:
-    _record_loads("json", json)
-
-
-def _record_loads(source: str, module: Any) -> None:
-    load = module.load
+def _record_loads(module: Any) -> None:
+    load, source = module.load, module.__name__
 
     def load_and_note(*args: Any, **kwargs: Any) -> Any:
         result = load(*args, **kwargs)
@@ -146,3 +193,12 @@ def _quietly(function: Callable[..., None], *args: Any) -> None:
         function(*args)
     except Exception:
         pass
+
+
+def _cut(value: Any, longest: int = _LONGEST_TEXT) -> Any:
+    """A value, cut to what a report can hold."""
+    if isinstance(value, dict):
+        return {key: _cut(held, longest) for key, held in list(value.items())[:_MOST_SETTINGS]}
+    if isinstance(value, list | tuple):
+        return [_cut(held, longest) for held in value[:_MOST_ITEMS]]
+    return str(value)[:longest] if isinstance(value, str | Path | Enum) else value

@@ -19,6 +19,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils.data.dataloader as torch_loader
 from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -52,7 +53,7 @@ class Timing:
         self._roots = roots
         self._time = patches.subscriber(Stage.TIME, fail)
         self._guarded = self._time.guarded
-        self._loaders = _Numbers()
+        self._loaders, self._numbers = WeakIdMap(), count(1)
         self._optimizers = WeakIdMap()
         self._optimizer_calls = 0
         self._steps_elsewhere = 0
@@ -65,11 +66,19 @@ class Timing:
     def install(self) -> None:
         """Put every wrapper in place."""
         self._roots.start_timing(self._time, self._recorder)
-        self._install_data()
-        self._install_compute()
+        for where, build in (
+            (f"{_ITERATOR}.__next__", self._next_batch),
+            (f"{_LOADER}.__iter__", self._pass_begins),
+            ("queue.Queue.get", self._get_from_queue),
+            ("torch.autograd.backward", self._run_backward),
+            ("torch.compile", self._compile_and_time),
+            ("torch.autocast.__enter__", self._enter_autocast),
+            ("torch.amp.grad_scaler.GradScaler.step", self._scaler_step),
+            ("torch.Tensor.to", self._move),
+            ("os._exit", self._hard_exit),
+        ):
+            self._time.time(where, build)
         self._install_optimizer_steps()
-        self._time.time("torch.Tensor.to", self._move)
-        self._time.time("os._exit", self._hard_exit)
         self._install_collections()
         self._install_phases("")
         for library in LIBRARIES:
@@ -95,21 +104,22 @@ class Timing:
 
     def _install_phases(self, library: str) -> None:
         """Time the calls in the table that are one phase each."""
-        conditions = {
+        special: dict[str, Phase] = {
             "concurrent.futures._base.Future.result": self._phase_of_result,
-            "torch.Tensor.cuda": _phase_of_cuda,
-            "torch.Tensor.pin_memory": _phase_of_pinning,
-            "torch.Tensor.copy_": _phase_of_copy,
-            "torch.cuda.streams.Event.synchronize": _phase_of_event,
+            "torch.Tensor.cuda": lambda tensor, *_, **__: _when(not tensor.is_cuda, COPY),
+            "torch.Tensor.pin_memory": lambda *_, **__: _when(torch.cuda.is_initialized(), COPY),
+            "torch.Tensor.copy_": lambda to, source, *_, **__: _when(copies_to_gpu(to, source), COPY),
+            # Our own events say what waiting for them is.
+            "torch.cuda.streams.Event.synchronize": lambda event: getattr(event, "phase", SYNC),
         }
         for patch in TABLE:
-            if not patch.phase or patch.library != library:
-                continue
-            phase = _always(patch.phase)
-            if patch.owner == "torch.Tensor" and patch.phase == SYNC:
-                phase = _phase_of_reading
-            for where in patch.attributes:
-                self._phase(where, conditions.get(where, phase), computes=patch.computes)
+            if patch.phase and patch.library == library:
+                phase = _always(patch.phase)
+                if patch.owner == "torch.Tensor":
+                    phase = _phase_of_reading
+                for where in patch.attributes:
+                    build = functools.partial(self._build_phase, special.get(where, phase), patch.computes)
+                    self._time.time(where, build)
 
     def _hard_exit(self, point: PatchPoint) -> Any:
         owner = os.getpid()
@@ -121,14 +131,11 @@ class Timing:
 
         return exit_after_close
 
-    def _phase(self, where: str, phase: Phase, *, computes: bool = False) -> None:
-        """Time an attribute as the phase that `phase(*arguments)` names; None lets the call pass untimed.
+    def _build_phase(self, phase: Phase, computes: bool, point: PatchPoint) -> Any:
+        """A call is timed as the phase that `phase(*arguments)` names; None lets it pass.
 
         What `computes` is timed only in steps that are looked at closely.
         """
-        self._time.time(where, functools.partial(self._build_phase, phase, computes))
-
-    def _build_phase(self, phase: Phase, computes: bool, point: PatchPoint) -> Any:
         recorder, time = self._recorder, self._time
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -153,14 +160,8 @@ class Timing:
 
     # -- data --------------------------------------------------------------------------------------
 
-    def _install_data(self) -> None:
-        self._time.time(f"{_ITERATOR}.__next__", self._next_batch)
-        self._time.time(f"{_ITERATOR}.__init__", self._iterator_built)
-        self._time.time(f"{_LOADER}.__iter__", self._pass_begins)
-        self._time.time("queue.Queue.get", self._get_from_queue)
-
     def _phase_of_result(self, future: Any, *_: Any, **__: Any) -> str | None:
-        return None if self._recorder.busy or future.done() else DATA
+        return _when(not (self._recorder.busy or future.done()), DATA)
 
     def _next_batch(self, point: PatchPoint) -> Any:
         recorder, time, fetch = self._recorder, self._time, self._fetch
@@ -172,31 +173,30 @@ class Timing:
 
         return next_batch
 
-    def _iterator_built(self, point: PatchPoint) -> Any:
-        @_unseen_by_warnings
-        def numbered(iterator: Any, loader: Any) -> None:
-            # PyTorch's iterators and those of flatout.feed have this class in common.
-            iterator._flatout_loader = 0
-            if not self.off:
-                iterator._flatout_loader = self._guarded(self._loaders.of, loader) or 0
-            if not loader.num_workers:  # PyTorch's does not hold it, and the check for writes ends with it
-                iterator._flatout_of = loader
-            point.call(iterator, loader)
-
-        return numbered
-
     def _pass_begins(self, point: PatchPoint) -> Any:
         timed = self._build_phase(_always(START), False, point)
 
         def begin_pass(loader: Any) -> Any:
+            number = None
             if not self.off:
-                self._guarded(self._loader_seen, loader)
-            return timed(loader)
+                number = self._guarded(self._number_of, loader)
+                self._guarded(self._recording.loader_seen, number, loader)
+            iterator = timed(loader)
+            if isinstance(iterator, torch_loader._BaseDataLoaderIter):  # PyTorch's, and those of flatout.feed
+                iterator._flatout_loader = number or 0  # type: ignore[attr-defined]
+                if not loader.num_workers:  # PyTorch's does not hold it, and the check for writes ends with it
+                    iterator._flatout_of = loader  # type: ignore[attr-defined]
+            return iterator
 
         return begin_pass
 
-    def _loader_seen(self, loader: Any) -> None:
-        self._recording.loader_seen(self._loaders.of(loader), loader)
+    def _number_of(self, loader: Any) -> int:
+        """A number for each loader that is never given to another, as an id may be."""
+        number: int | None = self._loaders.get(loader)
+        if number is None:
+            number = next(self._numbers)
+            self._loaders.put(loader, number)
+        return number
 
     def _get_from_queue(self, point: PatchPoint) -> Any:
         recorder, time = self._recorder, self._time
@@ -207,7 +207,7 @@ class Timing:
                 return point.call(source, *args, **kwargs)
             if recorder.busy or not recorder.steps:
                 return point.call(source, *args, **kwargs)
-            return self._fetch(self._guarded(self._loaders.of, source) or 0, point.call, source, *args, **kwargs)
+            return self._fetch(self._guarded(self._number_of, source) or 0, point.call, source, *args, **kwargs)
 
         return get
 
@@ -255,11 +255,6 @@ class Timing:
 
     # -- forward, backward, optimizer --------------------------------------------------------------
 
-    def _install_compute(self) -> None:
-        self._time.time("torch.autograd.backward", self._run_backward)
-        self._time.time("torch.compile", self._compile_and_time)
-        self._time.time("torch.autocast.__enter__", self._enter_autocast)
-
     def _run_backward(self, point: PatchPoint) -> Any:
         recorder, time, recording = self._recorder, self._time, self._recording
 
@@ -281,8 +276,7 @@ class Timing:
     def _enter_autocast(self, point: PatchPoint) -> Any:
         def entered(region: Any) -> Any:
             if not self.off and region._enabled and not is_dynamo_compiling():
-                dtype = str(region.fast_dtype).removeprefix("torch.")
-                self._guarded(self._recording.autocast_entered, dtype)
+                self._recording.autocast.add(str(region.fast_dtype).removeprefix("torch."))
             return point.call(region)
 
         return entered
@@ -297,8 +291,7 @@ class Timing:
         return compile_and_time
 
     def _around_compiled(self, function: Any, compiled: Any) -> Any:
-        """Time a compiled function. An optimizer step inside calls no hook; it shows by the parameters
-        written to."""
+        """Time a compiled function. An optimizer step inside calls no hook; it shows by the parameters written to."""
         recorder, roots = self._recorder, self._roots
         steps_optimizer = isinstance(getattr(function, "__self__", None), torch.optim.Optimizer)
 
@@ -306,7 +299,7 @@ class Timing:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if is_dynamo_compiling() or roots.is_untimed():
                 return compiled(*args, **kwargs)
-            calls, versions, closely = self._optimizer_calls, self._versions(), not recorder.light
+            calls, written, closely = self._optimizer_calls, self._guarded(self._written) or {}, not recorder.light
             if closely and steps_optimizer:
                 self._guarded(recorder.push, OPTIMIZER)
             elif closely:
@@ -317,33 +310,37 @@ class Timing:
                 if closely:
                     roots.end()
             if calls == self._optimizer_calls and not self.off:
-                for (optimizer, before), (_, after) in zip(versions, self._versions(), strict=False):
-                    if before != after:
+                now_written = self._guarded(self._written) or written
+                for optimizer in self._optimizers:
+                    if now_written.get(id(optimizer)) != written.get(id(optimizer)):
                         self._stepped(optimizer)
             return result
 
         return timed
 
-    def _versions(self) -> list[tuple[Any, int]]:
-        return self._guarded(_versions_of, self._optimizers) or []
+    def _written(self) -> dict[int, int]:
+        """How often each optimizer's parameters have been written to; the first and the last of a group tell."""
+        ends = {
+            id(optimizer): [p for group in optimizer.param_groups for p in group["params"][:1] + group["params"][-1:]]
+            for optimizer in self._optimizers
+        }
+        return {optimizer: sum(parameter._version for parameter in some) for optimizer, some in ends.items()}
 
     def _install_optimizer_steps(self) -> None:
         recorder, time = self._recorder, self._time
-        # Steps that have begun: how deep they are called, and how deep among the phases. A step may call
-        # another.
-        # Their frames are not held: one that raised would keep all that its callers have.
-        running: list[tuple[int, int]] = []
+        running: list[int] = []  # steps that have begun, and how deep among the phases: one may call another
 
-        def forget_what_raised(frame: FrameType, depth: int) -> None:
-            while running and not _is_called_by_like(frame, depth - running[-1][0]):
+        def forget_what_raised(frame: FrameType) -> None:
+            """Only steps whose frames are there still go on. (The frames are not held: they hold what callers have.)"""
+            while len(running) > _callers_like(frame):
                 leave()
 
-        def begin(frame: FrameType, depth: int) -> None:
-            forget_what_raised(frame, depth)
-            running.append((depth, recorder.optimizer_begins()))
+        def begin(frame: FrameType) -> None:
+            forget_what_raised(frame)
+            running.append(recorder.optimizer_begins())
 
         def leave() -> None:
-            _, depth = running.pop()
+            depth = running.pop()
             if depth:
                 recorder.leave(depth)
 
@@ -358,18 +355,17 @@ class Timing:
             if is_dynamo_compiling() or time.off or get_ident() != recorder.thread:
                 return
             frame = sys._getframe(1)
-            depth = _depth(frame)
-            if recorder.light:
-                if running:
-                    self._guarded(forget_what_raised, frame, depth)
-                running.append((depth, 0))
-            else:
-                self._guarded(begin, frame, depth)
+            if not recorder.light:
+                self._guarded(begin, frame)
+                return
+            if running:
+                self._guarded(forget_what_raised, frame)
+            running.append(0)
 
         def after(optimizer: Any, *_: Any) -> None:
             if is_dynamo_compiling() or time.off:
                 return
-            if recorder.light and len(running) == 1 and not running[0][1] and get_ident() == recorder.thread:
+            if recorder.light and running == [0] and get_ident() == recorder.thread:
                 running.clear()
                 self._optimizer_calls += 1
                 self._stepped(optimizer)
@@ -386,11 +382,9 @@ class Timing:
 
         for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
             time.on_leaving(handle.remove)
-        time.after("torch.optim.optimizer.Optimizer.__init__", self._optimizer_built)
-        time.time("torch.amp.grad_scaler.GradScaler.step", self._scaler_step)
-
-    def _optimizer_built(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        self._optimizers.put(optimizer)
+        time.after(
+            "torch.optim.optimizer.Optimizer.__init__", lambda optimizer, *_, **__: self._optimizers.put(optimizer)
+        )
 
     def _scaler_step(self, point: PatchPoint) -> Any:
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -403,8 +397,7 @@ class Timing:
         return step
 
     def _stepped(self, optimizer: Any) -> None:
-        """An optimizer is through. The recording may end the run here, with an exception that is none of
-        ours."""
+        """An optimizer is through. The recording may end the run here, with an exception that is none of ours."""
         recorder = self._recorder
         try:
             if recorder.optimizer_ended(id(optimizer)):
@@ -446,8 +439,7 @@ class Timing:
 
         def build(point: PatchPoint) -> Any:
             def report_or_raise(unraisable: Any) -> None:
-                """A signal during a collection runs its handler in our callback, where nothing can be
-                raised."""
+                """A signal during a collection runs its handler in our callback, where nothing can be raised."""
                 problem = unraisable.exc_value
                 # It may come again while another's callback runs.
                 if problem is not None and (unraisable.object is collecting or hasattr(problem, "_flatout_again")):
@@ -462,72 +454,23 @@ class Timing:
         time.on_leaving(lambda: gc.callbacks.remove(collecting))
 
 
-class _Numbers:
-    """A number for each loader that is never given to another, as an id may be."""
-
-    def __init__(self) -> None:
-        self._numbers = WeakIdMap()
-        self._next = count(1)
-
-    def of(self, thing: Any) -> int:
-        number: int | None = self._numbers.get(thing)
-        if number is None:
-            number = next(self._next)
-            self._numbers.put(thing, number)
-        return number
-
-
 def _phase_of_move(tensor: Any, *args: Any, **kwargs: Any) -> str | None:
-    if tensor.is_cuda and names_cpu(args, kwargs):
-        return SYNC
-    if not tensor.is_cuda and torch.cuda.is_initialized() and names_gpu(args, kwargs):
-        return COPY
-    return None
-
-
-def _phase_of_cuda(tensor: Any, *_: Any, **__: Any) -> str | None:
-    return None if tensor.is_cuda else COPY
-
-
-def _phase_of_pinning(*_: Any, **__: Any) -> str | None:
-    return COPY if torch.cuda.is_initialized() else None
-
-
-def _phase_of_copy(target: Any, source: Any, *_: Any, **__: Any) -> str | None:
-    return COPY if copies_to_gpu(target, source) else None
-
-
-def _phase_of_event(event: Any, *_: Any, **__: Any) -> str | None:
-    phase: str = getattr(event, "phase", SYNC)  # our own events say what waiting for them is
-    return phase
+    if tensor.is_cuda:
+        return _when(names_cpu(args, kwargs), SYNC)
+    return _when(torch.cuda.is_initialized() and names_gpu(args, kwargs), COPY)
 
 
 def _phase_of_reading(tensor: Any, *_: Any, **__: Any) -> str | None:
-    return SYNC if is_on_gpu(tensor) else None
+    return _when(is_on_gpu(tensor), SYNC)
+
+
+def _when(true: bool, phase: str) -> str | None:
+    return phase if true else None
 
 
 def _always(phase: str) -> Phase:
     """Every call is of this phase."""
     return lambda *_, **__: phase
-
-
-def _versions_of(optimizers: Iterable[Any]) -> list[tuple[Any, int]]:
-    """How often each one's parameters have been written to; the first and the last of a group tell."""
-    return [(optimizer, sum(map(_version_of, optimizer.param_groups))) for optimizer in optimizers]
-
-
-def _version_of(group: dict[str, Any]) -> int:
-    parameters = group["params"]
-    return sum(parameter._version for parameter in parameters[:1] + parameters[-1:])
-
-
-def _unseen_by_warnings(function: Any) -> Any:
-    """PyTorch warns in the name of its caller's line. Python skips its import machinery when it looks for
-    that line, and knows it by the name of the file: with such a name a warning still names PyTorch's own
-    line, not one of ours."""
-    code = function.__code__
-    function.__code__ = code.replace(co_filename=f"{code.co_filename} (like importlib._bootstrap)")
-    return function
 
 
 def _raise_later(thread: int, problem: BaseException) -> None:
@@ -536,35 +479,23 @@ def _raise_later(thread: int, problem: BaseException) -> None:
     if hasattr(problem, "_flatout_again"):
         kind = kind.__base__
 
-    class Again(kind):  # type: ignore[misc]
-        _flatout_again = True
+    def like_the_problem(again: BaseException) -> None:  # the thread makes it, without arguments
+        BaseException.__init__(again, *problem.args)
+        vars(again).update(vars(problem))
+        if isinstance(problem, SystemExit):
+            again.code = problem.code  # type: ignore[attr-defined]
 
-        def __init__(self) -> None:
-            BaseException.__init__(self, *problem.args)
-            self.__dict__.update(problem.__dict__)
-            if isinstance(problem, SystemExit):
-                self.code = problem.code
-
-    Again.__name__ = Again.__qualname__ = kind.__name__
-    Again.__module__ = kind.__module__
-    deliver = ctypes.pythonapi.PyThreadState_SetAsyncExc
-    Timer(_MOMENT_S, deliver, (ctypes.c_ulong(thread), ctypes.py_object(Again))).start()
+    names = {"__init__": like_the_problem, "__module__": kind.__module__, "_flatout_again": True}
+    again = ctypes.py_object(type(kind.__name__, (kind,), names))
+    Timer(_MOMENT_S, ctypes.pythonapi.PyThreadState_SetAsyncExc, (ctypes.c_ulong(thread), again)).start()
 
 
-def _depth(frame: FrameType | None) -> int:
-    """How many calls led to this one."""
-    depth = 0
-    while frame is not None:
-        depth, frame = depth + 1, frame.f_back
-    return depth
-
-
-def _is_called_by_like(frame: FrameType, calls: int) -> bool:
-    """Whether the caller so many calls above is one of its own kind."""
-    above: FrameType | None = frame
-    for _ in range(calls):
-        above = above.f_back if above is not None else None
-    return calls > 0 and above is not None and above.f_code is frame.f_code
+def _callers_like(frame: FrameType) -> int:
+    """How many of the calls that led to this one run the same code."""
+    found, above = 0, frame.f_back
+    while above is not None:
+        found, above = found + (above.f_code is frame.f_code), above.f_back
+    return found
 
 
 def _our_code() -> Iterable[CodeType]:

@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Container
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,9 +20,11 @@ from flatout.inside.calls import tensors_in
 from flatout.inside.clock import Leash
 from flatout.inside.patches import Subscriber
 from flatout.inside.recorder import HELD, Recorder
-from flatout.inside.xray import XraySchedule
 from flatout.launch.protocol import MOST_STEPS, Options
 from flatout.model.stats import BLOCKS, block_means, error_of, half_width
+
+if TYPE_CHECKING:
+    from flatout.inside.xray import XraySchedule
 
 _WARM_UP_S = 9.0  # of a trial, at most
 _SHORT_S = 0.05  # a step
@@ -36,14 +38,15 @@ _FETCHES_A_STEP = 64  # more than this without a step is no training: give the l
 class BoundedRun:
     """Says after each step whether another one is to come, and of what kind."""
 
-    def __init__(self, options: Options, recorder: Recorder, xray: XraySchedule, *, alone: Callable[[], bool]) -> None:
+    def __init__(
+        self, options: Options, recorder: Recorder, xray: XraySchedule | None, *, alone: Callable[[], bool]
+    ) -> None:
         self._recorder = recorder
         self._xray = xray
         self._progress = TrialProgress(options, alone=alone)
         self._leash = Leash(_AHEAD)
-        measures_ceiling = options.trial is None or not options.trial.fingerprints
         self.ceiling: Ceiling | None = None
-        if measures_ceiling:
+        if options.trial is None or not options.trial.fingerprints:
             self.ceiling = Ceiling(recorder.train_loaders)
 
     def step_begins(self) -> None:
@@ -69,7 +72,7 @@ class BoundedRun:
         return self._progress.is_worth_a_look and (self._takes_xray() or self._measures_ceiling())
 
     def _takes_xray(self) -> bool:
-        if self._xray.done or not torch.cuda.is_initialized():
+        if self._xray is None or self._xray.done or not torch.cuda.is_initialized():
             return False
         was_running = self._xray.running
         self._xray.step_ended()
@@ -86,8 +89,7 @@ class BoundedRun:
 
 
 class TrialProgress:
-    """How far a run with an end has come. Only measured steps count: an X-ray may take longer than all of
-    them.
+    """How far a run with an end has come. Only measured steps count: an X-ray may take longer than all of them.
 
     A trial begins with batches that lie ready from when it started, and would show a loader faster than it
     is: they are used up first.
@@ -142,11 +144,11 @@ class TrialProgress:
 
     @functools.cached_property
     def is_worth_a_look(self) -> bool:
-        """Whether the steps, now that they are over, were fast enough; the later ones count: loaders have
-        to settle."""
-        wanted_s = self._trial.look_below_s if self._trial is not None and self._alone() else None
+        """Whether the steps, now that they are over, were fast enough; the later ones count: loaders have to settle."""
+        if self._trial is None or self._trial.look_below_s is None or not self._alone():
+            return True
         later = self._took_s[len(self._took_s) // 2 :]
-        return wanted_s is None or (bool(later) and sum(later) / len(later) < wanted_s)
+        return bool(later) and sum(later) / len(later) < self._trial.look_below_s
 
 
 class Ceiling:
@@ -168,10 +170,18 @@ class Ceiling:
             changes.around(f"torch.Tensor.{name}", functools.partial(self._move, name))
 
     def _move(self, name: str, call: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.resident:
-            return call(tensor, *args, **kwargs)
-        copy = functools.partial(call, tensor, *args, **kwargs)
-        return self.copy_of(tensor, f"{name} {args} {kwargs}", copy)
+        """The device copy of a kept tensor is made once for each way of asking."""
+        key = (id(tensor), f"{name} {args} {kwargs}")
+        if not self.resident or key not in self._copies:
+            moved = call(tensor, *args, **kwargs)
+            if not self.resident or moved is tensor or not self._keeps(tensor):
+                return moved
+            self._copies[key] = moved
+        return self._copies[key]
+
+    def _keeps(self, tensor: Any) -> bool:
+        batches = [batch for kept in self._kept.values() for batch in kept]
+        return any(tensor is one for batch in batches for one in tensors_in(batch))
 
     def keep(self, loader: int, batch: Any) -> None:
         """Remember a batch that came from a loader."""
@@ -199,17 +209,6 @@ class Ceiling:
             return None
         self._turn += 1
         return _apart(kept[self._turn % len(kept)])
-
-    def copy_of(self, tensor: Any, how: str, copy: Callable[[], Any]) -> Any:
-        """The device copy of a kept tensor, made once for each way of asking."""
-        key = (id(tensor), how)
-        if key not in self._copies:
-            made = copy()
-            batches = [batch for kept in self._kept.values() for batch in kept]
-            if made is tensor or not any(tensor is kept for batch in batches for kept in tensors_in(batch)):
-                return made
-            self._copies[key] = made
-        return self._copies[key]
 
 
 def _apart(batch: Any) -> Any:

@@ -41,8 +41,7 @@ Moved = tuple[float, float]
 
 
 class Weights:
-    """The weights of this rank, written for the follower and taken from the leader. An error ends that,
-    nothing else.
+    """The weights of this rank, written for the follower and taken from the leader. An error ends that, nothing else.
 
     `ranks` gives this rank and how many there are; torch knows neither before the ranks have found each
     other.
@@ -105,14 +104,14 @@ class Weights:
 
     def _moved(self, began: list[Any], theirs: list[Any], mine: list[Any]) -> Moved | None:
         """Over all weights; None where the leader has not moved at all."""
-        their_square = our_square = product = 0.0
+        sums = torch.zeros(3, dtype=torch.float64)
         for drift, start, their, my in zip(self._drifts, began, theirs, mine, strict=True):
             they = (their.float() - start.float()).flatten()
             we = (my.float() - start.float()).flatten()
             # Masks have infinite numbers; weights that became infinite here count.
             if they.isfinite().all() and (we.isfinite().all() or start.isfinite().all()):
-                sums = drift.add(they, we.nan_to_num())
-                their_square, our_square, product = their_square + sums[0], our_square + sums[1], product + sums[2]
+                sums += drift.add(they, we.nan_to_num())
+        their_square, our_square, product = sums.tolist()
         if not their_square:
             return None
         if not our_square:
@@ -120,8 +119,7 @@ class Weights:
         return math.sqrt(our_square / their_square), product / math.sqrt(our_square * their_square)
 
     def _affordable(self, size: int) -> int | None:
-        """How many steps apart files of this size have to be; None where they are too large to be written
-        at all."""
+        """How many steps apart files of this size have to be; None where they are too large to be written at all."""
         files = _EXPECTED_STEPS / WEIGHTS_EVERY
         times = math.ceil(files * size * self._ranks()[1] / max(1, self._most_bytes))
         return WEIGHTS_EVERY * times if times <= _MAX_TIMES else None
@@ -150,18 +148,18 @@ class Weights:
         rank, world = self._ranks()
         files = [self._path(self._follows, other) for other in range(world)]
         until_s = time.monotonic() + self._timeout_s
-        while True:
-            over = (self._follows / WEIGHTS_OVER).exists() or time.monotonic() > until_s
-            if all(file.exists() for file in files):
-                break
+        over = False
+        while not all(file.exists() for file in files):
             if over:
                 self._follows = None
                 return None
+            over = (self._follows / WEIGHTS_OVER).exists() or time.monotonic() > until_s
             time.sleep(_LOOK_EVERY_S)
         theirs: dict[str, Any] = load(files[rank], map_location="cpu", weights_only=True)
-        if theirs["every"] is None:
-            self._follows = None
-        return theirs if theirs["every"] is not None else None
+        if theirs["every"] is not None:
+            return theirs
+        self._follows = None
+        return None
 
     def _path(self, folder: Path, rank: int) -> Path:
         return folder / f"{rank:05d}-{self._steps:05d}.pt"
@@ -179,19 +177,18 @@ class _Drift:
     way_square: float = 0.0
     lengths: list[float] = field(default_factory=list)
 
-    def add(self, they: Any, we: Any) -> tuple[float, float, float]:
+    def add(self, they: Any, we: Any) -> Any:
         """Add a meeting. Returns the squares of both movements, and their product."""
         difference = we - they
-        their_square, our_square, product = _dot(they, they), _dot(we, we), _dot(they, we)
+        sums = torch.stack([they.dot(they), we.dot(we), they.dot(we)]).double()
         if self.way is None:
-            self.way, self.difference = they, difference
-        else:
-            self.way, self.difference = self.way + they, self.difference + difference
-        self.difference_square += float(torch.dot(difference, difference))
-        self.way_square += their_square
-        if their_square:
-            self.lengths.append(math.sqrt(our_square / their_square))
-        return their_square, our_square, product
+            self.way, self.difference = torch.zeros_like(they), torch.zeros_like(they)
+        self.way, self.difference = self.way + they, self.difference + difference
+        self.difference_square += float(difference.dot(difference))
+        self.way_square += float(sums[0])
+        if sums[0]:
+            self.lengths.append(math.sqrt(sums[1] / sums[0]))
+        return sums
 
     @property
     def pace(self) -> float:
@@ -214,8 +211,7 @@ class _Drift:
 
 
 class _State:
-    """What a training process learns: the weights its optimizers train, their state, and its models'
-    buffers."""
+    """What a training process learns: the weights its optimizers train, their state, and its models' buffers."""
 
     def __init__(self, optimizers: Iterable[Any], roots: Iterable[Any]) -> None:
         models = list(roots)
@@ -228,8 +224,7 @@ class _State:
 
     @property
     def bytes(self) -> int:
-        """The size of it all. An optimizer without a state may not have stepped yet, as with a loss scale
-        too large."""
+        """The size of it all. An optimizer without a state may not have stepped yet, as with a loss scale too large."""
         values = [value for state in self._optimizer_states for value in state.values()]
         states = _bytes(_local(value) for value in values if isinstance(value, torch.Tensor))
         known = _bytes((*self.weights, *self._buffers))
@@ -238,8 +233,7 @@ class _State:
     @property
     def rest(self) -> dict[str, Any]:
         """Everything but the weights, as a file can hold it."""
-        states = [{k: _plain(v) for k, v in state.items() if _is_plain(v)} for state in self._optimizer_states]
-        return {"buffers": _on_host(self._buffers), "remembered": states}
+        return {"buffers": _on_host(self._buffers), "remembered": [_plain(state) for state in self._optimizer_states]}
 
     @torch.no_grad()
     def take(self, theirs: dict[str, Any]) -> None:
@@ -269,10 +263,6 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(usual)
 
 
-def _dot(one: Any, other: Any) -> float:
-    return float(torch.dot(one, other).double())
-
-
 def _bytes(tensors: Iterable[Any]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -286,9 +276,8 @@ def _local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, torch.Tensor | int | float)
-
-
-def _plain(value: Any) -> Any:
-    return _on_host([_local(value)])[0] if isinstance(value, torch.Tensor) else value
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """The tensors and numbers of an optimizer's state, on the host."""
+    numbers = {key: value for key, value in state.items() if isinstance(value, int | float)}
+    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    return numbers | {key: _on_host([_local(value)])[0] for key, value in tensors.items()}

@@ -14,10 +14,9 @@ import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from flatout.inside.recorder import DATA, OWN, Recorder
+from flatout.inside.recorder import Recorder
 from flatout.trace import Sketch, Step, Xray
 from flatout.trace.light_steps import LightSteps
 
@@ -33,11 +32,9 @@ _TOP = 15
 _STEPS = 9  # the first bears the profiler's start and is left out
 _AFTER_STEPS = 12
 _AFTER_S = 2.0
-_RECOVERY_STEPS = 12
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
+class Kernel(NamedTuple):
     """One piece of work on the GPU: a kernel, a copy or a fill."""
 
     name: str
@@ -56,8 +53,8 @@ class Profiler:
 
     def __init__(self) -> None:
         self._profile: Any = None
-        self._results: Any = None
-        self._clocks = (0.0, 0)
+        self.results: Any = None  # raw, once it has been stopped
+        self._shift_ns = 0
         self._put_back: Callable[[], None] = lambda: None
 
     @property
@@ -74,14 +71,13 @@ class Profiler:
         """Switch it on. `TEARDOWN_CUPTI` makes the driver remove its hooks afterwards.
 
         Not `torch.profiler`: it loads torch's compiler first, which takes seconds, to ask whether it makes
-        CUDA graphs (they do not survive a teardown). A compiler that is not loaded makes none. And it asks
-        for the setting of all models, not whether one was compiled with a mode that captures.
+        CUDA graphs (they do not survive a teardown). A compiler that is not loaded makes none.
         """
         profiler: Any = sys.modules["torch.autograd.profiler"]
         graphs = "torch._inductor.cudagraph_trees" in sys.modules  # loaded when the first graph is made
         set_by_user = "TEARDOWN_CUPTI" in os.environ
-        os.environ.setdefault("TEARDOWN_CUPTI", "0" if graphs else "1")
-        self._clocks = (time.monotonic(), time.time_ns())
+        os.environ.setdefault("TEARDOWN_CUPTI", str(int(not graphs)))
+        self._shift_ns = time.monotonic_ns() - time.time_ns()
         ours: Any = profiler.profile(use_cpu=False, use_device="cuda", use_kineto=True, acc_events=True)
         ours.__enter__()
         prepare = profiler.profile._prepare_trace
@@ -99,65 +95,55 @@ class Profiler:
         self._put_back = put_back
         self._profile = ours
 
-    def stop(self) -> Any:
-        """Switch it off; returns the raw results, for `kernels` to read."""
+    def stop(self) -> None:
+        """Switch it off; `kernels` reads what it has seen."""
         if self._profile is not None:
             ours, self._profile = self._profile, None
             ours.__exit__(None, None, None)
             self._put_back()
-            self._results = ours.kineto_results
-        return self._results
+            self.results = ours.kineto_results
 
-    def kernels(self, results: Any) -> list[Kernel]:
+    def kernels(self) -> list[Kernel]:
         """What ran on the GPU, in the order of its start, on CLOCK_MONOTONIC in nanoseconds."""
-        shift_ns = round(self._clocks[0] * 1e9) - self._clocks[1]
-        launches: dict[int, int] = {}
-        work: list[tuple[str, int, int, int]] = []
-        for event in results.events():
-            if str(event.device_type()) == "DeviceType.CUDA":
-                work.append((event.name(), event.start_ns(), event.duration_ns(), event.correlation_id()))
-            else:
-                launches[event.correlation_id()] = event.start_ns() + shift_ns
-        work.sort(key=lambda item: item[1])
-        return [
-            Kernel(name, start + shift_ns, start + duration + shift_ns, launches.get(correlation))
-            for name, start, duration, correlation in work
-        ]
+        events = self.results.events()
+        on_gpu = [event for event in events if str(event.device_type()) == "DeviceType.CUDA"]
+        launches = {e.correlation_id(): e.start_ns() for e in events if str(e.device_type()) != "DeviceType.CUDA"}
+        kernels = []
+        for event in sorted(on_gpu, key=lambda event: event.start_ns()):
+            start_ns, launched_ns = event.start_ns() + self._shift_ns, launches.get(event.correlation_id())
+            if launched_ns is not None:
+                launched_ns += self._shift_ns
+            kernels.append(Kernel(event.name(), start_ns, start_ns + event.duration_ns(), launched_ns))
+        return kernels
 
 
 class XraySchedule:
-    """When the X-ray is taken: once, when the run is warm; then the step time is checked to have recovered."""
+    """When the X-ray is taken: once, when the run is warm, or where a trial asks for it at its end."""
 
     def __init__(
-        self,
-        recorder: Recorder,
-        write: Callable[[Xray], None],
-        note: Callable[[str], None],
-        *,
-        enabled: bool,
-        at_the_end: bool,
+        self, recorder: Recorder, write: Callable[[Xray], None], note: Callable[[str], None], *, at_the_end: bool
     ) -> None:
         self._recorder = recorder
         self._write = write
         self._note = note
-        self.done = not enabled
+        self._at_the_end = at_the_end
+        self.done = False
         self.running = False
         self._began_s: float | None = None
-        self._at_the_end = at_the_end
         self._profiler = Profiler()
         self._left = _STEPS
-        self._results: Any = None
         self._steps: list[Step] = []
-        self._before_ms: list[float] = []
-        self._after_ms: list[float] = []
 
     def step_ended(self) -> None:
         """Take it when its time has come. What goes wrong with it costs the X-ray, and nothing else."""
         try:
             self._step_ended()
         except Exception as problem:
-            self.done, self.running = True, False
-            self._note(f"no X-ray was taken ({type(problem).__name__}: {problem})")
+            self._give_up(problem)
+
+    def _give_up(self, problem: Exception) -> None:
+        self.done, self.running = True, False
+        self._note(f"no X-ray was taken ({type(problem).__name__}: {problem})")
 
     def _step_ended(self) -> None:
         recorder = self._recorder
@@ -166,59 +152,44 @@ class XraySchedule:
             if self._left and self._profiler.running:
                 recorder.set_kind("xray")
                 return
-            recorder.as_own(self._stop)
+            self.running = False
+            recorder.as_own(self._profiler.stop)
             recorder.set_kind("after xray")
-        elif self._results is None:
-            now_s = time.monotonic()
-            self._began_s = self._began_s or now_s
-            warm_s = now_s - self._began_s
-            is_warm = recorder.measured >= _AFTER_STEPS and warm_s >= _AFTER_S
-            if (is_warm or self._at_the_end) and self._profiler.available():
+        elif self._profiler.results is None:
+            if (self._at_the_end or self._is_warm()) and self._profiler.available():
                 recorder.as_own(self._profiler.start)
                 recorder.set_kind("xray")
                 self.running = True
-        elif len(self._after_ms) >= _RECOVERY_STEPS and len(self._steps) >= _STEPS:
-            self.done = True
+        elif len(self._steps) >= _STEPS:
             recorder.set_kind("after xray")
             recorder.as_own(self._read)  # a thread would take the trainer's time unseen
 
-    def _stop(self) -> None:
-        self.running = False
-        self._results = self._profiler.stop()
+    def _is_warm(self) -> bool:
+        now_s = time.monotonic()
+        self._began_s = self._began_s or now_s
+        return self._recorder.measured >= _AFTER_STEPS and now_s - self._began_s >= _AFTER_S
 
     def emitted(self, step: Step | LightSteps) -> None:
-        """Steps are done: those under the X-ray, and those beside it to compare with."""
+        """Steps are done: those under the X-ray are kept, to know the host's phases."""
         if isinstance(step, Step) and step.kind == "xray":
             self._steps.append(step)
-            return
-        walls = self._after_ms if self._results is not None else self._before_ms
-        steps = [step] if isinstance(step, Step) else step.last(_RECOVERY_STEPS)
-        for one in steps:
-            if one.kind == "train":  # waiting for data varies by itself
-                walls.append(sum(span.host_ms for span in one.spans if span.name not in (DATA, OWN)))
-        del walls[: -4 * _RECOVERY_STEPS]
 
     def finish(self) -> None:
         """The run ends: read what there is, if that has not been done."""
-        if self.running:
-            self._stop()
-        if self._results is not None and not self.done:
-            self.done = True
+        if not self.done:
+            self._profiler.stop()
             self._read()
 
     def _read(self) -> None:
+        self.done = True
         try:
-            xray = read_kernels(self._profiler.kernels(self._results), self._steps[1:])
+            xray = None
+            if self._profiler.results is not None:
+                xray = read_kernels(self._profiler.kernels(), self._steps[1:])
             if xray is not None:
-                self._write(replace(xray, recovered=self._recovered()))
+                self._write(xray)
         except Exception as problem:
-            self._note(f"the X-ray could not be read ({type(problem).__name__}: {problem})")
-
-    def _recovered(self) -> bool | None:
-        if len(self._before_ms) < 4 or len(self._after_ms) < 4:
-            return None
-        before, after = (sorted(ms)[len(ms) // 2] for ms in (self._before_ms[-_RECOVERY_STEPS:], self._after_ms))
-        return after <= 1.1 * before + 0.1
+            self._give_up(problem)
 
 
 def read_kernels(kernels: Sequence[Kernel], steps: Sequence[Step]) -> Xray | None:
@@ -236,8 +207,7 @@ def read_kernels(kernels: Sequence[Kernel], steps: Sequence[Step]) -> Xray | Non
     inside = [k for k in kernels if first_ns <= k.called_ns < last_ns]
     if not inside:
         return None
-    # The host runs ahead: the GPU is still at work on what came before, and at the end on what was launched
-    # by then.
+    # The host runs ahead: the GPU is still at work on what came before, and at the end on what was launched by then.
     first_ns = max([first_ns, *(k.end_ns for k in before)])
     last_ns = max([last_ns, *(k.end_ns for k in inside)])
     host = _HostPhases(phases)

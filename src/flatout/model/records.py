@@ -117,7 +117,6 @@ class Xray:
     collective_ms: float = 0.0
     copies_ms: dict[str, float] = field(default_factory=dict)
     top_ms: dict[str, float] = field(default_factory=dict)
-    recovered: bool | None = None  # whether the step time came back afterwards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

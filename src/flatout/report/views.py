@@ -216,8 +216,6 @@ def _xray(x: Xray | None) -> list[Part]:
         said.append(f"Tensor cores did {x.tensor_core_ms / x.matrix_ms:.0%} of the work in matrix kernels.")
     if x.collective_ms:
         said.append(f"Collectives took {ms(x.collective_ms / steps)} a step.")
-    if x.recovered is False:
-        said.append("The step time did not recover after the X-ray.")
     kernels = [(name[:MAX_KERNEL_NAME], ms(t / steps), f"{t / busy_ms:.1%}") for name, t in _largest(x.top_ms)]
     copies = [(name, ms(t / steps)) for name, t in _largest(x.copies_ms)]
     return [

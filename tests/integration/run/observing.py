@@ -16,7 +16,7 @@ from flatout import trace
 from flatout.diagnose.breakdown import Breakdown, breakdown
 from flatout.inside.recorder import Sampling
 from flatout.inside.recording import process
-from flatout.inside.settings import Settings
+from flatout.inside.start import Settings
 from flatout.launch.protocol import Options
 from flatout.trace import RankTrace, Step
 

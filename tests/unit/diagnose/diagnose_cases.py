@@ -113,7 +113,6 @@ def xray(**changes: Any) -> Xray:
         "tensor_core_ms": 108.0,
         "copies_ms": {"HtoD Pinned": 1.0},
         "top_ms": {"nvjet_hsh_128x128": 110.0},
-        "recovered": True,
     }
     return Xray(**figures | changes)
 

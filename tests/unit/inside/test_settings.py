@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flatout.inside.settings import Settings
+from flatout.inside.start import Settings
 
 
 def test_a_config_module_of_the_users_is_read_and_pythons_own_is_not(
