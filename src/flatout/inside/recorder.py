@@ -388,7 +388,7 @@ class Recorder:
         quiet = name in QUIET
         evaluation, pieces = self._evaluation, self._open.pieces
         if evaluation.on and name in _PART_OF_EVALUATION:
-            name, where = EVALUATION, None
+            name, where, loader = EVALUATION, None, None
         mark = self._mark() if self.marking else None
         if len(pieces) > evaluation.since and pieces[-1].goes_on_as(name, where, start_s, loader, mark):
             pieces[-1].end_s = now_s
