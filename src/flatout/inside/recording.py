@@ -359,7 +359,7 @@ class Recording:
 
 
 @dataclasses.dataclass(repr=False, eq=False)
-class _Watch:
+class _WatchedData:
     """A dataset that the training process reads itself: what its loop writes to in it, and what samples fill."""
 
     check: DatasetCheck
@@ -374,7 +374,7 @@ class LoaderNotes:
         self._facts: dict[int, LoaderFacts] = {}
         self._passes: dict[int, int] = {}
         self._seen: dict[int, dict[str, str]] = {}  # by loader: `written` and `fills`
-        self.watched: dict[int, _Watch] = {}
+        self.watched: dict[int, _WatchedData] = {}
 
     def pass_begins(self, number: int, loader: Any) -> None:
         """A loader is about to begin a pass."""
@@ -385,7 +385,7 @@ class LoaderNotes:
             from flatout.feed.dataset_check import CacheGrowth, DatasetCheck
 
             samples = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-            self.watched[number] = watch = _Watch(DatasetCheck(loader.dataset, loader.collate_fn))
+            self.watched[number] = watch = _WatchedData(DatasetCheck(loader.dataset, loader.collate_fn))
             if isinstance(samples, int) or loader.batch_sampler is None:
                 watch.growth, watch.samples = CacheGrowth(loader.dataset), samples or 1
             weakref.finalize(loader, self.watched.pop, number, None).atexit = False
