@@ -9,6 +9,7 @@ started the command.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,10 +61,8 @@ class Hook:
         module, pth, _ = self.files
         if not module.exists() or not pth.exists():
             return None
-        for line in module.read_text(encoding="utf-8").splitlines():
-            if line.startswith("PACKAGE = "):
-                return Path(line.removeprefix("PACKAGE = ").strip("'\""))
-        return None
+        found = re.search(r"^PACKAGE = ['\"](.*)['\"]$", module.read_text(encoding="utf-8"), re.MULTILINE)
+        return None if found is None else Path(found[1])
 
 
 def hook_of(python: str) -> Hook:

@@ -194,6 +194,24 @@ def test_an_optimizer_that_the_script_has_fused_stays_fused(begin: Callable[...,
     assert optimizer.param_groups[0]["fused"] is True
 
 
+class OwnAdam(torch.optim.Adam):
+    """Has torch's name for it, and settings and a step of its own."""
+
+    def __init__(self, params: Any) -> None:
+        torch.optim.Optimizer.__init__(self, params, {"lr": 0.1})
+
+
+@pytest.mark.parametrize(
+    "kind", [OwnAdam, lambda params: torch.optim.Adam(params, foreach=True)], ids=["a step of its own", "foreach"]
+)
+def test_an_optimizer_that_steps_in_another_way_is_left_alone(begin: Callable[..., Applied], kind: Any) -> None:
+    applied = begin(fused_optimizer=True)
+    optimizer = kind([torch.ones(2, requires_grad=True)])
+    assert not optimizer.param_groups[0].get("fused")
+    [entry] = applied.ledger.entries()
+    assert (entry.applied, entry.how) == (False, "the script chooses another way of stepping itself")
+
+
 def test_the_table_of_changes_says_which_can_be_switched(begin: Callable[..., Applied]) -> None:
     values = {"loader": "elastic", "precision": "bf16", "compile": "default", "num_workers": 2, "worker_threads": 1}
     applied = begin(**{spec.name: values.get(spec.name, True) for spec in CHANGES if not spec.knob_only})

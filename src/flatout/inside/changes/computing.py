@@ -69,14 +69,13 @@ class Computing:
     @property
     def wants_a_step(self) -> bool:
         """Whether `step_ended` has something to do."""
-        return self._freeze is not None and self._freeze.is_on and not self._freeze.is_frozen
+        freeze = self._freeze
+        return freeze is not None and freeze.is_on and not freeze.is_frozen and freeze.is_wanted
 
     def step_ended(self) -> None:
         """A training step is over: what lives now lives long."""
         if self._freeze is not None and self.wants_a_step:
             self.ledger.attempt(GcFreeze.name, self._freeze.on)
-            if not self._freeze.is_frozen:
-                self._freeze = None
 
     def _optimizer_built(self, optimizer: Any, *_: Any, **__: Any) -> None:
         self.optimizers.put(optimizer)
@@ -87,7 +86,7 @@ class Computing:
         """How a root is to be called: each change in turn, the proof's look at the inputs outermost."""
         where = caller()
         for change in self._at_roots:
-            if self.ledger.wanted(change.name):
+            if change.is_wanted:
                 call = self.ledger.attempt(change.name, change.around, module, call, where) or call
         if self.proof is not None:
             call = _looked_at(module, call, self.proof)
@@ -481,8 +480,9 @@ def _trained_by(optimizer: Any) -> Iterator[Any]:
 
 
 def _leaves_it_open(group: dict[str, Any]) -> bool:
-    """Whether the script has chosen no way of stepping."""
-    return group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable")
+    """Whether the script has chosen no way of stepping, and the optimizer knows of this one."""
+    unsaid = group.get("fused", False) is None and group.get("foreach") is None
+    return unsaid and not group.get("differentiable")
 
 
 def _set_fused(optimizer: Any, *, on: bool) -> None:

@@ -123,6 +123,11 @@ class LiveChange:
     def switched(self) -> None:
         """Bring what has been changed already in line with `is_on`."""
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the plan asks for it here, and nothing has gone wrong with it."""
+        return self.ledger.wanted(self.name) is not None
+
     def made(self, how: str, where: str | None = None) -> None:
         """It has been applied."""
         self.ledger.made(self.name, how, where)
