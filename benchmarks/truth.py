@@ -5,8 +5,8 @@
 
 SCRIPTS holds checkouts of the repositories of planted_scripts.py, as OWNER+NAME, at the commit named there; none of
 their code is in this repository. What they import has to be installed (accelerate, datasets, evaluate, gymnasium,
-lightning, matplotlib, pandas, pillow, requests, scipy, sentencepiece, tensorboard, transformers, tyro); torchvision is
-replaced by a stand-in, and all data is made up. DIR is where the data of workloads/ is, or will be made.
+lightning, matplotlib, pandas, pillow, requests, scipy, sentencepiece, six, tensorboard, transformers, tyro);
+torchvision is replaced by a stand-in, and all data is made up. DIR is where the data of workloads/ is, or will be made.
 
 The faults are those of planted.py, which was written before any of them was run. For each of them, in turns:
 
